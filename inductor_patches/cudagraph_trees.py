@@ -1,0 +1,173 @@
+"""Patches of ``torch._inductor.cudagraph_trees``: our recording, our manager, and the entry of functions.
+
+All three names are looked up in the module when they are used, so rebinding them there is enough; thread-local state, liveness
+and pool rules and whatever a torch version adds stay upstream's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from .patch import Expectation, Fingerprint, Patch, Rebind
+
+_MODULE = "torch._inductor.cudagraph_trees"
+_NODE = (
+    "self",
+    "wrapped_function",
+    "id",
+    "parent",
+    "inputs",
+    "cuda_graphs_pool",
+    "device_index",
+    "stack_traces",
+    "stream",
+)
+_FUNCTION = ("self", "model", "inputs", "static_input_idxs", "stack_traces", "mode", "constants", "placeholders")
+
+
+def _recording(upstream: type) -> type:
+    from pygraph_trees.trees.recording import Recording
+
+    return Recording
+
+
+def _manager(upstream: type) -> type:
+    from pygraph_trees.trees.manager import Manager
+
+    return Manager
+
+
+def _cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    from pygraph_trees.selection import why_not_graphed
+    from pygraph_trees.trees.function import FunctionModel
+
+    @functools.wraps(upstream)
+    def cudagraphify_impl(model: Any, inputs: list[Any], static_input_idxs: Any, *args: Any, **kwargs: Any) -> Any:
+        # What comes from Inductor was wrapped at compile time; the rest is from backend="cudagraphs".
+        function = FunctionModel.of(
+            model, is_backward=kwargs["is_backward"], is_inference=kwargs["is_inference"], name="cudagraphs backend"
+        )
+        reason = why_not_graphed(function.settings)
+        if reason is not None:
+            function.log.not_graphed(reason)
+            return _ungraphed(function, kwargs["device_index"])
+        return upstream(function, inputs, static_input_idxs, *args, **kwargs)
+
+    return cudagraphify_impl
+
+
+def _ungraphed(function: Any, device_index: int) -> Callable[[list[Any]], Any]:
+    from torch._inductor import cudagraph_trees
+
+    # The backend expects the forward to have made a manager when its backward cannot be graphed.
+    cudagraph_trees.get_manager(device_index)
+
+    def run(inputs: list[Any]) -> Any:
+        return function(inputs)
+
+    return run
+
+
+PATCHES: tuple[Patch, ...] = (
+    Rebind(
+        feature="trees",
+        module=_MODULE,
+        name="CUDAGraphNode",
+        replace=_recording,
+        fingerprints=(
+            Fingerprint(
+                (2, 11),
+                (2, 15),
+                (
+                    Expectation(
+                        _MODULE,
+                        "CUDAGraphNode.__init__",
+                        _NODE,
+                        ("_record", "_allocate_and_copy_recording_inputs", "reconstructed_inputs", "expanded_dims")
+                        + (
+                            "cudagraph_managed_idxs",
+                            "static_input_idxs",
+                            "non_static_input_idx",
+                            "static_input_data_ptrs",
+                        ),
+                    ),
+                    Expectation(_MODULE, "CUDAGraphNode._record", ("self", "model", "inputs"), ("model", "graph")),
+                    Expectation(_MODULE, "CUDAGraphNode.run_graph", ("self",), ("graph", "replay")),
+                    Expectation(_MODULE, "CUDAGraphNode.run", ("self", "new_inputs"), ("run_graph",)),
+                    Expectation(_MODULE, "CUDAGraphNode._copy_inputs_and_remove_from_src", ("self", "dsts", "srcs")),
+                    Expectation(_MODULE, "CUDAGraphTreeManager._get_node_id", ("self",), ("CUDAGraphNode",)),
+                    Expectation("torch._inductor.compile_fx", "index_expanded_dims", ("t", "expanded_dims")),
+                ),
+            ),
+        ),
+        removable="never: this is the drop-in",
+    ),
+    Rebind(
+        feature="trees",
+        module=_MODULE,
+        name="CUDAGraphTreeManager",
+        replace=_manager,
+        fingerprints=tuple(
+            Fingerprint(
+                since,
+                until,
+                (
+                    Expectation(
+                        _MODULE,
+                        "CUDAGraphTreeManager.__init__",
+                        ("self", "device_index"),
+                        ("roots", "ids_to_funcs", "current_node", skip_table),
+                    ),
+                    Expectation(
+                        _MODULE,
+                        "CUDAGraphTreeManager.record_function",
+                        ("self", "new_inputs", "function_id"),
+                        ("CUDAGraphNode", "current_node"),
+                    ),
+                    Expectation(
+                        _MODULE,
+                        "CUDAGraphTreeManager.run_eager",
+                        ("self", "new_inputs", "function_id"),
+                        ("CUDAWarmupNode",),
+                    ),
+                    Expectation(
+                        _MODULE,
+                        "CUDAGraphTreeManager._update_non_cudagraph_managed_mutation",
+                        ("self", "function_id", "inputs"),
+                        (skip_table,),
+                    ),
+                    Expectation(_MODULE, "CUDAGraphTreeManager.add_function", _FUNCTION, ("WrappedFunction",)),
+                    Expectation(_MODULE, "CUDAGraphTreeManager.shutdown", ("self",)),
+                    Expectation(_MODULE, "TreeManagerContainer.get_tree_manager", ("self",), ("CUDAGraphTreeManager",)),
+                    Expectation(_MODULE, "get_obj", ("local", "attr_name"), ("_get_obj_in_tls",)),
+                ),
+            )
+            for since, until, skip_table in (
+                ((2, 11), (2, 14), "non_cudagraph_managed_mutation_hint"),
+                ((2, 15), (2, 15), "skip_cudagraph"),
+            )
+        ),
+        removable="never: this is the drop-in",
+    ),
+    Rebind(
+        feature="trees",
+        module=_MODULE,
+        name="cudagraphify_impl",
+        replace=_cudagraphify_impl,
+        fingerprints=(
+            Fingerprint(
+                (2, 11),
+                (2, 15),
+                (
+                    Expectation(
+                        _MODULE, "cudagraphify_impl", ("model", "inputs", "static_input_idxs"), ("cudagraphify",)
+                    ),
+                    Expectation("torch._dynamo.backends.cudagraphs", "cudagraphs", None, ("cudagraphify_impl",)),
+                ),
+            ),
+        ),
+        removable="never: this is the drop-in",
+    ),
+)

@@ -1,0 +1,79 @@
+"""How far the outputs of two ways of running a program lie apart.
+
+Outputs are compared tensor by tensor, in the order and under the paths of :func:`program.tensors_of`. Equal infinities and
+NaNs at the same place count as equal. Outputs of another number, shape, dtype or device, and a NaN or infinity that only
+one side has, are a *problem*: no number describes them, and the outputs are wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .program import tensors_of
+
+_CHUNK = 1 << 26  # elements compared at once: a few temporaries of half a gigabyte
+
+Snapshot = Sequence[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The largest absolute difference, or what makes the outputs incomparable."""
+
+    largest: float | None
+    problem: str | None = None
+
+
+def snapshot(outputs: Any) -> Snapshot:
+    """Clones of all tensors in ``outputs``, which survive the next call."""
+    return [(name, _plain(tensor.detach()).clone()) for name, tensor in tensors_of(outputs)]
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg() if tensor.layout == torch.strided else tensor.to_dense()
+
+
+def difference(outputs: Snapshot, reference: Snapshot) -> Difference:
+    """The largest absolute difference over all tensors."""
+    names, expected = [n for n, _ in outputs], [n for n, _ in reference]
+    if names != expected:
+        return Difference(
+            None, f"{len(names)} output tensors {_head(names)}, expected {len(expected)} {_head(expected)}"
+        )
+    largest = 0.0
+    for (name, ours), (_, theirs) in zip(outputs, reference, strict=True):
+        for what in ("shape", "dtype", "device"):
+            if getattr(ours, what) != getattr(theirs, what):
+                found, wanted = getattr(ours, what), getattr(theirs, what)
+                return Difference(None, f"output {name} has {what} {found}, expected {wanted}")
+        apart = _largest(ours, theirs)
+        if apart is None:
+            return Difference(None, f"output {name} has NaN or infinity where the reference has none, or lacks one")
+        largest = max(largest, apart)
+    return Difference(largest)
+
+
+def _largest(ours: torch.Tensor, theirs: torch.Tensor) -> float | None:
+    if ours.is_complex():
+        ours, theirs = torch.view_as_real(ours), torch.view_as_real(theirs)
+    wide = torch.float64 if ours.dtype == torch.float64 or not ours.is_floating_point() else torch.float32
+    largest = 0.0
+    for mine, other in zip(ours.reshape(-1).split(_CHUNK), theirs.reshape(-1).split(_CHUNK), strict=True):
+        if mine.numel() == 0:
+            continue
+        x, y = mine.to(wide), other.to(wide)
+        same = (x == y) | (x.isnan() & y.isnan())
+        apart = torch.where(same, 0.0, (x - y).abs()).max().item()
+        if not apart < float("inf"):
+            return None
+        largest = max(largest, apart)
+    return largest
+
+
+def _head(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return f"({shown}{', ...' if len(names) > 3 else ''})"

@@ -1,0 +1,128 @@
+"""Sets of inputs: the same tensors each call, or tensors at new addresses each call.
+
+A :class:`Ring` holds the program's own inputs (set 0) and clones of them, all allocated before anything is timed; going
+round it gives consecutive calls different addresses at no cost. A clone copies whole storages, so that strides, offsets,
+overlaps and storage shared between inputs are those of the original. Inputs that are not ``live`` are the same in all sets.
+
+How many sets there are is bounded by a budget of bytes, with at least two. One more copy, the pristine one, is never
+handed to the program: :meth:`Ring.restore` brings a set back to it, for programs that write to their inputs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .program import Program
+
+DEFAULT_SETS = 8
+SHARE_OF_FREE_MEMORY = 0.25
+CPU_BUDGET_NBYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class InputSet:
+    """Arguments for one call."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    storages: tuple[torch.UntypedStorage, ...]  # of the live tensors, in the same order in each set
+
+    @property
+    def nbytes(self) -> int:
+        return sum(s.nbytes() for s in self.storages)
+
+
+class Ring:
+    """Input sets of one program.
+
+    :param sets: how many sets at most, the program's own included
+    :param budget_nbytes: for all sets but the first; by default a quarter of the free memory of the device
+    """
+
+    def __init__(self, program: Program, sets: int = DEFAULT_SETS, budget_nbytes: int | None = None) -> None:
+        live = program.live
+        args = tuple((live is None or i in live, value) for i, value in enumerate(program.args))
+        kwargs = {name: (live is None or name in live, value) for name, value in program.kwargs.items()}
+        own = InputSet(program.args, dict(program.kwargs), _live_storages(args, kwargs))
+        budget = _budget(program.device) if budget_nbytes is None else budget_nbytes
+        affordable = budget // own.nbytes if own.nbytes else sets
+        self._pristine = tuple(_clone(storage) for storage in own.storages)
+        extra = max(1, min(sets - 1, affordable - 1))  # the pristine copy costs one, too
+        self.sets = [own, *(_clone_set(args, kwargs, own) for _ in range(extra))]
+        self._position = itertools.cycle(range(len(self.sets)))
+
+    def __len__(self) -> int:
+        return len(self.sets)
+
+    @property
+    def cloned_nbytes(self) -> int:
+        """Bytes that the clones and the pristine copy take."""
+        return self.sets[0].nbytes * len(self.sets)
+
+    def same(self) -> Iterator[InputSet]:
+        """The program's own inputs, again and again."""
+        return itertools.repeat(self.sets[0])
+
+    def fresh(self) -> Iterator[InputSet]:
+        """The next set each time; goes on where the last iterator stopped, so that no two calls in a row are alike."""
+        return (self.sets[i] for i in self._position)
+
+    def restore(self, inputs: InputSet) -> None:
+        """Gives a set the values that the program's inputs had in the beginning."""
+        for storage, pristine in zip(inputs.storages, self._pristine, strict=True):
+            storage.copy_(pristine)
+
+    def blank(self, inputs: InputSet) -> None:
+        """Overwrites a set with zeros, which a program that still reads it will show."""
+        for storage in inputs.storages:
+            storage.fill_(0)
+
+
+def _budget(device: torch.device) -> int:
+    if device.type != "cuda":
+        return CPU_BUDGET_NBYTES
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * SHARE_OF_FREE_MEMORY)
+
+
+def _live_storages(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.UntypedStorage, ...]:
+    found: dict[int, torch.UntypedStorage] = {}
+    for live, value in (*args, *kwargs.values()):
+        for leaf in pytree.tree_leaves(value) if live else ():
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                found.setdefault(storage._cdata, storage)
+    return tuple(found.values())
+
+
+def _clone_set(args: tuple[Any, ...], kwargs: dict[str, Any], own: InputSet) -> InputSet:
+    storages = {storage._cdata: _clone(storage) for storage in own.storages}
+
+    def rebuild(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        storage = storages[leaf.untyped_storage()._cdata]
+        clone = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+        with torch.no_grad():
+            clone.set_(storage, leaf.storage_offset(), leaf.size(), leaf.stride())  # type: ignore[call-overload]
+        return clone.requires_grad_(leaf.requires_grad)
+
+    def rotate(live: bool, value: Any) -> Any:
+        return pytree.tree_map(rebuild, value) if live else value
+
+    return InputSet(
+        tuple(rotate(*argument) for argument in args),
+        {name: rotate(*argument) for name, argument in kwargs.items()},
+        tuple(storages.values()),
+    )
+
+
+def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    clone = storage.clone()
+    return clone.pin_memory() if storage.device.type == "cpu" and storage.is_pinned() else clone

@@ -1,0 +1,91 @@
+"""What ran on the GPU during one call, read from a profiler's trace.
+
+:func:`profile_call` runs a call once under ``torch.profiler`` and hands the exported Chrome trace to :func:`read_trace`,
+which is a pure function. A kernel is *graphed* where its record names a graph node, or where its correlation id is that of
+a graph launch. Where no profiler is to be had, or it fails, the answer is None: figures are missing then, nothing breaks.
+
+Tried and lost: timing ``graph.replay()`` alone. A replay has side effects and may not happen more often than it does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+_WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+_CALLS = frozenset({"cuda_runtime", "cuda_driver"})
+_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
+
+
+@dataclass(frozen=True, slots=True)
+class GpuWork:
+    """GPU work of one call."""
+
+    kernels_total: int
+    kernels_graphed: int
+    graph_ms: float  # time in which something inside a graph ran; overlaps count once
+    total_ms: float  # the same for everything
+    graph_launches: int
+
+
+def read_trace(trace: Mapping[str, Any]) -> GpuWork:
+    """The GPU work in a Chrome trace as ``torch.profiler`` exports it."""
+    events = [event for event in trace.get("traceEvents", ()) if event.get("ph") == "X"]
+    launches = [
+        event["args"]["correlation"]
+        for event in events
+        if event.get("cat") in _CALLS
+        and str(event.get("name", "")).startswith(_LAUNCHES)
+        and "correlation" in event.get("args", {})
+    ]
+    launched = frozenset(launches)
+    work = [event for event in events if event.get("cat") in _WORK]
+    graphed = [event for event in work if _is_graphed(event.get("args", {}), launched)]
+    return GpuWork(
+        kernels_total=sum(event["cat"] == "kernel" for event in work),
+        kernels_graphed=sum(event["cat"] == "kernel" for event in graphed),
+        graph_ms=_busy_us(graphed) / 1e3,
+        total_ms=_busy_us(work) / 1e3,
+        graph_launches=len(launches),
+    )
+
+
+def _is_graphed(args: Mapping[str, Any], launched: frozenset[Any]) -> bool:
+    return bool(args.get("graph node id")) or args.get("correlation") in launched
+
+
+def _busy_us(events: Iterable[Mapping[str, Any]]) -> float:
+    busy, end = 0.0, float("-inf")
+    for start, stop in sorted((float(e["ts"]), float(e["ts"]) + float(e.get("dur", 0))) for e in events):
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return busy
+
+
+def profile_call(call: Callable[[], object], wait: Callable[[], None]) -> GpuWork | None:
+    """The GPU work of one call; None where it cannot be observed."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "trace.json")
+            wait()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
+                call()
+                wait()
+            profiler.export_chrome_trace(path)
+            with open(path, encoding="utf-8", errors="replace") as file:
+                work = read_trace(json.load(file, strict=False))
+    except Exception as error:
+        log.warning("no GPU profile: %s", error)
+        return None
+    return work if work.kernels_total else None

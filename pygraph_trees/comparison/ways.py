@@ -1,0 +1,114 @@
+"""The four ways of running a program: eager, compile, upstream's CUDA graphs, ours.
+
+``compile`` is ``torch.compile(fn)``; ``upstream`` and ``ours`` are ``torch.compile(fn, mode="reduce-overhead")`` without
+and with our patches. All in one process, which takes care in three places:
+
+- Dynamo reuses compiled code where backend objects compare equal, and Inductor's do when their configuration is equal.
+  :class:`OwnInductor` is equal to itself only. It is handed to ``torch._dynamo.optimize`` as ``torch.compile`` does;
+  ``torch.compile(backend=...)`` would wrap it and lose what the wrapper does not forward.
+- A device has one tree manager per thread. Each way with graphs has trees of its own, current inside :meth:`Way.active`.
+- Only ``ours`` runs with patches installed. :meth:`Way.active` leaves them as it found them.
+
+Entering and leaving a way is no part of any timed region.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import inductor_patches
+import torch
+
+from ..exc import PygraphError
+from .program import Program
+
+if TYPE_CHECKING:
+    from ..trees.isolation import Trees
+
+WAYS = ("eager", "compile", "upstream", "ours")
+
+
+class UnknownWayError(PygraphError):
+    template = "a way is one of {allowed}; got {got!r}"
+
+
+class OwnInductor(torch._TorchCompileInductorWrapper):  # type: ignore[misc]
+    """Inductor as ``torch.compile(mode=...)`` makes it, with an identity of its own."""
+
+    def __init__(self, mode: str | None) -> None:
+        super().__init__(mode, None, None)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way of running a program: call ``callable`` inside ``active()``."""
+
+    name: str
+    callable: Callable[..., Any]
+    patched: bool
+    trees: Trees | None
+
+    @property
+    def managers(self) -> Sequence[Any]:
+        """The tree managers of this way, one a device; none for a way without graphs."""
+        return self.trees.managers() if self.trees is not None else ()
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Makes this way's patches and trees the current ones."""
+        with _patches(self.patched), self.trees.active() if self.trees is not None else contextlib.nullcontext():
+            yield
+
+
+def make_ways(program: Program, names: Sequence[str] = WAYS) -> list[Way]:
+    """The named ways of running ``program``, in the given order; nothing is compiled yet."""
+    for name in names:
+        if name not in WAYS:
+            raise UnknownWayError(allowed=", ".join(WAYS), got=name)
+    return [_make(program, name) for name in names]
+
+
+def _make(program: Program, name: str) -> Way:
+    if name == "eager":
+        return Way(name, program.fn, patched=False, trees=None)
+    with _patches(name == "ours"):
+        backend = OwnInductor(None if name == "compile" else "reduce-overhead")
+        compiled = torch._dynamo.optimize(backend=backend, nopython=False, dynamic=None, disable=False)(program.fn)
+    return Way(name, compiled, patched=name == "ours", trees=None if name == "compile" else _trees())
+
+
+def _trees() -> Trees:
+    from ..trees.isolation import Trees
+
+    return Trees()
+
+
+@contextlib.contextmanager
+def _patches(wanted: bool) -> Iterator[None]:
+    """Has our patches on or off for the block, and puts back what was."""
+    before = patches_on()
+    _switch(wanted)
+    try:
+        yield
+    finally:
+        _switch(before)
+
+
+def patches_on() -> bool:
+    """Whether any of our patches is on."""
+    return any(status.state == "on" for status in inductor_patches.status())
+
+
+def _switch(on: bool) -> None:
+    if on:
+        inductor_patches.install()
+    elif patches_on():
+        inductor_patches.uninstall()

@@ -1,0 +1,1 @@
+"""Records of what happened to each compiled graph and function, and their views."""

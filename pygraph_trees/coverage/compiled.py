@@ -1,0 +1,88 @@
+"""Follows a graph through Inductor: scheduled, made into an artifact, put to use.
+
+The partitions are described when the scheduler decides on them (:func:`partitioned`), stored on the artifact as plain data
+(:func:`attach`), so that an artifact from a cache still knows them, and turned into a :class:`~.log.GraphLog` when the
+artifact is put to use (:func:`put_to_use`), inside which ``cudagraphify`` finds the graph that its functions belong to.
+
+A failure to describe a graph is no reason to fail its compilation: it is logged, and the report shows the graph without
+partitions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from . import partitions
+from .log import GraphLog, journal, partition_from_json, partition_to_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+_log = logging.getLogger("pygraph_trees.coverage")
+_ATTRIBUTE = "pygraph_coverage"  # of a Scheduler: partitions; of a CompiledFxGraph: their JSON and the model's name
+
+
+def partitioned(scheduler: Any, parts: Sequence[Any], signatures: Sequence[Any]) -> None:
+    """Describes the partitions of a scheduled graph and leaves them with the scheduler."""
+    try:
+        setattr(scheduler, _ATTRIBUTE, partitions.describe(scheduler, parts, signatures))
+    except Exception:
+        _log.warning("partitions could not be described", exc_info=True)
+
+
+def attach(artifact: Any, graph: Any, gm: torch.fx.GraphModule) -> None:
+    """Stores what is known of a graph on its ``CompiledFxGraph``."""
+    try:
+        scheduler = getattr(graph, "scheduler", None)
+        found = getattr(scheduler, _ATTRIBUTE, None)
+        if found is None:
+            found = () if scheduler is None else partitions.whole(scheduler)
+        known = {"model": partitions.model_name(gm), "partitions": [partition_to_json(p) for p in found]}
+        setattr(artifact, _ATTRIBUTE, known)
+    except Exception:
+        _log.warning("a compiled graph could not be described", exc_info=True)
+
+
+@contextmanager
+def put_to_use(artifact: Any, graph_kwargs: Any, *, wanted: bool, dropped: str | None) -> Iterator[None]:
+    """Around ``post_compile`` of a graph for which CUDA graphs are ``wanted``: notes the graph, or why it is dropped."""
+    if not (wanted or artifact.disabled_cudagraphs_reason) or "cuda" not in artifact.device_types:
+        yield
+        return
+    known = getattr(artifact, _ATTRIBUTE, None) or {"model": "unknown", "partitions": []}
+    log = GraphLog(
+        model=known["model"],
+        compile_id=compile_id(),
+        mode=mode_name(is_backward=graph_kwargs["is_backward"], is_inference=graph_kwargs["is_inference"]),
+        partitions=tuple(partition_from_json(p) for p in known["partitions"]),
+    )
+    with journal.compiling(log):
+        yield
+    log.dropped = dropped or (_why_dropped(artifact) if log.functions == 0 else None)
+    journal.add_graph(log)
+
+
+def _why_dropped(artifact: Any) -> str:
+    if artifact.disabled_cudagraphs_reason:
+        return str(artifact.disabled_cudagraphs_reason)
+    info = artifact.cudagraph_info
+    if info is not None and info.cudagraph_fail_reasons:
+        return ", ".join(info.cudagraph_fail_reasons)
+    return "no part of it can be graphed"
+
+
+def compile_id() -> str | None:
+    """The compile id that Dynamo gave to what is being compiled in this thread."""
+    import torch
+
+    current = torch._guards.CompileContext.current_compile_id()
+    return None if current is None else str(current)
+
+
+def mode_name(*, is_backward: bool, is_inference: bool) -> str:
+    return "backward" if is_backward else "inference" if is_inference else "forward"

@@ -1,0 +1,184 @@
+"""Where facts are noted while they happen: one :class:`GraphLog` a compiled graph, one :class:`FunctionLog` a function,
+one :class:`RecordingLog` a recording.
+
+Logs hold plain data and counters, no tensors and no models, so they stay when what they speak of is gone. The process's
+logs are in :data:`journal`; :mod:`.report` turns them into frozen records. The one thing that the replay path does is
+``log.replays += 1``. Each fact is also written to the logger ``pygraph_trees``, which ``TORCH_LOGS="+pygraph"`` shows.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+
+from .records import Cause, FunctionRecord, GraphRecord, InputRecord, Partition, PartitionInput, RecordingRecord
+
+_log = logging.getLogger("pygraph_trees.coverage")
+
+
+@dataclass(slots=True)
+class RecordingLog:
+    number: int = -1
+    parent: int | None = None
+    reason: str = ""
+    inputs: tuple[InputRecord, ...] = ()
+    kernels: int | None = None
+    other_nodes: int | None = None
+    record_s: float = 0.0
+    pool_bytes: int = 0
+    replays: int = 0
+
+    def record(self) -> RecordingRecord:
+        return RecordingRecord(
+            number=self.number,
+            parent=self.parent,
+            reason=self.reason,
+            inputs=self.inputs,
+            kernels=self.kernels,
+            other_nodes=self.other_nodes,
+            record_s=self.record_s,
+            pool_bytes=self.pool_bytes,
+            replays=self.replays,
+        )
+
+
+@dataclass(slots=True)
+class FunctionLog:
+    model: str
+    compile_id: str | None
+    mode: str
+    partition: int
+    settings: dict[str, str]
+    graph: GraphLog | None = None
+    recordings: list[RecordingLog] = field(default_factory=list)
+    runs: int = 0  # of the compiled code: warmups, recordings and un-graphed calls
+    warmups: int = 0
+    ungraphed_reason: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.compile_id or '-'} {self.mode} {self.partition}"
+
+    def recorded(self, recording: RecordingLog) -> None:
+        self.recordings.append(recording)
+        _log.info(
+            "%s: recording %d: %s; %s kernels, %d bytes copied a replay, %.3f s",
+            self.name,
+            recording.number,
+            recording.reason,
+            "?" if recording.kernels is None else recording.kernels,
+            sum(i.copied_bytes for i in recording.inputs),
+            recording.record_s,
+        )
+        for item in recording.inputs:
+            _log.debug("%s: recording %d: input %s", self.name, recording.number, item)
+
+    def not_graphed(self, reason: str) -> None:
+        """Notes why calls of the function run un-graphed."""
+        if self.ungraphed_reason != reason:
+            _log.info("%s: not graphed: %s", self.name, reason)
+        self.ungraphed_reason = reason
+
+    def record(self) -> FunctionRecord:
+        recordings = tuple(r.record() for r in list(self.recordings))
+        return FunctionRecord(
+            model=self.model,
+            compile_id=self.compile_id,
+            mode=self.mode,
+            partition=self.partition,
+            partitions=max(self.partition, self.graph.functions if self.graph else 1),
+            settings=dict(self.settings),
+            recordings=recordings,
+            warmups=self.warmups,
+            ungraphed_calls=max(0, self.runs - self.warmups - len(recordings)),
+            ungraphed_reason=self.ungraphed_reason,
+        )
+
+
+@dataclass(slots=True)
+class GraphLog:
+    model: str
+    compile_id: str | None
+    mode: str
+    partitions: tuple[Partition, ...]
+    dropped: str | None = None
+    functions: int = 0  # handed out for cudagraphify so far
+
+    def record(self) -> GraphRecord:
+        return GraphRecord(self.model, self.compile_id, self.mode, self.partitions, self.dropped)
+
+
+class Journal:
+    """The logs of the process, in the order in which graphs and functions were compiled. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._graphs: list[GraphLog] = []
+        self._functions: list[FunctionLog] = []
+        self._compiling = threading.local()
+
+    @contextmanager
+    def compiling(self, graph: GraphLog) -> Iterator[None]:
+        """The functions that are added inside belong to ``graph``."""
+        outer = self.graph
+        self._compiling.graph = graph
+        try:
+            yield
+        finally:
+            self._compiling.graph = outer
+
+    @property
+    def graph(self) -> GraphLog | None:
+        """The graph that is being compiled in this thread."""
+        return getattr(self._compiling, "graph", None)
+
+    def add_graph(self, graph: GraphLog) -> None:
+        with self._lock:
+            self._graphs.append(graph)
+        graphed = sum(p.graphed for p in graph.partitions)
+        _log.info(
+            "%s %s %s: %s",
+            graph.model,
+            graph.compile_id or "-",
+            graph.mode,
+            f"not graphed: {graph.dropped}"
+            if graph.dropped
+            else f"{graphed} graphed of {len(graph.partitions)} partitions",
+        )
+        for cause in graph.record().causes:
+            _log.debug(
+                "%s %s: outside: %s, %s, %s", graph.model, graph.compile_id or "-", cause.reason, cause.op, cause.source
+            )
+
+    def add_function(self, function: FunctionLog) -> None:
+        with self._lock:
+            self._functions.append(function)
+
+    def records(self) -> tuple[tuple[GraphRecord, ...], tuple[FunctionRecord, ...]]:
+        with self._lock:
+            graphs, functions = list(self._graphs), list(self._functions)
+        return tuple(g.record() for g in graphs), tuple(f.record() for f in functions)
+
+    def clear(self) -> None:
+        """Forgets what was noted; functions that are still alive no longer appear."""
+        with self._lock:
+            self._graphs.clear()
+            self._functions.clear()
+
+
+journal = Journal()
+
+
+def partition_to_json(partition: Partition) -> dict[str, object]:
+    return asdict(partition)
+
+
+def partition_from_json(data: dict[str, object]) -> Partition:
+    """The inverse of :func:`partition_to_json`."""
+    fields: dict[str, object] = dict(data)
+    fields["causes"] = tuple(Cause(**c) for c in fields["causes"])  # type: ignore[attr-defined]
+    fields["inputs"] = tuple(PartitionInput(**i) for i in fields["inputs"])  # type: ignore[attr-defined]
+    return Partition(**fields)  # type: ignore[arg-type]

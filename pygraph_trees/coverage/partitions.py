@@ -1,0 +1,163 @@
+"""Reads a scheduled Inductor graph: its partitions, what keeps some of them outside of CUDA graphs, and who reads what.
+
+:func:`describe` goes in with a ``Scheduler`` and the partitions and signatures it decided on, and comes out with
+:class:`~.records.Partition` records. :func:`whole` describes a graph that was not partitioned. :func:`model_name` finds
+what a person would call the compiled code. Nothing here changes what it reads, and what cannot be told (a symbolic size, a
+node without a source line) is None.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .records import Cause, Partition, PartitionInput
+
+if TYPE_CHECKING:
+    import torch
+    from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
+
+_MOST_CAUSES = 20  # of one partition; the rest is counted in its kernels
+_FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+
+
+def describe(
+    scheduler: Scheduler, partitions: Sequence[Sequence[BaseSchedulerNode]], signatures: Sequence[Any]
+) -> tuple[Partition, ...]:
+    """The partitions of a graph; ``signatures`` are upstream's ``GraphPartitionSignature``, one each."""
+    return tuple(
+        Partition(
+            graphed=not signature.skip_cudagraph,
+            kernels=dict(Counter(kind for node in nodes for kind in _kinds(node))),
+            causes=tuple(_causes(scheduler, nodes)) if signature.skip_cudagraph else (),
+            inputs=tuple(_inputs(signature.input_nodes, nodes)),
+        )
+        for nodes, signature in zip(partitions, signatures, strict=True)
+    )
+
+
+def whole(scheduler: Scheduler) -> tuple[Partition, ...]:
+    """A graph that was not partitioned, as one partition that is graphed or dropped as a whole."""
+    kernels = Counter(kind for node in scheduler.nodes for kind in _kinds(node))
+    return (Partition(graphed=True, kernels=dict(kernels)),)
+
+
+def _leaves(node: BaseSchedulerNode) -> Iterator[BaseSchedulerNode]:
+    from torch._inductor.scheduler import FusedSchedulerNode, GroupedSchedulerNode
+
+    if isinstance(node, (FusedSchedulerNode, GroupedSchedulerNode)):
+        for part in node.snodes:
+            yield from _leaves(part)
+    else:
+        yield node
+
+
+def _kinds(node: BaseSchedulerNode) -> Iterator[str]:
+    """The kernels that a scheduled node becomes, by kind; a fused node is one."""
+    from torch._inductor import ir
+    from torch._inductor.scheduler import GroupedSchedulerNode, NopKernelSchedulerNode
+
+    if isinstance(node, GroupedSchedulerNode):
+        for part in node.snodes:
+            yield from _kinds(part)
+    elif isinstance(node, NopKernelSchedulerNode) or isinstance(node.node, ir.MultiOutput):
+        return
+    elif isinstance(node.node, ir.DeviceCopy):
+        yield "copy"
+    elif not node.is_gpu():
+        yield "cpu"
+    elif node.is_extern() and not node.is_template():
+        yield "extern"
+    else:
+        yield "triton"
+
+
+def _causes(scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode]) -> Iterator[Cause]:
+    seen: set[Cause] = set()
+    for node in nodes:
+        if not any(True for _ in _kinds(node)):
+            continue
+        reason = scheduler.should_partition(node)
+        cause = Cause(str(reason), *_operation(node)) if reason else None
+        if cause is not None and cause not in seen:
+            seen.add(cause)
+            yield cause
+            if len(seen) == _MOST_CAUSES:
+                return
+
+
+def _operation(node: BaseSchedulerNode) -> tuple[str, str | None]:
+    """Name and source line of the operation that a scheduled node came from."""
+    origins = [o for leaf in _leaves(node) for o in getattr(leaf.node, "origins", ())]
+    if not origins:
+        return type(node.node).__name__, None
+    origin = next((o for o in origins if o.meta.get("stack_trace")), origins[0])
+    return str(origin.target), source_line(origin.meta.get("stack_trace"))
+
+
+def source_line(stack_trace: str | None) -> str | None:
+    """The innermost frame of a stack trace, as ``file:line in function: code``."""
+    lines = (stack_trace or "").splitlines()
+    frames = [(i, m) for i, m in enumerate(map(_FRAME.match, lines)) if m]
+    if not frames:
+        return None
+    at, frame = frames[-1]
+    code = lines[at + 1].strip() if at + 1 < len(lines) else ""
+    place = f"{frame['file']}:{frame['line']} in {frame['function']}"
+    return f"{place}: {code}" if code else place
+
+
+def _inputs(input_nodes: dict[str, Any], nodes: Sequence[BaseSchedulerNode]) -> Iterator[PartitionInput]:
+    import torch
+    from torch._inductor.virtualized import V
+
+    consumers: dict[str, Counter[str]] = {name: Counter() for name in input_nodes}
+    for node in nodes:
+        kinds = list(_kinds(node))
+        for name in {dep.name for dep in node.read_writes.reads}:
+            if name in consumers:
+                consumers[name].update(kinds)
+    for name, value in input_nodes.items():
+        try:
+            device, dtype, size = value.get_device(), value.get_dtype(), value.get_size()
+        except (AttributeError, NotImplementedError):  # not a tensor: a symbol, a script object
+            continue
+        if not isinstance(dtype, torch.dtype):
+            continue
+        yield PartitionInput(
+            name=name,
+            graph_input=name in V.graph.graph_inputs,
+            device=str(device),
+            dtype=str(dtype).removeprefix("torch."),
+            nbytes=_nbytes(size, dtype),
+            consumers=dict(consumers[name]),
+        )
+
+
+def _nbytes(size: Sequence[Any], dtype: torch.dtype) -> int | None:
+    try:
+        return math.prod(int(s) for s in size) * dtype.itemsize
+    except TypeError:  # a symbolic size
+        return None
+
+
+def model_name(gm: torch.fx.GraphModule) -> str:
+    """The class of the outermost module that the graph's operations came from, else the name of the function."""
+    modules: Counter[str] = Counter()
+    functions: Counter[str] = Counter()
+    for node in gm.graph.nodes:
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+        if stack:
+            outermost = next(iter(stack.values()))[1]
+            modules[outermost.rsplit(".", 1)[-1] if isinstance(outermost, str) else outermost.__name__] += 1
+        elif trace := node.meta.get("stack_trace"):
+            frame = _FRAME.search(trace)
+            if frame:
+                functions[frame["function"]] += 1
+    for names in (modules, functions):
+        if names:
+            return names.most_common(1)[0][0]
+    return "unknown"

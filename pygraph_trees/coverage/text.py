@@ -1,0 +1,149 @@
+"""The report as text: :func:`render` fits tables and lines into a width given in columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from .records import Cause, Environment, FunctionRecord, GraphRecord
+
+_MOST_CAUSES = 6  # of one graph
+_MOST_REASONS = 4  # of one function
+
+
+def nbytes(count: int) -> str:
+    """``0 B``, ``812 B``, ``4.2 MB``: three digits at most, powers of 1000."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 999.5 or unit == "TB":
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 99.95 else f"{size:.1f} {unit}"
+        size /= 1000
+    raise AssertionError
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
+    """Columns as wide as they need, numbers to the right; the first column gives way where the width is short."""
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    others = sum(widths[1:]) + 2 * (len(head) - 1)
+    widths[0] = max(8, min(widths[0], width - others))
+    lines = []
+    for row in (head, *rows):
+        first = row[0] if len(row[0]) <= widths[0] else row[0][: widths[0] - 1] + "…"
+        cells = [first.ljust(widths[0])] + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def render(
+    environment: Environment, graphs: Sequence[GraphRecord], functions: Sequence[FunctionRecord], width: int
+) -> str:
+    parts = [_head(environment)]
+    if not functions and not graphs:
+        parts.append('Nothing was compiled for CUDA graphs yet. Use torch.compile(model, mode="reduce-overhead").')
+    if functions:
+        parts.append(_functions(functions, width))
+    parts.extend(_lines(list(_function_notes(functions)), width))
+    parts.extend(_lines(list(_graph_notes(graphs)), width))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _head(environment: Environment) -> str:
+    on = [f.name for f in environment.features if f.state == "on"]
+    lines = [
+        f"pygraph_trees {environment.pygraph_trees}, torch {environment.torch}, triton {environment.triton or 'none'}, "
+        f"{environment.gpu or 'no GPU'}",
+        f"patches on: {', '.join(on) or 'none'}",
+    ]
+    lines += [
+        f"patches {f.state}: {f.name}{f', {f.reason}' if f.reason else ''}"
+        for f in environment.features
+        if f.state != "on"
+    ]
+    return "\n".join(lines)
+
+
+def _functions(functions: Sequence[FunctionRecord], width: int) -> str:
+    head = (
+        "function",
+        "mode",
+        "part",
+        "kernels",
+        "stat",
+        "mgd",
+        "live",
+        "copied",
+        "rec",
+        "replays",
+        "record s",
+        "pool",
+    )
+    return table(head, [_row(f) for f in functions], width)
+
+
+def _row(function: FunctionRecord) -> tuple[str, ...]:
+    last = function.recordings[-1] if function.recordings else None
+    dash = "-"
+    return (
+        title(function),
+        function.mode,
+        f"{function.partition}/{function.partitions}",
+        dash if last is None or last.kernels is None else str(last.kernels),
+        *(dash if last is None else str(last.count(kind)) for kind in ("static", "managed", "live")),
+        dash if last is None else nbytes(last.copied_bytes),
+        str(len(function.recordings)),
+        str(function.replays),
+        f"{function.record_s:.2f}",
+        nbytes(function.pool_bytes),
+    )
+
+
+def title(record: FunctionRecord | GraphRecord) -> str:
+    return f"{record.model} {record.compile_id}" if record.compile_id else record.model
+
+
+def _function_notes(functions: Sequence[FunctionRecord]) -> Iterator[str]:
+    for f in functions:
+        reasons = Counter(r.reason for r in f.recordings[1:])
+        for reason, times in reasons.most_common(_MOST_REASONS):
+            yield f"{_place(f)}: recorded again{f' {times} times' if times > 1 else ''}: {reason}"
+        if len(reasons) > _MOST_REASONS:
+            yield f"{_place(f)}: recorded again for {len(reasons) - _MOST_REASONS} other reasons"
+        if f.ungraphed_calls:
+            why = f.ungraphed_reason or "the limit of re-recordings, or capture failed"
+            yield f"{_place(f)}: {f.ungraphed_calls} calls un-graphed: {why}"
+
+
+def _place(function: FunctionRecord) -> str:
+    part = f", partition {function.partition} of {function.partitions}" if function.partitions > 1 else ""
+    return f"{title(function)}, {function.mode}{part}"
+
+
+def _graph_notes(graphs: Sequence[GraphRecord]) -> Iterator[str]:
+    for g in graphs:
+        if g.dropped:
+            yield f"{title(g)}, {g.mode}: not graphed, {kernels(g.kernels_outside)}: {' '.join(g.dropped.split())}"
+            continue
+        if not g.causes:
+            continue
+        yield f"{title(g)}, {g.mode}: {kernels(g.kernels_outside)} outside of CUDA graphs"
+        for cause in g.causes[:_MOST_CAUSES]:
+            yield f"  {cause_line(cause)}"
+        if len(g.causes) > _MOST_CAUSES:
+            yield f"  and {len(g.causes) - _MOST_CAUSES} more"
+
+
+def kernels(count: int) -> str:
+    return f"{count} GPU kernel{'' if count == 1 else 's'}"
+
+
+def cause_line(cause: Cause) -> str:
+    return f"{cause.reason}: {cause.op}{f' at {cause.source}' if cause.source else ''}"
+
+
+def _lines(notes: list[str], width: int) -> list[str]:
+    wrapped = [
+        textwrap.fill(note, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        for note in notes
+    ]
+    return ["\n".join(wrapped)] if wrapped else []

@@ -1,0 +1,102 @@
+"""The flags, and :class:`Settings`: their values as they stood when a function was compiled.
+
+A flag lives in ``torch._inductor.config.triton`` under its name (``inductor_patches/config.py`` puts it there) and can be
+set by environment, by ``config.patch`` and by ``torch.compile(options=...)``. Values set by ``mode=`` and ``options=`` hold
+only while compiling, and a read costs 1.5 µs, so nothing reads a flag after :meth:`Settings.current` was called in
+``cudagraphify``.
+
+A value outside of :attr:`Flag.values` raises :class:`InvalidFlag` where it is set. The values are those that this version
+carries out; a feature adds its own when it arrives.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from .exc import PygraphError
+
+
+class InvalidFlag(PygraphError):
+    """A flag was given a value that it does not have."""
+
+    template = "{source} must be one of {allowed}; got {value!r}.{hint}"
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    name: str  # under torch._inductor.config.triton
+    values: tuple[str, ...]
+    default: str
+    changes_artifacts: bool  # whether it belongs in the FX and AOTAutograd cache keys
+    help: str  # one sentence for each value, as in the README
+
+    @property
+    def environment(self) -> str:
+        return self.name.upper()
+
+    def check(self, value: Any, source: str | None = None) -> None:
+        """Raises :class:`InvalidFlag` unless ``value`` is one of :attr:`values`."""
+        if isinstance(value, str) and value in self.values:
+            return
+        allowed = ", ".join(repr(v) for v in self.values)
+        near = difflib.get_close_matches(value, self.values, n=1) if isinstance(value, str) else []
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise InvalidFlag(source=source or self.name, allowed=allowed, value=value, hint=hint)
+
+
+FLAGS: tuple[Flag, ...] = (
+    Flag(
+        name="pygraph_placement",
+        values=("off",),
+        default="off",
+        changes_artifacts=True,
+        help="Whether CPU tensors that feed the GPU are moved there. `off`: nothing is moved, as upstream.",
+    ),
+    Flag(
+        name="pygraph_indirection",
+        values=("off",),
+        default="off",
+        changes_artifacts=False,
+        help="How a replay gets its inputs. `off`: every live input is copied, as upstream.",
+    ),
+    Flag(
+        name="pygraph_selective",
+        values=("always", "never"),
+        default="always",
+        changes_artifacts=False,
+        help="Which functions are graphed. `always`: every one that can be, as upstream. `never`: none; "
+        "they run as compiled, and the report says so.",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The flags of one function, read once when it is compiled."""
+
+    placement: str
+    indirection: str
+    selective: str
+
+    @staticmethod
+    def current() -> Settings:
+        """The flags as they stand now: in torch's config, or their defaults where the flags are not installed."""
+        config = sys.modules.get("torch._inductor.config")
+        values = {f.name.removeprefix("pygraph_"): getattr(_triton(config), f.name, f.default) for f in FLAGS}
+        return Settings(**values)
+
+
+def _triton(config: Any) -> Any:
+    return None if config is None else config.triton
+
+
+def flags_table() -> str:
+    """The table of flags as it stands in the README."""
+    rows = ["| flag | values | default | environment | |", "| --- | --- | --- | --- | --- |"]
+    for flag in FLAGS:
+        values = ", ".join(f"`{v}`" for v in flag.values)
+        rows.append(f"| `{flag.name}` | {values} | `{flag.default}` | `{flag.environment}` | {flag.help} |")
+    return "\n".join(rows)

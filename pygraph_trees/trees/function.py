@@ -1,0 +1,59 @@
+"""A function on its way from Inductor to the tree manager.
+
+:class:`FunctionModel` stands for the compiled code that Inductor hands to ``cudagraphify``. It carries the function's
+:class:`~pygraph_trees.settings.Settings` and its log through upstream's code, which calls it to warm up, to record and to
+run un-graphed, and keeps it in ``WrappedFunction.model``. It adds nothing to a replay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from pygraph_trees.coverage.compiled import compile_id, mode_name
+from pygraph_trees.coverage.log import FunctionLog, journal
+from pygraph_trees.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class FunctionModel:
+    """The compiled code of one function, with its settings and its log."""
+
+    def __init__(self, model: Callable[[list[Any]], Any], settings: Settings, log: FunctionLog) -> None:
+        self.model = model
+        self.settings = settings
+        self.log = log
+        if hasattr(model, "__name__"):
+            self.__name__ = model.__name__
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        self.log.runs += 1
+        return self.model(inputs)
+
+    @staticmethod
+    def of(
+        model: Callable[[list[Any]], Any], *, is_backward: bool, is_inference: bool, name: str | None = None
+    ) -> FunctionModel:
+        """Wraps what is handed to ``cudagraphify`` at compile time, as part of the graph being compiled.
+
+        A model that is wrapped already comes back as it is. ``name`` names it where no graph is being compiled.
+        """
+        if isinstance(model, FunctionModel):
+            return model
+        settings = Settings.current()
+        graph = journal.graph
+        log = FunctionLog(
+            model=graph.model if graph else name or getattr(model, "__name__", "unknown"),
+            compile_id=graph.compile_id if graph else compile_id(),
+            mode=mode_name(is_backward=is_backward, is_inference=is_inference),
+            partition=1,
+            settings=asdict(settings),
+            graph=graph,
+        )
+        if graph is not None:
+            graph.functions += 1
+            log.partition = graph.functions
+        journal.add_function(log)
+        return FunctionModel(model, settings, log)

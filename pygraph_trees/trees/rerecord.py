@@ -1,0 +1,54 @@
+"""Why a function is recorded at this point: :func:`why_recorded`, asked just before upstream records.
+
+The recordings of the same function at the same position were found not to fit the inputs. The newest of them is compared
+once more, by addresses alone: upstream's own check may change the inputs when it succeeds, so it is not asked twice.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from .manager import Manager
+
+_MOST_NAMES = 4
+
+
+def why_recorded(manager: Manager, inputs: list[Any], function_id: Any) -> str:
+    """One line: "first call", what moved since the newest recording here, or after which recording this one comes."""
+    node = manager.current_node
+    siblings = (manager.roots if node is None else node.children).get(function_id, [])
+    if siblings:
+        return _difference(siblings[-1], inputs)
+    if node is None:
+        again = any(f.model is manager.ids_to_funcs[function_id].model for i, f in _others(manager, function_id))
+        return "first call with these sizes" if again else "first call"
+    return f"first call after recording {node.id.id}"
+
+
+def _others(manager: Manager, function_id: Any) -> list[tuple[Any, Any]]:
+    return [(i, f) for i, f in manager.ids_to_funcs.items() if i != function_id]
+
+
+def _difference(recorded: Any, inputs: list[Any]) -> str:
+    managed = set(recorded.cudagraph_managed_idxs)
+    moved = [i for i in sorted(managed | set(recorded.static_input_idxs)) if _moved(recorded, inputs, i)]
+    if not moved:
+        return "other outputs are alive than when it was recorded"
+    names = [_name(recorded, i) for i in moved[:_MOST_NAMES]]
+    more = f" and {len(moved) - _MOST_NAMES} more" if len(moved) > _MOST_NAMES else ""
+    kind = "managed" if moved[0] in managed else "static"
+    return f"{kind} input {', '.join(names)}{more} moved"
+
+
+def _moved(recorded: Any, inputs: list[Any], index: int) -> bool:
+    address = recorded.static_input_data_ptrs[index]
+    value = inputs[index]
+    return address is not None and isinstance(value, torch.Tensor) and value.data_ptr() != address
+
+
+def _name(recorded: Any, index: int) -> str:
+    placeholders = recorded.wrapped_function.placeholders
+    return placeholders[index].name if index < len(placeholders) else str(index)

@@ -1,0 +1,428 @@
+"""Runs one program under upstream's graph trees and under ours, and proves that nobody could tell them apart.
+
+A *program* is a function of a :class:`Context`: it compiles functions, calls them and notes what it sees. ``parity``
+runs it up to three times, each time in a clean process state:
+
+- ``eager``: ``ctx.compile`` hands back the function itself; what was noted for the oracle must be close to it;
+- ``upstream``: patches out;
+- ``ours``: patches in, every feature flag off.
+
+The two compiled runs must agree in every fact of their transcripts: notes bit for bit, errors, counters, warnings, log
+lines, recordings, pool memory and random state. On a difference upstream is run once more and compared again: the
+first run of a process pays for state that torch sets up lazily (caches, notices given once), and only what upstream
+itself repeats is asked of ours. A program that ends in an exception fails the test unless it was announced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import hashlib
+import importlib
+import sys
+import traceback
+import unittest
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+import torch._inductor.config
+from torch._dynamo.utils import counters
+from torch.testing._internal.common_utils import TestCase
+
+from transcript import (
+    ErrorNote,
+    LogLines,
+    Note,
+    Transcript,
+    comparable_counters,
+    comparable_warnings,
+    differences,
+    normalise,
+    note_of,
+    oracle_differences,
+)
+from tree_facts import TreeFacts, class_problems, device_manager, tree_facts
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    Program = Callable[["Context"], None]
+
+EAGER, UPSTREAM, OURS = "eager", "upstream", "ours"
+
+requires_cuda = unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device: these tests capture CUDA graphs")
+requires_two_gpus = unittest.skipUnless(torch.cuda.device_count() > 1, "needs two CUDA devices")
+
+FLAGS_OFF = {
+    "triton.pygraph_placement": "off",
+    "triton.pygraph_indirection": "off",
+    "triton.pygraph_selective": "always",
+}
+
+# Both compiled runs compile afresh in this process; a kernel has one configuration, because a benchmark in the first
+# run only would leave its buffers in the pool and could choose differently.
+BOTH_SIDES = {
+    "fx_graph_cache": False,
+    "fx_graph_remote_cache": False,
+    "compile_threads": 1,
+    "deterministic": True,
+    "triton.autotune_pointwise": False,
+}
+
+
+class ParityError(AssertionError):
+    """The program shows something under ours that it does not show under upstream."""
+
+
+@dataclasses.dataclass
+class Context:
+    """What a program sees of the harness."""
+
+    side: str
+    device: str
+    transcript: Transcript
+    backend: str | None = None  # instead of inductor with graphs, where there is no GPU
+    _kept: list[Any] = dataclasses.field(default_factory=list)
+    _patches: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    _installed: bool = False
+
+    @property
+    def compiled(self) -> bool:
+        return self.side != EAGER
+
+    def compile(self, function: Any = None, *, keep: bool = True, **options: Any) -> Any:
+        """``torch.compile`` with graphs, or the function itself in the eager run; also a decorator.
+
+        Compiled functions live until the recordings at the end were read, unless ``keep`` is false.
+        """
+        if function is None:
+            return functools.partial(self.compile, keep=keep, **options)
+        if not self.compiled:
+            return function
+        if self.backend is not None:
+            options = {"backend": self.backend, **{k: v for k, v in options.items() if k in ("dynamic", "fullgraph")}}
+        elif "backend" not in options and "options" not in options:
+            options.setdefault("mode", "reduce-overhead")
+        result = torch.compile(function, **options)
+        if keep:
+            self._kept += [function, result]
+        return result
+
+    def record(self, *values: Any, label: str | None = None, oracle: bool = True) -> None:
+        """Notes tensors (copied at once), errors and plain facts."""
+        for value in values:
+            notes = self.transcript.notes
+            notes.append(Note(label or f"value {len(notes)}", note_of(value), oracle))
+
+    def fact(self, label: str, value: Any) -> None:
+        """Notes what the compiled runs must agree in, and eager need not."""
+        self.record(value, label=label, oracle=False)
+
+    def raises(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> ErrorNote | None:
+        """Calls ``function`` and notes the error that it raised, or that it raised none."""
+        try:
+            function(*args, **kwargs)
+        except Exception as error:
+            note = ErrorNote.of(error)
+            _release(error)
+        else:
+            note = None
+        self.fact(f"error {len(self.transcript.notes)}", note)
+        return note
+
+    def tree(self, label: str | None = None) -> TreeFacts | None:
+        """Notes the recordings of this thread's manager as they are now."""
+        if not self.compiled or self.device != "cuda":
+            return None
+        manager, container = device_manager(torch.cuda.current_device())
+        facts = None if manager is None else tree_facts(manager, container)
+        if not self._mixed:
+            problems = class_problems(manager, self.side == OURS)
+            if problems:
+                raise ParityError(f"{self.side}: {'; '.join(problems)}")
+        self.transcript.trees.append((label or f"tree {len(self.transcript.trees)}", facts))
+        return facts
+
+    def counter(self, name: str) -> int:
+        """One of inductor's counters now."""
+        return counters["inductor"][name]
+
+    _mixed: bool = False
+
+    def install(self) -> None:
+        """In our run, installs the patches with every flag off; from here on classes may be mixed."""
+        self._mixed = True
+        if self.side == OURS:
+            self._enter()
+
+    def uninstall(self) -> None:
+        """In our run, takes the patches out."""
+        self._mixed = True
+        if self.side == OURS:
+            self._leave()
+
+    def _enter(self) -> None:
+        import inductor_patches
+
+        inductor_patches.install()
+        if not self._installed:
+            self._patches.enter_context(torch._inductor.config.patch(FLAGS_OFF))
+        self._installed = True
+
+    def _leave(self) -> None:
+        import inductor_patches
+
+        self._patches.close()
+        self._installed = False
+        inductor_patches.uninstall()
+
+
+def _release(error: BaseException) -> None:
+    """Drops the frames that an error holds, and with them the tensors in them."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+def _clean() -> None:
+    """The state of a process that has compiled nothing."""
+    torch._dynamo.reset()
+    gc.collect()
+    counters.clear()
+    if torch.cuda.is_available():
+        from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+        torch.cuda.synchronize()
+        reset_cudagraph_trees()
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+    counters.clear()
+    torch.manual_seed(0)
+
+
+def _random_state(device: str) -> dict[str, str]:
+    states = {"cpu": torch.get_rng_state()}
+    if device == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {name: hashlib.sha256(state.numpy().tobytes()).hexdigest()[:16] for name, state in states.items()}
+
+
+def _both_sides(extra: Mapping[str, Any]) -> dict[str, Any]:
+    known = torch._inductor.config._config
+    return {**{name: value for name, value in BOTH_SIDES.items() if name in known}, **extra}
+
+
+def _check_classes(side: str) -> None:
+    """The classes that new managers will get are the side's own."""
+    import torch._inductor.cudagraph_trees as trees
+
+    for name, ours in (("CUDAGraphTreeManager", "Manager"), ("CUDAGraphNode", "Recording")):
+        found = getattr(trees, name)
+        expected = (trees.__name__, name)
+        if side == OURS:
+            expected = (f"pygraph_trees.trees.{ours.lower()}", ours)
+            if found is not getattr(importlib.import_module(expected[0]), ours):
+                raise ParityError(
+                    f"{side}: torch._inductor.cudagraph_trees.{name} is {found}, not {'.'.join(expected)}"
+                )
+        elif (found.__module__, found.__qualname__) != expected:
+            raise ParityError(f"{side}: torch._inductor.cudagraph_trees.{name} is {found}")
+
+
+def run_side(
+    program: Program,
+    side: str,
+    *,
+    device: str = "cuda",
+    backend: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    dynamo_config: Mapping[str, Any] | None = None,
+    installed: bool | None = None,
+) -> Transcript:
+    """Runs ``program`` once. ``installed`` says whether our run starts with the patches in (default: yes)."""
+    transcript = Transcript(side)
+    context = Context(side, device, transcript, backend)
+    graphs = device == "cuda"
+    start_installed = side == OURS if installed is None else installed and side == OURS
+    if graphs:
+        import inductor_patches
+
+        inductor_patches.uninstall()
+    _clean()
+    collecting = gc.isenabled()
+    with contextlib.ExitStack() as stack:
+        stack.callback(_clean)
+        if graphs:
+            stack.callback(context._leave)
+            if start_installed:
+                context._enter()
+            _check_classes(OURS if start_installed else UPSTREAM)
+        stack.enter_context(torch._inductor.config.patch(_both_sides(config or {})))
+        stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
+        stack.enter_context(torch._dynamo.config.patch(dict(dynamo_config or {})))
+        caught = stack.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("always")
+        log = stack.enter_context(LogLines())
+        # A collection in the middle of a run would end lifetimes at a moment that depends on how much was allocated.
+        if collecting:
+            stack.callback(gc.enable)
+            gc.disable()
+        before = torch.cuda.memory_allocated() if graphs else None
+        try:
+            program(context)
+        except Exception as error:
+            transcript.crash = ErrorNote.of(error)
+            transcript.traceback = "".join(traceback.format_exception(error))
+            _release(error)
+        if graphs:
+            torch.cuda.synchronize()
+            context.tree("end")
+            torch._C._cuda_clearCublasWorkspaces()
+            transcript.allocated_bytes = torch.cuda.memory_allocated() - before
+        transcript.random = _random_state(device)
+        transcript.counters = comparable_counters(counters)
+        transcript.warnings = comparable_warnings(caught)
+        transcript.logs = list(log.lines)
+        context._kept.clear()
+    return transcript
+
+
+@functools.cache
+def prime() -> None:
+    """Lets torch set up, once a process, what its first compilation sets up."""
+
+    def program(ctx: Context) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Softmax(dim=-1)).to(ctx.device)
+        compiled = ctx.compile(model)
+        for _ in range(3):
+            compiled(torch.randn(8, 32, device=ctx.device)).sum().backward()
+            with torch.no_grad():
+                compiled(torch.randn(8, 32, device=ctx.device))
+
+    transcript = run_side(program, UPSTREAM)
+    if transcript.crash is not None:
+        raise RuntimeError(f"torch.compile does not work here:\n{transcript.traceback}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Parity:
+    """The compared runs. What is asserted beyond parity is read from ours, which equals upstream's."""
+
+    upstream: Transcript
+    ours: Transcript
+
+    @property
+    def tree(self) -> TreeFacts:
+        """The recordings at the end of the program."""
+        assert self.ours.tree is not None, "the program captured nothing"
+        return self.ours.tree
+
+    @property
+    def trees(self) -> dict[str, Any]:
+        return dict(self.ours.trees)
+
+    @property
+    def errors(self) -> list[ErrorNote]:
+        return self.ours.errors
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return self.ours.tensors
+
+    def counter(self, name: str) -> int:
+        return self.ours.counters.get("inductor", {}).get(name, 0)
+
+    def noted(self, label: str) -> Any:
+        return self.ours.noted(label)
+
+
+def compare_sides(
+    program: Program,
+    *,
+    oracle: bool = True,
+    crash: bool = False,
+    tolerance: Mapping[str, float] | None = None,
+    run: Callable[..., Transcript] = run_side,
+    **options: Any,
+) -> Parity:
+    """Runs ``program`` on all sides and raises :class:`ParityError` with every difference."""
+    upstream = run(program, UPSTREAM, **options)
+    if upstream.crash is not None and not crash:
+        raise ParityError(f"the program does not run under upstream:\n{upstream.traceback}")
+    ours = run(program, OURS, **options)
+    if ours.crash is not None and not crash:
+        raise ParityError(f"the program runs under upstream, not under ours:\n{ours.traceback}")
+    found = differences(upstream, ours)
+    if found:
+        upstream = run(program, UPSTREAM, **options)
+        found = differences(upstream, ours)
+    if oracle:
+        eager = run(program, EAGER, **options)
+        if eager.crash is not None and not crash:
+            raise ParityError(f"the program does not run in eager:\n{eager.traceback}")
+        found += oracle_differences(eager, ours, **(tolerance or {}))
+    if found:
+        more = f"\nand {len(found) - 25} more" if len(found) > 25 else ""
+        raise ParityError(f"{len(found)} differences\n" + "\n".join(found[:25]) + more)
+    return Parity(upstream, ours)
+
+
+@requires_cuda
+class ParityTestCase(TestCase):
+    """Base of the tests of graph trees."""
+
+    # Programs hold the same few shapes; a long message shows where they part.
+    maxDiff = None
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        prime()
+
+    def parity(self, program: Program, **options: Any) -> Parity:
+        """Runs ``program`` under upstream and ours, and eager as the oracle, and fails on any difference."""
+        return compare_sides(program, **options)
+
+    def assertError(self, error: ErrorNote | None, kind: str, fragment: str) -> None:
+        """``error`` is of the class named ``kind`` and its message contains ``fragment``."""
+        self.assertIsNotNone(error, "no error was raised")
+        assert error is not None
+        self.assertEqual(error.type.rpartition(".")[2], kind)
+        self.assertIn(fragment, error.message)
+
+    def assertOverwritten(self, error: ErrorNote | None) -> None:
+        self.assertError(error, "RuntimeError", "accessing tensor output of CUDAGraphs that has been overwritten")
+
+
+def steps(count: int) -> Iterator[int]:
+    """Calls of a function that is warmed up, recorded and then replayed: three show all of it."""
+    yield from range(count)
+
+
+__all__ = [
+    "EAGER",
+    "OURS",
+    "UPSTREAM",
+    "Context",
+    "Parity",
+    "ParityError",
+    "ParityTestCase",
+    "compare_sides",
+    "normalise",
+    "requires_cuda",
+    "requires_two_gpus",
+    "run_side",
+    "steps",
+]

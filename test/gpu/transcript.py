@@ -1,0 +1,303 @@
+"""What a program was seen to do, in a form that two runs of it can be compared by.
+
+A :class:`Transcript` holds everything that one run of a program showed: noted values (tensors as bytes on the host),
+errors, counters, warnings, log lines, recordings, memory and the state of the random generators. ``differences`` takes
+two of them and returns one line for each place where they differ; no line means that the runs cannot be told apart.
+
+Nothing in a transcript keeps device memory alive, and texts are normalised when they are noted: addresses, pool
+numbers, process numbers, cache paths and the frames of library code differ from run to run and say nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+
+if TYPE_CHECKING:
+    import warnings
+    from collections.abc import Iterator, Mapping, Sequence
+
+# Frames of user code stay, so that an error is known to name the right line of the program.
+_USER_CODE = re.compile(r"/test/(gpu|cpu)/[^/]*$")
+_FRAME = re.compile(r'^\s*File "(?P<path>[^"]*)", line \d+, in ')
+_NORMAL_FORMS = (
+    (re.compile(r"0x[0-9a-fA-F]+"), "<address>"),
+    (re.compile(r"\b\d{11,}\b"), "<address>"),
+    (re.compile(r"pool \(\d+, \d+\)"), "pool <id>"),
+    (re.compile(r"[Pp]rocess \d+"), "process <pid>"),
+    (re.compile(r"\d+(\.\d+)? (bytes|[KMGT]iB)"), "<bytes>"),
+    (re.compile(r"\S*torchinductor_[^\s\"']*"), "<cache>"),
+    (re.compile(r"File \"[^\"]*/(test/[^\"]*)\""), r'File "\1"'),
+)
+
+# What these count depends on what the process compiled earlier, not on the run.
+_PROCESS_CACHES = re.compile(r"fxgraph_|generated_module_cache|async_compile_cache|triton_bundler|autotune_cache")
+
+# Python's own notices come once a process or depend on import order; they are not the program's.
+_NOT_COMPARED = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning, SyntaxWarning)
+
+
+def normalise(text: str) -> str:
+    """Returns ``text`` without what differs between two runs of one program."""
+    kept: list[str] = []
+    lines = iter(text.split("\n"))
+    for line in lines:
+        frame = _FRAME.match(line)
+        if frame is not None and not _USER_CODE.search(frame["path"]):
+            next(lines, None)  # the source line that follows a frame
+            continue
+        kept.append(line)
+    text = "\n".join(kept)
+    for pattern, form in _NORMAL_FORMS:
+        text = pattern.sub(form, text)
+    return text
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The bytes of the elements in logical order; equal for two tensors only if they are equal bit for bit."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorNote:
+    """A tensor as it was at one moment."""
+
+    value: torch.Tensor  # on the host, not part of the comparison by fields
+    dtype: str
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    storage_offset: int
+    device: str
+    requires_grad: bool
+    grad_fn: str | None
+    digest: str  # of the elements' bytes
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorNote:
+        return cls(
+            value=tensor.detach().cpu().clone(),
+            dtype=str(tensor.dtype),
+            size=tuple(tensor.size()),
+            stride=tuple(tensor.stride()),
+            storage_offset=tensor.storage_offset(),
+            device=tensor.device.type,
+            requires_grad=tensor.requires_grad,
+            grad_fn=None if tensor.grad_fn is None else type(tensor.grad_fn).__name__,
+            digest=hashlib.sha256(bits(tensor)).hexdigest()[:16],
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorNote:
+    """An exception by its class and its normalised message, with those it was raised from."""
+
+    type: str
+    message: str
+    cause: ErrorNote | None
+
+    @classmethod
+    def of(cls, error: BaseException) -> ErrorNote:
+        cause = error.__cause__
+        return cls(
+            type=f"{type(error).__module__}.{type(error).__qualname__}",
+            message=normalise(str(error)),
+            cause=None if cause is None else cls.of(cause),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    label: str
+    value: Any
+    oracle: bool  # whether the eager run must have noted the same
+
+
+@dataclasses.dataclass
+class Transcript:
+    """All that one run of a program showed. ``crash`` is the exception that left the program, if one did."""
+
+    side: str
+    notes: list[Note] = dataclasses.field(default_factory=list)
+    trees: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    counters: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    warnings: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    logs: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    random: dict[str, str] = dataclasses.field(default_factory=dict)
+    allocated_bytes: int | None = None  # device memory that the program's compiled functions hold at its end
+    crash: ErrorNote | None = None
+    traceback: str = ""  # of the crash; for people, not compared
+
+    @property
+    def errors(self) -> list[ErrorNote]:
+        return [note.value for note in self.notes if isinstance(note.value, ErrorNote)]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [
+            leaf.value for note in self.notes for _, leaf in _leaves("", note.value) if isinstance(leaf, TensorNote)
+        ]
+
+    @property
+    def tree(self) -> Any:
+        """The recordings at the end of the program."""
+        return dict(self.trees).get("end")
+
+    def noted(self, label: str) -> Any:
+        """The value that was noted under ``label``."""
+        return next(note.value for note in self.notes if note.label == label)
+
+    def as_json(self) -> dict[str, Any]:
+        """The compared facts as plain data with one entry for each leaf, for a run in a process of its own."""
+        return {path: leaf if isinstance(leaf, (int, float, str, bool)) else repr(leaf) for path, leaf in self.facts()}
+
+    def facts(self) -> Iterator[tuple[str, Any]]:
+        """Every compared fact as (path, leaf)."""
+        for index, note in enumerate(self.notes):
+            yield from _leaves(f"note {index} ({note.label})", note.value)
+        for index, (label, tree) in enumerate(self.trees):
+            yield from _leaves(f"recordings {index} ({label})", tree)
+        for group, values in self.counters.items():
+            yield from _leaves(f"counters[{group!r}]", values)
+        yield from _leaves("warnings", self.warnings)
+        yield from _leaves("log", self.logs)
+        yield from _leaves("random", self.random)
+        yield from _leaves("allocated bytes", self.allocated_bytes)
+        yield from _leaves("crash", self.crash)
+
+
+def note_of(value: Any) -> Any:
+    """A form of ``value`` that can be kept and compared: tensors and errors as notes, containers member by member."""
+    if isinstance(value, torch.Tensor):
+        return TensorNote.of(value)
+    if isinstance(value, BaseException):
+        return ErrorNote.of(value)
+    if isinstance(value, dict):
+        return {str(key): note_of(member) for key, member in value.items()}
+    if isinstance(value, (list, tuple)):
+        return tuple(note_of(member) for member in value)
+    if value is None or isinstance(value, (bool, int, float, str, TensorNote, ErrorNote)):
+        return normalise(value) if isinstance(value, str) else value
+    if dataclasses.is_dataclass(value):
+        return value
+    return normalise(repr(value))
+
+
+def comparable_counters(counters: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    return {
+        group: {
+            str(key): count for key, count in sorted(values.items(), key=str) if not _PROCESS_CACHES.search(str(key))
+        }
+        for group, values in sorted(counters.items())
+        if values
+    }
+
+
+def comparable_warnings(caught: Sequence[warnings.WarningMessage]) -> list[tuple[str, str]]:
+    return [
+        (entry.category.__name__, normalise(str(entry.message)))
+        for entry in caught
+        if not issubclass(entry.category, _NOT_COMPARED)
+    ]
+
+
+class LogLines(logging.Handler):
+    """Keeps warnings and errors that loggers of graph capture, and our own, write."""
+
+    WATCHED = ("", "torch", "pygraph_trees", "inductor_patches")
+    _COMPARED = re.compile(r"cudagraph|pygraph|inductor_patches")
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[tuple[str, str]] = []
+        self._seen: dict[int, logging.LogRecord] = {}  # holds the records, so that no two have the same id
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # A record reaches this handler once for each watched logger on its way up.
+        if id(record) not in self._seen and self._COMPARED.search(record.name):
+            self._seen[id(record)] = record
+            self.lines.append((record.levelname, normalise(record.getMessage())))
+
+    def __enter__(self) -> LogLines:
+        for name in self.WATCHED:
+            logging.getLogger(name).addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self.WATCHED:
+            logging.getLogger(name).removeHandler(self)
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, TensorNote) or value is None or isinstance(value, (bool, int, float, str)):
+        yield path, value
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _leaves(f"{path}.{field.name}", getattr(value, field.name))
+    elif isinstance(value, dict):
+        yield f"{path}: number of entries", len(value)
+        for key, member in value.items():
+            yield from _leaves(f"{path}[{key!r}]", member)
+    elif isinstance(value, (list, tuple)):
+        yield f"{path}: length", len(value)
+        for index, member in enumerate(value):
+            yield from _leaves(f"{path}[{index}]", member)
+    else:
+        yield path, repr(value)
+
+
+def _same(expected: Any, actual: Any) -> bool:
+    if isinstance(expected, TensorNote) and isinstance(actual, TensorNote):
+        names = [field.name for field in dataclasses.fields(TensorNote) if field.name != "value"]
+        return all(getattr(expected, name) == getattr(actual, name) for name in names)
+    return type(expected) is type(actual) and bool(expected == actual)
+
+
+def _describe(leaf: Any) -> str:
+    text = (
+        repr(dataclasses.replace(leaf, value=leaf.value.flatten()[:4])) if isinstance(leaf, TensorNote) else repr(leaf)
+    )
+    return text if len(text) < 600 else f"{text[:600]}…"
+
+
+def differences(expected: Transcript, actual: Transcript) -> list[str]:
+    """One line for each fact that the two runs do not share."""
+    ours = dict(actual.facts())
+    theirs = dict(expected.facts())
+    lines = [
+        f"{path}: {_describe(leaf)} in {expected.side}, {_describe(ours[path])} in {actual.side}"
+        for path, leaf in theirs.items()
+        if path in ours and not _same(leaf, ours[path])
+    ]
+    lines += [f"{path}: {_describe(leaf)} only in {expected.side}" for path, leaf in theirs.items() if path not in ours]
+    lines += [f"{path}: {_describe(leaf)} only in {actual.side}" for path, leaf in ours.items() if path not in theirs]
+    return lines
+
+
+def oracle_differences(eager: Transcript, compiled: Transcript, **tolerance: float) -> list[str]:
+    """One line for each note that the eager run does not confirm, within the usual tolerance of a compiler."""
+    expected = [note for note in eager.notes if note.oracle]
+    actual = [note for note in compiled.notes if note.oracle]
+    if len(expected) != len(actual):
+        return [f"{len(expected)} notes in eager, {len(actual)} in {compiled.side}"]
+    lines: list[str] = []
+    for want, got in zip(expected, actual, strict=True):
+        wanted, gotten = list(_leaves(want.label, want.value)), list(_leaves(got.label, got.value))
+        if [path for path, _ in wanted] != [path for path, _ in gotten]:
+            lines.append(f"{want.label}: {_describe(want.value)} in eager, {_describe(got.value)} in {compiled.side}")
+            continue
+        for (path, left), (_, right) in zip(wanted, gotten, strict=True):
+            if isinstance(left, TensorNote) and isinstance(right, TensorNote):
+                try:
+                    torch.testing.assert_close(right.value, left.value, equal_nan=True, **tolerance)
+                except AssertionError as error:
+                    lines.append(f"{path}: not as in eager: {error}")
+            elif not _same(left, right):
+                lines.append(f"{path}: {_describe(left)} in eager, {_describe(right)} in {compiled.side}")
+    return lines

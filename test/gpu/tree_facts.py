@@ -1,0 +1,270 @@
+"""The recordings of a tree manager as plain facts.
+
+``tree_facts`` reads a manager of upstream's class or of any subclass through upstream's own attributes and returns
+what is the same in every run of one program: structure, input kinds, output kinds, liveness, counters and the size of
+the memory pool. Addresses are not among it; which outputs share a block of the pool is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import TYPE_CHECKING, Any
+
+from transcript import normalise
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputFacts:
+    """One output of a recording: ``kind`` is how it gets its storage at replay."""
+
+    kind: str  # "new", "prior (depth, output)", "with output n", "static", "none" or "int n"
+    size: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    storage_offset: int = 0
+    dtype: str = ""
+    nbytes: int = 0
+    block: int = -1  # outputs with one number share an address
+    unaliased: bool = False
+    cached: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeFacts:
+    """One recording and those that follow it."""
+
+    function: int
+    graph: int
+    static_inputs: tuple[int, ...]  # parameters and the like, and managed inputs
+    persistent_inputs: tuple[int, ...]  # static and not managed
+    managed_inputs: tuple[int, ...]
+    copied_inputs: tuple[int, ...]
+    mutated_inputs: tuple[int, ...]
+    constants: int
+    managed_refs: tuple[Any, ...]
+    preserved_inputs: tuple[bool, ...]
+    expanded_dims: tuple[tuple[int, ...], ...]
+    outputs: tuple[OutputFacts, ...]
+    liveness_before: tuple[tuple[bool, ...], ...]
+    liveness_after: tuple[tuple[bool, ...], ...]
+    dead_before: tuple[tuple[int, int], ...]
+    dead_after: tuple[tuple[int, int], ...]
+    live_after: tuple[tuple[int, int], ...]
+    stack_traces: tuple[str | None, ...]
+    children: tuple[NodeFacts, ...]
+
+    def walk(self) -> Iterator[NodeFacts]:
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Function numbers only: (function, (shapes of the children))."""
+        return (self.function, tuple(child.shape for child in self.children))
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeFacts:
+    """A manager with all its recordings."""
+
+    roots: tuple[NodeFacts, ...]
+    functions: int
+    modes: tuple[str, ...]
+    warmed_up: tuple[int, ...]
+    warned: tuple[int, ...]
+    warned_mutation: tuple[int, ...]
+    mutation_hints: tuple[Any, ...]
+    rerecorded: tuple[Any, ...]  # (node, function, count)
+    fail_count: int  # recordings made because no existing one fitted
+    checkpoint_count: int
+    graph_counter: str
+    warmup_counter: str
+    current: str | None  # class of node and its number
+    current_live: int  # storages of the current path that are alive
+    state: str
+    mode: str | None
+    pending_backwards: bool
+    generation_lag: int
+    live_functions: int
+    pool_bytes: int
+    pool_active_bytes: int
+    pool_active_blocks: int
+
+    @property
+    def nodes(self) -> list[NodeFacts]:
+        return [node for root in self.roots for node in root.walk()]
+
+    @property
+    def recordings(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        return tuple(root.shape for root in self.roots)
+
+    @property
+    def depth(self) -> int:
+        def below(node: NodeFacts) -> int:
+            return 1 + max((below(child) for child in node.children), default=0)
+
+        return max((below(root) for root in self.roots), default=0)
+
+
+def tree_nodes(manager: Any) -> Iterator[Any]:
+    """Every recording of ``manager``, parents first; none after a shutdown."""
+    pending = [node for nodes in (manager.roots or {}).values() for node in nodes]
+    while pending:
+        node = pending.pop(0)
+        yield node
+        pending.extend(child for children in node.children.values() for child in children)
+
+
+def pool_blocks(pool: Any) -> tuple[int, int, int]:
+    """(bytes of all segments, bytes of blocks in use, number of blocks in use) of a graph pool."""
+    from torch._inductor.cudagraph_trees import get_cudagraph_segments
+
+    segments = get_cudagraph_segments(tuple(pool))
+    used = [block for segment in segments for block in segment["blocks"] if block["state"] == "active_allocated"]
+    return sum(segment["total_size"] for segment in segments), sum(block["size"] for block in used), len(used)
+
+
+def tree_facts(manager: Any, container: Any) -> TreeFacts:
+    current = manager.current_node
+    pool_bytes, active_bytes, active_blocks = pool_blocks(manager.cuda_graphs_thread_pool)
+    block_numbers: dict[int, int] = {}
+    number_of = functools.partial(_number, block_numbers)
+    return TreeFacts(
+        roots=tuple(_node(node, number_of) for nodes in (manager.roots or {}).values() for node in nodes),
+        functions=len(manager.ids_to_funcs),
+        modes=tuple(mode.name for _, mode in sorted(manager.id_to_mode.items(), key=lambda item: item[0].id)),
+        warmed_up=tuple(sorted(function.id for function in manager.warmed_up_functions)),
+        warned=tuple(sorted(function.id for function in manager.warned_functions)),
+        warned_mutation=tuple(sorted(function.id for function in manager.warned_mutation)),
+        mutation_hints=_by_node(manager.non_cudagraph_managed_mutation_hint),
+        rerecorded=_by_node(manager.num_rerecord),
+        fail_count=manager.debug_fail_counter,
+        checkpoint_count=manager.debug_checkpointing_counter,
+        graph_counter=repr(manager.graph_counter),
+        warmup_counter=repr(manager.warmup_node_counter),
+        current=None if current is None else f"{_kind_of_node(current)} {current.id.id}",
+        current_live=0 if current is None else len(list(current.path_live_weakrefs())),
+        state=manager.path_state.name,
+        mode=None if manager.mode is None else manager.mode.name,
+        pending_backwards=manager.running_forwards_with_pending_backwards,
+        generation_lag=manager.get_curr_generation() - manager.current_gen,
+        live_functions=container.live_cudagraphify_fns,
+        pool_bytes=pool_bytes,
+        pool_active_bytes=active_bytes,
+        pool_active_blocks=active_blocks,
+    )
+
+
+def _kind_of_node(node: Any) -> str:
+    return "recording" if hasattr(node, "children") else "warmup"
+
+
+def _number(numbers: dict[int, int], address: int) -> int:
+    return numbers.setdefault(address, len(numbers))
+
+
+def _by_node(table: Any) -> tuple[Any, ...]:
+    """A two-level table by node and function as sorted (node, function, value); entries without content left out."""
+    rows = [
+        (None if node is None else node.id, function.id, value)
+        for node, values in table.items()
+        for function, value in values.items()
+        if value is not None
+    ]
+    return tuple(sorted(rows, key=repr))
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(member) for member in value) if isinstance(value, (list, tuple)) else value
+
+
+def _node(node: Any, number_of: Any) -> NodeFacts:
+    function = node.wrapped_function
+    return NodeFacts(
+        function=function.id.id,
+        graph=node.id.id,
+        static_inputs=tuple(sorted(node.static_input_idxs)),
+        persistent_inputs=tuple(node.non_managed_static_input_idxs),
+        managed_inputs=tuple(node.cudagraph_managed_idxs),
+        copied_inputs=tuple(node.non_static_input_idx),
+        mutated_inputs=tuple(sorted(function.mutated_input_idxs)),
+        constants=len(function.constants),
+        managed_refs=_frozen(node.live_cudagraph_managed_path_refs),
+        preserved_inputs=tuple(node.preserved_aliased_inputs),
+        expanded_dims=_frozen(node.expanded_dims),
+        outputs=tuple(_output(node, index, number_of) for index in range(len(node.outputs_metadata))),
+        liveness_before=_frozen(node.recorded_liveness_before_graph),
+        liveness_after=_frozen(node.recorded_liveness_after_graph),
+        dead_before=_frozen(node.expected_dead_indices_before_graph),
+        dead_after=_frozen(node.expected_dead_indices_after_graph),
+        live_after=_frozen(node.live_indices_after_graph),
+        stack_traces=tuple(None if trace is None else normalise(trace) for trace in node.stack_traces or ()),
+        children=tuple(_node(child, number_of) for children in node.children.values() for child in children),
+    )
+
+
+def _output(node: Any, index: int, number_of: Any) -> OutputFacts:
+    metadata = node.outputs_metadata[index]
+    if not isinstance(metadata, dict):
+        return OutputFacts("none" if metadata is None else f"int {metadata}")
+    static = node.static_output_tensors[index] is not None
+    alias = node.output_storage_alias[index]
+    aliased = getattr(alias, "index", None)
+    if static:
+        kind = "static"
+    elif isinstance(aliased, tuple):
+        kind = f"prior {aliased}"
+    elif aliased is not None:
+        kind = f"with output {aliased}"
+    else:
+        kind = "new"
+    cached = node.cached_tensor_outputs
+    return OutputFacts(
+        kind=kind,
+        size=tuple(metadata["size"]),
+        stride=tuple(metadata["stride"]),
+        storage_offset=metadata["storage_offset"],
+        dtype=str(metadata["dtype"]),
+        nbytes=metadata["nbytes"],
+        block=-1 if static else number_of(metadata["data_ptr"]),
+        unaliased=node.unaliased_in_all_paths[index],
+        cached=bool(cached) and cached[index] is not None,
+    )
+
+
+def class_problems(manager: Any, ours: bool) -> list[str]:
+    """What speaks against the manager and its recordings being of our classes (``ours``) or of upstream's."""
+    objects = [manager, *tree_nodes(manager)] if manager is not None else []
+    wanted = ("pygraph_trees.trees.manager.Manager", "pygraph_trees.trees.recording.Recording")
+    problems: list[str] = []
+    for each in objects:
+        name = f"{type(each).__module__}.{type(each).__qualname__}"
+        is_ours = any(f"{base.__module__}.{base.__qualname__}" in wanted for base in type(each).__mro__)
+        if is_ours != ours:
+            problems.append(f"{name} where {'ours' if ours else 'upstream'} should be")
+    return problems
+
+
+def device_manager(device_index: int) -> tuple[Any, Any]:
+    """(manager, container) of this thread for a device; no manager if nothing was captured yet."""
+    import torch._inductor.cudagraph_trees as trees
+
+    manager = trees.get_manager(device_index, create_if_none_exists=False)
+    return manager, trees.get_container(device_index)
+
+
+def counted(counter: str) -> int:
+    """The next number of an ``itertools.count``, from its repr."""
+    match = re.fullmatch(r"count\((-?\d+)(?:, -?\d+)?\)", counter)
+    assert match is not None, counter
+    return int(match[1])
