@@ -3,9 +3,10 @@
 :func:`install` puts the patches on, :func:`uninstall` takes them off and leaves torch as it was, :func:`status` tells
 how things stand. Importing this package changes nothing; importing ``pygraph_trees`` installs.
 
-Patches belong to features and go on in the order of :data:`FEATURES`. A feature is put on as a whole: where one of its
-patches does not fit the torch that is there, none of them is applied, torch keeps its own behaviour there, and one warning
-names the feature, the target and the version. With ``PYGRAPH_DISABLE=1`` in the environment torch is left alone.
+Patches belong to features and go on in the order of :data:`FEATURES`. A feature is put on as a whole: where one of
+its patches does not fit the torch that is there, none of them is applied, torch keeps its own behaviour there, and
+one warning names the feature, the target and the version. With ``PYGRAPH_DISABLE=1`` in the environment torch is left
+alone.
 """
 
 from __future__ import annotations

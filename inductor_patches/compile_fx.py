@@ -1,6 +1,8 @@
-"""Patch of ``torch._inductor.compile_fx``: ``cudagraphify``, through which every whole graph and every partition passes.
+"""Patch of ``torch._inductor.compile_fx``: ``cudagraphify``, through which every whole graph and every partition
+passes.
 
-It runs while compiling, where values given by ``mode=`` and ``options=`` hold, so the settings of a function are taken here.
+It runs while compiling, where values given by ``mode=`` and ``options=`` hold, so the settings of a function are
+taken here.
 """
 
 from __future__ import annotations

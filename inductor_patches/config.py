@@ -1,12 +1,14 @@
-"""The flags in ``torch._inductor.config.triton``: entries that check what they are given, and their part in cache keys.
+"""The flags in ``torch._inductor.config.triton``: entries that check what they are given, and their part in cache
+keys.
 
-Entries go into ``config._config``, the table behind attribute access, ``config.patch``, ``torch.compile(options=...)`` and
-the cache keys. Registering an entry is what keeps artifacts of patched and unpatched processes apart: every entry is part
-of the FX and AOTAutograd keys unless its name is in ``_cache_config_ignore_prefix``, where flags that act at run time only
-are added. ``pygraph_version`` is an entry for that purpose alone.
+Entries go into ``config._config``, the table behind attribute access, ``config.patch``,
+``torch.compile(options=...)`` and the cache keys. Registering an entry is what keeps artifacts of patched and
+unpatched processes apart: every entry is part of the FX and AOTAutograd keys unless its name is in
+``_cache_config_ignore_prefix``, where flags that act at run time only are added. ``pygraph_version`` is an entry for
+that purpose alone.
 
-Since 2.12 an override is a context variable, before it is an attribute of the entry; both are replaced here by something
-that checks the value first. Undoing takes the entries out again.
+Since 2.12 an override is a context variable, before it is an attribute of the entry; both are replaced here by
+something that checks the value first. Undoing takes the entries out again.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def _has_context_overrides() -> bool:
 def _attribute_entry(flag: Flag, unset: object) -> type:
     from torch.utils import _config_module
 
-    class CheckedEntry(_config_module._ConfigEntry):  # type: ignore[misc]
+    class CheckedEntry(_config_module._ConfigEntry):
         _override: Any = unset
 
         @property

@@ -1,7 +1,7 @@
 """Patches of ``torch._inductor.cudagraph_trees``: our recording, our manager, and the entry of functions.
 
-All three names are looked up in the module when they are used, so rebinding them there is enough; thread-local state, liveness
-and pool rules and whatever a torch version adds stay upstream's.
+All three names are looked up in the module when they are used, so rebinding them there is enough; thread-local state,
+liveness and pool rules and whatever a torch version adds stay upstream's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Patches of ``torch._inductor.output_code``: what a compiled graph is known by, and whether it is graphed.
 
-``CompiledFxGraph.__init__`` runs where a graph is compiled, and its attributes travel through the FX and AOTAutograd caches;
-``post_compile`` runs where it is put to use, compiled or loaded.
+``CompiledFxGraph.__init__`` runs where a graph is compiled, and its attributes travel through the FX and AOTAutograd
+caches; ``post_compile`` runs where it is put to use, compiled or loaded.
 """
 
 from __future__ import annotations

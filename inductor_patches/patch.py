@@ -1,13 +1,13 @@
 """A patch: one change of one torch module, what it relies on, and how it is undone.
 
 A :class:`Patch` names its target and carries :class:`Fingerprint` records, one for each span of torch versions it was
-written against. A fingerprint lists :class:`Expectation` records: a definition that must exist, the parameters it must
-begin with and the names its body must use. :meth:`Patch.mismatches` compares them with what a :class:`Probe` finds, on
-live objects here (:class:`LiveProbe`) or on source files (``tools/check_compat``), and returns what does not fit. A patch
-that does not fit is never applied.
+written against. A fingerprint lists :class:`Expectation` records: a definition that must exist, the parameters it
+must begin with and the names its body must use. :meth:`Patch.mismatches` compares them with what a :class:`Probe`
+finds, on live objects here (:class:`LiveProbe`) or on source files (``tools/check_compat``), and returns what does
+not fit. A patch that does not fit is never applied.
 
-:meth:`Patch.apply` returns the function that undoes it, putting back the very objects that were there. Where other code
-has replaced the target since, undoing leaves that code alone and warns: taking it away would break a stranger.
+:meth:`Patch.apply` returns the function that undoes it, putting back the very objects that were there. Where other
+code has replaced the target since, undoing leaves that code alone and warns: taking it away would break a stranger.
 """
 
 from __future__ import annotations

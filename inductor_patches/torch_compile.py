@@ -1,4 +1,5 @@
-"""Patch of ``torch.compile``'s options: a flag given there is checked at once, before Inductor has applied half of them."""
+"""Patch of ``torch.compile``'s options: a flag given there is checked at once, before Inductor has applied half of
+them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """``TORCH_LOGS="pygraph"`` and ``"+pygraph"``: the coverage facts as they happen.
 
-torch reads ``TORCH_LOGS`` once, while it is being imported, and raises on a name that it does not know. :func:`understood`
-goes around the first import of torch: it holds the name back, lets torch import, registers it and has torch read the
-variable again. Where torch was imported first, the name was registered by the entry point of the installed package
-(:func:`register`, since torch 2.12); ``TORCH_LOGS="+pygraph_trees"``, the name of the package, works everywhere.
+torch reads ``TORCH_LOGS`` once, while it is being imported, and raises on a name that it does not know.
+:func:`understood` goes around the first import of torch: it holds the name back, lets torch import, registers it and
+has torch read the variable again. Where torch was imported first, the name was registered by the entry point of the
+installed package (:func:`register`, since torch 2.12); ``TORCH_LOGS="+pygraph_trees"``, the name of the package,
+works everywhere.
 """
 
 from __future__ import annotations

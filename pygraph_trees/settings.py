@@ -1,12 +1,12 @@
 """The flags, and :class:`Settings`: their values as they stood when a function was compiled.
 
-A flag lives in ``torch._inductor.config.triton`` under its name (``inductor_patches/config.py`` puts it there) and can be
-set by environment, by ``config.patch`` and by ``torch.compile(options=...)``. Values set by ``mode=`` and ``options=`` hold
-only while compiling, and a read costs 1.5 µs, so nothing reads a flag after :meth:`Settings.current` was called in
-``cudagraphify``.
+A flag lives in ``torch._inductor.config.triton`` under its name (``inductor_patches/config.py`` puts it there) and
+can be set by environment, by ``config.patch`` and by ``torch.compile(options=...)``. Values set by ``mode=`` and
+``options=`` hold only while compiling, and a read costs 1.5 µs, so nothing reads a flag after
+:meth:`Settings.current` was called in ``cudagraphify``.
 
-A value outside of :attr:`Flag.values` raises :class:`InvalidFlag` where it is set. The values are those that this version
-carries out; a feature adds its own when it arrives.
+A value outside of :attr:`Flag.values` raises :class:`InvalidFlag` where it is set. The values are those that this
+version carries out; a feature adds its own when it arrives.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Follows a graph through Inductor: scheduled, made into an artifact, put to use.
 
-The partitions are described when the scheduler decides on them (:func:`partitioned`), stored on the artifact as plain data
-(:func:`attach`), so that an artifact from a cache still knows them, and turned into a :class:`~.log.GraphLog` when the
-artifact is put to use (:func:`put_to_use`), inside which ``cudagraphify`` finds the graph that its functions belong to.
+The partitions are described when the scheduler decides on them (:func:`partitioned`), stored on the artifact as plain
+data (:func:`attach`), so that an artifact from a cache still knows them, and turned into a :class:`~.log.GraphLog`
+when the artifact is put to use (:func:`put_to_use`), inside which ``cudagraphify`` finds the graph that its functions
+belong to.
 
-A failure to describe a graph is no reason to fail its compilation: it is logged, and the report shows the graph without
-partitions.
+A failure to describe a graph is no reason to fail its compilation: it is logged, and the report shows the graph
+without partitions.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def attach(artifact: Any, graph: Any, gm: torch.fx.GraphModule) -> None:
 
 @contextmanager
 def put_to_use(artifact: Any, graph_kwargs: Any, *, wanted: bool, dropped: str | None) -> Iterator[None]:
-    """Around ``post_compile`` of a graph for which CUDA graphs are ``wanted``: notes the graph, or why it is dropped."""
+    """Around ``post_compile`` of a graph for which CUDA graphs are ``wanted``: notes the graph, or why it is
+    dropped."""
     if not (wanted or artifact.disabled_cudagraphs_reason) or "cuda" not in artifact.device_types:
         yield
         return

@@ -1,9 +1,10 @@
-"""Reads a scheduled Inductor graph: its partitions, what keeps some of them outside of CUDA graphs, and who reads what.
+"""Reads a scheduled Inductor graph: its partitions, what keeps some of them outside of CUDA graphs, and who reads
+what.
 
 :func:`describe` goes in with a ``Scheduler`` and the partitions and signatures it decided on, and comes out with
-:class:`~.records.Partition` records. :func:`whole` describes a graph that was not partitioned. :func:`model_name` finds
-what a person would call the compiled code. Nothing here changes what it reads, and what cannot be told (a symbolic size, a
-node without a source line) is None.
+:class:`~.records.Partition` records. :func:`whole` describes a graph that was not partitioned. :func:`model_name`
+finds what a person would call the compiled code. Nothing here changes what it reads, and what cannot be told (a
+symbolic size, a node without a source line) is None.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The report: what became of every compiled graph and function, as records, text and JSON.
 
-:func:`report` takes a snapshot. Printing it gives tables that fit a terminal of 80 columns or more; :meth:`Report.to_json`
-gives the records, with the names of :mod:`.records` as keys.
+:func:`report` takes a snapshot. Printing it gives tables that fit a terminal of 80 columns or more;
+:meth:`Report.to_json` gives the records, with the names of :mod:`.records` as keys.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def clear() -> None:
 
 
 def _environment() -> Environment:
-    import inductor_patches
     import torch
 
+    import inductor_patches
     from pygraph_trees.version import __version__
 
     try:

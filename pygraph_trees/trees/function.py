@@ -1,8 +1,8 @@
 """A function on its way from Inductor to the tree manager.
 
 :class:`FunctionModel` stands for the compiled code that Inductor hands to ``cudagraphify``. It carries the function's
-:class:`~pygraph_trees.settings.Settings` and its log through upstream's code, which calls it to warm up, to record and to
-run un-graphed, and keeps it in ``WrappedFunction.model``. It adds nothing to a replay.
+:class:`~pygraph_trees.settings.Settings` and its log through upstream's code, which calls it to warm up, to record
+and to run un-graphed, and keeps it in ``WrappedFunction.model``. It adds nothing to a replay.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FunctionModel:
         settings = Settings.current()
         graph = journal.graph
         log = FunctionLog(
-            model=graph.model if graph else name or getattr(model, "__name__", "unknown"),
+            model=graph.model if graph else name or str(getattr(model, "__name__", "unknown")),
             compile_id=graph.compile_id if graph else compile_id(),
             mode=mode_name(is_backward=is_backward, is_inference=is_inference),
             partition=1,

@@ -1,8 +1,8 @@
 """Tree managers apart from those of the rest of the process.
 
-Upstream keeps one manager a device in thread-local containers, so two ways of running a program share one, and each ends
-the other's path. :class:`Trees` holds containers of its own; inside :meth:`Trees.active` they are the current thread's, and
-those of the autograd threads that it starts. Functions stay with the manager that they were added to.
+Upstream keeps one manager a device in thread-local containers, so two ways of running a program share one, and each
+ends the other's path. :class:`Trees` holds containers of its own; inside :meth:`Trees.active` they are the current
+thread's, and those of the autograd threads that it starts. Functions stay with the manager that they were added to.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Upstream's tree manager, with a log of what it records and why.
 
-:class:`Manager` subclasses the installed ``CUDAGraphTreeManager`` and stands in its place. It decides as upstream does; its
-methods act where upstream warms up, records or gives up on a function, never on a replay.
+:class:`Manager` subclasses the installed ``CUDAGraphTreeManager`` and stands in its place. It decides as upstream
+does; its methods act where upstream warms up, records or gives up on a function, never on a replay.
 
 Functions that were added while the patches were off have no log and are served all the same.
 """
@@ -11,9 +11,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from torch._inductor import cudagraph_trees
-
 import torch
+from torch._inductor import cudagraph_trees
 
 from .function import FunctionModel
 from .rerecord import why_recorded
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 Upstream: type = cudagraph_trees.CUDAGraphTreeManager
 
 
-class Manager(Upstream):  # type: ignore[misc]
+class Manager(Upstream):
     """The recordings of one device (and, since 2.13, of one thread)."""
 
     def _log_of(self, function_id: Any) -> FunctionLog | None:

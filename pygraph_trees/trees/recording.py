@@ -1,26 +1,26 @@
 """Upstream's recording of a CUDA graph, with a log.
 
-:class:`Recording` subclasses the installed ``CUDAGraphNode`` and stands in its place. It does what upstream does, on the
-same calls in the same order, and notes while it records what the graph holds: inputs by kind, bytes that each replay copies,
-kernel nodes. A replay counts itself and does nothing else more.
+:class:`Recording` subclasses the installed ``CUDAGraphNode`` and stands in its place. It does what upstream does, on
+the same calls in the same order, and notes while it records what the graph holds: inputs by kind, bytes that each
+replay copies, kernel nodes. A replay counts itself and does nothing else more.
 
 Where later parts come in: ``_allocate_and_copy_recording_inputs`` (what a function is recorded on), ``_record`` (what
-runs under capture, and the captured graph before it is instantiated), ``_copy_inputs_and_remove_from_src`` (how a replay
-gets its inputs), ``run`` (the replay path).
+runs under capture, and the captured graph before it is instantiated), ``_copy_inputs_and_remove_from_src`` (how a
+replay gets its inputs), ``run`` (the replay path).
 
-Upstream asks ``isinstance(node, CUDAGraphNode)`` by the module's name, which is :class:`Recording` while the patches are
-on. Nodes that were recorded before they went on are upstream's own; they go on being nodes, so :class:`Recording` counts
-them as its instances. To tell the two apart, ask for the type.
+Upstream asks ``isinstance(node, CUDAGraphNode)`` by the module's name, which is :class:`Recording` while the patches
+are on. Nodes that were recorded before they went on are upstream's own; they go on being nodes, so :class:`Recording`
+counts them as its instances. To tell the two apart, ask for the type.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch._inductor import cudagraph_trees
 from torch._inductor.compile_fx import index_expanded_dims
 
-import torch
 from pygraph_trees.coverage.log import RecordingLog
 from pygraph_trees.coverage.records import InputRecord
 from pygraph_trees.driver import DriverError, NodeKind, driver
@@ -36,7 +36,7 @@ class _CountsUpstreamNodes(type):
         return type.__instancecheck__(Upstream if cls is Recording else cls, instance)
 
 
-class Recording(Upstream, metaclass=_CountsUpstreamNodes):  # type: ignore[misc]
+class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     """A recording of a function, made and replayed as upstream does."""
 
     def __init__(

@@ -1,7 +1,8 @@
 """Why a function is recorded at this point: :func:`why_recorded`, asked just before upstream records.
 
-The recordings of the same function at the same position were found not to fit the inputs. The newest of them is compared
-once more, by addresses alone: upstream's own check may change the inputs when it succeeds, so it is not asked twice.
+The recordings of the same function at the same position were found not to fit the inputs. The newest of them is
+compared once more, by addresses alone: upstream's own check may change the inputs when it succeeds, so it is not
+asked twice.
 """
 
 from __future__ import annotations

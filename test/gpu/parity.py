@@ -54,7 +54,7 @@ from tree_facts import TreeFacts, class_problems, device_manager, tree_facts
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     Program = Callable[["Context"], None]
 
@@ -95,6 +95,7 @@ class Context:
     _kept: list[Any] = dataclasses.field(default_factory=list)
     _patches: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     _installed: bool = False
+    _mixed: bool = False  # the program installs or uninstalls while it runs
 
     @property
     def compiled(self) -> bool:
@@ -156,8 +157,6 @@ class Context:
     def counter(self, name: str) -> int:
         """One of inductor's counters now."""
         return counters["inductor"][name]
-
-    _mixed: bool = False
 
     def install(self) -> None:
         """In our run, installs the patches with every flag off; from here on classes may be mixed."""
@@ -263,9 +262,10 @@ def run_side(
     _clean()
     collecting = gc.isenabled()
     with contextlib.ExitStack() as stack:
-        stack.callback(_clean)
         if graphs:
             stack.callback(context._leave)
+        stack.callback(_clean)
+        if graphs:
             if start_installed:
                 context._enter()
             _check_classes(OURS if start_installed else UPSTREAM)
@@ -406,11 +406,6 @@ class ParityTestCase(TestCase):
         self.assertError(error, "RuntimeError", "accessing tensor output of CUDAGraphs that has been overwritten")
 
 
-def steps(count: int) -> Iterator[int]:
-    """Calls of a function that is warmed up, recorded and then replayed: three show all of it."""
-    yield from range(count)
-
-
 __all__ = [
     "EAGER",
     "OURS",
@@ -424,5 +419,4 @@ __all__ = [
     "requires_cuda",
     "requires_two_gpus",
     "run_side",
-    "steps",
 ]
