@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
-
-from pygraph_trees.settings import FLAGS, Flag
-from pygraph_trees.version import __version__
+from typing import TYPE_CHECKING, Any
 
 from .patch import Expectation, Fingerprint, Patch
 
+if TYPE_CHECKING:
+    from pygraph_trees.settings import Flag
+
 _MODULE = "torch.utils._config_module"
 _PREFIX = "triton."
-VERSION_KEY = Flag("pygraph_version", (__version__,), __version__, changes_artifacts=True, help="")
 
 
 class _CheckedOverride:
@@ -114,7 +113,11 @@ class Flags(Patch):
     def apply(self) -> Callable[[], None]:
         from torch._inductor import config
 
-        entries = {_PREFIX + flag.name: _entry(flag) for flag in (*FLAGS, VERSION_KEY)}
+        from pygraph_trees.settings import FLAGS, Flag
+        from pygraph_trees.version import __version__
+
+        version = Flag("pygraph_version", (__version__,), __version__, changes_artifacts=True, help="")
+        entries = {_PREFIX + flag.name: _entry(flag) for flag in (*FLAGS, version)}
         ignored = [_PREFIX + flag.name for flag in FLAGS if not flag.changes_artifacts]
         config._config.update(entries)
         for held in _ignored_prefix_lists(config):
@@ -141,7 +144,7 @@ def _fingerprint(since: tuple[int, int], until: tuple[int, int], entry: tuple[st
             Expectation(_MODULE, "ConfigModule.__getattr__", ("self", "name"), ("user_override", "env_value_default")),
             Expectation(_MODULE, "ConfigModule._get_dict", ("self", "ignored_keys", "ignored_prefixes"), ("_config",)),
             Expectation(_MODULE, "ConfigModule.save_config_portable", None, ("_cache_config_ignore_prefix",)),
-            Expectation(_MODULE, "_Config.__init__", ("self", "default"), ("env_name_default", "value_type")),
+            Expectation(_MODULE, "_Config", None, ("env_name_default", "value_type")),
         ),
     )
 

@@ -98,7 +98,7 @@ PATCHES: tuple[Patch, ...] = (
                     Expectation(_MODULE, "CUDAGraphNode.run", ("self", "new_inputs"), ("run_graph",)),
                     Expectation(_MODULE, "CUDAGraphNode._copy_inputs_and_remove_from_src", ("self", "dsts", "srcs")),
                     Expectation(_MODULE, "CUDAGraphTreeManager._get_node_id", ("self",), ("CUDAGraphNode",)),
-                    Expectation("torch._inductor.compile_fx", "index_expanded_dims", ("t", "expanded_dims")),
+                    Expectation("torch._inductor.output_code", "index_expanded_dims", ("t", "expanded_dims")),
                 ),
             ),
         ),

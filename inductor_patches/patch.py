@@ -21,14 +21,22 @@ from dataclasses import dataclass
 from types import CodeType, ModuleType
 from typing import Any, Protocol
 
-from pygraph_trees.exc import PygraphWarning
 
 
-class PatchOverwritten(PygraphWarning):
+class PatchWarning(UserWarning):
+    """Base of the warnings of this package, which stands on its own: what reads it need not have torch."""
+
+    template: str
+
+    def __init__(self, **fields: object) -> None:
+        super().__init__(self.template.format(**fields))
+
+
+class PatchOverwritten(PatchWarning):
     template = "{target} was replaced by other code after pygraph_trees patched it; it is left as it is"
 
 
-class FeatureOff(PygraphWarning):
+class FeatureOff(PatchWarning):
     template = "pygraph_trees: {feature} stays off on torch {torch}, which keeps its own behaviour there: {why}"
 
 

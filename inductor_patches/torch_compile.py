@@ -7,12 +7,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from pygraph_trees.settings import FLAGS
-
 from .patch import Expectation, Fingerprint, Patch, Rebind
 
 
 def _apply_options(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    from pygraph_trees.settings import FLAGS
+
     flags = {f"triton.{flag.name}": flag for flag in FLAGS}
 
     @functools.wraps(upstream)

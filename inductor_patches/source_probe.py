@@ -1,0 +1,94 @@
+"""Finds definitions in the source files of a torch that is not imported: a wheel, or a tree that holds ``torch/``.
+
+:class:`SourceProbe` answers as :class:`~.patch.LiveProbe` does, from syntax trees. A tree that is neither a wheel nor holds
+a torch raises :class:`NoTorchSources`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from .patch import Definition
+
+_Function = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class NoTorchSources(Exception):
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"{path}: expected a torch wheel or a folder that holds torch/version.py")
+
+
+class SourceProbe:
+    """The definitions of one torch, read from ``path``."""
+
+    def __init__(self, path: Path) -> None:
+        self._wheel = zipfile.ZipFile(path) if path.is_file() and zipfile.is_zipfile(path) else None
+        self._root = path
+        self._trees: dict[str, ast.Module | None] = {}
+        text = self._read("torch/version.py")
+        found = re.search(r"__version__ = ['\"]([^'\"]+)['\"]", text or "")
+        if found is None:
+            raise NoTorchSources(path)
+        self.version = found[1]
+
+    def _read(self, name: str) -> str | None:
+        try:
+            if self._wheel is not None:
+                return self._wheel.read(name).decode("utf-8")
+            return (self._root / name).read_text(encoding="utf-8")
+        except (KeyError, OSError):
+            return None
+
+    def _tree(self, module: str) -> ast.Module | None:
+        if module not in self._trees:
+            path = module.replace(".", "/")
+            text = self._read(f"{path}.py") or self._read(f"{path}/__init__.py")
+            self._trees[module] = None if text is None else ast.parse(text)
+        return self._trees[module]
+
+    def find(self, module: str, name: str) -> Definition | None:
+        found: ast.AST | None = self._tree(module)
+        for part in name.split("."):
+            found = None if found is None else next((d for d in _definitions(found) if d.name == part), None)
+        if isinstance(found, _Function):
+            arguments = found.args
+            named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+            return Definition(tuple(a.arg for a in named), frozenset(_mentioned(found)))
+        if isinstance(found, ast.ClassDef):
+            return Definition(None, frozenset(_members(found)))
+        return None
+
+
+def _definitions(scope: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """What a module or class defines, also under conditions; the last definition of a name first."""
+    for statement in reversed(getattr(scope, "body", [])):
+        if isinstance(statement, (*_Function, ast.ClassDef)):
+            yield statement
+        elif isinstance(statement, (ast.If, ast.Try, ast.With)):
+            yield from _definitions(statement)
+
+
+def _members(scope: ast.ClassDef) -> Iterator[str]:
+    for statement in scope.body:
+        if isinstance(statement, (*_Function, ast.ClassDef)):
+            yield statement.name
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        yield from (t.id for t in targets if isinstance(t, ast.Name))
+
+
+def _mentioned(function: ast.AST) -> Iterator[str]:
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.alias):
+            yield node.name
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value

@@ -1,0 +1,108 @@
+"""The command line: ``python -m pygraph_trees compare`` and ``explain``.
+
+``compare`` runs a target four ways and prints times, costs and the coverage report; ``explain`` shows, without a GPU, how
+a target would be split and what each input costs. Exit status: 0, 1 where a way failed or its outputs were not eager's, 2
+for a command that could not be carried out as given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from . import report, target
+from .exc import PygraphError
+from .progress import Progress
+from .version import __version__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Carries out one command; returns the exit status."""
+    options = _parser().parse_args(argv)
+    try:
+        status: int = options.command(options)
+    except PygraphError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m pygraph_trees", description=__doc__.splitlines()[0])
+    parser.add_argument("--version", action="version", version=f"pygraph_trees {__version__}, torch {torch.__version__}")
+    commands = parser.add_subparsers(title="commands", required=True)
+    help_target = (
+        "file.py:function or package.module:function returning (model, args, kwargs) or (callable, args), or a workload; "
+        "default: a BERT that reads a text"
+    )
+
+    compare = commands.add_parser("compare", help="run a target as eager, compile, upstream and ours, and measure")
+    compare.add_argument("target", nargs="?", default=target.DEFAULT, metavar="TARGET", help=help_target)
+    compare.add_argument("--rounds", type=_positive, default=5, help="rounds over the ways (default 5)")
+    compare.add_argument("--json", type=Path, metavar="FILE", help="also write measurements and report to FILE")
+    compare.set_defaults(command=_compare)
+
+    explain = commands.add_parser("explain", help="show partitions, their causes and the inputs; needs no GPU")
+    explain.add_argument("target", nargs="?", default=target.DEFAULT, metavar="TARGET", help=help_target)
+    _add_arch(explain)
+    explain.set_defaults(command=_explain)
+    _add_arch(compare)
+    return parser
+
+
+def _add_arch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--arch", default="sm_90", help="architecture of the GPU to explain for (default sm_90)")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of 1 or more, got {text}")
+    return value
+
+
+def _compare(options: argparse.Namespace) -> int:
+    if not torch.cuda.is_available():
+        print("compare needs a GPU and this machine has none that torch can use; this is `explain` instead.\n")
+        return _explain(options)
+    from .comparison import Plan, compare, text_table
+
+    program = target.resolve(options.target, torch.device("cuda"))
+    measurements = compare(program, plan=Plan(rounds=options.rounds), progress=Progress())
+    found = report()
+    print(text_table(measurements))
+    print(f"\n{_agreement(measurements)}\n\n{found}")
+    if options.json:
+        content = {"measurements": [asdict(m) for m in measurements], "report": json.loads(found.to_json())}
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 1 if any(m.error for m in measurements) else 0
+
+
+def _agreement(measurements: Sequence[Measurement]) -> str:
+    """One line on outputs: how far each way's are from eager's, and ours from upstream's."""
+    parts = []
+    for way in ("compile", "upstream", "ours"):
+        found = [m.max_diff for m in measurements if m.way == way and m.max_diff is not None]
+        if found:
+            parts.append(f"{way} within {max(found):.2g}" if max(found) else f"{way} equal")
+    apart = [m.max_diff_upstream for m in measurements if m.way == "ours" and m.max_diff_upstream is not None]
+    ours = "" if not apart else "; ours and upstream are " + ("bit-equal" if not any(apart) else f"{max(apart):.2g} apart")
+    return f"Outputs against eager: {', '.join(parts) or 'not compared'}{ours}."
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from .explain import explain
+
+    program = target.resolve(options.target, torch.device("meta"))
+    print(explain(program, options.arch))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""A hash over the code that GPU evidence and benchmark results are of.
+
+:func:`code_hash` covers the Python files of ``pygraph_trees/``, ``inductor_patches/`` and ``test/gpu/``. It hashes
+their syntax trees without docstrings, so that a comment or a line break does not change it, in a form of its own, so
+that all supported versions of Python agree on it.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parent.parent
+_COVERED = ("pygraph_trees", "inductor_patches", "test/gpu")
+_WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def code_hash(root: Path = _ROOT) -> str:
+    """SHA-256, 64 hexadecimal digits; ``root`` is the checkout's folder."""
+    digest = hashlib.sha256()
+    for path in covered_files(root):
+        digest.update(f"{path.relative_to(root).as_posix()}\n".encode())
+        for piece in _pieces(ast.parse(path.read_text(encoding="utf-8"))):
+            digest.update(piece.encode())
+    return digest.hexdigest()
+
+
+def covered_files(root: Path = _ROOT) -> list[Path]:
+    """The files that the hash is over, in the order in which they are hashed."""
+    return sorted(path for part in _COVERED for path in (root / part).rglob("*.py"))
+
+
+def _pieces(value: object) -> Iterator[str]:
+    """A syntax tree as text; empty fields are left out, since versions of Python differ in which ones they have."""
+    if isinstance(value, ast.AST):
+        yield f"({type(value).__name__}"
+        for name, field in ast.iter_fields(value):
+            if (
+                name == "body"
+                and isinstance(value, _WITH_DOCSTRING)
+                and ast.get_docstring(value, clean=False) is not None
+            ):
+                field = field[1:]
+            if field is not None and field != []:
+                yield f" {name}="
+                yield from _pieces(field)
+        yield ")"
+    elif isinstance(value, list):
+        yield "["
+        for item in value:
+            yield from _pieces(item)
+            yield ","
+        yield "]"
+    else:
+        yield repr(value)
