@@ -64,12 +64,16 @@ class SourceProbe:
 
 
 def _definitions(scope: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    """What a module or class defines, also under conditions; the last definition of a name first."""
+    """What a module or class defines: the last definition of a name first, of two branches the first one's."""
     for statement in reversed(getattr(scope, "body", [])):
         if isinstance(statement, (*_Function, ast.ClassDef)):
             yield statement
         elif isinstance(statement, (ast.If, ast.Try, ast.With)):
             yield from _definitions(statement)
+    for branch in getattr(scope, "handlers", []):
+        yield from _definitions(branch)
+    if isinstance(scope, (ast.If, ast.Try)) and scope.orelse:
+        yield from _definitions(ast.Module(scope.orelse, []))
 
 
 def _members(scope: ast.ClassDef) -> Iterator[str]:

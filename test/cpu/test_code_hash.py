@@ -1,0 +1,116 @@
+"""The hash over the code, and the evidence that it vouches for."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.code_hash import code_hash, covered_files
+
+
+def suite():
+    loader = SourceFileLoader("gpu_suite", str(ROOT / "tools" / "gpu_suite"))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("gpu_suite", loader))
+    sys.modules["gpu_suite"] = module
+    loader.exec_module(module)
+    return module
+
+
+class TestCodeHash(TestCase):
+    def setUp(self):
+        super().setUp()
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)
+        for part in ("pygraph_trees", "inductor_patches", "test/gpu", "test/cpu"):
+            (self.root / part).mkdir(parents=True)
+        self.file = self.root / "pygraph_trees" / "a.py"
+        self.write('"""Doc."""\ndef f(x: int) -> int:\n    "doc"\n    return x + 1\n')
+
+    def write(self, text):
+        self.file.write_text(text)
+
+    def test_what_changes_it(self):
+        before = code_hash(self.root)
+        self.assertRegex(before, "^[0-9a-f]{64}$")
+        self.write('"""Other."""\n\n# a comment\ndef f(\n    x: int,\n) -> int:\n    return (x + 1)\n')
+        self.assertEqual(code_hash(self.root), before)
+        for changed in ("def f(x: int) -> int:\n    return x + 2\n", "def f(x) -> int:\n    return x + 1\n", ""):
+            self.write(changed)
+            self.assertNotEqual(code_hash(self.root), before)
+
+    def test_what_it_covers(self):
+        before = code_hash(self.root)
+        (self.root / "test" / "cpu" / "b.py").write_text("x = 1")
+        self.assertEqual(code_hash(self.root), before)
+        (self.root / "test" / "gpu" / "b.py").write_text("x = 1")
+        self.assertNotEqual(code_hash(self.root), before)
+        self.file.rename(self.file.with_name("c.py"))
+        self.assertNotEqual(code_hash(self.root), before)
+        covered = {p.relative_to(ROOT).as_posix() for p in covered_files()}
+        self.assertLessEqual({"pygraph_trees/trees/manager.py", "inductor_patches/patch.py"}, covered)
+
+    def test_is_the_same_on_all_pythons(self):
+        # Fixed on purpose: a change of this value without a change of the form means that evidence no longer travels.
+        self.write('def f(*, a=1, **k):\n    return f"{a!r:>3} {k}" if a else [*k]\n')
+        self.assertExpectedInline(
+            code_hash(self.root)[:16], """9e1346bb7b543d89"""
+        )
+
+
+class TestEvidence(TestCase):
+    def test_check(self):
+        module = suite()
+        with tempfile.TemporaryDirectory() as folder, mock.patch("builtins.print") as printed:
+            with mock.patch.object(module, "EVIDENCE", Path(folder) / "evidence.json"):
+                self.assertEqual(module.check(), 1)
+                evidence = {"passed": 3, "failed": 0, "skipped": 1, "gpu": "G", "torch": "2", "date": "today"}
+                module.EVIDENCE.write_text(json.dumps({**evidence, "code_hash": "other"}))
+                self.assertEqual(module.check(), 1)
+                module.EVIDENCE.write_text(json.dumps({**evidence, "code_hash": code_hash()}))
+                self.assertEqual(module.check(), 0)
+                module.EVIDENCE.write_text(json.dumps({**evidence, "failed": 1, "code_hash": code_hash()}))
+                self.assertEqual(module.check(), 1)
+        lines = [call.args[0] for call in printed.call_args_list]
+        self.assertIn("is missing", lines[0])
+        self.assertIn("of other code", lines[1])
+        self.assertIn("of this code: 3 passed, 0 failed, 1 skipped", lines[2])
+
+    def test_counts_and_crashes(self):
+        module = suite()
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(module, "ROOT", Path(folder)):
+            good, bad = Path(folder) / "test_good.py", Path(folder) / "test_bad.py"
+            good.write_text(
+                "import unittest\nclass T(unittest.TestCase):\n def test_a(self): pass\n"
+                " def test_b(self): self.fail('no')\n @unittest.skip('x')\n def test_c(self): pass\n"
+            )
+            bad.write_text("import os\ndef test_a(): os._exit(3)\n")
+            with mock.patch("builtins.print"):
+                outcome = module.run_file(good)
+                self.assertEqual((outcome.passed, outcome.failed, outcome.skipped), (1, 1, 1))
+                self.assertEqual(outcome.failures, ["test_good.T.test_b"])
+                crashed = module.run_file(bad)
+        self.assertEqual((crashed.passed, crashed.failed), (0, 1))
+        self.assertEqual(crashed.failures, ["test_bad.py: exit status 3"])
+
+    def test_check_runs_without_torch(self):
+        done = subprocess.run(
+            [sys.executable, "-S", ROOT / "tools" / "gpu_suite", "--check"], capture_output=True, text=True
+        )
+        self.assertIn(done.returncode, (0, 1), done.stderr)
+        self.assertRegex(done.stdout, "evidence")
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,256 @@
+"""Patches go on and off: all or nothing, in order, back to the very objects that were there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+import warnings
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch
+import torch._inductor.config as config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._inductor import compile_fx, cudagraph_trees, output_code, scheduler
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+import inductor_patches
+import pygraph_trees
+from inductor_patches.patch import (
+    Expectation,
+    FeatureOff,
+    Fingerprint,
+    LiveProbe,
+    PatchOverwritten,
+    Rebind,
+    parse_version,
+)
+
+
+def torch_as_it_is():
+    """Everything that patches touch, by identity."""
+    return {
+        "node": cudagraph_trees.CUDAGraphNode,
+        "manager": cudagraph_trees.CUDAGraphTreeManager,
+        "impl": cudagraph_trees.cudagraphify_impl,
+        "cudagraphify": compile_fx.cudagraphify,
+        "init": output_code.CompiledFxGraph.__init__,
+        "post_compile": output_code.CompiledFxGraph.post_compile,
+        "partition": scheduler.Scheduler.graph_partition,
+        "options": torch._TorchCompileInductorWrapper.apply_options,
+        "entries": {name: id(entry) for name, entry in config._config.items()},
+        "ignored": list(config._cache_config_ignore_prefix),
+        "hash": config.get_hash(),
+    }
+
+
+def run_python(code, **environment):
+    import os
+
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+
+
+class TestInstall(TestCase):
+    def tearDown(self):
+        inductor_patches.install()
+        super().tearDown()
+
+    def test_import_installs(self):
+        self.assertEqual([s.state for s in inductor_patches.status()], ["on"] * len(inductor_patches.FEATURES))
+        from pygraph_trees.trees.manager import Manager
+        from pygraph_trees.trees.recording import Recording
+
+        self.assertIs(cudagraph_trees.CUDAGraphNode, Recording)
+        self.assertIs(cudagraph_trees.CUDAGraphTreeManager, Manager)
+
+    def test_uninstall_restores_the_very_objects(self):
+        inductor_patches.uninstall()
+        before = torch_as_it_is()
+        inductor_patches.install()
+        patched = torch_as_it_is()
+        for name in before:
+            self.assertNotEqual(before[name], patched[name], name)
+        inductor_patches.uninstall()
+        self.assertEqual(torch_as_it_is(), before)
+        self.assertEqual([s.state for s in inductor_patches.status()], ["off"] * len(inductor_patches.FEATURES))
+
+    @settings(max_examples=20, deadline=None)
+    @given(st.lists(st.booleans(), max_size=8))
+    def test_any_sequence_ends_where_the_last_call_says(self, installs):
+        inductor_patches.uninstall()
+        clean = torch_as_it_is()
+        for install in installs:
+            (inductor_patches.install if install else inductor_patches.uninstall)()
+        if not installs or not installs[-1]:
+            self.assertEqual(torch_as_it_is(), clean)
+        else:
+            self.assertNotEqual(torch_as_it_is()["node"], clean["node"])
+        inductor_patches.uninstall()
+        self.assertEqual(torch_as_it_is(), clean)
+
+    def test_compiles_with_patches_on_and_off(self):
+        for change in (inductor_patches.uninstall, inductor_patches.install):
+            change()
+            torch._dynamo.reset()
+            f = torch.compile(lambda x: (x * 2 + 1).sum(), mode="reduce-overhead")
+            self.assertEqual(f(torch.ones(4)), torch.tensor(12.0))
+
+    def test_disable_by_environment(self):
+        code = (
+            "import pygraph_trees, inductor_patches, torch._inductor.cudagraph_trees as t;"
+            "print([s.state for s in inductor_patches.install()], t.CUDAGraphNode.__module__)"
+        )
+        done = run_python(code, PYGRAPH_DISABLE="1")
+        states = ["disabled"] * len(inductor_patches.FEATURES)
+        self.assertEqual(done.stdout.strip(), f"{states} torch._inductor.cudagraph_trees", done.stderr)
+
+    def test_import_order(self):
+        for first in ("import torch._inductor.cudagraph_trees", "import inductor_patches.config", "import pygraph_trees"):
+            done = run_python(
+                f"{first}\nimport pygraph_trees, inductor_patches\n"
+                "print({s.state for s in inductor_patches.status()}, pygraph_trees.report().functions)"
+            )
+            self.assertEqual(done.stdout.strip(), "{'on'} ()", done.stderr)
+
+    def test_importing_the_patches_alone_changes_nothing(self):
+        done = run_python("import inductor_patches.cudagraph_trees, sys; print('torch' in sys.modules)")
+        self.assertEqual(done.stdout.strip(), "False", done.stderr)
+
+    def test_upstream_nodes_count_as_recordings(self):
+        # Nodes that were recorded before the patches went on are asked for by the rebound name.
+        from pygraph_trees.trees import recording
+
+        node = recording.Upstream.__new__(recording.Upstream)
+        self.assertIsInstance(node, cudagraph_trees.CUDAGraphNode)
+        self.assertIsNot(type(node), cudagraph_trees.CUDAGraphNode)
+        self.assertNotIsInstance(object(), cudagraph_trees.CUDAGraphNode)
+
+
+class TestMismatch(TestCase):
+    """On a torch that a patch does not fit, its feature stays off and the others go on."""
+
+    def setUp(self):
+        super().setUp()
+        inductor_patches.uninstall()
+        self.enterContext(mock.patch.dict(inductor_patches._mismatches, clear=True))
+
+    def tearDown(self):
+        inductor_patches.uninstall()
+        super().tearDown()
+        inductor_patches.install()
+
+    def enterContext(self, manager):  # unittest has it from Python 3.11 on
+        value = manager.__enter__()
+        self.addCleanup(manager.__exit__, None, None, None)
+        return value
+
+    def test_changed_target(self):
+        before = torch_as_it_is()
+
+        def graph_partition(self, nodes):
+            raise AssertionError
+
+        with mock.patch.object(scheduler.Scheduler, "graph_partition", graph_partition):
+            with self.assertWarnsRegex(FeatureOff, r"coverage stays off on torch .*graph_partition: no longer uses"):
+                status = inductor_patches.install()
+            self.assertEqual([s.state for s in status], ["on", "on", "mismatch"])
+            self.assertIs(output_code.CompiledFxGraph.__init__, before["init"])
+            self.assertIn("graph_partition", status[2].mismatches[0])
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # one warning, not one an install
+                inductor_patches.install()
+
+    def test_missing_target(self):
+        impl = cudagraph_trees.cudagraphify_impl
+        with mock.patch.object(cudagraph_trees, "cudagraphify_impl", impl):
+            del cudagraph_trees.cudagraphify_impl
+            try:
+                with self.assertWarnsRegex(FeatureOff, "trees stays off .*cudagraphify_impl: not there"):
+                    status = inductor_patches.install()
+            finally:
+                cudagraph_trees.cudagraphify_impl = impl
+        self.assertEqual([s.state for s in status], ["on", "mismatch", "on"])
+        torch._dynamo.reset()
+        self.assertEqual(torch.compile(lambda x: x + 1, mode="reduce-overhead")(torch.ones(3)), torch.full((3,), 2.0))
+
+    def test_unknown_version(self):
+        before = torch_as_it_is()
+        with mock.patch.object(torch, "__version__", "2.99.0"), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            status = inductor_patches.install()
+        self.assertEqual([s.state for s in status], ["mismatch"] * 3)
+        self.assertEqual(len([w for w in caught if issubclass(w.category, FeatureOff)]), 3)
+        self.assertIn("this is 2.99", str(caught[0].message))
+        self.assertEqual(torch_as_it_is(), before)
+
+    def test_failing_patch_takes_its_feature_back(self):
+        before = torch_as_it_is()
+
+        def refuse(original):
+            raise KeyboardInterrupt
+
+        good = inductor_patches.patches("trees")
+        bad = Rebind("trees", (), "never", "torch._inductor.scheduler", "Scheduler", refuse)
+        with mock.patch.object(inductor_patches, "patches", lambda feature: (*good, bad) if feature == "trees" else ()):
+            inductor_patches._mismatches.update(dict.fromkeys(inductor_patches.FEATURES, ()))
+            with self.assertRaises(KeyboardInterrupt):
+                inductor_patches.install()
+        inductor_patches.uninstall()
+        self.assertEqual(torch_as_it_is(), before)
+
+
+class TestPatch(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.module = types.ModuleType("a_module_to_patch")
+        exec("def f(a, b, *, c=1):\n    return a.attr + helper('text')\nclass K:\n    x = 1\n    def m(self): pass", vars(self.module))
+        sys.modules[self.module.__name__] = self.module
+        self.addCleanup(sys.modules.pop, self.module.__name__)
+
+    def rebind(self, name="f", **expectation):
+        wanted = Expectation(self.module.__name__, name, **expectation)
+        return Rebind("f", (Fingerprint((2, 1), (2, 3), (wanted,)),), "never", self.module.__name__, name, lambda old: min)
+
+    def test_mismatches(self):
+        probe, here = LiveProbe(), self.module.__name__
+        self.assertEqual(self.rebind(parameters=("a", "b"), uses=("attr", "helper", "text")).mismatches(probe, (2, 1)), [])
+        self.assertEqual(self.rebind(parameters=("a", "b", "c")).mismatches(probe, (2, 3)), [])
+        self.assertEqual(self.rebind("K.m", parameters=("self",)).mismatches(probe, (2, 2)), [])
+        self.assertEqual(self.rebind("K", uses=("x", "m")).mismatches(probe, (2, 2)), [])
+        self.assertEqual(
+            self.rebind(parameters=("b",)).mismatches(probe, (2, 2)),
+            [f"{here}.f: expected parameters ('b',), found ('a', 'b', 'c')"],
+        )
+        self.assertEqual(self.rebind(uses=("gone",)).mismatches(probe, (2, 2)), [f"{here}.f: no longer uses gone"])
+        self.assertEqual(self.rebind("K.n").mismatches(probe, (2, 2)), [f"{here}.K.n: not there"])
+        self.assertEqual(
+            self.rebind().mismatches(probe, (2, 4)), [f"{here}.f: written for torch 2.1 to 2.3, this is 2.4"]
+        )
+
+    def test_apply_and_undo(self):
+        original = self.module.f
+        undo = self.rebind().apply()
+        self.assertIs(self.module.f, min)
+        undo()
+        self.assertIs(self.module.f, original)
+
+    def test_undo_leaves_what_others_put_there(self):
+        undo = self.rebind().apply()
+        self.module.f = max
+        with self.assertWarnsRegex(PatchOverwritten, "a_module_to_patch.f was replaced"):
+            undo()
+        self.assertIs(self.module.f, max)
+
+    def test_versions(self):
+        self.assertEqual(parse_version("2.13.0+cpu"), (2, 13))
+        self.assertEqual(parse_version("2.11.0a0+git123"), (2, 11))
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,51 @@
+"""``TORCH_LOGS="+pygraph"`` works when the package is imported first, and by the package's name in any order."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+SAY = "import logging; log = logging.getLogger('pygraph_trees.coverage'); log.info('an info'); log.debug('a debug')"
+
+
+def run_python(code, logs):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_LOGS": logs}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+
+
+class TestTorchLogs(TestCase):
+    def check(self, code, logs, *, info, debug):
+        done = run_python(f"{code}\n{SAY}", logs)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(("an info" in done.stderr, "a debug" in done.stderr), (info, debug), done.stderr)
+
+    def test_package_first(self):
+        self.check("import pygraph_trees, torch", "+pygraph", info=True, debug=True)
+        self.check("import pygraph_trees", "pygraph", info=True, debug=False)
+        self.check("import pygraph_trees", "+pygraph,recompiles", info=True, debug=True)
+
+    def test_torch_first(self):
+        self.check("import torch, pygraph_trees", "+pygraph_trees", info=True, debug=True)
+
+    def test_off(self):
+        self.check("import pygraph_trees", "recompiles", info=False, debug=False)
+
+    def test_variable_is_left_as_it_was(self):
+        done = run_python("import pygraph_trees, os; print(os.environ['TORCH_LOGS'])", "+pygraph, graph_breaks")
+        self.assertEqual(done.stdout.strip(), "+pygraph, graph_breaks", done.stderr)
+
+    def test_entry_point_installs_nothing(self):
+        code = "import torch; from inductor_patches.torch_logs import register; register(); register()\nimport sys; print('pygraph_trees' in sys.modules)"
+        done = run_python(code, "recompiles")
+        self.assertEqual(done.stdout.strip(), "False", done.stderr)
+
+
+if __name__ == "__main__":
+    run_tests()
