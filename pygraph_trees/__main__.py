@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +21,9 @@ from . import report, target
 from .exc import PygraphError
 from .progress import Progress
 from .version import __version__
+
+if TYPE_CHECKING:
+    from .comparison import Measurement
 
 
 def main(argv: Sequence[str] | None = None) -> int:

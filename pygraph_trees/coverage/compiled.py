@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from .records import Partition
+
 _log = logging.getLogger("pygraph_trees.coverage")
 _ATTRIBUTE = "pygraph_coverage"  # of a Scheduler: partitions; of a CompiledFxGraph: their JSON and the model's name
 
@@ -36,13 +38,17 @@ def partitioned(scheduler: Any, parts: Sequence[Any], signatures: Sequence[Any])
         _log.warning("partitions could not be described", exc_info=True)
 
 
+def partitions_of(scheduler: Any) -> tuple[Partition, ...]:
+    """The partitions that :func:`partitioned` left with a scheduler; the whole graph where it was not partitioned."""
+    found: tuple[Partition, ...] | None = getattr(scheduler, _ATTRIBUTE, None)
+    return partitions.whole(scheduler) if found is None else found
+
+
 def attach(artifact: Any, graph: Any, gm: torch.fx.GraphModule) -> None:
     """Stores what is known of a graph on its ``CompiledFxGraph``."""
     try:
         scheduler = getattr(graph, "scheduler", None)
-        found = getattr(scheduler, _ATTRIBUTE, None)
-        if found is None:
-            found = () if scheduler is None else partitions.whole(scheduler)
+        found = () if scheduler is None else partitions_of(scheduler)
         known = {"model": partitions.model_name(gm), "partitions": [partition_to_json(p) for p in found]}
         setattr(artifact, _ATTRIBUTE, known)
     except Exception:

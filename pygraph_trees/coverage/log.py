@@ -180,5 +180,6 @@ def partition_from_json(data: dict[str, object]) -> Partition:
     """The inverse of :func:`partition_to_json`."""
     fields: dict[str, object] = dict(data)
     fields["causes"] = tuple(Cause(**c) for c in fields["causes"])  # type: ignore[attr-defined]
+    fields["outputs"] = tuple(fields["outputs"])  # type: ignore[arg-type]
     fields["inputs"] = tuple(PartitionInput(**i) for i in fields["inputs"])  # type: ignore[attr-defined]
     return Partition(**fields)  # type: ignore[arg-type]

@@ -35,6 +35,7 @@ def describe(
             kernels=dict(Counter(kind for node in nodes for kind in _kinds(node))),
             causes=tuple(_causes(scheduler, nodes)) if signature.skip_cudagraph else (),
             inputs=tuple(_inputs(signature.input_nodes, nodes)),
+            outputs=tuple(output.get_name() for output in signature.output_nodes),
         )
         for nodes, signature in zip(partitions, signatures, strict=True)
     )

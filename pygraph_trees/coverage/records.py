@@ -38,6 +38,7 @@ class Partition:
     kernels: dict[str, int]  # scheduled operations by kind: "triton", "extern", "copy", "cpu"
     causes: tuple[Cause, ...] = ()  # why it is not graphed
     inputs: tuple[PartitionInput, ...] = ()
+    outputs: tuple[str, ...] = ()  # names of the buffers it hands on
 
     @property
     def gpu_kernels(self) -> int:

@@ -1,0 +1,141 @@
+"""What would become of a program on a GPU, found without one.
+
+:func:`explain` lowers a program for a named architecture on fake tensors and returns a text: each graph with its
+partitions, what keeps some of them outside of CUDA graphs, the inputs of each graphed partition by kind with their bytes,
+the live ones with their readers, and what each feature does about it under the flags as they stand.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .absent_gpu import absent_gpu, lower
+from .coverage.compiled import partitions_of
+from .coverage.records import Partition, PartitionInput
+from .coverage.text import cause_line, nbytes, table
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from .absent_gpu import LoweredGraph
+    from .comparison.program import Program
+
+_MOST_INPUTS = 12  # live ones, of one partition
+_MOST_CAUSES = 8  # of one partition
+_WIDTH = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """An input of a graphed partition: as compiled, and what it would be to a recording."""
+
+    name: str
+    kind: str  # "static", "managed", "live", or "cpu" for a live one on the CPU
+    read: PartitionInput
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedPartition:
+    partition: Partition
+    inputs: tuple[Input, ...]  # of a graphed one
+
+    def nbytes(self, kind: str) -> int:
+        return sum(i.read.nbytes or 0 for i in self.inputs if i.kind == kind)
+
+
+def explain(program: Program, arch: str = "sm_90") -> str:
+    """The text for a program whose GPU tensors are on ``meta``; raises what the program raises."""
+    with absent_gpu(arch), program.context():
+        graphs = lower(program.fn, program.args, program.kwargs, arch, training=program.training)
+    explained = [(graph, list(partitions(graph))) for graph in graphs]
+    head = f"{program.name} for {arch}, torch {torch.__version__}: {_count(len(graphs), 'graph')}"
+    return "\n\n".join([head, *(_graph(*both) for both in explained), _features(explained)])
+
+
+def partitions(graph: LoweredGraph) -> Iterator[ExplainedPartition]:
+    """The partitions of a lowered graph, with the kinds of their inputs."""
+    names = dict(zip(graph.graph.graph_input_names, graph.input_names, strict=True))
+    static = {name for i, name in enumerate(graph.graph.graph_input_names) if i in set(graph.static_input_idxs)}
+    managed: set[str] = set()
+    for partition in partitions_of(graph.graph.scheduler):
+        inputs = []
+        for read in partition.inputs if partition.graphed else ():
+            if read.name in static:
+                kind = "static"
+            elif read.name in managed:
+                kind = "managed"
+            else:
+                kind = "live" if read.device.startswith("cuda") else "cpu"
+            inputs.append(Input(names.get(read.name, read.name), kind, read))
+        managed = managed | {*partition.outputs} if partition.graphed else managed - {*partition.outputs}
+        yield ExplainedPartition(partition, tuple(inputs))
+
+
+def _graph(graph: LoweredGraph, parts: Sequence[ExplainedPartition]) -> str:
+    mode = "backward" if graph.is_backward else "inference" if graph.is_inference else "forward"
+    title = f"{graph.name}, {mode}"
+    if graph.disabled_reason:
+        kernels = _kernels(sum((Counter(p.partition.kernels) for p in parts), Counter()))
+        return f"{title}: not graphed, {kernels} outside: {' '.join(graph.disabled_reason.split())}"
+    graphed = sum(p.partition.graphed for p in parts)
+    lines = [f"{title}: {_count(len(parts), 'partition')}, {'all' if graphed == len(parts) else graphed} graphed"]
+    for number, part in enumerate(parts, 1):
+        lines += [f"  {line}" for line in _partition(number, part)]
+    return "\n".join(lines)
+
+
+def _partition(number: int, part: ExplainedPartition) -> Iterator[str]:
+    state = "graphed" if part.partition.graphed else "outside of CUDA graphs"
+    yield f"partition {number}, {state}: {_kernels(Counter(part.partition.kernels))}"
+    if not part.partition.graphed:
+        for cause in part.partition.causes[:_MOST_CAUSES]:
+            yield f"  because of {cause_line(cause)}"
+        if len(part.partition.causes) > _MOST_CAUSES:
+            yield f"  and {len(part.partition.causes) - _MOST_CAUSES} more"
+        return
+    kinds = Counter(i.kind for i in part.inputs)
+    yield "  inputs: " + ", ".join(
+        f"{kinds[kind]} {kind} ({nbytes(part.nbytes(kind))})" for kind in ("static", "managed", "live", "cpu") if kinds[kind]
+    ) if part.inputs else "  no inputs"
+    live = sorted((i for i in part.inputs if i.kind in ("live", "cpu")), key=lambda i: -(i.read.nbytes or 0))
+    if live:
+        head = ("live input", "on", "dtype", "bytes", "read by")
+        yield from (f"    {line}" for line in table(head, [_row(i) for i in live[:_MOST_INPUTS]], _WIDTH - 6).splitlines())
+    if len(live) > _MOST_INPUTS:
+        yield f"    and {len(live) - _MOST_INPUTS} more"
+
+
+def _row(item: Input) -> tuple[str, ...]:
+    size = "symbolic" if item.read.nbytes is None else nbytes(item.read.nbytes)
+    return item.name, item.read.device, item.read.dtype, size, _kernels(Counter(item.read.consumers))
+
+
+def _kernels(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "no kernels"
+
+
+def _features(explained: Sequence[tuple[LoweredGraph, list[ExplainedPartition]]]) -> str:
+    settings = Settings.current()
+    graphed = [p for graph, parts in explained if not graph.disabled_reason for p in parts if p.partition.graphed]
+    splits = sum(not p.partition.graphed for graph, parts in explained if not graph.disabled_reason for p in parts)
+    copied = sum(p.nbytes("live") + p.nbytes("cpu") for p in graphed)
+    inputs = sum(i.kind in ("live", "cpu") for p in graphed for i in p.inputs)
+    functions = _count(len(graphed), "function")
+    return "\n".join(
+        [
+            "What the features do about it:",
+            f"  placement {settings.placement}: {_count(splits, 'partition')} "
+            f"{'stays' if splits == 1 else 'stay'} outside of CUDA graphs",
+            f"  indirection {settings.indirection}: {_count(inputs, 'live input')}, {nbytes(copied)}, copied at each replay",
+            f"  selective {settings.selective}: {functions} "
+            + ("not graphed" if settings.selective == "never" else "graphed"),
+        ]
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
