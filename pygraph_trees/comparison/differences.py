@@ -1,8 +1,8 @@
 """How far the outputs of two ways of running a program lie apart.
 
-Outputs are compared tensor by tensor, in the order and under the paths of :func:`program.tensors_of`. Equal infinities and
-NaNs at the same place count as equal. Outputs of another number, shape, dtype or device, and a NaN or infinity that only
-one side has, are a *problem*: no number describes them, and the outputs are wrong.
+Outputs are compared tensor by tensor, in the order and under the paths of :func:`program.tensors_of`. Equal infinities
+and NaNs at the same place count as equal. Outputs of another number, shape, dtype or device, and a NaN or infinity
+that only one side has, are a *problem*: no number describes them, and the outputs are wrong.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def difference(outputs: Snapshot, reference: Snapshot) -> Difference:
         for what in ("shape", "dtype", "device"):
             if getattr(ours, what) != getattr(theirs, what):
                 found, wanted = getattr(ours, what), getattr(theirs, what)
-                return Difference(None, f"output {name} has {what} {found}, expected {wanted}")
+                return Difference(None, f"output{name} has {what} {found}, expected {wanted}")
         apart = _largest(ours, theirs)
         if apart is None:
-            return Difference(None, f"output {name} has NaN or infinity where the reference has none, or lacks one")
+            return Difference(None, f"output{name} has NaN or infinity where the reference has none, or lacks one")
         largest = max(largest, apart)
     return Difference(largest)
 

@@ -1,8 +1,8 @@
 """What the tree managers of one way hold, and which of their recordings one call replays.
 
-Works alike for upstream's recordings and for ours. Ours log their replays and the bytes that they copy, and are believed;
-for upstream's the bytes follow from the inputs that its replay copies, and replays are seen by wrapping ``run_graph`` for
-one call.
+Works alike for upstream's recordings and for ours. Ours log their replays and the bytes that they copy, and are
+believed; for upstream's the bytes follow from the inputs that its replay copies, and replays are seen by wrapping
+``run_graph`` for one call.
 """
 
 from __future__ import annotations
@@ -84,5 +84,5 @@ def pool_nbytes(managers: Iterable[Any], allocated: bool = False) -> int:
     if not pools:
         return 0
     size = "allocated_size" if allocated else "total_size"
-    segments = torch.cuda.memory_snapshot(include_traces=False)  # type: ignore[no-untyped-call]
+    segments = torch.cuda.memory_snapshot(include_traces=False)
     return sum(segment[size] for segment in segments if tuple(segment["segment_pool_id"]) in pools)

@@ -1,7 +1,7 @@
 """What is measured: a callable, its inputs, and what one call of it means.
 
-A :class:`Program` holds a module or function, its arguments and how it is called. :meth:`Program.step` performs one call
-with whatever compiled form of it is handed in: inference returns the outputs; training clears gradients, runs the
+A :class:`Program` holds a module or function, its arguments and how it is called. :meth:`Program.step` performs one
+call with whatever compiled form of it is handed in: inference returns the outputs; training clears gradients, runs the
 forward and the loss under the context, runs the backward, and returns the detached loss and the gradients. Each call
 begins a step of CUDA graph trees, in every way of running it, so that no way has a shorter path through the harness.
 
@@ -59,7 +59,7 @@ def default_loss(outputs: Any) -> torch.Tensor:
     return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Program:
     """A callable with its inputs, the same for every way of running it."""
 
@@ -123,7 +123,7 @@ class Program:
             leaf.grad = None
         with self.context():
             loss = self.loss(compiled_fn(*args, **kwargs))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.detach(), [leaf.grad for leaf in leaves]
 
     def clear_gradients(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -1,8 +1,9 @@
 """Sets of inputs: the same tensors each call, or tensors at new addresses each call.
 
-A :class:`Ring` holds the program's own inputs (set 0) and clones of them, all allocated before anything is timed; going
-round it gives consecutive calls different addresses at no cost. A clone copies whole storages, so that strides, offsets,
-overlaps and storage shared between inputs are those of the original. Inputs that are not ``live`` are the same in all sets.
+A :class:`Ring` holds the program's own inputs (set 0) and clones of them, all allocated before anything is timed;
+going round it gives consecutive calls different addresses at no cost. A clone copies whole storages, so that strides,
+offsets, overlaps and storage shared between inputs are those of the original. Inputs that are not ``live`` are the
+same in all sets.
 
 How many sets there are is bounded by a budget of bytes, with at least two. One more copy, the pristine one, is never
 handed to the program: :meth:`Ring.restore` brings a set back to it, for programs that write to their inputs.
@@ -110,7 +111,7 @@ def _clone_set(args: tuple[Any, ...], kwargs: dict[str, Any], own: InputSet) -> 
         storage = storages[leaf.untyped_storage()._cdata]
         clone = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
         with torch.no_grad():
-            clone.set_(storage, leaf.storage_offset(), leaf.size(), leaf.stride())  # type: ignore[call-overload]
+            clone.set_(storage, leaf.storage_offset(), leaf.size(), leaf.stride())
         return clone.requires_grad_(leaf.requires_grad)
 
     def rotate(live: bool, value: Any) -> Any:

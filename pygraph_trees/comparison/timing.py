@@ -1,8 +1,9 @@
 """Clocks: how long calls take, by three protocols, and the order in which ways take turns.
 
-- *synchronised*: wait for the GPU before and after each call. The time until the call returned is the host time of a call
-  whose GPU is idle, the time until the GPU is done is its latency.
-- *streamed*: call after call without waiting, one wait at the end. The time over the number of calls is the throughput.
+- *synchronised*: wait for the GPU before and after each call. The time until the call returned is the host time of a
+  call whose GPU is idle, the time until the GPU is done is its latency.
+- *streamed*: call after call without waiting, one wait at the end. The time over the number of calls is the
+  throughput.
 - *interleaved*: ways and regimes take turns in rounds, in an order that changes from round to round, so that drifts of
   clocks and temperature fall on all of them alike.
 

@@ -1,8 +1,9 @@
 """What ran on the GPU during one call, read from a profiler's trace.
 
-:func:`profile_call` runs a call once under ``torch.profiler`` and hands the exported Chrome trace to :func:`read_trace`,
-which is a pure function. A kernel is *graphed* where its record names a graph node, or where its correlation id is that of
-a graph launch. Where no profiler is to be had, or it fails, the answer is None: figures are missing then, nothing breaks.
+:func:`profile_call` runs a call once under ``torch.profiler`` and hands the exported Chrome trace to
+:func:`read_trace`, which is a pure function. A kernel is *graphed* where its record names a graph node, or where its
+correlation id is that of a graph launch. Where no profiler is to be had, or it fails, the answer is None: figures are
+missing then, nothing breaks.
 
 Tried and lost: timing ``graph.replay()`` alone. A replay has side effects and may not happen more often than it does.
 """

@@ -1,12 +1,13 @@
 """The four ways of running a program: eager, compile, upstream's CUDA graphs, ours.
 
-``compile`` is ``torch.compile(fn)``; ``upstream`` and ``ours`` are ``torch.compile(fn, mode="reduce-overhead")`` without
-and with our patches. All in one process, which takes care in three places:
+``compile`` is ``torch.compile(fn)``; ``upstream`` and ``ours`` are ``torch.compile(fn, mode="reduce-overhead")``
+without and with our patches. All in one process, which takes care in three places:
 
 - Dynamo reuses compiled code where backend objects compare equal, and Inductor's do when their configuration is equal.
   :class:`OwnInductor` is equal to itself only. It is handed to ``torch._dynamo.optimize`` as ``torch.compile`` does;
   ``torch.compile(backend=...)`` would wrap it and lose what the wrapper does not forward.
-- A device has one tree manager per thread. Each way with graphs has trees of its own, current inside :meth:`Way.active`.
+- A device has one tree manager per thread. Each way with graphs has trees of its own, current inside
+  :meth:`Way.active`.
 - Only ``ours`` runs with patches installed. :meth:`Way.active` leaves them as it found them.
 
 Entering and leaving a way is no part of any timed region.
@@ -19,8 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import inductor_patches
 import torch
+
+import inductor_patches
 
 from ..exc import PygraphError
 from .program import Program
@@ -35,7 +37,7 @@ class UnknownWayError(PygraphError):
     template = "a way is one of {allowed}; got {got!r}"
 
 
-class OwnInductor(torch._TorchCompileInductorWrapper):  # type: ignore[misc]
+class OwnInductor(torch._TorchCompileInductorWrapper):
     """Inductor as ``torch.compile(mode=...)`` makes it, with an identity of its own."""
 
     def __init__(self, mode: str | None) -> None:
@@ -57,6 +59,10 @@ class Way:
     trees: Trees | None
 
     @property
+    def compiled(self) -> bool:
+        return self.name != "eager"
+
+    @property
     def managers(self) -> Sequence[Any]:
         """The tree managers of this way, one a device; none for a way without graphs."""
         return self.trees.managers() if self.trees is not None else ()
@@ -76,12 +82,28 @@ def make_ways(program: Program, names: Sequence[str] = WAYS) -> list[Way]:
     return [_make(program, name) for name in names]
 
 
+def wake_compiler(device: torch.device) -> None:
+    """Compiles something small, so that what a process does once is not in the compile time of the first way."""
+    with _patches(False), contextlib.suppress(Exception):  # a way that cannot compile will say so
+        x = torch.ones(64, device=device)
+        _optimize(OwnInductor(None), _small)(x)
+
+
+def _small(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 + 1
+
+
+def _optimize(backend: OwnInductor, fn: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = torch._dynamo.optimize(backend=backend, nopython=False, dynamic=None, disable=False)(fn)
+    return compiled
+
+
 def _make(program: Program, name: str) -> Way:
     if name == "eager":
         return Way(name, program.fn, patched=False, trees=None)
     with _patches(name == "ours"):
         backend = OwnInductor(None if name == "compile" else "reduce-overhead")
-        compiled = torch._dynamo.optimize(backend=backend, nopython=False, dynamic=None, disable=False)(program.fn)
+        compiled = _optimize(backend, program.fn)
     return Way(name, compiled, patched=name == "ours", trees=None if name == "compile" else _trees())
 
 

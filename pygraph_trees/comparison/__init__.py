@@ -1,0 +1,29 @@
+"""Measures a program in four ways: eager, ``torch.compile``, upstream's CUDA graphs, ours.
+
+:func:`compare` takes a :class:`Program` and returns one :class:`Measurement` for each way and regime of inputs; both
+the command line and the benchmark are built on it. ``table`` prints them, ``results`` keeps them in files.
+"""
+
+from __future__ import annotations
+
+from .measure import Comparison, compare
+from .program import Program
+from .results import REGIMES, Measurement, Results
+from .table import markdown_table, text_table
+from .timing import FULL, QUICK, Plan
+from .ways import WAYS
+
+__all__ = [
+    "FULL",
+    "QUICK",
+    "REGIMES",
+    "WAYS",
+    "Comparison",
+    "Measurement",
+    "Plan",
+    "Program",
+    "Results",
+    "compare",
+    "markdown_table",
+    "text_table",
+]

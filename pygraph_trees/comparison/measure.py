@@ -1,0 +1,299 @@
+"""Runs a program in several ways and measures them: the protocol behind ``compare`` and the benchmark.
+
+Three stages, with a checkpoint after each: *prepare* compiles each way, warms it up until it is steady and compares
+its outputs with eager's; *time* takes rounds of interleaved blocks; *inspect* profiles one call and counts recordings,
+copies and memory. A way that raises is out from there on: its measurements carry the error and no figures, and the
+others go on.
+
+In the "fresh" regime, outputs are compared on a set of inputs while all other sets hold zeros, so that a way that
+reads the inputs of another call is found out. Random numbers are seeded alike before each compared call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import graphs
+from .differences import Snapshot, difference, snapshot
+from .program import Program
+from .results import REGIMES, Measurement
+from .rings import InputSet, Ring
+from .timing import Plan, is_steady, median, percentile, schedule, synchroniser, time_block, timed_call
+from .trace import GpuWork, profile_call
+from .ways import WAYS, Way, make_ways, wake_compiler
+
+Progress = Callable[[int, int, str], None]
+Checkpoint = Callable[[list[Measurement]], None]
+
+_SEED = 1234
+_STEADY_WINDOW = 4
+
+
+@dataclass(slots=True)
+class _Run:
+    """What is known so far of one way in one regime."""
+
+    way: Way
+    regime: str
+    error: str | None = None
+    steady_s: float = 0.0
+    compile_s: float | None = None
+    record_s: float | None = None
+    max_diff: float | None = None
+    max_diff_upstream: float | None = None
+    calls: int | None = None
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    work: GpuWork | None = None
+    copied_bytes: int | None = None
+    recordings: int | None = None
+    peak_bytes: int | None = None
+    pool_bytes: int | None = None
+
+    def note(self, **figures: float) -> None:
+        for name, value in figures.items():
+            self.samples.setdefault(name, []).append(value)
+
+    def figure(self, name: str) -> float | None:
+        values = self.samples.get(name)
+        return median(values) if values else None
+
+
+class Comparison:
+    """One program in several ways; :meth:`run` does it all and may be called once.
+
+    :param progress: called with steps done, steps in all, and what comes next
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        ways: Sequence[str] = WAYS,
+        plan: Plan | None = None,
+        progress: Progress | None = None,
+        regimes: Sequence[str] = REGIMES,
+    ) -> None:
+        self.program = program
+        self.plan = plan if plan is not None else Plan()
+        self.ways = make_ways(program, ways)
+        self.ring = Ring(program, self.plan.ring)
+        self._runs = [_Run(way, regime) for way in self.ways for regime in regimes]
+        self._wait = synchroniser(program.device)
+        self._on_gpu = program.device.type == "cuda"
+        self._references: dict[str, Snapshot] = {}
+        self._progress = progress
+        self._done = 0
+        self._total = len(self._runs) * (1 + self.plan.rounds + self.plan.inspect)
+
+    def run(self, checkpoint: Checkpoint | None = None) -> list[Measurement]:
+        """All stages; ``checkpoint`` gets the measurements as they stand after each."""
+        # All ways run the same code objects, and Dynamo counts the compilations of each.
+        limit = torch._dynamo.config.recompile_limit * len(self.ways)
+        with torch._dynamo.config.patch(recompile_limit=limit), _caches(self.plan.fresh_caches) as cache:
+            if any(way.compiled for way in self.ways):
+                with cache():
+                    wake_compiler(self.program.device)
+            for way in self.ways:
+                with cache():
+                    self._prepare(way)
+            self._references.clear()
+            self._report(checkpoint)
+            in_turn = sorted(self._runs, key=lambda run: run.regime, reverse=True)  # ways take turns, not regimes
+            for _, run in schedule(in_turn, self.plan.rounds):
+                self._time(run)
+            self._report(checkpoint)
+            if self.plan.inspect:
+                for run in self._runs:
+                    self._inspect(run)
+                self._report(checkpoint)
+        return self.measurements()
+
+    def measurements(self) -> list[Measurement]:
+        """One for each way and regime, in the order of the ways."""
+        return [self._measurement(run) for run in self._runs]
+
+    def _report(self, checkpoint: Checkpoint | None) -> None:
+        if checkpoint is not None:
+            checkpoint(self.measurements())
+
+    @contextlib.contextmanager
+    def _turn(self, run: _Run, what: str) -> Iterator[bool]:
+        """Inside a run's way: gives False where the run has failed before, and notes an exception as its failure."""
+        if self._progress is not None:
+            self._progress(self._done, self._total, f"{what} {run.way.name}, {run.regime} inputs")
+        self._done += 1
+        try:
+            with run.way.active():
+                yield run.error is None
+        except Exception as error:
+            run.error = f"{type(error).__name__}: {error}"[:2000]
+        for inputs in self.ring.sets:
+            self.program.clear_gradients(inputs.args, inputs.kwargs)
+        if self._progress is not None and self._done == self._total:
+            self._progress(self._total, self._total, "done")
+
+    def _step(self, way: Way) -> Callable[[InputSet], Any]:
+        step, fn = self.program.step, way.callable
+        return lambda inputs: step(fn, inputs.args, inputs.kwargs)
+
+    def _feed(self, run: _Run) -> Iterator[InputSet]:
+        return self.ring.same() if run.regime == "same" else self.ring.fresh()
+
+    def _prepare(self, way: Way) -> None:
+        runs = [run for run in self._runs if run.way is way]
+        for number, run in enumerate(runs):
+            if number and runs[0].compile_s is None:
+                run.error = runs[0].error
+            with self._turn(run, "compiling" if number == 0 else "warming up") as going:
+                if going:
+                    self._warm_up(run, None if number == 0 else runs[0].compile_s)
+                    self._check(run)
+            if run.error is not None:
+                gc.collect()
+                if self._on_gpu:
+                    torch.cuda.empty_cache()
+
+    def _warm_up(self, run: _Run, compile_s: float | None) -> None:
+        step, feed, managers = self._step(run.way), self._feed(run), lambda: run.way.managers
+        if compile_s is None:
+            compile_s, _ = timed_call(step, next(feed), self._wait)
+        run.compile_s = compile_s
+        durations: list[float] = []
+        recordings: list[int] = []
+        fewest, most = self.plan.warm_calls
+        fewest = max(fewest, len(self.ring) + 1)
+        while len(durations) < most and not (len(durations) >= fewest and is_steady(durations, recordings)):
+            durations.append(timed_call(step, next(feed), self._wait)[0])
+            recordings.append(len(graphs.recordings(managers())))
+        run.steady_s = median(durations[-_STEADY_WINDOW:])
+        run.record_s = max(0.0, sum(durations) - run.steady_s * len(durations))
+
+    def _check(self, run: _Run) -> None:
+        """Compares the outputs of one call with those of eager and upstream."""
+        target = self.ring.sets[0 if run.regime == "same" else 1]
+        for inputs in self.ring.sets:
+            if inputs is target:
+                self.ring.restore(inputs)
+            elif run.regime == "fresh":
+                self.ring.blank(inputs)
+        torch.manual_seed(_SEED)
+        outputs = snapshot(self._step(run.way)(target))
+        for inputs in self.ring.sets:
+            self.ring.restore(inputs)
+        for name in ("eager", "upstream"):
+            if name == run.way.name and run.regime == "same":
+                self._references[name] = outputs
+            if name not in self._references:
+                continue
+            found = difference(outputs, self._references[name])
+            if found.problem is not None:
+                run.error = f"outputs differ from those of {name}: {found.problem}"
+            elif name == "eager":
+                run.max_diff = found.largest
+            else:
+                run.max_diff_upstream = found.largest
+
+    def _time(self, run: _Run) -> None:
+        with self._turn(run, "timing") as going:
+            if not going:
+                return
+            calls = run.calls = self.plan.block_calls(run.steady_s)
+            block = time_block(self._step(run.way), self._feed(run), calls, self.plan.settle_calls, self._wait)
+            run.note(
+                latency_ms=median(block.latency_s) * 1e3,
+                latency_p90_ms=percentile(block.latency_s, 0.9) * 1e3,
+                throughput_ms=block.throughput_s * 1e3,
+                host_us=median(block.host_s) * 1e6,
+            )
+
+    def _inspect(self, run: _Run) -> None:
+        with self._turn(run, "inspecting") as going:
+            if not going or not self._on_gpu:
+                return
+            step, feed, managers = self._step(run.way), self._feed(run), run.way.managers
+            for _ in range(self.plan.settle_calls):
+                step(next(feed))
+            with graphs.watch_replays(managers) as replays:
+                step(next(feed))
+                self._wait()
+            run.copied_bytes = sum(graphs.copied_nbytes(node) * count for node, count in replays.items())
+            run.recordings = len(graphs.recordings(managers))
+            run.pool_bytes = graphs.pool_nbytes(managers)
+            run.peak_bytes = self._peak_nbytes(run)
+            run.work = profile_call(lambda: step(next(feed)), self._wait)
+
+    def _peak_nbytes(self, run: _Run) -> int:
+        """Resident tensors, the graph pools as reserved, and what one call allocates outside of them at its peak."""
+        device, managers, inputs = self.program.device, run.way.managers, next(self._feed(run))
+        self.program.clear_gradients(inputs.args, inputs.kwargs)
+        self._wait()
+        pooled = graphs.pool_nbytes(managers, allocated=True)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        outputs = self._step(run.way)(inputs)
+        self._wait()
+        grown = torch.cuda.max_memory_allocated(device) - before
+        pooled = graphs.pool_nbytes(managers, allocated=True) - pooled
+        del outputs
+        temporaries = max(0, grown - max(0, pooled))
+        return self.program.resident_nbytes + graphs.pool_nbytes(managers) + temporaries
+
+    def _measurement(self, run: _Run) -> Measurement:
+        program, work = self.program, run.work
+        measurement = Measurement(
+            workload=program.name,
+            mode=program.mode,
+            batch=program.batch,
+            way=run.way.name,
+            regime=run.regime,
+            latency_ms=run.figure("latency_ms"),
+            latency_p90_ms=run.figure("latency_p90_ms"),
+            throughput_ms=run.figure("throughput_ms"),
+            host_us=run.figure("host_us"),
+            gpu_ms=work.graph_ms if work is not None else None,
+            copied_bytes=run.copied_bytes,
+            kernels_graphed=work.kernels_graphed if work is not None else None,
+            kernels_total=work.kernels_total if work is not None else None,
+            recordings=run.recordings,
+            compile_s=run.compile_s,
+            record_s=run.record_s,
+            peak_bytes=run.peak_bytes,
+            max_diff=run.max_diff,
+            max_diff_upstream=run.max_diff_upstream,
+            pool_bytes=run.pool_bytes,
+            gpu_total_ms=work.total_ms if work is not None else None,
+            ring=1 if run.regime == "same" else len(self.ring),
+            calls=run.calls,
+            samples={name: tuple(values) for name, values in run.samples.items()},
+        )
+        return measurement if run.error is None else measurement.failed(run.error)
+
+
+def compare(
+    program: Program,
+    ways: Sequence[str] = WAYS,
+    plan: Plan | None = None,
+    progress: Progress | None = None,
+    checkpoint: Checkpoint | None = None,
+) -> list[Measurement]:
+    """Measures ``program`` in the named ways, with inputs that stay and with inputs at fresh addresses."""
+    return Comparison(program, ways, plan, progress).run(checkpoint)
+
+
+@contextlib.contextmanager
+def _caches(fresh: bool) -> Iterator[Callable[[], AbstractContextManager[Any]]]:
+    """Gives a maker of contexts in which compilers find empty caches; their files stay until this one ends."""
+    if not fresh:
+        yield contextlib.nullcontext
+        return
+    from torch._inductor.utils import fresh_cache
+
+    with tempfile.TemporaryDirectory(prefix="pygraph_", ignore_cleanup_errors=True) as folder:
+        yield lambda: fresh_cache(dir=folder, delete=False)

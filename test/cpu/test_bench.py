@@ -1,0 +1,315 @@
+"""The benchmark: its workloads, the process that each gets, and its command line. Runs without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import tempfile
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.testing._internal.common_utils import TestCase, run_tests
+from torch.utils import _pytree as pytree
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+
+from bench import command_line
+from bench.isolated import Job, run_isolated
+from bench.loading import load_workloads
+
+from pygraph_trees.comparison import Measurement, Plan, Results
+from pygraph_trees.comparison.differences import difference, snapshot
+
+WORKLOADS = load_workloads()
+FAST = Plan(rounds=1, block_s=0.0, calls=(2, 2), settle_calls=1, warm_calls=(5, 6), ring=2, fresh_caches=False)
+
+# Overrides under which a workload runs on a CPU in a second.
+SMALL: dict[str, dict[str, Any]] = {
+    "ALNET": {},
+    "BERT": {"batch": 2, "sequence": 32, "layers": 1, "hidden": 64},
+    "BERT-I": {"sequence": 32, "layers": 1, "hidden": 64},
+    "DR-I": {"batch": 4, "items": 50},
+    "DR-T": {"batch": 4, "items": 50},
+    "DLRM": {"batch": 8, "rows": 100},
+    "EOS": {"shape": (8, 8, 8)},
+    "TKE": {"shape": (16, 16, 8)},
+    "XLNET-I": {"sequence": 32, "layers": 1, "hidden": 64},
+}
+TRANSFORMERS = ("BERT", "BERT-I", "XLNET-I")
+INPUTS = {"ALNET": 1, "BERT": 2, "BERT-I": 3, "DR-I": 1, "DR-T": 1, "DLRM": 28, "EOS": 3, "TKE": 21, "XLNET-I": 1}
+
+
+def _available(name: str) -> bool:
+    if name not in TRANSFORMERS:
+        return True
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+class TestWorkloads(TestCase):
+    def test_registry(self):
+        self.assertEqual(set(WORKLOADS), set(SMALL))
+        for name, workload in WORKLOADS.items():
+            self.assertEqual(workload.name, name)
+            self.assertIn(workload.mode, ("inference", "training"))
+            self.assertTrue(workload.doc and "\n" not in workload.doc)
+
+    def test_all_build_on_meta_in_full_size(self):
+        for name, workload in WORKLOADS.items():
+            if not _available(name):
+                continue
+            program = workload.build(torch.device("meta"))
+            self.assertEqual((program.name, program.mode, program.batch), (name, workload.mode, workload.batch))
+            inputs = [t for t in pytree.tree_leaves((program.args, dict(program.kwargs)))]
+            self.assertEqual(len(inputs), INPUTS[name], name)
+            state = [*program.fn.parameters(), *program.fn.buffers()] if isinstance(program.fn, torch.nn.Module) else []
+            self.assertEqual({t.device.type for t in [*inputs, *state]}, {"meta"}, name)
+
+    def test_sizes(self):
+        parameters = {
+            name: sum(p.numel() for p in WORKLOADS[name].build("meta").fn.parameters())
+            for name in ("ALNET", "BERT", "DR-I", "DLRM", "XLNET-I")
+            if _available(name)
+        }
+        self.assertEqual(parameters["ALNET"], 61_100_840)
+        self.assertGreater(parameters["DLRM"], 26 * 64_000_000)
+        self.assertEqual(parameters["DR-I"], 2 * (197951 * 512 + 512 * 512 + 512 * 1024) + 512 * 4 + 1024 + 197951)
+        if _available("BERT"):
+            self.assertEqual(parameters["BERT"], 109_514_298)
+            self.assertEqual(parameters["XLNET-I"] // 1_000_000, 116)
+        self.assertEqual([t.numel() for t in WORKLOADS["EOS"].build("meta").args], [1048576] * 3)
+        self.assertEqual({t.dtype for t in WORKLOADS["EOS"].build("meta").args}, {torch.float64})
+
+    def test_small_ones_run_and_trace_as_one_graph(self):
+        for name, sizes in SMALL.items():
+            if not _available(name):
+                continue
+            program = WORKLOADS[name].build("cpu", **sizes)
+            traced = torch.compile(program.fn, backend="eager", fullgraph=True)
+            expected = snapshot(program.step(program.fn, program.args, program.kwargs))
+            found = snapshot(program.step(traced, program.args, program.kwargs))
+            self.assertEqual(difference(found, expected).largest, 0.0, name)
+            self.assertTrue(all(t.isfinite().all() for _, t in expected), name)
+
+    def test_the_seed_decides(self):
+        one, two = (WORKLOADS["DLRM"].build("cpu", batch=4, rows=50) for _ in range(2))
+        self.assertEqual(one.args, two.args)
+        self.assertEqual(list(one.fn.parameters()), list(two.fn.parameters()))
+
+
+class TestOcean(TestCase):
+    @staticmethod
+    def _numbers(*values: float) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.tensor([v], dtype=torch.float64) for v in values)
+
+    def test_density(self):
+        from pygraph_bench_workloads.ocean_eos import specific_volume
+
+        # Check value of the TEOS-10 toolbox (its 75-term expression gives 1021.840174), and fresh water at 4 degrees.
+        for salinity, temperature, pressure, density in ((34.7118, 28.8099, 10.0, 1021.8402), (0.0, 4.0, 0.0, 999.974)):
+            volume = specific_volume(*self._numbers(salinity, temperature, pressure))
+            self.assertEqual(1 / volume.item(), density, atol=2e-3, rtol=0)
+
+    def test_enthalpy_is_the_integral_of_volume(self):
+        from pygraph_bench_workloads.ocean_eos import enthalpy, specific_volume
+
+        s, t, p = self._numbers(35.0, 10.0, 2000.0)
+        steps = torch.linspace(0, 2000, 4001, dtype=torch.float64)
+        integral = torch.trapezoid(specific_volume(s.expand_as(steps), t.expand_as(steps), steps), steps) * 1e4
+        self.assertEqual(enthalpy(s, t, p).item(), integral.item(), atol=1e-4, rtol=0)
+
+    def test_derivative(self):
+        from pygraph_bench_workloads.ocean_eos import enthalpy, enthalpy_by_temperature
+
+        program = WORKLOADS["EOS"].build("cpu", shape=(4, 4, 4))
+        s, t, p = program.args
+        h = 1e-3
+        quotient = (enthalpy(s, t + h, p) - enthalpy(s, t - h, p)) / (2 * h)
+        self.assertEqual(enthalpy_by_temperature(s, t, p), quotient, atol=1e-6, rtol=1e-6)
+
+    def test_columns_are_solved(self):
+        from pygraph_bench_workloads.ocean_tke import solve_columns, vertical_system
+
+        args = WORKLOADS["TKE"].build("cpu", shape=(4, 4, 6)).args
+        dzt, dzw, bottom, kappa, length, forcing, surface, tke = (args[i] for i in (10, 11, 14, 15, 16, 17, 18, 19))
+        lower, diagonal, upper, right, wet = vertical_system(
+            dzt, dzw, bottom, kappa, length, forcing, surface, tke
+        )  # fmt: skip
+        matrix = (
+            torch.diag_embed(diagonal) + torch.diag_embed(upper[..., :-1], 1) + torch.diag_embed(lower[..., 1:], -1)
+        )
+        expected = torch.linalg.solve(matrix, right.unsqueeze(-1)).squeeze(-1)
+        self.assertEqual(solve_columns(lower, diagonal, upper, right), expected)
+        self.assertEqual(wet.sum(2), torch.where(bottom > 0, 6 - bottom + 1, 0))
+        self.assertEqual(lower[..., 0], torch.zeros_like(lower[..., 0]))
+
+    def test_advection_moves_a_step_downwind_and_keeps_the_sum(self):
+        from pygraph_bench_workloads.ocean_tke import superbee_flux
+
+        field = torch.zeros(12, 4, 4, dtype=torch.float64)
+        field[:6] = 1.0
+        ones, spacing = torch.ones_like(field), torch.ones(12, 1, 1, dtype=torch.float64)
+        flux = superbee_flux(0.5 * ones, field, ones, spacing, 0)
+        moved = field - torch.diff(flux, dim=0, prepend=torch.zeros_like(flux[:1]))
+        self.assertEqual(flux[5], 0.5 * ones[5])
+        self.assertEqual(flux[6:], torch.zeros_like(flux[6:]))
+        self.assertEqual(moved.sum(), field.sum())
+        self.assertEqual(superbee_flux(0.5 * ones, field, 0 * ones, spacing, 0), 0 * ones)
+
+    def test_land_keeps_its_energy_and_the_surface_is_not_negative(self):
+        args = list(WORKLOADS["TKE"].build("cpu", shape=(8, 8, 6)).args)
+        args[14] = torch.zeros_like(args[14])
+        args[14][:, 4:] = 1
+        for i in (0, 1, 2, 3, 4, 5, 20):
+            args[i] = torch.zeros_like(args[i])
+        args[18] = args[18] - 1.0  # drains the surface
+        tke, tendency, correction = WORKLOADS["TKE"].build("cpu", shape=(8, 8, 6)).fn(*args)
+        self.assertEqual(tke[:, :4], args[19][:, :4])
+        self.assertEqual(tke[:, 4:, -1], torch.zeros_like(tke[:, 4:, -1]))
+        self.assertTrue((correction[:, 4:] > 0).all())
+        self.assertEqual(tendency, torch.zeros_like(tendency))
+
+
+_BROKEN = """
+    import os, time
+    from types import SimpleNamespace
+
+    import torch
+
+    from pygraph_trees.comparison import Program
+
+    def build(device):
+        return Program(lambda x: x + 1, (torch.ones(2),), name="GOOD")
+
+    def raises(device):
+        raise RuntimeError("out of luck")
+
+    def dies(device):
+        # Dies after the first stage, when its ways have been warmed up.
+        import pygraph_trees.comparison.measure as measure
+        measure.time_block = lambda *args: os._exit(7)
+        return Program(lambda x: x + 1, (torch.ones(2),), name="DIES")
+
+    def hangs(device):
+        time.sleep(600)
+
+    WORKLOADS = {
+        name: SimpleNamespace(name=name, mode="inference", batch=1, build=build)
+        for name, build in (("GOOD", build), ("RAISES", raises), ("DIES", dies), ("HANGS", hangs))
+    }
+"""
+
+
+class TestIsolation(TestCase):
+    def _run(self, name: str, timeout_s: float = 120.0, ways: tuple[str, ...] = ("eager",)) -> list[Measurement]:
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "__init__.py").write_text(textwrap.dedent(_BROKEN))
+            job = Job(name, "inference", 1, ways, FAST, Path(folder), device="cpu")
+            self.steps: list[str] = []
+            records = run_isolated(job, timeout_s, lambda done, total, text: self.steps.append(text))
+        self.assertEqual(
+            [(r.workload, r.way, r.regime) for r in records[:2]],
+            [(name, ways[0], "same")] * 1 + [(name, ways[0], "fresh")],
+        )
+        return records
+
+    def test_good(self):
+        records = self._run("GOOD")
+        self.assertEqual([r.error for r in records], [None, None])
+        self.assertTrue(all(r.latency_ms > 0 and r.max_diff == 0.0 for r in records))
+        self.assertEqual((self.steps[0], self.steps[-1]), ("building GOOD", "done"))
+
+    def test_raises(self):
+        records = self._run("RAISES", ways=("eager", "ours"))
+        self.assertEqual(len(records), 4)
+        for record in records:
+            self.assertIn("exit status 1", record.error)
+            self.assertIn("RuntimeError: out of luck", record.error)
+            self.assertIsNone(record.latency_ms)
+
+    def test_dies_in_the_middle(self):
+        for record in self._run("DIES"):
+            self.assertIn("exit status 7", record.error)
+            self.assertIsNone(record.compile_s)
+
+    def test_hangs(self):
+        start = time.monotonic()
+        for record in self._run("HANGS", timeout_s=1.0):
+            self.assertEqual(record.error, "no end after 1 s")
+        self.assertLess(time.monotonic() - start, 30)
+
+
+class TestCommandLine(TestCase):
+    def _main(self, *arguments: str) -> tuple[int, str, str]:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                status = command_line.main(arguments)
+            except SystemExit as end:
+                status = int(end.code or 0)
+        return status, out.getvalue(), err.getvalue()
+
+    def test_list(self):
+        status, out, _ = self._main("--list")
+        self.assertEqual(status, 0)
+        self.assertEqual([line.split()[0] for line in out.splitlines()], list(WORKLOADS))
+        self.assertIn("BERT     training        16  BERT base, masked", out)
+        self.assertLessEqual(max(map(len, out.splitlines())), 120)
+
+    def test_no_gpu(self):
+        with mock.patch("torch.cuda.is_available", return_value=False):
+            status, out, err = self._main("EOS")
+        self.assertEqual((status, out, len(err.splitlines())), (2, "", 1))
+        self.assertIn("need a GPU", err)
+
+    def test_wrong_names(self):
+        self.assertIn("did you mean DLRM?", self._main("DLMR")[2])
+        status, _, err = self._main("EOS", "--ways", "eager,jit")
+        self.assertEqual(status, 2)
+        self.assertIn("there is no way 'jit', only eager, compile, upstream, ours", err)
+
+    def test_measures_writes_and_resumes(self):
+        ran: list[str] = []
+
+        def run(job: Job, timeout_s: float, progress: Any) -> list[Measurement]:
+            ran.append(job.name)
+            self.assertEqual((job.plan.rounds, timeout_s, job.ways), (4, 9.0, ("eager", "ours")))
+            record = Measurement(job.name, job.mode, job.batch, "ours", "same", latency_ms=1.0)
+            return [record.failed("RuntimeError: no") if job.name == "TKE" else record]
+
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            out = Path(folder) / "x.json"
+            blank = replace(Results("NVIDIA H200", "1", "2.11.0", "3", "3.12", "today", "hash", 4))
+            stack.enter_context(mock.patch("torch.cuda.is_available", return_value=True))
+            here = stack.enter_context(mock.patch("pygraph_trees.comparison.results.here", return_value=blank))
+            stack.enter_context(mock.patch("bench.isolated.run_isolated", run))
+            common = ("--rounds", "4", "--timeout", "9", "--ways", "eager,ours", "--out", str(out))
+
+            status, shown, _ = self._main("EOS", "TKE", *common)
+            self.assertEqual((status, ran), (1, ["EOS", "TKE"]))
+            self.assertIn("failed: RuntimeError: no", shown)
+            self.assertEqual([r.workload for r in Results.read(out).records], ["EOS", "TKE"])
+            self.assertIn("# NVIDIA H200, torch 2.11.0", out.with_suffix(".md").read_text())
+
+            status, shown, _ = self._main("EOS", "TKE", "DLRM", *common, "--resume")
+            self.assertEqual(ran, ["EOS", "TKE", "TKE", "DLRM"])
+            self.assertIn("EOS: measured before", shown)
+            self.assertEqual({r.workload for r in Results.read(out).records}, {"EOS", "TKE", "DLRM"})
+
+            here.return_value = replace(blank, code_hash="other")
+            status, shown, _ = self._main("EOS", *common, "--resume")
+            self.assertIn("is of other code", shown)
+            self.assertEqual((status, [r.workload for r in Results.read(out).records]), (0, ["EOS"]))
+
+
+if __name__ == "__main__":
+    run_tests()

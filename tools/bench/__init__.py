@@ -1,0 +1,1 @@
+"""The benchmark: workloads, each measured in a process of its own, and their result files."""

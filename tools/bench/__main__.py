@@ -1,0 +1,19 @@
+"""``python tools/bench [NAMES...]``: measures workloads in four ways and writes JSON and Markdown.
+
+Results go to ``tools/bench/results/<gpu>-torch<version>.json`` and a table beside it. Exit status 0 where all workloads
+were measured, 1 where one failed, 2 where there is no GPU or the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+if __name__ == "__main__":
+    # The checkout itself, installed or not, and ``bench`` as a package for relative imports.
+    sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+    from bench.command_line import main
+
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,141 @@
+"""The command line of the benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .loading import WORKLOADS_FOLDER, load_workloads
+
+if TYPE_CHECKING:
+    from pygraph_trees.comparison import Plan, Results
+
+RESULTS_FOLDER = Path(__file__).parent / "results"
+
+NO_GPU = "bench: figures need a GPU, and torch finds none here (python tools/bench --list shows the workloads)"
+
+
+def parser() -> argparse.ArgumentParser:
+    parse = argparse.ArgumentParser(
+        prog="python tools/bench",
+        description="Measures workloads in four ways (eager, compile, upstream, ours), each in a process of its own.",
+    )
+    parse.add_argument("names", nargs="*", metavar="NAMES", help="workloads; all of them by default")
+    parse.add_argument("--list", action="store_true", help="show the workloads and do nothing")
+    length = parse.add_mutually_exclusive_group()
+    length.add_argument("--quick", action="store_true", help="3 short rounds")
+    length.add_argument("--full", action="store_true", help="15 long rounds")
+    parse.add_argument("--rounds", type=int, metavar="N", help="rounds of interleaved blocks (7)")
+    parse.add_argument("--ways", default=None, metavar="A,B", help="some of eager,compile,upstream,ours")
+    parse.add_argument("--out", type=Path, metavar="FILE", help="result file, .json")
+    parse.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for one workload (600)")
+    parse.add_argument("--resume", action="store_true", help="keep what the result file has of this code")
+    parse.add_argument("--workloads", type=Path, default=WORKLOADS_FOLDER, metavar="DIR", help=argparse.SUPPRESS)
+    return parse
+
+
+def main(arguments: Sequence[str]) -> int:
+    parse = parser()
+    options = parse.parse_args(arguments)
+    workloads = load_workloads(options.workloads)
+    if options.list:
+        print(listing(workloads))
+        return 0
+    names = options.names or list(workloads)
+    for name in names:
+        if name not in workloads:
+            near = difflib.get_close_matches(name.upper(), list(workloads), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            parse.error(f"there is no workload {name!r}, only {', '.join(workloads)}{hint}")
+
+    import torch
+
+    from pygraph_trees.comparison import WAYS
+
+    ways = tuple(options.ways.split(",")) if options.ways else WAYS
+    for way in ways:
+        if way not in WAYS:
+            parse.error(f"there is no way {way!r}, only {', '.join(WAYS)}")
+    if not torch.cuda.is_available():
+        print(NO_GPU, file=sys.stderr)
+        return 2
+    return _measure(names, workloads, ways, _plan(options), options)
+
+
+def listing(workloads: Mapping[str, Any]) -> str:
+    """Name, mode, batch and one line for each workload."""
+    rows = [(w.name, w.mode, str(w.batch), w.doc) for w in workloads.values()]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    return "\n".join(
+        f"{name:{widths[0]}}  {mode:{widths[1]}}  {batch:>{widths[2]}}  {doc}" for name, mode, batch, doc in rows
+    )
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    from pygraph_trees.comparison import FULL, QUICK, Plan
+
+    plan = QUICK if options.quick else FULL if options.full else Plan()
+    return replace(plan, rounds=options.rounds) if options.rounds else plan
+
+
+def _measure(
+    names: Sequence[str],
+    workloads: Mapping[str, Any],
+    ways: Sequence[str],
+    plan: Plan,
+    options: argparse.Namespace,
+) -> int:
+    from pygraph_trees.code_hash import code_hash
+    from pygraph_trees.comparison import markdown_table, text_table
+    from pygraph_trees.comparison.results import file_stem, here
+    from pygraph_trees.progress import Progress
+
+    from .isolated import Job, run_isolated
+
+    results = here(code_hash(), plan.rounds)
+    out: Path = options.out or RESULTS_FOLDER / f"{file_stem(results.gpu, results.torch)}.json"
+    done: set[str] = set()
+    if options.resume:
+        results, done = _resume(results, out)
+    for number, name in enumerate(names, 1):
+        if name in done:
+            print(f"[{number}/{len(names)}] {name}: measured before", flush=True)
+            continue
+        print(f"[{number}/{len(names)}] {name}", flush=True)
+        workload = workloads[name]
+        job = Job(name, workload.mode, workload.batch, tuple(ways), plan, options.workloads)
+        records = run_isolated(job, options.timeout, Progress())
+        results = results.with_records(records)
+        results.write(out)
+        print(text_table(records), end="\n\n", flush=True)
+    table = out.with_suffix(".md")
+    table.write_text(_page(results, markdown_table(results.records)), encoding="utf-8")
+    print(f"{out}\n{table}")
+    failed = [r for r in results.records if r.workload in names and r.error is not None]
+    return 1 if failed else 0
+
+
+def _resume(results: Results, out: Path) -> tuple[Results, set[str]]:
+    from pygraph_trees.comparison import Results
+
+    if not out.exists():
+        return results, set()
+    before = Results.read(out)
+    if before.code_hash != results.code_hash:
+        print(f"{out} is of other code; starting anew", flush=True)
+        return results, set()
+    return replace(results, records=before.records), before.finished()
+
+
+def _page(results: Results, tables: str) -> str:
+    head = (
+        f"# {results.gpu}, torch {results.torch}\n\n"
+        f"Driver {results.driver}, triton {results.triton}, Python {results.python}; {results.date}; "
+        f"{results.rounds} rounds; code {results.code_hash[:12]}.\n"
+    )
+    return f"{head}\n{tables}"

@@ -1,0 +1,31 @@
+"""Finds the workloads: a folder with a package that has ``WORKLOADS``, loaded by path under a fixed module name."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+WORKLOADS_FOLDER = Path(__file__).parent / "workloads"
+MODULE = "pygraph_bench_workloads"
+
+
+def load_workloads(folder: Path = WORKLOADS_FOLDER) -> Mapping[str, Any]:
+    """The workloads of the package in ``folder``, by name; loads the package once a process."""
+    path = folder.resolve() / "__init__.py"
+    loaded = sys.modules.get(MODULE)
+    if loaded is None or getattr(loaded, "__file__", None) != str(path):
+        spec = importlib.util.spec_from_file_location(MODULE, path, submodule_search_locations=[str(path.parent)])
+        if spec is None or spec.loader is None:
+            raise ImportError(f"no workloads in {folder}")
+        loaded = importlib.util.module_from_spec(spec)
+        sys.modules[MODULE] = loaded
+        try:
+            spec.loader.exec_module(loaded)
+        except BaseException:
+            del sys.modules[MODULE]
+            raise
+    workloads: Mapping[str, Any] = loaded.WORKLOADS
+    return workloads

@@ -1,0 +1,68 @@
+"""AlexNet, from torchvision where that can be imported, else our own definition of the same network.
+
+The network is that of "One weird trick for parallelizing convolutional neural networks" (arXiv 1404.5997), which
+torchvision implements: five convolutions, three maximum poolings, an adaptive pooling to 6x6, three linear layers with
+dropout.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from pygraph_trees.comparison.program import Program
+
+from .registry import inference, seeded, workload
+
+
+class AlexNet(nn.Module):
+    """Images of 224x224 or more to 1000 class scores."""
+
+    def __init__(self, classes: int = 1000) -> None:
+        super().__init__()
+        convolutions: list[nn.Module] = []
+        channels = 3
+        # Output channels, kernel, stride, padding, and whether a pooling follows.
+        for out, kernel, stride, padding, pool in (
+            (64, 11, 4, 2, True),
+            (192, 5, 1, 2, True),
+            (384, 3, 1, 1, False),
+            (256, 3, 1, 1, False),
+            (256, 3, 1, 1, True),
+        ):
+            convolutions += [nn.Conv2d(channels, out, kernel, stride, padding), nn.ReLU(inplace=True)]
+            convolutions += [nn.MaxPool2d(3, 2)] if pool else []
+            channels = out
+        self.features = nn.Sequential(*convolutions)
+        self.pool = nn.AdaptiveAvgPool2d(6)
+        self.classifier = nn.Sequential(
+            nn.Dropout(),
+            nn.Linear(channels * 36, 4096),
+            nn.ReLU(inplace=True),
+            nn.Dropout(),
+            nn.Linear(4096, 4096),
+            nn.ReLU(inplace=True),
+            nn.Linear(4096, classes),
+        )
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.classifier(self.pool(self.features(images)).flatten(1))
+        return scores
+
+
+def _model() -> nn.Module:
+    try:
+        from torchvision.models import alexnet  # type: ignore[import-not-found,unused-ignore]
+    except Exception:  # a torchvision of another torch version raises more than ImportError
+        return AlexNet()
+    model: nn.Module = alexnet(weights=None)
+    return model
+
+
+@workload("ALNET", mode="inference", batch=2)
+def build(device: torch.device | str, *, batch: int = 2) -> Program:
+    """AlexNet image classification"""
+    with seeded(device):
+        model = _model().eval()
+        images = torch.randn(batch, 3, 224, 224)
+    return Program(model, (images,), context=inference(device), name="ALNET", batch=batch)

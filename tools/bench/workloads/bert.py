@@ -1,0 +1,64 @@
+"""BERT from transformers: masked language modelling in training, question answering in inference.
+
+Both are bert-base: 12 layers of 768, vocabulary 30522. Training has 512 tokens a sequence and predicts all of them;
+inference has 384, the length that SQuAD is asked with, and gets what a tokenizer gives: three live inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pygraph_trees.comparison.program import Program
+
+from .registry import DROPS_NOTHING, inference, seeded, training, workload
+
+
+def _config(layers: int, hidden: int, **settings: Any) -> Any:
+    from transformers import BertConfig
+
+    heads = hidden // 64
+    return BertConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        intermediate_size=4 * hidden,
+        **settings,
+    )
+
+
+@workload("BERT", mode="training", batch=16)
+def build_training(
+    device: torch.device | str, *, batch: int = 16, sequence: int = 512, layers: int = 12, hidden: int = 768
+) -> Program:
+    """BERT base, masked language modelling step, 512 tokens"""
+    from transformers import BertForMaskedLM
+
+    config = _config(layers, hidden, hidden_dropout_prob=DROPS_NOTHING, attention_probs_dropout_prob=DROPS_NOTHING)
+    with seeded(device):
+        model = BertForMaskedLM(config).train()
+        inputs = {
+            "input_ids": torch.randint(config.vocab_size, (batch, sequence)),
+            "labels": torch.randint(config.vocab_size, (batch, sequence)),
+        }
+    return Program(model, kwargs=inputs, training=True, context=training(device), name="BERT", batch=batch)
+
+
+@workload("BERT-I", mode="inference", batch=1)
+def build_inference(
+    device: torch.device | str, *, batch: int = 1, sequence: int = 384, layers: int = 12, hidden: int = 768
+) -> Program:
+    """BERT base, question answering, 384 tokens"""
+    from transformers import BertForQuestionAnswering
+
+    config = _config(layers, hidden)
+    with seeded(device):
+        model = BertForQuestionAnswering(config).eval()
+        question = sequence // 16
+        inputs = {
+            "input_ids": torch.randint(config.vocab_size, (batch, sequence)),
+            "attention_mask": torch.ones(batch, sequence, dtype=torch.int64),
+            "token_type_ids": (torch.arange(sequence) >= question).long().repeat(batch, 1),
+        }
+    return Program(model, kwargs=inputs, context=inference(device), name="BERT-I", batch=batch)

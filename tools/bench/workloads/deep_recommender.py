@@ -1,0 +1,77 @@
+"""A deep autoencoder for recommendations: the ratings of a user in, all ratings of that user out.
+
+After "Training Deep AutoEncoders for Collaborative Filtering" (arXiv 1708.01715) and NVIDIA's DeepRecommender: an
+encoder of 197951-512-512-1024, a decoder that mirrors it, SELU after each layer, the last included, dropout on the
+code while training, and the squared error over the ratings that exist, divided by their number. Differences: the
+ratings are random and dense (in training, one in a hundred exists), and the dropout drops nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pygraph_trees.comparison.program import Program
+
+from .registry import DROPS_NOTHING, inference, seeded, training, workload
+
+ITEMS = 197951
+
+
+class Autoencoder(nn.Module):
+    """Ratings [batch, items] to ratings [batch, items]."""
+
+    def __init__(self, items: int, hidden: Sequence[int] = (512, 512, 1024), dropout: float = DROPS_NOTHING) -> None:
+        super().__init__()
+        sizes = [items, *hidden]
+        self.encoder = _layers(sizes)
+        self.dropout = nn.Dropout(dropout)
+        self.decoder = _layers(sizes[::-1])
+
+    def forward(self, ratings: torch.Tensor) -> torch.Tensor:
+        code = ratings
+        for layer in self.encoder:
+            code = F.selu(layer(code))
+        code = self.dropout(code)
+        for layer in self.decoder:
+            code = F.selu(layer(code))
+        return code
+
+
+def _layers(sizes: Sequence[int]) -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(n, m) for n, m in itertools.pairwise(sizes))
+
+
+class RatingLoss(nn.Module):
+    """Mean squared error of the reconstruction over the ratings that are not zero."""
+
+    def __init__(self, model: Autoencoder) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ratings: torch.Tensor) -> dict[str, torch.Tensor]:
+        exists = (ratings != 0).float()
+        squared = F.mse_loss(self.model(ratings).float() * exists, ratings, reduction="sum")
+        return {"loss": squared / exists.sum().clamp(min=1)}
+
+
+@workload("DR-I", mode="inference", batch=8192)
+def build_inference(device: torch.device | str, *, batch: int = 8192, items: int = ITEMS) -> Program:
+    """Deep recommender autoencoder, 197951 items"""
+    with seeded(device):
+        model = Autoencoder(items).eval()
+        ratings = torch.randn(batch, items)
+    return Program(model, (ratings,), context=inference(device), name="DR-I", batch=batch)
+
+
+@workload("DR-T", mode="training", batch=256)
+def build_training(device: torch.device | str, *, batch: int = 256, items: int = ITEMS) -> Program:
+    """Deep recommender autoencoder, 197951 items, training step"""
+    with seeded(device):
+        model = RatingLoss(Autoencoder(items)).train()
+        ratings = torch.randint(1, 6, (batch, items)).float() * (torch.rand(batch, items) < 0.01)
+    return Program(model, (ratings,), training=True, context=training(device), name="DR-T", batch=batch)

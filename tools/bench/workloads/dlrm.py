@@ -1,0 +1,72 @@
+"""DLRM: click prediction from dense features and bags of categories.
+
+After "Deep Learning Recommendation Model for Personalization and Recommendation Systems" (arXiv 1906.00091): a bottom
+MLP of 512-512-512-64 for the dense features, a table of 1000000x64 with summing bags for each of 26 categorical
+features, dot products of all pairs of those 27 vectors, and a top MLP of 1024-1024-1024-1 with a sigmoid. 28 live
+inputs: dense features, the offsets of all bags, and the indices of each feature. A bag has 1 to 100 indices, on
+average 50.
+
+Differences: the sizes are those in common use for benchmarks, except that there are 26 features as in the Criteo data.
+The pairs are picked by index tensors that are buffers; the reference implementation makes them from lists in each
+forward.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from pygraph_trees.comparison.program import Program
+
+from .registry import SEED, inference, seeded, workload
+
+FEATURES = 26
+WIDTH = 64
+DENSE = 512
+LONGEST_BAG = 100
+
+
+class Dlrm(nn.Module):
+    """Dense features [batch, 512], offsets [features, batch], indices for each feature; gives chances [batch, 1]."""
+
+    def __init__(self, rows: int, features: int = FEATURES) -> None:
+        super().__init__()
+        self.bottom = _mlp([DENSE, 512, 512, WIDTH])
+        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, WIDTH, mode="sum") for _ in range(features))
+        vectors = features + 1
+        pairs = list(itertools.combinations(range(vectors), 2))
+        self.register_buffer("first", torch.tensor([i for i, _ in pairs]))
+        self.register_buffer("second", torch.tensor([j for _, j in pairs]))
+        self.top = _mlp([WIDTH + len(pairs), 1024, 1024, 1024])
+        self.click = nn.Linear(1024, 1)
+
+    def forward(self, dense: torch.Tensor, offsets: torch.Tensor, *indices: torch.Tensor) -> torch.Tensor:
+        x = self.bottom(dense)
+        bags = [table(i, offsets[n]) for n, (table, i) in enumerate(zip(self.tables, indices, strict=True))]
+        vectors = torch.stack([x, *(bag.to(x.dtype) for bag in bags)], dim=1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2))[:, self.first, self.second]
+        return torch.sigmoid(self.click(self.top(torch.cat([x, products.to(x.dtype)], dim=1))))
+
+
+def _mlp(sizes: Sequence[int]) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for n, m in itertools.pairwise(sizes):
+        layers += [nn.Linear(n, m), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+@workload("DLRM", mode="inference", batch=2048)
+def build(device: torch.device | str, *, batch: int = 2048, rows: int = 1_000_000, features: int = FEATURES) -> Program:
+    """DLRM click prediction, 26 bags of up to 100 categories and 512 dense features"""
+    # Lengths decide shapes, so they are drawn where they can be read, on any device alike.
+    lengths = torch.randint(1, LONGEST_BAG + 1, (features, batch), generator=torch.Generator().manual_seed(SEED))
+    offsets = lengths.cumsum(1) - lengths
+    with seeded(device):
+        model = Dlrm(rows, features).eval()
+        dense = torch.rand(batch, DENSE)
+        indices = [torch.randint(rows, (int(count),)) for count in lengths.sum(1)]
+    args = (dense, offsets.to(device), *indices)
+    return Program(model, args, context=inference(device), name="DLRM", batch=batch)

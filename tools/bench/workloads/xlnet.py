@@ -1,0 +1,27 @@
+"""XLNet language modelling from transformers, base size: 12 layers of 768, vocabulary 32000.
+
+The model makes its relative positions on the CPU in every forward and moves them to the GPU, which is why it is here.
+It returns its memories besides the scores, as it does by default.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pygraph_trees.comparison.program import Program
+
+from .registry import inference, seeded, workload
+
+
+@workload("XLNET-I", mode="inference", batch=1)
+def build(
+    device: torch.device | str, *, batch: int = 1, sequence: int = 512, layers: int = 12, hidden: int = 768
+) -> Program:
+    """XLNet base, language modelling scores, 512 tokens"""
+    from transformers import XLNetConfig, XLNetLMHeadModel
+
+    config = XLNetConfig(d_model=hidden, n_layer=layers, n_head=hidden // 64, d_inner=4 * hidden)
+    with seeded(device):
+        model = XLNetLMHeadModel(config).to(device).eval()  # some parameters ignore the default device
+        tokens = torch.randint(config.vocab_size, (batch, sequence))
+    return Program(model, kwargs={"input_ids": tokens}, context=inference(device), name="XLNET-I", batch=batch)
