@@ -18,7 +18,7 @@ class UnknownArchitectureError(PygraphError):
 
 @dataclass(frozen=True, slots=True)
 class DeviceProperties:
-    """The attributes of ``torch.cuda.get_device_properties(0)``, by the names that torch gives them (sizes in bytes)."""
+    """The attributes of ``torch.cuda.get_device_properties(0)``, by torch's names; sizes in bytes."""
 
     name: str
     major: int

@@ -1,20 +1,21 @@
 """Let the C++ side of torch accept tensors of a CUDA device that is not there.
 
-Contract: :func:`no_op_device_guard` is a context manager. Inside, C++ code that looks up the guard of CUDA devices finds
-torch's own no-op guard, and asks for the accelerator's type find CUDA, so that fake CUDA tensors can be moved, made
-contiguous and differentiated. On exit both are as before. Where torch has a CUDA device, nothing is changed.
+Contract: :func:`no_op_device_guard` is a context manager. Inside, C++ code that looks up the guard of CUDA devices
+finds torch's own no-op guard, and code that asks for the accelerator's type finds CUDA, so that fake CUDA tensors can
+be moved, made contiguous and differentiated. On exit both are as before. Where torch has a CUDA device, nothing is
+changed.
 
 A CUDA build of torch without a device is served by torch itself (``torch._C._ensureCUDADeviceGuardSet``, which
-FakeTensorMode calls as well). A CPU build is not: there the guard registry has no entry for CUDA at all, and that function leaves
-it so. We enter a stand-in whose only answer is "no device", for which that function then puts in its no-op guard.
-The stand-in is independent of the order of the interface's methods, as all of them answer 0 and only
-``deviceCount`` is called. The autograd engine needs one thing more, an accelerator: the CUDA hooks that a CPU build has say
-that CUDA is not built; a copy of their method table says that it is (``isBuilt``, the first method after the destructors).
-The result is verified through torch's public answer, and undone if it is not what it must be.
+FakeTensorMode calls as well). A CPU build is not: there the guard registry has no entry for CUDA at all, and that
+function leaves it so. We enter a stand-in whose only answer is "no device", for which that function then puts in its
+no-op guard. The stand-in is independent of the order of the interface's methods, as all of them answer 0 and only
+``deviceCount`` is called. The autograd engine needs one thing more, an accelerator: the CUDA hooks of a CPU build say
+that CUDA is not built; a copy of their method table says that it is. That the right methods were replaced is verified
+by what torch then says of its accelerator; if it is not CUDA, all is undone and an error raised.
 
-What does not work, and why: Python-level redirection of ``.to``, ``.contiguous`` and so on to ATen overloads (autograd's C++ code
-needs the guard as well, and a function mode is visible to Dynamo); a private backend renamed to "gpu" (a name that cannot be given
-back, a device type that neither Inductor nor user code treats as CUDA).
+What does not work, and why: Python-level redirection of ``.to``, ``.contiguous`` and so on to ATen overloads
+(autograd's C++ code needs the guard as well, and a function mode is visible to Dynamo); a private backend renamed to
+"gpu" (a name that cannot be given back, a device type that neither Inductor nor user code treats as CUDA).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _CUDA = 1  # c10::DeviceType::CUDA
-# Slots of AcceleratorHooksInterface: isBuilt, isAvailable, hasPrimaryContext; the Itanium ABI has two destructors before them.
+# Slots of isBuilt, isAvailable and hasPrimaryContext in AcceleratorHooksInterface, behind two for its destructor.
 _ANSWERED_TRUE = (2, 3, 4)
 _SLOTS = 128  # more than any of the method tables has; what lies behind the end is copied and never called
 
@@ -122,7 +123,7 @@ def no_op_device_guard() -> Iterator[None]:
             slot.value = _no_op_guard
         hooks.value = _cuda_is_built.address
         accelerator = torch._C._accelerator_getAccelerator()
-        if accelerator.type != "cuda":
+        if getattr(accelerator, "type", None) != "cuda":
             raise NoDeviceGuardError(version=torch.__version__, what=f"it takes {accelerator} for the accelerator")
         yield
     finally:

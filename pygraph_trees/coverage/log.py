@@ -56,6 +56,7 @@ class FunctionLog:
     recordings: list[RecordingLog] = field(default_factory=list)
     runs: int = 0  # of the compiled code: warmups, recordings and un-graphed calls
     warmups: int = 0
+    warmup_pool_bytes: int = 0
     ungraphed_reason: str | None = None
 
     @property
@@ -93,6 +94,7 @@ class FunctionLog:
             settings=dict(self.settings),
             recordings=recordings,
             warmups=self.warmups,
+            warmup_pool_bytes=self.warmup_pool_bytes,
             ungraphed_calls=max(0, self.runs - self.warmups - len(recordings)),
             ungraphed_reason=self.ungraphed_reason,
         )

@@ -112,6 +112,7 @@ class FunctionRecord:
     settings: dict[str, str]
     recordings: tuple[RecordingRecord, ...]
     warmups: int
+    warmup_pool_bytes: int  # by how much warming up made the graph pool grow
     ungraphed_calls: int  # calls that neither warmed up nor recorded, and were not replays
     ungraphed_reason: str | None
 
@@ -125,7 +126,8 @@ class FunctionRecord:
 
     @property
     def pool_bytes(self) -> int:
-        return sum(r.pool_bytes for r in self.recordings)
+        """By how much warming up and recording made the graph pool grow."""
+        return self.warmup_pool_bytes + sum(r.pool_bytes for r in self.recordings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from .records import Cause, Environment, FunctionRecord, GraphRecord
 
 _MOST_CAUSES = 6  # of one graph
 _MOST_REASONS = 4  # of one function
+_SHORT = {"inference": "inf", "forward": "fwd", "backward": "bwd"}
 
 
 def nbytes(count: int) -> str:
@@ -29,7 +30,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str
     widths[0] = max(8, min(widths[0], width - others))
     lines = []
     for row in (head, *rows):
-        first = row[0] if len(row[0]) <= widths[0] else row[0][: widths[0] - 1] + "…"
+        first = row[0] if len(row[0]) <= widths[0] else row[0][: widths[0] - 2] + ".."
         cells = [first.ljust(widths[0])] + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
@@ -86,7 +87,7 @@ def _row(function: FunctionRecord) -> tuple[str, ...]:
     dash = "-"
     return (
         title(function),
-        function.mode,
+        _SHORT[function.mode],
         f"{function.partition}/{function.partitions}",
         dash if last is None or last.kernels is None else str(last.kernels),
         *(dash if last is None else str(last.count(kind)) for kind in ("static", "managed", "live")),

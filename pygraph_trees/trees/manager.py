@@ -35,23 +35,33 @@ class Manager(Upstream):
         if function is None:
             return super().record_function(new_inputs, function_id)
         reason = why_recorded(self, new_inputs, function_id)
-        reserved = torch.cuda.memory_reserved(self.device_index)
+        before = self._pool_nbytes()
         start = time.perf_counter()
         outputs = super().record_function(new_inputs, function_id)
+        record_s = time.perf_counter() - start
         log = getattr(self.current_node, "log", None)
         if log is None:  # the patches went off, and upstream's own recording was made
             return outputs
-        log.record_s = time.perf_counter() - start
+        log.record_s = record_s
         log.reason = reason
-        log.pool_bytes = torch.cuda.memory_reserved(self.device_index) - reserved
+        log.pool_bytes = self._pool_nbytes() - before
         function.recorded(log)
         return outputs
 
     def run_eager(self, new_inputs: list[Any], function_id: Any) -> Any:
         function = self._log_of(function_id)
-        if function is not None:
-            function.warmups += 1
-        return super().run_eager(new_inputs, function_id)
+        if function is None:
+            return super().run_eager(new_inputs, function_id)
+        function.warmups += 1
+        before = self._pool_nbytes()
+        outputs = super().run_eager(new_inputs, function_id)
+        function.warmup_pool_bytes += self._pool_nbytes() - before
+        return outputs
+
+    def _pool_nbytes(self) -> int:
+        """What the graph pool has reserved, from a snapshot of this pool alone."""
+        segments = torch.cuda.memory_snapshot(self.cuda_graphs_thread_pool, include_traces=False)
+        return sum(segment["total_size"] for segment in segments)
 
     def _update_non_cudagraph_managed_mutation(self, function_id: Any, inputs: list[Any]) -> None:
         super()._update_non_cudagraph_managed_mutation(function_id, inputs)

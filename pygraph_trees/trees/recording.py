@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor import cudagraph_trees
-from torch._inductor.compile_fx import index_expanded_dims
+from torch._inductor.output_code import index_expanded_dims
 
 from pygraph_trees.coverage.log import RecordingLog
 from pygraph_trees.coverage.records import InputRecord

@@ -80,6 +80,10 @@ BOTH_SIDES = {
 }
 
 
+# Everything of a compiled function in one recording; upstream's default makes a recording of each partition.
+WHOLE_GRAPH = {"graph_partition": False}
+
+
 class ParityError(AssertionError):
     """The program shows something under ours that it does not show under upstream."""
 
@@ -91,7 +95,8 @@ class Context:
     side: str
     device: str
     transcript: Transcript
-    backend: str | None = None  # instead of inductor with graphs, where there is no GPU
+    graphs: bool = True  # whether this machine captures CUDA graphs at all
+    backend: str | None = None  # for compiled functions instead of inductor's
     _kept: list[Any] = dataclasses.field(default_factory=list)
     _patches: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     _installed: bool = False
@@ -143,7 +148,7 @@ class Context:
 
     def tree(self, label: str | None = None) -> TreeFacts | None:
         """Notes the recordings of this thread's manager as they are now."""
-        if not self.compiled or self.device != "cuda":
+        if not (self.compiled and self.graphs):
             return None
         manager, container = device_manager(torch.cuda.current_device())
         facts = None if manager is None else tree_facts(manager, container)
@@ -211,9 +216,9 @@ def _clean() -> None:
     torch.manual_seed(0)
 
 
-def _random_state(device: str) -> dict[str, str]:
+def _random_state(graphs: bool) -> dict[str, str]:
     states = {"cpu": torch.get_rng_state()}
-    if device == "cuda":
+    if graphs:
         states["cuda"] = torch.cuda.get_rng_state()
     return {name: hashlib.sha256(state.numpy().tobytes()).hexdigest()[:16] for name, state in states.items()}
 
@@ -245,6 +250,7 @@ def run_side(
     side: str,
     *,
     device: str = "cuda",
+    graphs: bool = True,
     backend: str | None = None,
     config: Mapping[str, Any] | None = None,
     dynamo_config: Mapping[str, Any] | None = None,
@@ -252,8 +258,7 @@ def run_side(
 ) -> Transcript:
     """Runs ``program`` once. ``installed`` says whether our run starts with the patches in (default: yes)."""
     transcript = Transcript(side)
-    context = Context(side, device, transcript, backend)
-    graphs = device == "cuda"
+    context = Context(side, device, transcript, graphs, backend)
     start_installed = side == OURS if installed is None else installed and side == OURS
     if graphs:
         import inductor_patches
@@ -291,7 +296,7 @@ def run_side(
             context.tree("end")
             torch._C._cuda_clearCublasWorkspaces()
             transcript.allocated_bytes = torch.cuda.memory_allocated() - before
-        transcript.random = _random_state(device)
+        transcript.random = _random_state(graphs)
         transcript.counters = comparable_counters(counters)
         transcript.warnings = comparable_warnings(caught)
         transcript.logs = list(log.lines)
@@ -410,6 +415,7 @@ __all__ = [
     "EAGER",
     "OURS",
     "UPSTREAM",
+    "WHOLE_GRAPH",
     "Context",
     "Parity",
     "ParityError",

@@ -1,0 +1,283 @@
+"""Targets and the command line: what can be named, what is said where it cannot, and what the commands print."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees import __main__ as command_line
+from pygraph_trees import target
+from pygraph_trees.comparison import Measurement
+from pygraph_trees.default_target import masked_rows
+from pygraph_trees.progress import Progress
+
+META = torch.device("meta")
+
+PROGRAM = """
+import torch
+from beside import SIZE
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(SIZE, SIZE)
+        self.table = torch.arange(float(SIZE))
+
+    def forward(self, x, *, scale):
+        y = self.linear(x).relu() * self.table.to(x.device)
+        return y.softmax(-1), (y * scale.to(x.device)).sum().cpu()
+
+def net(device="cuda"):
+    return Net().to(device), (torch.ones(8, SIZE, device=device),), {"scale": torch.ones(SIZE)}
+
+def plain():
+    return torch.sin, (torch.ones(4),)
+
+def number(): return 3
+def lists(): return torch.sin, 3
+def needs(a, device): return torch.sin, (a,)
+def broken(device): raise ZeroDivisionError("mine")
+"""
+
+
+def run(*argv):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = command_line.main(list(argv))
+        except SystemExit as exit:
+            status = exit.code
+    return status, out.getvalue(), err.getvalue()
+
+
+class Folder(TestCase):
+    def setUp(self):
+        super().setUp()
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        path = mock.patch.object(sys, "path", list(sys.path))
+        path.start()
+        self.addCleanup(path.stop)
+        self.addCleanup(sys.modules.pop, "beside", None)
+        self.addCleanup(sys.modules.pop, "program", None)
+        self.file = Path(folder.name) / "program.py"
+        self.file.write_text(PROGRAM)
+        self.file.with_name("beside.py").write_text("SIZE = 16\n")
+
+
+class TestTarget(Folder):
+    def test_file(self):
+        program = target.resolve(f"{self.file}:net", META)
+        self.assertEqual(program.name, "net")
+        self.assertEqual(program.args[0].device, META)
+        self.assertEqual(program.kwargs["scale"].device.type, "cpu")
+        self.assertEqual(next(program.fn.parameters()).device, META)
+
+    def test_callable_and_module(self):
+        program = target.resolve(f"{self.file}:plain", META)
+        self.assertIs(program.fn, torch.sin)
+        self.assertEqual(program.kwargs, {})
+        sys.path.insert(0, str(self.file.parent))
+        self.assertEqual(target.resolve("program:plain", META).name, "plain")
+
+    def test_workloads(self):
+        self.assertIn("BERT-I", target.workload_names())
+        program = target.resolve("EOS", META)
+        self.assertEqual((program.name, program.args[0].device), ("EOS", META))
+
+    def test_default(self):
+        try:
+            import transformers  # noqa: F401
+        except ImportError:
+            self.skipTest("needs transformers")
+        program = target.resolve(target.DEFAULT, META)
+        ids = program.kwargs["input_ids"]
+        self.assertEqual((ids.shape, ids.dtype, ids.device), ((4, 256), torch.int64, META))
+        self.assertGreater(sum(p.numel() for p in program.fn.parameters()), 80_000_000)
+
+    def test_default_text(self):
+        rows = masked_rows(b"A graphics processor is fast and far away. " * 40)
+        self.assertEqual(bytes(rows[0, :3].tolist()), b"A g")
+        self.assertEqual(rows[0, 3].item(), 256)
+        self.assertEqual((rows == 256).sum().item(), 128)
+
+    def test_what_is_said(self):
+        for text, problem in (
+            (f"{self.file}:missing", "has no function 'missing'"),
+            (f"{self.file}:number", "it returned int"),
+            (f"{self.file}:lists", "it returned a tuple of"),
+            (f"{self.file}:needs", r"it needs arguments \(a, device\)"),
+            ("nowhere.py:f", "there is no file nowhere.py"),
+            ("no_such_package.x:f", "there is no module no_such_package.x"),
+            ("NOPE", r"no such workload.*\(.*BERT-I.*\)"),
+        ):
+            with self.assertRaisesRegex(target.TargetError, problem) as caught:
+                target.resolve(text, META)
+            self.assertIn("returning (model, args, kwargs)", str(caught.exception))
+
+    def test_errors_of_the_target_itself_come_through(self):
+        with self.assertRaisesRegex(ZeroDivisionError, "mine"):
+            target.resolve(f"{self.file}:broken", META)
+        self.file.write_text("import a_module_that_is_missing")
+        with self.assertRaises(ModuleNotFoundError):
+            target.resolve(f"{self.file}:net", META)
+
+    def test_without_a_checkout(self):
+        with mock.patch.object(target, "_WORKLOADS", Path("/nowhere")):
+            self.assertEqual(target.workload_names(), [])
+            with self.assertRaisesRegex(target.TargetError, "a workload of a checkout"):
+                target.resolve("EOS", META)
+
+
+class TestExplain(Folder):
+    def test_partitions_causes_and_inputs(self):
+        status, out, err = run("explain", f"{self.file}:net")
+        self.assertEqual(status, 0, err)
+        text = out.replace(str(self.file), "program.py").replace(torch.__version__, "2")
+        self.assertExpectedInline(text, """\
+net for sm_90, torch 2: 1 graph
+
+Net [2/0], inference: 3 partitions, 1 graphed
+  partition 1, outside of CUDA graphs: 2 copy
+    because of DeviceCopy ops: prims.device_put.default at program.py:12 in forward: y = self.linear(x).relu() * self.table.to(x.device)
+    because of DeviceCopy ops: prims.device_put.default at program.py:13 in forward: return y.softmax(-1), (y * scale.to(x.device)).sum().cpu()
+  partition 2, graphed: 1 extern, 2 triton
+    inputs: 2 static (1.1 kB), 3 live (640 B)
+      live input      on    dtype  bytes   read by
+      x           cuda:0  float32  512 B  1 extern
+      buf1        cuda:0  float32   64 B  2 triton
+      buf5        cuda:0  float32   64 B  1 triton
+  partition 3, outside of CUDA graphs: 1 copy
+    because of cpu ops: prims.device_put.default at program.py:13 in forward: return y.softmax(-1), (y * scale.to(x.device)).sum().cpu()
+
+What the features do about it:
+  placement off: 2 partitions stay outside of CUDA graphs
+  indirection off: 3 live inputs, 640 B, copied at each replay
+  selective always: 1 function graphed
+""")
+
+    def test_training(self):
+        program = target.resolve(f"{self.file}:plain", META)
+        from dataclasses import replace
+
+        from pygraph_trees.explain import explain
+
+        x = torch.ones(4, 4, device="meta", requires_grad=True)
+        found = explain(replace(program, fn=lambda x: (x.sin() * x).sum(), args=(x,), training=True, context=contextlib.nullcontext))
+        self.assertIn(", forward: 1 partition, all graphed", found)
+        self.assertIn(", backward: 1 partition, all graphed", found)
+        self.assertIn("2 functions graphed", found)
+
+    def test_never(self):
+        from torch._inductor import config
+
+        with config.patch({"triton.pygraph_selective": "never"}):
+            status, out, _ = run("explain", f"{self.file}:net")
+        self.assertIn("selective never: 1 function not graphed", out)
+
+    def test_wrong_arch(self):
+        status, out, err = run("explain", f"{self.file}:net", "--arch", "sm_12")
+        self.assertEqual((status, out), (2, ""))
+        self.assertRegex(err, "error: .*'sm_90'.*'sm_12'")
+
+    def test_wrong_target(self):
+        status, out, err = run("explain", "NOPE")
+        self.assertEqual((status, out), (2, ""))
+        self.assertIn("error: target 'NOPE': no such workload", err)
+
+    def test_compare_without_a_gpu_explains(self):
+        with mock.patch.object(torch.cuda, "is_available", lambda: False):
+            status, out, err = run("compare", f"{self.file}:net")
+        self.assertEqual(status, 0, err)
+        first, *rest = out.splitlines()
+        self.assertIn("compare needs a GPU", first)
+        self.assertIn("What the features do about it:", rest)
+
+    def test_usage(self):
+        self.assertEqual(run()[0], 2)
+        self.assertEqual(run("compare", "--rounds", "0")[0], 2)
+        status, out, _ = run("--version")
+        self.assertEqual(status, 0)
+        self.assertIn("pygraph_trees 0.", out)
+
+
+class TestCompare(Folder):
+    def measurement(self, way, **fields):
+        names = Measurement.__dataclass_fields__
+        base = dict.fromkeys(names)
+        base.update(workload="W", mode="inference", batch=1, way=way, regime="same", samples={}, **fields)
+        return Measurement(**{name: base[name] for name in names})
+
+    def test_agreement(self):
+        found = [
+            self.measurement("eager", max_diff=0.0),
+            self.measurement("compile", max_diff=0.25),
+            self.measurement("upstream", max_diff=0.0),
+            self.measurement("ours", max_diff=0.0, max_diff_upstream=0.0),
+        ]
+        self.assertEqual(
+            command_line._agreement(found),
+            "Outputs against eager: compile within 0.25, upstream equal, ours equal; ours and upstream are bit-equal.",
+        )
+        found[-1] = self.measurement("ours", max_diff=0.5, max_diff_upstream=0.125)
+        self.assertIn("ours and upstream are 0.12 apart", command_line._agreement(found))
+
+    def test_prints_and_writes(self):
+        import json
+
+        out = self.file.with_name("out.json")
+        for error, expected in ((None, 0), ("it broke", 1)):
+            found = [self.measurement(way, error=error if way == "ours" else None) for way in ("eager", "ours")]
+            with (
+                mock.patch.object(torch.cuda, "is_available", lambda: True),
+                mock.patch.object(target, "resolve"),
+                mock.patch("pygraph_trees.comparison.compare", lambda *a, **k: found),
+                mock.patch("pygraph_trees.coverage.report._environment", lambda: REPORT_ENVIRONMENT),
+            ):
+                status, text, err = run("compare", "X", "--json", str(out))
+            self.assertEqual(status, expected, err)
+            self.assertIn("W: inference, batch 1", text)
+            self.assertIn("pygraph_trees 9", text)
+        self.assertEqual(sorted(json.loads(out.read_text())), ["measurements", "report"])
+
+
+from pygraph_trees.coverage.records import Environment
+
+REPORT_ENVIRONMENT = Environment("9", "2", None, None, ())
+
+
+class TestProgress(TestCase):
+    def test_terminal(self):
+        stream = io.StringIO()
+        stream.isatty = lambda: True
+        bar = Progress(stream)
+        for done in range(3):
+            bar(done, 2, "timing ours")
+        self.assertEqual(stream.getvalue().count("\r"), 3)
+        self.assertIn("100%", stream.getvalue())
+        self.assertTrue(stream.getvalue().endswith("\n"))
+
+    @given(st.integers(1, 200))
+    def test_elsewhere_lines_are_few(self, total):
+        stream = io.StringIO()
+        bar = Progress(stream)
+        for done in range(total + 1):
+            bar(done, total, "x")
+        self.assertLessEqual(len(stream.getvalue().splitlines()), 2)
+
+
+if __name__ == "__main__":
+    run_tests()
