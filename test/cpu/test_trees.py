@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -149,29 +149,36 @@ class TestPutToUse(TestCase):
 
 
 class TestIsolation(TestCase):
-    def containers(self):
-        return cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers")
+    def setUp(self):
+        super().setUp()
+        self.containers = cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers")
+        self.before = dict(self.containers)
+        self.addCleanup(lambda: self.assertEqual(self.containers, self.before))
 
-    def test_containers_are_swapped(self):
-        before, trees = self.containers(), Trees()
-        with trees.active():
-            inside = self.containers()
-            self.assertIsNot(inside, before)
-            self.assertIs(torch._C._get_obj_in_tls("tree_manager_containers"), inside)
-            with Trees().active():
-                self.assertIsNot(self.containers(), inside)
-            self.assertIs(self.containers(), inside)
-        self.assertIs(self.containers(), before)
-        with trees.active():
-            self.assertIs(self.containers(), inside)
+    def test_containers_are_exchanged(self):
+        one, other = Trees(), Trees()
+        with one.active():
+            self.assertEqual(self.containers, {})
+            mine = cudagraph_trees.get_container(0)
+            with other.active():
+                self.assertIsNot(cudagraph_trees.get_container(0), mine)
+            self.assertIs(cudagraph_trees.get_container(0), mine)
+        self.assertEqual(self.containers, self.before)
+        with one.active():
+            self.assertIs(cudagraph_trees.get_container(0), mine)
 
     def test_restored_after_an_exception(self):
-        before = self.containers()
         with self.assertRaises(ValueError), Trees().active():
+            cudagraph_trees.get_container(0)
             raise ValueError
-        self.assertIs(self.containers(), before)
+        self.assertEqual(self.containers, self.before)
 
-    def test_autograd_threads_follow(self):
+    def test_not_twice_at_a_time(self):
+        trees = Trees()
+        with trees.active(), self.assertRaises(AssertionError), trees.active():
+            pass
+
+    def test_autograd_threads_follow_and_nothing_is_freed(self):
         seen = []
 
         class Note(torch.autograd.Function):
@@ -181,20 +188,24 @@ class TestIsolation(TestCase):
 
             @staticmethod
             def backward(ctx, grad):
-                seen.append((self.containers(), threading.current_thread()))
+                seen.append(dict(torch._C._get_obj_in_tls("tree_manager_containers")))
                 return grad
 
-        x = torch.ones(2, requires_grad=True)
-        with Trees().active():
-            inside = self.containers()
-            Note.apply(x).sum().backward()
-        self.assertIs(seen[0][0], inside)
+        references = sys.getrefcount(self.containers)
+        for trees in (Trees(), Trees()):
+            with trees.active():
+                mine = cudagraph_trees.get_container(0)
+                Note.apply(torch.ones(2, requires_grad=True)).sum().backward()
+            self.assertEqual(seen.pop(), {0: mine})
+            gc.collect()
+        self.assertEqual(sys.getrefcount(self.containers), references)
 
     def test_managers_and_clear(self):
         trees, manager = Trees(), mock.Mock()
         with trees.active():
             cudagraph_trees.get_container(0).tree_manager = manager
             cudagraph_trees.get_container(1)
+            self.assertEqual(trees.managers(), [manager])
         self.assertEqual(trees.managers(), [manager])
         trees.clear()
         manager.shutdown.assert_called_once_with()
