@@ -1,8 +1,8 @@
 """Everything that changes torch, and nothing else does.
 
 :func:`install` puts the patches on, :func:`uninstall` takes them off and leaves torch as it was, :func:`status` tells
-how things stand. Importing this package or a module of it changes nothing and needs neither torch nor ``pygraph_trees``;
-importing ``pygraph_trees`` installs.
+how things stand. Importing this package or a module of it changes nothing and needs neither torch nor
+``pygraph_trees``; importing ``pygraph_trees`` installs.
 
 Patches belong to features and go on in the order of :data:`FEATURES`. A feature is put on as a whole: where one of
 its patches does not fit the torch that is there, none of them is applied, torch keeps its own behaviour there, and

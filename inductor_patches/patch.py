@@ -22,7 +22,6 @@ from types import CodeType, ModuleType
 from typing import Any, Protocol
 
 
-
 class PatchWarning(UserWarning):
     """Base of the warnings of this package, which stands on its own: what reads it need not have torch."""
 

@@ -1,7 +1,7 @@
 """Finds definitions in the source files of a torch that is not imported: a wheel, or a tree that holds ``torch/``.
 
-:class:`SourceProbe` answers as :class:`~.patch.LiveProbe` does, from syntax trees. A tree that is neither a wheel nor holds
-a torch raises :class:`NoTorchSources`.
+:class:`SourceProbe` answers as :class:`~.patch.LiveProbe` does, from syntax trees. A tree that is neither a wheel nor
+holds a torch raises :class:`NoTorchSources`.
 """
 
 from __future__ import annotations

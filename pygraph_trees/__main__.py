@@ -1,8 +1,8 @@
 """The command line: ``python -m pygraph_trees compare`` and ``explain``.
 
-``compare`` runs a target four ways and prints times, costs and the coverage report; ``explain`` shows, without a GPU, how
-a target would be split and what each input costs. Exit status: 0, 1 where a way failed or its outputs were not eager's, 2
-for a command that could not be carried out as given.
+``compare`` runs a target four ways and prints times, costs and the coverage report; ``explain`` shows, without a GPU,
+how a target would be split and what each input costs. Exit status: 0, 1 where a way failed or its outputs were not
+eager's, 2 for a command that could not be carried out as given.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pygraph_trees", description=__doc__.splitlines()[0])
-    parser.add_argument("--version", action="version", version=f"pygraph_trees {__version__}, torch {torch.__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"pygraph_trees {__version__}, torch {torch.__version__}"
+    )
     commands = parser.add_subparsers(title="commands", required=True)
     help_target = (
-        "file.py:function or package.module:function returning (model, args, kwargs) or (callable, args), or a workload; "
-        "default: a BERT that reads a text"
+        "file.py:function or package.module:function returning (model, args, kwargs) or (callable, args), "
+        "or a workload; default: a BERT that reads a text"
     )
 
     compare = commands.add_parser("compare", help="run a target as eager, compile, upstream and ours, and measure")
@@ -96,7 +98,9 @@ def _agreement(measurements: Sequence[Measurement]) -> str:
         if found:
             parts.append(f"{way} within {max(found):.2g}" if max(found) else f"{way} equal")
     apart = [m.max_diff_upstream for m in measurements if m.way == "ours" and m.max_diff_upstream is not None]
-    ours = "" if not apart else "; ours and upstream are " + ("bit-equal" if not any(apart) else f"{max(apart):.2g} apart")
+    ours = (
+        "" if not apart else "; ours and upstream are " + ("bit-equal" if not any(apart) else f"{max(apart):.2g} apart")
+    )
     return f"Outputs against eager: {', '.join(parts) or 'not compared'}{ours}."
 
 

@@ -1,7 +1,7 @@
 """The program that the commands work on where none is named: a BERT reads a text, byte by byte.
 
-The model is transformers' ``BertForMaskedLM`` of base size (110 million parameters) with random weights, in bfloat16. Its
-tokens are the bytes of ``default_text.txt``, cut into rows; every eighth is masked, as in training.
+The model is transformers' ``BertForMaskedLM`` of base size (110 million parameters) with random weights, in bfloat16.
+Its tokens are the bytes of ``default_text.txt``, cut into rows; every eighth is masked, as in training.
 """
 
 from __future__ import annotations

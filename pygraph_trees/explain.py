@@ -1,12 +1,13 @@
 """What would become of a program on a GPU, found without one.
 
 :func:`explain` lowers a program for a named architecture on fake tensors and returns a text: each graph with its
-partitions, what keeps some of them outside of CUDA graphs, the inputs of each graphed partition by kind with their bytes,
-the live ones with their readers, and what each feature does about it under the flags as they stand.
+partitions, what keeps some of them outside of CUDA graphs, the inputs of each graphed partition by kind with their
+bytes, the live ones with their readers, and what each feature does about it under the flags as they stand.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -89,22 +90,25 @@ def _graph(graph: LoweredGraph, parts: Sequence[ExplainedPartition]) -> str:
 
 
 def _partition(number: int, part: ExplainedPartition) -> Iterator[str]:
-    state = "graphed" if part.partition.graphed else "outside of CUDA graphs"
-    yield f"partition {number}, {state}: {_kernels(Counter(part.partition.kernels))}"
-    if not part.partition.graphed:
-        for cause in part.partition.causes[:_MOST_CAUSES]:
-            yield f"  because of {cause_line(cause)}"
-        if len(part.partition.causes) > _MOST_CAUSES:
-            yield f"  and {len(part.partition.causes) - _MOST_CAUSES} more"
+    partition, inputs = part.partition, part.inputs
+    state = "graphed" if partition.graphed else "outside of CUDA graphs"
+    yield f"partition {number}, {state}: {_kernels(Counter(partition.kernels))}"
+    if not partition.graphed:
+        for cause in partition.causes[:_MOST_CAUSES]:
+            yield from textwrap.wrap(
+                f"because of {cause_line(cause)}", _WIDTH, initial_indent="  ", subsequent_indent="      "
+            )
+        if len(partition.causes) > _MOST_CAUSES:
+            yield f"  and {len(partition.causes) - _MOST_CAUSES} more"
         return
-    kinds = Counter(i.kind for i in part.inputs)
-    yield "  inputs: " + ", ".join(
-        f"{kinds[kind]} {kind} ({nbytes(part.nbytes(kind))})" for kind in ("static", "managed", "live", "cpu") if kinds[kind]
-    ) if part.inputs else "  no inputs"
-    live = sorted((i for i in part.inputs if i.kind in ("live", "cpu")), key=lambda i: -(i.read.nbytes or 0))
+    kinds = Counter(i.kind for i in inputs)
+    by_kind = [f"{kinds[k]} {k} ({nbytes(part.nbytes(k))})" for k in ("static", "managed", "live", "cpu") if kinds[k]]
+    yield f"  inputs: {', '.join(by_kind) or 'none'}"
+    live = sorted((i for i in inputs if i.kind in ("live", "cpu")), key=lambda i: -(i.read.nbytes or 0))
     if live:
         head = ("live input", "on", "dtype", "bytes", "read by")
-        yield from (f"    {line}" for line in table(head, [_row(i) for i in live[:_MOST_INPUTS]], _WIDTH - 6).splitlines())
+        rows = [_row(i) for i in live[:_MOST_INPUTS]]
+        yield from (f"    {line}" for line in table(head, rows, _WIDTH - 6).splitlines())
     if len(live) > _MOST_INPUTS:
         yield f"    and {len(live) - _MOST_INPUTS} more"
 
@@ -124,15 +128,16 @@ def _features(explained: Sequence[tuple[LoweredGraph, list[ExplainedPartition]]]
     splits = sum(not p.partition.graphed for graph, parts in explained if not graph.disabled_reason for p in parts)
     copied = sum(p.nbytes("live") + p.nbytes("cpu") for p in graphed)
     inputs = sum(i.kind in ("live", "cpu") for p in graphed for i in p.inputs)
-    functions = _count(len(graphed), "function")
+    stay = "stays" if splits == 1 else "stay"
+    done = "not graphed" if settings.selective == "never" else "graphed"
+    placement = f"{_count(splits, 'partition')} {stay} outside of CUDA graphs"
+    indirection = f"{_count(inputs, 'live input')}, {nbytes(copied)}, copied at each replay"
     return "\n".join(
         [
             "What the features do about it:",
-            f"  placement {settings.placement}: {_count(splits, 'partition')} "
-            f"{'stays' if splits == 1 else 'stay'} outside of CUDA graphs",
-            f"  indirection {settings.indirection}: {_count(inputs, 'live input')}, {nbytes(copied)}, copied at each replay",
-            f"  selective {settings.selective}: {functions} "
-            + ("not graphed" if settings.selective == "never" else "graphed"),
+            f"  placement {settings.placement}: {placement}",
+            f"  indirection {settings.indirection}: {indirection}",
+            f"  selective {settings.selective}: {_count(len(graphed), 'function')} {done}",
         ]
     )
 

@@ -1,7 +1,7 @@
 """A progress bar on a terminal, a line now and then elsewhere.
 
-:class:`Progress` is called with steps done, steps in all and what comes next, as ``comparison`` does. It writes to standard
-error, so that standard output holds results alone.
+:class:`Progress` is called with steps done, steps in all and what comes next, as ``comparison`` does. It writes to
+standard error, so that standard output holds results alone.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ A target is
 - the name of a workload of ``tools/bench``, where the package lies in its checkout,
 - nothing: :data:`DEFAULT`, a transformers model fed with the bytes of a text.
 
-``device`` is ``cuda`` to run, and ``meta`` to explain: there a ``meta`` tensor stands for one on the GPU, parameters are
-taken to be on the GPU wherever they lie, and a CPU tensor among the arguments is a CPU tensor in the program.
-A target that cannot be had raises :class:`TargetError`, which says what was expected.
+``device`` is ``cuda`` to run, and ``meta`` to explain: there a ``meta`` tensor stands for one on the GPU, parameters
+are taken to be on the GPU wherever they lie, and a CPU tensor among the arguments is a CPU tensor in the program. A
+target that cannot be had raises :class:`TargetError`, which says what was expected.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ A CUDA build of torch without a device is served by torch itself (``torch._C._en
 FakeTensorMode calls as well). A CPU build is not: there the guard registry has no entry for CUDA at all, and that
 function leaves it so. We enter a stand-in whose only answer is "no device", for which that function then puts in its
 no-op guard. The stand-in is independent of the order of the interface's methods, as all of them answer 0 and only
-``deviceCount`` is called. The autograd engine needs one thing more, an accelerator: the CUDA hooks of a CPU build say
-that CUDA is not built; a copy of their method table says that it is. That the right methods were replaced is verified
-by what torch then says of its accelerator; if it is not CUDA, all is undone and an error raised.
+``deviceCount`` is called. The autograd engine needs one thing more, on both builds: an accelerator with a context.
+Torch's CUDA hooks say that there is none; a copy of their method table says that there is. That the right methods were
+replaced is verified by what torch then says of its accelerator; if it is not CUDA, all is undone and an error raised.
 
 What does not work, and why: Python-level redirection of ``.to``, ``.contiguous`` and so on to ATen overloads
 (autograd's C++ code needs the guard as well, and a function mode is visible to Dynamo); a private backend renamed to
@@ -65,7 +65,7 @@ def _cuda_hooks_table() -> Any:
 
 
 class _CudaIsBuilt:
-    """Our copy of the CUDA hooks' method table, with ``isBuilt`` answering true; kept alive for good."""
+    """Our copy of the CUDA hooks' method table, in which CUDA is built and available; kept alive for good."""
 
     __slots__ = ("_table",)
 
@@ -107,8 +107,7 @@ def _make_no_op_guard(slot: Any) -> int:
 def no_op_device_guard() -> Iterator[None]:
     """Inside, C++ code takes CUDA devices as given; raises :class:`NoDeviceGuardError` where that cannot be done."""
     global _no_op_guard, _cuda_is_built
-    if torch.backends.cuda.is_built():
-        torch._C._ensureCUDADeviceGuardSet()  # does nothing where there is a device
+    if torch.cuda.device_count():
         yield
         return
     slot = _guard_slot()
@@ -121,6 +120,8 @@ def no_op_device_guard() -> Iterator[None]:
     try:
         if before is None:
             slot.value = _no_op_guard
+        else:
+            torch._C._ensureCUDADeviceGuardSet()
         hooks.value = _cuda_is_built.address
         accelerator = torch._C._accelerator_getAccelerator()
         if getattr(accelerator, "type", None) != "cuda":

@@ -1,12 +1,14 @@
 """Tree managers apart from those of the rest of the process.
 
-Upstream keeps one manager a device in a thread-local dictionary of containers, so two ways of running a program share one,
-and each ends the other's path. :class:`Trees` holds containers of its own; inside :meth:`Trees.active` they are the current
-thread's, and those of the autograd threads that it starts. Functions stay with the manager that they were added to.
+Upstream keeps one manager a device in a thread-local dictionary of containers, so two ways of running a program share
+one, and each ends the other's path. :class:`Trees` holds containers of its own; inside :meth:`Trees.active` they are
+the current thread's, and those of the autograd threads that it starts. Functions stay with the manager that they were
+added to.
 
 What does not work, and why: putting another dictionary in place. Autograd threads find it through
-``torch._C._stash_obj_in_tls``, which takes a reference that it was not given, so the dictionary that is replaced there is freed
-while others still hold it, and a later garbage collection crashes. The dictionary stays; its contents are exchanged.
+``torch._C._stash_obj_in_tls``, which takes a reference that it was not given, so the dictionary that is replaced
+there is freed while others still hold it, and a later garbage collection crashes. The dictionary stays; its contents
+are exchanged.
 """
 
 from __future__ import annotations

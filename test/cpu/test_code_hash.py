@@ -64,24 +64,25 @@ class TestCodeHash(TestCase):
     def test_is_the_same_on_all_pythons(self):
         # Fixed on purpose: a change of this value without a change of the form means that evidence no longer travels.
         self.write('def f(*, a=1, **k):\n    return f"{a!r:>3} {k}" if a else [*k]\n')
-        self.assertExpectedInline(
-            code_hash(self.root)[:16], """9e1346bb7b543d89"""
-        )
+        self.assertExpectedInline(code_hash(self.root)[:16], """9e1346bb7b543d89""")
 
 
 class TestEvidence(TestCase):
     def test_check(self):
         module = suite()
-        with tempfile.TemporaryDirectory() as folder, mock.patch("builtins.print") as printed:
-            with mock.patch.object(module, "EVIDENCE", Path(folder) / "evidence.json"):
-                self.assertEqual(module.check(), 1)
-                evidence = {"passed": 3, "failed": 0, "skipped": 1, "gpu": "G", "torch": "2", "date": "today"}
-                module.EVIDENCE.write_text(json.dumps({**evidence, "code_hash": "other"}))
-                self.assertEqual(module.check(), 1)
-                module.EVIDENCE.write_text(json.dumps({**evidence, "code_hash": code_hash()}))
-                self.assertEqual(module.check(), 0)
-                module.EVIDENCE.write_text(json.dumps({**evidence, "failed": 1, "code_hash": code_hash()}))
-                self.assertEqual(module.check(), 1)
+        evidence = {"passed": 3, "failed": 0, "skipped": 1, "gpu": "G", "torch": "2", "date": "today"}
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch("builtins.print") as printed,
+            mock.patch.object(module, "EVIDENCE", Path(folder) / "evidence.json"),
+        ):
+            self.assertEqual(module.check(), 1)
+            module.EVIDENCE.write_text(json.dumps({**evidence, "code_hash": "other"}))
+            self.assertEqual(module.check(), 1)
+            module.EVIDENCE.write_text(json.dumps({**evidence, "code_hash": code_hash()}))
+            self.assertEqual(module.check(), 0)
+            module.EVIDENCE.write_text(json.dumps({**evidence, "failed": 1, "code_hash": code_hash()}))
+            self.assertEqual(module.check(), 1)
         lines = [call.args[0] for call in printed.call_args_list]
         self.assertIn("is missing", lines[0])
         self.assertIn("of other code", lines[1])

@@ -6,7 +6,6 @@ import contextlib
 import io
 import sys
 import tempfile
-import textwrap
 from pathlib import Path
 from unittest import mock
 
@@ -21,6 +20,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees import __main__ as command_line
 from pygraph_trees import target
 from pygraph_trees.comparison import Measurement
+from pygraph_trees.coverage.records import Environment
 from pygraph_trees.default_target import masked_rows
 from pygraph_trees.progress import Progress
 
@@ -147,13 +147,17 @@ class TestExplain(Folder):
         status, out, err = run("explain", f"{self.file}:net")
         self.assertEqual(status, 0, err)
         text = out.replace(str(self.file), "program.py").replace(torch.__version__, "2")
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 net for sm_90, torch 2: 1 graph
 
-Net [2/0], inference: 3 partitions, 1 graphed
+Net [3/0], inference: 3 partitions, 1 graphed
   partition 1, outside of CUDA graphs: 2 copy
-    because of DeviceCopy ops: prims.device_put.default at program.py:12 in forward: y = self.linear(x).relu() * self.table.to(x.device)
-    because of DeviceCopy ops: prims.device_put.default at program.py:13 in forward: return y.softmax(-1), (y * scale.to(x.device)).sum().cpu()
+    because of DeviceCopy ops: prims.device_put.default at program.py:12 in forward:
+        y = self.linear(x).relu() * self.table.to(x.device)
+    because of DeviceCopy ops: prims.device_put.default at program.py:13 in forward:
+        return y.softmax(-1), (y * scale.to(x.device)).sum().cpu()
   partition 2, graphed: 1 extern, 2 triton
     inputs: 2 static (1.1 kB), 3 live (640 B)
       live input      on    dtype  bytes   read by
@@ -161,13 +165,15 @@ Net [2/0], inference: 3 partitions, 1 graphed
       buf1        cuda:0  float32   64 B  2 triton
       buf5        cuda:0  float32   64 B  1 triton
   partition 3, outside of CUDA graphs: 1 copy
-    because of cpu ops: prims.device_put.default at program.py:13 in forward: return y.softmax(-1), (y * scale.to(x.device)).sum().cpu()
+    because of cpu ops: prims.device_put.default at program.py:13 in forward: return
+        y.softmax(-1), (y * scale.to(x.device)).sum().cpu()
 
 What the features do about it:
   placement off: 2 partitions stay outside of CUDA graphs
   indirection off: 3 live inputs, 640 B, copied at each replay
   selective always: 1 function graphed
-""")
+""",
+        )
 
     def test_training(self):
         program = target.resolve(f"{self.file}:plain", META)
@@ -176,7 +182,9 @@ What the features do about it:
         from pygraph_trees.explain import explain
 
         x = torch.ones(4, 4, device="meta", requires_grad=True)
-        found = explain(replace(program, fn=lambda x: (x.sin() * x).sum(), args=(x,), training=True, context=contextlib.nullcontext))
+        found = explain(
+            replace(program, fn=lambda x: (x.sin() * x).sum(), args=(x,), training=True, context=contextlib.nullcontext)
+        )
         self.assertIn(", forward: 1 partition, all graphed", found)
         self.assertIn(", backward: 1 partition, all graphed", found)
         self.assertIn("2 functions graphed", found)
@@ -185,7 +193,7 @@ What the features do about it:
         from torch._inductor import config
 
         with config.patch({"triton.pygraph_selective": "never"}):
-            status, out, _ = run("explain", f"{self.file}:net")
+            _, out, _ = run("explain", f"{self.file}:net")
         self.assertIn("selective never: 1 function not graphed", out)
 
     def test_wrong_arch(self):
@@ -244,7 +252,7 @@ class TestCompare(Folder):
             with (
                 mock.patch.object(torch.cuda, "is_available", lambda: True),
                 mock.patch.object(target, "resolve"),
-                mock.patch("pygraph_trees.comparison.compare", lambda *a, **k: found),
+                mock.patch("pygraph_trees.comparison.compare", return_value=found),
                 mock.patch("pygraph_trees.coverage.report._environment", lambda: REPORT_ENVIRONMENT),
             ):
                 status, text, err = run("compare", "X", "--json", str(out))
@@ -253,8 +261,6 @@ class TestCompare(Folder):
             self.assertIn("pygraph_trees 9", text)
         self.assertEqual(sorted(json.loads(out.read_text())), ["measurements", "report"])
 
-
-from pygraph_trees.coverage.records import Environment
 
 REPORT_ENVIRONMENT = Environment("9", "2", None, None, ())
 

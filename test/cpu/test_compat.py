@@ -22,7 +22,7 @@ from inductor_patches.source_probe import NoTorchSources, SourceProbe
 
 INSTALLED = Path(torch.__file__).parent.parent
 
-SOURCE = '''
+SOURCE = """
 import os
 class Config:
     level: int = 1
@@ -37,7 +37,7 @@ except ImportError:
     def speed(x):
         from slow import walk
         return [walk(y) for y in x]
-'''
+"""
 
 
 def tool():

@@ -45,7 +45,9 @@ ENVIRONMENT = Environment("0.1.0", "2.13.0", "3.7.0", "NVIDIA H200", (FeatureSta
 
 def function(**fields):
     settings = {"placement": "off", "indirection": "off", "selective": "always"}
-    return FunctionLog(**{"model": "Net", "compile_id": "0/0", "mode": "inference", "partition": 1, "settings": settings, **fields})
+    return FunctionLog(
+        **{"model": "Net", "compile_id": "0/0", "mode": "inference", "partition": 1, "settings": settings, **fields}
+    )
 
 
 def recording(number, reason="first call", **fields):
@@ -171,7 +173,9 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
         self.assertEqual(graphs[1].kernels_outside, 7)
         self.assertEqual(replace(graphs[0], partitions=()).kernels_outside, 0)
 
-    @given(st.lists(st.lists(st.text("abc xyz", max_size=60), min_size=3, max_size=3), max_size=5), st.integers(40, 200))
+    @given(
+        st.lists(st.lists(st.text("abc xyz", max_size=60), min_size=3, max_size=3), max_size=5), st.integers(40, 200)
+    )
     def test_tables_fit(self, rows, width):
         rows = [[first, other[:9], third[:9]] for first, other, third in rows]
         for line in table(("name", "a", "b"), rows, width).splitlines():

@@ -28,9 +28,7 @@ class TestDriver(TestCase):
         child = self.api.make_graph("KERNEL", "MEMSET")
         graph = self.api.make_graph("KERNEL", "GRAPH", "MEMCPY", "CONDITIONAL", children={1: child})
         counts = self.driver.count_nodes(graph)
-        self.assertEqual(
-            counts, {NodeKind.KERNEL: 2, NodeKind.MEMSET: 1, NodeKind.MEMCPY: 1, NodeKind.OTHER: 1}
-        )
+        self.assertEqual(counts, {NodeKind.KERNEL: 2, NodeKind.MEMSET: 1, NodeKind.MEMCPY: 1, NodeKind.OTHER: 1})
 
     def test_empty_graph(self):
         self.assertEqual(self.driver.count_nodes(self.api.make_graph()), {})

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -19,6 +20,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 import inductor_patches
 import pygraph_trees
+from pygraph_trees.coverage import compiled
 from pygraph_trees.settings import FLAGS, Flag, InvalidFlag, Settings, flags_table
 
 
@@ -61,32 +63,12 @@ class TestFlags(TestCase):
     def test_options_hold_while_compiling(self):
         seen = []
 
-        def look(gm, inputs):
+        def look(artifact, graph, gm):
             seen.append(Settings.current().selective)
-            return gm
 
-        with config.patch({"post_grad_custom_post_pass": None}):
-            from torch._inductor import compile_fx
-
-            original = compile_fx.compile_fx_inner
-
-            def spy(*args, **kwargs):
-                seen.append(Settings.current().selective)
-                return original(*args, **kwargs)
-
+        torch._dynamo.reset()
+        with mock.patch.object(compiled, "attach", look), config.patch({"force_disable_caches": True}):
             f = torch.compile(lambda x: x * 3, options={"triton.pygraph_selective": "never"})
-            compile_fx.compile_fx_inner = spy
-            try:
-                torch._dynamo.reset()
-                with config.patch({"fx_graph_cache": False}):
-                    compile_fx.compile_fx(
-                        torch.fx.symbolic_trace(lambda x: x * 3),
-                        [torch.ones(3)],
-                        inner_compile=spy,
-                        config_patches={"triton.pygraph_selective": "never"},
-                    )
-            finally:
-                compile_fx.compile_fx_inner = original
             self.assertEqual(f(torch.ones(3)), torch.full((3,), 3.0))
         self.assertEqual(seen, ["never"])
         self.assertEqual(Settings.current().selective, "always")
@@ -96,7 +78,9 @@ class TestFlags(TestCase):
         done = run_python(code, PYGRAPH_SELECTIVE="never")
         self.assertIn("selective='never'", done.stdout, done.stderr)
         done = run_python(code, PYGRAPH_SELECTIVE="nevr")
-        self.assertIn("environment variable PYGRAPH_SELECTIVE must be one of 'always', 'never'; got 'nevr'", done.stderr)
+        self.assertIn(
+            "environment variable PYGRAPH_SELECTIVE must be one of 'always', 'never'; got 'nevr'", done.stderr
+        )
         self.assertEqual(done.stdout, "")
 
     def test_without_patches(self):
@@ -123,7 +107,7 @@ class TestFlags(TestCase):
             self.assertEqual(key(), plain)
 
     def test_threads(self):
-        # Since 2.12 an override is a context variable; a value set for the process is what its environment or default says.
+        # Since 2.12 an override is a context variable, which a new thread does not see: nothing may depend on one.
         found = []
         thread = threading.Thread(target=lambda: found.append(Settings.current()))
         thread.start()

@@ -20,7 +20,6 @@ from torch._inductor import compile_fx, cudagraph_trees, output_code, scheduler
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import inductor_patches
-import pygraph_trees
 from inductor_patches.patch import (
     Expectation,
     FeatureOff,
@@ -111,7 +110,11 @@ class TestInstall(TestCase):
         self.assertEqual(done.stdout.strip(), f"{states} torch._inductor.cudagraph_trees", done.stderr)
 
     def test_import_order(self):
-        for first in ("import torch._inductor.cudagraph_trees", "import inductor_patches.config", "import pygraph_trees"):
+        for first in (
+            "import torch._inductor.cudagraph_trees",
+            "import inductor_patches.config",
+            "import pygraph_trees",
+        ):
             done = run_python(
                 f"{first}\nimport pygraph_trees, inductor_patches\n"
                 "print({s.state for s in inductor_patches.status()}, pygraph_trees.report().functions)"
@@ -209,17 +212,24 @@ class TestPatch(TestCase):
     def setUp(self):
         super().setUp()
         self.module = types.ModuleType("a_module_to_patch")
-        exec("def f(a, b, *, c=1):\n    return a.attr + helper('text')\nclass K:\n    x = 1\n    def m(self): pass", vars(self.module))
+        exec(
+            "def f(a, b, *, c=1):\n    return a.attr + helper('text')\nclass K:\n    x = 1\n    def m(self): pass",
+            vars(self.module),
+        )
         sys.modules[self.module.__name__] = self.module
         self.addCleanup(sys.modules.pop, self.module.__name__)
 
     def rebind(self, name="f", **expectation):
         wanted = Expectation(self.module.__name__, name, **expectation)
-        return Rebind("f", (Fingerprint((2, 1), (2, 3), (wanted,)),), "never", self.module.__name__, name, lambda old: min)
+        return Rebind(
+            "f", (Fingerprint((2, 1), (2, 3), (wanted,)),), "never", self.module.__name__, name, lambda old: min
+        )
 
     def test_mismatches(self):
         probe, here = LiveProbe(), self.module.__name__
-        self.assertEqual(self.rebind(parameters=("a", "b"), uses=("attr", "helper", "text")).mismatches(probe, (2, 1)), [])
+        self.assertEqual(
+            self.rebind(parameters=("a", "b"), uses=("attr", "helper", "text")).mismatches(probe, (2, 1)), []
+        )
         self.assertEqual(self.rebind(parameters=("a", "b", "c")).mismatches(probe, (2, 3)), [])
         self.assertEqual(self.rebind("K.m", parameters=("self",)).mismatches(probe, (2, 2)), [])
         self.assertEqual(self.rebind("K", uses=("x", "m")).mismatches(probe, (2, 2)), [])

@@ -42,7 +42,10 @@ class TestTorchLogs(TestCase):
         self.assertEqual(done.stdout.strip(), "+pygraph, graph_breaks", done.stderr)
 
     def test_entry_point_installs_nothing(self):
-        code = "import torch; from inductor_patches.torch_logs import register; register(); register()\nimport sys; print('pygraph_trees' in sys.modules)"
+        code = (
+            "import sys, torch\nfrom inductor_patches.torch_logs import register\n"
+            "register(); register(); print('pygraph_trees' in sys.modules)"
+        )
         done = run_python(code, "recompiles")
         self.assertEqual(done.stdout.strip(), "False", done.stderr)
 

@@ -43,15 +43,19 @@ class TestFunction(TestCase):
         self.assertEqual(function.__name__, "double")
         self.assertEqual(function.log.runs, 1)
         self.assertIs(FunctionModel.of(function, is_backward=False, is_inference=True), function)
-        self.assertFalse(hasattr(FunctionModel.of(mock.Mock(spec=[]), is_backward=True, is_inference=False), "__name__"))
+        self.assertFalse(
+            hasattr(FunctionModel.of(mock.Mock(spec=[]), is_backward=True, is_inference=False), "__name__")
+        )
 
     def test_belongs_to_the_graph_being_compiled(self):
         graph = GraphLog("Net", "3/1", "forward", ())
         with journal.compiling(graph):
             functions = [FunctionModel.of(double, is_backward=False, is_inference=False) for _ in range(2)]
         records = [f.log.record() for f in functions]
-        self.assertEqual([(r.model, r.compile_id, r.partition, r.partitions) for r in records],
-                         [("Net", "3/1", 1, 2), ("Net", "3/1", 2, 2)])
+        self.assertEqual(
+            [(r.model, r.compile_id, r.partition, r.partitions) for r in records],
+            [("Net", "3/1", 1, 2), ("Net", "3/1", 2, 2)],
+        )
         self.assertEqual(len(pygraph_trees.report().functions), 2)
 
     def test_settings_are_taken_when_it_is_compiled(self):
@@ -68,7 +72,10 @@ class TestFunction(TestCase):
             seen.append((type(model), static_input_idxs))
             return model
 
-        with mock.patch.object(cudagraph_trees, "cudagraphify_impl", impl), config.patch({"triton.cudagraph_trees": True}):
+        with (
+            mock.patch.object(cudagraph_trees, "cudagraphify_impl", impl),
+            config.patch({"triton.cudagraph_trees": True}),
+        ):
             run = compile_fx.cudagraphify(
                 double, (0,), device_index=0, stack_traces=[], is_backward=False, is_inference=True
             )
@@ -101,8 +108,16 @@ class TestPutToUse(TestCase):
         clear()
 
     def artifact(self, **fields):
-        known = {"model": "Net", "partitions": [{"graphed": True, "kernels": {"triton": 2}, "causes": [], "inputs": [], "outputs": []}]}
-        base = {"device_types": {"cuda"}, "disabled_cudagraphs_reason": None, "cudagraph_info": None, "pygraph_coverage": known}
+        known = {
+            "model": "Net",
+            "partitions": [{"graphed": True, "kernels": {"triton": 2}, "causes": [], "inputs": [], "outputs": []}],
+        }
+        base = {
+            "device_types": {"cuda"},
+            "disabled_cudagraphs_reason": None,
+            "cudagraph_info": None,
+            "pygraph_coverage": known,
+        }
         return SimpleNamespace(**{**base, **fields})
 
     def put(self, artifact, functions=0, **options):
@@ -222,7 +237,11 @@ class TestWhyRecorded(TestCase):
         self.manager = SimpleNamespace(roots={}, current_node=None, ids_to_funcs={self.id: self.function})
 
     def node(self, **fields):
-        pointers = [t.data_ptr() if i < 2 else None for i, t in enumerate(self.inputs)] if fields.get("same") else [1, 2, None, None]
+        pointers = (
+            [t.data_ptr() if i < 2 else None for i, t in enumerate(self.inputs)]
+            if fields.get("same")
+            else [1, 2, None, None]
+        )
         return SimpleNamespace(
             id=SimpleNamespace(id=7),
             children={},

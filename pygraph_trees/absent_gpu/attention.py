@@ -1,0 +1,119 @@
+"""Which fused kernel ``scaled_dot_product_attention`` would take on the GPU that is not there.
+
+Torch decides in C++, by asking the CUDA runtime about the device; a CPU build takes the unfused path for CUDA tensors,
+a CUDA build without a device raises. :func:`chosen_attention` decides instead, by the rules of torch's
+``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``: flash attention for half precision without a mask,
+memory-efficient attention where its alignment holds, else the unfused path. The switches in ``torch.backends.cuda`` and
+``sdpa_kernel`` are obeyed. cuDNN's kernel, which newer torch prefers on some GPUs, is not told from flash attention:
+for partitions and inputs it is the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+_aten = torch.ops.aten
+_KEY = torch._C.DispatchKey.CompositeImplicitAutograd
+_MASK_ALIGNMENT = 8  # elements, of all strides of the mask but the last
+_FLASH_ALIGNMENT = 8  # elements of the head dimension; others are padded
+_FLASH_MAX_HEAD_DIM = 256
+
+
+def _flash_fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
+    return (
+        torch.backends.cuda.flash_sdp_enabled()
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and mask is None
+        and query.size(-1) == key.size(-1) == value.size(-1)
+        and query.size(-1) <= _FLASH_MAX_HEAD_DIM
+        and (not is_causal or query.size(-2) == key.size(-2))
+    )
+
+
+def _efficient_fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    alignment = 16 // query.element_size()
+    return (
+        torch.backends.cuda.mem_efficient_sdp_enabled()
+        and query.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and query.size(1) == key.size(1) == value.size(1)
+        and query.size(-1) % alignment == 0
+        and value.size(-1) % alignment == 0
+    )
+
+
+def _fusable(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    return all(
+        t.dim() == 4 and t.dtype == query.dtype and t.numel() > 0 and t.stride(-1) == 1 for t in (query, key, value)
+    )
+
+
+def _efficient_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """The mask as the additive, aligned and expanded bias that the memory-efficient kernel takes."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        zero = torch.zeros((), dtype=query.dtype, device=mask.device)
+        mask = torch.where(mask, zero, float("-inf"))
+    width = mask.size(-1)
+    if mask.stride(-1) != 1 or any(s % _MASK_ALIGNMENT for s in mask.stride()[:-1]):
+        mask = torch.nn.functional.pad(mask, (0, -width % _MASK_ALIGNMENT))[..., :width]
+    return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    if query.device.type != "cuda":
+        return _aten.scaled_dot_product_attention.default._op_dk(
+            _KEY, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    fusable = _fusable(query, key, value)
+    if fusable and _flash_fits(query, key, value, attn_mask, is_causal):
+        head_dim = query.size(-1)
+        scale = head_dim**-0.5 if scale is None else scale
+        if missing := -head_dim % _FLASH_ALIGNMENT:
+            query, key, value = (torch.nn.functional.pad(t, (0, missing)) for t in (query, key, value))
+        out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        return out[..., :head_dim] if missing else out
+    if fusable and not enable_gqa and _efficient_fits(query, key, value):
+        for_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        bias = _efficient_bias(attn_mask, query, key)
+        return _aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, for_backward, dropout_p, is_causal, scale=scale
+        )[0]
+    return _aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )[0]
+
+
+@contextlib.contextmanager
+def chosen_attention() -> Iterator[None]:
+    """Inside, tracing decomposes attention on CUDA tensors as told above."""
+    op = _aten.scaled_dot_product_attention.default
+    before = op.py_kernels.get(_KEY)
+    op._dispatch_cache.clear()
+    op.py_kernels[_KEY] = _attention
+    try:
+        yield
+    finally:
+        if before is None:
+            del op.py_kernels[_KEY]
+        else:
+            op.py_kernels[_KEY] = before
+        op._dispatch_cache.clear()

@@ -1,0 +1,28 @@
+"""Replace attributes for a while."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_MISSING = object()
+
+
+@contextlib.contextmanager
+def replaced(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set the attributes, and put back the very objects that were there, in reverse order."""
+    before: list[tuple[Any, str, Any]] = []
+    try:
+        for owner, name, new in replacements:
+            before.append((owner, name, vars(owner).get(name, _MISSING)))
+            setattr(owner, name, new)
+        yield
+    finally:
+        for owner, name, old in reversed(before):
+            if old is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, old)
