@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import warnings
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -133,6 +134,10 @@ def _compiler_state_restored() -> Iterator[None]:
     from torch._inductor import metrics
 
     codes = convert_frame.Tracker()
+    fresh = {
+        convert_frame: {"input_codes": codes, "FRAME_COUNTER": 0, "FRAME_COMPILE_COUNTER": Counter()},
+        pgo: {"_CODE_STATE": None, "_INIT_CODE_STATE": None},
+    }
     counted = {name: counter.copy() for name, counter in counters.items()}
     measured = {name: value for name, value in vars(metrics).items() if type(value) is int}
     backends = set(eval_frame.cached_backends)
@@ -140,9 +145,7 @@ def _compiler_state_restored() -> Iterator[None]:
     try:
         with (
             torch._dynamo.config.patch(suppress_errors=False, **no_profile),
-            replaced(
-                [(pgo, "_CODE_STATE", None), (pgo, "_INIT_CODE_STATE", None), (convert_frame, "input_codes", codes)]
-            ),
+            replaced([(owner, name, value) for owner, values in fresh.items() for name, value in values.items()]),
         ):
             yield
     finally:

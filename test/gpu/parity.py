@@ -134,17 +134,21 @@ class Context:
         """Notes what the compiled runs must agree in, and eager need not."""
         self.record(value, label=label, oracle=False)
 
-    def raises(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> ErrorNote | None:
-        """Calls ``function`` and notes the error that it raised, or that it raised none."""
+    def attempt(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What ``function`` returns; if it raises, the error is noted and nothing comes back."""
         try:
-            function(*args, **kwargs)
+            return function(*args, **kwargs)
         except Exception as error:
-            note = ErrorNote.of(error)
+            self.fact(f"error {len(self.transcript.notes)}", error)
             _release(error)
-        else:
-            note = None
-        self.fact(f"error {len(self.transcript.notes)}", note)
-        return note
+            return None
+
+    def raises(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Calls ``function``, which should raise; notes the error, or that there was none."""
+        before = len(self.transcript.notes)
+        self.attempt(function, *args, **kwargs)
+        if len(self.transcript.notes) == before:
+            self.fact(f"no error {before}", None)
 
     def tree(self, label: str | None = None) -> TreeFacts | None:
         """Notes the recordings of this thread's manager as they are now."""
@@ -312,6 +316,7 @@ def prime() -> None:
         model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Softmax(dim=-1)).to(ctx.device)
         compiled = ctx.compile(model)
         for _ in range(3):
+            model.zero_grad(set_to_none=True)  # gradients lie in the pool: accumulating would read overwritten memory
             compiled(torch.randn(8, 32, device=ctx.device)).sum().backward()
             with torch.no_grad():
                 compiled(torch.randn(8, 32, device=ctx.device))

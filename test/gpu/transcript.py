@@ -17,6 +17,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._logging._internal
 
 
 if TYPE_CHECKING:
@@ -210,14 +211,15 @@ def comparable_warnings(caught: Sequence[warnings.WarningMessage]) -> list[tuple
 class LogLines(logging.Handler):
     """Keeps warnings and errors that loggers of graph capture, and our own, write."""
 
-    # Registered loggers of torch do not hand their records on to their parents.
-    WATCHED = ("", "torch", "torch._dynamo", "torch._inductor", "pygraph_trees", "inductor_patches")
     _COMPARED = re.compile(r"cudagraph|pygraph|inductor_patches")
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.lines: list[tuple[str, str]] = []
         self._seen: dict[int, logging.LogRecord] = {}  # holds the records, so that no two have the same id
+        # Registered loggers of torch do not hand their records on to their parents.
+        registered = torch._logging._internal.log_registry.get_log_qnames()
+        self._watched = sorted({"", "pygraph_trees", "inductor_patches", *registered})
 
     def emit(self, record: logging.LogRecord) -> None:
         # A record reaches this handler once for each watched logger on its way up.
@@ -226,12 +228,12 @@ class LogLines(logging.Handler):
             self.lines.append((record.levelname, normalise(record.getMessage())))
 
     def __enter__(self) -> LogLines:
-        for name in self.WATCHED:
+        for name in self._watched:
             logging.getLogger(name).addHandler(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name in self.WATCHED:
+        for name in self._watched:
             logging.getLogger(name).removeHandler(self)
 
 

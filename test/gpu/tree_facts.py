@@ -146,7 +146,7 @@ def tree_facts(manager: Any, container: Any) -> TreeFacts:
         warmed_up=tuple(sorted(function.id for function in manager.warmed_up_functions)),
         warned=tuple(sorted(function.id for function in manager.warned_functions)),
         warned_mutation=tuple(sorted(function.id for function in manager.warned_mutation)),
-        mutation_hints=_by_node(manager.non_cudagraph_managed_mutation_hint),
+        mutation_hints=_by_node(_mutation_hints(manager)),
         rerecorded=_by_node(manager.num_rerecord),
         fail_count=manager.debug_fail_counter,
         checkpoint_count=manager.debug_checkpointing_counter,
@@ -163,6 +163,12 @@ def tree_facts(manager: Any, container: Any) -> TreeFacts:
         pool_active_bytes=active_bytes,
         pool_active_blocks=active_blocks,
     )
+
+
+def _mutation_hints(manager: Any) -> Any:
+    """By node and function, whether the function runs un-graphed there; 2.15 renamed the table."""
+    renamed = hasattr(manager, "skip_cudagraph")
+    return manager.skip_cudagraph if renamed else manager.non_cudagraph_managed_mutation_hint
 
 
 def _kind_of_node(node: Any) -> str:
