@@ -41,7 +41,8 @@ class Net(torch.nn.Module):
         table = self.table.to(x.device)
         y = self.linear(x).relu() * table
         factor = scale.to(x.device)
-        return y.softmax(-1), (y * factor).sum().cpu()
+        total = (y * factor).sum().cpu()
+        return y.softmax(-1), total
 
 def net(device="cuda"):
     return Net().to(device), (torch.ones(8, SIZE, device=device),), {"scale": torch.ones(SIZE)}
@@ -168,7 +169,7 @@ Net [0/0], inference: 3 partitions, 1 graphed
       buf1        cuda:0  float32   64 B  2 triton
       buf5        cuda:0  float32   64 B  1 triton
   partition 3, outside of CUDA graphs: 1 copy
-    because of cpu ops: prims.device_put.default at program.py:15 in forward: return y.softmax(-1), (y * factor).sum().cpu()
+    because of cpu ops: prims.device_put.default at program.py:15 in forward: total = (y * factor).sum().cpu()
 
 What the features do about it:
   placement off: 2 partitions stay outside of CUDA graphs
