@@ -46,9 +46,7 @@ def _cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(upstream)
     def cudagraphify_impl(model: Any, inputs: list[Any], static_input_idxs: Any, *args: Any, **kwargs: Any) -> Any:
         # What comes from Inductor was wrapped at compile time; the rest is from backend="cudagraphs".
-        function = FunctionModel.of(
-            model, is_backward=kwargs["is_backward"], is_inference=kwargs["is_inference"], name="cudagraphs backend"
-        )
+        function = FunctionModel.of(model, is_backward=kwargs["is_backward"], is_inference=kwargs["is_inference"])
         reason = why_not_graphed(function.settings)
         if reason is not None:
             function.log.not_graphed(reason)

@@ -1,7 +1,8 @@
 """The program that the commands work on where none is named: a BERT reads a text, byte by byte.
 
 The model is transformers' ``BertForMaskedLM`` of base size (110 million parameters) with random weights, in bfloat16.
-Its tokens are the bytes of ``default_text.txt``, cut into rows; every eighth is masked, as in training.
+Its tokens are the bytes of ``default_text.txt``, cut into rows; every eighth is masked, as in training. Behind the 256 bytes the
+vocabulary has room for 128 tokens of other meaning, as that of ByT5 has, of which one is the mask.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ _TEXT = Path(__file__).with_name("default_text.txt")
 _ROW = 256  # bytes
 _ROWS = 4
 _MASK = 256  # the first token behind the bytes
+_VOCABULARY = 384
 _FIRST_MASKED, _EACH = 3, 8
 
 
@@ -33,7 +35,7 @@ def bert_reads_text(device: torch.device | str = "cuda") -> tuple[torch.nn.Modul
 
     torch.manual_seed(0)
     with torch.device(device):
-        model = BertForMaskedLM(BertConfig(vocab_size=_MASK + 1)).to(torch.bfloat16).eval()
+        model = BertForMaskedLM(BertConfig(vocab_size=_VOCABULARY)).to(torch.bfloat16).eval()
     ids = masked_rows(_TEXT.read_bytes())
     tokens = ids.to(device)
     return model, (), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import partitions
 from .log import GraphLog, journal, partition_from_json, partition_to_json
+from .naming import compile_id, mode_name, program_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,9 +64,10 @@ def put_to_use(artifact: Any, graph_kwargs: Any, *, wanted: bool, dropped: str |
         yield
         return
     known = getattr(artifact, _ATTRIBUTE, None) or {"model": "unknown", "partitions": []}
+    identity = compile_id()
     log = GraphLog(
-        model=known["model"],
-        compile_id=compile_id(),
+        model=program_name() or journal.model_of(identity) or known["model"],
+        compile_id=identity,
         mode=mode_name(is_backward=graph_kwargs["is_backward"], is_inference=graph_kwargs["is_inference"]),
         partitions=tuple(partition_from_json(p) for p in known["partitions"]),
     )
@@ -82,15 +84,3 @@ def _why_dropped(artifact: Any) -> str:
     if info is not None and info.cudagraph_fail_reasons:
         return ", ".join(info.cudagraph_fail_reasons)
     return "no part of it can be graphed"
-
-
-def compile_id() -> str | None:
-    """The compile id that Dynamo gave to what is being compiled in this thread."""
-    import torch
-
-    current = torch._guards.CompileContext.current_compile_id()
-    return None if current is None else str(current)
-
-
-def mode_name(*, is_backward: bool, is_inference: bool) -> str:
-    return "backward" if is_backward else "inference" if is_inference else "forward"

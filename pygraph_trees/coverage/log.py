@@ -137,6 +137,12 @@ class Journal:
         """The graph that is being compiled in this thread."""
         return getattr(self._compiling, "graph", None)
 
+    def model_of(self, compile_id: str | None) -> str | None:
+        """The name of what was compiled under an id: that of a forward, for the backward compiled later."""
+        with self._lock:
+            found = (g.model for g in reversed(self._graphs) if compile_id is not None and g.compile_id == compile_id)
+            return next(found, None)
+
     def add_graph(self, graph: GraphLog) -> None:
         with self._lock:
             self._graphs.append(graph)

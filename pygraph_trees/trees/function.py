@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from pygraph_trees.coverage.compiled import compile_id, mode_name
 from pygraph_trees.coverage.log import FunctionLog, journal
+from pygraph_trees.coverage.naming import compile_id, mode_name, program_name
 from pygraph_trees.settings import Settings
 
 if TYPE_CHECKING:
@@ -33,19 +33,17 @@ class FunctionModel:
         return self.model(inputs)
 
     @staticmethod
-    def of(
-        model: Callable[[list[Any]], Any], *, is_backward: bool, is_inference: bool, name: str | None = None
-    ) -> FunctionModel:
+    def of(model: Callable[[list[Any]], Any], *, is_backward: bool, is_inference: bool) -> FunctionModel:
         """Wraps what is handed to ``cudagraphify`` at compile time, as part of the graph being compiled.
 
-        A model that is wrapped already comes back as it is. ``name`` names it where no graph is being compiled.
+        A model that is wrapped already comes back as it is.
         """
         if isinstance(model, FunctionModel):
             return model
         settings = Settings.current()
         graph = journal.graph
         log = FunctionLog(
-            model=graph.model if graph else name or str(getattr(model, "__name__", "unknown")),
+            model=graph.model if graph else program_name() or str(getattr(model, "__name__", "unknown")),
             compile_id=graph.compile_id if graph else compile_id(),
             mode=mode_name(is_backward=is_backward, is_inference=is_inference),
             partition=1,

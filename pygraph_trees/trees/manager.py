@@ -34,7 +34,7 @@ class Manager(Upstream):
         function = self._log_of(function_id)
         if function is None:
             return super().record_function(new_inputs, function_id)
-        reason = why_recorded(self, new_inputs, function_id)
+        reason = why_recorded(self, new_inputs, function_id, function)
         before = self._pool_nbytes()
         start = time.perf_counter()
         outputs = super().record_function(new_inputs, function_id)

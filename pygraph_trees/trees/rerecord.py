@@ -12,25 +12,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from pygraph_trees.coverage.log import FunctionLog
+
     from .manager import Manager
 
 _MOST_NAMES = 4
 
 
-def why_recorded(manager: Manager, inputs: list[Any], function_id: Any) -> str:
+def why_recorded(manager: Manager, inputs: list[Any], function_id: Any, function: FunctionLog) -> str:
     """One line: "first call", what moved since the newest recording here, or after which recording this one comes."""
     node = manager.current_node
     siblings = (manager.roots if node is None else node.children).get(function_id, [])
     if siblings:
         return _difference(siblings[-1], inputs)
     if node is None:
-        again = any(f.model is manager.ids_to_funcs[function_id].model for i, f in _others(manager, function_id))
-        return "first call with these sizes" if again else "first call"
+        return "first call with these sizes" if function.recordings else "first call"
     return f"first call after recording {node.id.id}"
-
-
-def _others(manager: Manager, function_id: Any) -> list[tuple[Any, Any]]:
-    return [(i, f) for i, f in manager.ids_to_funcs.items() if i != function_id]
 
 
 def _difference(recorded: Any, inputs: list[Any]) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -24,6 +25,7 @@ from pygraph_trees.coverage.log import (
     partition_from_json,
     partition_to_json,
 )
+from pygraph_trees.coverage.naming import program_name
 from pygraph_trees.coverage.partitions import source_line
 from pygraph_trees.coverage.records import Cause, Environment, FeatureState, InputRecord, Partition, PartitionInput
 from pygraph_trees.coverage.report import Report
@@ -113,6 +115,51 @@ class TestLogs(TestCase):
     def test_partitions_travel_as_json(self):
         for partition in SPLIT:
             self.assertEqual(partition_from_json(json.loads(json.dumps(partition_to_json(partition)))), partition)
+
+
+class TestNaming(TestCase):
+    """Names are those that a person gave: of the module's class, or of the function."""
+
+    def names(self, fn, *args):
+        seen = []
+
+        def backend(gm, inputs):
+            seen.append(program_name())
+            return gm
+
+        torch._dynamo.reset()
+        torch.compile(fn, backend=backend)(*args)
+        return seen
+
+    def test_modules_and_functions(self):
+        class Net(torch.nn.Module):
+            def forward(self, x):
+                return x + 1
+
+        class Broken(Net):
+            def forward(self, x):
+                x = x.sin()
+                torch._dynamo.graph_break()
+                return x.cos()
+
+        def double(x):
+            return x * 2
+
+        x = torch.ones(2)
+        self.assertEqual(self.names(Net(), x), ["Net"])
+        self.assertEqual(self.names(torch.nn.Sequential(torch.nn.Linear(2, 2)), x), ["Sequential"])
+        self.assertEqual(self.names(double, x), ["double"])
+        first, second = self.names(Broken(), x)
+        self.assertEqual(first, "Broken")
+        self.assertRegex(second, r"^forward:\d+$")
+        self.assertIsNone(program_name())
+
+    def test_backward_has_the_name_of_its_forward(self):
+        journal = Journal()
+        journal.add_graph(GraphLog("Net", "2/0", "forward", ()))
+        self.assertEqual(journal.model_of("2/0"), "Net")
+        self.assertIsNone(journal.model_of("3/0"))
+        self.assertIsNone(journal.model_of(None))
 
 
 class TestReport(TestCase):

@@ -96,7 +96,7 @@ class TestFunction(TestCase):
         self.assertEqual(run([torch.ones(2)]), [torch.full((2,), 2.0)])
         self.assertEqual(made, [0])
         (record,) = pygraph_trees.report().functions
-        self.assertEqual((record.model, record.ungraphed_calls), ("cudagraphs backend", 1))
+        self.assertEqual((record.model, record.ungraphed_calls), ("double", 1))
         self.assertIn("never", record.ungraphed_reason)
 
 
@@ -233,6 +233,7 @@ class TestWhyRecorded(TestCase):
         self.inputs = [torch.ones(2), torch.ones(2), torch.ones(2), 5]
         placeholders = [PlaceholderInfo(f"arg{i}_1", None, [], None) for i in range(4)]
         self.id = FunctionID(0)
+        self.log = SimpleNamespace(recordings=[])
         self.function = SimpleNamespace(model=double, placeholders=placeholders)
         self.manager = SimpleNamespace(roots={}, current_node=None, ids_to_funcs={self.id: self.function})
 
@@ -252,11 +253,11 @@ class TestWhyRecorded(TestCase):
         )
 
     def why(self):
-        return why_recorded(self.manager, self.inputs, self.id)
+        return why_recorded(self.manager, self.inputs, self.id, self.log)
 
     def test_first(self):
         self.assertEqual(self.why(), "first call")
-        self.manager.ids_to_funcs[FunctionID(1)] = SimpleNamespace(model=double)
+        self.log.recordings.append(object())
         self.assertEqual(self.why(), "first call with these sizes")
         self.manager.current_node = self.node()
         self.assertEqual(self.why(), "first call after recording 7")

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch._logging._internal
 
-
 if TYPE_CHECKING:
     import warnings
     from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ _NORMAL_FORMS = (
     (re.compile(r"pool \(\d+, \d+\)"), "pool <id>"),
     (re.compile(r"[Pp]rocess \d+"), "process <pid>"),
     (re.compile(r"\d+(\.\d+)? (bytes|[KMGT]iB)"), "<bytes>"),
+    (re.compile(r"([Pp]rocess <pid> has <bytes> memory in use\. )+"), ""),  # whoever else uses the GPU
     (re.compile(r"\S*torchinductor_[^\s\"']*"), "<cache>"),
     (re.compile(r"File \"[^\"]*/(test/[^\"]*)\""), r'File "\1"'),
 )
@@ -47,13 +47,15 @@ _NOT_COMPARED = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, R
 def normalise(text: str) -> str:
     """Returns ``text`` without what differs between two runs of one program."""
     kept: list[str] = []
-    lines = iter(text.split("\n"))
-    for line in lines:
+    in_library = False
+    for line in text.split("\n"):
         frame = _FRAME.match(line)
-        if frame is not None and not _USER_CODE.search(frame["path"]):
-            next(lines, None)  # the source line that follows a frame
-            continue
-        kept.append(line)
+        if frame is not None:
+            in_library = not _USER_CODE.search(frame["path"])
+        elif not line.startswith("    "):  # what follows a frame is its source, further in
+            in_library = False
+        if not in_library:
+            kept.append(line)
     text = "\n".join(kept)
     for pattern, form in _NORMAL_FORMS:
         text = pattern.sub(form, text)
@@ -191,10 +193,11 @@ def note_of(value: Any) -> Any:
 
 
 def comparable_counters(counters: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    """Torch's counters by group; groups of our own are left out."""
     result: dict[str, dict[str, int]] = {}
     for group, values in sorted(counters.items()):
         for key, count in values.items():
-            if not _PROCESS_CACHES.search(str(key)):
+            if not group.startswith("pygraph") and not _PROCESS_CACHES.search(str(key)):
                 kept, name = result.setdefault(group, {}), normalise(str(key))
                 kept[name] = kept.get(name, 0) + count
     return result

@@ -1,0 +1,40 @@
+"""What a compiled graph is called: the program that Dynamo traced, its compile id, its mode.
+
+All of it is asked while compiling, in the thread that compiles. The names are for people; nothing is looked up by them.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+_RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)$")
+
+
+def compile_id() -> str | None:
+    """The compile id that Dynamo gave to what is being compiled."""
+    current = torch._guards.CompileContext.current_compile_id()
+    return None if current is None else str(current)
+
+
+def mode_name(*, is_backward: bool, is_inference: bool) -> str:
+    return "backward" if is_backward else "inference" if is_inference else "forward"
+
+
+def program_name() -> str | None:
+    """The class of the module or the name of the function that Dynamo is tracing; None where it traces nothing.
+
+    Behind a graph break, where Dynamo goes on in a function of its own, the line is added: ``forward:31``.
+    """
+    from torch._dynamo import symbolic_convert
+
+    tracer = getattr(symbolic_convert.tls, "current_tx", None)
+    if tracer is None:
+        return None
+    resumed = _RESUMED.match(tracer.f_code.co_name)
+    # A module of torch's own is called through a function that holds it as `fn`.
+    for owner in (tracer.f_locals.get("self"), tracer.f_locals.get("fn")):
+        if isinstance(owner, torch.nn.Module):
+            return f"{type(owner).__name__}:{resumed['line']}" if resumed else type(owner).__name__
+    return f"{resumed['name']}:{resumed['line']}" if resumed else str(tracer.f_code.co_name)

@@ -1,0 +1,222 @@
+"""The coverage report on a GPU: what it says of functions is what happened to them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import unittest
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch._inductor import config, cudagraph_trees
+from torch._inductor.utils import fresh_cache
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+import pygraph_trees
+from pygraph_trees.coverage.report import clear
+from pygraph_trees.driver import driver
+
+DEVICE = "cuda"
+
+
+def compiled(fn, **options):
+    return torch.compile(fn, **(options or {"mode": "reduce-overhead"}))
+
+
+def step():
+    torch.compiler.cudagraph_mark_step_begin()
+
+
+@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+class TestCoverage(TestCase):
+    def setUp(self):
+        super().setUp()
+        torch._dynamo.reset()
+        clear()
+
+    def only_function(self):
+        (function,) = pygraph_trees.report().functions
+        return function
+
+    def test_inference(self):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)).to(DEVICE)
+        f = compiled(model)
+        with torch.no_grad():
+            for _ in range(6):
+                step()
+                f(torch.randn(16, 64, device=DEVICE))
+        function = self.only_function()
+        self.assertEqual(
+            (function.model, function.mode, function.partition, function.partitions), ("Sequential", "inference", 1, 1)
+        )
+        self.assertEqual((function.warmups, function.replays, function.ungraphed_calls), (1, 4, 0))
+        (recording,) = function.recordings
+        self.assertEqual(recording.reason, "first call")
+        self.assertEqual([recording.count(k) for k in ("static", "managed", "live")], [4, 0, 1])
+        self.assertEqual(recording.copied_bytes, 16 * 64 * 4)
+        self.assertGreater(recording.record_s, 0)
+        self.assertGreaterEqual(function.pool_bytes, 2 * 1024 * 1024)  # the allocator's smallest segment
+        self.assertRegex(function.compile_id, r"^\d+/\d+$")
+
+    @unittest.skipUnless(driver(), "needs cuda.bindings")
+    def test_kernels_are_those_that_run(self):
+        def fn(x, y):
+            return torch.sort((x * 2).sin() @ y).values, y.cos()
+
+        f = compiled(fn)
+        x, y = torch.randn(128, 128, device=DEVICE), torch.randn(128, 128, device=DEVICE)
+        for _ in range(4):
+            step()
+            f(x, y)
+        (recording,) = self.only_function().recordings
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step()
+            f(x, y)
+            torch.cuda.synchronize()
+        names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        copies = 1  # one _foreach_copy_ of both inputs, outside of the graph
+        kernels = [n for n in names if not n.startswith(("Memcpy", "Memset"))]
+        self.assertEqual(recording.kernels, len(kernels) - copies, names)
+
+    def test_split(self):
+        def fn(x):
+            y = (x * 2).sin()
+            z = y.cpu() + 1
+            return z.to(DEVICE) * y
+
+        with fresh_cache():
+            f = compiled(fn)
+            for _ in range(4):
+                step()
+                f(torch.ones(8, device=DEVICE))
+        report = pygraph_trees.report()
+        self.assertEqual([(f.partition, f.partitions, f.replays) for f in report.functions], [(1, 2, 2), (2, 2, 2)])
+        first, second = report.functions
+        self.assertEqual(second.recordings[0].count("managed"), 1)
+        self.assertEqual(second.recordings[0].reason, f"first call after recording {first.recordings[0].number}")
+        (graph,) = report.graphs
+        self.assertIsNone(graph.dropped)
+        self.assertEqual([p.graphed for p in graph.partitions], [True, False, True])
+        self.assertTrue(graph.causes)
+        self.assertTrue(all(Path(__file__).name in str(cause.source) for cause in graph.causes), graph.causes)
+        self.assertIn("outside of CUDA graphs", str(report))
+
+    def test_cached_artifacts_know_their_partitions(self):
+        def fn(x):
+            return (x.cpu() + 1).to(DEVICE).exp() * x
+
+        x = torch.ones(8, device=DEVICE)
+        with fresh_cache(), config.patch({"fx_graph_cache": True}):
+            found = []
+            for _ in range(2):
+                torch._dynamo.reset()
+                clear()
+                compiled(fn)(x)
+                found.append(
+                    [(p.graphed, p.kernels, p.causes) for g in pygraph_trees.report().graphs for p in g.partitions]
+                )
+            self.assertEqual(found[0], found[1])
+            self.assertGreaterEqual(len(found[0]), 2)
+
+    def test_training(self):
+        model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh()).to(DEVICE)
+        f = compiled(model)
+        for _ in range(5):
+            step()
+            model.zero_grad(set_to_none=True)
+            f(torch.randn(4, 32, device=DEVICE)).sum().backward()
+        modes = {f.mode: f for f in pygraph_trees.report().functions}
+        self.assertEqual(sorted(modes), ["backward", "forward"])
+        self.assertEqual([f.replays for f in modes.values()], [3, 3])
+        self.assertEqual({f.model for f in modes.values()}, {"Sequential"})
+
+    def test_recorded_again(self):
+        model = torch.nn.Linear(16, 16).to(DEVICE)
+        f = compiled(model)
+        x = torch.randn(4, 16, device=DEVICE)
+        with torch.no_grad():
+            for _ in range(3):
+                step()
+                f(x)
+            model.weight.data = model.weight.data.clone()
+            step()
+            f(x)
+        first, second = self.only_function().recordings
+        self.assertEqual(first.reason, "first call")
+        self.assertRegex(second.reason, r"^static input \w+ moved$")
+
+    def test_recorded_again_for_sizes(self):
+        f = compiled(lambda x: x.sin() + 1, mode="reduce-overhead", dynamic=True)
+        for n in (4, 5, 4, 5, 5):
+            step()
+            f(torch.ones(n, 3, device=DEVICE))
+        self.assertEqual(
+            [r.reason for r in self.only_function().recordings], ["first call", "first call with these sizes"]
+        )
+
+    def test_ungraphed_by_mutation(self):
+        def fn(a, b):
+            a.add_(b)
+            return a * 2
+
+        f = compiled(fn)
+        a, b = torch.zeros(4, device=DEVICE), torch.ones(4, device=DEVICE)
+        for _ in range(3):
+            step()
+            f(a, b)
+        function = self.only_function()
+        self.assertEqual((function.ungraphed_calls, function.recordings), (3, ()))
+        self.assertIn("mutates inputs", function.ungraphed_reason)
+        self.assertEqual(a, torch.full((4,), 3.0))
+
+    def test_never(self):
+        f = compiled(lambda x: x.sin() + 1, options={"triton.cudagraphs": True, "triton.pygraph_selective": "never"})
+        x = torch.randn(8, device=DEVICE, requires_grad=True)
+        for _ in range(3):
+            step()
+            f(x).sum().backward()
+        report = pygraph_trees.report()
+        self.assertEqual(report.functions, ())
+        self.assertEqual({g.dropped for g in report.graphs}, {"pygraph_selective is 'never'"})
+        self.assertIsNone(cudagraph_trees.get_container(0).tree_manager)
+
+    def test_never_on_the_cudagraphs_backend(self):
+        with config.patch({"triton.pygraph_selective": "never"}):
+            f = torch.compile(lambda x: x.sin() + 1, backend="cudagraphs")
+            x = torch.randn(8, device=DEVICE)
+            for _ in range(3):
+                step()
+                self.assertEqual(f(x), x.sin() + 1)
+        function = self.only_function()
+        self.assertEqual((function.ungraphed_calls, function.recordings), (3, ()))
+
+    def test_cudagraphs_backend(self):
+        f = torch.compile(lambda x: x.sin() + 1, backend="cudagraphs")
+        for _ in range(4):
+            step()
+            f(torch.ones(8, device=DEVICE))
+        function = self.only_function()
+        self.assertEqual((function.model, function.replays, len(function.recordings)), ("<lambda>", 2, 1))
+
+    def test_logs(self):
+        with self.assertLogs("pygraph_trees.coverage", logging.DEBUG) as logs:
+            f = compiled(lambda x: x.sin() + 1)
+            for _ in range(3):
+                step()
+                f(torch.ones(8, device=DEVICE))
+        text = "\n".join(logs.output)
+        self.assertIn("1 graphed of 1 partitions", text)
+        self.assertIn("recording 0: first call;", text)
+
+    def test_json(self):
+        compiled(lambda x: x.sin() + 1)(torch.ones(8, device=DEVICE))
+        data = json.loads(pygraph_trees.report().to_json())
+        self.assertEqual(data["environment"]["gpu"], torch.cuda.get_device_name())
+        self.assertEqual(len(data["functions"]), 1)
+
+
+if __name__ == "__main__":
+    run_tests()
