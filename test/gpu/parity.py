@@ -28,7 +28,6 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
@@ -37,7 +36,6 @@ import torch._functorch.config
 import torch._inductor.config
 from torch._dynamo.utils import counters
 from torch.testing._internal.common_utils import TestCase
-
 from transcript import (
     ErrorNote,
     LogLines,
@@ -51,7 +49,6 @@ from transcript import (
     oracle_differences,
 )
 from tree_facts import TreeFacts, class_problems, device_manager, tree_facts
-
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -206,14 +203,13 @@ def _release(error: BaseException) -> None:
 def _clean() -> None:
     """The state of a process that has compiled nothing."""
     torch._dynamo.reset()
-    gc.collect()
-    counters.clear()
     if torch.cuda.is_available():
         from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
         torch.cuda.synchronize()
         reset_cudagraph_trees()
-        gc.collect()
+    gc.collect()
+    if torch.cuda.is_available():
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
     counters.clear()
@@ -324,6 +320,8 @@ def prime() -> None:
     transcript = run_side(program, UPSTREAM)
     if transcript.crash is not None:
         raise RuntimeError(f"torch.compile does not work here:\n{transcript.traceback}")
+    # Each run collects garbage twice; what torch has loaded by now need not be looked through each time.
+    gc.freeze()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from transcript import normalise
 
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 

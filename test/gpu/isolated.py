@@ -1,0 +1,103 @@
+"""Runs a program in a process of its own, for what a process does not survive: lost contexts, exhausted memory.
+
+``run_isolated`` names the program by module and function, so that the child can import it, and returns what the child
+saw as plain data. The child reads no state of the parent but the import path.
+
+    {"facts": {path: leaf}, "errors": [[type, message]], "lost": [type, message] or None}
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from parity import OURS, UPSTREAM, ParityError, run_side
+from transcript import ErrorNote
+
+if TYPE_CHECKING:
+    from parity import Context
+    from transcript import Transcript
+
+HERE = Path(__file__).resolve().parent
+
+
+def run_isolated(module: str, program: str, side: str, *, timeout_s: float = 240, **options: Any) -> dict[str, Any]:
+    """What ``program`` of ``module`` showed on one side in a fresh process; options are those of ``run_side``."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        request = json.dumps([module, program, side, options, str(result)])
+        paths = [str(HERE), str(HERE.parents[1]), *(path for path in sys.path if path)]
+        child = subprocess.run(
+            [sys.executable, "-c", "import sys, isolated; isolated.answer(sys.argv[1])", request],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        if not result.exists():
+            raise ParityError(f"{side}: the process ended with {child.returncode}:\n{child.stderr[-4000:]}")
+        answer: dict[str, Any] = json.loads(result.read_text())
+        return answer
+
+
+def compare_isolated(module: str, program: str, **options: Any) -> dict[str, Any]:
+    """What ours showed, after proving that upstream showed the same; the two processes run side by side."""
+    with ThreadPoolExecutor(2) as pool:
+        children = [pool.submit(run_isolated, module, program, side, **options) for side in (UPSTREAM, OURS)]
+        upstream, ours = (child.result() for child in children)
+    found = [
+        f"{path}: {upstream['facts'].get(path)} in upstream, {ours['facts'].get(path)} in ours"
+        for path in sorted({*upstream["facts"], *ours["facts"]})
+        if upstream["facts"].get(path) != ours["facts"].get(path)
+    ]
+    if upstream["lost"] != ours["lost"]:
+        found.append(f"end of the process: {upstream['lost']} in upstream, {ours['lost']} in ours")
+    if found:
+        raise ParityError(f"{len(found)} differences\n" + "\n".join(found[:25]))
+    return ours
+
+
+def answer(request: str) -> None:
+    """The child: runs the program that ``request`` names and leaves the result in the file that it names."""
+    module, name, side, options, path = json.loads(request)
+    program = getattr(importlib.import_module(module), name)
+
+    def guarded(ctx: Context) -> None:
+        crash = None
+        try:
+            program(ctx)
+        except Exception as error:
+            crash = ErrorNote.of(error)
+        try:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        except Exception as error:
+            # The context is lost. Nothing can be read from the device any more, and an orderly exit would touch it.
+            ctx.transcript.crash = crash
+            _leave(path, ctx.transcript, ErrorNote.of(error))
+            os._exit(0)
+        if crash is not None:
+            ctx.fact("crash", crash)
+        # Where a failed capture keeps the process from ending in order, this much of it counts.
+        _leave(path, ctx.transcript, None)
+
+    _leave(path, run_side(guarded, side, **options), None)
+
+
+def _leave(path: str, transcript: Transcript, lost: ErrorNote | None) -> None:
+    errors = [error for error in [*transcript.errors, transcript.crash] if error is not None]
+    content = {
+        "facts": transcript.as_json(),
+        "errors": [[error.type, error.message] for error in errors],
+        "lost": None if lost is None else [lost.type, lost.message],
+    }
+    Path(path).write_text(json.dumps(content))

@@ -1,0 +1,59 @@
+"""``compare`` on a GPU, from the command to what it prints: four ways, agreeing outputs, a report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+PROGRAM = """
+import torch
+
+def net(device):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 256)).to(device)
+    return model, (torch.randn(64, 256, device=device),)
+"""
+
+
+@unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
+class TestCompare(TestCase):
+    def test_compare(self):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            (folder / "program.py").write_text(PROGRAM)
+            command = [sys.executable, "-m", "pygraph_trees", "compare", f"{folder}/program.py:net", "--rounds", "2"]
+            done = subprocess.run(
+                [*command, "--json", str(folder / "out.json")], cwd=ROOT, capture_output=True, text=True, timeout=400
+            )
+            self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+            data = json.loads((folder / "out.json").read_text())
+        found = {(m["way"], m["regime"]): m for m in data["measurements"]}
+        self.assertEqual(len(found), 8)
+        self.assertTrue(all(m["error"] is None and m["latency_ms"] > 0 for m in found.values()), found)
+        # What was captured and copied is alike, ours being the same code as upstream while every flag is off.
+        for regime in ("same", "fresh"):
+            ours, upstream = found["ours", regime], found["upstream", regime]
+            for field in ("copied_bytes", "kernels_graphed", "kernels_total", "recordings", "peak_bytes"):
+                self.assertEqual(ours[field], upstream[field], field)
+            self.assertEqual(ours["copied_bytes"], 64 * 256 * 4)
+            self.assertGreater(ours["kernels_graphed"], 0)
+            self.assertEqual(ours["max_diff_upstream"], 0)
+            self.assertEqual(found["compile", regime]["kernels_graphed"], 0)
+        (function,) = data["report"]["functions"]
+        self.assertEqual(function["model"], "Sequential")
+        self.assertIn("ours and upstream are bit-equal", done.stdout)
+        self.assertIn("100%", done.stderr)
+
+
+if __name__ == "__main__":
+    run_tests()

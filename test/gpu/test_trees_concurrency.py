@@ -1,0 +1,213 @@
+"""Threads, streams and devices."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from parity import ParityTestCase, requires_two_gpus
+from torch.testing._internal.common_utils import run_tests
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from parity import Context
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    """What ``work`` returns in a thread of its own, or the error that it raised."""
+    result: list[Any] = []
+
+    def target() -> None:
+        try:
+            result.append(work())
+        except Exception as error:
+            result.append(error)
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+    return result[0]
+
+
+def stash(key: str, value: Any) -> None:
+    """Lets autograd threads find ``value``; torch 2.11 takes a reference for it that it was not given."""
+    before = sys.getrefcount(value)
+    torch._C._stash_obj_in_tls(key, value)
+    if sys.getrefcount(value) == before:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+def with_own_manager(work: Callable[[], Any]) -> Callable[[], Any]:
+    """``work`` in a thread that has graph trees of its own, as servers set them up."""
+
+    def run() -> Any:
+        import torch._inductor.cudagraph_trees as trees
+
+        trees.local.tree_manager_containers = {}
+        trees.local.tree_manager_locks = defaultdict(threading.Lock)
+        stash("tree_manager_containers", trees.local.tree_manager_containers)
+        stash("tree_manager_locks", trees.local.tree_manager_locks)
+        try:
+            return work()
+        finally:
+            trees.reset_cudagraph_trees()
+
+    return run
+
+
+class TestTreeConcurrency(ParityTestCase):
+    def test_first_call_in_another_thread(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: x * 2 + 1)
+            x = torch.randn(4, 8, device=ctx.device)
+            # Some versions refuse, others give the thread a manager of its own.
+            for _ in range(4):
+                ctx.fact("result", in_thread(lambda: f(x)))
+
+        notes = self.parity(program, oracle=False).ours.notes
+        self.assertEqual(len(notes), 4)
+        self.assertEqual(len({type(note.value) for note in notes}), 1)
+
+    def test_later_calls_in_another_thread(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: x * 2 + 1)
+            for _ in range(3):
+                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+            for _ in range(3):
+                x = torch.randn(4, 8, device=ctx.device)
+                torch.cuda.synchronize()
+                ctx.fact("elsewhere", in_thread(lambda x=x: f(x).clone()))
+            torch.cuda.synchronize()
+            for _ in range(2):
+                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+
+        self.assertEqual(self.parity(program).tree.recordings, 1)
+
+    def test_backward_in_another_thread(self) -> None:
+        def program(ctx: Context) -> None:
+            model = torch.nn.Linear(8, 4, device=ctx.device)
+            compiled = ctx.compile(model)
+
+            def backward(y: torch.Tensor) -> None:
+                y.square().sum().backward()
+                torch.cuda.synchronize()
+
+            for _ in range(4):
+                x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
+                y = compiled(x)
+                torch.cuda.synchronize()
+                # A plain thread has no trees in some versions; then the backward is refused.
+                ctx.fact("backward", in_thread(lambda y=y: backward(y)))
+                ctx.fact("gradients", [x.grad, model.weight.grad])
+                model.zero_grad()
+
+        parity = self.parity(program, oracle=False)
+        self.assertIn("FORWARD", parity.tree.modes)
+        self.assertEqual(len([note for note in parity.ours.notes if note.label == "backward"]), 4)
+
+    def test_threads_with_managers_of_their_own(self) -> None:
+        def program(ctx: Context) -> None:
+            def work(factor: float) -> list[torch.Tensor]:
+                f = ctx.compile(lambda x: x * factor + 1)
+                generator = torch.Generator(ctx.device).manual_seed(int(factor))
+                outputs = [f(torch.randn(4, 8, device=ctx.device, generator=generator)).clone() for _ in range(4)]
+                ctx.tree(f"thread {factor}")
+                torch.cuda.synchronize()
+                return outputs
+
+            for factor in (2.0, 3.0):
+                ctx.record(in_thread(with_own_manager(lambda factor=factor: work(factor))))
+            ctx.record(work(4.0))
+
+        parity = self.parity(program)
+        self.assertEqual([parity.trees[f"thread {factor}"].recordings for factor in (2.0, 3.0, 4.0)], [1, 1, 1])
+        self.assertEqual(parity.tree.recordings, 1)
+
+    def test_threads_take_turns(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: x.sin() * 2)
+            for _ in range(3):
+                f(torch.randn(64, device=ctx.device))
+            torch.cuda.synchronize()
+            lock = threading.Lock()
+            results: dict[int, list[torch.Tensor]] = {}
+
+            def work(number: int) -> None:
+                for step in range(8):
+                    with lock:
+                        x = torch.full((64,), float(number * 8 + step), device=ctx.device)
+                        results.setdefault(number, []).append(f(x).cpu())
+
+            threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            ctx.record(*(results[number] for number in range(3)))
+
+        self.assertEqual(self.parity(program).tree.recordings, 1)
+
+    def test_other_streams(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: x @ x.t() + 1)
+            streams = [torch.cuda.Stream() for _ in range(2)]
+            # Warmed up and recorded on one stream, replayed on three.
+            for step in range(9):
+                stream = torch.cuda.current_stream() if step < 3 else [torch.cuda.current_stream(), *streams][step % 3]
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    x = torch.full((8, 4), float(step), device=ctx.device)
+                    ctx.record(f(x))
+                torch.cuda.current_stream().wait_stream(stream)
+
+        self.assertEqual(self.parity(program).tree.recordings, 1)
+
+    def test_recorded_on_another_stream(self) -> None:
+        def program(ctx: Context) -> None:
+            model = torch.nn.Linear(8, 4, device=ctx.device)
+            compiled = ctx.compile(model)
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(4):
+                    x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
+                    compiled(x).square().sum().backward()
+                    ctx.record(x.grad, model.weight.grad)
+                    model.zero_grad()
+            torch.cuda.current_stream().wait_stream(stream)
+
+        self.assertEqual(self.parity(program).tree.recordings, 2)
+
+    def test_copies_overlap_on_another_stream(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: x.exp() + 1)
+            copier = torch.cuda.Stream()
+            host = [torch.randn(64, 64).pin_memory() for _ in range(6)]
+            for each in host:
+                with torch.cuda.stream(copier):
+                    x = each.to(ctx.device, non_blocking=True)
+                torch.cuda.current_stream().wait_stream(copier)
+                x.record_stream(torch.cuda.current_stream())
+                ctx.record(f(x))
+
+        self.assertEqual(self.parity(program).tree.recordings, 1)
+
+    @requires_two_gpus
+    def test_two_devices(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: x * 2 + 1)
+            for _ in range(4):
+                for index in range(2):
+                    with torch.cuda.device(index):
+                        ctx.record(f(torch.full((4, 8), float(index), device=f"cuda:{index}")))
+
+        self.assertEqual(self.parity(program).tree.recordings, 1)
+
+
+if __name__ == "__main__":
+    run_tests()

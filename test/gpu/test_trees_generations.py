@@ -1,0 +1,230 @@
+"""Generations: which outputs stay valid how long, what touching an overwritten one says, marks, resets."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+import torch
+from parity import ParityTestCase
+from torch.testing._internal.common_utils import run_tests
+
+if TYPE_CHECKING:
+    from parity import Context
+
+
+def mark_step() -> None:
+    torch.compiler.cudagraph_mark_step_begin()
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 + 1
+
+
+class TestTreeGenerations(ParityTestCase):
+    def test_overwritten_output_of_the_warmup(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(double)
+            first = f(torch.randn(4, 8, device=ctx.device))
+            ctx.record(first)
+            second = f(torch.randn(4, 8, device=ctx.device))
+            ctx.raises(lambda: first + 1)
+            ctx.raises(lambda: first.data_ptr())
+            ctx.record(second, first.shape == second.shape)
+
+        parity = self.parity(program)
+        self.assertOverwritten(parity.errors[0])
+        self.assertIn("return x * 2 + 1", parity.errors[0].message)
+        self.assertIn("cudagraph_mark_step_begin", parity.errors[0].message)
+
+    def test_overwritten_output_of_the_recording(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(double)
+            outputs = [f(torch.randn(4, 8, device=ctx.device)) for _ in range(3)]
+            for output in outputs[:2]:
+                ctx.raises(lambda output=output: output + 1)
+            ctx.record(outputs[2])
+
+        errors = self.parity(program).errors
+        self.assertEqual(len(errors), 2)
+        for error in errors:
+            self.assertOverwritten(error)
+
+    def test_output_of_a_replay_is_overwritten_in_silence(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(double)
+            for _ in range(2):
+                f(torch.randn(4, 8, device=ctx.device))
+            old = f(torch.zeros(4, 8, device=ctx.device))
+            new = f(torch.ones(4, 8, device=ctx.device))
+            ctx.fact("old", old)
+            ctx.record(new)
+
+        parity = self.parity(program)
+        self.assertEqual(parity.errors, [])
+        self.assertEqual(parity.tensors[0], torch.full((4, 8), 3.0))
+
+    def test_view_of_an_overwritten_output(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(double)
+            for _ in range(3):
+                first = f(torch.randn(4, 8, device=ctx.device))
+                view, detached = first[1], first.detach()
+                ctx.record(view, detached)
+                f(torch.randn(4, 8, device=ctx.device))
+                ctx.raises(lambda view=view: view + 1)
+                ctx.raises(lambda detached=detached: detached.sum())
+                del first, view, detached
+
+        self.assertOverwritten(self.parity(program).errors[0])
+
+    def test_copy_of_an_output_stays(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(double)
+            copies = [f(torch.randn(4, 8, device=ctx.device)).clone() for _ in range(5)]
+            ctx.record(*copies)
+
+        parity = self.parity(program)
+        self.assertEqual((parity.errors, parity.tree.recordings), ([], 1))
+
+    def test_input_of_the_next_function_was_overwritten(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(double)
+            g = ctx.compile(lambda y: y.cos())
+            for _ in range(3):
+                ctx.record(g(torch.randn(4, 8, device=ctx.device)))
+            stale = f(torch.randn(4, 8, device=ctx.device))
+            f(torch.randn(4, 8, device=ctx.device))
+            ctx.raises(g, stale)
+            for _ in range(3):
+                y = f(torch.randn(4, 8, device=ctx.device)).clone()
+                ctx.record(g(y))
+
+        self.assertOverwritten(self.parity(program).errors[0])
+
+    def test_outputs_of_a_step_are_valid_until_the_next_mark(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(double)
+            for _ in range(4):
+                mark_step()
+                outputs = [f(torch.randn(4, 8, device=ctx.device)) for _ in range(3)]
+                ctx.record(*outputs)
+
+        tree = self.parity(program).tree
+        self.assertEqual(tree.shape, ((0, ((0, ((0, ()),)),)),))
+
+    def test_outputs_of_a_step_that_die_early(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(double)
+            for _ in range(4):
+                mark_step()
+                for _ in range(3):
+                    ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+
+        self.assertEqual(self.parity(program).tree.shape, ((0, ()),))
+
+    def test_overwritten_by_a_marked_step(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(double)
+            mark_step()
+            first = f(torch.randn(4, 8, device=ctx.device))
+            second = f(torch.randn(4, 8, device=ctx.device))
+            ctx.record(first, second)
+            mark_step()
+            f(torch.randn(4, 8, device=ctx.device))
+            ctx.raises(lambda: first + 1)
+            ctx.raises(lambda: second + 1)
+
+        errors = self.parity(program).errors
+        self.assertEqual(len(errors), 2)
+        self.assertOverwritten(errors[1])
+
+    def test_marks_begin_late(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(double)
+            g = ctx.compile(lambda y: y.cos())
+            for step in range(8):
+                if step > 3:
+                    mark_step()
+                y = f(torch.randn(4, 8, device=ctx.device))
+                ctx.record(y)
+                ctx.record(g(y.clone() if step < 4 else y))
+
+        tree = self.parity(program).tree
+        self.assertEqual(tree.functions, 2)
+        self.assertEqual(len(tree.roots), 2)
+        self.assertEqual(tree.recordings, 3)
+
+    def test_one_mark_and_no_more(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(double)
+            mark_step()
+            held = [f(torch.randn(4, 8, device=ctx.device)) for _ in range(4)]
+            ctx.record(*held)
+            ctx.tree("first mark")
+            mark_step()
+            held = [f(torch.randn(4, 8, device=ctx.device)) for _ in range(4)]
+            ctx.record(*held)
+
+        parity = self.parity(program)
+        # While outputs of a warmup live, what follows in the same generation runs as a warmup too.
+        self.assertEqual(parity.trees["first mark"].recordings, 0)
+        self.assertEqual(parity.tree.depth, 4)
+
+    def test_reset_of_the_trees(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(double)
+            for _ in range(3):
+                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+            ctx.tree("before")
+            if ctx.compiled:
+                torch._inductor.cudagraph_trees.reset_cudagraph_trees()
+                ctx.raises(f, torch.randn(4, 8, device=ctx.device))
+            ctx.tree("after")
+            torch._dynamo.reset()
+            torch.manual_seed(1)
+            for _ in range(3):
+                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+
+        parity = self.parity(program)
+        self.assertError(parity.errors[0], "AssertionError", "after shutdown")
+        self.assertIsNone(parity.trees["after"])
+        self.assertEqual((parity.trees["before"].recordings, parity.tree.recordings), (1, 1))
+
+    def test_reset_of_the_compiler(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(double)
+            for _ in range(3):
+                for _ in range(3):
+                    mark_step()
+                    ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+                ctx.tree()
+                torch.compiler.reset()
+                gc.collect()
+
+        parity = self.parity(program)
+        self.assertEqual([tree and tree.recordings for tree in parity.trees.values()], [1, 1, 1, None])
+
+    def test_pool_goes_back_to_the_device_after_a_reset(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(double)
+            before = torch.cuda.memory_reserved()
+            x = torch.randn(1024, 4096, device=ctx.device)
+            for _ in range(3):
+                ctx.record(f(x)[0])
+            ctx.fact("pool", ctx.compiled and torch.cuda.memory_reserved() > before)
+            ctx.tree("used")
+            del x
+            torch.compiler.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
+            ctx.fact("returned", torch.cuda.memory_reserved() - before)
+
+        parity = self.parity(program)
+        # An input and an output of 16 MiB each.
+        self.assertGreaterEqual(parity.trees["used"].pool_bytes, 2**25)
+        self.assertLess(parity.noted("returned"), 2**24)
+
+
+if __name__ == "__main__":
+    run_tests()

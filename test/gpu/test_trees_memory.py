@@ -1,0 +1,114 @@
+"""Memory of the pool: what recordings share, what a copied input and an intermediate cost, what stays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from parity import WHOLE_GRAPH, ParityTestCase
+from torch.testing._internal.common_utils import run_tests
+
+if TYPE_CHECKING:
+    from parity import Context
+
+MIB = 2**20
+
+
+def megabytes(count: int, device: str) -> torch.Tensor:
+    return torch.ones(count * MIB // 4, device=device)
+
+
+class TestTreeMemory(ParityTestCase):
+    def test_roots_share_their_memory(self) -> None:
+        def program(ctx: Context) -> None:
+            functions = [ctx.compile(lambda x: x * 2), ctx.compile(lambda x: x + 3), ctx.compile(lambda x: x.neg())]
+            for step in range(9):
+                ctx.record(functions[step // 3](megabytes(32, ctx.device))[:3])
+
+        tree = self.parity(program).tree
+        self.assertEqual(len(tree.roots), 3)
+        # An input and an output of 32 MiB: three recordings take less than two of them would side by side.
+        self.assertLess(tree.pool_bytes, 128 * MIB)
+
+    def test_branches_share_their_memory(self) -> None:
+        def program(ctx: Context) -> None:
+            trunk = ctx.compile(lambda x: x * 2)
+            branches = [ctx.compile(lambda y: y + 1), ctx.compile(lambda y: y.neg())]
+            for step in range(8):
+                torch.compiler.cudagraph_mark_step_begin()
+                y = trunk(megabytes(32, ctx.device))
+                ctx.record(branches[step // 3 % 2](y)[:3], y[:3])
+
+        tree = self.parity(program).tree
+        self.assertEqual(tree.shape, ((0, ((1, ()), (2, ()))),))
+        self.assertLess(tree.pool_bytes, 160 * MIB)
+
+    def test_intermediates_are_not_kept(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x, w: (((x @ w) @ w) @ w).sum(0))
+            w = torch.eye(512, device=ctx.device)
+            torch._dynamo.mark_static_address(w)
+            for _ in range(4):
+                ctx.record(f(torch.ones(16384, 512, device=ctx.device), w))
+
+        tree = self.parity(program).tree
+        # What is in use between steps is the output, of 2 KiB, and what the library keeps for its work.
+        self.assertLess(tree.pool_active_bytes, 40 * MIB)
+
+    def test_outputs_that_die_make_room(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: x * 2)
+            g = ctx.compile(lambda y: y + 1)
+            for _ in range(4):
+                torch.compiler.cudagraph_mark_step_begin()
+                y = g(f(megabytes(32, ctx.device)))
+                ctx.record(y[:3])
+                del y
+
+        self.assertEqual(self.parity(program).tree.depth, 2)
+
+    def test_activations_of_training(self) -> None:
+        def program(ctx: Context) -> None:
+            layers = [torch.nn.Linear(256, 256, device=ctx.device) for _ in range(3)]
+            model = torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.ReLU())))
+            compiled = ctx.compile(model)
+            for _ in range(4):
+                compiled(torch.ones(4096, 256, device=ctx.device)).sum().backward()
+                ctx.record(layers[0].weight.grad[0], oracle=False)
+                model.zero_grad()
+                ctx.tree()
+
+        tree = self.parity(program, config=WHOLE_GRAPH).tree
+        self.assertEqual(tree.shape, ((0, ((1, ()),)),))
+
+    def test_memory_between_steps(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: (x * 2, x + 1, x.neg()))
+            for step in range(6):
+                outputs = f(megabytes(8, ctx.device))
+                ctx.record(*(output[:2] for output in outputs))
+                ctx.fact(f"allocated {step}", torch.cuda.memory_allocated() if ctx.compiled else 0)
+                ctx.tree(f"step {step}")
+                del outputs
+
+        parity = self.parity(program)
+        pools = [parity.trees[f"step {step}"].pool_bytes for step in range(6)]
+        self.assertEqual(len(set(pools[1:])), 1)
+
+    def test_trees_do_not_grow_with_calls(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: x.sin() + 1)
+            for step in range(60):
+                y = f(torch.full((64,), float(step), device=ctx.device))
+                if step % 20 == 4:
+                    ctx.record(y)
+                    ctx.tree(f"step {step}")
+
+        parity = self.parity(program)
+        facts = [parity.trees[f"step {step}"] for step in (4, 24, 44)]
+        self.assertEqual([each.recordings for each in facts], [1, 1, 1])
+        self.assertEqual(len({(each.pool_bytes, each.pool_active_blocks) for each in facts}), 1)
+
+
+if __name__ == "__main__":
+    run_tests()

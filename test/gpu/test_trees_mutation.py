@@ -1,0 +1,259 @@
+"""Functions that write to their inputs, and custom operators."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from parity import WHOLE_GRAPH, ParityTestCase
+from torch.testing._internal.common_utils import run_tests
+
+if TYPE_CHECKING:
+    from parity import Context
+
+
+@torch.library.custom_op("pygraph_trees_test::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@doubled.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("pygraph_trees_test::increase", mutates_args=("x",))
+def increase(x: torch.Tensor, amount: float) -> None:
+    x.add_(amount)
+
+
+@torch.library.custom_op("pygraph_trees_test::split_sum", mutates_args=())
+def split_sum(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.clamp(min=0), x.clamp(max=0)
+
+
+@split_sum.register_fake
+def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+class Counter(torch.nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return x * self.calls
+
+
+class TestTreeMutation(ParityTestCase):
+    def test_mutated_input_is_not_captured(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor) -> torch.Tensor:
+                x.add_(1)
+                return x * 2
+
+            for _ in range(4):
+                x = torch.randn(4, 8, device=ctx.device)
+                ctx.record(f(x), x)
+
+        parity = self.parity(program)
+        self.assertEqual(parity.counter("cudagraph_skips"), 1)
+        self.assertEqual(parity.tree.recordings, 0)
+        self.assertEqual(parity.tree.warned_mutation, (0,))
+        lines = [line for _, line in parity.ours.logs]
+        self.assertEqual(len(lines), 1)
+        self.assertIn("skipping cudagraphs due to mutated inputs (1 instances). Found from", lines[0])
+        self.assertIn("x.add_(1)", lines[0])
+
+    def test_mutated_input_of_a_whole_graph(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+                total.add_(x.sum(0))
+                return total.sin()
+
+            total = torch.zeros(8, device=ctx.device)
+            for _ in range(4):
+                ctx.record(f(torch.randn(4, 8, device=ctx.device), total), total)
+
+        parity = self.parity(program, config=WHOLE_GRAPH)
+        self.assertEqual((parity.counter("cudagraph_skips"), parity.tree.recordings), (1, 0))
+
+    def test_mutated_buffer_is_captured(self) -> None:
+        def program(ctx: Context) -> None:
+            model = Counter().to(ctx.device)
+            compiled = ctx.compile(model)
+            with torch.no_grad():
+                for _ in range(6):
+                    ctx.record(compiled(torch.randn(3, 4, device=ctx.device)), model.calls)
+
+        parity = self.parity(program)
+        self.assertEqual((parity.counter("cudagraph_skips"), parity.tree.recordings), (0, 1))
+        self.assertEqual(len(parity.tree.nodes[0].mutated_inputs), 1)
+
+    def test_mutated_marked_tensor_is_captured(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(cache: torch.Tensor, position: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+                cache.index_copy_(0, position, value)
+                return cache.sum(0)
+
+            cache = torch.zeros(16, 4, device=ctx.device)
+            torch._dynamo.mark_static_address(cache)
+            for step in range(6):
+                position = torch.tensor([step], device=ctx.device)
+                ctx.record(f(cache, position, torch.ones(1, 4, device=ctx.device) * step), cache)
+
+        parity = self.parity(program)
+        self.assertEqual((parity.counter("cudagraph_skips"), parity.tree.recordings), (0, 1))
+
+    def test_mutated_output_of_an_earlier_recording(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor) -> torch.Tensor:
+                y = x * 2
+                torch._dynamo.graph_break()
+                y.add_(1)
+                return y
+
+            for _ in range(5):
+                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+
+        parity = self.parity(program)
+        self.assertEqual((parity.counter("cudagraph_skips"), parity.tree.depth), (0, 2))
+        self.assertEqual([len(node.mutated_inputs) for node in parity.tree.nodes], [0, 1])
+
+    def test_mutation_of_outputs_and_then_of_others(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: x * 2)
+
+            @ctx.compile
+            def g(y: torch.Tensor) -> torch.Tensor:
+                y.mul_(3)
+                return y + 1
+
+            for step in range(9):
+                torch.compiler.cudagraph_mark_step_begin()
+                x = torch.randn(4, 8, device=ctx.device)
+                y = f(x) if step not in (4, 5, 7) else x.clone()
+                ctx.record(g(y), y)
+
+        parity = self.parity(program)
+        self.assertEqual(parity.counter("cudagraph_skips"), 1)
+        self.assertEqual(parity.tree.shape, ((0, ((1, ()),)),))
+        self.assertIn(True, [hint for _, function, hint in parity.tree.mutation_hints if function == 1])
+
+    def test_mutation_in_training(self) -> None:
+        def program(ctx: Context) -> None:
+            model = Counter().to(ctx.device)
+            compiled = ctx.compile(model)
+            for _ in range(5):
+                x = torch.randn(3, 4, device=ctx.device, requires_grad=True)
+                compiled(x).sum().backward()
+                ctx.record(model.calls)
+                ctx.fact("gradient", x.grad)
+
+        parity = self.parity(program)
+        self.assertEqual((parity.counter("cudagraph_skips"), parity.tree.recordings), (0, 2))
+
+    def test_mutation_not_supported_by_setting(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor) -> torch.Tensor:
+                x.add_(1)
+                return x * 2
+
+            for _ in range(3):
+                x = torch.randn(4, 8, device=ctx.device)
+                ctx.record(f(x), x)
+
+        config = {"triton.cudagraph_support_input_mutation": False}
+        parity = self.parity(program, config=config)
+        self.assertIsNone(parity.ours.tree)
+
+    def test_mutation_is_an_error_by_setting(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor) -> torch.Tensor:
+                x.add_(1)
+                return x * 2
+
+            for _ in range(2):
+                ctx.raises(f, torch.randn(4, 8, device=ctx.device))
+
+        config = {"triton.cudagraph_or_error": True}
+        errors = self.parity(program, config=config, oracle=False).errors
+        self.assertError(errors[0], "RuntimeError", "skipping cudagraphs due to mutated inputs")
+
+    def test_foreach_update_of_parameters(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def update(parameters: list[torch.Tensor], steps: list[torch.Tensor]) -> None:
+                torch._foreach_add_(parameters, steps, alpha=-0.5)
+
+            parameters = [torch.randn(4, 8, device=ctx.device) for _ in range(3)]
+            for parameter in parameters:
+                torch._dynamo.mark_static_address(parameter)
+            for _ in range(4):
+                update(parameters, [torch.randn(4, 8, device=ctx.device) for _ in range(3)])
+                ctx.record(*parameters)
+
+        parity = self.parity(program)
+        self.assertEqual((parity.counter("cudagraph_skips"), parity.tree.recordings), (0, 1))
+        self.assertEqual(len(parity.tree.nodes[0].mutated_inputs), 3)
+
+    def test_custom_operator(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: doubled(x + 1).relu())
+            for _ in range(4):
+                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+
+        tree = self.parity(program).tree
+        self.assertEqual((tree.functions, tree.recordings), (1, 1))
+
+    def test_custom_operator_with_two_outputs(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                above, below = split_sum(x * 3)
+                return above, below, above - below
+
+            for _ in range(4):
+                ctx.record(*f(torch.randn(4, 8, device=ctx.device)))
+
+        self.assertEqual(self.parity(program).tree.recordings, 1)
+
+    def test_custom_operator_that_writes(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor) -> torch.Tensor:
+                y = x * 2
+                increase(y, 0.5)
+                return y.neg()
+
+            for _ in range(4):
+                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+
+        self.assertEqual(self.parity(program).tree.recordings, 1)
+
+    def test_custom_operator_that_writes_to_an_input(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor) -> torch.Tensor:
+                increase(x, 0.5)
+                return x.neg()
+
+            for _ in range(4):
+                x = torch.randn(4, 8, device=ctx.device)
+                ctx.record(f(x), x)
+
+        self.assertEqual(self.parity(program).counter("cudagraph_skips"), 1)
+
+
+if __name__ == "__main__":
+    run_tests()

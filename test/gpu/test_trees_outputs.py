@@ -1,0 +1,272 @@
+"""Outputs of a recording: aliases of each other, of earlier outputs, of inputs and parameters; nothing, numbers, empty.
+
+Where the kinds of outputs are asserted, partitioning is off: a partition returns each buffer once and leaves views,
+numbers and missing gradients to the code around it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from parity import WHOLE_GRAPH, ParityTestCase
+from torch.testing._internal.common_utils import run_tests
+
+if TYPE_CHECKING:
+    from parity import Context
+
+
+class TestTreeOutputs(ParityTestCase):
+    def test_outputs_alias_each_other(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                y = x @ x.t()
+                return y, y[1:], y.t()
+
+            for _ in range(4):
+                a, b, c = f(torch.randn(4, 8, device=ctx.device))
+                ctx.record(a, b, c, a.untyped_storage().data_ptr() == c.untyped_storage().data_ptr())
+                a.add_(1)
+                ctx.record(b, c)
+
+        tree = self.parity(program, config=WHOLE_GRAPH).tree
+        self.assertEqual([output.kind for output in tree.nodes[0].outputs], ["new", "with output 0", "with output 0"])
+        self.assertEqual([output.unaliased for output in tree.nodes[0].outputs], [False, False, False])
+
+    def test_one_tensor_returned_twice(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                y = x.exp()
+                return y, y
+
+            for _ in range(4):
+                a, b = f(torch.randn(4, 8, device=ctx.device))
+                ctx.record(a, b)
+                ctx.fact("same object", a is b)
+
+        self.assertEqual(self.parity(program).tree.recordings, 1)
+
+    def test_output_aliases_an_output_of_an_earlier_recording(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: x * 2)
+            # The forward of g hands its input on to its backward.
+            g = ctx.compile(lambda y, w: (y * w).sin())
+            for _ in range(4):
+                torch.compiler.cudagraph_mark_step_begin()
+                w = torch.randn(4, 8, device=ctx.device, requires_grad=True)
+                with torch.no_grad():
+                    y = f(torch.randn(4, 8, device=ctx.device))
+                z = g(y, w)
+                z.sum().backward()
+                ctx.record(y, z, w.grad)
+
+        tree = self.parity(program, config=WHOLE_GRAPH).tree
+        kinds = [output.kind for node in tree.nodes for output in node.outputs]
+        self.assertIn("prior (0, 0)", kinds)
+        self.assertTrue(any(any(node.preserved_inputs) for node in tree.nodes))
+
+    def test_gradients_that_do_not_exist(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+                return (x * w * scale).cos()
+
+            w = torch.randn(8, device=ctx.device, requires_grad=True)
+            for _ in range(4):
+                w.grad = None
+                x = torch.randn(4, 8, device=ctx.device)
+                scale = torch.randn(8, device=ctx.device)
+                f(x, w, scale).sum().backward()
+                ctx.record(w.grad, x.grad, scale.grad)
+
+        tree = self.parity(program, config=WHOLE_GRAPH).tree
+        self.assertIn("none", [output.kind for node in tree.nodes for output in node.outputs])
+
+    def test_numbers_among_the_outputs(self) -> None:
+        def program(ctx: Context) -> None:
+            # The forward hands the symbolic size on to the backward.
+            @ctx.compile(dynamic=True)
+            def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+                return (x * w).sum(0) * x.size(0)
+
+            for size in (4, 4, 4, 6, 6, 6, 4):
+                w = torch.ones(size, 8, device=ctx.device, requires_grad=True)
+                f(torch.randn(size, 8, device=ctx.device), w).sum().backward()
+                ctx.record(w.grad)
+
+        tree = self.parity(program, config=WHOLE_GRAPH).tree
+        kinds = {output.kind for node in tree.nodes for output in node.outputs}
+        self.assertTrue({"int 4", "int 6"} <= kinds, kinds)
+
+    def test_input_returned_as_it_is(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                return x, x + 1
+
+            for _ in range(4):
+                x = torch.randn(4, 8, device=ctx.device)
+                a, b = f(x)
+                ctx.record(a, b, a is x)
+
+        self.assertEqual(self.parity(program).tree.recordings, 1)
+
+    def test_view_of_an_input(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                return x[1:], x.t(), x * 2
+
+            for _ in range(4):
+                x = torch.randn(4, 8, device=ctx.device)
+                a, b, c = f(x)
+                x.zero_()
+                ctx.record(a, b, c)
+
+        self.assertEqual(self.parity(program).tree.recordings, 1)
+
+    def test_parameter_and_its_view(self) -> None:
+        def program(ctx: Context) -> None:
+            class Model(torch.nn.Module):
+                def __init__(self) -> None:
+                    super().__init__()
+                    self.weight = torch.nn.Parameter(torch.randn(8, 4))
+
+                def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                    return self.weight, self.weight.t(), x @ self.weight
+
+            model = Model().to(ctx.device)
+            compiled = ctx.compile(model)
+            for requires_grad in (False, True):
+                for _ in range(3):
+                    with torch.set_grad_enabled(requires_grad):
+                        weight, view, y = compiled(torch.randn(4, 8, device=ctx.device))
+                    ctx.record(weight, view, y, weight is model.weight)
+                    if requires_grad:
+                        (y.sum() + view.sum()).backward()
+                        ctx.record(model.weight.grad)
+                        model.weight.grad = None
+
+        tree = self.parity(program).tree
+        self.assertEqual(tree.modes, ("INFERENCE", "FORWARD", "BACKWARD"))
+
+    def test_parameter_saved_for_backward_is_static(self) -> None:
+        def program(ctx: Context) -> None:
+            model = torch.nn.Linear(8, 4, device=ctx.device)
+            compiled = ctx.compile(model)
+            for _ in range(4):
+                x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
+                compiled(x).sum().backward()
+                ctx.record(x.grad, model.weight.grad, model.bias.grad)
+                model.zero_grad()
+
+        tree = self.parity(program, config=WHOLE_GRAPH).tree
+        self.assertIn("static", [output.kind for output in tree.roots[0].outputs])
+
+    def test_constant_of_the_graph(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                table = torch.tensor([[float(row * 4 + column) for column in range(4)] for row in range(4)])
+                return x @ table.to(x.device), table.to(x.device)
+
+            for _ in range(4):
+                ctx.record(*f(torch.ones(2, 4, device=ctx.device)))
+
+        self.assertEqual(self.parity(program).tree.recordings, 1)
+
+    def test_nothing_in_them(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor, full: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                return x * 2, full + 1, torch.cat([x, full]).neg()
+
+            for _ in range(4):
+                ctx.record(*f(torch.randn(0, 8, device=ctx.device), torch.randn(4, 8, device=ctx.device)))
+
+        tree = self.parity(program, config=WHOLE_GRAPH).tree
+        self.assertEqual([output.kind for output in tree.nodes[0].outputs], ["static", "new", "new"])
+
+    def test_dtypes(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                return (
+                    x > 0,
+                    x.to(torch.int64),
+                    x.bfloat16() * 2,
+                    x.half() + 1,
+                    x.double().sin(),
+                    (x * 9).to(torch.uint8),
+                )
+
+            for _ in range(3):
+                ctx.record(*f(torch.rand(4, 8, device=ctx.device)))
+
+        tree = self.parity(program, tolerance={"rtol": 1e-2, "atol": 1e-2}).tree
+        self.assertEqual(len({output.dtype for output in tree.nodes[0].outputs}), 6)
+
+    def test_offset_into_a_larger_storage(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor) -> torch.Tensor:
+                return (x @ x.t())[2:, 1:]
+
+            for _ in range(4):
+                y = f(torch.randn(4, 8, device=ctx.device))
+                ctx.record(y)
+                ctx.fact("whole storage", y.untyped_storage().nbytes())
+
+        output = self.parity(program, config=WHOLE_GRAPH).tree.nodes[0].outputs[0]
+        self.assertEqual((output.storage_offset, output.nbytes), (9, 64))
+
+    def test_written_to_by_the_caller(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor) -> torch.Tensor:
+                return x * 2
+
+            for _ in range(5):
+                y = f(torch.randn(4, 8, device=ctx.device))
+                y.mul_(3).add_(1)
+                ctx.record(y)
+
+        self.assertEqual(self.parity(program).tree.recordings, 1)
+
+    def test_tensor_object_is_reused(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor) -> torch.Tensor:
+                return x * 2
+
+            previous = None
+            for step in range(6):
+                y = f(torch.randn(4, 8, device=ctx.device))
+                ctx.fact(f"same object {step}", y is previous)
+                previous = y
+
+        parity = self.parity(program)
+        # Replays hand out the tensor of the replay before; the warmup and the recording have their own.
+        self.assertEqual([parity.noted(f"same object {step}") for step in range(6)], [False] * 3 + [True] * 3)
+
+    def test_hooks_on_an_output_do_not_stay(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor) -> torch.Tensor:
+                return x * x
+
+            for step in range(6):
+                x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
+                y = f(x)
+                if step in (3, 4):
+                    y.register_hook(lambda grad: grad * 10)
+                y.sum().backward()
+                ctx.record(x.grad)
+
+        self.assertEqual(self.parity(program).tree.modes, ("FORWARD", "BACKWARD"))
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,213 @@
+"""Functions that upstream splits: operators that cannot be captured, copies between devices, CPU inputs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from parity import WHOLE_GRAPH, ParityTestCase
+from torch.testing._internal.common_utils import run_tests
+
+if TYPE_CHECKING:
+    from parity import Context
+
+
+@torch.library.custom_op("pygraph_trees_test::uncaptured", mutates_args=(), tags=[torch.Tag.cudagraph_unsafe])
+def uncaptured(x: torch.Tensor) -> torch.Tensor:
+    return x.flip(0) + 1
+
+
+@uncaptured.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _uncaptured_backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+    return grad.flip(0)
+
+
+uncaptured.register_autograd(_uncaptured_backward)
+
+
+@torch.library.custom_op("pygraph_trees_test::captured", mutates_args=())
+def captured(x: torch.Tensor) -> torch.Tensor:
+    return x.flip(0)
+
+
+@captured.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class TestTreePartitions(ParityTestCase):
+    def test_operator_in_the_middle(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: uncaptured(x.sin()) * 2)
+            for _ in range(4):
+                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+
+        parity = self.parity(program)
+        self.assertEqual((parity.tree.functions, parity.tree.recordings), (2, 2))
+        self.assertGreaterEqual(parity.counter("cudagraph_partitions"), 2)
+
+    def test_value_used_on_both_sides(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor) -> torch.Tensor:
+                y = x @ x.t()
+                return uncaptured(y).relu() + y
+
+            for _ in range(4):
+                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+
+        tree = self.parity(program).tree
+        self.assertEqual(tree.shape, ((0, ((1, ()),)),))
+        self.assertGreaterEqual(len(tree.nodes[1].managed_inputs), 1)
+
+    def test_three_parts(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor) -> torch.Tensor:
+                return uncaptured(uncaptured(x.sin()).cos() + x).relu() * x
+
+            for _ in range(4):
+                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+
+        self.assertEqual(self.parity(program).tree.functions, 3)
+
+    def test_operator_at_the_end(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: uncaptured(x.sin() * 2))
+            for _ in range(4):
+                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+
+        self.assertEqual(self.parity(program).tree.functions, 1)
+
+    def test_nothing_left_to_capture(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: uncaptured(x))
+            for _ in range(4):
+                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+
+        self.assertIsNone(self.parity(program).ours.tree)
+
+    def test_parts_in_training(self) -> None:
+        def program(ctx: Context) -> None:
+            weight = torch.randn(8, 8, device=ctx.device, requires_grad=True)
+            f = ctx.compile(lambda x: uncaptured((x @ weight).tanh()).sin() @ weight)
+            for _ in range(4):
+                weight.grad = None
+                y = f(torch.randn(4, 8, device=ctx.device))
+                y.square().sum().backward()
+                ctx.record(y, weight.grad)
+
+        tree = self.parity(program).tree
+        self.assertIn("BACKWARD", tree.modes)
+        self.assertGreaterEqual(tree.modes.count("FORWARD"), 2)
+
+    def test_parts_with_changing_shapes(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: uncaptured(x * x.size(0)) + x.size(0), dynamic=True)
+            for size in (4, 4, 4, 6, 6, 6, 4):
+                ctx.record(f(torch.randn(size, 8, device=ctx.device)))
+
+        self.assertEqual(self.parity(program).tree.recordings, 4)
+
+    def test_copy_to_the_host_at_the_end(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: (x.sin() * 2).cpu())
+            for _ in range(4):
+                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+
+        self.assertEqual(self.parity(program).tree.functions, 1)
+
+    def test_through_the_host_and_back(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: (x.sin() * 2).cpu().to(x.device).relu() + x)
+            for _ in range(4):
+                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+
+        self.assertGreaterEqual(self.parity(program).tree.functions, 1)
+
+    def test_host_input(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x, c: x * 2 + c.to(x.device))
+            for _ in range(4):
+                ctx.record(f(torch.randn(4, 8, device=ctx.device), torch.randn(8)))
+
+        self.assertGreaterEqual(self.parity(program).tree.recordings, 1)
+
+    def test_mutated_buffer_in_one_part(self) -> None:
+        def program(ctx: Context) -> None:
+            class Model(torch.nn.Module):
+                def __init__(self) -> None:
+                    super().__init__()
+                    self.register_buffer("total", torch.zeros(8))
+
+                def forward(self, x: torch.Tensor) -> torch.Tensor:
+                    y = uncaptured(x * 2)
+                    self.total.add_(y.sum(0))
+                    return y + self.total
+
+            model = Model().to(ctx.device)
+            compiled = ctx.compile(model)
+            with torch.no_grad():
+                for _ in range(5):
+                    ctx.record(compiled(torch.randint(-3, 3, (4, 8), device=ctx.device).float()), model.total)
+
+        parity = self.parity(program)
+        self.assertEqual((parity.counter("cudagraph_skips"), parity.tree.functions), (0, 2))
+
+    def test_mutated_input_in_one_part(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+                a = uncaptured(x.sin())
+                y.add_(a)
+                return a * 2
+
+            for _ in range(4):
+                y = torch.zeros(4, 8, device=ctx.device)
+                ctx.record(f(torch.randn(4, 8, device=ctx.device), y), y)
+
+        parity = self.parity(program)
+        self.assertGreaterEqual(parity.tree.recordings, 1)
+        self.assertEqual(parity.counter("cudagraph_skips"), 1)
+
+    def test_operator_chosen_by_setting(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: captured(x.sin()) * 2)
+            for _ in range(4):
+                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+
+        config = {"custom_should_partition_ops": ["pygraph_trees_test::captured"]}
+        self.assertEqual(self.parity(program, config=config).tree.functions, 2)
+        self.assertEqual(self.parity(program).tree.functions, 1)
+
+    def test_whole_graph_with_such_an_operator_is_skipped(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: uncaptured(x.sin()) * 2)
+            for _ in range(4):
+                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+
+        parity = self.parity(program, config=WHOLE_GRAPH)
+        self.assertIsNone(parity.ours.tree)
+        self.assertEqual(parity.counter("cudagraph_skips"), 1)
+        self.assertIn("incompatible op", " ".join(line for _, line in parity.ours.logs))
+
+    def test_shape_that_depends_on_data(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile(fullgraph=True)
+            def f(x: torch.Tensor) -> torch.Tensor:
+                y = x.sin() * 2
+                return torch.nonzero(y > 0).sum() + y.relu().sum()
+
+            for _ in range(4):
+                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+
+        dynamo_config = {"capture_dynamic_output_shape_ops": True}
+        self.assertGreaterEqual(self.parity(program, dynamo_config=dynamo_config).tree.functions, 1)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,110 @@
+"""Random numbers in captured functions: they move on at each replay, obey seeds and leave the generator as upstream."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from parity import ParityTestCase
+from torch.testing._internal.common_utils import run_tests
+
+if TYPE_CHECKING:
+    from parity import Context
+
+
+def distinct(tensors: list[torch.Tensor]) -> int:
+    """How many of ``tensors`` differ from one another."""
+    return len({tensor.numpy().tobytes() for tensor in tensors})
+
+
+class TestTreeRandom(ParityTestCase):
+    def test_dropout_differs_from_call_to_call(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: torch.nn.functional.dropout(x, 0.5))
+            for _ in range(6):
+                ctx.record(f(torch.ones(16, 16, device=ctx.device)))
+
+        parity = self.parity(program, oracle=False)
+        self.assertEqual(distinct(parity.tensors), 6)
+        self.assertEqual(parity.tree.recordings, 1)
+
+    def test_seed_repeats_the_numbers(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: x + torch.rand_like(x))
+            for _ in range(3):
+                f(torch.zeros(16, 16, device=ctx.device))
+            for _ in range(3):
+                torch.manual_seed(7)
+                ctx.record(f(torch.zeros(16, 16, device=ctx.device)).clone())
+            ctx.record(f(torch.zeros(16, 16, device=ctx.device)))
+
+        self.assertEqual(distinct(self.parity(program, oracle=False).tensors), 2)
+
+    def test_generator_state_repeats_the_numbers(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: x * torch.randn_like(x))
+            for _ in range(4):
+                f(torch.ones(16, 16, device=ctx.device))
+            state = torch.cuda.get_rng_state()
+            ctx.record(f(torch.ones(16, 16, device=ctx.device)))
+            torch.cuda.set_rng_state(state)
+            ctx.record(f(torch.ones(16, 16, device=ctx.device)))
+
+        self.assertEqual(distinct(self.parity(program, oracle=False).tensors), 1)
+
+    def test_many_kinds_of_numbers(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                uniform = torch.rand(8, 8, device=x.device)
+                normal = torch.randn(8, 8, device=x.device)
+                whole = torch.randint(0, 100, (8, 8), device=x.device)
+                return uniform + x, normal * x, whole, torch.bernoulli(uniform)
+
+            for _ in range(4):
+                ctx.record(*f(torch.ones(8, 8, device=ctx.device)))
+
+        self.assertEqual(self.parity(program, oracle=False).tree.recordings, 1)
+
+    def test_numbers_of_eager_kernels(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: torch.nn.functional.dropout(x, 0.5) + torch.rand_like(x))
+            for _ in range(5):
+                ctx.record(f(torch.ones(16, 16, device=ctx.device)))
+
+        parity = self.parity(program, oracle=False, config={"fallback_random": True})
+        self.assertEqual(distinct(parity.tensors), 5)
+
+    def test_mask_of_the_forward_is_that_of_the_backward(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: torch.nn.functional.dropout(x, 0.5) * 2)
+            for _ in range(5):
+                x = torch.ones(16, 16, device=ctx.device, requires_grad=True)
+                y = f(x)
+                y.sum().backward()
+                ctx.fact("same mask", bool(((y != 0) == (x.grad != 0)).all()))
+                ctx.fact("output", y)
+
+        parity = self.parity(program, oracle=False)
+        self.assertEqual({note.value for note in parity.ours.notes if note.label == "same mask"}, {True})
+        self.assertEqual(distinct(parity.tensors), 5)
+
+    def test_two_recordings_draw_from_one_generator(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                y = x + torch.rand_like(x)
+                torch._dynamo.graph_break()
+                return y, y - x + torch.rand_like(x)
+
+            for _ in range(4):
+                y, z = f(torch.zeros(8, 8, device=ctx.device))
+                ctx.record(y, z, torch.rand(4, device=ctx.device))
+
+        parity = self.parity(program, oracle=False)
+        self.assertEqual(distinct(parity.tensors), 12)
+        self.assertEqual(parity.tree.depth, 2)
+
+
+if __name__ == "__main__":
+    run_tests()

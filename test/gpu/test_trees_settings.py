@@ -1,0 +1,203 @@
+"""The ``cudagraphs`` backend, and upstream's settings of graph trees."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from parity import WHOLE_GRAPH, ParityTestCase
+from torch.testing._internal.common_utils import run_tests
+
+if TYPE_CHECKING:
+    from parity import Context
+
+
+def call_often(ctx: Context, count: int = 4) -> None:
+    f = ctx.compile(lambda x: (x @ x.t()).relu() + 1)
+    for _ in range(count):
+        ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+
+
+class TestCudagraphsBackend(ParityTestCase):
+    def test_inference(self) -> None:
+        def program(ctx: Context) -> None:
+            model = torch.nn.Linear(8, 4, device=ctx.device)
+            compiled = ctx.compile(model, backend="cudagraphs")
+            with torch.no_grad():
+                for _ in range(4):
+                    ctx.record(compiled(torch.randn(4, 8, device=ctx.device)))
+
+        self.assertEqual(self.parity(program).tree.recordings, 1)
+
+    def test_training(self) -> None:
+        def program(ctx: Context) -> None:
+            model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()).to(ctx.device)
+            compiled = ctx.compile(model, backend="cudagraphs")
+            for _ in range(4):
+                x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
+                compiled(x).square().sum().backward()
+                ctx.record(x.grad, *(parameter.grad for parameter in model.parameters()))
+                model.zero_grad()
+
+        tree = self.parity(program).tree
+        self.assertEqual((tree.modes, tree.recordings), (("FORWARD", "BACKWARD"), 2))
+
+    def test_chain_and_overwritten_output(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile(backend="cudagraphs")
+            def f(x: torch.Tensor) -> torch.Tensor:
+                y = x * 2
+                torch._dynamo.graph_break()
+                return y.sin() + 1
+
+            outputs = [f(torch.randn(4, 8, device=ctx.device)) for _ in range(3)]
+            ctx.raises(lambda: outputs[0] + 1)
+            ctx.raises(lambda: outputs[1] + 1)
+            ctx.record(outputs[2])
+
+        parity = self.parity(program)
+        self.assertOverwritten(parity.errors[0])
+        self.assertEqual(parity.tree.depth, 2)
+
+    def test_mutated_input(self) -> None:
+        def program(ctx: Context) -> None:
+            @ctx.compile(backend="cudagraphs")
+            def f(x: torch.Tensor) -> torch.Tensor:
+                x.add_(1)
+                return x * 2
+
+            for _ in range(4):
+                x = torch.randn(4, 8, device=ctx.device)
+                ctx.record(f(x), x)
+
+        self.assertEqual(self.parity(program).counter("cudagraph_skips"), 1)
+
+    def test_work_on_the_host(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: x * 2 + torch.arange(8).to(x.device), backend="cudagraphs")
+            for _ in range(3):
+                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+
+        parity = self.parity(program)
+        self.assertEqual(parity.counter("cudagraph_skips"), 1)
+        self.assertIsNone(parity.ours.tree)
+
+
+class TestTreeSettings(ParityTestCase):
+    def test_whole_graph(self) -> None:
+        self.assertEqual(self.parity(call_often, config=WHOLE_GRAPH).tree.recordings, 1)
+
+    def test_without_trees(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: (x @ x.t()).relu() + 1)
+            for _ in range(4):
+                ctx.record(f(torch.randn(4, 8, device=ctx.device)).clone())
+
+        self.assertIsNone(self.parity(program, config={"triton.cudagraph_trees": False}).ours.tree)
+
+    def test_without_graphs(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: (x @ x.t()).relu() + 1, mode="default")
+            for _ in range(3):
+                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+
+        self.assertIsNone(self.parity(program).ours.tree)
+
+    def test_graphs_by_option(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: x.sin() + 1, options={"triton.cudagraphs": True})
+            for _ in range(4):
+                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+
+        self.assertEqual(self.parity(program).tree.recordings, 1)
+
+    def test_no_warmup(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: x.sin() + 1)
+            for step in range(3):
+                ctx.record(f(torch.randn(4, 8, device=ctx.device)))
+                ctx.tree(f"step {step}")
+
+        parity = self.parity(program, config={"triton.skip_cudagraph_warmup": True})
+        self.assertEqual([parity.trees[f"step {step}"].recordings for step in range(3)], [1, 1, 1])
+        self.assertEqual(parity.tree.warmed_up, ())
+
+    def test_nothing_but_warmups(self) -> None:
+        tree = self.parity(call_often, config={"triton.force_cudagraphs_warmup": True}).tree
+        self.assertEqual((tree.recordings, tree.state), (0, "WARMUP"))
+
+    def test_checks_of_every_replay(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: x * 2)
+            g = ctx.compile(lambda y: (y + 1, y.sin()))
+            for _ in range(5):
+                torch.compiler.cudagraph_mark_step_begin()
+                y = f(torch.randn(4, 8, device=ctx.device))
+                ctx.record(*g(y), y)
+
+        self.assertEqual(self.parity(program, config={"triton.fast_path_cudagraph_asserts": True}).tree.depth, 2)
+
+    def test_no_checks_of_the_pool(self) -> None:
+        config = {"triton.slow_path_cudagraph_asserts": False}
+        self.assertEqual(self.parity(call_often, config=config).tree.recordings, 1)
+
+    def test_synchronized_replays(self) -> None:
+        self.assertEqual(self.parity(call_often, config={"triton.force_cudagraph_sync": True}).tree.recordings, 1)
+
+    def test_history_of_allocations(self) -> None:
+        config = {"triton.cudagraph_trees_history_recording": True}
+        self.assertEqual(self.parity(call_often, config=config).tree.recordings, 1)
+
+    def test_chosen_sizes(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: x.sin() * x.size(0))
+            x = torch.randn(8, 8, device=ctx.device)
+            torch._dynamo.mark_dynamic(x, 0)
+            ctx.record(f(x))
+            for size in (4, 4, 4, 6, 6, 6, 8, 8, 4):
+                ctx.record(f(torch.randn(size, 8, device=ctx.device)))
+
+        tree = self.parity(program, config={"triton.cudagraph_capture_sizes": (4, 8)}).tree
+        self.assertEqual((tree.functions, tree.recordings), (2, 2))
+
+    def test_changing_shapes_are_skipped(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda x: x.sin() * x.size(0), dynamic=True)
+            for size in (4, 4, 4, 6):
+                ctx.record(f(torch.randn(size, 8, device=ctx.device)))
+
+        config = {"triton.cudagraph_skip_dynamic_graphs": True}
+        self.assertIsNone(self.parity(program, config=config).ours.tree)
+        whole = self.parity(program, config={**config, **WHOLE_GRAPH})
+        self.assertEqual(whole.counter("cudagraph_skips"), 1)
+
+    def test_too_many_recordings(self) -> None:
+        def program(ctx: Context) -> None:
+            f = ctx.compile(lambda table, x: table * x + 1)
+            tables = [torch.randn(4, 8, device=ctx.device) for _ in range(6)]
+            for table in tables:
+                torch._dynamo.mark_static_address(table, guard=False)
+                for _ in range(2):
+                    ctx.record(f(table, torch.randn(4, 8, device=ctx.device)))
+
+        parity = self.parity(
+            program,
+            config={"triton.cudagraph_unexpected_rerecord_limit": 2},
+            dynamo_config={"inline_inbuilt_nn_modules": False},
+        )
+        self.assertGreaterEqual(parity.tree.recordings, 3)
+
+    def test_frozen_parameters(self) -> None:
+        def program(ctx: Context) -> None:
+            model = torch.nn.Linear(8, 4, device=ctx.device).eval()
+            compiled = ctx.compile(model)
+            with torch.no_grad():
+                for _ in range(4):
+                    ctx.record(compiled(torch.randn(4, 8, device=ctx.device)))
+
+        tree = self.parity(program, config={"freezing": True}).tree
+        self.assertEqual(tree.recordings, 1)
+
+
+if __name__ == "__main__":
+    run_tests()

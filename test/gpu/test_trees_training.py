@@ -1,0 +1,309 @@
+"""Forward and backward: gradients, accumulation, pending backwards, inference and training of one module."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+import torch._functorch.config
+from parity import WHOLE_GRAPH, ParityTestCase
+from torch.testing._internal.common_utils import run_tests
+from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from parity import Context
+
+
+def small_model(device: str) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)).to(device)
+
+
+def gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor | None]:
+    return [parameter.grad for parameter in parameters]
+
+
+class TestTreeTraining(ParityTestCase):
+    def test_forward_and_backward(self) -> None:
+        def program(ctx: Context) -> None:
+            model = small_model(ctx.device)
+            compiled = ctx.compile(model)
+            for _ in range(5):
+                x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
+                y = compiled(x)
+                y.square().sum().backward()
+                ctx.record(y, x.grad, *gradients(model.parameters()))
+                model.zero_grad()
+
+        tree = self.parity(program).tree
+        self.assertEqual(tree.shape, ((0, ((1, ()),)),))
+        self.assertEqual(tree.modes, ("FORWARD", "BACKWARD"))
+        self.assertFalse(tree.pending_backwards)
+
+    def test_forward_and_backward_of_whole_graphs(self) -> None:
+        def program(ctx: Context) -> None:
+            model = small_model(ctx.device)
+            compiled = ctx.compile(model)
+            for _ in range(5):
+                x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
+                compiled(x).square().sum().backward()
+                ctx.record(x.grad, *gradients(model.parameters()))
+                model.zero_grad()
+
+        self.assertEqual(self.parity(program, config=WHOLE_GRAPH).tree.shape, ((0, ((1, ()),)),))
+
+    def test_optimizer_steps(self) -> None:
+        def program(ctx: Context) -> None:
+            model = small_model(ctx.device)
+            compiled = ctx.compile(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            for _ in range(6):
+                loss = compiled(torch.ones(4, 8, device=ctx.device)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                ctx.record(loss)
+            ctx.record(*model.parameters())
+
+        self.assertEqual(self.parity(program).tree.recordings, 2)
+
+    def test_accumulation_into_own_gradients(self) -> None:
+        def program(ctx: Context) -> None:
+            model = small_model(ctx.device)
+            compiled = ctx.compile(model)
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            for step in range(8):
+                compiled(torch.randn(4, 8, device=ctx.device)).square().sum().backward()
+                if step % 2:
+                    ctx.record(*gradients(model.parameters()))
+                    model.zero_grad(set_to_none=False)
+
+        self.assertEqual(self.parity(program).tree.recordings, 2)
+
+    def test_accumulation_into_gradients_of_the_pool(self) -> None:
+        def program(ctx: Context) -> None:
+            model = torch.nn.Linear(8, 4, device=ctx.device)
+            compiled = ctx.compile(model)
+            for step in range(6):
+                ctx.raises(lambda: compiled(torch.randn(4, 8, device=ctx.device)).square().sum().backward())
+                if step % 2:
+                    ctx.raises(lambda: [grad + 0 for grad in gradients(model.parameters())])
+                    model.zero_grad()
+
+        self.assertOverwritten(self.parity(program, oracle=False).errors[0])
+
+    def test_two_forwards_before_their_backward(self) -> None:
+        def program(ctx: Context) -> None:
+            model = small_model(ctx.device)
+            compiled = ctx.compile(model)
+            for _ in range(4):
+                torch.compiler.cudagraph_mark_step_begin()
+                first = compiled(torch.randn(4, 8, device=ctx.device))
+                second = compiled(torch.randn(4, 8, device=ctx.device))
+                ctx.record(first, second)
+                (first.square().sum() + second.square().sum()).backward()
+                ctx.record(*gradients(model.parameters()))
+                model.zero_grad()
+
+        tree = self.parity(program).tree
+        self.assertEqual(tree.shape, ((0, ((0, ((1, ((1, ()),)),)),)),))
+
+    def test_chain_of_models(self) -> None:
+        def program(ctx: Context) -> None:
+            first, second = torch.nn.Linear(8, 8, device=ctx.device), torch.nn.Linear(8, 4, device=ctx.device)
+            compiled = ctx.compile(lambda x: first(x).tanh()), ctx.compile(lambda h: second(h).square())
+            for _ in range(5):
+                compiled[1](compiled[0](torch.randn(4, 8, device=ctx.device))).sum().backward()
+                ctx.record(*gradients([*first.parameters(), *second.parameters()]))
+                first.zero_grad()
+                second.zero_grad()
+
+        tree = self.parity(program).tree
+        self.assertEqual((tree.recordings, tree.depth), (4, 4))
+
+    def test_graph_break_in_training(self) -> None:
+        def program(ctx: Context) -> None:
+            first, second = torch.nn.Linear(8, 8, device=ctx.device), torch.nn.Linear(8, 4, device=ctx.device)
+
+            @ctx.compile
+            def f(x: torch.Tensor) -> torch.Tensor:
+                h = first(x).tanh()
+                torch._dynamo.graph_break()
+                return second(h)
+
+            for _ in range(4):
+                x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
+                f(x).square().sum().backward()
+                ctx.record(x.grad, *gradients([*first.parameters(), *second.parameters()]))
+                first.zero_grad()
+                second.zero_grad()
+
+        tree = self.parity(program).tree
+        self.assertEqual(sorted(tree.modes), ["BACKWARD", "BACKWARD", "FORWARD", "FORWARD"])
+        self.assertEqual(tree.depth, 4)
+
+    def test_forwards_without_backwards_are_warned_of(self) -> None:
+        def program(ctx: Context) -> None:
+            model = torch.nn.Linear(8, 4, device=ctx.device)
+            compiled = ctx.compile(model)
+            held = []
+            for _ in range(5):
+                held.append(compiled(torch.randn(4, 8, device=ctx.device)))
+            ctx.record(*held)
+
+        parity = self.parity(program)
+        warned = [text for _, text in parity.ours.warnings if "Unable to hit fast path of CUDAGraphs" in text]
+        self.assertEqual(len(warned), 1)
+        self.assertTrue(parity.tree.pending_backwards)
+        self.assertEqual(parity.tree.warned, (0,))
+
+    def test_marked_steps_need_no_backward(self) -> None:
+        def program(ctx: Context) -> None:
+            model = torch.nn.Linear(8, 4, device=ctx.device)
+            compiled = ctx.compile(model)
+            for _ in range(5):
+                torch.compiler.cudagraph_mark_step_begin()
+                ctx.record(compiled(torch.randn(4, 8, device=ctx.device)))
+
+        parity = self.parity(program)
+        self.assertEqual([text for _, text in parity.ours.warnings if "fast path" in text], [])
+        self.assertEqual(parity.tree.recordings, 1)
+
+    def test_inference_then_training_then_inference(self) -> None:
+        def program(ctx: Context) -> None:
+            model = small_model(ctx.device)
+            compiled = ctx.compile(model)
+            for mode in ("inference", "training", "no_grad", "training", "inference"):
+                for _ in range(3):
+                    x = torch.randn(4, 8, device=ctx.device)
+                    if mode == "training":
+                        y = compiled(x)
+                        y.square().sum().backward()
+                        ctx.record(y, *gradients(model.parameters()))
+                        model.zero_grad()
+                    else:
+                        with torch.inference_mode() if mode == "inference" else torch.no_grad():
+                            ctx.record(compiled(x))
+
+        tree = self.parity(program).tree
+        self.assertEqual({"INFERENCE", "FORWARD", "BACKWARD"}, set(tree.modes))
+        self.assertFalse(tree.pending_backwards)
+
+    def test_evaluation_between_forward_and_backward(self) -> None:
+        def program(ctx: Context) -> None:
+            model = small_model(ctx.device)
+            compiled = ctx.compile(model)
+            for _ in range(5):
+                y = compiled(torch.randn(4, 8, device=ctx.device))
+                with torch.no_grad():
+                    ctx.record(compiled(torch.randn(4, 8, device=ctx.device)))
+                y.square().sum().backward()
+                ctx.record(y, *gradients(model.parameters()))
+                model.zero_grad()
+
+        self.assertGreaterEqual(self.parity(program).tree.recordings, 3)
+
+    def test_two_backwards_of_one_forward(self) -> None:
+        def program(ctx: Context) -> None:
+            with torch._functorch.config.patch(donated_buffer=False):
+                f = ctx.compile(lambda x: (x * x).sin())
+                for _ in range(4):
+                    x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
+                    y = f(x).sum()
+                    (first,) = torch.autograd.grad(y, x, retain_graph=True)
+                    ctx.record(first)
+                    (second,) = torch.autograd.grad(y, x)
+                    ctx.record(second)
+
+        self.assertGreaterEqual(self.parity(program).tree.recordings, 2)
+
+    def test_gradient_of_an_input_only(self) -> None:
+        def program(ctx: Context) -> None:
+            model = small_model(ctx.device).requires_grad_(False)
+            compiled = ctx.compile(model)
+            for _ in range(4):
+                x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
+                (grad,) = torch.autograd.grad(compiled(x).square().sum(), x)
+                ctx.record(grad)
+
+        self.assertEqual(self.parity(program).tree.recordings, 2)
+
+    def test_batch_norm_updates_its_buffers(self) -> None:
+        def program(ctx: Context) -> None:
+            model = torch.nn.BatchNorm1d(8, device=ctx.device)
+            compiled = ctx.compile(model)
+            for _ in range(5):
+                compiled(torch.randn(16, 8, device=ctx.device)).square().sum().backward()
+                ctx.record(model.running_mean, model.running_var, model.num_batches_tracked, model.bias.grad)
+                model.zero_grad()
+
+        parity = self.parity(program)
+        self.assertEqual(parity.counter("cudagraph_skips"), 0)
+        self.assertEqual(parity.tree.recordings, 2)
+        self.assertTrue(parity.tree.nodes[0].mutated_inputs)
+
+    def test_autocast(self) -> None:
+        def program(ctx: Context) -> None:
+            model = small_model(ctx.device)
+            compiled = ctx.compile(model)
+            for _ in range(4):
+                with torch.autocast(ctx.device, torch.bfloat16):
+                    y = compiled(torch.randn(4, 8, device=ctx.device))
+                y.float().square().sum().backward()
+                ctx.record(y, *gradients(model.parameters()))
+                model.zero_grad()
+
+        parity = self.parity(program, tolerance={"rtol": 5e-2, "atol": 5e-2})
+        self.assertEqual(parity.tree.recordings, 2)
+
+    def test_activation_checkpointing(self) -> None:
+        def program(ctx: Context) -> None:
+            model = small_model(ctx.device)
+            compiled = ctx.compile(lambda x: checkpoint(model, x, use_reentrant=False))
+            for _ in range(4):
+                x = torch.randn(4, 8, device=ctx.device, requires_grad=True)
+                compiled(x).square().sum().backward()
+                ctx.record(x.grad, *gradients(model.parameters()))
+                model.zero_grad()
+
+        self.assertEqual(self.parity(program).tree.recordings, 2)
+
+    def test_copies_of_a_compiled_model(self) -> None:
+        def program(ctx: Context) -> None:
+            model = small_model(ctx.device)
+            compiled = ctx.compile(model)
+            with torch.no_grad():
+                for _ in range(3):
+                    ctx.record(compiled(torch.randn(4, 8, device=ctx.device)))
+                twin = ctx.compile(copy.deepcopy(model))
+                for parameter in twin.parameters():
+                    parameter.mul_(2)
+                for step in range(6):
+                    ctx.record((twin if step % 2 else compiled)(torch.randn(4, 8, device=ctx.device)))
+
+        self.assertEqual(self.parity(program).tree.recordings, 2)
+
+    def test_compiled_optimizer(self) -> None:
+        def program(ctx: Context) -> None:
+            model = torch.nn.Linear(8, 4, device=ctx.device)
+            compiled = ctx.compile(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+
+            @ctx.compile(fullgraph=False)
+            def step() -> None:
+                optimizer.step()
+
+            for _ in range(5):
+                compiled(torch.randn(4, 8, device=ctx.device)).square().sum().backward()
+                step()
+                ctx.record(*model.parameters())
+                model.zero_grad()
+
+        self.assertGreaterEqual(self.parity(program).tree.recordings, 2)
+
+
+if __name__ == "__main__":
+    run_tests()
