@@ -1,8 +1,8 @@
 """The program that the commands work on where none is named: a BERT reads a text, byte by byte.
 
 The model is transformers' ``BertForMaskedLM`` of base size (110 million parameters) with random weights, in bfloat16.
-Its tokens are the bytes of ``default_text.txt``, cut into rows; every eighth is masked, as in training. Behind the 256 bytes the
-vocabulary has room for 128 tokens of other meaning, as that of ByT5 has, of which one is the mask.
+Its tokens are the bytes of ``default_text.txt``, cut into rows; every eighth is masked, as in training. Behind the
+256 bytes the vocabulary has room for 128 tokens of other meaning, as that of ByT5 has, of which one is the mask.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch.utils._pytree as pytree
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch._inductor import compile_fx, cpp_builder, cpu_vec_isa, output_code
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import Scheduler
@@ -171,11 +172,11 @@ class Lowerings:
     def _input_names(self, gm: torch.fx.GraphModule, *, is_backward: bool) -> tuple[str, ...]:
         names: dict[str, str] = {}
         for node in gm.graph.find_nodes(op="placeholder"):
-            index = getattr(node.meta.get("desc"), "idx", None)
+            origin = node.meta.get("desc")
             if is_backward:
                 names[node.name] = self._forward_names.get(node.name, node.name)
-            elif isinstance(index, int) and index < len(self._sources):
-                names[node.name] = self._sources[index]
+            elif isinstance(origin, PlainAOTInput) and origin.idx < len(self._sources):
+                names[node.name] = self._sources[origin.idx]
             else:
                 names[node.name] = node.name
         if not is_backward:

@@ -178,6 +178,7 @@ def _replacements(properties: DeviceProperties) -> list[tuple[Any, str, Any]]:
         "_lazy_init": nothing,
         "_lazy_call": nothing,
         "init": nothing,
+        "is_current_stream_capturing": _always(False),
         "synchronize": nothing,
         "empty_cache": nothing,
         "set_device": nothing,
@@ -197,7 +198,7 @@ def _replacements(properties: DeviceProperties) -> list[tuple[Any, str, Any]]:
     out: list[tuple[Any, str, Any]] = []
     for name, answer in answers.items():
         out.append((torch.cuda, name, answer))
-        for module in (torch.cuda.random, torch.cuda.memory):  # they import these by value
+        for module in (torch.cuda.graphs, torch.cuda.memory, torch.cuda.random):  # they import these by value
             if hasattr(module, name):
                 out.append((module, name, answer))
 

@@ -69,31 +69,53 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> t
 
 
 def _modules_of(fn: Any) -> dict[torch.nn.Module, bool]:
-    """The modules that ``fn`` is, is bound to or closes over, and whether all of their parameters go to the GPU."""
-    if isinstance(fn, torch.nn.Module):
-        return dict.fromkeys(fn.modules(), True)
-    owner = getattr(fn, "__self__", None)
+    """The modules that ``fn`` is or mentions, and whether all of their parameters go to the GPU."""
+    owner = getattr(fn, "__self__", fn)
     if isinstance(owner, torch.nn.Module):
         return dict.fromkeys(owner.modules(), True)
-    if isinstance(fn, functools.partial):
-        found = _modules_of(fn.func)
-        mentioned: list[Any] = [*fn.args, *fn.keywords.values()]
-    elif inspect.isfunction(fn):
-        found = {}
-        closure = inspect.getclosurevars(fn)
-        mentioned = [*closure.nonlocals.values(), *closure.globals.values()]
-    else:
-        return {}
-    for value in mentioned:
+    found: dict[torch.nn.Module, bool] = {}
+    for value in _mentioned(fn):
         if isinstance(value, torch.nn.Module):
-            for module in value.modules():
-                found.setdefault(module, False)
+            found.update(dict.fromkeys(value.modules(), False))
     return found
+
+
+def _mentioned(fn: Any) -> Iterator[Any]:
+    """What a callable uses, closes over, is bound to or has as attributes, and what functions among that mention."""
+    pending, seen = [fn], set()
+    while pending:
+        mentioning = pending.pop()
+        if id(mentioning) in seen:
+            continue
+        seen.add(id(mentioning))
+        values: list[Any] = []
+        if inspect.isfunction(mentioning):
+            for name in mentioning.__code__.co_names:
+                value = mentioning.__globals__.get(name)
+                # Functions of other files are not followed: they lead through all of torch.
+                if not inspect.isfunction(value) or value.__globals__ is mentioning.__globals__:
+                    values.append(value)
+            for cell in mentioning.__closure__ or ():
+                with contextlib.suppress(ValueError):  # an empty cell
+                    values.append(cell.cell_contents)
+        elif isinstance(mentioning, functools.partial):
+            values = [mentioning.func, *mentioning.args, *mentioning.keywords.values()]
+        else:
+            values = [*getattr(mentioning, "__dict__", {}).values()]
+            if inspect.ismethod(mentioning):
+                values += [mentioning.__func__, *getattr(mentioning.__self__, "__dict__", {}).values()]
+        yield from values
+        pending += [
+            v for v in values if inspect.isfunction(v) or inspect.ismethod(v) or isinstance(v, functools.partial)
+        ]
 
 
 @contextlib.contextmanager
 def _on_gpu(modules: Mapping[torch.nn.Module, bool], mode: FakeTensorMode) -> Iterator[None]:
-    """Put fake tensors in the places of parameters and buffers (and of meta tensors that are plain attributes)."""
+    """Put fake tensors in the places of parameters and buffers (and of meta tensors that are plain attributes).
+
+    Afterwards each module has the very attributes, parameters, buffers and submodules that it had.
+    """
     fakes: dict[int, torch.Tensor] = {}  # one for each tensor, so that tied parameters stay tied
 
     def stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -101,7 +123,10 @@ def _on_gpu(modules: Mapping[torch.nn.Module, bool], mode: FakeTensorMode) -> It
             fakes[id(tensor)] = _fake(mode, tensor, device)
         return fakes[id(tensor)]
 
-    places: list[tuple[dict[str, Any], str, Any]] = []
+    places: list[dict[str, Any]] = []
+    for module in modules:
+        places += [vars(module), module._parameters, module._buffers, module._modules]
+    before = [place.copy() for place in places]
     try:
         for module, all_on_gpu in modules.items():
             for tensors in (module._parameters, module._buffers):
@@ -110,19 +135,17 @@ def _on_gpu(modules: Mapping[torch.nn.Module, bool], mode: FakeTensorMode) -> It
                         continue
                     device = _GPU if all_on_gpu or tensor.is_meta else tensor.device
                     if device.type != "cpu":
-                        places.append((tensors, name, tensor))
                         tensors[name] = stand_in(tensor, device)
             for name, value in list(vars(module).items()):
                 if isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, FakeTensor):
-                    places.append((vars(module), name, value))
                     vars(module)[name] = stand_in(value, _CPU)
                 elif isinstance(value, list) and any(id(item) in fakes for item in value):
-                    places.append((vars(module), name, value))  # of the parameters, as nn.LSTM has
-                    vars(module)[name] = [fakes.get(id(item), item) for item in value]
+                    vars(module)[name] = [fakes.get(id(item), item) for item in value]  # as nn.LSTM has
         yield
     finally:
-        for place, name, tensor in reversed(places):
-            place[name] = tensor
+        for place, contents in zip(places, before, strict=True):
+            place.clear()
+            place.update(contents)
 
 
 @contextlib.contextmanager
@@ -178,8 +201,8 @@ def lower(
 
     * all parameters and buffers of ``fn``, or of the module that the method ``fn`` is bound to: ``cuda:0``, as after
       ``.cuda()``. They may be on the CPU or on ``meta``; a module built under ``torch.device("meta")`` costs no memory;
-    * parameters and buffers of modules that a function closes over: ``cuda:0`` where they are on ``meta``, else where
-      they are;
+    * parameters and buffers of modules that a function closes over or an object has: ``cuda:0`` where they are on
+      ``meta``, else where they are;
     * plain tensor attributes of modules: the CPU, as in a real program, in which ``.cuda()`` passes them over;
     * arguments: a ``meta`` tensor stands for one on ``cuda:0``, a CUDA tensor for itself, a CPU tensor is a CPU input.
 

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from .results import REGIMES, Measurement
 from .rings import InputSet, Ring
 from .timing import Plan, is_steady, median, percentile, schedule, synchroniser, time_block, timed_call
 from .trace import GpuWork, profile_call
+from .tuning import own_cache
 from .ways import WAYS, Way, make_ways, wake_compiler
 
 Progress = Callable[[int, int, str], None]
@@ -289,11 +291,9 @@ def compare(
 
 @contextlib.contextmanager
 def _caches(fresh: bool) -> Iterator[Callable[[], AbstractContextManager[Any]]]:
-    """Gives a maker of contexts in which compilers find empty caches; their files stay until this one ends."""
+    """Gives a maker of contexts in which compilers have caches of their own; their files stay until this one ends."""
     if not fresh:
         yield contextlib.nullcontext
         return
-    from torch._inductor.utils import fresh_cache
-
     with tempfile.TemporaryDirectory(prefix="pygraph_", ignore_cleanup_errors=True) as folder:
-        yield lambda: fresh_cache(dir=folder, delete=False)
+        yield lambda: own_cache(Path(folder))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from ..coverage.text import nbytes
 from .results import REGIMES, Measurement
 
 WIDTH = 100
@@ -46,16 +47,8 @@ def geometric_mean(values: Sequence[float]) -> float | None:
     return math.exp(sum(map(math.log, values)) / len(values)) if values else None
 
 
-def nbytes(count: int | None) -> str:
-    """``12.3 MB``: decimal units, three digits."""
-    if count is None:
-        return "-"
-    value, unit = float(count), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 999.5 or unit == "TB":
-            break
-        value /= 1000
-    return f"{count} B" if unit == "B" else f"{value:.3g} {unit}"
+def _bytes(count: int | None) -> str:
+    return "-" if count is None else nbytes(count)
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -79,11 +72,11 @@ _TIMES: tuple[Column, ...] = (
 )
 _COSTS: tuple[Column, ...] = (
     ("graphed", _kernels),
-    ("copied", lambda m: nbytes(m.copied_bytes)),
+    ("copied", lambda m: _bytes(m.copied_bytes)),
     ("rec.", lambda m: "-" if m.recordings is None else str(m.recordings)),
     ("compile s", lambda m: _number(m.compile_s, 1)),
     ("record s", lambda m: _number(m.record_s, 2)),
-    ("peak", lambda m: nbytes(m.peak_bytes)),
+    ("peak", lambda m: _bytes(m.peak_bytes)),
     ("max diff", lambda m: _significant(m.max_diff)),
 )
 

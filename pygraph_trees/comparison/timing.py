@@ -36,7 +36,7 @@ class Plan:
     settle_calls: int = 3  # un-timed calls at the start of each block
     warm_calls: tuple[int, int] = (8, 40)  # fewest and most calls until a way counts as steady
     ring: int = 8  # sets of inputs in the "fresh" regime
-    fresh_caches: bool = True  # each way compiles with empty caches, so that no way profits from another's work
+    fresh_caches: bool = True  # each way compiles for itself; only choices found by benchmark are shared
     inspect: bool = True  # profile, count recordings and memory, after the timing
 
     def block_calls(self, steady_s: float) -> int:

@@ -1,8 +1,9 @@
 """A CUDA driver that is not there, with the interface of ``cuda.bindings.driver``, which checks its callers.
 
-:class:`FakeApi` holds graphs of nodes that a test builds. Calls return tuples that begin with a ``CUresult``, as the real
-ones do. A handle that was never given out, an argument of the wrong type or a call on a stream in the wrong state is an
-``AssertionError``: the driver would crash or lie. :meth:`FakeApi.fail` makes the n-th next call of a name return an error.
+:class:`FakeApi` holds graphs of nodes that a test builds. Calls return tuples that begin with a ``CUresult``, as the
+real ones do. A handle that was never given out, an argument of the wrong type or a call on a stream in the wrong
+state is an ``AssertionError``: the driver would crash or lie. :meth:`FakeApi.fail` makes the n-th next call of a name
+return an error.
 """
 
 from __future__ import annotations

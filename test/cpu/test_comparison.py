@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,9 +36,10 @@ from pygraph_trees.comparison.graphs import copied_nbytes, recordings, watch_rep
 from pygraph_trees.comparison.program import NoLossError, tensors_of
 from pygraph_trees.comparison.results import ResultsFormatError, file_stem, here
 from pygraph_trees.comparison.rings import Ring
-from pygraph_trees.comparison.table import WIDTH, geometric_mean, nbytes
+from pygraph_trees.comparison.table import WIDTH, geometric_mean
 from pygraph_trees.comparison.timing import collector_off, is_steady, median, percentile, schedule, time_block
 from pygraph_trees.comparison.trace import GpuWork, profile_call, read_trace
+from pygraph_trees.comparison.tuning import own_cache
 from pygraph_trees.comparison.ways import OwnInductor, UnknownWayError, Way, make_ways, patches_on
 
 FAST = Plan(rounds=2, block_s=0.0, calls=(2, 2), settle_calls=1, warm_calls=(5, 8), ring=3, fresh_caches=False)
@@ -338,9 +340,10 @@ class TestWays(TestCase):
     def test_each_way_with_graphs_has_trees_of_its_own(self):
         from torch._inductor import cudagraph_trees as trees
 
-        def current() -> int:
-            return id(trees.get_obj(trees.local, "tree_manager_containers"))
+        def current() -> Any:
+            return trees.get_container(0)
 
+        before = current()
         ways = make_ways(Program(lambda: None))
         seen = []
         for way in ways:
@@ -348,9 +351,9 @@ class TestWays(TestCase):
                 seen.append(current())
             self.assertEqual(len(way.managers), 0)
         eager, compiled, upstream, ours = seen
-        self.assertEqual(eager, compiled)
-        self.assertEqual(len({compiled, upstream, ours}), 3)
-        self.assertEqual(current(), eager)
+        self.assertIs(eager, compiled)
+        self.assertEqual(len({id(container) for container in (compiled, upstream, ours)}), 3)
+        self.assertIs(current(), before)
 
     def test_ways_do_not_share_compiled_code(self):
         compiled: list[str] = []
@@ -594,9 +597,26 @@ class TestTables(TestCase):
         self.assertIn("(no figures)", markdown_table([_measurement().failed("x")]))
         self.assertIsNone(geometric_mean([]))
 
-    def test_bytes(self):
-        shown = [nbytes(n) for n in (None, 0, 136, 999, 1000, 953_000_000, 6_500_000_000)]
-        self.assertExpectedInline(", ".join(shown), """-, 0 B, 136 B, 999 B, 1 kB, 953 MB, 6.5 GB""")
+
+class TestTuning(TestCase):
+    """Choices found by benchmark go from way to way, compiled code does not."""
+
+    def test_choices_alone_are_carried(self):
+        with tempfile.TemporaryDirectory() as name:
+            folder, caches = Path(name), []
+            for content in ("tuned", None, None):
+                with own_cache(folder):
+                    cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+                    caches.append(cache)
+                    found = {p.relative_to(cache).as_posix(): p.read_text() for p in cache.rglob("*") if p.is_file()}
+                    if content:
+                        self.assertEqual(found, {})
+                        for path in ("ab/key.best_config", "ab/kernel.py", "cache/system", "triton/x/k.cubin"):
+                            (cache / path).parent.mkdir(parents=True, exist_ok=True)
+                            (cache / path).write_text(content)
+                    else:
+                        self.assertEqual(found, {"ab/key.best_config": "tuned", "cache/system": "tuned"})
+            self.assertEqual(len(set(caches)), 3)
 
 
 if __name__ == "__main__":

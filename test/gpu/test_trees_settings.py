@@ -70,7 +70,10 @@ class TestCudagraphsBackend(ParityTestCase):
                 x = torch.randn(4, 8, device=ctx.device)
                 ctx.record(f(x), x)
 
-        self.assertEqual(self.parity(program).counter("cudagraph_skips"), 1)
+        # The backend keeps the mutation outside of the graph, which it captures.
+        parity = self.parity(program)
+        self.assertEqual(parity.counter("cudagraph_skips"), 0)
+        self.assertEqual(parity.tree.recordings, 1)
 
     def test_work_on_the_host(self) -> None:
         def program(ctx: Context) -> None:
@@ -182,6 +185,7 @@ class TestTreeSettings(ParityTestCase):
 
         parity = self.parity(
             program,
+            oracle=False,  # upstream itself goes on with the first table here
             config={"triton.cudagraph_unexpected_rerecord_limit": 2},
             dynamo_config={"inline_inbuilt_nn_modules": False},
         )
