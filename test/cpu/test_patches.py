@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import types
@@ -46,6 +47,17 @@ def torch_as_it_is():
         "ignored": list(config._cache_config_ignore_prefix),
         "hash": config.get_hash(),
     }
+
+
+@contextlib.contextmanager
+def warns(case, category, pattern):
+    """As ``assertWarnsRegex``, which touches every module that is imported, and lazy ones then import others."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    texts = [str(w.message) for w in caught if issubclass(w.category, category)]
+    case.assertEqual(len(texts), 1, texts)
+    case.assertRegex(texts[0], pattern)
 
 
 def run_python(code, **environment):
@@ -141,12 +153,9 @@ class TestMismatch(TestCase):
     def setUp(self):
         super().setUp()
         inductor_patches.uninstall()
+        self.addCleanup(inductor_patches.install)  # the last of all: when what was found here is forgotten
         self.enterContext(mock.patch.dict(inductor_patches._mismatches, clear=True))
-
-    def tearDown(self):
-        inductor_patches.uninstall()
-        super().tearDown()
-        inductor_patches.install()
+        self.addCleanup(inductor_patches.uninstall)
 
     def enterContext(self, manager):  # unittest has it from Python 3.11 on
         value = manager.__enter__()
@@ -160,7 +169,7 @@ class TestMismatch(TestCase):
             raise AssertionError
 
         with mock.patch.object(scheduler.Scheduler, "graph_partition", graph_partition):
-            with self.assertWarnsRegex(FeatureOff, r"coverage stays off on torch .*graph_partition: no longer uses"):
+            with warns(self, FeatureOff, r"coverage stays off on torch .*graph_partition: no longer uses"):
                 status = inductor_patches.install()
             self.assertEqual([s.state for s in status], ["on", "on", "mismatch"])
             self.assertIs(output_code.CompiledFxGraph.__init__, before["init"])
@@ -174,7 +183,7 @@ class TestMismatch(TestCase):
         with mock.patch.object(cudagraph_trees, "cudagraphify_impl", impl):
             del cudagraph_trees.cudagraphify_impl
             try:
-                with self.assertWarnsRegex(FeatureOff, "trees stays off .*cudagraphify_impl: not there"):
+                with warns(self, FeatureOff, "trees stays off .*cudagraphify_impl: not there"):
                     status = inductor_patches.install()
             finally:
                 cudagraph_trees.cudagraphify_impl = impl
@@ -253,7 +262,7 @@ class TestPatch(TestCase):
     def test_undo_leaves_what_others_put_there(self):
         undo = self.rebind().apply()
         self.module.f = max
-        with self.assertWarnsRegex(PatchOverwritten, "a_module_to_patch.f was replaced"):
+        with warns(self, PatchOverwritten, "a_module_to_patch.f was replaced"):
             undo()
         self.assertIs(self.module.f, max)
 
