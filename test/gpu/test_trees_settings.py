@@ -176,20 +176,21 @@ class TestTreeSettings(ParityTestCase):
 
     def test_too_many_recordings(self) -> None:
         def program(ctx: Context) -> None:
-            f = ctx.compile(lambda table, x: table * x + 1)
-            tables = [torch.randn(4, 8, device=ctx.device) for _ in range(6)]
-            for table in tables:
-                torch._dynamo.mark_static_address(table, guard=False)
-                for _ in range(2):
-                    ctx.record(f(table, torch.randn(4, 8, device=ctx.device)))
+            model = torch.nn.Linear(8, 8, device=ctx.device)
+            f = ctx.compile(model)
+            with torch.no_grad():
+                for _ in range(6):
+                    model.weight.data = model.weight.data + 1
+                    for _ in range(2):
+                        ctx.record(f(torch.randn(4, 8, device=ctx.device)))
 
+        # Where modules are inlined, torch 2.11 has no such limit.
         parity = self.parity(
             program,
-            oracle=False,  # upstream itself goes on with the first table here
             config={"triton.cudagraph_unexpected_rerecord_limit": 2},
             dynamo_config={"inline_inbuilt_nn_modules": False},
         )
-        self.assertGreaterEqual(parity.tree.recordings, 3)
+        self.assertGreaterEqual(parity.tree.recordings, 2)
 
     def test_frozen_parameters(self) -> None:
         def program(ctx: Context) -> None:

@@ -1,0 +1,101 @@
+"""Host time a call, ours against upstream's, with the bias of order taken out.
+
+usage: python tools/bench/host_time.py [NAMES ...] [--rounds N] [--out FILE]
+
+A function that is compiled later, or whose graph lies elsewhere, is slower or faster by a few percent of its host
+time for no reason of its own. So each of the two is compiled twice in one process, in the order upstream, ours, ours,
+upstream; all four take turns in an order that changes from round to round, and the figure is the ratio of the means
+of both pairs, its median over rounds. The spread between two of a kind says how much to believe it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from pygraph_trees.code_hash import code_hash
+from pygraph_trees.comparison.rings import Ring
+from pygraph_trees.comparison.timing import median, synchroniser, time_block
+from pygraph_trees.comparison.tuning import own_cache
+from pygraph_trees.comparison.ways import make_ways
+from pygraph_trees.target import resolve
+
+_ORDER = ("upstream", "ours", "ours", "upstream")  # of compilation
+_CALLS = 100  # in a block
+_SETTLE = 5  # un-timed ones before it
+
+
+def measure(name: str, rounds: int) -> dict[str, Any]:
+    """Microseconds a call: median over rounds for each of the four, and the ratio of ours to upstream's."""
+    program = resolve(name, torch.device("cuda"))
+    ring, wait = Ring(program, 4), synchroniser(program.device)
+    ways = [way for kind in _ORDER for way in make_ways(program, [kind])]
+    samples: list[list[float]] = [[] for _ in ways]
+    limit = torch._dynamo.config.recompile_limit * len(ways)
+    with (
+        torch._dynamo.config.patch(recompile_limit=limit),
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+    ):
+        for way in ways:
+            with own_cache(Path(folder)), way.active():
+                for inputs in ring.sets * 2:
+                    program.step(way.callable, inputs.args, inputs.kwargs)
+        wait()
+        for number in range(rounds):
+            for index in _permuted(len(ways), number):
+                way = ways[index]
+                with way.active():
+                    block = time_block(
+                        lambda inputs: program.step(way.callable, inputs.args, inputs.kwargs),  # noqa: B023
+                        ring.fresh(),
+                        _CALLS,
+                        _SETTLE,
+                        wait,
+                    )
+                samples[index].append(median(block.host_s) * 1e6)
+    ratios = [(o1 + o2) / (u1 + u2) for u1, o1, o2, u2 in zip(*samples, strict=True)]
+    return {
+        "workload": name,
+        "host_us": {
+            f"{kind} {number}": median(s) for number, (kind, s) in enumerate(zip(_ORDER, samples, strict=True), 1)
+        },
+        "ratio": median(ratios),
+        "ratios": ratios,
+    }
+
+
+def _permuted(count: int, number: int) -> list[int]:
+    """All of ``range(count)``, begun elsewhere each round and reversed every other round."""
+    order = [(i + number // 2) % count for i in range(count)]
+    return order[::-1] if number % 2 else order
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=["BERT-I", "BERT"], metavar="NAMES", help="default: BERT-I BERT")
+    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("host times need a GPU, and this machine has none that torch can use")
+        return 2
+    found = [measure(name, options.rounds) for name in options.names]
+    for result in found:
+        figures = ", ".join(f"{way} {us:.1f} us" for way, us in result["host_us"].items())
+        print(f"{result['workload']}: ours {result['ratio']:.4f} of upstream ({figures})")
+    if options.out:
+        content = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "code_hash": code_hash()}
+        options.out.write_text(json.dumps({**content, "results": found}, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
