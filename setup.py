@@ -19,7 +19,7 @@ setup(
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["pygraph_trees", "pygraph_trees.*", "inductor_patches", "inductor_patches.*"]),
     package_data={"pygraph_trees": ["py.typed", "*.txt"], "inductor_patches": ["py.typed"]},
-    install_requires=["torch>=2.11,<2.16", 'triton>=3.6; platform_system == "Linux"'],
+    install_requires=["torch>=2.11", 'triton>=3.6; platform_system == "Linux"'],
     extras_require={
         "test": ["expecttest", "hypothesis", "pytest"],
         "bench": ["transformers", "timm", "matplotlib"],

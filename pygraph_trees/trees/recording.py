@@ -26,7 +26,7 @@ from pygraph_trees.coverage.records import InputRecord
 from pygraph_trees.driver import DriverError, NodeKind, driver
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 Upstream: type = cudagraph_trees.CUDAGraphNode
 
@@ -44,7 +44,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     ) -> None:
         self.log = RecordingLog(number=id.id, parent=None if parent is None else parent.id.id)
         super().__init__(wrapped_function, id, parent, inputs, *args, **kwargs)
-        self.log.inputs = tuple(self._describe_input(index) for index in range(len(self.reconstructed_inputs)))
+        self.log.inputs = tuple(self._describe_inputs())
 
     def _record(self, model: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
         def counted(model_inputs: list[Any]) -> Any:
@@ -72,24 +72,25 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         self.log.replays += 1
         super().run_graph()
 
-    def _describe_input(self, index: int) -> InputRecord:
-        function = self.wrapped_function
-        value = self.reconstructed_inputs[index]
-        placeholders = function.placeholders
-        name = placeholders[index].name if index < len(placeholders) else None
-        mutated = index in function.mutated_input_idxs
-        if not isinstance(value, torch.Tensor):
-            return InputRecord(index, name, "value", None, 0, 0, mutated)
-        nbytes = value.numel() * value.element_size()
-        if index in self.cudagraph_managed_idxs:
-            kind = "managed"
-        else:
-            kind = "static" if index in self.static_input_idxs else "live"
-        copied = 0
-        if index in self._copied_idxs():
-            copied = index_expanded_dims(value, self.expanded_dims[index]).numel() * value.element_size()
-        return InputRecord(index, name, kind, str(value.device), nbytes, copied, mutated)
-
-    def _copied_idxs(self) -> Any:
-        """The inputs that a replay copies; since 2.15 managed ones can be among them."""
-        return getattr(self, "input_copy_idxs", self.non_static_input_idx)
+    def _describe_inputs(self) -> Iterator[InputRecord]:
+        placeholders, mutated = self.wrapped_function.placeholders, set(self.wrapped_function.mutated_input_idxs)
+        static, managed = set(self.static_input_idxs), set(self.cudagraph_managed_idxs)
+        # Since 2.15 managed inputs can be among those that are copied.
+        copied: Any = getattr(self, "input_copy_idxs", self.non_static_input_idx)
+        copied = set(copied)
+        for index, value in enumerate(self.reconstructed_inputs):
+            name = placeholders[index].name if index < len(placeholders) else None
+            if not isinstance(value, torch.Tensor):
+                yield InputRecord(index, name, "value", None, 0, 0, index in mutated)
+                continue
+            kind = "managed" if index in managed else "static" if index in static else "live"
+            dense = index_expanded_dims(value, self.expanded_dims[index]) if index in copied else None
+            yield InputRecord(
+                index=index,
+                name=name,
+                kind=kind,
+                device=str(value.device),
+                nbytes=value.numel() * value.element_size(),
+                copied_bytes=0 if dense is None else dense.numel() * dense.element_size(),
+                mutated=index in mutated,
+            )

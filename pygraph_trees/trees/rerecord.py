@@ -44,7 +44,12 @@ def _difference(recorded: Any, inputs: list[Any]) -> str:
 def _moved(recorded: Any, inputs: list[Any], index: int) -> bool:
     address = recorded.static_input_data_ptrs[index]
     value = inputs[index]
-    return address is not None and isinstance(value, torch.Tensor) and value.data_ptr() != address
+    if address is None or not isinstance(value, torch.Tensor):
+        return False
+    try:
+        return value.data_ptr() != address
+    except RuntimeError:  # an output that was overwritten; upstream raises where it reads it
+        return True
 
 
 def _name(recorded: Any, index: int) -> str:
