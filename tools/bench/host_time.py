@@ -1,6 +1,6 @@
 """Host time a call, ours against upstream's, with the bias of order taken out.
 
-usage: python tools/bench/host_time.py [NAMES ...] [--rounds N] [--out FILE]
+usage: python tools/bench/host_time.py [NAMES ...] [--rounds N] [--calls N] [--out FILE]
 
 A function that is compiled later, or whose graph lies elsewhere, is slower or faster by a few percent of its host
 time for no reason of its own. So each of the two is compiled twice in one process, in the order upstream, ours, ours,
@@ -29,11 +29,10 @@ from pygraph_trees.comparison.ways import make_ways
 from pygraph_trees.target import resolve
 
 _ORDER = ("upstream", "ours", "ours", "upstream")  # of compilation
-_CALLS = 100  # in a block
 _SETTLE = 5  # un-timed ones before it
 
 
-def measure(name: str, rounds: int) -> dict[str, Any]:
+def measure(name: str, rounds: int, calls: int) -> dict[str, Any]:
     """Microseconds a call: median over rounds for each of the four, and the ratio of ours to upstream's."""
     program = resolve(name, torch.device("cuda"))
     ring, wait = Ring(program, 4), synchroniser(program.device)
@@ -56,7 +55,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
                     block = time_block(
                         lambda inputs: program.step(way.callable, inputs.args, inputs.kwargs),  # noqa: B023
                         ring.fresh(),
-                        _CALLS,
+                        calls,
                         _SETTLE,
                         wait,
                     )
@@ -82,18 +81,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=["BERT-I", "BERT"], metavar="NAMES", help="default: BERT-I BERT")
     parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--calls", type=int, default=100, help="in a block, synchronised and streamed each")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("host times need a GPU, and this machine has none that torch can use")
         return 2
-    found = [measure(name, options.rounds) for name in options.names]
+    found = [measure(name, options.rounds, options.calls) for name in options.names]
     for result in found:
         figures = ", ".join(f"{way} {us:.1f} us" for way, us in result["host_us"].items())
         print(f"{result['workload']}: ours {result['ratio']:.4f} of upstream ({figures})")
     if options.out:
-        content = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "code_hash": code_hash()}
-        options.out.write_text(json.dumps({**content, "results": found}, indent=1) + "\n", encoding="utf-8")
+        content = {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "code_hash": code_hash(),
+            "rounds": options.rounds,
+            "calls": options.calls,
+            "results": found,
+        }
+        options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
