@@ -10,6 +10,7 @@ import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,11 +20,11 @@ from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from bench import command_line
+from bench import command_line, host_time
 from bench.isolated import Job, run_isolated
 from bench.loading import load_workloads
 
-from pygraph_trees.comparison import Measurement, Plan, Results
+from pygraph_trees.comparison import Measurement, Plan, Program, Results
 from pygraph_trees.comparison.differences import difference, snapshot
 
 WORKLOADS = load_workloads()
@@ -309,6 +310,62 @@ class TestCommandLine(TestCase):
             status, shown, _ = self._main("EOS", *common, "--resume")
             self.assertIn("is of other code", shown)
             self.assertEqual((status, [r.workload for r in Results.read(out).records]), (0, ["EOS"]))
+
+
+class TestHostTime(TestCase):
+    def _measure(self, rounds: int) -> dict[str, Any]:
+        program = Program(lambda x: x * 2 + 1, (torch.ones(4),), name="SMALL")
+        with mock.patch.object(host_time, "resolve", lambda name, device: program):
+            return host_time.measure("SMALL", rounds, 2)
+
+    def test_both_are_measured_twice_in_turn(self):
+        found = self._measure(3)
+        self.assertEqual(list(found["host_us"]), ["upstream 1", "ours 2", "ours 3", "upstream 4"])
+        self.assertTrue(all(us > 0 for us in found["host_us"].values()))
+        self.assertEqual((found["workload"], len(found["ratios"])), ("SMALL", 3))
+        self.assertIn(found["ratio"], found["ratios"])
+
+    def test_the_ratio_is_of_what_each_took(self):
+        # In every round and position, what runs upstream takes 100 us a call and what runs ours 103.
+        taken = {"upstream": 100e-6, "ours": 103e-6}
+        active: list[str] = []
+        make = host_time.make_ways
+
+        def made(program: Program, kinds: list[str]) -> list[Any]:
+            (way,) = make(program, kinds)
+            before = way.active
+
+            @contextlib.contextmanager
+            def noted() -> Any:
+                with before():
+                    active.append(kinds[0])
+                    yield
+
+            return [SimpleNamespace(callable=way.callable, active=noted)]
+
+        def block(*_: Any) -> SimpleNamespace:
+            return SimpleNamespace(host_s=[taken[active[-1]]])
+
+        with mock.patch.object(host_time, "make_ways", made), mock.patch.object(host_time, "time_block", block):
+            found = self._measure(4)
+        self.assertEqual(found["ratios"], [1.03] * 4)
+        self.assertEqual(active[:4], ["upstream", "ours", "ours", "upstream"])
+
+    def test_each_takes_every_turn(self):
+        orders = [host_time._permuted(4, number) for number in range(8)]
+        self.assertEqual(len({tuple(order) for order in orders}), 8)
+        for turn in range(4):
+            self.assertEqual(sorted(order[turn] for order in orders), [0, 0, 1, 1, 2, 2, 3, 3])
+
+    def test_no_gpu(self):
+        out = io.StringIO()
+        with (
+            mock.patch("torch.cuda.is_available", return_value=False),
+            mock.patch.object(sys, "argv", ["host_time.py"]),
+            contextlib.redirect_stdout(out),
+        ):
+            self.assertEqual(host_time.main(), 2)
+        self.assertIn("need a GPU", out.getvalue())
 
 
 if __name__ == "__main__":
