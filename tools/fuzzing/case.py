@@ -1,0 +1,144 @@
+"""A program with its inputs, as data: what is drawn, run, shrunk and printed.
+
+The body of a :class:`Case` is Python source, a line a statement, over the names of its inputs. ``Case.text()`` is
+Python as well and gives the case back when read by :func:`read`, so a printed case is a reproducer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+LAYOUTS = (
+    "contiguous",
+    "transposed",  # the last two dimensions lie the other way round
+    "sliced",  # rows longer than what is seen of them
+    "strided",  # every other element
+    "expanded",  # the first dimension is one row, again and again
+    "overlapping",  # rows overlap by half
+    "misaligned",  # one element off
+    "channels_last",  # four dimensions
+)
+PLACES = (
+    "same",  # one address; new values are written there at each call
+    "kept",  # one address, written once: the program's own writes stay
+    "alternate",  # two addresses in turn
+    "fresh",  # a new address each call; old tensors stay alive
+    "reused",  # a new address each call; the old memory is freed, and others write to it
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A tensor that the program gets."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    layout: str = "contiguous"
+    place: str = "fresh"
+    values: str = "unit"  # "unit" (-1 to 1), "mask", "below 7" (integers), "order" (each index once)
+    parameter: bool = False  # held by the module instead of passed; a place that moves swaps its storage
+    shares: str | None = None  # lies in that input's memory, `shift` elements behind its first one
+    shift: int = 0
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A program, its inputs and how often it is called."""
+
+    inputs: tuple[Input, ...]
+    body: tuple[str, ...]
+    returns: tuple[str, ...]
+    calls: int = 4
+    backward: bool = False  # gradients of all floating-point inputs are taken and compared
+    feedback: tuple[tuple[int, str], ...] = ()  # (returned value, argument that it is at the next call)
+
+    def __post_init__(self) -> None:
+        names = [i.name for i in self.inputs]
+        known = {i.name: i for i in self.inputs}
+        for item in self.inputs:
+            if item.layout not in LAYOUTS or item.place not in PLACES:
+                raise ValueError(f"{item}: layout is one of {LAYOUTS}, place one of {PLACES}")
+            if item.shares is not None and (item.shares not in known or known[item.shares].shares is not None):
+                raise ValueError(f"{item} shares the memory of an input that has none of its own")
+        if len(known) != len(names):
+            raise ValueError(f"input names are not unique: {names}")
+
+    @property
+    def arguments(self) -> tuple[Input, ...]:
+        return tuple(i for i in self.inputs if not i.parameter)
+
+    @property
+    def parameters(self) -> tuple[Input, ...]:
+        return tuple(i for i in self.inputs if i.parameter)
+
+    def source(self) -> str:
+        """The program as a function; with parameters, as a method ``forward``."""
+        arguments = [i.name for i in self.arguments]
+        held = [f"{i.name} = self.{i.name}" for i in self.parameters]
+        name, first = ("forward", ["self"]) if held else ("program", [])
+        lines = [*held, *self.body, f"return {', '.join(self.returns)}"]
+        return f"def {name}({', '.join([*first, *arguments])}):\n" + "".join(f"    {line}\n" for line in lines)
+
+    def function(self) -> Callable[..., Any]:
+        """The program, made from its source anew: no two calls give functions of one code object."""
+        source = self.source()
+        filename = f"<fuzzed {next(_serial)}>"
+        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+        namespace: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
+        exec(compile(source, filename, "exec"), namespace)
+        made: Callable[..., Any] = namespace["forward" if self.parameters else "program"]
+        return made
+
+    def text(self) -> str:
+        """The case as Python that :func:`read` understands; fields at their defaults are left out."""
+        lines = ["Case(", "    inputs=("]
+        lines += [f"        {_shown(item)}," for item in self.inputs]
+        lines += ["    ),", "    body=("]
+        lines += [f"        {line!r}," for line in self.body]
+        lines += ["    ),"]
+        for field in fields(self)[2:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                lines.append(f"    {field.name}={value!r},")
+        return "\n".join([*lines, ")", ""])
+
+
+_serial = itertools.count()
+
+
+def _shown(item: Input) -> str:
+    given = [f"{f.name}={getattr(item, f.name)!r}" for f in fields(item)[2:] if getattr(item, f.name) != f.default]
+    return f"Input({', '.join([repr(item.name), repr(item.shape), *given])})"
+
+
+def read(text: str) -> Case:
+    """The inverse of :meth:`Case.text`; runs what it is given, as Python.
+
+    Raises:
+        ValueError: the text is no case.
+    """
+    try:
+        found = eval(compile(text, "<case>", "eval"), {"Case": Case, "Input": Input})
+    except (SyntaxError, NameError, TypeError) as error:
+        raise ValueError(f"this is no case: {error}") from error
+    if not isinstance(found, Case):
+        raise ValueError(f"this is no case but a {type(found).__name__}")
+    return found
+
+
+def seed_of(*parts: object) -> int:
+    """A number that depends on ``parts`` alone, the same in every process."""
+    return zlib.crc32(" ".join(map(str, parts)).encode())

@@ -1,0 +1,110 @@
+"""Makes a failing case smaller: a step leaves something out or makes it plainer, and stays where the case still fails.
+
+A step may give a case that cannot run; that one does not fail.
+
+What does not work, and why: hypothesis's shrinking. It needs hundreds of runs, which with a compilation each take
+minutes, and a process for each where the case kills its process. A few dozen steps that know what a case is do as well.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from .case import Case, Input
+
+
+def reduce(case: Case, fails: Callable[[Case], bool], most_tries: int, most_s: float = float("inf")) -> Case:
+    """The smallest case that was found to fail in so many tries and seconds; ``case`` itself is taken to fail."""
+    tries, end = 0, time.monotonic() + most_s
+    progress = True
+    while progress:
+        progress = False
+        for smaller in reductions(case):
+            if tries == most_tries or time.monotonic() >= end:
+                return case
+            tries += 1
+            if fails(smaller):
+                case, progress = smaller, True
+                break
+    return case
+
+
+def reductions(case: Case) -> Iterator[Case]:
+    """Cases that are smaller or plainer by one step, the largest steps first."""
+    for position in range(len(case.body)):
+        yield _without_statement(case, position)
+    for position in range(len(case.returns) if len(case.returns) > 1 else 0):
+        yield _without_return(case, position)
+    for size in sorted({size for item in case.inputs for size in item.shape if size > 2}, reverse=True):
+        yield _with_size(case, size, 2)
+    if case.calls > 1:
+        yield replace(case, calls=case.calls - 1)
+    if case.feedback:
+        yield replace(case, feedback=())
+    if case.backward:
+        yield replace(case, backward=False)
+    for position, item in enumerate(case.inputs):
+        for plainer in _plainer(item):
+            inputs = (*case.inputs[:position], plainer, *case.inputs[position + 1 :])
+            yield replace(case, inputs=tuple(sorted(inputs, key=lambda i: i.parameter)))
+
+
+def _plainer(item: Input) -> Iterator[Input]:
+    if item.shares is not None:
+        yield replace(item, shares=None, shift=0)
+    if item.parameter:
+        yield replace(item, parameter=False)
+    if item.layout != "contiguous":
+        yield replace(item, layout="contiguous")
+    if item.place != "same":
+        yield replace(item, place="same")
+
+
+def _with_size(case: Case, old: int, new: int) -> Case:
+    """The case with another size in place of one, in all inputs and in the indices below it."""
+    return replace(
+        case,
+        inputs=tuple(
+            replace(
+                item,
+                shape=tuple(new if size == old else size for size in item.shape),
+                values=f"below {new}" if item.values == f"below {old}" else item.values,
+            )
+            for item in case.inputs
+        ),
+    )
+
+
+def _without_statement(case: Case, position: int) -> Case:
+    """The case without a statement and whatever needs its value."""
+    body, gone = [], []
+    for number, line in enumerate(case.body):
+        if number == position or any(_mentions(line, name) for name in gone):
+            gone += re.findall(r"^(\w+) = ", line)
+        else:
+            body.append(line)
+    kept = [(i, name) for i, name in enumerate(case.returns) if name not in gone]
+    return _tidied(case, body, kept)
+
+
+def _without_return(case: Case, position: int) -> Case:
+    return _tidied(case, list(case.body), [(i, name) for i, name in enumerate(case.returns) if i != position])
+
+
+def _tidied(case: Case, body: list[str], kept: list[tuple[int, str]]) -> Case:
+    """``case`` with another body and those of its returned values, and with the inputs that these need."""
+    made = [name for line in body for name in re.findall(r"^(\w+) = ", line)]
+    returns = tuple(name for _, name in kept) or ((made or [case.inputs[0].name])[-1],)
+    needed = {i.name for i in case.inputs if any(_mentions(text, i.name) for text in [*body, *returns])}
+    needed |= {i.shares for i in case.inputs if i.name in needed and i.shares is not None}
+    position_of = {old: new for new, (old, _) in enumerate(kept)}
+    feedback = tuple((position_of[i], name) for i, name in case.feedback if i in position_of and name in needed)
+    inputs = tuple(i for i in case.inputs if i.name in needed)
+    return replace(case, inputs=inputs, body=tuple(body), returns=returns, feedback=feedback)
+
+
+def _mentions(text: str, name: str) -> bool:
+    return re.search(rf"(?<![\w.]){name}\b", text) is not None

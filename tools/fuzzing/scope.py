@@ -1,0 +1,191 @@
+"""The values that a program being drawn has so far, and where its operations take operands from.
+
+Each statement is run on meta tensors as it is drawn, which tells shapes and dtypes and which values share memory. An
+operand is an existing value that fits, or a new input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from hypothesis import strategies as st
+
+from .case import LAYOUTS, PLACES, Input
+from .memory import strides_of
+
+T = TypeVar("T")
+
+SIZES = (1, 2, 3, 8, 16, 33, 64)
+MOST_INPUTS = 9
+
+
+class NoRoom(Exception):
+    """An operation asks for an operand that the program cannot have."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """A name in the program with a meta tensor that stands for it."""
+
+    name: str
+    tensor: torch.Tensor
+    root: str  # the input, or the statement's value, whose memory it lies in
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> str:
+        return str(self.tensor.dtype).removeprefix("torch.")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Scope:
+    """Draws the operands of one program.
+
+    Args:
+        draw: hypothesis's.
+        main: the floating-point dtype of most inputs.
+        mutations: whether values may be written to.
+    """
+
+    def __init__(self, draw: Callable[[st.SearchStrategy[Any]], Any], main: str, mutations: bool) -> None:
+        self._draw = draw
+        self._main = main
+        self._mutations = mutations
+        self.inputs: list[Input] = []
+        self.values: list[Value] = []
+        self.body: list[str] = []
+        self._tensors: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
+
+    def one_of(self, *choices: T) -> T:
+        return self._draw(st.sampled_from(choices))
+
+    def size(self) -> int:
+        return self.one_of(*SIZES)
+
+    def dimension(self, value: Value) -> int:
+        """One of the dimensions of a value, counted from the front."""
+        return self.one_of(*range(len(value.shape)))
+
+    def tensor(
+        self,
+        *,
+        rank: int | None = None,
+        least_rank: int = 0,
+        shape: Sequence[int] | None = None,
+        dtype: str | None = None,
+        dtypes: Sequence[str] | None = None,
+        apart_from: Iterable[Value] = (),
+    ) -> Value:
+        """A floating-point operand; ``apart_from`` excludes what may lie in the same memory."""
+        roots = {v.root for v in apart_from}
+        allowed = [dtype] if dtype is not None else dtypes
+
+        def fits(value: Value) -> bool:
+            return (
+                value.tensor.is_floating_point()
+                and value.tensor.numel() > 0
+                and (shape is None or value.shape == tuple(shape))
+                and (rank is None or len(value.shape) == rank)
+                and len(value.shape) >= least_rank
+                and (allowed is None or value.dtype in allowed)
+                and value.root not in roots
+            )
+
+        found = [v for v in self.values if fits(v)]
+        if found and (len(self.inputs) >= MOST_INPUTS or self._draw(st.integers(0, 3)) > 0):
+            return self.one_of(*found)
+        if shape is None:
+            wanted = self.one_of(*range(max(1, least_rank), 5)) if rank is None else rank
+            shape = tuple(self.size() if i < 2 else self.one_of(1, 2, 8, 16) for i in range(wanted))
+        if allowed is None:
+            allowed = [self._main] if self._draw(st.integers(0, 5)) > 0 else ["float32"]
+        return self._input(tuple(shape), self.one_of(*allowed), "unit", share=not roots)
+
+    def written(
+        self,
+        *,
+        rank: int | None = None,
+        least_rank: int = 0,
+        shape: Sequence[int] | None = None,
+        dtype: str | None = None,
+        apart_from: Iterable[Value] = (),
+    ) -> Value:
+        """A floating-point operand that can be written to: no two of its elements at one address."""
+        if not self._mutations:
+            raise NoRoom
+        value = self.tensor(rank=rank, least_rank=least_rank, shape=shape, dtype=dtype, apart_from=apart_from)
+        if not _separate(value.tensor):
+            raise NoRoom
+        return value
+
+    def mask(self, shape: Sequence[int]) -> Value:
+        return self._input(tuple(shape), "bool", "mask")
+
+    def index(self, shape: Sequence[int], below: int) -> Value:
+        """Integers from 0 to ``below`` - 1."""
+        return self._input(tuple(shape), "int64", f"below {below}")
+
+    def order(self, count: int) -> Value:
+        """Each of ``count`` indices once."""
+        return self._input((count,), "int64", "order")
+
+    def add(self, text: str, *, value: bool) -> None:
+        """Appends a statement, with a name for its value where it has one; it must run on meta tensors."""
+        name = f"v{len(self.body)}"
+        line = f"{name} = {text}" if value else text
+        with torch.no_grad():
+            exec(line, self._tensors)
+        self.body.append(line)
+        if value:
+            tensor = self._tensors[name]
+            storage = tensor.untyped_storage()._cdata
+            root = next((v.root for v in self.values if v.tensor.untyped_storage()._cdata == storage), name)
+            self.values.append(Value(name, tensor, root))
+
+    def forget(self, inputs: int, values: int) -> None:
+        """Goes back to when there were so many inputs and values, and the same statements."""
+        del self.inputs[inputs:], self.values[values:]
+
+    def _input(self, shape: tuple[int, ...], dtype: str, values: str, share: bool = False) -> Value:
+        if len(self.inputs) >= MOST_INPUTS + 3:
+            raise NoRoom
+        plain = values == "order" or not shape
+        item = Input(
+            name="abcdefghijklmnopqrstuvwxyz"[len(self.inputs)],
+            shape=shape,
+            dtype=dtype,
+            values=values,
+            layout="contiguous" if plain else self.one_of(*(["contiguous"] * 6), *LAYOUTS[1:]),
+            place=self.one_of(*PLACES),
+            parameter=values == "unit" and self._draw(st.integers(0, 5)) == 5,
+        )
+        root = item.name
+        owners = [i for i in self.inputs if (i.dtype, i.values, i.shares, i.parameter) == (dtype, values, None, False)]
+        if share and owners and not item.parameter and self._draw(st.integers(0, 7)) == 7:
+            owner = self.one_of(*owners)
+            item = replace(item, layout="contiguous", shares=owner.name, shift=self.one_of(0, 1, 16))
+            root = owner.name
+        self.inputs.append(item)
+        tensor = torch.empty_strided(shape, strides_of(item), dtype=item.torch_dtype, device="meta")
+        self._tensors[item.name] = tensor
+        self.values.append(Value(item.name, tensor, root))
+        return self.values[-1]
+
+
+def _separate(tensor: torch.Tensor) -> bool:
+    """Whether no two elements of a strided tensor lie at one address."""
+    reach = 0
+    steps = ((abs(stride), size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    for stride, size in sorted(steps):
+        if stride <= reach:
+            return False
+        reach += stride * (size - 1)
+    return True

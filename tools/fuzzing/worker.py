@@ -1,0 +1,177 @@
+"""The process in which cases are checked: ``worker.py PLAN``, with the plan as JSON (see ``campaign.py``).
+
+Writes into its folder: ``case.py``, the case that runs now; ``counts.json``; and where a case failed ``failure.json``
+with the smallest one that was found to. Exit status 0, :data:`campaign.FAILED`, or :data:`campaign.POISONED` where the
+GPU is lost to it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+_BATCH = 50  # cases that hypothesis plans at a time
+_MOST_TRIES, _MOST_S = 80, 120.0  # to make a failing case smaller
+
+
+class Worker:
+    """Checks cases one after the other and keeps the books."""
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        import torch
+
+        from fuzzing.campaign import Counts
+
+        self._told = told
+        self._folder = Path(told["folder"])
+        self._device = torch.device(told["device"])
+        self._end = time.monotonic() + told["seconds"]
+        self._failure: Any = None
+        self.counts = Counts()
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+
+    def campaign(self) -> int:
+        """Draws and checks cases until the time is over or one fails."""
+        from hypothesis import HealthCheck, Phase, given, seed, settings
+
+        from fuzzing.strategies import cases
+
+        batch = 0
+        while not self._over():
+            drawn = given(cases())(self._check_in_time)
+            quiet = settings(
+                max_examples=_BATCH,
+                deadline=None,
+                database=None,
+                phases=(Phase.generate,),
+                suppress_health_check=list(HealthCheck),
+            )
+            seed(self._told["seed"] * 1_000_003 + batch)(quiet(drawn))()
+            batch += 1
+        return self._result()
+
+    def single(self, text: str) -> int:
+        """Checks one case."""
+        from fuzzing.campaign import FAILED
+        from fuzzing.case import read
+
+        failure = self._check(read(text))
+        if failure is None:
+            return 0
+        self._write_failure(failure)
+        return FAILED
+
+    def _over(self) -> bool:
+        most = self._told["most_cases"]
+        return (
+            self._failure is not None
+            or time.monotonic() >= self._end
+            or (most is not None and self.counts.cases >= most)
+        )
+
+    def _check_in_time(self, case: Any) -> None:
+        if not self._over():
+            self._failure = self._check(case)
+
+    def _result(self) -> int:
+        """The exit status; makes a failing case smaller first, and writes each that is."""
+        from fuzzing.campaign import FAILED
+        from fuzzing.reduction import reduce
+
+        if self._failure is None:
+            return 0
+        self._write_failure(self._failure)
+
+        def fails(smaller: Any) -> bool:
+            failure = self._check(smaller)
+            if failure is not None:
+                self._write_failure(failure)
+            return failure is not None
+
+        counted = replace(self.counts)
+        reduce(self._failure.case, fails, _MOST_TRIES, _MOST_S)
+        self._write("counts.json", json.dumps(asdict(counted)))
+        return FAILED
+
+    def _check(self, case: Any) -> Any:
+        """How the case fails, None where it does not."""
+        from fuzzing.campaign import Failure
+        from fuzzing.check import InvalidCase, Mismatch, check
+
+        self._write("case.py", case.text())
+        self.counts.cases += 1
+        try:
+            verdict = check(
+                case,
+                self._device,
+                under_test=self._told["under_test"],
+                control=self._told["control"],
+                exact=self._told["exact"],
+            )
+        except InvalidCase:
+            self._end_if_poisoned()
+            self.counts.invalid += 1
+        except Mismatch as error:
+            self._end_if_poisoned()
+            return Failure(case, str(error))
+        else:
+            self.counts.calls += verdict.calls
+            self.counts.torch_differs += verdict.torch_differs is not None
+        finally:
+            self._count_graphs()
+            self._write("counts.json", json.dumps(asdict(self.counts)))
+        return None
+
+    def _count_graphs(self) -> None:
+        from pygraph_trees.coverage.log import journal
+
+        _, functions = journal.records()
+        journal.clear()
+        self.counts.replays += sum(f.replays for f in functions)
+        self.counts.recordings += sum(len(f.recordings) for f in functions)
+        self.counts.ungraphed_calls += sum(f.ungraphed_calls for f in functions)
+
+    def _end_if_poisoned(self) -> None:
+        """After a fault every later call on the GPU fails too, and says nothing about its case."""
+        import torch
+
+        if self._device.type != "cuda":
+            return
+        try:
+            torch.cuda.synchronize()
+        except Exception:
+            from fuzzing.campaign import POISONED
+
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(POISONED)
+
+    def _write_failure(self, failure: Any) -> None:
+        self._write("failure.json", json.dumps({"case": failure.case.text(), "message": failure.message}))
+
+    def _write(self, name: str, text: str) -> None:
+        partial = self._folder / f"{name}.part"
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, self._folder / name)
+
+
+def main(plan: str) -> int:
+    told = json.loads(plan)
+    warnings.simplefilter("ignore")
+    worker = Worker(told)
+    given = Path(told["folder"]) / "given.py"
+    return worker.single(given.read_text(encoding="utf-8")) if given.exists() else worker.campaign()
+
+
+if __name__ == "__main__":
+    sys.path[:1] = [str(ROOT), str(ROOT / "tools")]
+    sys.exit(main(sys.argv[1]))
