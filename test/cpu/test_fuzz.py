@@ -1,5 +1,5 @@
 """Random programs: that they are valid, laid out as they say and printed so that they can be read back; that the
-comparison finds what a wrong compiler does; and that what fails becomes small. All without a GPU, under Dynamo backends.
+comparison finds what a wrong compiler does; and that what fails becomes small. Needs no GPU.
 """
 
 from __future__ import annotations
