@@ -310,9 +310,9 @@ class TestCheck(TestCase):
         self.assertIsNone(check(PLAIN, CPU, under_test="aot_eager", control="eager").torch_differs)
 
     def test_exact(self) -> None:
-        self.assertEqual(check(PLAIN, CPU, under_test="aot_eager", control="eager", exact=True).calls, 4)
+        self.assertEqual(check(PLAIN, CPU, under_test="aot_eager", exactly="eager").calls, 4)
         with self.assertRaisesRegex(Mismatch, "against wrong_backends:stale"):
-            check(PLAIN, CPU, under_test="aot_eager", control="wrong_backends:stale", exact=True)
+            check(PLAIN, CPU, under_test="aot_eager", exactly="wrong_backends:stale")
 
     def test_gradients(self) -> None:
         case = Case((Input("a", (3,)), Input("b", (3,))), ("v0 = a * b",), ("v0", "a"), backward=True)
@@ -388,14 +388,14 @@ class TestCampaign(TestCase):
                 yield
 
     def _run(self, backend: str, **changed: Any) -> tuple[campaign.Outcome, list[str]]:
-        fields = {"control": None, "exact": False, "seconds": 120.0, "seed": 1, "most_cases": 60, **changed}
+        fields = {"control": None, "exactly": None, "seconds": 120.0, "seed": 1, "most_cases": 60, **changed}
         told: list[str] = []
         with self._backends():
             outcome = campaign.run(campaign.Plan("cpu", backend, **fields), lambda done, total, text: told.append(text))
         return outcome, told
 
     def test_nothing_wrong(self) -> None:
-        outcome, told = self._run("aot_eager", most_cases=10)
+        outcome, told = self._run("aot_eager", most_cases=10, jobs=2)
         self.assertIsNone(outcome.failure)
         self.assertEqual(outcome.counts.cases, 10)
         self.assertGreaterEqual(outcome.counts.calls, 20)
@@ -405,7 +405,7 @@ class TestCampaign(TestCase):
         outcome, _ = self._run("wrong_backends:twice")
         assert outcome.failure is not None
         self.assertIn("against eager", outcome.failure.message)
-        self.assertLessEqual(len(outcome.failure.case.body), 2, outcome.failure.case.text())
+        self.assertLessEqual(len(outcome.failure.case.body), 3, outcome.failure.case.text())
         self.assertLessEqual(outcome.failure.case.calls, 2)
 
     def test_a_dead_process(self) -> None:
@@ -455,7 +455,8 @@ class TestCommand(TestCase):
         status, _, err = self._main("--way", "ours")
         self.assertEqual(status, 2)
         self.assertIn("--way ours needs a GPU", err)
-        self.assertIn("--exact needs a GPU", self._main("--exact")[2])
+        for wrong in (["--exact"], ["--control", "upstream"]):
+            self.assertIn("need a GPU", self._main(*wrong)[2])
 
     def test_failure_is_printed_and_written(self) -> None:
         failure = campaign.Failure(PLAIN, "call 1: it differs")
@@ -465,10 +466,28 @@ class TestCommand(TestCase):
             status, out, _ = self._main("--minutes", "2", "--seed", "5", "--out", str(path))
             self.assertEqual(read(path.read_text()), PLAIN)
         self.assertEqual(status, 1)
-        self.assertIn("seed 5\n3 programs, 9 calls; 1 where torch.compile without graphs differs", out)
+        self.assertIn("seed 5\n3 programs, 9 calls; 1 where torch differs from eager as well", out)
         self.assertIn("call 1: it differs\n\nCase(", out)
         plan = run.call_args[0][0]
-        self.assertEqual((plan.seconds, plan.seed, plan.under_test), (120.0, 5, "aot_eager"))
+        self.assertEqual((plan.seconds, plan.seed, plan.under_test, plan.jobs), (120.0, 5, "aot_eager", 1))
+        self.assertEqual((plan.control, plan.exactly), (None, None))
+
+    def test_controls_on_a_gpu(self) -> None:
+        main = runpy.run_path(str(ROOT / "tools" / "fuzz"))["main"]
+        for arguments, control, exactly in (
+            ([], "upstream", None),
+            (["--way", "upstream"], "compile", None),
+            (["--control", "compile", "--exact"], "compile", "compile"),
+            (["--way", "compile"], None, None),
+        ):
+            with (
+                mock.patch("torch.cuda.is_available", return_value=True),
+                mock.patch("fuzzing.campaign.run", return_value=campaign.Outcome()) as run,
+                contextlib.redirect_stdout(io.StringIO()),
+            ):
+                self.assertEqual(main(arguments), 0)
+            plan = run.call_args[0][0]
+            self.assertEqual((plan.device, plan.control, plan.exactly), ("cuda", control, exactly))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
 The worker writes each case to a file before it runs it, and makes one that fails smaller itself. Where the process
 dies, or a fault has made the GPU unusable to it, the last case is taken from the file and made smaller in processes of
-their own. Nothing is kept between campaigns: a seed gives the same cases.
+their own. Nothing is kept between campaigns: a seed gives the same cases to as many workers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from .case import Case, read
@@ -37,10 +38,11 @@ class Plan:
     device: str
     under_test: str
     control: str | None
-    exact: bool
+    exactly: str | None
     seconds: float
     seed: int
     most_cases: int | None = None
+    jobs: int = 1  # worker processes at a time
 
 
 @dataclass(slots=True)
@@ -50,7 +52,7 @@ class Counts:
     cases: int = 0
     calls: int = 0
     invalid: int = 0  # eager could not run them
-    torch_differs: int = 0  # torch's compiler without graphs differs from eager in the same way
+    torch_differs: int = 0  # the control differs from eager as well
     replays: int = 0
     recordings: int = 0
     ungraphed_calls: int = 0
@@ -64,7 +66,7 @@ class Counts:
         if self.recordings or self.replays:
             text += f"; {self.replays} replays of {self.recordings} recordings, {self.ungraphed_calls} calls un-graphed"
         if self.torch_differs:
-            text += f"; {self.torch_differs} where torch.compile without graphs differs from eager as well"
+            text += f"; {self.torch_differs} where torch differs from eager as well"
         if self.invalid:
             text += f"; {self.invalid} that eager cannot run"
         return text
@@ -87,58 +89,68 @@ def run(plan: Plan, progress: Callable[[float, float, str], None]) -> Outcome:
 
     Args:
         progress: told seconds gone, seconds in all, and the counts as text, a few times a second.
-    """
-    outcome, start, seed = Outcome(), time.monotonic(), plan.seed
-    while outcome.failure is None:
-        left = plan.seconds - (time.monotonic() - start)
-        rest = None if plan.most_cases is None else plan.most_cases - outcome.counts.cases
-        if left <= 0 or rest == 0:
-            break
 
-        def tell(counts: Counts) -> None:
-            seen = Counts()
-            seen.add(outcome.counts)
-            seen.add(counts)
+    Raises:
+        RuntimeError: a worker cannot work at all.
+    """
+    outcome, start = Outcome(), time.monotonic()
+    with contextlib.ExitStack() as stack:
+        share = None if plan.most_cases is None else -(-plan.most_cases // plan.jobs)
+        workers = [
+            stack.enter_context(_Worker(plan, plan.seconds, plan.seed * 1000 + number, share))
+            for number in range(plan.jobs)
+        ]
+        while workers and outcome.failure is None:
+            time.sleep(_POLL_S)
+            seen = replace(outcome.counts)
+            for worker in workers:
+                seen.add(worker.counts())
             # Less than all, which is told once, at the end.
             progress(min(plan.seconds * 0.999, time.monotonic() - start), plan.seconds, str(seen))
-
-        with _Worker(plan, left, seed, rest) as worker:
-            message = worker.follow(tell)
-            outcome.counts.add(worker.counts())
-            outcome.failure = worker.failure()
-            if outcome.failure is None and message is not None:
-                outcome.failure = _died(plan, worker.last_case(), message)
-        seed += 1
+            for worker in [w for w in workers if w.ended()]:
+                workers.remove(worker)
+                outcome.counts.add(worker.counts())
+                outcome.failure = outcome.failure or _failure(plan, worker)
     progress(plan.seconds, plan.seconds, str(outcome.counts))
     return outcome
 
 
-def _died(plan: Plan, case: Case | None, message: str) -> Failure:
+def _failure(plan: Plan, worker: _Worker) -> Failure | None:
+    """What went wrong in a worker that has ended."""
+    if worker.cause is None:
+        return worker.failure()
+    case = worker.last_case()
     if case is None:
-        raise RuntimeError(f"the worker died before its first case:\n{message}")
+        raise RuntimeError(f"the worker died before its first case: {worker.cause}")
 
     def fails(smaller: Case) -> bool:
-        with _Worker(plan, 0.0, 0, 1, smaller) as worker:
-            return worker.follow(lambda counts: None) is not None or worker.failure() is not None
+        with _Worker(plan, 0.0, 0, 1, smaller) as single:
+            while not single.ended():
+                time.sleep(_POLL_S)
+            return single.cause is not None or single.failure() is not None
 
-    return Failure(reduce(case, fails, _MOST_TRIES, _MOST_S), message)
+    return Failure(reduce(case, fails, _MOST_TRIES, _MOST_S), worker.cause)
 
 
 class _Worker:
-    """A worker process with its folder."""
+    """A worker process with its folder; ``cause`` tells what killed it."""
 
     def __init__(self, plan: Plan, seconds: float, seed: int, most: int | None, case: Case | None = None) -> None:
+        self.cause: str | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="fuzz_")
         self._path = Path(self._folder.name)
         if case is not None:
             (self._path / "given.py").write_text(case.text(), encoding="utf-8")
         told = {**asdict(plan), "seconds": seconds, "seed": seed, "most_cases": most, "folder": self._folder.name}
+        # Several workers fill the machine by themselves, and pools of compile processes take long to start.
+        one = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if plan.jobs > 1 else {}
         self._log = (self._path / "log.txt").open("wb")
         self._process = subprocess.Popen(
             [sys.executable, "-X", "faulthandler", str(WORKER), json.dumps(told)],
             stdout=self._log,
             stderr=self._log,
             start_new_session=True,  # its compile workers end with it
+            env={**os.environ, **one},
         )
 
     def __enter__(self) -> _Worker:
@@ -149,19 +161,19 @@ class _Worker:
         self._log.close()
         self._folder.cleanup()
 
-    def follow(self, tell: Callable[[Counts], None]) -> str | None:
-        """Waits for the end; what killed the process, None where it ended as it should."""
-        while (status := self._process.poll()) is None:
-            time.sleep(_POLL_S)
-            tell(self.counts())
-            if self._silent_s() > _LONGEST_CASE_S:
-                self._kill()
-                return f"a case took longer than {_LONGEST_CASE_S:g} s"
-        if status == 0 or (status == FAILED and self.failure() is not None):
-            return None
-        cause = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        lines = (self._path / "log.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return "\n".join([f"the process died with {cause}", *lines[-_TAIL:]])
+    def ended(self) -> bool:
+        """Whether the process has come to its end; one that gives no sign of life is brought to it."""
+        status = self._process.poll()
+        if status is None:
+            if self._silent_s() <= _LONGEST_CASE_S:
+                return False
+            self._kill()
+            self.cause = f"a case took longer than {_LONGEST_CASE_S:g} s"
+        elif status != 0 and not (status == FAILED and self.failure() is not None):
+            end = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+            lines = (self._path / "log.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            self.cause = "\n".join([f"the process died with {end}", *lines[-_TAIL:]])
+        return True
 
     def counts(self) -> Counts:
         data = self._json("counts.json")

@@ -1,8 +1,8 @@
 """Runs a case in several ways and compares each call: outputs, gradients, aliasing, and all memory of the inputs.
 
 Eager is the oracle. A compiled way must agree with it within a tolerance that depends on the narrowest dtype. Where the
-way under test disagrees, the control (torch's compiler without CUDA graphs) is asked: what it does differently from
-eager as well is torch's own doing, and counts as :attr:`Verdict.torch_differs`, not as a failure.
+way under test disagrees, another one of torch's own, the control, is asked: what it does differently from eager as well
+is torch's doing, and counts as :attr:`Verdict.torch_differs`, not as a failure.
 """
 
 from __future__ import annotations
@@ -119,14 +119,14 @@ class Runner:
 
 
 def check(
-    case: Case, device: torch.device, *, under_test: str = "ours", control: str | None = "compile", exact: bool = False
+    case: Case, device: torch.device, *, under_test: str, control: str | None = None, exactly: str | None = None
 ) -> Verdict:
     """Runs ``case`` under eager and ``under_test`` and compares after each call.
 
     Args:
         under_test: one of ``comparison``'s ways, or a Dynamo backend, by name or as ``module:function``.
-        control: what is asked where they disagree; None to believe a disagreement at once.
-        exact: what is under test must also equal the control bit for bit.
+        control: the way that is asked where they disagree; None to believe a disagreement at once.
+        exactly: the way that what is under test must equal bit for bit, besides.
 
     Raises:
         InvalidCase: eager cannot run the case.
@@ -142,8 +142,8 @@ def check(
         except Mismatch as same:
             return Verdict(case.calls, torch_differs=str(same))
         raise
-    if exact and control is not None:
-        _compare(case, device, under_test, control, tolerance=0.0)
+    if exactly is not None:
+        _compare(case, device, under_test, exactly, tolerance=0.0)
     return Verdict(case.calls)
 
 

@@ -115,7 +115,7 @@ class Worker:
                 self._device,
                 under_test=self._told["under_test"],
                 control=self._told["control"],
-                exact=self._told["exact"],
+                exactly=self._told["exactly"],
             )
         except InvalidCase:
             self._end_if_poisoned()
