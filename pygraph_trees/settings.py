@@ -57,10 +57,11 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         name="pygraph_indirection",
-        values=("off",),
-        default="off",
+        values=("auto", "patch", "off"),
+        default="auto",
         changes_artifacts=False,
-        help="How a replay gets its inputs. `off`: every live input is copied, as upstream.",
+        help="How a replay gets its inputs. `patch`: by address, copied only where a rule demands it; `auto` means the "
+        "same as yet. `off`: every live input is copied, as upstream.",
     ),
     Flag(
         name="pygraph_selective",

@@ -107,6 +107,7 @@ class GraphLog:
     mode: str
     partitions: tuple[Partition, ...]
     dropped: str | None = None
+    rebinds_storage: bool = False  # an operation gives an input other memory, which no replay can repeat
     functions: int = 0  # handed out for cudagraphify so far
 
     def record(self) -> GraphRecord:

@@ -110,9 +110,19 @@ def _function_notes(functions: Sequence[FunctionRecord]) -> Iterator[str]:
             yield f"{_place(f)}: recorded again{f' {times} times' if times > 1 else ''}: {reason}"
         if len(reasons) > _MOST_REASONS:
             yield f"{_place(f)}: recorded again for {len(reasons) - _MOST_REASONS} other reasons"
+        yield from _copies(f)
         if f.ungraphed_calls:
             why = f.ungraphed_reason or "the limit of re-recordings, or capture failed"
             yield f"{_place(f)}: {f.ungraphed_calls} calls un-graphed: {why}"
+
+
+def _copies(function: FunctionRecord) -> Iterator[str]:
+    """What the newest recording copies by a rule, and which."""
+    live = [i for i in function.recordings[-1].inputs if i.kind == "live"] if function.recordings else []
+    for why in dict.fromkeys(i.why_copied for i in live if i.why_copied is not None):
+        copied = [i for i in live if i.why_copied == why]
+        total = nbytes(sum(i.copied_bytes for i in copied))
+        yield f"{_place(function)}: copied: {len(copied)} of {len(live)} live inputs, {total}, because {why}"
 
 
 def _place(function: FunctionRecord) -> str:
