@@ -142,7 +142,7 @@ def _features(explained: Sequence[tuple[LoweredGraph, list[ExplainedPartition]]]
 
 def _given(graphed: Sequence[ExplainedPartition], *, by_address: bool) -> Iterator[str]:
     """How the live inputs are given to replays, as far as their device tells."""
-    ways = {"given by address": ("live",), "copied at each replay": ("cpu",)}
+    ways: dict[str, tuple[str, ...]] = {"given by address": ("live",), "copied at each replay": ("cpu",)}
     if not by_address:
         ways = {"copied at each replay": ("live", "cpu")}
     for how, kinds in ways.items():

@@ -64,6 +64,14 @@ FLAGS: tuple[Flag, ...] = (
         "same as yet. `off`: every live input is copied, as upstream.",
     ),
     Flag(
+        name="pygraph_verify",
+        values=("off", "on"),
+        default="off",
+        changes_artifacts=False,
+        help="Whether each new recording is replayed with inputs at other addresses and compared with the function "
+        "un-graphed, which takes about as long as recording it. `on`: a difference raises.",
+    ),
+    Flag(
         name="pygraph_selective",
         values=("always", "never"),
         default="always",
@@ -81,6 +89,7 @@ class Settings:
     placement: str
     indirection: str
     selective: str
+    verify: str = "off"
 
     @staticmethod
     def current() -> Settings:

@@ -15,9 +15,9 @@ inside a ghost or its guards is that input's address:
 Small inputs share pages, with mapped guards of 64 KiB; a large one has granules of its own, with an unmapped granule
 on both sides. Mapping costs 23 us a call, so the shared memory is as large as it takes to map any input in 32 calls.
 
-A constructor that raises leaves nothing mapped, reserved or held, interrupts included, but for one that strikes just as a
-call returns new memory or a range, or gives one back: that one is lost. Nobody synchronizes here: whoever calls
-``close`` knows that no launched work uses a materialised ghost any longer.
+A constructor that raises leaves nothing mapped, reserved or held, and ``close`` gives back everything, interrupts
+included; only what a call is just returning or taking back as an interrupt strikes may be lost (a handle, a range).
+Nobody synchronizes here: whoever calls ``close`` knows that no launched work uses a materialised ghost any longer.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Ghosts:
             with contextlib.suppress(DriverError):
                 self.close()
             raise
-        # The driver could choose such a range again; after a failure nothing was recorded there, and it may.
+        # Kept where the driver chose the range: it could choose it again. After a failure it may, nothing was recorded.
         self._reserved = self._reserved and self.low == hint
         self._sorted = sorted(range(len(self.ghosts)), key=lambda index: self.ghosts[index].low)
         self._lows = [self.ghosts[index].low for index in self._sorted]

@@ -22,15 +22,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pygraph_trees.driver import DriverError
+from pygraph_trees.driver import DriverError, KernelNode
 
+from ..extent import extent, flat
 from .ghost import Extent, Ghosts
 from .patching import Patches, PatchFailed
 from .routes import Decision, Route, decide, fits, why_not_ghost
-from .sites import Scan, scan
+from .sites import Scan, Site, scan
 
 if TYPE_CHECKING:
-    from pygraph_trees.driver import Driver
+    from pygraph_trees.driver import Driver, GraphNode
 
     from .pool import PoolRanges
 
@@ -114,6 +115,8 @@ class LiveInputs:
         )
         self.decisions: dict[int, Decision] = {}  # by index, once set up
         self._given: dict[int, torch.Tensor] = dict(tensors)
+        self._nodes: Sequence[GraphNode] = ()
+        self._sites: Sequence[Site] = ()
         self._patches: Patches | None = None
         self._patched: tuple[Item, ...] = ()
         self._copied: tuple[Item, ...] = ()
@@ -160,6 +163,7 @@ class LiveInputs:
     def _instantiate(self, graph: Any, found: Scan, decisions: Sequence[Decision]) -> None:
         self.decisions = {item.index: decision for item, decision in zip(self.items, decisions, strict=True)}
         patched = [p for p, d in enumerate(decisions) if d.route is Route.PATCH]
+        self._nodes, self._sites = found.nodes, found.sites
         self._patched = tuple(self.items[p] for p in patched)
         self._copied = tuple(i for i, d in zip(self.items, decisions, strict=True) if d.route is Route.COPY)
         for position, decision in enumerate(decisions):
@@ -176,6 +180,13 @@ class LiveInputs:
         )
         self._seen = [0] * len(patched)
         self._addresses = list(self._patches.addresses)
+
+    def kernels_of(self, index: int) -> list[str]:
+        """Names of the kernels that hold an input's address, each once, as the driver gives them."""
+        position = next(p for p, item in enumerate(self.items) if item.index == index)
+        nodes = [self._nodes[site.node] for site in self._sites if site.input == position]
+        names = [self._driver.function_name(node) for node in nodes if isinstance(node, KernelNode)]
+        return list(dict.fromkeys(name for name in names if name is not None))
 
     def release(self) -> None:
         """Gives back the ghosts of a recording that was not finished."""
@@ -235,7 +246,7 @@ class LiveInputs:
     def copy_in(self) -> None:
         """Copies, before the launch, the inputs that are given by copy."""
         for item in self._copied:
-            _flat(item.stand_in).copy_(_flat(self._given[item.index]))
+            flat(item.stand_in).copy_(flat(self._given[item.index]))
 
     def finish(self) -> None:
         """Behind the launch: copies back what was mutated in a copy, and lets go of the inputs."""
@@ -273,15 +284,10 @@ class _Span:
 
 def _span(tensor: torch.Tensor) -> _Span:
     """The whole storage, which code may reach behind a view's back, unless it is much larger than the view."""
-    storage, extent = tensor.untyped_storage().nbytes(), _extent(tensor) * tensor.element_size()
-    if storage <= max(_WHOLE_STORAGE, 4 * extent):
+    storage, reached = tensor.untyped_storage().nbytes(), extent(tensor) * tensor.element_size()
+    if storage <= max(_WHOLE_STORAGE, 4 * reached):
         return _Span(storage, tensor.storage_offset() * tensor.element_size(), True)
-    return _Span(extent, 0, False)
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """From the first element to behind the last one, in elements."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return _Span(reached, 0, False)
 
 
 def _item(index: int, tensor: torch.Tensor, span: _Span, start: int, device: int, mutated: bool) -> Item:
@@ -299,18 +305,13 @@ def _item(index: int, tensor: torch.Tensor, span: _Span, start: int, device: int
     return Item(index, span.lead, stand_in, start + span.lead, mutated)
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All memory from the first to the last element: what layouts with gaps and overlaps are copied by."""
-    return tensor.detach().as_strided((_extent(tensor),), (1,), tensor.storage_offset())
-
-
 def _copy_at(tensor: torch.Tensor, residue: int) -> torch.Tensor:
     """A copy with the same strides, at an address that is ``residue`` modulo 512."""
-    nbytes = _extent(tensor) * tensor.element_size()
+    nbytes = extent(tensor) * tensor.element_size()
     buffer = torch.empty(nbytes + 1024, dtype=torch.uint8, device=tensor.device)
     begin = (residue - buffer.data_ptr()) % 512
     flat = buffer[begin : begin + nbytes].view(tensor.dtype)
-    flat.copy_(_flat(tensor))
+    flat.copy_(flat(tensor))
     return flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset())
 
 

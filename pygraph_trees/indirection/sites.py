@@ -203,6 +203,4 @@ def _host_words(start: int, nbytes: int, target: int, ghosts: Ghosts) -> Iterato
             data = bytearray(lead + wanted)
             if os.preadv(memory.fileno(), [memoryview(data)[lead:]], start + begin) != wanted:
                 raise OSError(f"{wanted} bytes at {start + begin:#x} are not all mapped")
-            for at, word in _words(data, ghosts):
-                if at >= lead:
-                    yield word
+            yield from (word for _, word in _words(data, ghosts))

@@ -21,6 +21,7 @@ from pygraph_trees.indirection.routes import why_not_ghost
 from .function import FunctionModel
 from .pools import ranges_of
 from .rerecord import why_recorded
+from .verification import Verification
 
 if TYPE_CHECKING:
     from pygraph_trees.coverage.log import FunctionLog
@@ -41,6 +42,7 @@ class Manager(Upstream):
             return super().record_function(new_inputs, function_id)
         reason = why_recorded(self, new_inputs, function_id, function)
         self._demote_moved_inputs(new_inputs, function_id)
+        verification = self._verification(new_inputs, function_id)
         before = self._pool_nbytes()
         start = time.perf_counter()
         outputs = super().record_function(new_inputs, function_id)
@@ -53,7 +55,17 @@ class Manager(Upstream):
         log.reason = reason
         log.pool_bytes = self._pool_nbytes() - before
         function.recorded(log)
+        if verification is not None:
+            verification.check(self.current_node, outputs, function.name)
         return outputs
+
+    def _verification(self, inputs: list[Any], function_id: Any) -> Verification | None:
+        model = self.ids_to_funcs[function_id].model
+        if not isinstance(model, FunctionModel) or model.settings.verify == "off":
+            return None
+        is_managed = self._get_cuda_graph_recorded_tensor_checker()
+        kept = [i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and not is_managed(t)]
+        return Verification(inputs, kept)
 
     def _demote_moved_inputs(self, inputs: list[Any], function_id: Any) -> None:
         """Static inputs that are found elsewhere than in the newest recording here are live from now on.

@@ -186,6 +186,15 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         finally:
             live.finish()
 
+    @property
+    def live(self) -> LiveInputs | None:
+        """The live inputs that were recorded at ghost addresses."""
+        return self._live
+
+    def replay_for_verification(self) -> None:
+        """Launches the graph and nothing else; no call is counted."""
+        super().run_graph()
+
     def run_graph(self) -> None:
         self.log.replays += 1
         super().run_graph()

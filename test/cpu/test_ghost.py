@@ -131,6 +131,7 @@ class TestGhosts(TestCase):
             self.assertLess((ghost.high - 1) & 0xFFFF_FFFF, LOW_HALF_END)
             self.assertEqual(ghost.low >> 32, (ghost.high - 1) >> 32)
 
+    @settings(deadline=None)
     @given(st.data())
     def test_two_int32_are_no_address(self, data):
         ghosts = Ghosts(Driver(FakeApi()), 0, SOME)

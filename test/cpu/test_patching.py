@@ -175,7 +175,7 @@ STEPS = st.lists(
 
 
 class TestPatching(TestCase):
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=150, deadline=None)
     @given(GRAPHS, PATCHED, STEPS, st.randoms(use_true_random=False))
     def test_graph_holds_what_it_is_given(self, specs, inputs, steps, random):
         setup = Setup(specs, inputs, order=lambda sites, key: random.sample(sites, len(sites)))
@@ -192,7 +192,7 @@ class TestPatching(TestCase):
             now, total = new, total + count
             self.assertEqual((patches.addresses, patches.set_calls, patches.broken), (new, total, False))
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=150, deadline=None)
     @given(GRAPHS, PATCHED, STEPS, st.sampled_from(sorted(SET_CALLS.values())), st.integers(0, 6))
     def test_any_set_call_may_fail(self, specs, inputs, steps, call, after):
         setup = Setup(specs, inputs)
@@ -234,6 +234,16 @@ class TestPatching(TestCase):
             self.assertEqual(setup.patches.apply(same), 0)
         self.assertEqual((setup.api.calls, setup.patches.set_calls), ([], 0))
 
+    def test_no_change_is_one_comparison(self):
+        class Uniterable(list):
+            def __iter__(self):
+                raise AssertionError("looked at each address")
+
+        setup = Setup([kernel(Held(0, 0)), memcpy(Held(2, 0), 0x10)], [0, 1])
+        self.assertEqual(setup.patches.apply(Uniterable(GHOSTS[:2])), 0)
+        with self.assertRaisesRegex(AssertionError, "looked at each"):
+            setup.patches.apply(Uniterable(GHOSTS[1:3]))
+
     def test_memory_nodes_are_set_every_time(self):
         setup = Setup([kernel(Held(0, 0)), memcpy(Held(1, 0), Held(0, 0)), memset(Held(1, 0))], [1])
         for _ in range(3):
@@ -249,6 +259,12 @@ class TestPatching(TestCase):
         addresses[0] += 0x200
         self.assertEqual(setup.patches.apply(addresses), 1)
         self.assertEqual(setup.held(), setup.expected(addresses))
+
+    def test_recorded_addresses_are_copied(self):
+        recorded = [GHOSTS[0]]
+        patches = Patches([], [], [0], 0x1000, None, recorded)
+        patches.apply([GHOSTS[1]])
+        self.assertEqual((recorded, patches.addresses), ([GHOSTS[0]], [GHOSTS[1]]))
 
     def test_input_without_sites(self):
         setup = Setup([kernel(Held(1, 0))], [0, 1])

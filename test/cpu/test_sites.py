@@ -88,6 +88,12 @@ class TestKernels(SitesTestCase):
             kernel = self.api.make_kernel([b"abcd" + little(self.a), self.b], packed=packed)
             self.assertFound(self.scan(kernel), [(kernel, 16, 1, 0)], refused={0: LOOKALIKE})
 
+    def test_unaligned_words_of_several_kernels(self):
+        first, second = (self.api.make_kernel([b"abcd" + little(address)]) for address in (self.a, self.b))
+        kernel = self.api.make_kernel([self.c])
+        found = self.scan(first, self.api.make_kernel([PLAIN]), kernel, second)
+        self.assertFound(found, [(kernel, 0, 2, 0)], refused={0: LOOKALIKE, 1: LOOKALIKE})
+
     def test_a_word_that_is_cut_off_refuses(self):
         kernel = self.api.make_kernel([little(PLAIN, self.a)[:-2]])
         self.assertFound(self.scan(kernel), refused={0: LOOKALIKE})
@@ -134,10 +140,10 @@ class TestKernels(SitesTestCase):
     def test_names_are_asked_once_a_kernel(self):
         first = self.api.make_kernel([self.a])
         again = [self.api._add(dataclasses.replace(self.api._nodes[first])) for _ in range(5)]
-        other = self.api.make_kernel([self.b], name="ncclKernel", func=False)
-        self.assertEqual(self.scan(first, *again, other).opaque, "a collective")
+        others = [self.api.make_kernel([self.b], name=name, func=False) for name in ("k", "ncclKernel")]
+        self.assertEqual(self.scan(first, *again, *others).opaque, "a collective")
         self.assertEqual(self.api.calls.count("cuFuncGetName"), 1)
-        self.assertEqual(self.api.calls.count("cuKernelGetName"), 1)
+        self.assertEqual(self.api.calls.count("cuKernelGetName"), 2)
 
 
 class TestCopiesAndFills(SitesTestCase):
@@ -174,6 +180,11 @@ class TestHostArrays(SitesTestCase):
                 held = [(kernel, 0, 0, 0), (kernel, 8, 1, 0)]
                 upload = self.upload(little(1, self.b + 24, PLAIN), pinned=pinned, source_type=kind)
                 self.assertFound(self.scan(upload, kernel), held, refused={1: HOST_ARRAY})
+
+    def test_the_first_reason_is_told(self):
+        collective = self.api.make_kernel([self.a], name="ncclKernel")
+        found = self.scan(self.upload(little(self.a)), "HOST", collective)
+        self.assertFound(found, refused={0: HOST_ARRAY}, opaque="a host node")
 
     def test_plain_numbers_are_harmless(self):
         upload = self.upload(bytes(range(256)) * 8, target=self.a)
