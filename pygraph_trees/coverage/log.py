@@ -30,6 +30,7 @@ class RecordingLog:
     record_s: float = 0.0
     pool_bytes: int = 0
     replays: int = 0
+    extra_copies: int = 0
 
     def record(self) -> RecordingRecord:
         return RecordingRecord(
@@ -42,6 +43,7 @@ class RecordingLog:
             record_s=self.record_s,
             pool_bytes=self.pool_bytes,
             replays=self.replays,
+            extra_copies=self.extra_copies,
         )
 
 

@@ -93,6 +93,7 @@ class RecordingRecord:
     record_s: float
     pool_bytes: int  # by how much the graph pool grew
     replays: int
+    extra_copies: int = 0  # inputs copied for one call: less aligned than recorded, or in the graph pool
 
     @property
     def copied_bytes(self) -> int:

@@ -40,7 +40,7 @@ MAX_MAPPINGS = 32  # of one input, or of one page of small ones
 LOW_HALF_START, LOW_HALF_END = 0x9000_0000, 0xF000_0000
 
 # Far from where systems put heaps, libraries and the driver's own reservations; 47-bit, what x86-64 processes have.
-_frontier = 0x2B00_0000_0000
+_frontier = 0x2B6D_0000_0000
 _frontier_lock = threading.Lock()
 
 

@@ -8,14 +8,16 @@ before anything of the call is consumed, so that a recording that cannot take an
 
 An input that cannot be patched is copied into memory that is mapped at its ghost address, so that what hides the
 address reads there; a mutated one is copied back behind the launch. An input that is less aligned than what was
-recorded, or that lies in the graph pool, is copied for that call alone.
+recorded, or that lies in the graph pool, is copied for that call alone. A mutated input that gets no ghost is recorded
+on plain memory and copied both ways: upstream, which copies the others, copies nothing back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -39,9 +41,11 @@ _log = logging.getLogger("pygraph_trees.indirection")
 
 _WHOLE_STORAGE = 64 << 20  # bytes up to which a ghost stands for the whole storage of a view
 
-# Ghosts with memory of their own whose graph is gone. Their memory may still be read by queued launches.
-_retired: list[Ghosts] = []
-_retired_lock = threading.Lock()
+_MUTATED_IN_POOL = "a mutated input lies in the graph pool"
+
+# Ghosts with memory of their own whose graph is gone, with their device. Queued launches may still read that memory. No
+# lock: a finalizer that the garbage collector runs may come while the same thread holds it.
+_retired: deque[tuple[int, Ghosts]] = deque()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,28 +72,38 @@ def choose(
 
     Changes nothing of ``inputs``; no driver call that fails leaves anything behind.
     """
-    _release_retired(device)
+    _release_retired()
     reasons: dict[int, str] = {}
     chosen: dict[int, torch.Tensor] = {}
+    held: dict[int, tuple[torch.Tensor, str]] = {}  # mutated inputs without a ghost
     for index in candidates:
         value = inputs[index]
         if not isinstance(value, torch.Tensor):
             continue
-        why = refused.get(index) or why_not_ghost(value, device, value.is_cuda and pool.holds(value.data_ptr()))
-        if why is None:
-            chosen[index] = value
-        else:
+        why = why_not_ghost(value, device, value.is_cuda and pool.holds(value.data_ptr()))
+        if why is not None:
             reasons[index] = why
-    if not chosen:
-        return None, reasons
+        elif index not in refused:
+            chosen[index] = value
+        elif index in mutated:
+            held[index] = value, refused[index]
+        else:
+            reasons[index] = refused[index]
     try:
-        return LiveInputs(driver, device, chosen, mutated, pool), reasons
+        live = LiveInputs(driver, device, chosen, mutated, pool, held) if chosen or held else None
     except DriverError as error:
-        return None, reasons | dict.fromkeys(chosen, f"no addresses could be reserved: {error}")
+        why = f"no addresses could be reserved: {error}"
+        reasons |= {index: why for index in chosen if index not in mutated}
+        held |= {index: (value, why) for index, value in chosen.items() if index in mutated}
+        live = LiveInputs(driver, device, {}, mutated, pool, held) if held else None
+    return live, reasons
 
 
 class LiveInputs:
-    """The inputs of one recording that stand at ghost addresses."""
+    """The inputs of one recording that stand at ghost addresses, and mutated ones that are held in plain memory.
+
+    Without any of the former the constructor calls no driver; else it raises :class:`DriverError`.
+    """
 
     def __init__(
         self,
@@ -98,28 +112,36 @@ class LiveInputs:
         tensors: Mapping[int, torch.Tensor],
         mutated: Collection[int],
         pool: PoolRanges,
+        held: Mapping[int, tuple[torch.Tensor, str]],
     ) -> None:
         self._driver = driver
         self._device = device
         self._pool = pool
-        self._context = driver.context()
         spans = [_span(t) for t in tensors.values()]
         self._ghosts = Ghosts(
             driver,
             device,
             [Extent(s.nbytes, (t.data_ptr() - s.lead) % 512) for s, t in zip(spans, tensors.values(), strict=True)],
         )
-        self.items = tuple(
-            _item(index, tensor, span, ghost.start, device, index in mutated)
-            for (index, tensor), span, ghost in zip(tensors.items(), spans, self._ghosts.ghosts, strict=True)
-        )
+        try:
+            on_ghosts = [
+                _item(index, tensor, span, ghost.start, device, index in mutated)
+                for (index, tensor), span, ghost in zip(tensors.items(), spans, self._ghosts.ghosts, strict=True)
+            ]
+            in_memory = [_held_item(index, tensor) for index, (tensor, _) in held.items()]
+        except BaseException:
+            _give_back(self._ghosts.close)
+            raise
+        self.items = (*on_ghosts, *in_memory)  # the position of one with a ghost is the ghost's
+        self._held = [Decision(Route.COPY, why) for _, why in held.values()]
         self.decisions: dict[int, Decision] = {}  # by index, once set up
-        self._given: dict[int, torch.Tensor] = dict(tensors)
+        self._given: dict[int, torch.Tensor] = {**tensors, **{index: tensor for index, (tensor, _) in held.items()}}
         self._nodes: Sequence[GraphNode] = ()
         self._sites: Sequence[Site] = ()
         self._patches: Patches | None = None
         self._patched: tuple[Item, ...] = ()
-        self._copied: tuple[Item, ...] = ()
+        self._copied: dict[int, Item] = {}  # by index
+        self._copied_back: tuple[Item, ...] = ()
         self._seen: list[int] = []
         self._addresses: list[int] = []
         self._temporary: dict[int, torch.Tensor] = {}  # by index: copies for one call
@@ -129,6 +151,10 @@ class LiveInputs:
         self.extra_copies = 0  # of inputs that did not fit a patch, so far
 
     # -- recording
+
+    def given(self, index: int) -> torch.Tensor:
+        """The tensor of this call."""
+        return self._given[index]
 
     def stand_in_for(self, storage: int) -> Item | None:
         """The input whose stand-in lies in the storage at an address."""
@@ -141,31 +167,33 @@ class LiveInputs:
         }
         try:
             found = scan(self._driver, int(graph.raw_cuda_graph()), self._ghosts)
-            decisions = decide(found, len(self.items), passed)
+            decisions = decide(found, len(self._ghosts.ghosts), passed)
         except DriverError as error:
             found, decisions = _NOTHING, self._all_copied(f"the graph could not be read: {error}")
-        self._instantiate(graph, found, decisions)
         try:
+            self._instantiate(graph, found, decisions)
             self._apply([self._given[i.index].data_ptr() for i in self._patched])
-        except PatchFailed as error:
+        except (DriverError, PatchFailed) as error:
             # Nothing was launched. A graph that is instantiated anew holds the ghost addresses again.
-            self._instantiate(graph, _NOTHING, self._all_copied(f"the driver refused its address: {error}"))
+            self._instantiate(graph, _NOTHING, self._all_copied(f"the graph could not be given its address: {error}"))
         if self._copied:
-            weakref.finalize(graph, _retire, self._ghosts).atexit = False
+            weakref.finalize(graph, _retire, self._device, self._ghosts).atexit = False
             _give_back(self._ghosts.release_memory)
         else:
             _give_back(self._ghosts.close)
         self.copy_in()
 
     def _all_copied(self, why: str) -> list[Decision]:
-        return [Decision(Route.COPY, why) for _ in self.items]
+        return [Decision(Route.COPY, why) for _ in self._ghosts.ghosts]
 
     def _instantiate(self, graph: Any, found: Scan, decisions: Sequence[Decision]) -> None:
-        self.decisions = {item.index: decision for item, decision in zip(self.items, decisions, strict=True)}
+        routes = [*decisions, *self._held]
+        self.decisions = {item.index: decision for item, decision in zip(self.items, routes, strict=True)}
         patched = [p for p, d in enumerate(decisions) if d.route is Route.PATCH]
         self._nodes, self._sites = found.nodes, found.sites
         self._patched = tuple(self.items[p] for p in patched)
-        self._copied = tuple(i for i, d in zip(self.items, decisions, strict=True) if d.route is Route.COPY)
+        self._copied = {i.index: i for i, d in zip(self.items, routes, strict=True) if d.route is Route.COPY}
+        self._copied_back = tuple(i for i in self._copied.values() if i.mutated)
         for position, decision in enumerate(decisions):
             if decision.route is Route.COPY:
                 self._ghosts.materialise(position)
@@ -175,7 +203,7 @@ class LiveInputs:
             found.sites,
             patched,
             int(graph.raw_cuda_graph_exec()),
-            self._context,
+            self._context() if patched else None,
             [self._ghosts.ghosts[p].start for p in patched],
         )
         self._seen = [0] * len(patched)
@@ -188,15 +216,25 @@ class LiveInputs:
         names = [self._driver.function_name(node) for node in nodes if isinstance(node, KernelNode)]
         return list(dict.fromkeys(name for name in names if name is not None))
 
+    def _context(self) -> Any:
+        with torch.cuda.device(self._device):
+            return self._driver.context()
+
     def release(self) -> None:
-        """Gives back the ghosts of a recording that was not finished."""
+        """Gives back the ghosts of a recording that was not finished, later where a copy may be queued already."""
         self._given.clear()
-        _give_back(self._ghosts.close)
+        if self._copied:
+            _retire(self._device, self._ghosts)
+        else:
+            _give_back(self._ghosts.close)
 
     # -- replaying
 
     def prepare(self, inputs: Sequence[Any]) -> str | None:
         """Makes the graph hold the addresses of ``inputs``; else why this recording cannot be replayed with them."""
+        for item in self._copied_back:
+            if self._pool.holds(inputs[item.index].data_ptr()):
+                return _MUTATED_IN_POOL
         try:
             return self._apply([inputs[i.index].data_ptr() for i in self._patched], inputs)
         except PatchFailed as error:
@@ -226,7 +264,7 @@ class LiveInputs:
                 continue
             in_pool = self._pool.holds(address)
             if in_pool and item.mutated:
-                return "a mutated input lies in the graph pool"
+                return _MUTATED_IN_POOL
             if in_pool or not fits(address, item.recorded):
                 copy = _copy_at(inputs[item.index], item.recorded % 512)
                 temporary[item.index] = copy
@@ -245,14 +283,13 @@ class LiveInputs:
 
     def copy_in(self) -> None:
         """Copies, before the launch, the inputs that are given by copy."""
-        for item in self._copied:
+        for item in self._copied.values():
             flat(item.stand_in).copy_(flat(self._given[item.index]))
 
     def finish(self) -> None:
         """Behind the launch: copies back what was mutated in a copy, and lets go of the inputs."""
-        for item in self._copied:
-            if item.mutated:
-                self._given[item.index].copy_(item.stand_in)
+        for item in self._copied_back:
+            self._given[item.index].copy_(item.stand_in)
         for index, copy in self._temporary.items():
             if any(i.mutated for i in self._patched if i.index == index):
                 self._given[index].copy_(copy)
@@ -262,8 +299,12 @@ class LiveInputs:
     def output(self, index: int, view: tuple[Any, ...] | None) -> torch.Tensor:
         """The input of this call itself (``view`` None) or what the function would return of it."""
         base = self._given[index]
-        if index in self._temporary and self._pool.holds(base.data_ptr()):
-            base = self._temporary[index]  # the input's own memory may be overwritten by the graph
+        copied = self._copied.get(index)
+        if (copied is not None or index in self._temporary) and self._pool.holds(base.data_ptr()):
+            # The input's own memory may be overwritten by the graph, and the stand-in's is by the next call.
+            if copied is not None and index not in self._temporary:
+                self._temporary[index] = _copy_at(copied.stand_in, copied.recorded % 512)
+            base = self._temporary[index]
         if view is None:
             return base
         size, stride, offset, dtype = view
@@ -291,6 +332,16 @@ def _span(tensor: torch.Tensor) -> _Span:
 
 
 def _item(index: int, tensor: torch.Tensor, span: _Span, start: int, device: int, mutated: bool) -> Item:
+    return Item(index, span.lead, _stand_in(start, span, tensor, device), start + span.lead, mutated)
+
+
+def _held_item(index: int, tensor: torch.Tensor) -> Item:
+    stand_in = _copy_at(tensor, tensor.data_ptr() % 512)
+    return Item(index, 0, stand_in, stand_in.data_ptr(), mutated=True)
+
+
+def _stand_in(start: int, span: _Span, tensor: torch.Tensor, device: int) -> torch.Tensor:
+    """A tensor like ``tensor`` in a storage at an address."""
     metadata = {
         "nbytes": span.nbytes,
         "data_ptr": start,
@@ -301,8 +352,7 @@ def _item(index: int, tensor: torch.Tensor, span: _Span, start: int, device: int
         "storage_offset": tensor.storage_offset() if span.whole_storage else 0,
     }
     storage = torch._C._construct_storage_from_data_pointer(start, metadata["device"], span.nbytes)
-    stand_in = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
-    return Item(index, span.lead, stand_in, start + span.lead, mutated)
+    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
 
 
 def _copy_at(tensor: torch.Tensor, residue: int) -> torch.Tensor:
@@ -310,9 +360,9 @@ def _copy_at(tensor: torch.Tensor, residue: int) -> torch.Tensor:
     nbytes = extent(tensor) * tensor.element_size()
     buffer = torch.empty(nbytes + 1024, dtype=torch.uint8, device=tensor.device)
     begin = (residue - buffer.data_ptr()) % 512
-    flat = buffer[begin : begin + nbytes].view(tensor.dtype)
-    flat.copy_(flat(tensor))
-    return flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset())
+    copy = buffer[begin : begin + nbytes].view(tensor.dtype)
+    copy.copy_(flat(tensor))
+    return copy.as_strided(tensor.shape, tensor.stride(), copy.storage_offset())
 
 
 def _seen_as(base: torch.Tensor, size: Any, stride: Any, offset: int, dtype: torch.dtype) -> torch.Tensor:
@@ -330,17 +380,18 @@ def _seen_as(base: torch.Tensor, size: Any, stride: Any, offset: int, dtype: tor
     return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, base.untyped_storage())
 
 
-def _retire(ghosts: Ghosts) -> None:
-    with _retired_lock:
-        _retired.append(ghosts)
+def _retire(device: int, ghosts: Ghosts) -> None:
+    _retired.append((device, ghosts))
 
 
-def _release_retired(device: int) -> None:
-    with _retired_lock:
-        gone, _retired[:] = list(_retired), []
-    if gone:
+def _release_retired() -> None:
+    gone: list[tuple[int, Ghosts]] = []
+    with contextlib.suppress(IndexError):
+        while True:
+            gone.append(_retired.popleft())
+    for device in {device for device, _ in gone}:
         torch.cuda.synchronize(device)
-    for ghosts in gone:
+    for _, ghosts in gone:
         _give_back(ghosts.close)
 
 

@@ -16,6 +16,7 @@ patched whatever their sites, and whether some node may hold an address where it
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -191,6 +192,36 @@ def _words(data: bytearray, ghosts: Ghosts) -> Iterator[tuple[int, int]]:
     return iter(sorted(found))
 
 
+def _read_host(memory: int, target: memoryview, address: int) -> None:
+    """Reads this process's memory; :class:`OSError` where it is not mapped.
+
+    Pinned memory can be mapped in a way that the file does not give (VM_IO): it is loaded, where it is mapped.
+    """
+    try:
+        if os.preadv(memory, [target], address) == len(target):
+            return
+    except OSError:
+        pass
+    if not _is_readable(address, address + len(target)):
+        raise OSError(f"{len(target)} bytes at {address:#x} are not all mapped")
+    target[:] = ctypes.string_at(address, len(target))
+
+
+def _is_readable(begin: int, end: int) -> bool:
+    """Whether all of a range is mapped for reading."""
+    with open("/proc/self/maps", encoding="ascii", errors="replace") as lines:
+        for line in lines:
+            span, rights = line.split()[:2]
+            first, last = (int(part, 16) for part in span.split("-"))
+            if first <= begin < last:
+                if not rights.startswith("r"):
+                    return False
+                begin = last
+                if begin >= end:
+                    return True
+    return False
+
+
 def _host_words(start: int, nbytes: int, target: int, ghosts: Ghosts) -> Iterator[int]:
     """The words inside the reservation in this process's memory, aligned as they will be at ``target``.
 
@@ -201,6 +232,5 @@ def _host_words(start: int, nbytes: int, target: int, ghosts: Ghosts) -> Iterato
         for begin in range(0, nbytes, _HOST_CHUNK):
             wanted = min(_HOST_CHUNK + 8, nbytes - begin)  # a word may run over the end of a chunk
             data = bytearray(lead + wanted)
-            if os.preadv(memory.fileno(), [memoryview(data)[lead:]], start + begin) != wanted:
-                raise OSError(f"{wanted} bytes at {start + begin:#x} are not all mapped")
+            _read_host(memory.fileno(), memoryview(data)[lead:], start + begin)
             yield from (word for _, word in _words(data, ghosts))

@@ -179,6 +179,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         live = self._live
         if live is None:
             return super().run(new_inputs)
+        self.log.extra_copies = live.extra_copies
         live.take(new_inputs)
         live.copy_in()
         try:

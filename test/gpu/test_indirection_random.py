@@ -6,14 +6,18 @@
 from __future__ import annotations
 
 import os
-import unittest
+import sys
+from pathlib import Path
+
+from hypothesis import HealthCheck, assume, given, settings
+from indirection import Facts, IndirectionTestCase
+from torch.testing._internal.common_utils import run_tests
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from fuzzing.case import Case, Input
 from fuzzing.check import InvalidCase, Mismatch, check
 from fuzzing.strategies import cases
-from hypothesis import HealthCheck, assume, given, settings
-from indirection import Facts, IndirectionTestCase  # puts tools on the path
-from torch.testing._internal.common_utils import run_tests
 
 PROGRAMS = int(os.environ.get("PYGRAPH_FUZZ_PROGRAMS", "60"))
 SETTINGS = settings(
@@ -72,5 +76,4 @@ class TestIndirectionRandom(IndirectionTestCase):
 
 
 if __name__ == "__main__":
-    unittest.TestCase.maxDiff = None
     run_tests()
