@@ -52,22 +52,33 @@ def _cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
             function.log.not_graphed(reason)
             return _ungraphed(function, kwargs["device_index"])
         run = upstream(function, inputs, static_input_idxs, *args, **kwargs)
-        if function.settings.indirection == "off":
+        mutated = set(kwargs.get("mutated_input_idxs", ()))
+        if function.settings.indirection == "off" or not mutated:
             return run
-        return _keeps_writes(run, inputs, static_input_idxs, kwargs["mutated_input_idxs"])
+        return _keeps_writes(run, static_input_idxs, mutated)
 
     return cudagraphify_impl
 
 
-def _keeps_writes(run: Any, inputs: list[Any], static_input_idxs: Any, mutated_input_idxs: Any) -> Any:
-    """``run`` with mutated inputs that come misaligned copied back: upstream clones them and loses what is written."""
+def _keeps_writes(run: Any, static_input_idxs: Any, mutated: set[int]) -> Callable[[list[Any]], Any]:
+    """``run`` with mutated inputs that come misaligned copied back: upstream clones them and loses what is written.
+
+    Which inputs have to be aligned is asked at the first call, as upstream does: before it there may be no real ones.
+    """
     from torch._inductor.compile_fx import get_input_idxs_to_check
     from torch._inductor.utils import align_inputs_from_check_idxs
     from torch.utils._ordered_set import OrderedSet
 
-    checked = get_input_idxs_to_check(inputs, static_input_idxs)
-    written = [index for index in checked if index in set(mutated_input_idxs)]
-    return align_inputs_from_check_idxs(run, written, OrderedSet(written)) if written else run
+    aligned: Callable[[list[Any]], Any] | None = None
+
+    def call(inputs: list[Any]) -> Any:
+        nonlocal aligned
+        if aligned is None:
+            written = [index for index in get_input_idxs_to_check(inputs, static_input_idxs) if index in mutated]
+            aligned = align_inputs_from_check_idxs(run, written, OrderedSet(written))
+        return aligned(inputs)
+
+    return call
 
 
 def _ungraphed(function: Any, device_index: int) -> Callable[[list[Any]], Any]:

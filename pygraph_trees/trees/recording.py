@@ -110,7 +110,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
         outputs = super()._record(on_stand_ins, inputs)
         if live is not None:
-            live.set_up(self.graph)
+            with torch.cuda.device(self.device):
+                live.set_up(self.graph)
         return outputs
 
     def _graph_that_is_kept(self, inputs: list[Any]) -> Any:
