@@ -643,3 +643,94 @@ check(
     log.runs,
     back,
 )
+
+
+# 13. a model that fails at ghost addresses alone is recorded once more, on memory
+def picky(args):
+    c, x = args
+    if CURRENT and DRV and any(0x2B6D00000000 <= P(t) < 0x2B7D00000000 for t in args):
+        left_behind = pool_alloc(size=(4,))
+        raise Boom("no ghosts")
+    args.clear()
+    launch(P(c), P(x))
+    return [pool_alloc(size=(4,))]
+
+
+for mutated in ((), (0,)):
+    m = manager()
+    F = None
+    COPIES.clear()
+    firsts = []
+    for s in range(4):
+        ct.mark_step_begin()
+        c, x = user(), user()
+        firsts.append(P(c))
+        if F is None:
+            F, o, log = add(m, picky, [c, x], mutated=mutated)
+        else:
+            o = F([c, x])
+        del o
+    n = only(m)
+    check(log.runs == 3 and n._kept == [] and len(n.graph.launches) == 3, "recorded once more", log.runs)
+    check([i.route for i in n.log.inputs] == ["copy", "copy"] and "Boom" in n.log.inputs[1].why_copied, n.log.inputs)
+    check([a for a, b in COPIES if a in firsts] == (firsts[1:] if mutated else []), "copied back")
+    check(len({b for a, b in COPIES if b in firsts}) >= 3, "copied in")
+n = m = F = None
+
+# 14. no memory for a copy at its ghost address: recorded once more, on memory
+m = manager()
+COPIES.clear()
+F, o, log = add(m, hid, [user(), user()], mutated=(0,))
+del o
+ct.mark_step_begin()
+for i in range(1, 9):
+    API.fail("cuMemCreate", i, fake_driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+a, b = user(), user()
+o = F([a, b])
+del o
+API._failures.clear()
+check([i.route for i in only(m).log.inputs] == ["copy", "copy"], only(m).log.inputs)
+check([c for c in COPIES if c[0] == P(a)] != [], "copied back")
+
+# 15. a mutated static input that moves, of a graph whose writes are not known, stays static
+for known in (True, False):
+    m = manager()
+    F = None
+    counters.clear()
+    COPIES.clear()
+    for s in range(6):
+        ct.mark_step_begin()
+        c, x = user(), user()
+        if F is None:
+            F, o, log = add(m, mut, [c, x], static=[0], mutated=(0,), nout=3)
+            log.graph = log.graph if known else None
+        else:
+            o = F([c, x])
+        del o
+    check(
+        counters["inductor"]["cudagraph_skips"] == 0 and log.runs == 1 + count(m),
+        "moved and mutated",
+        count(m),
+        log.runs,
+    )
+    check(count(m) == (2 if known else 5), "recordings", count(m))
+
+# 16. a recording whose static inputs moved for good is not given addresses at each call
+m = manager()
+F = None
+w1, w2 = user(), user()
+for s in range(7):
+    ct.mark_step_begin()
+    x, w = user(), w1 if s < 3 else w2
+    if F is None:
+        F, o, log = add(m, st, [x, w], static=[1])
+    else:
+        o = F([x, w])
+    del o
+first, second = next(iter(m.roots.values()))
+check(
+    first._live._patches.set_calls == 3 and second._live._patches.set_calls == 4,
+    first._live._patches.set_calls,
+    second._live._patches.set_calls,
+)
+check(len(first.graph.launches) == 2 and len(second.graph.launches) == 4, "launches")

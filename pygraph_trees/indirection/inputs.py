@@ -143,6 +143,7 @@ class LiveInputs:
         self._copied: dict[int, Item] = {}  # by index
         self._copied_back: tuple[Item, ...] = ()
         self._seen: list[int] = []
+        self._pool_seen = pool.changes  # when they were looked up in it
         self._addresses: list[int] = []
         self._temporary: dict[int, torch.Tensor] = {}  # by index: copies for one call
         self._again: frozenset[int] = frozenset()  # indices of those of the latest call
@@ -151,6 +152,10 @@ class LiveInputs:
         self.extra_copies = 0  # of inputs that did not fit a patch, so far
 
     # -- recording
+
+    @property
+    def has_ghosts(self) -> bool:
+        return bool(self._ghosts.ghosts)
 
     def given(self, index: int) -> torch.Tensor:
         """The tensor of this call."""
@@ -196,7 +201,7 @@ class LiveInputs:
         self._copied_back = tuple(i for i in self._copied.values() if i.mutated)
         for position, decision in enumerate(decisions):
             if decision.route is Route.COPY:
-                self._ghosts.materialise(position)
+                self._materialise(position)
         graph.instantiate()
         self._patches = Patches(
             found.nodes,
@@ -208,6 +213,13 @@ class LiveInputs:
         )
         self._seen = [0] * len(patched)
         self._addresses = list(self._patches.addresses)
+
+    def _materialise(self, position: int) -> None:
+        try:
+            self._ghosts.materialise(position)
+        except DriverError:
+            torch.cuda.empty_cache()  # what the allocator holds in reserve the driver does not have
+            self._ghosts.materialise(position)
 
     def kernels_of(self, index: int) -> list[str]:
         """Names of the kernels that hold an input's address, each once, as the driver gives them."""
@@ -238,6 +250,7 @@ class LiveInputs:
         try:
             return self._apply([inputs[i.index].data_ptr() for i in self._patched], inputs)
         except PatchFailed as error:
+            self._temporary, self._again = {}, frozenset()
             self.refused[self.items[error.fields["index"]].index] = f"the driver refused its address: {error}"
             return str(error)
 
@@ -246,7 +259,7 @@ class LiveInputs:
         assert patches is not None
         if patches.broken:
             return "a driver call failed"
-        if (seen != self._seen or self._again) and inputs is not None:
+        if inputs is not None and (seen != self._seen or self._again or self._pool.changes != self._pool_seen):
             why = self._find_addresses(seen, inputs)
             if why is not None:
                 return why
@@ -259,8 +272,9 @@ class LiveInputs:
     def _find_addresses(self, seen: list[int], inputs: Sequence[Any]) -> str | None:
         addresses = list(self._addresses)
         temporary: dict[int, torch.Tensor] = {}
+        same_pool = self._pool.changes == self._pool_seen
         for position, (address, item) in enumerate(zip(seen, self._patched, strict=True)):
-            if address == self._seen[position] and item.index not in self._again:
+            if same_pool and address == self._seen[position] and item.index not in self._again:
                 continue
             in_pool = self._pool.holds(address)
             if in_pool and item.mutated:
@@ -273,6 +287,7 @@ class LiveInputs:
             addresses[position] = address - item.lead
         self._addresses = addresses
         self._temporary, self._again = temporary, frozenset(temporary)
+        self._pool_seen = self._pool.changes
         return None
 
     def take(self, inputs: list[Any]) -> None:

@@ -22,10 +22,12 @@ class PoolRanges:
         self._snapshot = snapshot
         self._starts: list[int] | None = None
         self._ends: list[int] = []
+        self.changes = 0  # how often it may have changed
 
     def forget(self) -> None:
         """The pool may have changed."""
         self._starts = None
+        self.changes += 1
 
     def holds(self, address: int) -> bool:
         if self._starts is None:

@@ -45,9 +45,11 @@ class Manager(Upstream):
         verification = self._verification(new_inputs, function_id)
         before = self._pool_nbytes()
         start = time.perf_counter()
-        outputs = super().record_function(new_inputs, function_id)
+        try:
+            outputs = super().record_function(new_inputs, function_id)
+        finally:
+            self._pool_changed()
         record_s = time.perf_counter() - start
-        self._pool_changed()
         log = getattr(self.current_node, "log", None)
         if log is None:  # the patches went off, and upstream's own recording was made
             return outputs
@@ -84,6 +86,7 @@ class Manager(Upstream):
             if index in wrapped.static_input_idxs
             and isinstance(inputs[index], torch.Tensor)
             and inputs[index].data_ptr() != recorded.static_input_data_ptrs[index]
+            and (index not in wrapped.mutated_input_idxs or self._is_written_in_place(wrapped.model, inputs[index]))
         }
         if moved:
             kept = [index for index in wrapped.static_input_idxs if index not in moved]
@@ -98,8 +101,10 @@ class Manager(Upstream):
             return super().run_eager(new_inputs, function_id)
         function.warmups += 1
         before = self._pool_nbytes()
-        outputs = super().run_eager(new_inputs, function_id)
-        self._pool_changed()
+        try:
+            outputs = super().run_eager(new_inputs, function_id)
+        finally:
+            self._pool_changed()
         function.warmup_pool_bytes += self._pool_nbytes() - before
         return outputs
 
@@ -133,15 +138,21 @@ class Manager(Upstream):
         A graph then writes to the tensor of each call, or to a copy that is copied back.
         """
         wrapped = self.ids_to_funcs[function_id]
-        model = wrapped.model
-        if not self._uses_addresses(model) or model.log.graph is None or model.log.graph.rebinds_storage:
+        if not self._uses_addresses(wrapped.model):
             return False
         is_managed = self._get_cuda_graph_recorded_tensor_checker()
-        ranges = ranges_of(self.device_index, self.cuda_graphs_thread_pool)
-        for index in wrapped.mutated_input_idxs:
-            value = inputs[index]
-            if index in wrapped.static_input_idxs or is_managed(value):
-                continue
-            if value.numel() and why_not_ghost(value, self.device_index, ranges.holds(value.data_ptr())) is not None:
-                return False
-        return True
+        return self._knows_its_writes(wrapped.model) and all(
+            self._is_written_in_place(wrapped.model, inputs[index])
+            for index in wrapped.mutated_input_idxs
+            if index not in wrapped.static_input_idxs and not is_managed(inputs[index])
+        )
+
+    def _knows_its_writes(self, model: Any) -> bool:
+        return model.log.graph is not None and not model.log.graph.rebinds_storage
+
+    def _is_written_in_place(self, model: Any, value: torch.Tensor) -> bool:
+        """Whether a graph can be recorded that keeps what it writes to a live input."""
+        if not self._knows_its_writes(model):
+            return False
+        in_pool = ranges_of(self.device_index, self.cuda_graphs_thread_pool).holds(value.data_ptr())
+        return not value.numel() or why_not_ghost(value, self.device_index, in_pool) is None

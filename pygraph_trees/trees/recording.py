@@ -17,6 +17,7 @@ counts them as its instances. To tell the two apart, ask for the type.
 
 from __future__ import annotations
 
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +51,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
     unfit: str | None = None  # why it could not be given the inputs of a call, the latest time
     _live: LiveInputs | None = None
+    _kept: list[Any] = []  # the inputs, where a recording at ghost addresses that fails is tried again  # noqa: RUF012
+    _passed_over = False  # by the call before
     graph: Any
     recording_outputs: Any
 
@@ -58,16 +61,36 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     ) -> None:
         self.log = RecordingLog(number=id.id, parent=None if parent is None else parent.id.id)
         self._why_copied: dict[int, str] = {}
-        finished = False
+        self._refused: dict[int, str] = dict(getattr(wrapped_function.model, "refused", ()))
+        failure: Exception | None = None
+        try:
+            self._make(wrapped_function, id, parent, inputs, *args, **kwargs)
+        except Exception as error:
+            if not self._kept:
+                raise
+            failure = error
+        if failure is not None:
+            # The model or the driver may not bear ghost addresses: once more, on memory.
+            _forget_frames(failure)
+            inputs[:], self._kept = self._kept, []
+            self._make(wrapped_function, id, parent, inputs, *args, **kwargs)
+            wrapped_function.model.refused.update(self._refused)
+        self.log.inputs = tuple(self._describe_inputs())
+
+    def _make(self, wrapped_function: Any, id: Any, parent: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> None:
         try:
             super().__init__(wrapped_function, id, parent, inputs, *args, **kwargs)
             if self._live is not None:
                 self._finish_first_call(self._live)
-            finished = True
-        finally:
-            if self._live is not None and not finished:
-                self._live.release()
-        self.log.inputs = tuple(self._describe_inputs())
+            self._kept = []
+        except BaseException as error:
+            live = self._live
+            if live is not None:
+                live.release()
+                why = f"recording it at a ghost address failed: {type(error).__name__}: {error}"
+                self._refused |= {item.index: why for item in live.items}
+                self._live = None
+            raise
 
     # -- recording
 
@@ -83,13 +106,20 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 copied,
                 set(self.wrapped_function.mutated_input_idxs),
                 ranges_of(self.device, self.cuda_graphs_pool),
-                model.refused,
+                self._refused,
             )
             if self._live is not None:
+                if self._live.has_ghosts and self._may_be_kept(inputs):
+                    self._kept = list(inputs)
                 for item in self._live.items:
                     inputs[item.index] = 0
                     copied.remove(item.index)
         return super()._allocate_and_copy_recording_inputs(inputs)
+
+    def _may_be_kept(self, inputs: list[Any]) -> bool:
+        """Whether holding the inputs while recording leaves the graph the same memory of the pool to use."""
+        pool = ranges_of(self.device, self.cuda_graphs_pool)
+        return not self.cudagraph_managed_idxs and not any(_is_cuda(v) and pool.holds(v.data_ptr()) for v in inputs)
 
     def _copied_indices(self) -> list[int]:
         """The indices of the inputs that upstream copies, as a list that it reads; 2.15 has one for them alone."""
@@ -168,13 +198,24 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     # -- replaying
 
     def check_invariants(self, inputs: list[Any]) -> Any:
-        if self._live is not None:
-            why = self._live.prepare(inputs)
-            if why is not None:
-                self.unfit = why
-                self.wrapped_function.model.refused.update(self._live.refused)
-                return cudagraph_trees.CheckInvariantStatus.StaticInputIdxMismatch, lambda: why
-        return super().check_invariants(inputs)
+        # One that is passed over again and again is not prepared each time.
+        if self._live is None or (self._passed_over and self._static_inputs_moved(inputs)):
+            return super().check_invariants(inputs)
+        why = self._live.prepare(inputs)
+        if why is not None:
+            self.unfit = why
+            self.wrapped_function.model.refused.update(self._live.refused)
+            return cudagraph_trees.CheckInvariantStatus.StaticInputIdxMismatch, lambda: why
+        status, logger = super().check_invariants(inputs)
+        self._passed_over = status != cudagraph_trees.CheckInvariantStatus.SUCCESS
+        return status, logger
+
+    def _static_inputs_moved(self, inputs: list[Any]) -> bool:
+        """Whether upstream passes this recording over because of an address, static or managed."""
+        tensors = getattr(self, "tensor_static_input_idxs", self.static_input_idxs)  # since 2.12
+        return self.rerecord_if_static_inputs_change and not torch._C._tensors_data_ptrs_at_indices_equal(
+            inputs, self.static_input_data_ptrs, tensors
+        )
 
     def run(self, new_inputs: list[Any]) -> Any:
         live = self._live
@@ -241,6 +282,13 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 route=None if kind != "live" else "copy" if is_copied else "patch",
                 why_copied=why if is_copied else None,
             )
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Lets go of what was captured: memory of the pool that nobody accounts for."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _is_cuda(value: Any) -> bool:

@@ -224,7 +224,7 @@ class TestAddresses(LiveInputsTestCase):
         before = self.snapshots
         for _ in range(3):
             self.assertEqual(self.call(live, graph, a, b), [[a.data_ptr(), b.data_ptr()]])
-        self.assertEqual((self.api.calls, self.snapshots), ([], before))
+        self.assertEqual((self.api.calls, self.snapshots), ([], before + 1))  # it is looked up anew, once
         self.call(live, graph, a, at(0))
         self.assertEqual(self.api.calls, [KERNEL])
 
@@ -411,6 +411,14 @@ class TestCopies(LiveInputsTestCase):
             self.assertFalse(self.pool.holds(copy.data_ptr()))
             live.finish()
         self.assertEqual(live._temporary, {})
+
+    def test_the_pool_may_grow_to_where_an_input_was(self):
+        live, graph = self.record(self.one_kernel(), at(0))
+        x = at(0)
+        self.assertEqual(self.call(live, graph, x), [[x.data_ptr()]])
+        self.put_in_pool(x)
+        self.assertNotEqual(self.call(live, graph, x), [[x.data_ptr()]])
+        self.assertEqual(live.extra_copies, 1)
 
     def test_mutated_input_in_the_pool_is_refused(self):
         a, b, h = at(0), at(0), at(0)
@@ -827,6 +835,20 @@ class TestFailures(LiveInputsTestCase):
         live.release()
         self.choose()
         self.assertEqual(self.api.leaks(), [])
+
+    def test_memory_for_a_copy_that_the_allocator_held(self):
+        live, _ = self.choose(*self.inputs())
+        self.api.fail("cuMemCreate", 0, self.code)
+        with mock.patch.object(torch.cuda, "empty_cache") as emptied:
+            live.set_up(Graph(self.api, ["HOST"]))
+        emptied.assert_called_once_with()
+        self.assertEqual({d.route for d in live.decisions.values()}, {Route.COPY})
+
+    def test_copies_of_a_call_that_fails_are_let_go(self):
+        live, _ = self.record(self.one_kernel(), at(0), at(0))
+        self.api.fail(KERNEL, 0, self.code)
+        self.assertRegex(live.prepare([at(4), at(0)]) or "", KERNEL)
+        self.assertEqual(live._temporary, {})
 
     def test_reasons_name_the_call(self):
         for call, found in (

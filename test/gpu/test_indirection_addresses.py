@@ -13,6 +13,8 @@ from indirection import REGIMES, Facts, IndirectionTestCase, Program, assert_sam
 from test_trees_concurrency import in_thread, with_own_manager
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
+import pygraph_trees
+
 HALF = {"dtype": "float16"}
 LAYOUTS = [
     Program("misaligned", lambda x: x.sin() + 1, (tensor(100_001, layout="misaligned"),)),
@@ -131,13 +133,15 @@ class TestIndirectionAddresses(IndirectionTestCase):
         states = [torch.ones(64, 64, device=self.device) for _ in range(2)]
         for call in range(8):
             for side, way in enumerate((ways.plain, ways.graphed)):
+                # What a warmup or a recording returned is out of reach in the next step, upstream too.
+                given = states[side].clone() if call < 3 else states[side]
                 torch.compiler.cudagraph_mark_step_begin()
-                states[side] = way(states[side], x)
+                states[side] = way(given, x)
             assert_same_bits(states[1], states[0], f"call {call}: ")
         facts = Facts.now()
-        self.assertEqual(facts.ungraphed_calls, 0)
-        for reason in facts.why:
-            self.assertRegex(reason, "pool")
+        self.assertEqual((facts.recordings, facts.ungraphed_calls, facts.copied_bytes), (1, 0, 0), str(facts))
+        (function,) = pygraph_trees.report().functions
+        self.assertEqual(function.recordings[0].extra_copies, 5)
 
     def test_feedback_after_calls_with_inputs_of_the_users_own(self):
         ways = compiled(lambda h: (h * 2).sin() + 1)
