@@ -26,11 +26,16 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from fuzzing import campaign
 from fuzzing.case import LAYOUTS, PLACES, Case, Input, read
-from fuzzing.check import InvalidCase, Mismatch, check
+from fuzzing.check import InvalidCase, Mismatch, check, module_of
 from fuzzing.memory import GUARD, Memory, extent_of, offset_of, strides_of
 from fuzzing.operations import OPERATIONS
 from fuzzing.reduction import reduce
 from fuzzing.strategies import cases
+
+from pygraph_trees.absent_gpu import absent_gpu, lower
+from pygraph_trees.absent_gpu.tracing import NothingToLowerError
+from pygraph_trees.comparison import Program
+from pygraph_trees.explain import partitions
 
 CPU = torch.device("cpu")
 # The same cases in every run: what CI finds is of the change, not of the day.
@@ -339,6 +344,33 @@ class TestCheck(TestCase):
     def test_invalid(self) -> None:
         with self.assertRaisesRegex(InvalidCase, "call 0: "):
             check(Case((Input("a", (2, 3)),), ("v0 = a @ a",), ("v0",)), CPU, under_test="aot_eager")
+
+
+class TestExplained(TestCase):
+    @settings(FIXED, max_examples=25)
+    @given(cases())
+    def test_random_programs_are_lowered_for_a_gpu_that_is_not_there(self, case: Case) -> None:
+        if any(item.shares for item in case.inputs):
+            return  # tensors without memory do not share it
+        tensors = {
+            item.name: torch.empty_strided(item.shape, strides_of(item), dtype=item.torch_dtype, device="meta")
+            for item in case.inputs
+        }
+        fn = case.function()
+        program = Program(
+            module_of(fn, case, tensors) if case.parameters else fn, tuple(tensors[i.name] for i in case.arguments)
+        )
+        try:
+            with absent_gpu("sm_90"):
+                graphs = lower(program.fn, program.args, program.kwargs, "sm_90")
+        except NothingToLowerError:
+            self.assertFalse([line for line in case.body if "graph_break" not in line], case.text())
+            return
+        for graph in graphs:
+            self.assertIsNone(graph.disabled_reason, case.text())
+            for part in partitions(graph):
+                if part.partition.graphed:
+                    self.assertEqual({i.kind for i in part.inputs} - {"static", "managed", "live"}, set(), case.text())
 
 
 class TestReduction(TestCase):

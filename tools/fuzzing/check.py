@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +64,7 @@ class Runner:
         self._module: torch.nn.Module | None = None
         fn: Callable[..., Any] = case.function()
         if case.parameters:
-            self._module = _module(fn, case, self._memory.prepare(0))
+            self._module = module_of(fn, case, self._memory.prepare(0))
             fn = self._module
         self._fed: dict[str, torch.Tensor] = {}
         self._callable, self._active, self._close = _way(fn, kind)
@@ -204,7 +204,9 @@ def _weighted(output: torch.Tensor) -> torch.Tensor:
     return (wide.reshape(-1) * weights[: output.numel()]).sum()
 
 
-def _module(fn: Callable[..., Any], case: Case, tensors: Any) -> torch.nn.Module:
+def module_of(fn: Callable[..., Any], case: Case, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    """A module that holds the parameters of a case, with its program as ``forward``."""
+
     class Fuzzed(torch.nn.Module):
         forward = fn
 
