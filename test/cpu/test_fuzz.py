@@ -333,10 +333,19 @@ class TestCheck(TestCase):
             (Input("a", (3,)), Input("b", (3,), place="same")), ("v0 = a * 0.5 + b",), ("v0",), 4, False, ((0, "a"),)
         )
         seen: list[torch.Tensor] = []
+        returned: list[torch.Tensor] = []
         function = fed.function()
-        with mock.patch.object(Case, "function", lambda case: lambda a, b: (seen.append(a), function(a, b))[1]):
+
+        def noting(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            seen.append(a)
+            returned.append(function(a, b))
+            return returned[-1]
+
+        with mock.patch.object(Case, "function", lambda case: noting):
             check(fed, CPU, under_test="eager", control=None)
         one, two = seen[::2], seen[1::2]
+        # What warming up and recording return is gone with its step, so a copy of it is handed on.
+        self.assertEqual([a is b for a, b in zip(returned[::2], one[1:], strict=False)], [False, False, True])
         self.assertEqual([a.data_ptr() != b.data_ptr() for a, b in zip(one, two, strict=True)], [True] * 4)
         self.assertEqual(one[1:], two[1:])
         self.assertNotEqual(one[1], Memory(fed, CPU).prepare(1)["a"])

@@ -27,6 +27,8 @@ from .memory import Memory
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
+_RECORDED = 2  # calls that warm up and record
+
 
 class InvalidCase(Exception):
     """Eager cannot run the case: it says nothing about a compiler."""
@@ -83,7 +85,7 @@ class Runner:
                 blocks=snapshot({"memory": dict(self._memory.blocks)}),
                 aliases=tuple(self._alias(o) for o in outputs),
             )
-            self._fed = {name: outputs[position] for position, name in self._case.feedback}
+            self._fed = {name: self._handed_on(outputs[position]) for position, name in self._case.feedback}
         self._call += 1
         return seen
 
@@ -91,6 +93,13 @@ class Runner:
         """Frees what the way holds on the device."""
         self._fed.clear()
         self._close()
+
+    def _handed_on(self, output: torch.Tensor) -> torch.Tensor:
+        """An output as the next call may be given it.
+
+        What a warmup or a recording returned must not be used in a later step, and torch raises where it is.
+        """
+        return output.clone() if self._call < _RECORDED else output
 
     def _inputs(self) -> dict[str, torch.Tensor]:
         given = dict(self._memory.prepare(self._call))

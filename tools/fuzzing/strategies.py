@@ -50,6 +50,8 @@ def _returns(draw: Callable[[st.SearchStrategy[Any]], Any], scope: Scope) -> tup
 
 def _feedback(draw: Callable[[st.SearchStrategy[Any]], Any], scope: Scope, case: Case) -> tuple[tuple[int, str], ...]:
     """Possibly one returned value that is an argument of the next call, and shares memory with no other one."""
+    if any(item.parameter and item.place not in ("same", "kept") for item in case.inputs):
+        return ()  # a parameter that moves is recorded again, and what a recording returned is gone with its step
     by_name = {v.name: v for v in scope.values}
     shared = {i.shares for i in case.inputs}
     fitting = [
