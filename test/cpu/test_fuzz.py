@@ -9,10 +9,9 @@ import io
 import itertools
 import os
 import re
-import runpy
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +23,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from fuzzing import campaign
+from fuzzing import campaign, command_line
 from fuzzing.case import LAYOUTS, PLACES, Case, Input, read
 from fuzzing.check import InvalidCase, Mismatch, check, module_of
 from fuzzing.memory import GUARD, Memory, extent_of, offset_of, strides_of
@@ -436,9 +435,9 @@ class TestCampaign(TestCase):
         return outcome, told
 
     def test_nothing_wrong(self) -> None:
-        outcome, told = self._run("aot_eager", most_cases=10, jobs=2)
+        outcome, told = self._run("aot_eager", most_cases=11, jobs=2)
         self.assertIsNone(outcome.failure)
-        self.assertEqual(outcome.counts.cases, 10)
+        self.assertEqual(outcome.counts.cases, 11)
         self.assertGreaterEqual(outcome.counts.calls, 20)
         self.assertEqual(told[-1], str(outcome.counts))
 
@@ -457,7 +456,7 @@ class TestCampaign(TestCase):
         self.assertIn("softmax", outcome.failure.case.source())
 
     def test_a_broken_harness_says_so(self) -> None:
-        with mock.patch.object(campaign, "WORKER", Path("nowhere.py")), self.assertRaisesRegex(
+        with mock.patch.object(campaign, "WORKER", "fuzzing.nowhere"), self.assertRaisesRegex(
             RuntimeError, "died before its first case"
         ):  # fmt: skip
             self._run("aot_eager")
@@ -465,7 +464,6 @@ class TestCampaign(TestCase):
 
 class TestCommand(TestCase):
     def _main(self, *arguments: str) -> tuple[int, str, str]:
-        main: Callable[[list[str]], int] = runpy.run_path(str(ROOT / "tools" / "fuzz"))["main"]
         out, err = io.StringIO(), io.StringIO()
         with (
             contextlib.redirect_stdout(out),
@@ -473,7 +471,7 @@ class TestCommand(TestCase):
             mock.patch("torch.cuda.is_available", return_value=False),
         ):
             try:
-                status = main(list(arguments))
+                status = command_line.main(arguments)
             except SystemExit as end:
                 status = int(end.code or 0)
         return status, out.getvalue(), err.getvalue()
@@ -498,11 +496,16 @@ class TestCommand(TestCase):
         self.assertIn("--way ours needs a GPU", err)
         for wrong in (["--exact"], ["--control", "upstream"]):
             self.assertIn("need a GPU", self._main(*wrong)[2])
+        for wrong in (["--jobs", "0"], ["--minutes", "0"]):
+            self.assertIn("at least one job", self._main(*wrong)[2])
 
     def test_failure_is_printed_and_written(self) -> None:
         failure = campaign.Failure(PLAIN, "call 1: it differs")
         outcome = campaign.Outcome(campaign.Counts(cases=3, calls=9, torch_differs=1), failure)
-        with tempfile.TemporaryDirectory() as folder, mock.patch("fuzzing.campaign.run", return_value=outcome) as run:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch("fuzzing.command_line.run", return_value=outcome) as run,
+        ):
             path = Path(folder, "case.py")
             status, out, _ = self._main("--minutes", "2", "--seed", "5", "--out", str(path))
             self.assertEqual(read(path.read_text()), PLAIN)
@@ -514,7 +517,6 @@ class TestCommand(TestCase):
         self.assertEqual((plan.control, plan.exactly), (None, None))
 
     def test_controls_on_a_gpu(self) -> None:
-        main = runpy.run_path(str(ROOT / "tools" / "fuzz"))["main"]
         for arguments, control, exactly in (
             ([], "upstream", None),
             (["--way", "upstream"], "compile", None),
@@ -523,10 +525,10 @@ class TestCommand(TestCase):
         ):
             with (
                 mock.patch("torch.cuda.is_available", return_value=True),
-                mock.patch("fuzzing.campaign.run", return_value=campaign.Outcome()) as run,
+                mock.patch("fuzzing.command_line.run", return_value=campaign.Outcome()) as run,
                 contextlib.redirect_stdout(io.StringIO()),
             ):
-                self.assertEqual(main(arguments), 0)
+                self.assertEqual(command_line.main(arguments), 0)
             plan = run.call_args[0][0]
             self.assertEqual((plan.device, plan.control, plan.exactly), ("cuda", control, exactly))
 

@@ -7,10 +7,7 @@ the records that it had; what is missing is filled with records that carry the e
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,11 +16,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from processes import end, how_it_ended
+
 from pygraph_trees.comparison import REGIMES, Measurement, Plan
 from pygraph_trees.comparison.measure import Progress
 
 WORKER = Path(__file__).parent / "worker.py"
-_TAIL = 15  # lines of a dead process's output that go into the error
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,7 @@ def run_isolated(job: Job, timeout_s: float, progress: Progress) -> list[Measure
             except subprocess.TimeoutExpired:
                 status = None
             finally:
-                _end(process)
+                end(process)
             follower.join(5)
         error = _error(status, timeout_s, log)
         return _complete(job, _records(out), error)
@@ -74,21 +72,12 @@ def _follow(process: subprocess.Popen[str], progress: Progress) -> None:
         progress(int(done), int(total), text)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """Ends the process and what it has started; its session's number is its own."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def _error(status: int | None, timeout_s: float, log: Path) -> str | None:
     if status == 0:
         return None
     if status is None:
         return f"no end after {timeout_s:g} s"
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_TAIL:]
-    cause = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-    return "\n".join([f"the process ended with {cause}", *lines])
+    return how_it_ended(status, log)
 
 
 def _records(out: Path) -> list[Measurement]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,16 +18,18 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from processes import end, how_it_ended
+
 from .case import Case, read
 from .reduction import reduce
 
-WORKER = Path(__file__).parent / "worker.py"
+WORKER = "fuzzing.worker"
+TOOLS = Path(__file__).resolve().parents[1]
 POISONED = 70  # exit status of a worker whose GPU context is lost
 FAILED = 1  # of one that found a failure and wrote it down
 _POLL_S = 0.2
 _LONGEST_CASE_S = 180.0  # without a sign of life, which a case gives when it begins
 _MOST_TRIES, _MOST_S = 40, 240.0  # to make a deadly case smaller
-_TAIL = 12  # lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +96,12 @@ def run(plan: Plan, progress: Callable[[float, float, str], None]) -> Outcome:
     """
     outcome, start = Outcome(), time.monotonic()
     with contextlib.ExitStack() as stack:
-        share = None if plan.most_cases is None else -(-plan.most_cases // plan.jobs)
+        shares: list[int | None] = [None] * plan.jobs
+        if plan.most_cases is not None:
+            shares = [len(range(number, plan.most_cases, plan.jobs)) for number in range(plan.jobs)]
         workers = [
             stack.enter_context(_Worker(plan, plan.seconds, plan.seed * 1000 + number, share))
-            for number in range(plan.jobs)
+            for number, share in enumerate(shares)
         ]
         while workers and outcome.failure is None:
             time.sleep(_POLL_S)
@@ -144,20 +147,21 @@ class _Worker:
         told = {**asdict(plan), "seconds": seconds, "seed": seed, "most_cases": most, "folder": self._folder.name}
         # Several workers fill the machine by themselves, and pools of compile processes take long to start.
         one = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if plan.jobs > 1 else {}
+        path = os.pathsep.join(filter(None, [str(TOOLS), str(TOOLS.parent), os.environ.get("PYTHONPATH")]))
         self._log = (self._path / "log.txt").open("wb")
         self._process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", str(WORKER), json.dumps(told)],
+            [sys.executable, "-X", "faulthandler", "-m", WORKER, json.dumps(told)],
             stdout=self._log,
             stderr=self._log,
             start_new_session=True,  # its compile workers end with it
-            env={**os.environ, **one},
+            env={**os.environ, "PYTHONPATH": path, **one},
         )
 
     def __enter__(self) -> _Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._kill()
+        end(self._process)
         self._log.close()
         self._folder.cleanup()
 
@@ -167,12 +171,10 @@ class _Worker:
         if status is None:
             if self._silent_s() <= _LONGEST_CASE_S:
                 return False
-            self._kill()
+            end(self._process)
             self.cause = f"a case took longer than {_LONGEST_CASE_S:g} s"
         elif status != 0 and not (status == FAILED and self.failure() is not None):
-            end = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-            lines = (self._path / "log.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            self.cause = "\n".join([f"the process died with {end}", *lines[-_TAIL:]])
+            self.cause = how_it_ended(status, self._path / "log.txt")
         return True
 
     def counts(self) -> Counts:
@@ -194,8 +196,3 @@ class _Worker:
     def _silent_s(self) -> float:
         path = self._path / "case.py"
         return time.time() - (path if path.exists() else self._path).stat().st_mtime
-
-    def _kill(self) -> None:
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()

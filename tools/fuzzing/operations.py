@@ -27,63 +27,55 @@ class Operation:
 OPERATIONS: list[Operation] = []
 
 
-def _makes(family: str) -> Callable[[Callable[[Scope], str]], Callable[[Scope], str]]:
+def _operation(family: str, mutates: bool = False) -> Callable[[Callable[[Scope], str]], Callable[[Scope], str]]:
     def add(write: Callable[[Scope], str]) -> Callable[[Scope], str]:
-        OPERATIONS.append(Operation(family, write, mutates=False))
+        OPERATIONS.append(Operation(family, write, mutates))
         return write
 
     return add
 
 
-def _mutates(family: str) -> Callable[[Callable[[Scope], str]], Callable[[Scope], str]]:
-    def add(write: Callable[[Scope], str]) -> Callable[[Scope], str]:
-        OPERATIONS.append(Operation(family, write, mutates=True))
-        return write
-
-    return add
-
-
-@_makes("pointwise")
+@_operation("pointwise")
 def unary(s: Scope) -> str:
     return f"torch.{s.one_of('tanh', 'sigmoid', 'sin', 'cos', 'abs', 'neg')}({s.tensor()})"
 
 
-@_makes("pointwise")
+@_operation("pointwise")
 def binary(s: Scope) -> str:
     x = s.tensor()
     return s.one_of("{0} * {1}", "({0} + {1}) * 0.5", "torch.maximum({0}, {1})").format(x, s.tensor(shape=x.shape))
 
 
-@_makes("pointwise")
+@_operation("pointwise")
 def broadcast(s: Scope) -> str:
     x = s.tensor(least_rank=1)
     return f"({x} - {s.tensor(shape=x.shape[-1:])}) * 0.5"
 
 
-@_makes("pointwise")
+@_operation("pointwise")
 def where(s: Scope) -> str:
     x = s.tensor()
     return f"torch.where({s.mask(x.shape)}, {x}, {s.tensor(shape=x.shape)})"
 
 
-@_makes("pointwise")
+@_operation("pointwise")
 def cast(s: Scope) -> str:
     return f"{s.tensor()}.to(torch.{s.one_of('float32', 'float64', 'bfloat16', 'float16')})"
 
 
-@_makes("reduction")
+@_operation("reduction")
 def reduce(s: Scope) -> str:
     x = s.tensor(least_rank=1)
     return f"{x}.{s.one_of('mean', 'amax', 'amin')}({s.dimension(x)}, keepdim={s.one_of(True, False)})"
 
 
-@_makes("reduction")
+@_operation("reduction")
 def softmax(s: Scope) -> str:
     x = s.tensor(least_rank=1)
     return f"torch.softmax({x}, {s.dimension(x)})"
 
 
-@_makes("reduction")
+@_operation("reduction")
 def layer_norm(s: Scope) -> str:
     x = s.tensor(least_rank=1)
     last = x.shape[-1:]
@@ -91,14 +83,14 @@ def layer_norm(s: Scope) -> str:
     return f"torch.tanh(F.layer_norm({x}, {list(last)}, {weight}, {bias}, 0.1))"
 
 
-@_makes("matmul")
+@_operation("matmul")
 def mm(s: Scope) -> str:
     a = s.tensor(rank=2)
     b = s.tensor(shape=(a.shape[1], s.size()), dtype=a.dtype)
     return f"({a} @ {b}) * {_share(a.shape[1])}"
 
 
-@_makes("matmul")
+@_operation("matmul")
 def addmm(s: Scope) -> str:
     a = s.tensor(rank=2)
     b = s.tensor(shape=(a.shape[1], s.size()), dtype=a.dtype)
@@ -106,21 +98,21 @@ def addmm(s: Scope) -> str:
     return f"torch.addmm({bias}, {a}, {b}, beta=0.5, alpha={_share(2 * a.shape[1])})"
 
 
-@_makes("matmul")
+@_operation("matmul")
 def linear(s: Scope) -> str:
     x = s.tensor(least_rank=2)
     weight = s.tensor(shape=(s.size(), x.shape[-1]), dtype=x.dtype)
     return f"F.linear({x}, {weight}) * {_share(x.shape[-1])}"
 
 
-@_makes("matmul")
+@_operation("matmul")
 def bmm(s: Scope) -> str:
     a = s.tensor(rank=3)
     b = s.tensor(shape=(a.shape[0], a.shape[2], s.size()), dtype=a.dtype)
     return f"torch.bmm({a}, {b}) * {_share(a.shape[2])}"
 
 
-@_makes("convolution")
+@_operation("convolution")
 def conv2d(s: Scope) -> str:
     x = s.tensor(rank=4)
     side, channels = s.one_of(1, 3), s.size()
@@ -128,92 +120,92 @@ def conv2d(s: Scope) -> str:
     return f"F.conv2d({x}, {weight}, padding={side // 2}) * {_share(side * side * x.shape[1])}"
 
 
-@_makes("attention")
+@_operation("attention")
 def attention(s: Scope) -> str:
     q = s.tensor(rank=4)
     k, v = (s.tensor(shape=q.shape, dtype=q.dtype) for _ in range(2))
     return f"F.scaled_dot_product_attention({q}, {k}, {v}, is_causal={s.one_of(True, False)})"
 
 
-@_makes("embedding")
+@_operation("embedding")
 def embedding(s: Scope) -> str:
     table = s.tensor(rank=2)
     return f"F.embedding({s.index((s.size(),), table.shape[0])}, {table})"
 
 
-@_makes("embedding")
+@_operation("embedding")
 def embedding_bag(s: Scope) -> str:
     table = s.tensor(rank=2, dtypes=("float32", "float64"))
     return f"F.embedding_bag({s.index((s.size(), s.size()), table.shape[0])}, {table}, mode='mean')"
 
 
-@_makes("indexing")
+@_operation("indexing")
 def index_select(s: Scope) -> str:
     x = s.tensor(least_rank=1)
     d = s.dimension(x)
     return f"torch.index_select({x}, {d}, {s.index((s.size(),), x.shape[d])})"
 
 
-@_makes("indexing")
+@_operation("indexing")
 def gather(s: Scope) -> str:
     x = s.tensor(rank=2)
     return f"torch.gather({x}, 1, {s.index(x.shape, x.shape[1])})"
 
 
-@_makes("indexing")
+@_operation("indexing")
 def advanced_index(s: Scope) -> str:
     x = s.tensor(least_rank=2)
     return f"{x}[..., {s.index((s.size(),), x.shape[-1])}]"
 
 
-@_makes("scan and sort")
+@_operation("scan and sort")
 def sort(s: Scope) -> str:
     x = s.tensor(least_rank=1)
     return f"torch.sort({x}, {s.dimension(x)}).values"
 
 
-@_makes("scan and sort")
+@_operation("scan and sort")
 def topk(s: Scope) -> str:
     x = s.tensor(least_rank=1)
     return f"torch.topk({x}, {min(2, x.shape[-1])}).values"
 
 
-@_makes("scan and sort")
+@_operation("scan and sort")
 def cumsum(s: Scope) -> str:
     x = s.tensor(least_rank=1)
     d = s.dimension(x)
     return f"torch.cumsum({x}, {d}) * {_share(x.shape[d])}"
 
 
-@_makes("copy")
+@_operation("copy")
 def cat(s: Scope) -> str:
     x = s.tensor(least_rank=1)
     others = [s.tensor(shape=x.shape, dtype=x.dtype) for _ in range(s.one_of(1, 2, 5))]
     return f"torch.{s.one_of('cat', 'stack')}([{', '.join(map(str, [x, *others]))}])"
 
 
-@_makes("copy")
+@_operation("copy")
 def copy(s: Scope) -> str:
     return s.one_of("{}.clone()", "{}.contiguous()", "torch.zeros_like({})", "{}.flip(0)").format(
         s.tensor(least_rank=1)
     )
 
 
-@_makes("view")
+@_operation("view")
 def view(s: Scope) -> str:
     x = s.tensor(least_rank=2)
     form = s.one_of("{}.transpose(-1, -2)", "{}[..., 1:]", "{}.unsqueeze(0)", "{}[0]", "{}.reshape(-1)", "{}[:]")
     return form.format(x)
 
 
-@_makes("foreach")
+@_operation("foreach")
 def foreach(s: Scope) -> str:
     x = s.tensor()
     others = [s.tensor(shape=x.shape, dtype=x.dtype) for _ in range(s.one_of(1, 3))]
     return f"sum(torch._foreach_mul([{', '.join(map(str, [x, *others]))}], {_share(1 + len(others))}))"
 
 
-@_mutates("foreach")
+@_operation("foreach", mutates=True)
 def foreach_in_place(s: Scope) -> str:
     x = s.written()
     values = [x, *(s.written(shape=x.shape, dtype=x.dtype, apart_from=[x]) for _ in range(s.one_of(0, 2)))]
@@ -223,7 +215,7 @@ def foreach_in_place(s: Scope) -> str:
     return f"torch._foreach_lerp_([{listed}], [{', '.join([str(operand)] * len(values))}], 0.25)"
 
 
-@_mutates("in place")
+@_operation("in place", mutates=True)
 def arithmetic_in_place(s: Scope) -> str:
     x = s.written()
     y = s.tensor(shape=x.shape, apart_from=[x])
@@ -231,38 +223,38 @@ def arithmetic_in_place(s: Scope) -> str:
     return s.one_of(*forms).format(x, y)
 
 
-@_mutates("in place")
+@_operation("in place", mutates=True)
 def set_to_zero(s: Scope) -> str:
     return f"{s.written()}.zero_()"
 
 
-@_mutates("in place")
+@_operation("in place", mutates=True)
 def masked_fill(s: Scope) -> str:
     x = s.written()
     return f"{x}.masked_fill_({s.mask(x.shape)}, 0.25)"
 
 
-@_mutates("in place")
+@_operation("in place", mutates=True)
 def row(s: Scope) -> str:
     x = s.written(least_rank=1)
     return f"{x}[0] = {s.tensor(shape=x.shape[1:], apart_from=[x])}"
 
 
-@_mutates("indexing")
+@_operation("indexing", mutates=True)
 def index_copy(s: Scope) -> str:
     x = s.written(least_rank=1)
     source = s.tensor(shape=x.shape, dtype=x.dtype, apart_from=[x])
     return f"{x}.index_copy_(0, {s.order(x.shape[0])}, {source})"
 
 
-@_mutates("indexing")
+@_operation("indexing", mutates=True)
 def index_put(s: Scope) -> str:
     x = s.written(rank=2)
     source = s.tensor(shape=x.shape, dtype=x.dtype, apart_from=[x])
     return f"{x}[:, {s.order(x.shape[1])}] = {source}"
 
 
-@_mutates("graph break")
+@_operation("graph break", mutates=True)
 def graph_break(s: Scope) -> str:
     return "torch._dynamo.graph_break()"
 

@@ -109,19 +109,11 @@ class Scope:
             allowed = [self._main] if self._draw(st.integers(0, 5)) > 0 else ["float32"]
         return self._input(tuple(shape), self.one_of(*allowed), "unit", share=not roots)
 
-    def written(
-        self,
-        *,
-        rank: int | None = None,
-        least_rank: int = 0,
-        shape: Sequence[int] | None = None,
-        dtype: str | None = None,
-        apart_from: Iterable[Value] = (),
-    ) -> Value:
-        """A floating-point operand that can be written to: no two of its elements at one address."""
+    def written(self, **wanted: Any) -> Value:
+        """An operand, as :meth:`tensor` gives it, that can be written to: no two of its elements at one address."""
         if not self._mutations:
             raise NoRoom
-        value = self.tensor(rank=rank, least_rank=least_rank, shape=shape, dtype=dtype, apart_from=apart_from)
+        value = self.tensor(**wanted)
         if not _separate(value.tensor):
             raise NoRoom
         return value

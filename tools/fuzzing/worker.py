@@ -1,4 +1,4 @@
-"""The process in which cases are checked: ``worker.py PLAN``, with the plan as JSON (see ``campaign.py``).
+"""The process in which cases are checked: ``python -m fuzzing.worker PLAN``, the plan as JSON (see ``campaign.py``).
 
 Writes into its folder: ``case.py``, the case that runs now; ``counts.json``; and where a case failed ``failure.json``
 with the smallest one that was found to. Exit status 0, :data:`campaign.FAILED`, or :data:`campaign.POISONED` where the
@@ -17,7 +17,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from pygraph_trees.coverage.log import journal
+
+from .campaign import FAILED, POISONED, Counts, Failure
+from .case import Case, read
+from .check import InvalidCase, Mismatch, check
+from .reduction import reduce
+from .strategies import cases
+
 _BATCH = 50  # cases that hypothesis plans at a time
 _MOST_TRIES, _MOST_S = 80, 120.0  # to make a failing case smaller
 
@@ -26,25 +36,17 @@ class Worker:
     """Checks cases one after the other and keeps the books."""
 
     def __init__(self, told: dict[str, Any]) -> None:
-        import torch
-
-        from fuzzing.campaign import Counts
-
         self._told = told
         self._folder = Path(told["folder"])
         self._device = torch.device(told["device"])
         self._end = time.monotonic() + told["seconds"]
-        self._failure: Any = None
+        self._failure: Failure | None = None
         self.counts = Counts()
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
 
     def campaign(self) -> int:
         """Draws and checks cases until the time is over or one fails."""
-        from hypothesis import HealthCheck, Phase, given, seed, settings
-
-        from fuzzing.strategies import cases
-
         batch = 0
         while not self._over():
             drawn = given(cases())(self._check_in_time)
@@ -61,9 +63,6 @@ class Worker:
 
     def single(self, text: str) -> int:
         """Checks one case."""
-        from fuzzing.campaign import FAILED
-        from fuzzing.case import read
-
         failure = self._check(read(text))
         if failure is None:
             return 0
@@ -78,20 +77,17 @@ class Worker:
             or (most is not None and self.counts.cases >= most)
         )
 
-    def _check_in_time(self, case: Any) -> None:
+    def _check_in_time(self, case: Case) -> None:
         if not self._over():
             self._failure = self._check(case)
 
     def _result(self) -> int:
         """The exit status; makes a failing case smaller first, and writes each that is."""
-        from fuzzing.campaign import FAILED
-        from fuzzing.reduction import reduce
-
         if self._failure is None:
             return 0
         self._write_failure(self._failure)
 
-        def fails(smaller: Any) -> bool:
+        def fails(smaller: Case) -> bool:
             failure = self._check(smaller)
             if failure is not None:
                 self._write_failure(failure)
@@ -102,11 +98,8 @@ class Worker:
         self._write("counts.json", json.dumps(asdict(counted)))
         return FAILED
 
-    def _check(self, case: Any) -> Any:
+    def _check(self, case: Case) -> Failure | None:
         """How the case fails, None where it does not."""
-        from fuzzing.campaign import Failure
-        from fuzzing.check import InvalidCase, Mismatch, check
-
         self._write("case.py", case.text())
         self.counts.cases += 1
         try:
@@ -132,8 +125,6 @@ class Worker:
         return None
 
     def _count_graphs(self) -> None:
-        from pygraph_trees.coverage.log import journal
-
         _, functions = journal.records()
         journal.clear()
         self.counts.replays += sum(f.replays for f in functions)
@@ -142,20 +133,16 @@ class Worker:
 
     def _end_if_poisoned(self) -> None:
         """After a fault every later call on the GPU fails too, and says nothing about its case."""
-        import torch
-
         if self._device.type != "cuda":
             return
         try:
             torch.cuda.synchronize()
         except Exception:
-            from fuzzing.campaign import POISONED
-
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(POISONED)
 
-    def _write_failure(self, failure: Any) -> None:
+    def _write_failure(self, failure: Failure) -> None:
         self._write("failure.json", json.dumps({"case": failure.case.text(), "message": failure.message}))
 
     def _write(self, name: str, text: str) -> None:
@@ -173,5 +160,4 @@ def main(plan: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.path[:1] = [str(ROOT), str(ROOT / "tools")]
     sys.exit(main(sys.argv[1]))

@@ -1,0 +1,15 @@
+"""``python tools/fuzzing``: what ``tools/fuzz`` runs, for a Python that is set up already."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+if __name__ == "__main__":
+    # The checkout itself, installed or not, and ``fuzzing`` as a package for relative imports.
+    sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+    from fuzzing.command_line import main
+
+    sys.exit(main(sys.argv[1:]))
