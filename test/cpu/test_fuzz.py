@@ -311,6 +311,7 @@ class TestCheck(TestCase):
     def test_what_torch_does_wrong_is_not_ours(self) -> None:
         verdict = check(PLAIN, CPU, under_test="wrong_backends:stale", control="wrong_backends:stale")
         self.assertIn("call 1", str(verdict.torch_differs))
+        self.assertEqual(verdict.calls, 0)
         self.assertIsNone(check(PLAIN, CPU, under_test="aot_eager", control="eager").torch_differs)
 
     def test_exact(self) -> None:

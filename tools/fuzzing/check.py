@@ -42,7 +42,7 @@ class Mismatch(AssertionError):
 class Verdict:
     """What a check found where it found nothing wrong."""
 
-    calls: int
+    calls: int  # that were compared and agreed
     torch_differs: str | None = None  # how the control differs from eager, where it does
 
 
@@ -142,21 +142,23 @@ def check(
         Mismatch: what is under test differs from eager, or raises, and the control does not.
     """
     try:
-        _compare(case, device, under_test, "eager", _tolerance(case))
+        agreed = _compare(case, device, under_test, "eager", _tolerance(case))
     except Mismatch:
         if control is None:
             raise
         try:
             _compare(case, device, control, "eager", _tolerance(case))
         except Mismatch as same:
-            return Verdict(case.calls, torch_differs=str(same))
+            return Verdict(0, torch_differs=str(same))
         raise
     if exactly is not None:
         _compare(case, device, under_test, exactly, tolerance=0.0)
-    return Verdict(case.calls)
+    return Verdict(agreed)
 
 
-def _compare(case: Case, device: torch.device, subject: str, reference: str, tolerance: float) -> None:
+def _compare(case: Case, device: torch.device, subject: str, reference: str, tolerance: float) -> int:
+    """Raises :class:`Mismatch` at the first call where the two differ; else the number of calls."""
+    agreed = 0
     with contextlib.ExitStack() as stack:
         stack.callback(gc.collect)
         stack.callback(torch._dynamo.reset)
@@ -166,6 +168,8 @@ def _compare(case: Case, device: torch.device, subject: str, reference: str, tol
         for call in range(case.calls):
             wanted, found = (_observe(runner, call) for runner in runners)
             _agree(found, wanted, tolerance, f"call {call}: {subject} against {reference}")
+            agreed += 1
+    return agreed
 
 
 def _observe(runner: Runner, call: int) -> Observation:

@@ -13,7 +13,7 @@ import torch
 
 from .case import Case, Input, seed_of
 
-GUARD = 64  # elements, more than 128 bytes of any dtype but bool
+GUARD = 64  # elements, at least 128 bytes of any dtype but bool
 
 
 def strides_of(item: Input) -> tuple[int, ...]:
