@@ -51,9 +51,34 @@ def _cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
         if reason is not None:
             function.log.not_graphed(reason)
             return _ungraphed(function, kwargs["device_index"])
-        return upstream(function, inputs, static_input_idxs, *args, **kwargs)
+        run = upstream(function, inputs, static_input_idxs, *args, **kwargs)
+        mutated = set(kwargs.get("mutated_input_idxs", ()))
+        if function.settings.indirection == "off" or not mutated:
+            return run
+        return _keeps_writes(run, static_input_idxs, mutated)
 
     return cudagraphify_impl
+
+
+def _keeps_writes(run: Any, static_input_idxs: Any, mutated: set[int]) -> Callable[[list[Any]], Any]:
+    """``run`` with mutated inputs that come misaligned copied back: upstream clones them and loses what is written.
+
+    Which inputs have to be aligned is asked at the first call, as upstream does: before it there may be no real ones.
+    """
+    from torch._inductor.compile_fx import get_input_idxs_to_check
+    from torch._inductor.utils import align_inputs_from_check_idxs
+    from torch.utils._ordered_set import OrderedSet
+
+    aligned: Callable[[list[Any]], Any] | None = None
+
+    def call(inputs: list[Any]) -> Any:
+        nonlocal aligned
+        if aligned is None:
+            written = [index for index in get_input_idxs_to_check(inputs, static_input_idxs) if index in mutated]
+            aligned = align_inputs_from_check_idxs(run, written, OrderedSet(written))
+        return aligned(inputs)
+
+    return call
 
 
 def _ungraphed(function: Any, device_index: int) -> Callable[[list[Any]], Any]:
@@ -91,7 +116,21 @@ PATCHES: tuple[Patch, ...] = (
                             "static_input_data_ptrs",
                         ),
                     ),
+                    Expectation(_MODULE, "CUDAGraphNode.__init__", _NODE, ("graph", "replay", "recording_outputs")),
                     Expectation(_MODULE, "CUDAGraphNode._record", ("self", "model", "inputs"), ("model", "graph")),
+                    Expectation(
+                        _MODULE, "CUDAGraphNode._add_first_outputs", ("self", "outputs"), ("static_output_tensors",)
+                    ),
+                    Expectation(
+                        _MODULE,
+                        "CUDAGraphNode._allocate_and_copy_recording_inputs",
+                        ("self", "inputs"),
+                        ("static_input",),
+                    ),
+                    Expectation(
+                        _MODULE, "CUDAGraphNode.check_invariants", ("self", "inputs"), ("CheckInvariantStatus",)
+                    ),
+                    Expectation(_MODULE, "CUDAGraphNode.reconstruct_outputs", ("self",), ("static_output_tensors",)),
                     Expectation(_MODULE, "CUDAGraphNode.run_graph", ("self",), ("graph", "replay")),
                     Expectation(_MODULE, "CUDAGraphNode.run", ("self", "new_inputs"), ("run_graph",)),
                     Expectation(_MODULE, "CUDAGraphNode._copy_inputs_and_remove_from_src", ("self", "dsts", "srcs")),
@@ -136,6 +175,12 @@ PATCHES: tuple[Patch, ...] = (
                         ("self", "function_id", "inputs"),
                         (skip_table,),
                     ),
+                    Expectation(
+                        _MODULE,
+                        "CUDAGraphTreeManager._run",
+                        ("self", "new_inputs", "function_id"),
+                        ("_update_non_cudagraph_managed_mutation", "mutated_input_idxs", "check_invariants"),
+                    ),
                     Expectation(_MODULE, "CUDAGraphTreeManager.add_function", _FUNCTION, ("WrappedFunction",)),
                     Expectation(_MODULE, "CUDAGraphTreeManager.shutdown", ("self",)),
                     Expectation(_MODULE, "TreeManagerContainer.get_tree_manager", ("self",), ("CUDAGraphTreeManager",)),
@@ -163,6 +208,14 @@ PATCHES: tuple[Patch, ...] = (
                         _MODULE, "cudagraphify_impl", ("model", "inputs", "static_input_idxs"), ("cudagraphify",)
                     ),
                     Expectation("torch._dynamo.backends.cudagraphs", "cudagraphs", None, ("cudagraphify_impl",)),
+                    Expectation(
+                        "torch._inductor.compile_fx", "get_input_idxs_to_check", ("inputs", "static_input_idxs")
+                    ),
+                    Expectation(
+                        "torch._inductor.utils",
+                        "align_inputs_from_check_idxs",
+                        ("model", "inputs_to_check", "mutated_input_idxs"),
+                    ),
                 ),
             ),
         ),

@@ -8,6 +8,9 @@ compiled programs stay as they are. :func:`report` tells what became of every co
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import inductor_patches
 from inductor_patches.torch_logs import understood
 
@@ -19,4 +22,16 @@ from .version import __version__
 
 inductor_patches.install()
 
-__all__ = ["Report", "__version__", "report"]
+
+def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) -> None:
+    """Compares a function under CUDA graphs, its arguments at new addresses each call, with itself compiled without.
+
+    See :func:`pygraph_trees.comparison.verify.verify`, which it calls. Raises where an output or a written argument
+    differs in any bit. Needs a GPU.
+    """
+    from .comparison.verify import verify as compare
+
+    compare(fn, *args, calls=calls, **kwargs)
+
+
+__all__ = ["Report", "__version__", "report", "verify"]

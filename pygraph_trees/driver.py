@@ -1,24 +1,51 @@
 """The CUDA driver as this project uses it; the only file that calls ``cuda.bindings``.
 
-:class:`Driver` is thin and typed: one method a call, handles are integers, a call that does not return success raises
-:class:`DriverError` with the call and the code's name. It works on whatever module it is given, so that tests hand it a
+:class:`Driver` is thin and typed: one method a call, handles and addresses are integers, sizes are bytes. A call that
+does not return success raises :class:`DriverError` with the call and the code's name; one that the bindings or the
+installed driver lack raises it with :data:`NOT_FOUND`. It works on whatever module it is given, so that tests hand it a
 fake. :func:`driver` gives the process's own, or None where ``cuda.bindings`` is not installed; callers then do without.
+
+A :class:`GraphNode` is a node of a captured graph with the parameters that it was recorded with. They are ours: change
+them in place, then :meth:`~GraphNode.set` makes one instantiated graph hold them. The captured graph itself never
+changes, and what an instantiated graph holds cannot be read back.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import enum
 import functools
 import importlib
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from .exc import PygraphError
+
+NOT_FOUND = "NOT_FOUND"
+
+# What indirection calls, by the driver version that it needs: what the bindings 12.8 to 13.5 ask cuGetProcAddress for.
+# They have functions that the installed driver lacks, so a name in them proves nothing.
+_NEEDED = {
+    10020: (
+        *("cuMemAddressReserve", "cuMemAddressFree", "cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap"),
+        *("cuMemSetAccess", "cuMemGetAllocationGranularity", "cuPointerGetAttribute", "cuCtxGetCurrent"),
+        *("cuGraphMemcpyNodeGetParams", "cuGraphMemsetNodeGetParams"),
+        *("cuGraphExecMemcpyNodeSetParams", "cuGraphExecMemsetNodeSetParams"),
+    ),
+    12000: ("cuGraphKernelNodeGetParams", "cuGraphExecKernelNodeSetParams"),
+    12040: ("cuFuncGetParamInfo", "cuKernelGetParamInfo"),
+}
+_END, _BUFFER, _SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_END, CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE
 
 
 class DriverError(PygraphError):
     template = "{call} returned {code}"
+
+
+class _InvalidValue(DriverError):
+    """What some calls answer to a good question: there is no such thing."""
 
 
 class NodeKind(enum.Enum):
@@ -38,24 +65,42 @@ class Driver:
 
     def __init__(self, api: Any) -> None:
         self._api = api
-        types = api.CUgraphNodeType
-        self._kinds = {
-            int(getattr(types, f"CU_GRAPH_NODE_TYPE_{kind.name}")): kind
-            for kind in NodeKind
-            if kind is not NodeKind.OTHER
-        }
+        names = {kind: f"CU_GRAPH_NODE_TYPE_{kind.name}" for kind in NodeKind if kind is not NodeKind.OTHER}
+        self._kinds = {int(getattr(api.CUgraphNodeType, name)): kind for kind, name in names.items()}
+
+    def _find(self, name: str) -> Any:
+        try:
+            return getattr(self._api, name)
+        except AttributeError:
+            raise DriverError(call=name, code=NOT_FOUND) from None
 
     def _call(self, name: str, *args: Any) -> tuple[Any, ...]:
-        code, *values = getattr(self._api, name)(*args)
-        if int(code) != 0:
-            raise DriverError(call=name, code=getattr(code, "name", str(code)))
+        try:
+            code, *values = self._find(name)(*args)
+        except RuntimeError as error:  # how the bindings say that the driver, or this function of it, is not there
+            raise DriverError(call=name, code=NOT_FOUND) from error
+        if code != 0:
+            raise _refused(name, code)
         return tuple(values)
+
+    def missing_calls(self) -> list[str]:
+        """What indirection calls and the bindings or the installed driver lack."""
+        try:
+            (version,) = self._call("cuDriverGetVersion")
+        except DriverError:
+            version = 0
+        return [c for since, calls in _NEEDED.items() for c in calls if version < since or not hasattr(self._api, c)]
 
     def capturing_graph(self, stream: int) -> int | None:
         """The graph that is being captured on a stream, None where nothing is (``cuStreamGetCaptureInfo``)."""
         status, _, graph, *_ = self._call("cuStreamGetCaptureInfo", stream)
         active = self._api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
         return int(graph) if int(status) == int(active) else None
+
+    def context(self) -> Any:
+        """The current context, as :meth:`GraphNode.bind` takes it; nodes cannot be asked for theirs below CUDA 13.2."""
+        (context,) = self._call("cuCtxGetCurrent")
+        return context
 
     def nodes(self, graph: int) -> list[int]:
         """All nodes of a graph, without those of its child graphs (``cuGraphGetNodes``)."""
@@ -84,6 +129,264 @@ class Driver:
                 yield from self._all_kinds(self.child_graph(node))
             else:
                 yield kind
+
+    def kernel_node(self, node: int) -> KernelNode:
+        """Raises :class:`DriverError` also where the layout of the kernel's parameters cannot be told."""
+        return KernelNode(self, node)
+
+    def memcpy_node(self, node: int) -> MemcpyNode:
+        return MemcpyNode(self, node)
+
+    def memset_node(self, node: int) -> MemsetNode:
+        return MemsetNode(self, node)
+
+    def function_name(self, node: KernelNode) -> str | None:
+        """The mangled name of a node's kernel (``cuFuncGetName``), None where it cannot be told."""
+        call, handle = ("cuFuncGetName", node.function) if node.function else ("cuKernelGetName", node.kernel)
+        try:
+            (name,) = self._call(call, handle)
+        except DriverError:
+            return None
+        return bytes(name).decode(errors="replace")
+
+    def granularity(self, device: int) -> int:
+        """What sizes and addresses of memory that is mapped must be multiples of."""
+        minimum = self._api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        (nbytes,) = self._call("cuMemGetAllocationGranularity", self._memory_on(device), minimum)
+        return int(nbytes)
+
+    def reserve(self, nbytes: int, hint: int = 0) -> int:
+        """The start of a new range of addresses without memory; at ``hint`` only where the driver likes to."""
+        (address,) = self._call("cuMemAddressReserve", nbytes, 0, hint, 0)
+        return int(address)
+
+    def free_reserved(self, address: int, nbytes: int) -> None:
+        """Gives a whole reservation back; nothing may be mapped there."""
+        self._call("cuMemAddressFree", address, nbytes)
+
+    def create_memory(self, nbytes: int, device: int) -> int:
+        """Physical memory without an address."""
+        (memory,) = self._call("cuMemCreate", nbytes, self._memory_on(device), 0)
+        return int(memory)
+
+    def release_memory(self, memory: int) -> None:
+        """Gives up the handle; the memory lives on until it is mapped nowhere."""
+        self._call("cuMemRelease", memory)
+
+    def map_memory(self, address: int, nbytes: int, memory: int) -> None:
+        """Puts the first ``nbytes`` of memory at a reserved address; the same memory may be at many."""
+        self._call("cuMemMap", address, nbytes, 0, memory, 0)
+
+    def allow_access(self, address: int, nbytes: int, device: int) -> None:
+        """Lets a device read and write a range of whole mappings without gaps."""
+        # A location is a bare pointer into its owner: the owner must live until the location was copied.
+        access, memory = self._api.CUmemAccessDesc(), self._memory_on(device)
+        access.location = memory.location
+        access.flags = self._api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._call("cuMemSetAccess", address, nbytes, [access], 1)
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Takes the memory from a range of whole mappings without gaps."""
+        self._call("cuMemUnmap", address, nbytes)
+
+    def _memory_on(self, device: int) -> Any:
+        api = self._api
+        properties = api.CUmemAllocationProp()
+        properties.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = device
+        return properties
+
+    def _memory_type(self, address: int) -> int:
+        """Which ``CUmemorytype`` lies at a unified address."""
+        attribute = self._api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+        try:
+            (kind,) = self._call("cuPointerGetAttribute", attribute, address)
+        except _InvalidValue:  # memory that the driver does not know: pageable, of the host
+            kind = self._api.CUmemorytype.CU_MEMORYTYPE_HOST
+        return int(kind)
+
+    def _layout(self, function: int, kernel: int) -> list[tuple[Any, ...]]:
+        """Offset and size of each parameter. The call that counts them needs CUDA 13.2: this asks until refused."""
+        call, handle = ("cuFuncGetParamInfo", function) if function else ("cuKernelGetParamInfo", kernel)
+        layout: list[tuple[Any, ...]] = []
+        with contextlib.suppress(_InvalidValue):
+            while True:
+                layout.append(self._call(call, handle, len(layout)))
+        return layout
+
+
+class GraphNode:
+    """A node of a captured graph, and its parameters for one instantiated graph."""
+
+    kind: ClassVar[NodeKind]
+    _get: ClassVar[str]
+    _set: ClassVar[str]
+    _in_context: ClassVar[bool] = True  # whether the setter takes the context
+
+    def __init__(self, driver: Driver, handle: int) -> None:
+        self.handle = handle
+        self._driver = driver
+        (self._params,) = driver._call(self._get, handle)
+
+    def bind(self, exec_: int, context: Any) -> None:
+        """Aims :meth:`set` at an instantiated graph of the node's graph, once; the context is its device's."""
+        api = self._driver._api
+        self._function = self._driver._find(self._set)
+        contexts = (context,) if self._in_context else ()
+        self._args = (api.CUgraphExec(exec_), api.CUgraphNode(self.handle), self._params, *contexts)
+
+    def set(self) -> None:
+        """Makes the bound graph hold the parameters as they are now; launches already queued keep theirs.
+
+        0.2 µs and the driver's own time. Raises :class:`DriverError`, and then the graph holds what it held.
+        """
+        try:
+            (code,) = self._function(*self._args)
+        except RuntimeError as error:
+            raise DriverError(call=self._set, code=NOT_FOUND) from error
+        if code != 0:
+            raise _refused(self._set, code)
+
+
+class KernelNode(GraphNode):
+    """``block`` holds the parameters' bytes at the offsets that the kernel sees; write it, then :meth:`set`."""
+
+    kind = NodeKind.KERNEL
+    _get, _set = "cuGraphKernelNodeGetParams", "cuGraphExecKernelNodeSetParams"
+    _in_context = False
+    block: ctypes.Array[ctypes.c_char]
+
+    def __init__(self, driver: Driver, handle: int) -> None:
+        super().__init__(driver, handle)
+        self.function, self.kernel = int(self._params.func), int(self._params.kern)  # one of them is 0
+        # The struct points to memory of the node, which is read here and then replaced by ours.
+        if self._params.extra:
+            self._copy_packed()
+        else:
+            self._copy_plain()
+
+    def _copy_packed(self) -> None:
+        given = (ctypes.c_uint64 * 4).from_address(int(self._params.extra))  # two pairs in either order, then the end
+        entries = {given[0]: given[1], given[2]: given[3]}
+        if entries.keys() != {_BUFFER, _SIZE}:
+            raise DriverError(call=self._get, code="unknown launch parameters")
+        self._nbytes = ctypes.c_size_t(_word(entries[_SIZE]))
+        self.block = _aligned_block(self._nbytes.value)
+        ctypes.memmove(self.block, entries[_BUFFER], self._nbytes.value)
+        pairs = (_BUFFER, ctypes.addressof(self.block), _SIZE, ctypes.addressof(self._nbytes), _END)
+        self._pointers = (ctypes.c_uint64 * 5)(*pairs)
+        self._params.extra = ctypes.addressof(self._pointers)
+
+    def _copy_plain(self) -> None:
+        given = int(self._params.kernelParams)
+        layout = self._driver._layout(self.function, self.kernel)
+        if bool(given) != bool(layout):  # a handle that the driver does not know looks like no parameters
+            raise DriverError(call=self._get, code="parameters of unknown layout")
+        self.block = _aligned_block(max((offset + nbytes for offset, nbytes in layout), default=0))
+        start = ctypes.addressof(self.block)
+        for i, (offset, nbytes) in enumerate(layout):
+            ctypes.memmove(start + offset, _word(given + 8 * i), nbytes)
+        self._pointers = (ctypes.c_uint64 * len(layout))(*(start + offset for offset, _ in layout))
+        self._params.kernelParams = ctypes.addressof(self._pointers) if layout else 0
+
+    def words(self) -> bytes:
+        """A copy of the block, zeros up to a multiple of 8 bytes added."""
+        return self.block.raw.ljust(-(-len(self.block) // 8) * 8, b"\0")
+
+    def word(self, offset: int) -> ctypes.c_uint64:
+        """The 8 bytes at an offset of the block, in place: assign to ``value``."""
+        return ctypes.c_uint64.from_buffer(self.block, offset)
+
+
+class MemcpyNode(GraphNode):
+    """A copy. ``source`` and ``target`` are addresses of device memory: assign to them, then :meth:`set`.
+
+    A side is None, and must not be assigned to, where it is host memory or an array or where the copy is not ``plain``.
+    """
+
+    kind = NodeKind.MEMCPY
+    _get, _set = "cuGraphMemcpyNodeGetParams", "cuGraphExecMemcpyNodeSetParams"
+    plain: bool  # one row, and nothing is added to the addresses: what the driver lets change
+    nbytes: int
+    host_source: int | None  # the address of a source in host memory, pageable memory included
+
+    def __init__(self, driver: Driver, handle: int) -> None:
+        super().__init__(driver, handle)
+        params, types = self._params, driver._api.CUmemorytype
+        host, device = int(types.CU_MEMORYTYPE_HOST), int(types.CU_MEMORYTYPE_DEVICE)
+        rows, layers = max(1, int(params.Height)), max(1, int(params.Depth))
+        (from_type, source), (to_type, _) = self._side("src"), self._side("dst")
+        offsets = (getattr(params, side + name) for side in ("src", "dst") for name in ("XInBytes", "Y", "Z", "LOD"))
+        self.nbytes = int(params.WidthInBytes) * rows * layers
+        self.plain = rows == layers == 1 and not any(offsets) and {from_type, to_type} <= {host, device}
+        self.host_source = source if from_type == host else None
+        self._from_device = self.plain and from_type == device
+        self._to_device = self.plain and to_type == device
+
+    def _side(self, side: str) -> tuple[int, int]:
+        """Memory type and address of "src" or "dst"."""
+        types = self._driver._api.CUmemorytype
+        kind = int(getattr(self._params, f"{side}MemoryType"))
+        if kind == int(types.CU_MEMORYTYPE_HOST):
+            return kind, int(getattr(self._params, f"{side}Host"))
+        address = int(getattr(self._params, f"{side}Device"))
+        return (self._driver._memory_type(address) if kind == int(types.CU_MEMORYTYPE_UNIFIED) else kind), address
+
+    @property
+    def source(self) -> int | None:
+        return int(self._params.srcDevice) if self._from_device else None
+
+    @source.setter
+    def source(self, address: int | None) -> None:
+        self._params.srcDevice = address
+
+    @property
+    def target(self) -> int | None:
+        return int(self._params.dstDevice) if self._to_device else None
+
+    @target.setter
+    def target(self, address: int | None) -> None:
+        self._params.dstDevice = address
+
+
+class MemsetNode(GraphNode):
+    """A fill. ``target`` is an address of device memory: assign to it, then :meth:`set`."""
+
+    kind = NodeKind.MEMSET
+    _get, _set = "cuGraphMemsetNodeGetParams", "cuGraphExecMemsetNodeSetParams"
+    plain: bool  # one row
+    nbytes: int  # from the first byte to the last, what lies between rows included
+
+    def __init__(self, driver: Driver, handle: int) -> None:
+        super().__init__(driver, handle)
+        params = self._params
+        rows = max(1, int(params.height))
+        self.plain = rows == 1
+        self.nbytes = int(params.width) * int(params.elementSize) + int(params.pitch) * (rows - 1)
+
+    @property
+    def target(self) -> int:
+        return int(self._params.dst)
+
+    @target.setter
+    def target(self, address: int) -> None:
+        self._params.dst = address
+
+
+def _refused(call: str, code: Any) -> DriverError:
+    name = getattr(code, "name", str(code))
+    return (_InvalidValue if name == "CUDA_ERROR_INVALID_VALUE" else DriverError)(call=call, code=name)
+
+
+def _word(address: int) -> int:
+    return ctypes.c_uint64.from_address(address).value
+
+
+def _aligned_block(nbytes: int) -> ctypes.Array[ctypes.c_char]:
+    """Zeros at a multiple of 64, which a CUtensorMap, the strictest parameter, asks for."""
+    room = (ctypes.c_char * (nbytes + 63))()
+    return (ctypes.c_char * nbytes).from_buffer(room, -ctypes.addressof(room) % 64)
 
 
 @functools.cache

@@ -126,12 +126,10 @@ def _features(explained: Sequence[tuple[LoweredGraph, list[ExplainedPartition]]]
     settings = Settings.current()
     graphed = [p for graph, parts in explained if not graph.disabled_reason for p in parts if p.partition.graphed]
     splits = sum(not p.partition.graphed for graph, parts in explained if not graph.disabled_reason for p in parts)
-    copied = sum(p.nbytes("live") + p.nbytes("cpu") for p in graphed)
-    inputs = sum(i.kind in ("live", "cpu") for p in graphed for i in p.inputs)
     stay = "stays" if splits == 1 else "stay"
     done = "not graphed" if settings.selective == "never" else "graphed"
     placement = f"{_count(splits, 'partition')} {stay} outside of CUDA graphs"
-    indirection = f"{_count(inputs, 'live input')}, {nbytes(copied)}, copied at each replay"
+    indirection = "; ".join(_given(graphed, by_address=settings.indirection != "off")) or "no live inputs"
     return "\n".join(
         [
             "What the features do about it:",
@@ -140,6 +138,18 @@ def _features(explained: Sequence[tuple[LoweredGraph, list[ExplainedPartition]]]
             f"  selective {settings.selective}: {_count(len(graphed), 'function')} {done}",
         ]
     )
+
+
+def _given(graphed: Sequence[ExplainedPartition], *, by_address: bool) -> Iterator[str]:
+    """How the live inputs are given to replays, as far as their device tells."""
+    ways: dict[str, tuple[str, ...]] = {"given by address": ("live",), "copied at each replay": ("cpu",)}
+    if not by_address:
+        ways = {"copied at each replay": ("live", "cpu")}
+    for how, kinds in ways.items():
+        inputs = [i for p in graphed for i in p.inputs if i.kind in kinds]
+        if inputs:
+            total = nbytes(sum(i.read.nbytes or 0 for i in inputs))
+            yield f"{_count(len(inputs), 'live input')}, {total}, {how}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -57,10 +57,19 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         name="pygraph_indirection",
-        values=("off",),
+        values=("auto", "patch", "off"),
+        default="auto",
+        changes_artifacts=False,
+        help="How a replay gets its inputs. `patch`: by address, copied only where a rule demands it; `auto` means the "
+        "same as yet. `off`: every live input is copied, as upstream.",
+    ),
+    Flag(
+        name="pygraph_verify",
+        values=("off", "on"),
         default="off",
         changes_artifacts=False,
-        help="How a replay gets its inputs. `off`: every live input is copied, as upstream.",
+        help="Whether each new recording is replayed with inputs at other addresses and compared with the function "
+        "un-graphed, which takes about as long as recording it. `on`: a difference raises.",
     ),
     Flag(
         name="pygraph_selective",
@@ -80,6 +89,7 @@ class Settings:
     placement: str
     indirection: str
     selective: str
+    verify: str = "off"
 
     @staticmethod
     def current() -> Settings:

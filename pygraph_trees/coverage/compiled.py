@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("pygraph_trees.coverage")
 _ATTRIBUTE = "pygraph_coverage"  # of a Scheduler: partitions; of a CompiledFxGraph: their JSON and the model's name
+# Operations after which a tensor lies elsewhere: a replay does not repeat them.
+_REBINDING = ("aten.set_.", "aten.resize_.", "aten.shallow_copy_data_", "inductor.resize_storage_bytes_")
 
 
 def partitioned(scheduler: Any, parts: Sequence[Any], signatures: Sequence[Any]) -> None:
@@ -50,7 +52,11 @@ def attach(artifact: Any, graph: Any, gm: torch.fx.GraphModule) -> None:
     try:
         scheduler = getattr(graph, "scheduler", None)
         found = () if scheduler is None else partitions_of(scheduler)
-        known = {"model": partitions.model_name(gm), "partitions": [partition_to_json(p) for p in found]}
+        known = {
+            "model": partitions.model_name(gm),
+            "partitions": [partition_to_json(p) for p in found],
+            "rebinds_storage": any(str(node.target).startswith(_REBINDING) for node in gm.graph.nodes),
+        }
         setattr(artifact, _ATTRIBUTE, known)
     except Exception:
         _log.warning("a compiled graph could not be described", exc_info=True)
@@ -70,6 +76,7 @@ def put_to_use(artifact: Any, graph_kwargs: Any, *, wanted: bool, dropped: str |
         compile_id=identity,
         mode=mode_name(is_backward=graph_kwargs["is_backward"], is_inference=graph_kwargs["is_inference"]),
         partitions=tuple(partition_from_json(p) for p in known["partitions"]),
+        rebinds_storage=known.get("rebinds_storage", True),
     )
     with journal.compiling(log):
         yield

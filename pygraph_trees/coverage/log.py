@@ -30,6 +30,7 @@ class RecordingLog:
     record_s: float = 0.0
     pool_bytes: int = 0
     replays: int = 0
+    extra_copies: int = 0
 
     def record(self) -> RecordingRecord:
         return RecordingRecord(
@@ -42,6 +43,7 @@ class RecordingLog:
             record_s=self.record_s,
             pool_bytes=self.pool_bytes,
             replays=self.replays,
+            extra_copies=self.extra_copies,
         )
 
 
@@ -107,6 +109,7 @@ class GraphLog:
     mode: str
     partitions: tuple[Partition, ...]
     dropped: str | None = None
+    rebinds_storage: bool = False  # an operation gives an input other memory, which no replay can repeat
     functions: int = 0  # handed out for cudagraphify so far
 
     def record(self) -> GraphRecord:

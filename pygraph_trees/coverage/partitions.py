@@ -34,7 +34,7 @@ def describe(
             graphed=not signature.skip_cudagraph,
             kernels=dict(Counter(kind for node in nodes for kind in _kinds(node))),
             causes=tuple(_causes(scheduler, nodes)) if signature.skip_cudagraph else (),
-            inputs=tuple(_inputs(signature.input_nodes, nodes)),
+            inputs=tuple(_inputs(scheduler, signature.input_nodes, nodes)),
             outputs=tuple(output.get_name() for output in signature.output_nodes),
         )
         for nodes, signature in zip(partitions, signatures, strict=True)
@@ -112,14 +112,18 @@ def source_line(stack_trace: str | None) -> str | None:
     return f"{place}: {code}" if code else place
 
 
-def _inputs(input_nodes: dict[str, Any], nodes: Sequence[BaseSchedulerNode]) -> Iterator[PartitionInput]:
+def _inputs(
+    scheduler: Scheduler, input_nodes: dict[str, Any], nodes: Sequence[BaseSchedulerNode]
+) -> Iterator[PartitionInput]:
     import torch
     from torch._inductor.virtualized import V
 
     consumers: dict[str, Counter[str]] = {name: Counter() for name in input_nodes}
     for node in nodes:
         kinds = list(_kinds(node))
-        for name in {dep.name for dep in node.read_writes.reads}:
+        # Behind a mutation a buffer has another name.
+        used = {dep.name for dep in (*node.read_writes.reads, *node.read_writes.writes)}
+        for name in {scheduler.mutation_real_name.get(name, name) for name in used}:
             if name in consumers:
                 consumers[name].update(kinds)
     for name, value in input_nodes.items():

@@ -76,6 +76,8 @@ class InputRecord:
     nbytes: int
     copied_bytes: int  # copied into the recording at each replay
     mutated: bool
+    route: str | None = None  # of a live one: "patch" (a replay gets its address) or "copy"
+    why_copied: str | None = None  # where a rule demands it; None where copying is what was asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class RecordingRecord:
     record_s: float
     pool_bytes: int  # by how much the graph pool grew
     replays: int
+    extra_copies: int = 0  # inputs copied for one call: less aligned than recorded, or in the graph pool
 
     @property
     def copied_bytes(self) -> int:

@@ -110,9 +110,26 @@ def _function_notes(functions: Sequence[FunctionRecord]) -> Iterator[str]:
             yield f"{_place(f)}: recorded again{f' {times} times' if times > 1 else ''}: {reason}"
         if len(reasons) > _MOST_REASONS:
             yield f"{_place(f)}: recorded again for {len(reasons) - _MOST_REASONS} other reasons"
+        yield from _copies(f)
         if f.ungraphed_calls:
             why = f.ungraphed_reason or "the limit of re-recordings, or capture failed"
             yield f"{_place(f)}: {f.ungraphed_calls} calls un-graphed: {why}"
+
+
+def _copies(function: FunctionRecord) -> Iterator[str]:
+    """What the newest recording copies by a rule, and which."""
+    live = [i for i in function.recordings[-1].inputs if i.kind == "live"] if function.recordings else []
+    copied_by_rule = [i for i in live if i.why_copied is not None and i.copied_bytes]
+    for why in dict.fromkeys(i.why_copied for i in copied_by_rule):
+        copied = [i for i in copied_by_rule if i.why_copied == why]
+        total = nbytes(sum(i.copied_bytes for i in copied))
+        yield f"{_place(function)}: copied: {len(copied)} of {len(live)} live inputs, {total}, because {why}"
+    extra = sum(r.extra_copies for r in function.recordings)
+    if extra:
+        yield (
+            f"{_place(function)}: copied for one call: {extra} live inputs, because they were less aligned than "
+            "recorded or lay in the graph pool"
+        )
 
 
 def _place(function: FunctionRecord) -> str:

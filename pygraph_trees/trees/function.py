@@ -25,6 +25,7 @@ class FunctionModel:
         self.model = model
         self.settings = settings
         self.log = log
+        self.refused: dict[int, str] = {}  # inputs that are copied in every later recording, and why
         if hasattr(model, "__name__"):
             self.__name__ = model.__name__
 

@@ -8,14 +8,20 @@ Functions that were added while the patches were off have no log and are served 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor import cudagraph_trees
 
+from pygraph_trees.indirection.availability import usable_driver
+from pygraph_trees.indirection.routes import why_not_ghost
+
 from .function import FunctionModel
+from .pools import ranges_of
 from .rerecord import why_recorded
+from .verification import Verification
 
 if TYPE_CHECKING:
     from pygraph_trees.coverage.log import FunctionLog
@@ -35,9 +41,14 @@ class Manager(Upstream):
         if function is None:
             return super().record_function(new_inputs, function_id)
         reason = why_recorded(self, new_inputs, function_id, function)
+        self._demote_moved_inputs(new_inputs, function_id)
+        verification = self._verification(new_inputs, function_id)
         before = self._pool_nbytes()
         start = time.perf_counter()
-        outputs = super().record_function(new_inputs, function_id)
+        try:
+            outputs = super().record_function(new_inputs, function_id)
+        finally:
+            self._pool_changed()
         record_s = time.perf_counter() - start
         log = getattr(self.current_node, "log", None)
         if log is None:  # the patches went off, and upstream's own recording was made
@@ -46,7 +57,43 @@ class Manager(Upstream):
         log.reason = reason
         log.pool_bytes = self._pool_nbytes() - before
         function.recorded(log)
+        if verification is not None:
+            verification.check(self.current_node, outputs, function.name)
         return outputs
+
+    def _verification(self, inputs: list[Any], function_id: Any) -> Verification | None:
+        model = self.ids_to_funcs[function_id].model
+        if not isinstance(model, FunctionModel) or model.settings.verify == "off":
+            return None
+        is_managed = self._get_cuda_graph_recorded_tensor_checker()
+        kept = [i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and not is_managed(t)]
+        return Verification(inputs, kept)
+
+    def _demote_moved_inputs(self, inputs: list[Any], function_id: Any) -> None:
+        """Static inputs that are found elsewhere than in the newest recording here are live from now on.
+
+        A recording holds addresses of static inputs in places that only a recording at ghost addresses finds for
+        certain, so they are recorded there once more, and patched from then on.
+        """
+        wrapped = self.ids_to_funcs[function_id]
+        siblings = (self.roots if self.current_node is None else self.current_node.children).get(function_id, [])
+        if not siblings or not self._uses_addresses(wrapped.model):
+            return
+        recorded = siblings[-1]
+        moved = {
+            index
+            for index in recorded.static_input_idxs
+            if index in wrapped.static_input_idxs
+            and isinstance(inputs[index], torch.Tensor)
+            and inputs[index].data_ptr() != recorded.static_input_data_ptrs[index]
+            and (index not in wrapped.mutated_input_idxs or self._is_written_in_place(wrapped.model, inputs[index]))
+        }
+        if moved:
+            kept = [index for index in wrapped.static_input_idxs if index not in moved]
+            self.ids_to_funcs[function_id] = dataclasses.replace(wrapped, static_input_idxs=kept)
+
+    def _uses_addresses(self, model: Any) -> bool:
+        return isinstance(model, FunctionModel) and model.settings.indirection != "off" and usable_driver() is not None
 
     def run_eager(self, new_inputs: list[Any], function_id: Any) -> Any:
         function = self._log_of(function_id)
@@ -54,7 +101,10 @@ class Manager(Upstream):
             return super().run_eager(new_inputs, function_id)
         function.warmups += 1
         before = self._pool_nbytes()
-        outputs = super().run_eager(new_inputs, function_id)
+        try:
+            outputs = super().run_eager(new_inputs, function_id)
+        finally:
+            self._pool_changed()
         function.warmup_pool_bytes += self._pool_nbytes() - before
         return outputs
 
@@ -63,7 +113,13 @@ class Manager(Upstream):
         segments = torch.cuda.memory_snapshot(self.cuda_graphs_thread_pool, include_traces=False)
         return sum(segment["total_size"] for segment in segments)
 
+    def _pool_changed(self) -> None:
+        ranges_of(self.device_index, self.cuda_graphs_thread_pool).forget()
+
     def _update_non_cudagraph_managed_mutation(self, function_id: Any, inputs: list[Any]) -> None:
+        if self._may_write_in_place(function_id, inputs):
+            self._skip_table()[self._get_node_id()][function_id] = False
+            return
         super()._update_non_cudagraph_managed_mutation(function_id, inputs)
         function = self._log_of(function_id)
         if function is not None and self._is_skipped(function_id):
@@ -71,6 +127,32 @@ class Manager(Upstream):
 
     def _is_skipped(self, function_id: Any) -> bool:
         """Whether upstream runs the function un-graphed at the current position; the table was renamed in 2.15."""
-        renamed = hasattr(self, "skip_cudagraph")
-        table = self.skip_cudagraph if renamed else self.non_cudagraph_managed_mutation_hint
-        return bool(table[self._get_node_id()].get(function_id))
+        return bool(self._skip_table()[self._get_node_id()].get(function_id))
+
+    def _skip_table(self) -> Any:
+        return self.skip_cudagraph if hasattr(self, "skip_cudagraph") else self.non_cudagraph_managed_mutation_hint
+
+    def _may_write_in_place(self, function_id: Any, inputs: list[Any]) -> bool:
+        """Whether every mutated input that is neither static nor managed can be recorded at a ghost address.
+
+        A graph then writes to the tensor of each call, or to a copy that is copied back.
+        """
+        wrapped = self.ids_to_funcs[function_id]
+        if not self._uses_addresses(wrapped.model):
+            return False
+        is_managed = self._get_cuda_graph_recorded_tensor_checker()
+        return self._knows_its_writes(wrapped.model) and all(
+            self._is_written_in_place(wrapped.model, inputs[index])
+            for index in wrapped.mutated_input_idxs
+            if index not in wrapped.static_input_idxs and not is_managed(inputs[index])
+        )
+
+    def _knows_its_writes(self, model: Any) -> bool:
+        return model.log.graph is not None and not model.log.graph.rebinds_storage
+
+    def _is_written_in_place(self, model: Any, value: torch.Tensor) -> bool:
+        """Whether a graph can be recorded that keeps what it writes to a live input."""
+        if not self._knows_its_writes(model):
+            return False
+        in_pool = ranges_of(self.device_index, self.cuda_graphs_thread_pool).holds(value.data_ptr())
+        return not value.numel() or why_not_ghost(value, self.device_index, in_pool) is None

@@ -1,12 +1,14 @@
-"""Upstream's recording of a CUDA graph, with a log.
+"""Upstream's recording of a CUDA graph, with a log, and with live inputs that are given by address.
 
-:class:`Recording` subclasses the installed ``CUDAGraphNode`` and stands in its place. It does what upstream does, on
-the same calls in the same order, and notes while it records what the graph holds: inputs by kind, bytes that each
-replay copies, kernel nodes. A replay counts itself and does nothing else more.
+:class:`Recording` subclasses the installed ``CUDAGraphNode`` and stands in its place. Where a function's settings say
+so, its live inputs are recorded at ghost addresses (:mod:`pygraph_trees.indirection.inputs`): upstream is shown the
+number 0 in their places, which it neither allocates, copies nor checks, and the model is shown the stand-ins. What
+becomes of each input is decided once the graph is captured; before a replay ``check_invariants`` makes the graph hold
+the addresses of the call, while all inputs are still there, so that whatever fails is a reason to pass the recording
+over. Outputs that lie on a live input are rebuilt on the input of each call.
 
-Where later parts come in: ``_allocate_and_copy_recording_inputs`` (what a function is recorded on), ``_record`` (what
-runs under capture, and the captured graph before it is instantiated), ``_copy_inputs_and_remove_from_src`` (how a
-replay gets its inputs), ``run`` (the replay path).
+With indirection off it does what upstream does, on the same calls in the same order. While recording it notes what the
+graph holds: inputs by kind, bytes that each replay copies, kernel nodes. A replay counts itself.
 
 Upstream asks ``isinstance(node, CUDAGraphNode)`` by the module's name, which is :class:`Recording` while the patches
 are on. Nodes that were recorded before they went on are upstream's own; they go on being nodes, so :class:`Recording`
@@ -15,6 +17,7 @@ counts them as its instances. To tell the two apart, ask for the type.
 
 from __future__ import annotations
 
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,11 +27,18 @@ from torch._inductor.output_code import index_expanded_dims
 from pygraph_trees.coverage.log import RecordingLog
 from pygraph_trees.coverage.records import InputRecord
 from pygraph_trees.driver import DriverError, NodeKind, driver
+from pygraph_trees.indirection.availability import usable_driver
+from pygraph_trees.indirection.inputs import LiveInputs, choose
+from pygraph_trees.indirection.routes import Route
+
+from .function import FunctionModel
+from .pools import ranges_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 Upstream: type = cudagraph_trees.CUDAGraphNode
+_UPSTREAM_INIT: Any = cudagraph_trees.CUDAGraphNode.__init__
 
 
 class _CountsUpstreamNodes(type):
@@ -37,22 +47,139 @@ class _CountsUpstreamNodes(type):
 
 
 class Recording(Upstream, metaclass=_CountsUpstreamNodes):
-    """A recording of a function, made and replayed as upstream does."""
+    """A recording of a function."""
+
+    unfit: str | None = None  # why it could not be given the inputs of a call, the latest time
+    _live: LiveInputs | None = None
+    _kept: list[Any] = []  # the inputs, where a recording at ghost addresses that fails is tried again  # noqa: RUF012
+    _passed_over = False  # by the call before
+    graph: Any
+    recording_outputs: Any
 
     def __init__(
         self, wrapped_function: Any, id: Any, parent: Any, inputs: list[Any], *args: Any, **kwargs: Any
     ) -> None:
         self.log = RecordingLog(number=id.id, parent=None if parent is None else parent.id.id)
-        super().__init__(wrapped_function, id, parent, inputs, *args, **kwargs)
+        self._why_copied: dict[int, str] = {}
+        self._refused: dict[int, str] = dict(getattr(wrapped_function.model, "refused", ()))
+        failure: Exception | None = None
+        try:
+            self._make(wrapped_function, id, parent, inputs, *args, **kwargs)
+        except Exception as error:
+            if not self._kept:
+                raise
+            failure = error
+        if failure is not None:
+            # The model or the driver may not bear ghost addresses: once more, on memory.
+            _forget_frames(failure)
+            inputs[:], self._kept = self._kept, []
+            self._make(wrapped_function, id, parent, inputs, *args, **kwargs)
+            wrapped_function.model.refused.update(self._refused)
         self.log.inputs = tuple(self._describe_inputs())
 
+    def _make(self, wrapped_function: Any, id: Any, parent: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> None:
+        try:
+            super().__init__(wrapped_function, id, parent, inputs, *args, **kwargs)
+            if self._live is not None:
+                self._finish_first_call(self._live)
+            self._kept = []
+        except BaseException as error:
+            live = self._live
+            if live is not None:
+                live.release()
+                why = f"recording it at a ghost address failed: {type(error).__name__}: {error}"
+                self._refused |= {item.index: why for item in live.items}
+                self._live = None
+            raise
+
+    # -- recording
+
+    def _allocate_and_copy_recording_inputs(self, inputs: list[Any]) -> list[Any]:
+        model = self.wrapped_function.model
+        api = usable_driver() if isinstance(model, FunctionModel) and model.settings.indirection != "off" else None
+        if api is not None and not getattr(self.wrapped_function, "kernel_free_cudagraph", False):
+            copied = self._copied_indices()
+            self._live, self._why_copied = choose(
+                api,
+                self.device,
+                inputs,
+                copied,
+                set(self.wrapped_function.mutated_input_idxs),
+                ranges_of(self.device, self.cuda_graphs_pool),
+                self._refused,
+            )
+            if self._live is not None:
+                if self._live.has_ghosts and self._may_be_kept(inputs):
+                    self._kept = list(inputs)
+                for item in self._live.items:
+                    inputs[item.index] = 0
+                    copied.remove(item.index)
+        return super()._allocate_and_copy_recording_inputs(inputs)
+
+    def _may_be_kept(self, inputs: list[Any]) -> bool:
+        """Whether holding the inputs while recording leaves the graph the same memory of the pool to use."""
+        pool = ranges_of(self.device, self.cuda_graphs_pool)
+        return not self.cudagraph_managed_idxs and not any(_is_cuda(v) and pool.holds(v.data_ptr()) for v in inputs)
+
+    def _copied_indices(self) -> list[int]:
+        """The indices of the inputs that upstream copies, as a list that it reads; 2.15 has one for them alone."""
+        found: Any = getattr(self, "input_copy_idxs", None)
+        return found if found is not None else self.non_static_input_idx
+
     def _record(self, model: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
-        def counted(model_inputs: list[Any]) -> Any:
+        live = self._live if self.graph is not None else None
+        if live is not None:
+            self.graph = self._graph_that_is_kept(inputs)
+
+        def on_stand_ins(model_inputs: list[Any]) -> Any:
+            for item in () if live is None else live.items:
+                model_inputs[item.index] = item.stand_in
             outputs = model(model_inputs)
             self._count_nodes()
             return outputs
 
-        return super()._record(counted, inputs)
+        outputs = super()._record(on_stand_ins, inputs)
+        if live is not None:
+            with torch.cuda.device(self.device):
+                live.set_up(self.graph)
+        return outputs
+
+    def _graph_that_is_kept(self, inputs: list[Any]) -> Any:
+        """A graph whose nodes can be read after capture; it is instantiated by us."""
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        # Up to 2.13 upstream registers generators with the graph it makes; later ones are found at capture.
+        if "register_generator_state" in _UPSTREAM_INIT.__code__.co_names:
+            for value in inputs:
+                if isinstance(value, torch.Generator):
+                    graph.register_generator_state(value)
+        return graph
+
+    def _add_first_outputs(self, outputs: Any, static_input_persistent_storage_ptrs: dict[int, Any]) -> None:
+        live = self._live
+        if live is None:
+            super()._add_first_outputs(outputs, static_input_persistent_storage_ptrs)
+            return
+        # Upstream neither frees nor checks what lies on a persistent input.
+        persistent = dict(static_input_persistent_storage_ptrs)
+        for item in live.items:
+            storage = item.stand_in.untyped_storage().data_ptr()
+            persistent[storage] = cudagraph_trees.StorageWeakRefWrapper(item.stand_in)
+        super()._add_first_outputs(outputs, persistent)
+        for position, output in enumerate(outputs):
+            item_ = live.stand_in_for(output.untyped_storage().data_ptr()) if _is_cuda(output) else None
+            if item_ is None:
+                continue
+            live.outputs[position] = item_.index, None if output is item_.stand_in else _view_of(output, item_.stand_in)
+            self.static_output_tensors[position] = torch.empty(0)  # rebuilt from the input of each call instead
+
+    def _finish_first_call(self, live: LiveInputs) -> None:
+        """Behind the launch that upstream does while it makes a node."""
+        if live.outputs:
+            outputs = list(self.recording_outputs)
+            for position, (index, view) in live.outputs.items():
+                outputs[position] = live.output(index, view)
+            self.recording_outputs = outputs
+        live.finish()
 
     def _count_nodes(self) -> None:
         """Notes what has been captured so far; a driver that cannot tell leaves it open."""
@@ -68,23 +195,82 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             self.log.kernels = counts.pop(NodeKind.KERNEL, 0)
             self.log.other_nodes = counts.total() - counts.pop(NodeKind.EMPTY, 0)
 
+    # -- replaying
+
+    def check_invariants(self, inputs: list[Any]) -> Any:
+        # One that is passed over again and again is not prepared each time.
+        if self._live is None or (self._passed_over and self._static_inputs_moved(inputs)):
+            return super().check_invariants(inputs)
+        why = self._live.prepare(inputs)
+        if why is not None:
+            self.unfit = why
+            self.wrapped_function.model.refused.update(self._live.refused)
+            return cudagraph_trees.CheckInvariantStatus.StaticInputIdxMismatch, lambda: why
+        status, logger = super().check_invariants(inputs)
+        self._passed_over = status != cudagraph_trees.CheckInvariantStatus.SUCCESS
+        return status, logger
+
+    def _static_inputs_moved(self, inputs: list[Any]) -> bool:
+        """Whether upstream passes this recording over because of an address, static or managed."""
+        tensors = getattr(self, "tensor_static_input_idxs", self.static_input_idxs)  # since 2.12
+        return self.rerecord_if_static_inputs_change and not torch._C._tensors_data_ptrs_at_indices_equal(
+            inputs, self.static_input_data_ptrs, tensors
+        )
+
+    def run(self, new_inputs: list[Any]) -> Any:
+        live = self._live
+        if live is None:
+            return super().run(new_inputs)
+        self.log.extra_copies = live.extra_copies
+        live.take(new_inputs)
+        live.copy_in()
+        try:
+            return super().run(new_inputs)
+        finally:
+            live.finish()
+
+    @property
+    def live(self) -> LiveInputs | None:
+        """The live inputs that were recorded at ghost addresses."""
+        return self._live
+
+    def replay_for_verification(self) -> None:
+        """Launches the graph and nothing else; no call is counted."""
+        super().run_graph()
+
     def run_graph(self) -> None:
         self.log.replays += 1
         super().run_graph()
 
+    def reconstruct_outputs(self) -> Any:
+        outputs = super().reconstruct_outputs()
+        live = self._live
+        if live is not None:
+            for position, (index, view) in live.outputs.items():
+                outputs[position] = live.output(index, view)
+        return outputs
+
+    # -- what the report says
+
     def _describe_inputs(self) -> Iterator[InputRecord]:
         placeholders, mutated = self.wrapped_function.placeholders, set(self.wrapped_function.mutated_input_idxs)
         static, managed = set(self.static_input_idxs), set(self.cudagraph_managed_idxs)
-        # Since 2.15 managed inputs can be among those that are copied.
-        copied: Any = getattr(self, "input_copy_idxs", self.non_static_input_idx)
-        copied = set(copied)
+        copied = set(self._copied_indices())
+        stand_ins = {} if self._live is None else {item.index: item.stand_in for item in self._live.items}
+        decisions = {} if self._live is None else self._live.decisions
         for index, value in enumerate(self.reconstructed_inputs):
             name = placeholders[index].name if index < len(placeholders) else None
+            value = stand_ins.get(index, value)
             if not isinstance(value, torch.Tensor):
                 yield InputRecord(index, name, "value", None, 0, 0, index in mutated)
                 continue
             kind = "managed" if index in managed else "static" if index in static else "live"
-            dense = index_expanded_dims(value, self.expanded_dims[index]) if index in copied else None
+            decision = decisions.get(index)
+            if decision is not None:
+                is_copied, why = decision.route is Route.COPY, decision.reason
+            else:
+                is_copied, why = index in copied, self._why_copied.get(index)
+            dense = index_expanded_dims(value, self.expanded_dims[index]) if is_copied else None
             yield InputRecord(
                 index=index,
                 name=name,
@@ -93,4 +279,24 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 nbytes=value.numel() * value.element_size(),
                 copied_bytes=0 if dense is None else dense.numel() * dense.element_size(),
                 mutated=index in mutated,
+                route=None if kind != "live" else "copy" if is_copied else "patch",
+                why_copied=why if is_copied else None,
             )
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Lets go of what was captured: memory of the pool that nobody accounts for."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+
+
+def _is_cuda(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_cuda
+
+
+def _view_of(output: torch.Tensor, stand_in: torch.Tensor) -> tuple[Any, ...]:
+    """Sizes, strides, offset from the input's first element, and dtype."""
+    ahead = output.data_ptr() - stand_in.data_ptr() if output.numel() else 0
+    offset = ahead // output.element_size() if output.dtype != stand_in.dtype else ahead // stand_in.element_size()
+    return tuple(output.shape), tuple(output.stride()), offset, output.dtype

@@ -33,6 +33,8 @@ def why_recorded(manager: Manager, inputs: list[Any], function_id: Any, function
 def _difference(recorded: Any, inputs: list[Any]) -> str:
     managed = set(recorded.cudagraph_managed_idxs)
     moved = [i for i in sorted(managed | set(recorded.static_input_idxs)) if _moved(recorded, inputs, i)]
+    if not moved and getattr(recorded, "unfit", None):
+        return str(recorded.unfit)
     if not moved:
         return "other outputs are alive than when it was recorded"
     names = [_name(recorded, i) for i in moved[:_MOST_NAMES]]

@@ -1,22 +1,27 @@
 """A CUDA driver that is not there, with the interface of ``cuda.bindings.driver``, which checks its callers.
 
-:class:`FakeApi` holds graphs of nodes that a test builds. Calls return tuples that begin with a ``CUresult``, as the
-real ones do. A handle that was never given out, an argument of the wrong type or a call on a stream in the wrong
-state is an ``AssertionError``: the driver would crash or lie. :meth:`FakeApi.fail` makes the n-th next call of a name
-return an error.
+:class:`FakeApi` holds graphs of nodes that a test builds, graphs instantiated from them, and virtual memory. Calls
+return tuples that begin with a ``CUresult``, as the real ones do; on failure all else is None. Handles are objects that
+are an ``int()`` and nothing more, and integers are taken in their place. A handle that was never given out, an argument
+of the wrong type, a range that does not fit or a call on a stream in the wrong state is an ``AssertionError``: the
+driver would crash, refuse or lie. :meth:`FakeApi.fail` makes the n-th next call of a name return an error or raise;
+:meth:`FakeApi.lack` takes a call away.
+
+Nodes of parameters: ``make_graph(make_kernel([0x7000, b"abcd"]), make_memcpy(0x7000, 0x8000, 64), "HOST")``. Kernel
+parameters lie in real memory, since the driver's callers read them through pointers; device addresses are only numbers.
 """
 
 from __future__ import annotations
 
+import ctypes
 import enum
-import itertools
-from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from fake_calls import CUresult, Handle, View
+from fake_memory import GRANULE, CUdeviceptr, FakeMemory
 
-class CUresult(enum.IntEnum):
-    CUDA_SUCCESS = 0
-    CUDA_ERROR_INVALID_VALUE = 1
-    CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900
+__all__ = ["GRANULE", "CUresult", "FakeApi"]
 
 
 class CUgraphNodeType(enum.IntEnum):
@@ -27,6 +32,9 @@ class CUgraphNodeType(enum.IntEnum):
     CU_GRAPH_NODE_TYPE_GRAPH = 4
     CU_GRAPH_NODE_TYPE_EMPTY = 5
     CU_GRAPH_NODE_TYPE_WAIT_EVENT = 6
+    CU_GRAPH_NODE_TYPE_EVENT_RECORD = 7
+    CU_GRAPH_NODE_TYPE_MEM_ALLOC = 10
+    CU_GRAPH_NODE_TYPE_BATCH_MEM_OP = 12
     CU_GRAPH_NODE_TYPE_CONDITIONAL = 13
 
 
@@ -36,70 +44,368 @@ class CUstreamCaptureStatus(enum.IntEnum):
     CU_STREAM_CAPTURE_STATUS_INVALIDATED = 2
 
 
-class FakeApi:
-    CUresult = CUresult
+class CUmemorytype(enum.IntEnum):
+    CU_MEMORYTYPE_HOST = 1
+    CU_MEMORYTYPE_DEVICE = 2
+    CU_MEMORYTYPE_ARRAY = 3
+    CU_MEMORYTYPE_UNIFIED = 4
+
+
+class CUpointer_attribute(enum.IntEnum):
+    CU_POINTER_ATTRIBUTE_MEMORY_TYPE = 2
+
+
+class CUcontext(Handle): ...
+
+
+class CUgraphExec(Handle): ...
+
+
+class CUgraphNode(Handle): ...
+
+
+class CUDA_KERNEL_NODE_PARAMS:
+    func = property(lambda self: View(self, "func"), lambda self, value: self.__dict__.__setitem__("func", int(value)))
+    kern = property(lambda self: View(self, "kern"), lambda self, value: self.__dict__.__setitem__("kern", int(value)))
+
+    def __init__(self, function: int, kernel: int, parameters: int, extra: int) -> None:
+        self.func, self.kern, self.kernelParams, self.extra = function, kernel, parameters, extra
+        self.gridDimX, self.gridDimY, self.gridDimZ, self.sharedMemBytes = 4, 1, 1, 1024
+
+
+class _Fields:
+    """A struct of numbers; device addresses become handles when they are read."""
+
+    _fields: tuple[str, ...]
+
+    def __init__(self, **values: int) -> None:
+        for name in self._fields:
+            setattr(self, name, values.pop(name, 0))
+        assert not values, values
+
+    def __setattr__(self, name: str, value: int) -> None:
+        assert name in self._fields, name
+        self.__dict__[name] = CUdeviceptr(value) if name in ("srcDevice", "dstDevice", "dst") else value
+
+    def values(self) -> dict[str, int]:
+        return {name: int(getattr(self, name)) for name in self._fields}
+
+
+class CUDA_MEMCPY3D(_Fields):
+    _fields = tuple(
+        side + name
+        for side in ("src", "dst")
+        for name in ("XInBytes", "Y", "Z", "LOD", "MemoryType", "Host", "Device", "Array", "Pitch", "Height")
+    ) + ("WidthInBytes", "Height", "Depth")
+
+
+class CUDA_MEMSET_NODE_PARAMS(_Fields):
+    _fields = ("dst", "pitch", "value", "elementSize", "width", "height")
+
+
+class Kernel:
+    """A kernel's parameters in memory of the driver, as ``kernelParams`` or packed as ``extra``."""
+
+    def __init__(self, parameters: Sequence[bytes], packed: bool, name: str | None, known: bool) -> None:
+        self.packed, self.name, self.known = packed, name, known
+        self.layout: list[tuple[int, int]] = []
+        block = bytearray()
+        for parameter in parameters:
+            block.extend(bytes(-len(block) % (len(parameter) & -len(parameter) & 7 or 8)))
+            self.layout.append((len(block), len(parameter)))
+            block.extend(parameter)
+        self.block, self.nbytes = bytes(block), ctypes.c_size_t(len(block))
+        if packed:
+            self._parts = [ctypes.create_string_buffer(self.block, len(block))]
+            entries = [2, ctypes.addressof(self.nbytes), 1, ctypes.addressof(self._parts[0]), 0]
+        else:  # each parameter for itself, so that nobody takes them for neighbours
+            self._parts = [ctypes.create_string_buffer(part, len(part)) for part in parameters]
+            entries = [ctypes.addressof(part) for part in self._parts]
+        self._entries = (ctypes.c_uint64 * len(entries))(*entries)
+
+    def pointers(self) -> tuple[int, int]:
+        """``kernelParams`` and ``extra``."""
+        entries = ctypes.addressof(self._entries) if len(self._entries) else 0
+        return (0, entries) if self.packed else (entries, 0)
+
+    def read(self, parameters: int, extra: int) -> bytes:
+        """What the driver would copy out of such a struct."""
+        if extra:
+            assert not parameters, "both kernelParams and extra"
+            entries = (ctypes.c_uint64 * 5).from_address(extra)
+            pairs = {entries[0]: entries[1], entries[2]: entries[3]}
+            assert pairs.keys() == {1, 2} and entries[4] == 0, f"extra is {list(entries)}"
+            nbytes = ctypes.c_size_t.from_address(pairs[2]).value
+            assert nbytes == self.nbytes.value, f"{nbytes} bytes of parameters, not {self.nbytes.value}"
+            return ctypes.string_at(pairs[1], nbytes)
+        assert bool(parameters) == bool(self.layout), f"kernelParams is {parameters:#x}"
+        block = bytearray(self.nbytes.value)
+        for i, (offset, nbytes) in enumerate(self.layout):
+            part = ctypes.c_uint64.from_address(parameters + 8 * i).value
+            block[offset : offset + nbytes] = ctypes.string_at(part, nbytes)
+        return bytes(block)
+
+
+@dataclass
+class Node:
+    kind: CUgraphNodeType
+    content: Kernel | CUDA_MEMCPY3D | CUDA_MEMSET_NODE_PARAMS | None = None
+    handle: int = 0  # of a kernel's function
+    has_function: bool = True
+    child: int | None = None
+
+    def functions(self) -> tuple[int, int]:
+        """``func`` and ``kern``."""
+        return (self.handle, 0) if self.has_function else (0, self.handle)
+
+
+class FakeApi(FakeMemory):
     CUgraphNodeType = CUgraphNodeType
     CUstreamCaptureStatus = CUstreamCaptureStatus
+    CUmemorytype = CUmemorytype
+    CUpointer_attribute = CUpointer_attribute
+    CUgraphExec = CUgraphExec
+    CUgraphNode = CUgraphNode
 
     def __init__(self) -> None:
-        self._handles = itertools.count(0x1000, 0x10)
+        super().__init__()
+        self.driver_version = 13000
+        self.context = CUcontext(next(self._handles))
         self._graphs: dict[int, list[int]] = {}
-        self._nodes: dict[int, tuple[CUgraphNodeType, int | None]] = {}
+        self._nodes: dict[int, Node] = {}
+        self._functions: dict[tuple[int, bool], Kernel] = {}  # by handle, whether it is a CUfunction
+        self._execs: dict[int, dict[int, bytes | dict[str, int]]] = {}
         self._streams: dict[int, tuple[CUstreamCaptureStatus, int]] = {}
-        self._failures: dict[str, list[int]] = defaultdict(list)
-        self.calls: list[str] = []
+        self._host: dict[int, tuple[ctypes.Array, bool]] = {}  # by address: memory, whether it is pinned
+
+    # What a test builds
 
     def make_stream(self) -> int:
         stream = next(self._handles)
         self._streams[stream] = (CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE, 0)
         return stream
 
-    def make_graph(self, *kinds: str, children: dict[int, int] | None = None) -> int:
-        """A graph with nodes of the named kinds ("KERNEL"); ``children`` maps positions to child graphs."""
+    def make_graph(self, *nodes: str | int, children: dict[int, int] | None = None) -> int:
+        """A graph of nodes, made before or of the named kinds ("KERNEL"); ``children``: child graphs by position."""
         graph = next(self._handles)
         self._graphs[graph] = []
-        for position, kind in enumerate(kinds):
-            node = next(self._handles)
-            self._nodes[node] = (CUgraphNodeType[f"CU_GRAPH_NODE_TYPE_{kind}"], (children or {}).get(position))
+        for position, node in enumerate(nodes):
+            if isinstance(node, str):
+                node = self._make_kind(node, (children or {}).get(position))
+            assert node in self._nodes and not any(node in others for others in self._graphs.values()), node
             self._graphs[graph].append(node)
         return graph
+
+    def _make_kind(self, kind: str, child: int | None) -> int:
+        if kind == "KERNEL":
+            return self.make_kernel([])
+        if kind == "MEMCPY":
+            return self.make_memcpy(0x10, 0x20, 16)
+        if kind == "MEMSET":
+            return self.make_memset(0x10, 16)
+        return self._add(Node(CUgraphNodeType[f"CU_GRAPH_NODE_TYPE_{kind}"], child=child))
+
+    def _add(self, node: Node) -> int:
+        handle = next(self._handles)
+        self._nodes[handle] = node
+        return handle
+
+    def make_kernel(
+        self,
+        words: Sequence[int | bytes],
+        packed: bool = False,
+        name: str | None = "k",
+        func: bool = True,
+        known: bool = True,
+    ) -> int:
+        """A kernel node; each word is a parameter of 8 bytes, each ``bytes`` one of its own size.
+
+        Parameters lie at multiples of the power of two that divides their size, up to 8. ``func`` False gives it a
+        ``CUkernel``; name None and ``known`` False make the driver refuse to tell its name and its layout.
+        """
+        assert not isinstance(words, (bytes, bytearray)), "a list of parameters"
+        parameters = [word if isinstance(word, bytes) else word.to_bytes(8, "little") for word in words]
+        assert all(parameters), "a parameter without bytes"
+        kernel, handle = Kernel(parameters, packed, name, known), next(self._handles)
+        self._functions[handle, func] = kernel
+        return self._add(Node(CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL, kernel, handle, func))
+
+    def make_memcpy(
+        self,
+        source: int,
+        target: int,
+        nbytes: int,
+        source_type: str = "DEVICE",
+        target_type: str = "DEVICE",
+        **more: int,
+    ) -> int:
+        """A memcpy node; types are "HOST", "DEVICE", "ARRAY", "UNIFIED"; ``more`` fields: Height, srcXInBytes ..."""
+        fields = {"WidthInBytes": nbytes, "Height": 1, "Depth": 1, **more}
+        for side, kind, address in (("src", source_type, source), ("dst", target_type, target)):
+            fields[f"{side}MemoryType"] = CUmemorytype[f"CU_MEMORYTYPE_{kind}"]
+            fields[side + {"HOST": "Host", "ARRAY": "Array"}.get(kind, "Device")] = address
+        return self._add(Node(CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMCPY, CUDA_MEMCPY3D(**fields)))
+
+    def make_memset(self, target: int, nbytes: int, element: int = 1, rows: int = 1, pitch: int = 0) -> int:
+        """A memset node of rows of ``nbytes`` bytes each."""
+        assert nbytes % element == 0
+        fields = {"dst": target, "pitch": pitch, "elementSize": element, "width": nbytes // element, "height": rows}
+        return self._add(Node(CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET, CUDA_MEMSET_NODE_PARAMS(**fields)))
+
+    def make_host(self, data: bytes, pinned: bool = True) -> int:
+        """The address of host memory that holds ``data`` and really is there; the driver knows pinned memory only."""
+        buffer = ctypes.create_string_buffer(data, len(data))
+        self._host[ctypes.addressof(buffer)] = (buffer, pinned)
+        return ctypes.addressof(buffer)
+
+    def instantiate(self, graph: int) -> int:
+        """An executable graph with its own copy of all parameters."""
+        exec_ = next(self._handles)
+        self._execs[exec_] = {}
+        for handle in self._graphs[graph]:
+            node = self._nodes[handle]
+            if isinstance(node.content, Kernel):
+                self._execs[exec_][handle] = node.content.block
+            elif node.content is not None:
+                self._execs[exec_][handle] = node.content.values()
+        return exec_
+
+    def exec_parameters(self, exec_: int, node: int) -> bytes:
+        """What an executable graph holds, at the offsets of sites.
+
+        A kernel's block; source and target of a memcpy, 8 bytes each; target of a memset, 8 bytes.
+        """
+        held = self._execs[exec_][node]
+        if isinstance(held, bytes):
+            return held
+        if "dst" in held:
+            return held["dst"].to_bytes(8, "little")
+        sides = (("Host" if held[f"{side}MemoryType"] == 1 else "Device", side) for side in ("src", "dst"))
+        return b"".join(held[side + field].to_bytes(8, "little") for field, side in sides)
 
     def capture(self, stream: int, graph: int, status: str = "ACTIVE") -> None:
         self._streams[stream] = (CUstreamCaptureStatus[f"CU_STREAM_CAPTURE_STATUS_{status}"], graph)
 
-    def fail(self, call: str, after: int = 0) -> None:
-        """The call named fails once, after so many more that succeed."""
-        self._failures[call].append(after)
+    # Streams and graphs
 
-    def _enter(self, call: str) -> CUresult:
-        self.calls.append(call)
-        left = self._failures[call]
-        for i in range(len(left)):
-            left[i] -= 1
-        if -1 in left:
-            left.remove(-1)
-            return CUresult.CUDA_ERROR_INVALID_VALUE
-        return CUresult.CUDA_SUCCESS
+    def cuDriverGetVersion(self):
+        return self._answer("cuDriverGetVersion", self.driver_version)
+
+    def cuCtxGetCurrent(self):
+        return self._answer("cuCtxGetCurrent", self.context)
 
     def cuStreamGetCaptureInfo(self, stream: int):
         assert isinstance(stream, int) and stream in self._streams, f"no stream {stream!r}"
-        result = self._enter("cuStreamGetCaptureInfo")
         status, graph = self._streams[stream]
         # As in CUDA 13: status, id, graph, dependencies, edge data, number of dependencies.
-        return result, status, 7, graph, [], [], 0
+        return self._answer("cuStreamGetCaptureInfo", status, 7, graph, [], [], 0)
 
     def cuGraphGetNodes(self, graph: int, count: int):
         assert graph in self._graphs, f"no graph {graph!r}"
         nodes = self._graphs[graph]
         assert count in (0, len(nodes)), f"asked for {count} of {len(nodes)} nodes"
-        result = self._enter("cuGraphGetNodes")
-        return result, nodes[:count], len(nodes)
+        return self._answer("cuGraphGetNodes", [CUgraphNode(node) for node in nodes[:count]], len(nodes))
 
     def cuGraphNodeGetType(self, node: int):
-        assert node in self._nodes, f"no node {node!r}"
-        return self._enter("cuGraphNodeGetType"), self._nodes[node][0]
+        return self._answer("cuGraphNodeGetType", self._node(node).kind)
 
     def cuGraphChildGraphNodeGetGraph(self, node: int):
-        kind, child = self._nodes[node]
-        assert kind is CUgraphNodeType.CU_GRAPH_NODE_TYPE_GRAPH and child is not None, f"{node!r} is {kind.name}"
-        return self._enter("cuGraphChildGraphNodeGetGraph"), child
+        child = self._node(node, "GRAPH").child
+        assert child is not None, f"{node!r} has no child graph"
+        return self._answer("cuGraphChildGraphNodeGetGraph", child)
+
+    # Nodes
+
+    def _node(self, node: int | Handle, kind: str | None = None) -> Node:
+        assert isinstance(node, (int, CUgraphNode)) and int(node) in self._nodes, f"no node {node!r}"
+        found = self._nodes[int(node)]
+        assert kind in (None, found.kind.name.removeprefix("CU_GRAPH_NODE_TYPE_")), f"{node!r} is {found.kind.name}"
+        return found
+
+    def cuGraphKernelNodeGetParams(self, node: int):
+        found = self._node(node, "KERNEL")
+        params = CUDA_KERNEL_NODE_PARAMS(*found.functions(), *found.content.pointers())
+        return self._answer("cuGraphKernelNodeGetParams", params)
+
+    def cuGraphMemcpyNodeGetParams(self, node: int):
+        fields = self._node(node, "MEMCPY").content.values()
+        return self._answer("cuGraphMemcpyNodeGetParams", CUDA_MEMCPY3D(**fields))
+
+    def cuGraphMemsetNodeGetParams(self, node: int):
+        fields = self._node(node, "MEMSET").content.values()
+        return self._answer("cuGraphMemsetNodeGetParams", CUDA_MEMSET_NODE_PARAMS(**fields))
+
+    def _kernel(self, handle: int, is_function: bool) -> Kernel:
+        assert (handle, is_function) in self._functions, f"no {'CUfunction' if is_function else 'CUkernel'} {handle!r}"
+        return self._functions[handle, is_function]
+
+    def _parameter(self, call: str, kernel: Kernel, index: int):
+        if not kernel.known or index >= len(kernel.layout):
+            return self._enter(call) or CUresult.CUDA_ERROR_INVALID_VALUE, None, None
+        return self._answer(call, *kernel.layout[index])
+
+    def cuFuncGetParamInfo(self, function: int, index: int):
+        return self._parameter("cuFuncGetParamInfo", self._kernel(function, True), index)
+
+    def cuKernelGetParamInfo(self, kernel: int, index: int):
+        return self._parameter("cuKernelGetParamInfo", self._kernel(kernel, False), index)
+
+    def _name(self, call: str, kernel: Kernel):
+        if kernel.name is None:
+            return self._enter(call) or CUresult.CUDA_ERROR_INVALID_VALUE, None
+        return self._answer(call, kernel.name.encode())
+
+    def cuFuncGetName(self, function: int):
+        return self._name("cuFuncGetName", self._kernel(function, True))
+
+    def cuKernelGetName(self, kernel: int):
+        return self._name("cuKernelGetName", self._kernel(kernel, False))
+
+    def _held(self, exec_: int | Handle, node: int | Handle) -> dict:
+        assert isinstance(exec_, (int, CUgraphExec)) and int(exec_) in self._execs, f"no executable graph {exec_!r}"
+        assert int(node) in self._execs[int(exec_)], f"{node!r} is no node of {exec_!r}"
+        return self._execs[int(exec_)]
+
+    def _set(self, call: str, held: dict, node: int | Handle, new: bytes | dict[str, int]):
+        result = self._enter(call)
+        if result == 0:
+            held[int(node)] = new
+        return (result,)
+
+    def cuGraphExecKernelNodeSetParams(self, exec_, node, params):
+        found, held = self._node(node, "KERNEL"), self._held(exec_, node)
+        assert type(params) is CUDA_KERNEL_NODE_PARAMS, type(params)
+        assert (int(params.func), int(params.kern)) == found.functions(), "another kernel"
+        kernel, block = found.content, found.content.read(params.kernelParams, params.extra)
+        assert kernel.read(*kernel.pointers()) == kernel.block, "the node's own memory was written to"
+        return self._set("cuGraphExecKernelNodeSetParams", held, node, block)
+
+    def _set_fields(self, call: str, exec_, node, params, context, changeable: set[str]):
+        held = self._held(exec_, node)
+        assert isinstance(context, CUcontext) and int(context) == int(self.context), f"no context {context!r}"
+        assert type(params) is type(self._node(node).content), type(params)
+        new, old = params.values(), held[int(node)]
+        assert all(new[name] == old[name] for name in new if name not in changeable), f"{new}, not {old}"
+        return self._set(call, held, node, new)
+
+    def cuGraphExecMemcpyNodeSetParams(self, exec_, node, params, context):
+        self._node(node, "MEMCPY")
+        assert params.Height <= 1 and params.Depth <= 1 and params.WidthInBytes > 0, "not of one row"
+        changeable = {"srcDevice", "dstDevice"}
+        return self._set_fields("cuGraphExecMemcpyNodeSetParams", exec_, node, params, context, changeable)
+
+    def cuGraphExecMemsetNodeSetParams(self, exec_, node, params, context):
+        self._node(node, "MEMSET")
+        return self._set_fields("cuGraphExecMemsetNodeSetParams", exec_, node, params, context, {"dst"})
+
+    def cuPointerGetAttribute(self, attribute: CUpointer_attribute, address: int):
+        assert attribute is CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE and isinstance(address, int)
+        call = "cuPointerGetAttribute"
+        for start, (buffer, pinned) in self._host.items():
+            if start <= address < start + len(buffer) and pinned:
+                return self._answer(call, CUmemorytype.CU_MEMORYTYPE_HOST)
+            if start <= address < start + len(buffer):
+                return self._enter(call) or CUresult.CUDA_ERROR_INVALID_VALUE, None
+        if self.is_reserved(address) and not self.is_mapped(address):
+            return self._enter(call) or CUresult.CUDA_ERROR_INVALID_VALUE, None
+        return self._answer(call, CUmemorytype.CU_MEMORYTYPE_DEVICE)

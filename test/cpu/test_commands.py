@@ -173,7 +173,7 @@ Net [0/0], inference: 3 partitions, 1 graphed
 
 What the features do about it:
   placement off: 2 partitions stay outside of CUDA graphs
-  indirection off: 3 live inputs, 640 B, copied at each replay
+  indirection auto: 3 live inputs, 640 B, given by address
   selective always: 1 function graphed
 """,
         )

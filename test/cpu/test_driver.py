@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+import struct
 import sys
 from pathlib import Path
 from unittest import mock
@@ -9,21 +12,53 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from fake_driver import FakeApi
+from fake_driver import GRANULE, CUresult, FakeApi
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees import driver as driver_module
-from pygraph_trees.driver import Driver, DriverError, NodeKind
+from pygraph_trees.driver import NOT_FOUND, Driver, DriverError, NodeKind
+
+DEVICE = 3
+parameters = st.lists(st.integers(0, 2**64 - 1) | st.binary(min_size=1, max_size=40), max_size=8)
+addresses = st.integers(1, 2**47)
 
 
-class TestDriver(TestCase):
+def lay_out(words):
+    """The block of these parameters, and the offsets at which 8 bytes of one parameter begin.
+
+    Each parameter lies at a multiple of what divides its size, up to 8.
+    """
+    block, inside = b"", []
+    for word in words:
+        part = word if isinstance(word, bytes) else struct.pack("<Q", word)
+        alignment = next(alignment for alignment in (8, 4, 2, 1) if len(part) % alignment == 0)
+        block = block.ljust(-(-len(block) // alignment) * alignment, b"\0")
+        inside.extend(range(len(block), len(block) + len(part) - 7))
+        block += part
+    return block, inside
+
+
+class DriverTestCase(TestCase):
     def setUp(self):
         super().setUp()
         self.api = FakeApi()
         self.driver = Driver(self.api)
 
+    def assertRefused(self, call, code, function, *args):
+        with self.assertRaisesRegex(DriverError, f"^{call} returned {code}$"):
+            function(*args)
+
+    def bound(self, kind, node):
+        """A node's wrapper, bound to the only executable graph that has it, and that graph."""
+        exec_ = self.api.instantiate(self.api.make_graph(node))
+        wrapper = getattr(self.driver, f"{kind}_node")(node)
+        wrapper.bind(exec_, self.driver.context())
+        return wrapper, exec_
+
+
+class TestDriver(DriverTestCase):
     def test_counts_nodes_with_child_graphs(self):
         child = self.api.make_graph("KERNEL", "MEMSET")
         graph = self.api.make_graph("KERNEL", "GRAPH", "MEMCPY", "CONDITIONAL", children={1: child})
@@ -52,8 +87,7 @@ class TestDriver(TestCase):
         graph = self.api.make_graph("KERNEL", "KERNEL")
         for call, after in (("cuGraphGetNodes", 0), ("cuGraphGetNodes", 1), ("cuGraphNodeGetType", 1)):
             self.api.fail(call, after)
-            with self.assertRaisesRegex(DriverError, f"^{call} returned CUDA_ERROR_INVALID_VALUE$"):
-                self.driver.count_nodes(graph)
+            self.assertRefused(call, "CUDA_ERROR_INVALID_VALUE", self.driver.count_nodes, graph)
         self.assertEqual(self.driver.count_nodes(graph), {NodeKind.KERNEL: 2})
 
     def test_fake_checks_its_callers(self):
@@ -62,6 +96,13 @@ class TestDriver(TestCase):
         with self.assertRaises(AssertionError):
             self.api.cuGraphGetNodes(self.api.make_graph("KERNEL"), 5)
 
+    def test_fake_raises_what_a_test_asks_for(self):
+        self.api.fail("cuCtxGetCurrent", 1, raises=KeyboardInterrupt())
+        self.driver.context()
+        with self.assertRaises(KeyboardInterrupt):
+            self.driver.context()
+        self.assertEqual(int(self.driver.context()), int(self.api.context))
+
     def test_absent_bindings(self):
         driver_module.driver.cache_clear()
         try:
@@ -69,6 +110,401 @@ class TestDriver(TestCase):
                 self.assertIsNone(driver_module.driver())
         finally:
             driver_module.driver.cache_clear()
+
+
+class TestMissingCalls(DriverTestCase):
+    def test_nothing_is_missing(self):
+        self.assertEqual(self.driver.missing_calls(), [])
+
+    def test_older_drivers(self):
+        self.api.driver_version = 12040
+        self.assertEqual(self.driver.missing_calls(), [])
+        self.api.driver_version = 12030
+        self.assertEqual(self.driver.missing_calls(), ["cuFuncGetParamInfo", "cuKernelGetParamInfo"])
+        self.api.driver_version = 11080
+        kernel_calls = ["cuGraphKernelNodeGetParams", "cuGraphExecKernelNodeSetParams"]
+        self.assertEqual(self.driver.missing_calls()[:2], kernel_calls)
+
+    def test_older_bindings(self):
+        self.api.lack("cuMemMap", "bindings")
+        self.assertEqual(self.driver.missing_calls(), ["cuMemMap"])
+
+    def test_no_driver_lacks_all_that_indirection_calls(self):
+        self.api.lack("cuDriverGetVersion")
+        missing = self.driver.missing_calls()
+        self.assertTrue({"cuMemMap", "cuFuncGetParamInfo", "cuGraphExecMemsetNodeSetParams"} < set(missing))
+        for call in missing:
+            self.assertTrue(hasattr(self.api, call), call)
+
+    def test_every_call_of_memory_and_nodes_is_asked_for(self):
+        kernels = [self.api.make_kernel([1], func=func) for func in (True, False)]
+        host = self.api.make_host(b"12345678")
+        memcpy, memset = self.api.make_memcpy(host, 0x2000, 8, "UNIFIED"), self.api.make_memset(0x2000, 8)
+        exec_ = self.api.instantiate(self.api.make_graph(*kernels, memcpy, memset))
+        nodes = [self.driver.kernel_node(node) for node in kernels]
+        for node in (*nodes, self.driver.memcpy_node(memcpy), self.driver.memset_node(memset)):
+            node.bind(exec_, self.driver.context())
+            node.set()
+        nbytes = self.driver.granularity(DEVICE)
+        start, memory = self.driver.reserve(nbytes), self.driver.create_memory(nbytes, DEVICE)
+        self.driver.map_memory(start, nbytes, memory)
+        self.driver.allow_access(start, nbytes, DEVICE)
+        self.driver.unmap(start, nbytes)
+        self.driver.release_memory(memory)
+        self.driver.free_reserved(start, nbytes)
+        called = set(self.api.calls)
+        self.api.lack("cuDriverGetVersion")
+        self.assertEqual(called, set(self.driver.missing_calls()))
+
+    def test_absent_calls_are_not_found(self):
+        for where in ("bindings", "driver"):
+            self.api.lack("cuCtxGetCurrent", where)
+            self.assertRefused("cuCtxGetCurrent", NOT_FOUND, self.driver.context)
+
+    def test_absent_setter(self):
+        node, exec_ = self.bound("memset", self.api.make_memset(0x1000, 8))
+        self.api.lack("cuGraphExecMemsetNodeSetParams")
+        node.bind(exec_, self.driver.context())
+        self.assertRefused("cuGraphExecMemsetNodeSetParams", NOT_FOUND, node.set)
+        self.api.lack("cuGraphExecMemsetNodeSetParams", "bindings")
+        self.assertRefused("cuGraphExecMemsetNodeSetParams", NOT_FOUND, node.bind, exec_, self.driver.context())
+
+
+class TestVirtualMemory(DriverTestCase):
+    def mapped(self, granules=4):
+        """A range with the same memory in each granule, and that memory."""
+        start, memory = self.driver.reserve(granules * GRANULE), self.driver.create_memory(GRANULE, DEVICE)
+        for i in range(granules):
+            self.driver.map_memory(start + i * GRANULE, GRANULE, memory)
+        return start, memory
+
+    def test_from_reserving_to_freeing(self):
+        self.assertEqual(self.driver.granularity(DEVICE), GRANULE)
+        start, memory = self.mapped(3)
+        self.assertEqual(self.api.memories[memory].device, DEVICE)
+        self.assertEqual([mapping.memory for mapping in self.api.mappings.values()], [memory] * 3)
+        self.driver.release_memory(memory)
+        self.driver.allow_access(start, 2 * GRANULE, DEVICE)
+        self.assertEqual([mapping.access for mapping in self.api.mappings.values()], [True, True, False])
+        self.assertEqual(len(self.api.leaks()), 4)
+        self.driver.unmap(start + GRANULE, GRANULE)
+        self.driver.unmap(start, GRANULE)
+        self.driver.unmap(start + 2 * GRANULE, GRANULE)
+        self.driver.free_reserved(start, 3 * GRANULE)
+        self.assertEqual(self.api.leaks(), [])
+
+    def test_one_call_unmaps_neighbours(self):
+        start, _ = self.mapped(4)
+        self.driver.unmap(start + GRANULE, 2 * GRANULE)
+        self.assertEqual(list(self.api.mappings), [start, start + 3 * GRANULE])
+
+    def test_hints(self):
+        hint = 0x2B00_0000_0000
+        self.assertEqual(self.driver.reserve(GRANULE, hint), hint)
+        self.assertNotEqual(self.driver.reserve(2 * GRANULE, hint - GRANULE), hint - GRANULE)
+        self.api.takes_hints = False
+        self.assertNotEqual(self.driver.reserve(GRANULE, hint + 64 * GRANULE), hint + 64 * GRANULE)
+        ranges = sorted(self.api.reservations.items())
+        self.assertTrue(all(a + size <= b for (a, size), (b, _) in itertools.pairwise(ranges)))
+
+    def test_each_refusal_raises_and_changes_nothing(self):
+        start, memory = self.mapped(2)
+        free = self.driver.reserve(GRANULE)
+        before = self.api.leaks()
+        for call, function, *args in (
+            ("cuMemGetAllocationGranularity", self.driver.granularity, DEVICE),
+            ("cuMemAddressReserve", self.driver.reserve, GRANULE),
+            ("cuMemAddressFree", self.driver.free_reserved, free, GRANULE),
+            ("cuMemCreate", self.driver.create_memory, GRANULE, DEVICE),
+            ("cuMemRelease", self.driver.release_memory, memory),
+            ("cuMemMap", self.driver.map_memory, free, GRANULE, memory),
+            ("cuMemSetAccess", self.driver.allow_access, start, 2 * GRANULE, DEVICE),
+            ("cuMemUnmap", self.driver.unmap, start, 2 * GRANULE),
+        ):
+            self.api.fail(call, code=CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+            self.assertRefused(call, "CUDA_ERROR_OUT_OF_MEMORY", function, *args)
+            self.assertEqual(self.api.leaks(), before)
+        self.assertFalse(any(mapping.access for mapping in self.api.mappings.values()))
+
+    def test_fake_checks_its_callers(self):
+        start, memory = self.mapped(2)
+        free = self.driver.reserve(2 * GRANULE)
+        double = self.driver.create_memory(2 * GRANULE, DEVICE)
+        wide = self.driver.reserve(4 * GRANULE)
+        self.driver.map_memory(wide, 2 * GRANULE, double)
+        released = self.driver.create_memory(GRANULE, DEVICE)
+        self.driver.release_memory(released)
+        before = self.api.leaks()
+        for function, *args in (
+            (self.driver.granularity, 99),
+            (self.driver.reserve, GRANULE + 4096),
+            (self.driver.reserve, 0),
+            (self.driver.reserve, GRANULE, 0x2B00_0000_1000),
+            (self.driver.create_memory, 4096, DEVICE),
+            (self.driver.create_memory, GRANULE, -1),
+            (self.driver.release_memory, released),
+            (self.driver.release_memory, 0xDEAD),
+            (self.driver.map_memory, free + 4096, GRANULE, memory),  # no granule
+            (self.driver.map_memory, free + 2 * GRANULE, GRANULE, memory),  # not reserved
+            (self.driver.map_memory, free + GRANULE, 2 * GRANULE, double),  # beyond the reservation
+            (self.driver.map_memory, start, GRANULE, memory),  # mapped
+            (self.driver.map_memory, free, 2 * GRANULE, memory),  # larger than the memory
+            (self.driver.map_memory, free, GRANULE, released),
+            (self.driver.allow_access, free, GRANULE, DEVICE),  # not mapped
+            (self.driver.allow_access, wide, 4 * GRANULE, DEVICE),  # the end is not
+            (self.driver.allow_access, wide, GRANULE, DEVICE),  # part of a mapping
+            (self.driver.allow_access, start, GRANULE, DEVICE + 1),
+            (self.driver.unmap, free, GRANULE),
+            (self.driver.unmap, wide, GRANULE),
+            (self.driver.unmap, wide + GRANULE, GRANULE),
+            (self.driver.unmap, start, 3 * GRANULE),
+            (self.driver.free_reserved, free, GRANULE),
+            (self.driver.free_reserved, free + GRANULE, GRANULE),
+            (self.driver.free_reserved, start, 2 * GRANULE),  # mapped
+        ):
+            with self.assertRaises(AssertionError, msg=f"{function.__name__}{args}"):
+                function(*args)
+            self.assertEqual(self.api.leaks(), before)
+
+
+class TestKernelNode(DriverTestCase):
+    @given(parameters, st.booleans(), st.booleans(), st.data())
+    def test_sets_what_was_written_and_nothing_else(self, words, packed, func, data):
+        handle = self.api.make_kernel(words, packed, func=func)
+        node, exec_ = self.bound("kernel", handle)
+        recorded, inside = lay_out(words)
+        self.assertEqual((node.handle, node.kind, bytes(node.block)), (handle, NodeKind.KERNEL, recorded))
+        self.assertEqual(node.words(), recorded + bytes(-len(recorded) % 8))
+        self.assertEqual(ctypes.addressof(node.block) % 64, 0)
+        expected = bytearray(recorded)
+        for offset in data.draw(st.lists(st.sampled_from(inside), max_size=3)) if inside else ():
+            node.word(offset).value = data.draw(addresses)
+            expected[offset : offset + 8] = bytes(node.word(offset))
+        self.assertEqual(bytes(node.block), expected)
+        self.assertEqual(self.api.exec_parameters(exec_, handle), recorded)
+        self.api.calls.clear()
+        node.set()
+        self.assertEqual(self.api.calls, ["cuGraphExecKernelNodeSetParams"])
+        self.assertEqual(self.api.exec_parameters(exec_, handle), expected)
+        self.assertEqual(bytes(self.driver.kernel_node(handle).block), recorded)
+
+    def test_words_are_views(self):
+        node, _ = self.bound("kernel", self.api.make_kernel([1, b"abcd", 2, b"efg"]))
+        word = node.word(16)
+        self.assertEqual(word.value, 2)
+        struct.pack_into("<Q", node.block, 16, 7)
+        self.assertEqual(word.value, 7)
+        copied = node.words()
+        word.value = 8
+        self.assertEqual(copied, struct.pack("<Q4s4xQ3s5x", 1, b"abcd", 7, b"efg"))
+        with self.assertRaises(ValueError):
+            node.word(24)  # the block ends at 27
+
+    def test_packed_pairs_come_in_either_order(self):
+        handle = self.api.make_kernel([1, 2], packed=True)
+        entries = self.api._nodes[handle].content._entries
+        first, second = entries[:2], entries[2:4]
+        for pairs in (first + second, second + first):
+            entries[:4] = pairs
+            self.assertEqual(bytes(self.driver.kernel_node(handle).block), struct.pack("<QQ", 1, 2))
+
+    def test_unknown_launch_parameters(self):
+        handle = self.api.make_kernel([1], packed=True)
+        self.api._nodes[handle].content._entries[2] = 3
+        with self.assertRaises(DriverError):
+            self.driver.kernel_node(handle)
+
+    def test_unknown_layout(self):
+        for func in (True, False):
+            handle = self.api.make_kernel([1, 2], func=func, known=False)
+            with self.assertRaisesRegex(DriverError, "parameters of unknown layout"):
+                self.driver.kernel_node(handle)
+        self.assertEqual(len(self.driver.kernel_node(self.api.make_kernel([1], packed=True, known=False)).block), 8)
+
+    def test_refused_layout(self):
+        for func, call in ((True, "cuFuncGetParamInfo"), (False, "cuKernelGetParamInfo")):
+            handle = self.api.make_kernel([1, 2], func=func)
+            self.api.fail(call, 1, CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+            self.assertRefused(call, "CUDA_ERROR_OUT_OF_MEMORY", self.driver.kernel_node, handle)
+
+    def test_no_parameters(self):
+        node, exec_ = self.bound("kernel", self.api.make_kernel([]))
+        node.set()
+        self.assertEqual((node.words(), self.api.exec_parameters(exec_, node.handle)), (b"", b""))
+
+    def test_only_the_bound_graph_changes(self):
+        handle = self.api.make_kernel([1])
+        graph = self.api.make_graph(handle)
+        bound, other = self.api.instantiate(graph), self.api.instantiate(graph)
+        node = self.driver.kernel_node(handle)
+        node.bind(bound, self.driver.context())
+        node.word(0).value = 2
+        node.set()
+        held = [self.api.exec_parameters(exec_, handle) for exec_ in (bound, other)]
+        self.assertEqual(held, [struct.pack("<Q", 2), struct.pack("<Q", 1)])
+
+    def test_two_wrappers_do_not_share_a_block(self):
+        handle = self.api.make_kernel([1])
+        first, second = self.driver.kernel_node(handle), self.driver.kernel_node(handle)
+        first.word(0).value = 2
+        self.assertEqual(second.word(0).value, 1)
+
+    def test_refused_set_leaves_what_was(self):
+        node, exec_ = self.bound("kernel", self.api.make_kernel([1]))
+        node.word(0).value = 2
+        self.api.fail("cuGraphExecKernelNodeSetParams")
+        self.assertRefused("cuGraphExecKernelNodeSetParams", "CUDA_ERROR_INVALID_VALUE", node.set)
+        self.assertEqual(self.api.exec_parameters(exec_, node.handle), struct.pack("<Q", 1))
+        node.set()
+        self.assertEqual(self.api.exec_parameters(exec_, node.handle), struct.pack("<Q", 2))
+
+    def test_names(self):
+        for func in (True, False):
+            node = self.driver.kernel_node(self.api.make_kernel([1], name="_Z3addPf", func=func))
+            self.assertEqual(self.driver.function_name(node), "_Z3addPf")
+            nameless = self.driver.kernel_node(self.api.make_kernel([1], name=None, func=func))
+            self.assertIsNone(self.driver.function_name(nameless))
+        self.api.lack("cuKernelGetName")
+        self.assertIsNone(self.driver.function_name(node))
+
+    def test_fake_checks_its_callers(self):
+        node, exec_ = self.bound("kernel", self.api.make_kernel([1]))
+        context = self.driver.context()
+        node.bind(0xDEAD, context)
+        with self.assertRaisesRegex(AssertionError, "no executable graph"):
+            node.set()
+        node.bind(self.api.instantiate(self.api.make_graph("KERNEL")), context)
+        with self.assertRaisesRegex(AssertionError, "is no node of"):
+            node.set()
+        node.bind(exec_, context)
+        content = self.api._nodes[node.handle].content
+        ctypes.memset(content._entries[0], 0xFF, 8)
+        with self.assertRaisesRegex(AssertionError, "own memory was written to"):
+            node.set()
+        for kind in ("memcpy", "memset"):
+            with self.assertRaisesRegex(AssertionError, "is CU_GRAPH_NODE_TYPE_KERNEL"):
+                getattr(self.driver, f"{kind}_node")(node.handle)
+        view = self.api.cuGraphKernelNodeGetParams(node.handle)[1].func
+        with self.assertRaisesRegex(AssertionError, "outlived"):
+            int(view)
+
+
+class TestMemcpyNode(DriverTestCase):
+    SOURCE, TARGET = 0x1000, 0x2000
+
+    def node(self, *types, **more):
+        return self.driver.memcpy_node(self.api.make_memcpy(self.SOURCE, self.TARGET, 64, *types, **more))
+
+    def assertSides(self, node, source, target, host_source, plain):
+        found = (node.source, node.target, node.host_source, node.plain)
+        self.assertEqual(found, (source, target, host_source, plain))
+
+    def test_sides(self):
+        for types, source, target, host_source in (
+            (("DEVICE", "DEVICE"), self.SOURCE, self.TARGET, None),
+            (("UNIFIED", "DEVICE"), self.SOURCE, self.TARGET, None),
+            (("DEVICE", "UNIFIED"), self.SOURCE, self.TARGET, None),
+            (("HOST", "DEVICE"), None, self.TARGET, self.SOURCE),
+            (("DEVICE", "HOST"), self.SOURCE, None, None),
+            (("HOST", "HOST"), None, None, self.SOURCE),
+        ):
+            with self.subTest(types):
+                self.assertSides(self.node(*types), source, target, host_source, True)
+
+    def test_arrays_and_what_adds_to_an_address_are_not_plain(self):
+        for types in (("ARRAY", "DEVICE"), ("DEVICE", "ARRAY")):
+            with self.subTest(types):
+                self.assertSides(self.node(*types), None, None, None, False)
+        for field in ("Height", "Depth"):
+            with self.subTest(field):
+                node = self.node(**{field: 3})
+                self.assertSides(node, None, None, None, False)
+                self.assertEqual(node.nbytes, 3 * 64)
+                self.assertSides(self.node(**{field: 0}), self.SOURCE, self.TARGET, None, True)
+        for field in ("XInBytes", "Y", "Z", "LOD"):
+            for side in ("src", "dst"):
+                with self.subTest(side + field):
+                    self.assertSides(self.node(**{side + field: 1}), None, None, None, False)
+        self.assertSides(self.node("HOST", srcXInBytes=8), None, None, self.SOURCE, False)
+
+    def test_unified_addresses_are_of_what_lies_there(self):
+        for pinned in (True, False):
+            host = self.api.make_host(b"12345678", pinned)
+            to_device = self.driver.memcpy_node(self.api.make_memcpy(host, self.TARGET, 8, "UNIFIED", "UNIFIED"))
+            self.assertSides(to_device, None, self.TARGET, host, True)
+            to_host = self.driver.memcpy_node(self.api.make_memcpy(self.SOURCE, host, 8, "UNIFIED", "UNIFIED"))
+            self.assertSides(to_host, self.SOURCE, None, None, True)
+        self.api.fail("cuPointerGetAttribute", code=CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+        self.assertRefused("cuPointerGetAttribute", "CUDA_ERROR_OUT_OF_MEMORY", self.node, "UNIFIED")
+
+    @given(addresses, addresses, st.tuples(*[st.sampled_from(["DEVICE", "UNIFIED"])] * 2))
+    def test_set(self, source, target, types):
+        node, exec_ = self.bound("memcpy", self.api.make_memcpy(self.SOURCE, self.TARGET, 64, *types))
+        self.assertEqual((node.kind, node.nbytes), (NodeKind.MEMCPY, 64))
+        node.source = source
+        for expected in ((source, self.TARGET), (source, target)):
+            node.target = expected[1]
+            self.api.calls.clear()
+            node.set()
+            self.assertEqual(self.api.calls, ["cuGraphExecMemcpyNodeSetParams"])
+            self.assertEqual(self.api.exec_parameters(exec_, node.handle), struct.pack("<QQ", *expected))
+            self.assertEqual((node.source, node.target), expected)
+
+    def test_set_keeps_a_host_side(self):
+        node, exec_ = self.bound("memcpy", self.api.make_memcpy(self.SOURCE, self.TARGET, 64, "HOST"))
+        node.target = 0x3000
+        node.set()
+        self.assertEqual(self.api.exec_parameters(exec_, node.handle), struct.pack("<QQ", self.SOURCE, 0x3000))
+
+    def test_refusals(self):
+        handle = self.api.make_memcpy(self.SOURCE, self.TARGET, 64)
+        self.api.fail("cuGraphMemcpyNodeGetParams")
+        self.assertRefused("cuGraphMemcpyNodeGetParams", "CUDA_ERROR_INVALID_VALUE", self.driver.memcpy_node, handle)
+        node, exec_ = self.bound("memcpy", handle)
+        node.source = 0x3000
+        self.api.fail("cuGraphExecMemcpyNodeSetParams")
+        self.assertRefused("cuGraphExecMemcpyNodeSetParams", "CUDA_ERROR_INVALID_VALUE", node.set)
+        self.assertEqual(self.api.exec_parameters(exec_, handle), struct.pack("<QQ", self.SOURCE, self.TARGET))
+
+    def test_fake_checks_its_callers(self):
+        node, exec_ = self.bound("memcpy", self.api.make_memcpy(self.SOURCE, self.TARGET, 64))
+        node.bind(exec_, None)
+        with self.assertRaisesRegex(AssertionError, "no context"):
+            node.set()
+        node.bind(exec_, self.driver.context())
+        node._params.WidthInBytes = 32
+        with self.assertRaises(AssertionError):
+            node.set()
+        rows, _ = self.bound("memcpy", self.api.make_memcpy(self.SOURCE, self.TARGET, 64, Height=2))
+        with self.assertRaisesRegex(AssertionError, "not of one row"):
+            rows.set()
+
+
+class TestMemsetNode(DriverTestCase):
+    @given(addresses, st.sampled_from([1, 2, 4]))
+    def test_set(self, target, element):
+        node, exec_ = self.bound("memset", self.api.make_memset(0x1000, 64, element))
+        self.assertEqual((node.kind, node.target, node.nbytes, node.plain), (NodeKind.MEMSET, 0x1000, 64, True))
+        node.target = target
+        self.api.calls.clear()
+        node.set()
+        self.assertEqual(self.api.calls, ["cuGraphExecMemsetNodeSetParams"])
+        self.assertEqual(self.api.exec_parameters(exec_, node.handle), struct.pack("<Q", target))
+        self.assertEqual(node.target, target)
+
+    def test_rows(self):
+        node = self.driver.memset_node(self.api.make_memset(0x1000, 64, 4, rows=3, pitch=512))
+        self.assertEqual((node.target, node.nbytes, node.plain), (0x1000, 2 * 512 + 64, False))
+
+    def test_refusals(self):
+        handle = self.api.make_memset(0x1000, 64)
+        self.api.fail("cuGraphMemsetNodeGetParams")
+        self.assertRefused("cuGraphMemsetNodeGetParams", "CUDA_ERROR_INVALID_VALUE", self.driver.memset_node, handle)
+        node, exec_ = self.bound("memset", handle)
+        node.target = 0x3000
+        self.api.fail("cuGraphExecMemsetNodeSetParams")
+        self.assertRefused("cuGraphExecMemsetNodeSetParams", "CUDA_ERROR_INVALID_VALUE", node.set)
+        self.assertEqual(self.api.exec_parameters(exec_, handle), struct.pack("<Q", 0x1000))
 
 
 if __name__ == "__main__":

@@ -40,12 +40,11 @@ class TestCompare(TestCase):
         found = {(m["way"], m["regime"]): m for m in data["measurements"]}
         self.assertEqual(len(found), 8)
         self.assertTrue(all(m["error"] is None and m["latency_ms"] > 0 for m in found.values()), found)
-        # What was captured and copied is alike, ours being the same code as upstream while every flag is off.
         for regime in ("same", "fresh"):
             ours, upstream = found["ours", regime], found["upstream", regime]
-            for field in ("copied_bytes", "kernels_graphed", "kernels_total", "recordings", "peak_bytes"):
+            for field in ("kernels_graphed", "recordings"):
                 self.assertEqual(ours[field], upstream[field], field)
-            self.assertEqual(ours["copied_bytes"], 64 * 256 * 4)
+            self.assertEqual((upstream["copied_bytes"], ours["copied_bytes"]), (64 * 256 * 4, 0))
             self.assertGreater(ours["kernels_graphed"], 0)
             self.assertEqual(ours["max_diff_upstream"], 0)
             self.assertEqual(found["compile", regime]["kernels_graphed"], 0)

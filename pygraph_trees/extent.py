@@ -1,0 +1,15 @@
+"""The memory between a strided tensor's first and last element, whatever its layout."""
+
+from __future__ import annotations
+
+import torch
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """From the first element to behind the last one, in elements; the tensor has some."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All of it in one dimension, gaps included: how layouts with gaps and overlaps are copied and filled."""
+    return tensor.detach().as_strided((extent(tensor),), (1,), tensor.storage_offset())

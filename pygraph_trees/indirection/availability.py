@@ -1,0 +1,28 @@
+"""Whether this process can give graphs addresses: :func:`usable_driver`, asked where a function would be recorded."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+from pygraph_trees.driver import Driver, driver
+from pygraph_trees.exc import PygraphWarning
+
+
+class IndirectionOff(PygraphWarning):
+    template = "pygraph_trees: inputs of CUDA graphs are copied at each replay, as upstream does: {why}"
+
+
+@functools.cache
+def usable_driver() -> Driver | None:
+    """The driver, None where it lacks what indirection needs; then one warning says what."""
+    found = driver()
+    if found is None:
+        warnings.warn(IndirectionOff(why="cuda.bindings is not installed"), stacklevel=2)
+        return None
+    missing = found.missing_calls()
+    if missing:
+        why = f"the driver or its bindings are too old, they lack {', '.join(missing)}"
+        warnings.warn(IndirectionOff(why=why), stacklevel=2)
+        return None
+    return found

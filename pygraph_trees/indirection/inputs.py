@@ -1,0 +1,418 @@
+"""The live inputs of one recording: recorded at ghost addresses, given to each replay by address or by copy.
+
+:func:`choose` picks those of the live inputs that may be recorded so and makes a stand-in for each: a tensor
+of the same sizes, strides and alignment at ghost addresses. After capture :meth:`LiveInputs.set_up` reads the
+graph, decides for each input how it is given, instantiates the graph and makes it hold the addresses of the tensors
+that it was recorded for: its first launch is as good as any other. :meth:`LiveInputs.prepare` does that for a replay,
+before anything of the call is consumed, so that a recording that cannot take an input is passed over.
+
+An input that cannot be patched is copied into memory that is mapped at its ghost address, so that what hides the
+address reads there; a mutated one is copied back behind the launch. An input that is less aligned than what was
+recorded, or that lies in the graph pool, is copied for that call alone. A mutated input that gets no ghost is recorded
+on plain memory and copied both ways: upstream, which copies the others, copies nothing back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pygraph_trees.driver import DriverError, KernelNode
+
+from ..extent import extent, flat
+from .ghost import Extent, Ghosts
+from .patching import Patches, PatchFailed
+from .routes import Decision, Route, decide, fits, why_not_ghost
+from .sites import Scan, Site, scan
+
+if TYPE_CHECKING:
+    from pygraph_trees.driver import Driver, GraphNode
+
+    from .pool import PoolRanges
+
+_log = logging.getLogger("pygraph_trees.indirection")
+
+_WHOLE_STORAGE = 64 << 20  # bytes up to which a ghost stands for the whole storage of a view
+
+_MUTATED_IN_POOL = "a mutated input lies in the graph pool"
+
+# Ghosts with memory of their own whose graph is gone, with their device. Queued launches may still read that memory. No
+# lock: a finalizer that the garbage collector runs may come while the same thread holds it.
+_retired: deque[tuple[int, Ghosts]] = deque()
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A live input with its stand-in."""
+
+    index: int  # among the function's inputs
+    lead: int  # bytes from the start of the ghost to the first element
+    stand_in: torch.Tensor
+    recorded: int  # address of the stand-in's first element
+    mutated: bool
+
+
+def choose(
+    driver: Driver,
+    device: int,
+    inputs: list[Any],
+    candidates: Sequence[int],
+    mutated: Collection[int],
+    pool: PoolRanges,
+    refused: Mapping[int, str],
+) -> tuple[LiveInputs | None, dict[int, str]]:
+    """What can be recorded at ghost addresses, and for each other candidate why it is copied.
+
+    Changes nothing of ``inputs``; no driver call that fails leaves anything behind.
+    """
+    _release_retired()
+    reasons: dict[int, str] = {}
+    chosen: dict[int, torch.Tensor] = {}
+    held: dict[int, tuple[torch.Tensor, str]] = {}  # mutated inputs without a ghost
+    for index in candidates:
+        value = inputs[index]
+        if not isinstance(value, torch.Tensor):
+            continue
+        why = why_not_ghost(value, device, value.is_cuda and pool.holds(value.data_ptr()))
+        if why is not None:
+            reasons[index] = why
+        elif index not in refused:
+            chosen[index] = value
+        elif index in mutated:
+            held[index] = value, refused[index]
+        else:
+            reasons[index] = refused[index]
+    try:
+        live = LiveInputs(driver, device, chosen, mutated, pool, held) if chosen or held else None
+    except DriverError as error:
+        why = f"no addresses could be reserved: {error}"
+        reasons |= {index: why for index in chosen if index not in mutated}
+        held |= {index: (value, why) for index, value in chosen.items() if index in mutated}
+        live = LiveInputs(driver, device, {}, mutated, pool, held) if held else None
+    return live, reasons
+
+
+class LiveInputs:
+    """The inputs of one recording that stand at ghost addresses, and mutated ones that are held in plain memory.
+
+    Without any of the former the constructor calls no driver; else it raises :class:`DriverError`.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        device: int,
+        tensors: Mapping[int, torch.Tensor],
+        mutated: Collection[int],
+        pool: PoolRanges,
+        held: Mapping[int, tuple[torch.Tensor, str]],
+    ) -> None:
+        self._driver = driver
+        self._device = device
+        self._pool = pool
+        spans = [_span(t) for t in tensors.values()]
+        self._ghosts = Ghosts(
+            driver,
+            device,
+            [Extent(s.nbytes, (t.data_ptr() - s.lead) % 512) for s, t in zip(spans, tensors.values(), strict=True)],
+        )
+        try:
+            on_ghosts = [
+                _item(index, tensor, span, ghost.start, device, index in mutated)
+                for (index, tensor), span, ghost in zip(tensors.items(), spans, self._ghosts.ghosts, strict=True)
+            ]
+            in_memory = [_held_item(index, tensor) for index, (tensor, _) in held.items()]
+        except BaseException:
+            _give_back(self._ghosts.close)
+            raise
+        self.items = (*on_ghosts, *in_memory)  # the position of one with a ghost is the ghost's
+        self._held = [Decision(Route.COPY, why) for _, why in held.values()]
+        self.decisions: dict[int, Decision] = {}  # by index, once set up
+        self._given: dict[int, torch.Tensor] = {**tensors, **{index: tensor for index, (tensor, _) in held.items()}}
+        self._nodes: Sequence[GraphNode] = ()
+        self._sites: Sequence[Site] = ()
+        self._patches: Patches | None = None
+        self._patched: tuple[Item, ...] = ()
+        self._copied: dict[int, Item] = {}  # by index
+        self._copied_back: tuple[Item, ...] = ()
+        self._seen: list[int] = []
+        self._pool_seen = pool.changes  # when they were looked up in it
+        self._addresses: list[int] = []
+        self._temporary: dict[int, torch.Tensor] = {}  # by index: copies for one call
+        self._again: frozenset[int] = frozenset()  # indices of those of the latest call
+        self.outputs: dict[int, tuple[int, tuple[Any, ...] | None]] = {}  # by output: input, and how it is seen
+        self.refused: dict[int, str] = {}  # by index: inputs whose address the driver did not take at a replay
+        self.extra_copies = 0  # of inputs that did not fit a patch, so far
+
+    # -- recording
+
+    @property
+    def has_ghosts(self) -> bool:
+        return bool(self._ghosts.ghosts)
+
+    def given(self, index: int) -> torch.Tensor:
+        """The tensor of this call."""
+        return self._given[index]
+
+    def stand_in_for(self, storage: int) -> Item | None:
+        """The input whose stand-in lies in the storage at an address."""
+        return next((i for i in self.items if i.stand_in.untyped_storage().data_ptr() == storage), None)
+
+    def set_up(self, graph: Any) -> None:
+        """Reads a captured graph, decides, instantiates it, and gives it the addresses it was recorded for."""
+        passed = {
+            position for position, item in enumerate(self.items) if item.index in {i for i, _ in self.outputs.values()}
+        }
+        try:
+            found = scan(self._driver, int(graph.raw_cuda_graph()), self._ghosts)
+            decisions = decide(found, len(self._ghosts.ghosts), passed)
+        except DriverError as error:
+            found, decisions = _NOTHING, self._all_copied(f"the graph could not be read: {error}")
+        try:
+            self._instantiate(graph, found, decisions)
+            self._apply([self._given[i.index].data_ptr() for i in self._patched])
+        except (DriverError, PatchFailed) as error:
+            # Nothing was launched. A graph that is instantiated anew holds the ghost addresses again.
+            self._instantiate(graph, _NOTHING, self._all_copied(f"the graph could not be given its address: {error}"))
+        if self._copied:
+            weakref.finalize(graph, _retire, self._device, self._ghosts).atexit = False
+            _give_back(self._ghosts.release_memory)
+        else:
+            _give_back(self._ghosts.close)
+        self.copy_in()
+
+    def _all_copied(self, why: str) -> list[Decision]:
+        return [Decision(Route.COPY, why) for _ in self._ghosts.ghosts]
+
+    def _instantiate(self, graph: Any, found: Scan, decisions: Sequence[Decision]) -> None:
+        routes = [*decisions, *self._held]
+        self.decisions = {item.index: decision for item, decision in zip(self.items, routes, strict=True)}
+        patched = [p for p, d in enumerate(decisions) if d.route is Route.PATCH]
+        self._nodes, self._sites = found.nodes, found.sites
+        self._patched = tuple(self.items[p] for p in patched)
+        self._copied = {i.index: i for i, d in zip(self.items, routes, strict=True) if d.route is Route.COPY}
+        self._copied_back = tuple(i for i in self._copied.values() if i.mutated)
+        for position, decision in enumerate(decisions):
+            if decision.route is Route.COPY:
+                self._materialise(position)
+        graph.instantiate()
+        self._patches = Patches(
+            found.nodes,
+            found.sites,
+            patched,
+            int(graph.raw_cuda_graph_exec()),
+            self._context() if patched else None,
+            [self._ghosts.ghosts[p].start for p in patched],
+        )
+        self._seen = [0] * len(patched)
+        self._addresses = list(self._patches.addresses)
+
+    def _materialise(self, position: int) -> None:
+        try:
+            self._ghosts.materialise(position)
+        except DriverError:
+            torch.cuda.empty_cache()  # what the allocator holds in reserve the driver does not have
+            self._ghosts.materialise(position)
+
+    def kernels_of(self, index: int) -> list[str]:
+        """Names of the kernels that hold an input's address, each once, as the driver gives them."""
+        position = next(p for p, item in enumerate(self.items) if item.index == index)
+        nodes = [self._nodes[site.node] for site in self._sites if site.input == position]
+        names = [self._driver.function_name(node) for node in nodes if isinstance(node, KernelNode)]
+        return list(dict.fromkeys(name for name in names if name is not None))
+
+    def _context(self) -> Any:
+        with torch.cuda.device(self._device):
+            return self._driver.context()
+
+    def release(self) -> None:
+        """Gives back the ghosts of a recording that was not finished, later where a copy may be queued already."""
+        self._given.clear()
+        if self._copied:
+            _retire(self._device, self._ghosts)
+        else:
+            _give_back(self._ghosts.close)
+
+    # -- replaying
+
+    def prepare(self, inputs: Sequence[Any]) -> str | None:
+        """Makes the graph hold the addresses of ``inputs``; else why this recording cannot be replayed with them."""
+        for item in self._copied_back:
+            if self._pool.holds(inputs[item.index].data_ptr()):
+                return _MUTATED_IN_POOL
+        try:
+            return self._apply([inputs[i.index].data_ptr() for i in self._patched], inputs)
+        except PatchFailed as error:
+            self._temporary, self._again = {}, frozenset()
+            self.refused[self.items[error.fields["index"]].index] = f"the driver refused its address: {error}"
+            return str(error)
+
+    def _apply(self, seen: list[int], inputs: Sequence[Any] | None = None) -> str | None:
+        patches = self._patches
+        assert patches is not None
+        if patches.broken:
+            return "a driver call failed"
+        if inputs is not None and (seen != self._seen or self._again or self._pool.changes != self._pool_seen):
+            why = self._find_addresses(seen, inputs)
+            if why is not None:
+                return why
+        elif inputs is None:
+            self._addresses = [address - item.lead for address, item in zip(seen, self._patched, strict=True)]
+        patches.apply(self._addresses)
+        self._seen = seen
+        return None
+
+    def _find_addresses(self, seen: list[int], inputs: Sequence[Any]) -> str | None:
+        addresses = list(self._addresses)
+        temporary: dict[int, torch.Tensor] = {}
+        same_pool = self._pool.changes == self._pool_seen
+        for position, (address, item) in enumerate(zip(seen, self._patched, strict=True)):
+            if same_pool and address == self._seen[position] and item.index not in self._again:
+                continue
+            in_pool = self._pool.holds(address)
+            if in_pool and item.mutated:
+                return _MUTATED_IN_POOL
+            if in_pool or not fits(address, item.recorded):
+                copy = _copy_at(inputs[item.index], item.recorded % 512)
+                temporary[item.index] = copy
+                address = copy.data_ptr()
+                self.extra_copies += 1
+            addresses[position] = address - item.lead
+        self._addresses = addresses
+        self._temporary, self._again = temporary, frozenset(temporary)
+        self._pool_seen = self._pool.changes
+        return None
+
+    def take(self, inputs: list[Any]) -> None:
+        """Takes the inputs of a call out of the list, and holds them until :meth:`finish`."""
+        for item in self.items:
+            self._given[item.index] = inputs[item.index]
+            inputs[item.index] = None
+
+    def copy_in(self) -> None:
+        """Copies, before the launch, the inputs that are given by copy."""
+        for item in self._copied.values():
+            flat(item.stand_in).copy_(flat(self._given[item.index]))
+
+    def finish(self) -> None:
+        """Behind the launch: copies back what was mutated in a copy, and lets go of the inputs."""
+        for item in self._copied_back:
+            self._given[item.index].copy_(item.stand_in)
+        for index, copy in self._temporary.items():
+            if any(i.mutated for i in self._patched if i.index == index):
+                self._given[index].copy_(copy)
+        self._temporary = {}
+        self._given.clear()
+
+    def output(self, index: int, view: tuple[Any, ...] | None) -> torch.Tensor:
+        """The input of this call itself (``view`` None) or what the function would return of it."""
+        base = self._given[index]
+        copied = self._copied.get(index)
+        if (copied is not None or index in self._temporary) and self._pool.holds(base.data_ptr()):
+            # The input's own memory may be overwritten by the graph, and the stand-in's is by the next call.
+            if copied is not None and index not in self._temporary:
+                self._temporary[index] = _copy_at(copied.stand_in, copied.recorded % 512)
+            base = self._temporary[index]
+        if view is None:
+            return base
+        size, stride, offset, dtype = view
+        return _seen_as(base, size, stride, offset, dtype)
+
+
+_NOTHING = Scan(nodes=(), sites=(), refused={}, opaque=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """What a ghost stands for."""
+
+    nbytes: int
+    lead: int  # from its start to the tensor's first element
+    whole_storage: bool
+
+
+def _span(tensor: torch.Tensor) -> _Span:
+    """The whole storage, which code may reach behind a view's back, unless it is much larger than the view."""
+    storage, reached = tensor.untyped_storage().nbytes(), extent(tensor) * tensor.element_size()
+    if storage <= max(_WHOLE_STORAGE, 4 * reached):
+        return _Span(storage, tensor.storage_offset() * tensor.element_size(), True)
+    return _Span(reached, 0, False)
+
+
+def _item(index: int, tensor: torch.Tensor, span: _Span, start: int, device: int, mutated: bool) -> Item:
+    return Item(index, span.lead, _stand_in(start, span, tensor, device), start + span.lead, mutated)
+
+
+def _held_item(index: int, tensor: torch.Tensor) -> Item:
+    stand_in = _copy_at(tensor, tensor.data_ptr() % 512)
+    return Item(index, 0, stand_in, stand_in.data_ptr(), mutated=True)
+
+
+def _stand_in(start: int, span: _Span, tensor: torch.Tensor, device: int) -> torch.Tensor:
+    """A tensor like ``tensor`` in a storage at an address."""
+    metadata = {
+        "nbytes": span.nbytes,
+        "data_ptr": start,
+        "size": tensor.shape,
+        "stride": tensor.stride(),
+        "dtype": tensor.dtype,
+        "device": torch.device("cuda", device),
+        "storage_offset": tensor.storage_offset() if span.whole_storage else 0,
+    }
+    storage = torch._C._construct_storage_from_data_pointer(start, metadata["device"], span.nbytes)
+    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
+
+
+def _copy_at(tensor: torch.Tensor, residue: int) -> torch.Tensor:
+    """A copy with the same strides, at an address that is ``residue`` modulo 512."""
+    nbytes = extent(tensor) * tensor.element_size()
+    buffer = torch.empty(nbytes + 1024, dtype=torch.uint8, device=tensor.device)
+    begin = (residue - buffer.data_ptr()) % 512
+    copy = buffer[begin : begin + nbytes].view(tensor.dtype)
+    copy.copy_(flat(tensor))
+    return copy.as_strided(tensor.shape, tensor.stride(), copy.storage_offset())
+
+
+def _seen_as(base: torch.Tensor, size: Any, stride: Any, offset: int, dtype: torch.dtype) -> torch.Tensor:
+    if dtype == base.dtype:
+        return torch._C._dynamo.guards._reinterpret_tensor(base, size, stride, offset)
+    metadata = {
+        "nbytes": base.untyped_storage().nbytes(),
+        "data_ptr": base.untyped_storage().data_ptr(),
+        "size": torch.Size(size),
+        "stride": stride,
+        "dtype": dtype,
+        "device": base.device,
+        "storage_offset": offset + base.storage_offset() * base.element_size() // dtype.itemsize,
+    }
+    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, base.untyped_storage())
+
+
+def _retire(device: int, ghosts: Ghosts) -> None:
+    _retired.append((device, ghosts))
+
+
+def _release_retired() -> None:
+    gone: list[tuple[int, Ghosts]] = []
+    with contextlib.suppress(IndexError):
+        while True:
+            gone.append(_retired.popleft())
+    for device in {device for device, _ in gone}:
+        torch.cuda.synchronize(device)
+    for _, ghosts in gone:
+        _give_back(ghosts.close)
+
+
+def _give_back(call: Callable[[], None]) -> None:
+    """What the driver does not take back is lost; that is no reason to lose a call."""
+    try:
+        call()
+    except DriverError as error:
+        _log.warning("ghost addresses could not be given back: %s", error)

@@ -1,0 +1,147 @@
+"""Patching: which addresses of its inputs an instantiated graph holds, and giving it others between two replays.
+
+In goes what a scan found: the nodes that hold an address and the sites in them, the inputs that are to be patched, and
+the executable graph made from the scanned one. :meth:`Patches.apply` then makes the executable hold the addresses that
+it is given: it writes them into our copy of each node's parameters and sets each node touched once. Launches that are
+queued already keep the values that they were queued with.
+
+- Only what changed since the last call is written and set; where nothing did, ``apply`` is one comparison of lists.
+- Memcpy and memset nodes are the exception: they hold the allocation behind an address, which may be another one at the
+  same address, so those with a patched site are set every time.
+- Sites of inputs that are not patched keep what they held when the graph was recorded, also in a node that is set.
+- After a failure, or an interrupt, some nodes hold new addresses and some old ones. The executable must not be launched
+  again: ``broken`` stays true, and every later ``apply`` raises :class:`HalfPatched`.
+
+Addresses are device addresses in bytes, as integers; node handles belong to the scanned graph, which must outlive this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..driver import DriverError, GraphNode, KernelNode, MemcpyNode
+from ..exc import PygraphError
+
+if TYPE_CHECKING:
+    from .sites import Site
+
+
+class PatchFailed(PygraphError):
+    template = "{call} refused an address of input {index}: {code}"
+
+
+class HalfPatched(PatchFailed):
+    template = "an earlier change of addresses failed half-way; the graph must be recorded again"
+
+
+class Word(Protocol):
+    """Where an address is written; a ``ctypes.c_uint64`` in a kernel's parameters is one."""
+
+    value: Any
+
+
+class _Field:
+    """A word that is an attribute of a node."""
+
+    __slots__ = ("_name", "_node")
+
+    def __init__(self, node: GraphNode, name: str) -> None:
+        self._node, self._name = node, name
+
+    @property
+    def value(self) -> Any:
+        return getattr(self._node, self._name)
+
+    @value.setter
+    def value(self, address: Any) -> None:
+        setattr(self._node, self._name, address)
+
+
+class Patches:
+    """The sites of one instantiated graph, and the addresses they hold."""
+
+    addresses: list[int]  # what the graph holds now, by position in ``inputs``; meaningless where broken
+    broken: bool  # the graph must not be launched again
+    set_calls: int  # by all calls of ``apply`` that succeeded
+
+    def __init__(
+        self,
+        scan_nodes: Sequence[GraphNode],
+        sites: Sequence[Site],
+        inputs: Sequence[int],
+        exec_: int,
+        context: Any,
+        recorded: Sequence[int],
+    ) -> None:
+        """``inputs``: the ghosts to patch; ``recorded``: the addresses that ``exec_`` has, by position in ``inputs``.
+
+        The nodes become this object's own: nobody else may write or bind them. Raises :class:`DriverError` where a
+        call is missing, :class:`ValueError` where an input is given twice or without an address.
+        """
+        if not len(set(inputs)) == len(inputs) == len(recorded):
+            raise ValueError(f"each input once, and an address for each: got {inputs!r} at {recorded!r}")
+        self.addresses = list(recorded)
+        self.broken = False
+        self.set_calls = 0
+        self._inputs = tuple(inputs)
+        # By position in inputs: the words that hold its address with what is added to it, and their nodes' positions.
+        self._words: list[list[tuple[Word, int]]] = [[] for _ in inputs]
+        self._nodes: list[set[int]] = [set() for _ in inputs]
+        self._always: set[int] = set()
+        positions = {index: position for position, index in enumerate(inputs)}
+        for site in sites:
+            position = positions.get(site.input)
+            if position is None:
+                continue
+            node = scan_nodes[site.node]
+            self._words[position].append((_word(node, site.offset), site.delta))
+            self._nodes[position].add(site.node)
+            if not isinstance(node, KernelNode):
+                self._always.add(site.node)
+        patched = set().union(*self._nodes)
+        for i in patched:
+            scan_nodes[i].bind(exec_, context)
+        self._setters = {i: scan_nodes[i].set for i in patched}
+
+    def apply(self, addresses: Sequence[int]) -> int:
+        """Makes the graph hold these, by position in ``inputs``; returns how many nodes were set.
+
+        Raises :class:`PatchFailed` where the driver refuses, and then the graph is broken.
+        """
+        if self.broken:
+            raise HalfPatched
+        if addresses == self.addresses and not self._always:
+            return 0
+        self.broken = True  # until all is done: an interrupt may come anywhere
+        nodes = self._always.copy()
+        for new, old, words, touched in zip(addresses, self.addresses, self._words, self._nodes, strict=True):
+            if new != old:
+                for word, delta in words:
+                    word.value = new + delta
+                nodes |= touched
+        setters = self._setters
+        node = -1
+        try:
+            for node in nodes:
+                setters[node]()
+        except DriverError as error:
+            index = self._input_of(node, addresses)
+            raise PatchFailed(index=index, call=error.fields["call"], code=error.fields["code"]) from error
+        self.addresses[:] = addresses
+        self.set_calls += len(nodes)
+        self.broken = False
+        return len(nodes)
+
+    def _input_of(self, node: int, addresses: Sequence[int]) -> int:
+        """An input with a site in this node, one whose address changes if there is one."""
+        users = [position for position, nodes in enumerate(self._nodes) if node in nodes]
+        changed = [position for position in users if addresses[position] != self.addresses[position]]
+        return self._inputs[(changed or users)[0]]
+
+
+def _word(node: GraphNode, offset: int) -> Word:
+    """A site's place in its node (see ``Site.offset``)."""
+    if isinstance(node, KernelNode):
+        return node.word(offset)
+    return _Field(node, "source" if isinstance(node, MemcpyNode) and offset == 0 else "target")

@@ -1,0 +1,38 @@
+"""Which addresses lie in a graph pool: :class:`PoolRanges`, from snapshots of the allocator.
+
+A pool grows only where upstream warms up or records in it, and there :meth:`PoolRanges.forget` is called; in between
+the ranges of the last snapshot hold, and a look-up is a bisection.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+class PoolRanges:
+    """The address ranges of one graph pool.
+
+    Args:
+        snapshot: gives the pool's segments, with ``address`` and ``total_size`` in bytes.
+    """
+
+    def __init__(self, snapshot: Callable[[], Iterable[dict[str, Any]]]) -> None:
+        self._snapshot = snapshot
+        self._starts: list[int] | None = None
+        self._ends: list[int] = []
+        self.changes = 0  # how often it may have changed
+
+    def forget(self) -> None:
+        """The pool may have changed."""
+        self._starts = None
+        self.changes += 1
+
+    def holds(self, address: int) -> bool:
+        if self._starts is None:
+            ranges = sorted((s["address"], s["address"] + s["total_size"]) for s in self._snapshot())
+            self._starts = [start for start, _ in ranges]
+            self._ends = [end for _, end in ranges]
+        position = bisect.bisect_right(self._starts, address) - 1
+        return position >= 0 and address < self._ends[position]

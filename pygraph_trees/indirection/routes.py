@@ -1,0 +1,79 @@
+"""Routes: how each live input of a recording is given to its replays, and why one is copied.
+
+Rules over plain facts, in the order in which they are asked: :func:`why_not_ghost` before an input is recorded at a
+ghost address, :func:`decide` when the captured graph was scanned, :func:`fits` at a replay, for a changed address. All
+consumers of an input agree: it is patched everywhere or copied. A reason is a phrase that reads on after "because".
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .sites import Scan
+
+MAX_ALIGNMENT = 512  # bytes; no kernel is chosen by more
+_VECTOR = 16  # bytes that one load moves at most
+
+
+class Route(enum.Enum):
+    PATCH = "patch"
+    COPY = "copy"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    route: Route
+    reason: str | None  # why it is copied; None for a patch
+
+
+def why_not_ghost(tensor: torch.Tensor, device: int, in_pool: bool) -> str | None:
+    """Why a live input cannot be recorded at a ghost address on a CUDA device, None where it can.
+
+    Args:
+        in_pool: whether its memory lies in the graph pool, which a replay overwrites.
+    """
+    if tensor.device != torch.device("cuda", device):
+        return f"it is on {tensor.device}"
+    if tensor.layout is not torch.strided:
+        return f"its layout is {tensor.layout}"
+    if tensor.numel() == 0:
+        return "it has no elements"
+    # Bits of the tensor, which an address does not carry and a copy resolves.
+    if tensor.is_conj():
+        return "it is a conjugate view"
+    if tensor.is_neg():
+        return "it is a negated view"
+    if in_pool:
+        return "it lies in the graph pool"
+    return None
+
+
+def decide(scan: Scan, count: int, passed_through: Collection[int]) -> list[Decision]:
+    """The route of each of ``count`` ghosts; those passed through are returned, so they need not be held by a node."""
+    with_site = {site.input for site in scan.sites}
+    decisions = []
+    for index in range(count):
+        why = scan.refused.get(index)
+        if why is None and scan.opaque is not None:
+            why = f"{scan.opaque} may hide its address"
+        if why is None and index not in with_site and index not in passed_through:
+            why = "no node holds its address"
+        decisions.append(Decision(Route.PATCH if why is None else Route.COPY, why))
+    return decisions
+
+
+def fits(address: int, recorded: int) -> bool:
+    """Whether a graph recorded at one address may be given another.
+
+    Kernels are chosen by alignment, so it must be as aligned as the recorded one, up to 512. Below 16 a kernel may have
+    been told how many elements come before the first aligned one: then both are the same modulo 16.
+    """
+    alignment = math.gcd(recorded, MAX_ALIGNMENT)
+    return address % alignment == 0 if alignment >= _VECTOR else (address - recorded) % _VECTOR == 0

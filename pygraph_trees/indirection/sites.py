@@ -1,0 +1,236 @@
+"""Sites: where a captured graph holds the addresses of the inputs that it was recorded with.
+
+In goes a captured graph, not yet instantiated, whose live inputs stood at ghost addresses, with the ghosts still
+mapped. :func:`scan` reads what every node was given and returns a :class:`Scan`: the sites, the inputs that cannot be
+patched whatever their sites, and whether some node may hold an address where it cannot be read. It changes nothing.
+
+- A word inside a ghost or its guards, at a multiple of 8 bytes of a kernel's parameters, is a site. One that begins
+  4 bytes later may be halves of two others and is not written to: its input is refused.
+- What a copy from host memory carries is read too; an input whose address is in there is refused. The bytes are those
+  of now: code that fills its own host array anew at each call keeps its secret.
+- A word between the ghosts is the address of nobody who can be told, so it counts as hidden.
+- A kernel of NCCL hands addresses to other devices. It refuses the inputs that it is given and may hide all others.
+- A node that the driver does not describe may hide any address. Only a graph whose nodes cannot be listed raises
+  :class:`DriverError`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..driver import DriverError, NodeKind
+
+if TYPE_CHECKING:
+    from ..driver import Driver, GraphNode, KernelNode
+    from .ghost import Ghosts
+
+_HOST_CHUNK = 16 << 20  # bytes of host memory read at once; a multiple of 8
+
+# As the driver gives names: mangled where the kernel is C++. ncclKernel_, ncclDevKernel_, ncclSymkDevKernel_ ...
+_COLLECTIVE = re.compile(r"(_ZN?\d+)?nccl\w*Kernel")
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a graph holds an input's address."""
+
+    node: int  # index into Scan.nodes
+    offset: int  # bytes into a kernel's parameter block; of a memcpy 0 source, 8 target; of a memset 0
+    input: int  # index of the ghost
+    delta: int  # bytes from the ghost's start; in its guards negative, or not less than its size
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What a graph holds of the addresses that it was recorded with."""
+
+    nodes: tuple[GraphNode, ...]  # those with a site, once each, in the graph's order
+    sites: tuple[Site, ...]  # in the order of their nodes and offsets; those of refused inputs may be among them
+    refused: dict[int, str]  # by ghost: why it cannot be patched whatever its sites
+    opaque: str | None  # what could hide any address, "a host node"; None where all was read
+
+
+def scan(driver: Driver, graph: int, ghosts: Ghosts) -> Scan:
+    """Finds the sites of a captured graph. Raises :class:`DriverError` where the graph's nodes cannot be listed."""
+    reader = _Reader(driver, ghosts)
+    for position, handle in enumerate(driver.nodes(graph)):
+        reader.read(position, driver.node_kind(handle), handle)
+    reader.search_kernels()
+    return reader.result()
+
+
+class _Reader:
+    """What was found so far in one graph; positions are those of its nodes."""
+
+    def __init__(self, driver: Driver, ghosts: Ghosts) -> None:
+        self._driver = driver
+        self._ghosts = ghosts
+        self._kernels: list[tuple[int, KernelNode, bool]] = []  # position, node, whether it is a collective
+        self._nodes: dict[int, GraphNode] = {}  # by position
+        self._sites: list[tuple[int, int, int, int]] = []  # position, offset, input, delta
+        self._refused: dict[int, str] = {}
+        self._opaque: str | None = None
+        # By the handles of a kernel. They are given out again after their module was unloaded: good for one scan.
+        self._collectives: dict[tuple[int, int], bool | None] = {}
+        self._readers: dict[NodeKind, tuple[Callable[[int, int], None], str]] = {
+            NodeKind.KERNEL: (self._kernel, "a kernel whose parameters cannot be read"),
+            NodeKind.MEMCPY: (self._memcpy, "a copy that cannot be read"),
+            NodeKind.MEMSET: (self._memset, "a fill that cannot be read"),
+            NodeKind.EMPTY: (lambda position, handle: None, ""),
+            NodeKind.HOST: (lambda position, handle: self._hide("a host node"), ""),
+            NodeKind.GRAPH: (lambda position, handle: self._hide("a child graph"), ""),
+            NodeKind.OTHER: (lambda position, handle: self._hide("a node that cannot be read"), ""),
+        }
+
+    def read(self, position: int, kind: NodeKind, handle: int) -> None:
+        reader, unread = self._readers[kind]
+        try:
+            reader(position, handle)
+        except DriverError:
+            self._hide(unread)
+
+    def _kernel(self, position: int, handle: int) -> None:
+        node = self._driver.kernel_node(handle)
+        collective = self._is_collective(node)
+        if collective is None:
+            self._hide("a kernel whose name cannot be told")
+        elif collective:
+            self._hide("a collective")
+        self._kernels.append((position, node, bool(collective)))
+
+    def _memcpy(self, position: int, handle: int) -> None:
+        node = self._driver.memcpy_node(handle)
+        if not node.plain:
+            self._hide("a copy of rows or arrays")
+            return
+        for offset, address in ((0, node.source), (8, node.target)):
+            if address is not None and (found := self._input_at(address)) is not None:
+                self._site(position, node, offset, found, address)
+        if node.host_source is not None:
+            try:
+                for address in _host_words(node.host_source, node.nbytes, node.target or 0, self._ghosts):
+                    self._refuse(self._input_at(address), "its address is in a host array")
+            except OSError:
+                self._hide("a copy from host memory that cannot be read")
+
+    def _memset(self, position: int, handle: int) -> None:
+        node = self._driver.memset_node(handle)
+        found = self._input_at(node.target)
+        if not node.plain:
+            self._refuse(found, "a fill of several rows writes to it")
+        elif found is not None:
+            self._site(position, node, 0, found, node.target)
+
+    def search_kernels(self) -> None:
+        """Searches the parameters of all kernels at once: one search costs more than the words in it."""
+        blocks = [node.words() for _, node, _ in self._kernels]
+        words = _words(bytearray().join(blocks), self._ghosts)
+        at, address = next(words, (-1, 0))
+        begin = 0
+        for (position, node, collective), block in zip(self._kernels, blocks, strict=True):
+            end = begin + len(block)
+            while begin <= at < end:
+                # What runs over the end is made of two blocks, and is in neither.
+                if at + 8 <= end and (found := self._input_at(address)) is not None:
+                    if collective:
+                        self._refuse(found, "a collective reads it")
+                    elif (at - begin) % 8 or at - begin + 8 > len(node.block):
+                        self._refuse(found, "what looks like its address may be something else")
+                    else:
+                        self._site(position, node, at - begin, found, address)
+                at, address = next(words, (-1, 0))
+            begin = end
+
+    def result(self) -> Scan:
+        order = sorted(self._nodes)
+        index = {position: i for i, position in enumerate(order)}
+        sites = tuple(Site(index[p], offset, found, delta) for p, offset, found, delta in sorted(self._sites))
+        return Scan(tuple(self._nodes[p] for p in order), sites, self._refused, self._opaque)
+
+    def _input_at(self, address: int) -> int | None:
+        found = self._ghosts.find(address)
+        if found is None and self._ghosts.low <= address < self._ghosts.high:
+            self._hide("a pointer far outside of every input")
+        return found
+
+    def _site(self, position: int, node: GraphNode, offset: int, found: int, address: int) -> None:
+        self._nodes[position] = node
+        self._sites.append((position, offset, found, address - self._ghosts.ghosts[found].start))
+
+    def _refuse(self, found: int | None, why: str) -> None:
+        if found is not None:
+            self._refused.setdefault(found, why)
+
+    def _hide(self, what: str) -> None:
+        self._opaque = self._opaque or what
+
+    def _is_collective(self, node: KernelNode) -> bool | None:
+        """None where the kernel's name cannot be told. The driver is asked once a kernel, not once a node."""
+        key = (node.function, node.kernel)
+        if key not in self._collectives:
+            name = self._driver.function_name(node)
+            self._collectives[key] = None if name is None else _COLLECTIVE.match(name) is not None
+        return self._collectives[key]
+
+
+def _words(data: bytearray, ghosts: Ghosts) -> Iterator[tuple[int, int]]:
+    """Offset and value of each word inside the ghosts' reservation, at all multiples of 4 bytes, by offset."""
+    found: list[tuple[int, int]] = []
+    for begin in (0, 4):
+        count = (len(data) - begin) // 8
+        if count > 0:
+            words = torch.frombuffer(data, dtype=torch.int64, offset=begin, count=count)
+            hits = ((words >= ghosts.low) & (words < ghosts.high)).nonzero().flatten()
+            found += zip((hits * 8 + begin).tolist(), words[hits].tolist(), strict=True)
+    return iter(sorted(found))
+
+
+def _read_host(memory: int, target: memoryview, address: int) -> None:
+    """Reads this process's memory; :class:`OSError` where it is not mapped.
+
+    Pinned memory can be mapped in a way that the file does not give (VM_IO): it is loaded, where it is mapped.
+    """
+    try:
+        if os.preadv(memory, [target], address) == len(target):
+            return
+    except OSError:
+        pass
+    if not _is_readable(address, address + len(target)):
+        raise OSError(f"{len(target)} bytes at {address:#x} are not all mapped")
+    target[:] = ctypes.string_at(address, len(target))
+
+
+def _is_readable(begin: int, end: int) -> bool:
+    """Whether all of a range is mapped for reading."""
+    with open("/proc/self/maps", encoding="ascii", errors="replace") as lines:
+        for line in lines:
+            span, rights = line.split()[:2]
+            first, last = (int(part, 16) for part in span.split("-"))
+            if first <= begin < last:
+                if not rights.startswith("r"):
+                    return False
+                begin = last
+                if begin >= end:
+                    return True
+    return False
+
+
+def _host_words(start: int, nbytes: int, target: int, ghosts: Ghosts) -> Iterator[int]:
+    """The words inside the reservation in this process's memory, aligned as they will be at ``target``.
+
+    Memory that is not mapped raises :class:`OSError`, where a plain load would end the process.
+    """
+    lead = target % 8
+    with open("/proc/self/mem", "rb", buffering=0) as memory:
+        for begin in range(0, nbytes, _HOST_CHUNK):
+            wanted = min(_HOST_CHUNK + 8, nbytes - begin)  # a word may run over the end of a chunk
+            data = bytearray(lead + wanted)
+            _read_host(memory.fileno(), memoryview(data)[lead:], start + begin)
+            yield from (word for _, word in _words(data, ghosts))

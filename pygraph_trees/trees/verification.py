@@ -1,0 +1,281 @@
+"""Checks a new recording against the function that it was made of, with inputs at other addresses: ``pygraph_verify``.
+
+A :class:`Verification` copies what a call gives to a function before it is recorded. Behind the recording,
+:meth:`Verification.check` runs the function un-graphed on copies, then the recording once more, given copies at other
+addresses while the tensors of the call are poisoned, and compares outputs and written inputs bit by bit. All that the
+call has left behind is put back. Where they differ the inputs are moved one at a time, to name the one at fault.
+
+Copies lie in memory as the tensors do: equally aligned, with the rest of their storage around them, sharing what they
+share. The caller's tensors are written to by address, so that autograd sees nothing of it; another thread that uses
+them meanwhile would. Nothing is held that belongs to the graph pool: outputs of earlier recordings must be free to die.
+
+A function that draws random numbers draws others the second time, and one whose results depend on the order of atomic
+additions has no right answer: these are not checked, which the log says.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pygraph_trees.coverage.partitions import source_line
+from pygraph_trees.exc import PygraphError
+from pygraph_trees.extent import extent
+
+if TYPE_CHECKING:
+    from .recording import Recording
+
+_log = logging.getLogger("pygraph_trees.verification")
+
+_WHOLE_STORAGE = 64 << 20  # bytes up to which a storage is copied as a whole, also around a small view
+
+
+class VerificationFailed(PygraphError):
+    template = (
+        "{function}: a replay with its inputs at other addresses gives another {what} than the function un-graphed "
+        "({detail}). At fault: {inputs}. Set pygraph_indirection='off' to go on, and please report this"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The memory from a tensor's first to its last element; does not hold it."""
+
+    address: int
+    nbytes: int
+    device: torch.device
+    poison: int  # a byte: NaN where the elements can be, else 0, which is a valid index
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Place:
+        nan = tensor.is_floating_point() or tensor.is_complex()
+        return _Place(tensor.data_ptr(), extent(tensor) * tensor.element_size(), tensor.device, 255 if nan else 0)
+
+    def memory(self) -> torch.Tensor:
+        return _bytes_at(self.address, self.nbytes, self.device)
+
+
+class Verification:
+    """What one call gives to a function that is about to be recorded."""
+
+    def __init__(self, inputs: Sequence[Any], kept: Collection[int]) -> None:
+        """``kept``: the inputs that may be held; others are outputs of earlier recordings and must be free to die."""
+        self._before = _copies(inputs)
+        self._places = {i: _Place.of(value) for i, value in enumerate(inputs) if _is_plain(value)}
+        self._given = {i: inputs[i] for i in kept if i in self._places}
+
+    def check(self, recording: Recording, outputs: Sequence[Any], name: str) -> None:
+        """Raises :class:`VerificationFailed` where a replay does something else than the function."""
+        live = recording.live
+        if live is None:
+            return
+        generators = [value for value in self._before if isinstance(value, torch.Generator)]
+        drawn = _random_states(generators)
+        wanted_inputs, wanted = self._ungraphed(recording)
+        if drawn != _random_states(generators):
+            _set_random_states(generators, drawn)
+            _log.info("%s: not verified: it draws random numbers", name)
+            return
+        touched = [*self._places.values(), *(_Place.of(output) for output in outputs if _is_plain(output))]
+        left = [place.memory().clone() for place in touched]
+        copied_so_far = live.extra_copies
+        try:
+            unfit, wrong = self._replay(recording, outputs, wanted, wanted_inputs, {i.index for i in live.items})
+            if unfit is not None:
+                _log.info("%s: not verified: %s", name, unfit)
+                return
+            if wrong is None:
+                return
+            again_inputs, again = self._ungraphed(recording)
+            if not all(map(_equal, [*again, *again_inputs], [*wanted, *wanted_inputs])):
+                _log.info("%s: not verified: it does not give the same twice", name)
+                return
+            alone = [
+                item.index
+                for item in live.items
+                if self._replay(recording, outputs, wanted, wanted_inputs, {item.index})[1] is not None
+            ]
+            at_fault = ", ".join(_described(recording, i) for i in alone) or "no single input"
+            raise VerificationFailed(function=name, what=wrong[0], detail=wrong[1], inputs=at_fault)
+        finally:
+            live.extra_copies = copied_so_far
+            for place, content in zip(touched, left, strict=True):
+                place.memory().copy_(content)
+
+    def _ungraphed(self, recording: Recording) -> tuple[list[Any], Sequence[Any]]:
+        """The inputs and the outputs after a call of the function."""
+        inputs = _copies(self._before)
+        with torch.no_grad():
+            outputs = recording.wrapped_function.model.model(list(inputs))
+        return inputs, outputs if isinstance(outputs, (list, tuple)) else (outputs,)
+
+    def _replay(
+        self,
+        recording: Recording,
+        outputs: Sequence[Any],
+        wanted: Sequence[Any],
+        wanted_inputs: Sequence[Any],
+        moved: Collection[int],
+    ) -> tuple[str | None, tuple[str, str] | None]:
+        """Replays with some inputs moved: why that cannot be, or what it gets wrong and how."""
+        live = recording.live
+        assert live is not None
+        stands = {item.index for item in live.items}
+        given = _copies(self._before)
+        for i in moved:
+            place = self._places[i]
+            place.memory().fill_(place.poison)
+        # Behind the poisoning: those that stay may share memory with those that are moved.
+        for i, place in self._places.items():
+            if i not in moved:
+                place.memory().copy_(_Place.of(self._before[i]).memory())
+                if i in stands:
+                    given[i] = self._given.get(i, given[i])
+        for i in recording.static_input_idxs:
+            given[i] = None
+        replayed = list(given)
+        unfit = live.prepare(given)
+        if unfit is not None:
+            return unfit, None
+        live.take(given)
+        try:
+            live.copy_in()
+            recording._copy_inputs_and_remove_from_src(recording.reconstructed_inputs, given)
+            recording.replay_for_verification()
+            found = [live.output(*live.outputs[i]) if i in live.outputs else o for i, o in enumerate(outputs)]
+            for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+                if not _equal(one, other):
+                    return None, (f"output {number}", _apart(one, other))
+        finally:
+            live.finish()
+        for i in sorted(stands):
+            if not _equal(replayed[i], wanted_inputs[i]):
+                return None, (f"content of input {_name(recording, i)}", _apart(replayed[i], wanted_inputs[i]))
+        return None, None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether its elements are what lies in GPU memory."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_cuda
+        and value.layout is torch.strided
+        and value.numel() > 0
+        and not value.is_conj()
+        and not value.is_neg()
+    )
+
+
+def _bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    metadata = {
+        "nbytes": nbytes,
+        "data_ptr": address,
+        "size": torch.Size((nbytes,)),
+        "stride": (1,),
+        "dtype": torch.uint8,
+        "device": device,
+        "storage_offset": 0,
+    }
+    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
+
+
+def _copies(values: Sequence[Any]) -> list[Any]:
+    """Copies of the tensors; where storages are not much larger than what is seen of them, these are copied."""
+    blocks: dict[tuple[int, int], torch.Tensor] = {}  # by address and bytes
+    return [_copy(value, blocks) for value in values]
+
+
+def _copy(value: Any, blocks: dict[tuple[int, int], torch.Tensor]) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not _is_plain(value):
+        return value.detach().clone()
+    place, storage = _Place.of(value), value.untyped_storage()
+    key = place.address, place.nbytes
+    if storage.nbytes() <= max(_WHOLE_STORAGE, 4 * place.nbytes):
+        key = storage.data_ptr(), storage.nbytes()
+    if key not in blocks:
+        blocks[key] = _block(*key, value.device)
+    elements = blocks[key].view(value.dtype)
+    ahead = (place.address - key[0]) // value.element_size()
+    return elements.as_strided(value.shape, value.stride(), elements.storage_offset() + ahead)
+
+
+def _block(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """A copy of memory, as aligned up to 512 bytes, in multiples of any element's size."""
+    whole = -(-nbytes // 16) * 16
+    buffer = torch.empty(whole + 512, dtype=torch.uint8, device=device)
+    begin = (address - buffer.data_ptr()) % 512
+    buffer[begin : begin + nbytes].copy_(_bytes_at(address, nbytes, device))
+    return buffer[begin : begin + whole]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether values are equal bit by bit, NaNs of any payload and zeros of any sign counting as one."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return one is other or (type(one) is type(other) and one == other)
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+        return False
+    return torch.equal(_contents(one), _contents(other)) or _count_apart(one, other) == 0
+
+
+def _contents(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _count_apart(one: torch.Tensor, other: torch.Tensor) -> int:
+    """The number of elements that differ."""
+    mine, its = (_contents(t) for t in (one, other))
+    dtype = one.dtype
+    if (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1:  # smaller ones cannot be compared
+        x, y = mine.view(dtype), its.view(dtype)
+        return int(((x != y) & ~((x != x) & (y != y))).sum())
+    return int((mine != its).view(-1, dtype.itemsize).any(1).sum())
+
+
+def _apart(one: Any, other: Any) -> str:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return f"{type(one).__name__} instead of {type(other).__name__}"
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return f"{one.dtype} of {tuple(one.shape)} instead of {other.dtype} of {tuple(other.shape)}"
+    return f"{_count_apart(one, other)} of {one.numel()} elements differ"
+
+
+def _described(recording: Recording, index: int) -> str:
+    """An input with where it is read and the kernels that hold its address."""
+    placeholders = recording.wrapped_function.placeholders
+    info = placeholders[index] if index < len(placeholders) else None
+    traces = [info.stack_trace, *(user.stack_trace for user in info.users)] if info is not None else []
+    line = next((source_line(trace) for trace in traces if trace), None)
+    kernels = ", ".join(recording.live.kernels_of(index)) if recording.live is not None else ""
+    parts = [f"input {_name(recording, index)}", f"read at {line}" if line else "", f"by {kernels}" if kernels else ""]
+    return " ".join(part for part in parts if part)
+
+
+def _name(recording: Recording, index: int) -> str:
+    placeholders = recording.wrapped_function.placeholders
+    return str(placeholders[index].name) if index < len(placeholders) else str(index)
+
+
+def _generators(given: Sequence[torch.Generator]) -> Iterator[Any]:
+    yield from torch.cuda.default_generators
+    yield torch.default_generator
+    yield from given
+
+
+def _random_states(given: Sequence[torch.Generator]) -> list[Any]:
+    """Where each generator stands; ``given`` are those among the inputs."""
+    return [g.get_offset() if g.device.type == "cuda" else bytes(g.get_state().numpy()) for g in _generators(given)]
+
+
+def _set_random_states(given: Sequence[torch.Generator], states: Sequence[Any]) -> None:
+    for generator, state in zip(_generators(given), states, strict=True):
+        if isinstance(state, bytes):
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        else:
+            generator.set_offset(state)

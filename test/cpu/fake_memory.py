@@ -1,0 +1,229 @@
+"""Virtual memory of the fake driver: reservations, physical memory and mappings, only numbers.
+
+A range that is not made of whole granules, lies outside of a reservation, over a mapping or over a part of one is an
+``AssertionError``, and so is what is given back twice or while it is in use.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from fake_calls import FakeCalls, Handle, View, as_int
+
+GRANULE = 2 << 20
+_DEVICES = 8
+
+
+class CUmemAllocationType(enum.IntEnum):
+    CU_MEM_ALLOCATION_TYPE_INVALID = 0
+    CU_MEM_ALLOCATION_TYPE_PINNED = 1
+
+
+class CUmemLocationType(enum.IntEnum):
+    CU_MEM_LOCATION_TYPE_INVALID = 0
+    CU_MEM_LOCATION_TYPE_DEVICE = 1
+
+
+class CUmemAccess_flags(enum.IntEnum):
+    CU_MEM_ACCESS_FLAGS_PROT_NONE = 0
+    CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3
+
+
+class CUmemAllocationGranularity_flags(enum.IntEnum):
+    CU_MEM_ALLOC_GRANULARITY_MINIMUM = 0
+    CU_MEM_ALLOC_GRANULARITY_RECOMMENDED = 1
+
+
+class CUdeviceptr(Handle): ...
+
+
+class CUmemGenericAllocationHandle(Handle): ...
+
+
+class CUmemLocation(View):
+    def __init__(self, owner: object) -> None:
+        super().__init__(owner, "location")
+
+    type = property(lambda self: self._read()[0], lambda self, value: self._read().__setitem__(0, value))
+    id = property(lambda self: self._read()[1], lambda self, value: self._read().__setitem__(1, value))
+
+
+class _Located:
+    def __init__(self) -> None:
+        self.__dict__["location"] = [CUmemLocationType.CU_MEM_LOCATION_TYPE_INVALID, 0]
+
+    location = property(CUmemLocation, lambda self, value: self.__dict__.__setitem__("location", list(value._read())))
+
+
+class CUmemAllocationProp(_Located):
+    type = CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_INVALID
+
+
+class CUmemAccessDesc(_Located):
+    flags = CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_NONE
+
+
+@dataclass
+class Memory:
+    nbytes: int
+    device: int
+    held: bool = True
+
+
+@dataclass
+class Mapping:
+    nbytes: int
+    memory: int
+    access: bool = False
+
+
+class FakeMemory(FakeCalls):
+    CUmemAllocationType = CUmemAllocationType
+    CUmemLocationType = CUmemLocationType
+    CUmemAccess_flags = CUmemAccess_flags
+    CUmemAllocationGranularity_flags = CUmemAllocationGranularity_flags
+    CUmemAllocationProp = CUmemAllocationProp
+    CUmemAccessDesc = CUmemAccessDesc
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.takes_hints = True
+        self.reservations: dict[int, int] = {}  # bytes by start
+        self.mappings: dict[int, Mapping] = {}  # by start
+        self.memories: dict[int, Memory] = {}  # by handle, given back ones too
+        self._next_range = 0x7E00_0000_0000
+
+    def leaks(self) -> list[str]:
+        """What virtual memory is still held."""
+        return [
+            *(f"{nbytes:#x} bytes reserved at {start:#x}" for start, nbytes in self.reservations.items()),
+            *(f"{mapping.nbytes:#x} bytes mapped at {start:#x}" for start, mapping in self.mappings.items()),
+            *(
+                f"memory {handle:#x} of {memory.nbytes:#x} bytes"
+                for handle, memory in self.memories.items()
+                if memory.held
+            ),
+        ]
+
+    def _device(self, location: CUmemLocation) -> int:
+        kind, device = location._read()
+        assert kind is CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE and 0 <= device < _DEVICES, (kind, device)
+        return device
+
+    def _check_properties(self, properties: CUmemAllocationProp) -> int:
+        assert type(properties) is CUmemAllocationProp, properties
+        assert properties.type is CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED, properties.type
+        return self._device(properties.location)
+
+    def cuMemGetAllocationGranularity(self, properties, option):
+        self._check_properties(properties)
+        assert option is CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM, option
+        return self._answer("cuMemGetAllocationGranularity", GRANULE)
+
+    def cuMemAddressReserve(self, nbytes: int, alignment: int, hint: int, flags: int):
+        _check_granules(nbytes, hint)
+        assert alignment & (alignment - 1) == 0 and flags == 0, (alignment, flags)
+        if result := self._enter("cuMemAddressReserve"):
+            return result, None
+        taken = any(hint < start + size and start < hint + nbytes for start, size in self.reservations.items())
+        if hint and self.takes_hints and not taken:
+            address = hint
+        else:
+            unit = max(alignment, GRANULE)
+            address = -(-self._next_range // unit) * unit
+            self._next_range = address + nbytes + 16 * GRANULE
+        self.reservations[address] = nbytes
+        return result, CUdeviceptr(address)
+
+    def cuMemAddressFree(self, address: int, nbytes: int):
+        assert self.reservations.get(as_int(address)) == nbytes, (
+            f"{nbytes:#x} bytes at {as_int(address):#x} not reserved"
+        )
+        assert not self._overlapping(as_int(address), nbytes), "freed while mapped"
+        if result := self._enter("cuMemAddressFree"):
+            return (result,)
+        del self.reservations[as_int(address)]
+        return (result,)
+
+    def cuMemCreate(self, nbytes: int, properties, flags: int):
+        device = self._check_properties(properties)
+        _check_granules(nbytes)
+        assert flags == 0, flags
+        if result := self._enter("cuMemCreate"):
+            return result, None
+        handle = next(self._handles)
+        self.memories[handle] = Memory(nbytes, device)
+        return result, CUmemGenericAllocationHandle(handle)
+
+    def cuMemRelease(self, memory: int):
+        assert as_int(memory) in self.memories and self.memories[as_int(memory)].held, f"no memory {memory!r}"
+        if result := self._enter("cuMemRelease"):
+            return (result,)
+        self.memories[as_int(memory)].held = False
+        return (result,)
+
+    def is_reserved(self, address: int, nbytes: int = 1) -> bool:
+        inside = (start <= address and address + nbytes <= start + size for start, size in self.reservations.items())
+        return any(inside)
+
+    def is_mapped(self, address: int) -> bool:
+        return bool(self._overlapping(address, 1))
+
+    def _overlapping(self, address: int, nbytes: int) -> dict[int, Mapping]:
+        return {
+            start: mapping
+            for start, mapping in self.mappings.items()
+            if start < address + nbytes and address < start + mapping.nbytes
+        }
+
+    def _whole(self, address: int, nbytes: int) -> dict[int, Mapping]:
+        """The mappings that fill a range exactly."""
+        found, position = {}, address
+        while position < address + nbytes:
+            assert position in self.mappings, f"no mapping starts at {position:#x}"
+            found[position] = self.mappings[position]
+            position += found[position].nbytes
+        assert position == address + nbytes and nbytes > 0, f"{address + nbytes:#x} lies inside a mapping"
+        return found
+
+    def cuMemMap(self, address: int, nbytes: int, offset: int, memory: int, flags: int):
+        address, memory = as_int(address), as_int(memory)
+        _check_granules(nbytes, address)
+        assert offset == 0 and flags == 0, (offset, flags)
+        assert self.is_reserved(address, nbytes), f"{address:#x} + {nbytes:#x} is not reserved"
+        assert not self._overlapping(address, nbytes), f"{address:#x} + {nbytes:#x} is mapped"
+        assert memory in self.memories and self.memories[memory].held, f"no memory {memory:#x}"
+        assert nbytes <= self.memories[memory].nbytes, f"{nbytes:#x} of {self.memories[memory].nbytes:#x} bytes"
+        if result := self._enter("cuMemMap"):
+            return (result,)
+        self.mappings[address] = Mapping(nbytes, memory)
+        return (result,)
+
+    def cuMemUnmap(self, address: int, nbytes: int):
+        whole = self._whole(as_int(address), nbytes)
+        if result := self._enter("cuMemUnmap"):
+            return (result,)
+        for start in whole:
+            del self.mappings[start]
+        return (result,)
+
+    def cuMemSetAccess(self, address: int, nbytes: int, descriptions, count: int):
+        assert isinstance(descriptions, (list, tuple)) and count == len(descriptions) == 1, descriptions
+        (description,) = descriptions
+        assert type(description) is CUmemAccessDesc, description
+        assert description.flags is CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE, description.flags
+        device = self._device(description.location)
+        whole = self._whole(as_int(address), nbytes)
+        assert all(self.memories[mapping.memory].device == device for mapping in whole.values()), f"not on {device}"
+        if result := self._enter("cuMemSetAccess"):
+            return (result,)
+        for mapping in whole.values():
+            mapping.access = True
+        return (result,)
+
+
+def _check_granules(*values: int) -> None:
+    for value in values:
+        assert isinstance(value, int) and value % GRANULE == 0, f"{value:#x} is no multiple of {GRANULE:#x}"
+    assert values[0] > 0, "no bytes"

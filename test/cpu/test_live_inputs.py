@@ -1,0 +1,923 @@
+"""Live inputs of a recording, on a driver that checks its callers: each launch reads the inputs of its call.
+
+Inputs are CPU tensors, their stand-ins too, which say that they lie at ghost addresses. What a launch would read is
+what the instantiated graph holds at that time: the address of an input or of a copy, or that of a stand-in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+from fake_driver import CUresult, FakeApi
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.driver import Driver, DriverError
+from pygraph_trees.indirection import inputs as live_inputs
+from pygraph_trees.indirection.inputs import LiveInputs, choose
+from pygraph_trees.indirection.pool import PoolRanges
+from pygraph_trees.indirection.routes import Route
+
+KERNEL, MEMCPY, MEMSET = (f"cuGraphExec{kind}NodeSetParams" for kind in ("Kernel", "Memcpy", "Memset"))
+OTHER = 0x7A00_0000_0000  # an address of nobody
+IN_POOL = "a mutated input lies in the graph pool"
+UNHELD = "no node holds its address"
+GIVING_BACK = ("cuMemUnmap", "cuMemRelease", "cuMemAddressFree")
+
+Nodes = Callable[[list[int]], list[Any]]  # nodes of a graph, from the addresses of the stand-ins
+
+
+class StandIn(torch.Tensor):
+    """A tensor that says that it lies elsewhere."""
+
+    start: int
+    lead: int
+
+    def data_ptr(self) -> int:
+        return self.start + self.lead
+
+    def untyped_storage(self) -> Any:
+        return SimpleNamespace(data_ptr=lambda: self.start)
+
+
+def stand_in(start: int, span: Any, tensor: torch.Tensor, device: int) -> torch.Tensor:
+    storage = torch.zeros(span.nbytes, dtype=torch.uint8).untyped_storage()
+    offset = span.lead // tensor.element_size()
+    made = torch.empty(0, dtype=tensor.dtype).set_(storage, offset, tensor.shape, tensor.stride()).as_subclass(StandIn)
+    made.start, made.lead = start, span.lead
+    return made
+
+
+_rooms: list[torch.Tensor] = []  # so that no tensor of a test is found where an earlier one was
+
+
+def at(residue: int, size: Sequence[int] = (4, 8)) -> torch.Tensor:
+    """A tensor of its own content, at an address that is ``residue`` modulo 512."""
+    count = int(torch.Size(size).numel())
+    room = torch.rand(count + 256)
+    _rooms.append(room)
+    begin = (residue - room.data_ptr()) % 512 // 4
+    return room[begin : begin + count].view(*size)
+
+
+def words(data: bytes) -> list[int]:
+    return [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
+
+
+class Graph:
+    """A captured graph; launching it tells what its nodes hold."""
+
+    def __init__(self, api: FakeApi, nodes: Sequence[Any]) -> None:
+        self._api = api
+        self._nodes = [node for node in nodes if isinstance(node, int)]
+        self._graph = api.make_graph(*nodes)
+        self.instances = 0
+
+    def raw_cuda_graph(self) -> int:
+        return self._graph
+
+    def instantiate(self) -> None:
+        self.instances += 1
+        self._exec = self._api.instantiate(self._graph)
+
+    def raw_cuda_graph_exec(self) -> int:
+        return self._exec
+
+    def launch(self) -> list[list[int]]:
+        return [words(self._api.exec_parameters(self._exec, node)) for node in self._nodes]
+
+
+class LiveInputsTestCase(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        self.restart()
+        self.synchronized: list[int] = []
+        self.entered: list[int] = []
+        for target, name, value in (
+            (live_inputs, "_stand_in", stand_in),
+            (live_inputs, "why_not_ghost", lambda tensor, device, in_pool: None),
+            (torch.cuda, "synchronize", self.synchronized.append),
+            (torch.cuda, "device", self.enter),
+        ):
+            patch = mock.patch.object(target, name, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+        self.addCleanup(live_inputs._retired.clear)
+
+    def enter(self, device: int) -> contextlib.AbstractContextManager[None]:
+        self.entered.append(device)
+        return contextlib.nullcontext()
+
+    def restart(self) -> None:
+        """A driver and a pool that nothing was done with."""
+        live_inputs._retired.clear()
+        _rooms.clear()
+        self.api = FakeApi()
+        self.driver = Driver(self.api)
+        self.segments: list[dict[str, int]] = []
+        self.snapshots = 0
+        self.pool = PoolRanges(self._snapshot)
+
+    def _snapshot(self) -> list[dict[str, int]]:
+        self.snapshots += 1
+        return self.segments
+
+    def put_in_pool(self, *tensors: torch.Tensor) -> None:
+        self.segments += [{"address": t.data_ptr(), "total_size": t.nbytes} for t in tensors]
+        self.pool.forget()
+
+    def choose(
+        self,
+        *inputs: Any,
+        mutated: Collection[int] = (),
+        refused: Mapping[int, str] | None = None,
+        candidates: Sequence[int] | None = None,
+        device: int = 0,
+    ) -> tuple[LiveInputs | None, dict[int, str]]:
+        before = list(inputs)
+        chosen = choose(
+            self.driver,
+            device,
+            before,
+            range(len(inputs)) if candidates is None else candidates,
+            set(mutated),
+            self.pool,
+            refused or {},
+        )
+        self.assertTrue(all(one is other for one, other in zip(before, inputs, strict=True)))
+        return chosen
+
+    def record(self, nodes: Nodes, *inputs: Any, **more: Any) -> tuple[LiveInputs, Graph]:
+        """A recording that is about to be launched for the first time."""
+        live, reasons = self.choose(*inputs, **more)
+        self.assertEqual(reasons, {})
+        assert live is not None
+        graph = self.capture(nodes, live)
+        live.set_up(graph)
+        return live, graph
+
+    def capture(self, nodes: Nodes, live: LiveInputs) -> Graph:
+        by_index = {item.index: item.stand_in.data_ptr() for item in live.items}
+        return Graph(self.api, nodes([by_index[i] for i in sorted(by_index)]))
+
+    def begin(self, live: LiveInputs, *inputs: Any) -> None:
+        """A call up to its launch."""
+        self.assertIsNone(live.prepare(inputs))
+        taken = list(inputs)
+        live.take(taken)
+        self.assertTrue(all(taken[item.index] is None for item in live.items))
+        live.copy_in()
+
+    def call(self, live: LiveInputs, graph: Graph, *inputs: Any) -> list[list[int]]:
+        self.begin(live, *inputs)
+        launched = graph.launch()
+        live.finish()
+        return launched
+
+    def routes(self, live: LiveInputs) -> dict[int, str | None]:
+        """By index: why it is copied, None for those that are patched."""
+        for decision in live.decisions.values():
+            self.assertEqual(decision.route is Route.COPY, decision.reason is not None)
+        return {index: decision.reason for index, decision in sorted(live.decisions.items())}
+
+    def one_kernel(self, *more: int | bytes, **options: Any) -> Nodes:
+        return lambda addresses: [self.api.make_kernel([*addresses, *more], **options)]
+
+
+class TestAddresses(LiveInputsTestCase):
+    """Rules 3 to 6: which addresses a graph holds."""
+
+    def test_the_first_launch_is_for_the_inputs_that_were_recorded(self):
+        a, b = at(0), at(16)
+        live, graph = self.record(self.one_kernel(7), a, b)
+        self.assertEqual(self.routes(live), {0: None, 1: None})
+        self.assertEqual(graph.launch(), [[a.data_ptr(), b.data_ptr(), 7]])
+        self.assertEqual(self.api.leaks(), [])
+
+    def test_each_replay_has_its_addresses(self):
+        live, graph = self.record(self.one_kernel(packed=True), at(0), at(0))
+        live.finish()
+        for _ in range(3):
+            a, b = at(0), at(0)
+            self.assertEqual(self.call(live, graph, a, b), [[a.data_ptr(), b.data_ptr()]])
+        self.assertEqual((live.extra_copies, graph.instances), (0, 1))
+
+    def test_unchanged_addresses_cost_no_call(self):
+        a, b = at(0), at(0)
+        live, graph = self.record(self.one_kernel(), a, b)
+        self.call(live, graph, a, b)
+        self.api.calls.clear()
+        self.pool.forget()
+        before = self.snapshots
+        for _ in range(3):
+            self.assertEqual(self.call(live, graph, a, b), [[a.data_ptr(), b.data_ptr()]])
+        self.assertEqual((self.api.calls, self.snapshots), ([], before + 1))  # it is looked up anew, once
+        self.call(live, graph, a, at(0))
+        self.assertEqual(self.api.calls, [KERNEL])
+
+    def test_copies_and_fills_are_set_at_each_replay(self):
+        def nodes(addresses):
+            return [
+                self.api.make_memcpy(addresses[0], OTHER, 64),
+                self.api.make_memset(addresses[1] + 16, 16),
+                self.api.make_kernel([addresses[0]]),
+            ]
+
+        a, b = at(0), at(0)
+        live, graph = self.record(nodes, a, b)
+        for _ in range(3):
+            self.api.calls.clear()
+            launched = self.call(live, graph, a, b)
+            self.assertEqual(launched, [[a.data_ptr(), OTHER], [b.data_ptr() + 16], [a.data_ptr()]])
+            self.assertEqual(Counter(self.api.calls), Counter([MEMCPY, MEMSET]))
+
+    def test_the_context_is_that_of_the_device(self):
+        self.record(self.one_kernel(), at(0), device=3)
+        self.assertEqual(self.entered, [3])
+
+    def test_stand_ins_are_as_aligned_as_the_inputs(self):
+        tensors = [at(0), at(16), at(132), at(508)]
+        live, _ = self.choose(*tensors)
+        self.assertEqual([i.recorded % 512 for i in live.items], [0, 16, 132, 508])
+        self.assertEqual([i.stand_in.data_ptr() for i in live.items], [i.recorded for i in live.items])
+        for item in live.items:
+            self.assertIs(live.stand_in_for(item.stand_in.untyped_storage().data_ptr()), item)
+        self.assertIsNone(live.stand_in_for(tensors[0].untyped_storage().data_ptr()))
+        live.release()
+
+    def test_a_view_is_recorded_with_its_storage_or_without(self):
+        storage = torch.rand(1 << 12)
+        for whole in (1 << 20, 0):
+            with mock.patch.object(live_inputs, "_WHOLE_STORAGE", whole):
+                live, _ = self.choose(storage[128:256])
+                (item,) = live.items
+                self.assertEqual(item.lead, 512 if whole else 0)
+                reached = item.stand_in.untyped_storage().data_ptr() if whole else item.recorded
+                graph = self.capture(lambda found, reached=reached: [self.api.make_kernel([*found, reached])], live)
+                live.set_up(graph)
+                for start in (128, 256, 0):
+                    view = storage[start : start + 128] if start else at(storage[128:].data_ptr() % 512, (128,))
+                    expected = [view.data_ptr(), view.data_ptr() - item.lead]
+                    self.assertEqual(self.call(live, graph, view), [expected])
+
+    def test_one_hidden_address_makes_all_copied(self):
+        a, b = at(0), at(0)
+        live, graph = self.record(lambda found: [self.api.make_kernel(found), "HOST"], a, b)
+        self.assertEqual(self.routes(live), dict.fromkeys((0, 1), "a host node may hide its address"))
+        stands = [item.stand_in.data_ptr() for item in live.items]
+        for inputs in ((a, b), (at(0), at(64))):
+            self.begin(live, *inputs)
+            self.assertEqual(graph.launch(), [stands])
+            self.assertEqual([item.stand_in for item in live.items], list(inputs))
+            live.finish()
+        self.assertNotIn(KERNEL, self.api.calls)
+
+    def test_all_consumers_of_an_input_agree(self):
+        # The second kernel holds a's address where it may be something else.
+        def nodes(found):
+            return [self.api.make_kernel(found), self.api.make_kernel([b"\1\0\0\0" + found[0].to_bytes(8, "little")])]
+
+        a, b = at(0), at(0)
+        live, graph = self.record(nodes, a, b)
+        self.assertRegex(str(self.routes(live)[0]), "may be something else")
+        self.assertIsNone(self.routes(live)[1])
+        self.assertEqual(graph.launch()[0], [live.items[0].recorded, b.data_ptr()])
+
+    def test_kernels_of_an_input(self):
+        def nodes(found):
+            return [self.api.make_kernel([a], name=name) for a, name in zip(found * 2, "xyxz", strict=True)]
+
+        live, _ = self.record(nodes, at(0), at(0))
+        self.assertEqual([live.kernels_of(i) for i in (0, 1)], [["x"], ["y", "z"]])
+
+
+class TestCopies(LiveInputsTestCase):
+    """Rules 2, 4 and 9: what is copied, when, and back."""
+
+    def hidden(self, *inputs: Any, **more: Any) -> tuple[LiveInputs, Graph]:
+        """A recording whose first input is held by no node."""
+        return self.record(lambda found: [self.api.make_kernel(found[1:])], *inputs, **more)
+
+    def test_what_hides_its_address_reads_its_own_memory_there(self):
+        a, b = at(0), at(0)
+        live, graph = self.hidden(a, b)
+        self.assertEqual(self.routes(live), {0: UNHELD, 1: None})
+        item = live.items[0]
+        self.assertEqual(item.stand_in, a)
+        self.assertTrue(self.api.is_mapped(item.recorded))
+        self.assertFalse(self.api.is_mapped(live.items[1].recorded) and not self.shares_page(live))
+        live.finish()
+        for _ in range(2):
+            a, b = at(4), at(0)  # a copy takes any alignment
+            before = a.clone()
+            self.begin(live, a, b)
+            self.assertEqual((graph.launch(), item.stand_in), ([[b.data_ptr()]], before))
+            item.stand_in.zero_()
+            live.finish()
+            self.assertEqual(a, before)  # not mutated, so not copied back
+
+    def shares_page(self, live: LiveInputs) -> bool:
+        return live.items[0].recorded >> 21 == live.items[1].recorded >> 21
+
+    def test_mutated_copies_go_back(self):
+        a, b = at(0), at(0)
+        live, _ = self.hidden(a, b, mutated=[0])
+        for a_now in (a, at(8)):
+            if a_now is not a:
+                self.begin(live, a_now, b)
+            expected = a_now + 1
+            live.items[0].stand_in.add_(1)
+            live.finish()
+            self.assertEqual(a_now, expected)
+
+    def test_layouts_with_gaps_and_overlaps(self):
+        for view in (
+            lambda: torch.rand(9, 9)[1:7:2, 2:8:3],
+            lambda: torch.rand(1, 6).expand(4, 6),
+            lambda: torch.rand(5, 7).t(),
+            lambda: torch.tensor(2.5),
+        ):
+            a, b = view(), at(0)
+            live, _ = self.hidden(a, b)
+            self.assertEqual(live.items[0].stand_in, a)
+            self.assertEqual(live.items[0].stand_in.stride(), a.stride())
+            for residue in (0, 8):
+                copy = live_inputs._copy_at(a, residue)
+                self.assertEqual((copy, copy.stride(), copy.data_ptr() % 512), (a, a.stride(), residue))
+
+    def test_mutated_inputs_are_written_in_place(self):
+        a = at(0)
+        with mock.patch.object(torch.Tensor, "copy_", side_effect=AssertionError("a copy")):
+            live, graph = self.record(self.one_kernel(), a, mutated=[0])
+            self.assertEqual(graph.launch(), [[a.data_ptr()]])
+            live.finish()
+            for _ in range(2):
+                a = at(0)
+                self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
+
+    def test_misaligned_input_is_copied_for_the_call(self):
+        for mutated in ((), (0,)):
+            live, graph = self.record(self.one_kernel(), at(0), mutated=mutated)
+            live.finish()
+            a = at(16)
+            before = a.clone()
+            for count in (1, 2):  # the same address once more: it is copied once more
+                self.begin(live, a)
+                copy = live._temporary[0]
+                self.assertEqual(graph.launch(), [[copy.data_ptr()]])
+                self.assertNotEqual(copy.data_ptr(), a.data_ptr())
+                self.assertEqual((copy.data_ptr() % 512, copy, live.extra_copies % 2), (0, a, count % 2))
+                copy.add_(1)
+                live.finish()
+                self.assertEqual(a, before + count if mutated else before)
+            a = at(0)
+            self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
+            self.assertEqual(live.extra_copies, 2)
+
+    def test_a_copy_for_the_call_is_as_aligned_as_what_was_recorded(self):
+        live, graph = self.record(self.one_kernel(), at(68))
+        live.finish()
+        for residue in (64, 72):
+            a = at(residue)
+            self.begin(live, a)
+            copy = live._temporary[0]
+            self.assertEqual((copy.data_ptr() % 512, copy, graph.launch()), (68, a, [[copy.data_ptr()]]))
+            live.finish()
+        a = at(132)  # the same modulo 16
+        self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
+
+    def test_input_in_the_pool_is_copied_for_the_call(self):
+        a, h = at(0), at(0)
+        live, graph = self.record(self.one_kernel(), a)
+        live.finish()
+        self.put_in_pool(h)
+        for count in (1, 2):
+            self.begin(live, h)
+            copy = live._temporary[0]
+            self.assertEqual((graph.launch(), copy, live.extra_copies), ([[copy.data_ptr()]], h, count))
+            self.assertFalse(self.pool.holds(copy.data_ptr()))
+            live.finish()
+        self.assertEqual(live._temporary, {})
+
+    def test_the_pool_may_grow_to_where_an_input_was(self):
+        live, graph = self.record(self.one_kernel(), at(0))
+        x = at(0)
+        self.assertEqual(self.call(live, graph, x), [[x.data_ptr()]])
+        self.put_in_pool(x)
+        self.assertNotEqual(self.call(live, graph, x), [[x.data_ptr()]])
+        self.assertEqual(live.extra_copies, 1)
+
+    def test_mutated_input_in_the_pool_is_refused(self):
+        a, b, h = at(0), at(0), at(0)
+        live, graph = self.record(self.one_kernel(), a, b, mutated=[1])
+        live.finish()
+        self.put_in_pool(h)
+        before = graph.launch()
+        self.api.calls.clear()
+        self.assertEqual(live.prepare([at(0), h]), IN_POOL)
+        self.assertEqual((graph.launch(), self.api.calls, live.refused), (before, [], {}))
+        b = at(0)
+        self.assertEqual(self.call(live, graph, a, b), [[a.data_ptr(), b.data_ptr()]])
+
+    def test_mutated_copy_in_the_pool_is_refused(self):
+        # Copying back would write over what the graph put there.
+        live, _ = self.hidden(at(0), at(0), mutated=[0])
+        live.finish()
+        h = at(0)
+        self.put_in_pool(h)
+        self.assertEqual(live.prepare([h, at(0)]), IN_POOL)
+        self.assertIsNone(live.prepare([at(0), h]))
+
+    def test_a_recording_that_is_passed_over_is_as_good_as_before(self):
+        live, graph = self.record(self.one_kernel(), at(0), at(0))
+        live.finish()
+        a, b = at(16), at(0)
+        self.assertIsNone(live.prepare([a, at(0)]))
+        a.add_(1)  # after the copy for a call that was not made
+        self.begin(live, a, b)
+        self.assertEqual(graph.launch(), [[live._temporary[0].data_ptr(), b.data_ptr()]])
+        self.assertEqual(live._temporary[0], a)
+        live.finish()
+
+    def test_copies_for_a_call_that_was_not_made_go_nowhere(self):
+        live, graph = self.record(self.one_kernel(), at(0), mutated=[0])
+        live.finish()
+        self.assertIsNone(live.prepare([at(16)]))
+        a = at(0)
+        expected = a.clone()
+        self.assertEqual((self.call(live, graph, a), a), ([[a.data_ptr()]], expected))
+
+    def test_inputs_are_let_go_behind_the_launch(self):
+        live, graph = self.hidden(at(0), at(0))
+        live.finish()
+        a, b = at(0), at(16)
+        counts = [sys.getrefcount(t) for t in (a, b)]
+        self.call(live, graph, a, b)
+        self.assertEqual([sys.getrefcount(t) for t in (a, b)], counts)
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.lists(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0, 0, 16, 4])), min_size=3, max_size=3)))
+    def test_any_sequence_of_calls(self, calls):
+        """A patched input, a patched and mutated one, and a copied one; each is one of few, some in the pool."""
+        self.restart()
+        tensors = {(n, residue): at(residue) for n in range(4) for residue in (0, 16, 4)}
+        self.put_in_pool(*(t for (n, _), t in tensors.items() if n == 3))
+        live, graph = self.record(
+            lambda found: [self.api.make_kernel(found[:2]), self.api.make_memcpy(found[0], OTHER, 8)],
+            *(at(0) for _ in range(3)),
+            mutated=[1],
+        )
+        live.finish()
+        for places in calls:
+            inputs = [tensors[place] for place in places]
+            if places[1][0] == 3:
+                self.assertEqual(live.prepare(inputs), IN_POOL)
+                continue
+            before = [t.clone() for t in inputs]
+            self.begin(live, *inputs)
+            launched, read = graph.launch(), [live._temporary.get(i, inputs[i]) for i in (0, 1)]
+            for (n, residue), tensor, t in zip(places, inputs, read, strict=False):
+                self.assertEqual(t is tensor, residue == 0 and n != 3)
+            self.assertEqual(launched, [[t.data_ptr() for t in read], [read[0].data_ptr(), OTHER]])
+            self.assertEqual([*read, live.items[2].stand_in], before)
+            self.assertTrue(all(t.data_ptr() % 512 == 0 for t in read))
+            read[1].add_(1)
+            live.finish()
+            self.assertEqual(inputs[1], before[1] + 1)
+
+
+class TestOutputs(LiveInputsTestCase):
+    """Rule 1: outputs that lie on live inputs."""
+
+    VIEW = ((4,), (2,), 8, torch.float32)
+
+    def test_on_the_input_of_each_call(self):
+        a = at(0)
+        live, _ = self.record(self.one_kernel(), a)
+        for a_now in (a, at(0), at(16)):
+            if a_now is not a:
+                self.begin(live, a_now)
+            view = live.output(0, self.VIEW)
+            self.assertIs(live.output(0, None), a_now)
+            self.assertEqual(view.data_ptr(), a_now.data_ptr() + 32)
+            self.assertEqual(view.untyped_storage().data_ptr(), a_now.untyped_storage().data_ptr())
+            live.finish()
+            self.assertEqual(view, a_now.flatten()[8:16:2])
+
+    def test_of_another_dtype(self):
+        a = torch.rand(64)[16:48]
+        live, _ = self.record(self.one_kernel(), a)
+        name = "_construct_CUDA_Tensor_From_Storage_And_Metadata"
+        with mock.patch.object(torch._C, name, lambda metadata, storage: (metadata, storage), create=True):
+            for dtype, itemsize in ((torch.float16, 2), (torch.complex64, 8)):
+                metadata, storage = live.output(0, ((8,), (1,), 3, dtype))
+                self.assertEqual(storage.data_ptr(), a.untyped_storage().data_ptr())
+                self.assertEqual((metadata["data_ptr"], metadata["nbytes"]), (storage.data_ptr(), 256))
+                self.assertEqual(metadata["storage_offset"] * itemsize, 16 * 4 + 3 * itemsize)
+                self.assertEqual((metadata["dtype"], metadata["size"], metadata["stride"]), (dtype, (8,), (1,)))
+
+    def test_an_input_that_is_only_returned_is_not_copied(self):
+        for outputs, expected in (({}, UNHELD), ({3: (0, None)}, None)):
+            live, _ = self.choose(at(0), at(0))
+            live.outputs.update(outputs)
+            live.set_up(self.capture(lambda found: [self.api.make_kernel(found[1:])], live))
+            self.assertEqual(self.routes(live), {0: expected, 1: None})
+
+    def test_in_the_pool_they_lie_on_a_copy(self):
+        h, a, b = at(0), at(0), at(0)
+        for nodes in (self.one_kernel(), lambda found: [self.api.make_kernel(found[1:])]):  # patched, and copied
+            live, _ = self.record(nodes, a, b)
+            live.finish()
+            self.put_in_pool(h)
+            before = h.clone()
+            self.begin(live, h, at(0))
+            whole, view = live.output(0, None), live.output(0, self.VIEW)
+            live.finish()
+            h.zero_()  # by the graph
+            self.begin(live, at(0), at(0))  # the next call
+            self.assertEqual((whole, view), (before, before.flatten()[8:16:2]))
+            self.assertEqual(view.data_ptr(), whole.data_ptr() + 32)
+            h.copy_(before)
+
+
+class TestChoice(LiveInputsTestCase):
+    """Rules 2, 7 and 8: what is recorded at ghost addresses."""
+
+    def test_only_candidates_that_are_tensors(self):
+        live, reasons = self.choose(at(0), 3, at(0), None, at(0), candidates=[1, 2, 3, 4])
+        self.assertEqual(([item.index for item in live.items], reasons), ([2, 4], {}))
+        self.assertEqual(self.choose(3, at(0), candidates=[0]), (None, {}))
+        live.release()
+
+    def test_rules_before_recording(self):
+        why = {0: "it is on cpu", 2: "it has no elements"}
+        tensors = [at(0), at(0), at(0), at(0).as_subclass(OnCuda), at(0)]
+        self.put_in_pool(*tensors[2:])
+        seen = []
+
+        def rule(tensor, device, in_pool):
+            (index,) = (i for i, t in enumerate(tensors) if t is tensor)
+            seen.append((index, device, in_pool))
+            return why.get(index)
+
+        with mock.patch.object(live_inputs, "why_not_ghost", rule):
+            live, reasons = self.choose(*tensors, device=2)
+        self.assertEqual(([item.index for item in live.items], reasons), ([1, 3, 4], why))
+        self.assertEqual(seen, [(i, 2, i == 3) for i in range(5)])
+        live.release()
+
+    def test_nothing_to_choose_is_no_call(self):
+        with mock.patch.object(live_inputs, "why_not_ghost", lambda *args: "it has no elements"):
+            self.assertEqual(self.choose(at(0)), (None, {0: "it has no elements"}))
+        self.assertEqual(self.api.calls, [])
+
+    def test_refused_inputs_are_left_to_upstream(self):
+        live, reasons = self.choose(at(0), at(0), refused={0: "the driver refused its address"})
+        self.assertEqual(([i.index for i in live.items], reasons), ([1], {0: "the driver refused its address"}))
+        live.release()
+
+    def test_refused_inputs_that_are_mutated_are_copied_both_ways(self):
+        # Upstream would copy nothing back.
+        a, b, c = at(4), at(0), torch.rand(1, 6).expand(3, 6)
+        live, graph = self.record(self.one_kernel(), a, b, c, mutated=[0], refused={0: "told so"})
+        self.assertEqual(self.routes(live), {0: "told so", 1: None, 2: None})
+        (held,) = (item for item in live.items if item.index == 0)
+        self.assertEqual((held.recorded % 512, held.recorded), (4, held.stand_in.data_ptr()))
+        for a_now in (a, at(0)):
+            if a_now is not a:
+                self.begin(live, a_now, b, c)
+            self.assertEqual(held.stand_in, a_now)
+            self.assertEqual(graph.launch(), [[held.recorded, b.data_ptr(), c.data_ptr()]])
+            expected = a_now + 1
+            held.stand_in.add_(1)
+            live.finish()
+            self.assertEqual(a_now, expected)
+
+
+class OnCuda(torch.Tensor):
+    is_cuda = True
+
+
+class TestLifetimes(LiveInputsTestCase):
+    """Rule 7: what is kept, and given back when nothing runs there."""
+
+    def hidden(self, device: int = 0) -> tuple[LiveInputs, Graph]:
+        live, graph = self.record(lambda found: ["HOST"], at(0), device=device)
+        live.finish()
+        return live, graph
+
+    def test_memory_of_a_copy_lives_as_long_as_its_graph(self):
+        live, graph = self.hidden()
+        held = self.api.leaks()
+        self.assertEqual(len(held), 2, held)  # a reservation and a mapping
+        self.choose()
+        self.assertEqual((self.api.leaks(), self.synchronized), (held, []))
+        del live
+        gc.collect()
+        self.choose()
+        self.assertEqual(self.api.leaks(), held)
+        del graph
+        gc.collect()
+        self.assertEqual(self.api.leaks(), held)  # launches may be queued
+        self.choose()
+        self.assertEqual((self.api.leaks(), self.synchronized), ([], [0]))
+        self.choose()
+        self.assertEqual(self.synchronized, [0])
+
+    def test_each_device_is_waited_for(self):
+        recordings = [self.hidden(device) for device in (1, 2, 1)]
+        self.assertEqual(len(self.api.leaks()), 6)
+        recordings.clear()
+        gc.collect()
+        self.choose()
+        self.assertEqual((self.api.leaks(), sorted(self.synchronized)), ([], [1, 2]))
+
+    def test_a_graph_may_go_while_others_are_given_back(self):
+        first, second = self.hidden(), [self.hidden()]
+        del first
+        gc.collect()
+        with mock.patch.object(torch.cuda, "synchronize", lambda device: second.clear() or gc.collect()):
+            self.choose()
+        self.assertEqual(len(self.api.leaks()), 2)
+        self.choose()
+        self.assertEqual(self.api.leaks(), [])
+
+    def test_what_is_not_taken_back_is_said_and_is_no_error(self):
+        _, graph = self.hidden()
+        del _, graph
+        gc.collect()
+        self.api.fail("cuMemUnmap")
+        with self.assertLogs("pygraph_trees.indirection", "WARNING") as logged:
+            live, _ = self.choose(at(0))
+        self.assertRegex(logged.output[0], "could not be given back: cuMemUnmap")
+        self.assertEqual([item.index for item in live.items], [0])
+
+    def test_a_recording_that_is_not_finished(self):
+        live, _ = self.choose(at(0), at(0, (1024, 1024)))
+        self.assertGreater(len(self.api.leaks()), 0)
+        live.release()
+        self.assertEqual((self.api.leaks(), live._given), ([], {}))
+
+    def test_a_recording_that_is_not_finished_and_may_have_run(self):
+        live, _graph = self.record(lambda found: ["HOST"], at(0))
+        held = self.api.leaks()
+        live.release()
+        self.assertEqual((self.api.leaks(), live._given), (held, {}))
+        self.choose()
+        self.assertEqual((self.api.leaks(), self.synchronized), ([], [0]))
+
+    def test_a_stand_in_that_cannot_be_made(self):
+        for error in (RuntimeError("no"), KeyboardInterrupt()):
+            with mock.patch.object(live_inputs, "_stand_in", side_effect=error), self.assertRaises(type(error)):
+                self.choose(at(0))
+            self.assertEqual(self.api.leaks(), [])
+
+
+class TestFailures(LiveInputsTestCase):
+    """Rule 10: every call of the driver fails."""
+
+    SIZES = ((4, 8), (4, 8), (4, 8), (1024, 512))
+    MUTATED = (1, 2)
+    code = CUresult.CUDA_ERROR_OUT_OF_MEMORY
+
+    def inputs(self) -> list[torch.Tensor]:
+        return [at(0, size) for size in self.SIZES]
+
+    def nodes(self, hide: Sequence[int]) -> Nodes:
+        """Kernels of both forms, a copy and a fill; which inputs are held by none."""
+
+        def made(found: dict[int, int]) -> list[Any]:
+            held = [address for i, address in found.items() if i not in hide]
+            return [
+                self.api.make_kernel([*held, 5]),
+                self.api.make_kernel([b"ab", *held], packed=True),
+                self.api.make_memcpy(held[0], held[-1], 64),
+                self.api.make_memset(held[-1] + 8, 8),
+                "EMPTY",
+            ]
+
+        return made
+
+    def attempt(self, hide: Sequence[int], inputs: list[torch.Tensor]) -> tuple[LiveInputs | None, Graph, dict]:
+        """As a recording does it; upstream copies what is not among the live inputs, to places of its own."""
+        live, reasons = self.choose(*inputs, mutated=self.MUTATED)
+        places = {i: OTHER + 0x1000 * i for i in reasons}
+        places |= {item.index: item.stand_in.data_ptr() for item in (live.items if live else ())}
+        self.assertEqual(sorted(places), list(range(len(inputs))))
+        self.assertFalse(set(reasons) & set(self.MUTATED), "a mutation that would be lost")
+        graph = Graph(self.api, self.nodes(hide)(dict(sorted(places.items()))))
+        if live is not None:
+            live.set_up(graph)
+        return live, graph, places
+
+    def check_launch(self, live, graph, places, hide, inputs) -> None:
+        """The launch of a call reads and writes its inputs."""
+        if live is None:
+            return
+        items = {item.index: item for item in live.items}
+        where = dict(places)
+        for index, decision in live.decisions.items():
+            item = items[index]
+            if decision.route is Route.PATCH:
+                where[index] = inputs[index].data_ptr()
+            else:
+                self.assertEqual(item.stand_in, inputs[index])
+                is_ghost = isinstance(item.stand_in, StandIn)
+                self.assertEqual(self.api.is_mapped(item.recorded), is_ghost)
+        held = [where[i] for i in sorted(where) if i not in hide]
+        launched = graph.launch()
+        self.assertEqual(launched[0], [*held, 5])
+        self.assertEqual(launched[1][1:], held)
+        self.assertEqual(launched[2:4], [[held[0], held[-1]], [held[-1] + 8]])
+        expected = [t + 1 if i in self.MUTATED else t.clone() for i, t in enumerate(inputs)]
+        for index in self.MUTATED:  # what the graph does
+            patched = live.decisions[index].route is Route.PATCH
+            (inputs[index] if patched else items[index].stand_in).add_(1)
+        live.finish()
+        self.assertEqual(inputs, expected)
+
+    def recording_calls(self, hide: Sequence[int]) -> Counter[str]:
+        self.restart()
+        self.attempt(hide, self.inputs())
+        return Counter(self.api.calls)
+
+    def test_each_call_while_recording(self):
+        seen = set()
+        for hide in ((), (1,), (0, 1, 2)):
+            for call, count in self.recording_calls(hide).items():
+                seen.add(call)
+                for after in range(count):
+                    with self.subTest(hide=hide, call=call, after=after):
+                        self.one_failure(hide, call, after)
+        self.assertLessEqual({KERNEL, MEMCPY, MEMSET, "cuMemCreate", "cuMemMap", *GIVING_BACK, "cuCtxGetCurrent"}, seen)
+
+    def one_failure(self, hide: Sequence[int], call: str, after: int) -> None:
+        self.restart()
+        self.api.fail(call, after, self.code)
+        inputs = self.inputs()
+        with mock.patch.object(live_inputs._log, "warning") as warned:
+            live, graph, places = self.attempt(hide, inputs)
+            self.assertEqual(self.api._failures[call], [])
+            self.check_launch(live, graph, places, hide, inputs)
+            for _ in range(2):
+                if live is not None:
+                    inputs = self.inputs()
+                    self.begin(live, *inputs)
+                    self.check_launch(live, graph, places, hide, inputs)
+            for reason in self.routes(live).values() if live else ():
+                self.assertRegex(reason or "because of this", r"\w+ \w+")
+            del live, graph
+            self.choose()
+        leaks = self.api.leaks()
+        if call == "cuMemAddressReserve" and after == 0:
+            # The driver chose the range, which stays reserved for good.
+            self.assertEqual([leak.split()[2] for leak in leaks], ["reserved"])
+        elif leaks:
+            self.assertIn(call, GIVING_BACK)
+            self.assertEqual(warned.call_count, 1)
+
+    def test_each_call_fails_for_good(self):
+        for hide in ((), (1,)):
+            for call in self.recording_calls(hide):
+                with self.subTest(hide=hide, call=call):
+                    self.restart()
+                    for _ in range(200):
+                        self.api.fail(call, 0, self.code)
+                    inputs = self.inputs()
+                    with mock.patch.object(live_inputs._log, "warning"):
+                        if hide and call == "cuMemUnmap":  # the copy's memory could not be mapped where it must be
+                            with self.assertRaisesRegex(DriverError, call):
+                                self.attempt(hide, inputs)
+                            continue
+                        live, graph, places = self.attempt(hide, inputs)
+                        self.check_launch(live, graph, places, hide, inputs)
+                        if live is not None and call not in (KERNEL, MEMCPY, MEMSET):
+                            inputs = self.inputs()
+                            self.begin(live, *inputs)
+                            self.check_launch(live, graph, places, hide, inputs)
+                        del live, graph
+                        self.choose()
+                    if call not in GIVING_BACK and call != "cuMemAddressReserve":
+                        self.assertEqual(self.api.leaks(), [])
+
+    def test_calls_that_the_bindings_lack(self):
+        for call in (KERNEL, MEMCPY, MEMSET):
+            self.restart()
+            self.api.lack(call, "bindings")
+            inputs = self.inputs()
+            live, graph, places = self.attempt((), inputs)
+            self.assertEqual({decision.route for decision in live.decisions.values()}, {Route.COPY})
+            self.assertRegex(str(self.routes(live)[0]), f"{call} returned NOT_FOUND")
+            self.check_launch(live, graph, places, (), inputs)
+
+    def test_no_memory_for_a_copy(self):
+        """Nothing can be recorded then; nothing is launched, and nothing lost."""
+        live, _ = self.choose(*self.inputs())
+        graph = Graph(self.api, ["HOST"])
+        for _ in range(20):
+            self.api.fail("cuMemCreate", 0, self.code)
+        with self.assertRaisesRegex(DriverError, "cuMemCreate"):
+            live.set_up(graph)
+        self.assertEqual(graph.instances, 0)
+        live.release()
+        self.choose()
+        self.assertEqual(self.api.leaks(), [])
+
+    def test_memory_for_a_copy_that_the_allocator_held(self):
+        live, _ = self.choose(*self.inputs())
+        self.api.fail("cuMemCreate", 0, self.code)
+        with mock.patch.object(torch.cuda, "empty_cache") as emptied:
+            live.set_up(Graph(self.api, ["HOST"]))
+        emptied.assert_called_once_with()
+        self.assertEqual({d.route for d in live.decisions.values()}, {Route.COPY})
+
+    def test_copies_of_a_call_that_fails_are_let_go(self):
+        live, _ = self.record(self.one_kernel(), at(0), at(0))
+        self.api.fail(KERNEL, 0, self.code)
+        self.assertRegex(live.prepare([at(4), at(0)]) or "", KERNEL)
+        self.assertEqual(live._temporary, {})
+
+    def test_reasons_name_the_call(self):
+        for call, found in (
+            ("cuMemCreate", "no addresses could be reserved: cuMemCreate returned"),
+            ("cuGraphGetNodes", "the graph could not be read: cuGraphGetNodes returned"),
+            (KERNEL, f"the graph could not be given its address: {KERNEL} refused an address"),
+        ):
+            self.restart()
+            self.api.fail(call, 0, self.code)
+            live, reasons = self.choose(*self.inputs(), mutated=self.MUTATED)
+            live.set_up(Graph(self.api, self.nodes(())({i.index: i.stand_in.data_ptr() for i in live.items})))
+            every = reasons | self.routes(live)
+            self.assertEqual(sorted(every), [0, 1, 2, 3])
+            for reason in every.values():
+                self.assertRegex(str(reason), found)
+                self.assertIn(self.code.name, str(reason))
+
+    def test_each_call_of_a_replay(self):
+        def recorded():
+            self.restart()
+            live, graph, _ = self.attempt((), self.inputs())
+            live.finish()
+            self.api.calls.clear()
+            return live, graph
+
+        live, _ = recorded()
+        self.assertIsNone(live.prepare(self.inputs()))
+        calls = Counter(self.api.calls)
+        self.assertEqual(calls, Counter([KERNEL, KERNEL, MEMCPY, MEMSET]))
+        for call, count in calls.items():
+            for after in range(count):
+                with self.subTest(call=call, after=after):
+                    live, _ = recorded()
+                    self.api.fail(call, after, self.code)
+                    inputs = self.inputs()
+                    why = live.prepare(inputs)
+                    self.assertRegex(str(why), f"^{call} refused an address of input .: {self.code.name}$")
+                    ((index, reason),) = live.refused.items()
+                    self.assertRegex(reason, f"^the driver refused its address: {call}")
+                    # Whatever it is given then: some nodes hold new addresses, and some old ones.
+                    self.api.calls.clear()
+                    for given in (inputs, self.inputs()):
+                        self.assertEqual(live.prepare(given), "a driver call failed")
+                    self.assertEqual(self.api.calls, [])
+                    # The next recording does without its address.
+                    again, reasons = self.choose(*inputs, mutated=self.MUTATED, refused=live.refused)
+                    again.set_up(Graph(self.api, self.nodes(())({i.index: i.recorded for i in again.items})))
+                    expected = dict.fromkeys(range(4)) | live.refused
+                    self.assertEqual(reasons | self.routes(again), expected)
+                    self.assertEqual(reasons, {} if index in self.MUTATED else live.refused)
+
+    def test_the_input_at_fault_is_named(self):
+        for index in (0, 1):
+            live, _ = self.record(lambda found: [self.api.make_kernel([a]) for a in found], at(0), at(0), at(0))
+            live.finish()
+            inputs = [at(0) for _ in range(3)]
+            self.assertIsNone(live.prepare(inputs))
+            inputs[index] = at(0)
+            self.api.fail(KERNEL)
+            self.assertIsNotNone(live.prepare(inputs))
+            self.assertEqual(list(live.refused), [index])
+
+    def test_the_index_is_that_among_all_inputs(self):
+        live, _ = self.choose(3, at(0), at(0), candidates=[2])
+        live.set_up(Graph(self.api, [self.api.make_kernel([live.items[0].recorded])]))
+        self.api.fail(KERNEL)
+        self.assertIsNotNone(live.prepare([3, at(0), at(0)]))
+        self.assertEqual(list(live.refused), [2])
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,366 @@
+"""Patching on a driver that checks its callers: an instantiated graph holds the addresses that it was told to hold, and
+nothing else of it changes; no node is set without need; what fails half-way is never taken for whole.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from fake_driver import CUresult, FakeApi
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.driver import Driver, DriverError
+from pygraph_trees.indirection.ghost import Extent, Ghosts
+from pygraph_trees.indirection.patching import HalfPatched, Patches, PatchFailed
+from pygraph_trees.indirection.sites import Site, scan
+
+SET_CALLS = {
+    "kernel": "cuGraphExecKernelNodeSetParams",
+    "memcpy": "cuGraphExecMemcpyNodeSetParams",
+    "memset": "cuGraphExecMemsetNodeSetParams",
+}
+GHOSTS = [0x7E00_9000_0000 + i * 0x20_0000 for i in range(6)]
+
+
+def words(*values: int) -> bytes:
+    return b"".join(value.to_bytes(8, "little") for value in values)
+
+
+@dataclass(frozen=True)
+class Held:
+    """8 bytes of a node: an address of an input plus delta, or a number where ``input`` is None."""
+
+    input: int | None
+    value: int  # delta or number
+
+    def at(self, addresses: dict[int, int]) -> int:
+        return self.value if self.input is None else addresses[self.input] + self.value
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    kind: str
+    held: tuple[Held, ...]  # of a kernel all words of its block; of a memcpy source and target; of a memset target
+    sizes: tuple[int, ...] = ()  # of a kernel: words a parameter
+    tail: bytes = b""  # of a kernel: a last parameter that is no word
+    packed: bool = False
+    func: bool = True
+
+    def make(self, api: FakeApi) -> int:
+        values = [held.at(dict(enumerate(GHOSTS))) for held in self.held]
+        if self.kind == "memcpy":
+            return api.make_memcpy(*values, 64)
+        if self.kind == "memset":
+            return api.make_memset(*values, 64)
+        parameters, position = [], 0
+        for size in self.sizes:
+            parameters.append(words(*values[position : position + size]))
+            position += size
+        return api.make_kernel(parameters + [self.tail] * bool(self.tail), packed=self.packed, func=self.func)
+
+    def bytes_at(self, addresses: dict[int, int]) -> bytes:
+        return words(*(held.at(addresses) for held in self.held)) + self.tail
+
+    def inputs(self) -> set[int]:
+        return {held.input for held in self.held if held.input is not None}
+
+
+def kernel(*held: Held | int, **more) -> NodeSpec:
+    held = tuple(h if isinstance(h, Held) else Held(None, h) for h in held)
+    return NodeSpec("kernel", held, **{"sizes": (1,) * len(held), **more})
+
+
+def memcpy(source: Held | int, target: Held | int) -> NodeSpec:
+    return NodeSpec("memcpy", tuple(h if isinstance(h, Held) else Held(None, h) for h in (source, target)))
+
+
+def memset(target: Held) -> NodeSpec:
+    return NodeSpec("memset", (target,))
+
+
+class Setup:
+    """A graph of such nodes, instantiated, and the patches of some of its inputs."""
+
+    def __init__(self, specs: list[NodeSpec], inputs: list[int], order=sorted, lacking=()) -> None:
+        self.api = FakeApi()
+        for call, where in lacking:
+            self.api.lack(call, where)
+        self.specs, self.inputs = specs, inputs
+        self.handles = [spec.make(self.api) for spec in specs]
+        self.graph = self.api.make_graph(*self.handles)
+        self.exec, self.patches = self.instantiate(order)
+        self.api.calls.clear()
+
+    def instantiate(self, order=sorted) -> tuple[int, Patches]:
+        exec_ = self.api.instantiate(self.graph)
+        driver, specs = Driver(self.api), self.specs
+        makers = {"kernel": driver.kernel_node, "memcpy": driver.memcpy_node, "memset": driver.memset_node}
+        nodes = [i for i, spec in enumerate(specs) if spec.inputs()]  # as a scan lists them
+        sites = [
+            Site(node=position, offset=8 * word, input=held.input, delta=held.value)
+            for position, i in enumerate(nodes)
+            for word, held in enumerate(specs[i].held)
+            if held.input is not None
+        ]
+        patches = Patches(
+            [makers[specs[i].kind](self.handles[i]) for i in nodes],
+            order(sites, key=lambda site: (site.node, site.offset)),
+            self.inputs,
+            exec_,
+            driver.context(),
+            [GHOSTS[i] for i in self.inputs],
+        )
+        return exec_, patches
+
+    def held(self, exec_: int | None = None) -> list[bytes]:
+        return [self.api.exec_parameters(exec_ or self.exec, handle) for handle in self.handles]
+
+    def expected(self, addresses: list[int]) -> list[bytes]:
+        every = {**dict(enumerate(GHOSTS)), **dict(zip(self.inputs, addresses, strict=True))}
+        return [spec.bytes_at(every) for spec in self.specs]
+
+    def due(self, old: list[int], new: list[int]) -> Counter[str]:
+        """The set calls that such a change needs, and no more."""
+        changed = {i for i, a, b in zip(self.inputs, old, new, strict=True) if a != b}
+        return Counter(
+            SET_CALLS[spec.kind]
+            for spec in self.specs
+            if spec.inputs() & (changed if spec.kind == "kernel" else set(self.inputs))
+        )
+
+
+def held_words(least: int, most: int):
+    deltas = st.integers(-0x1_0000, 0x20_0000)
+    addresses = st.builds(Held, st.integers(0, len(GHOSTS) - 1), deltas)
+    numbers = st.builds(Held, st.none(), st.integers(0, 2**64 - 1))
+    return st.lists(addresses | numbers, min_size=least, max_size=most).map(tuple)
+
+
+@st.composite
+def kernels(draw) -> NodeSpec:
+    held = draw(held_words(0, 8))
+    sizes = []
+    while sum(sizes) < len(held):
+        sizes.append(draw(st.integers(1, len(held) - sum(sizes))))
+    tail, packed, func = draw(st.tuples(st.binary(max_size=4), st.booleans(), st.booleans()))
+    return NodeSpec("kernel", held, tuple(sizes), tail, packed, func)
+
+
+def device_addresses(held: tuple[Held, ...]) -> tuple[Held, ...]:
+    return tuple(Held(h.input, h.value if h.input is not None else h.value % 2**47) for h in held)
+
+
+NODES = st.one_of(
+    kernels(),
+    held_words(2, 2).map(lambda held: NodeSpec("memcpy", device_addresses(held))),
+    held_words(1, 1).map(lambda held: NodeSpec("memset", device_addresses(held))),
+)
+GRAPHS = st.lists(NODES, max_size=8)
+PATCHED = st.permutations(range(len(GHOSTS))).flatmap(
+    lambda order: st.integers(0, len(GHOSTS)).map(lambda count: list(order[:count]))
+)
+# Few addresses, so that inputs meet, keep theirs, and get an earlier one back.
+STEPS = st.lists(
+    st.lists(st.sampled_from([*GHOSTS[:2], 0x7F12_3456_7800, 0x7F12_3456_7A00, 2**57 - 2**22]), min_size=6, max_size=6),
+    max_size=5,
+)
+
+
+class TestPatching(TestCase):
+    @settings(max_examples=150, deadline=None)
+    @given(GRAPHS, PATCHED, STEPS, st.randoms(use_true_random=False))
+    def test_graph_holds_what_it_is_given(self, specs, inputs, steps, random):
+        setup = Setup(specs, inputs, order=lambda sites, key: random.sample(sites, len(sites)))
+        patches, now, total = setup.patches, [GHOSTS[i] for i in inputs], 0
+        self.assertEqual(setup.held(), setup.expected(now))
+        for step in steps:
+            new = step[: len(inputs)]
+            due = setup.due(now, new)
+            setup.api.calls.clear()
+            count = patches.apply(new)
+            self.assertEqual(setup.held(), setup.expected(new))
+            self.assertEqual(Counter(setup.api.calls), due)
+            self.assertEqual(count, due.total())
+            now, total = new, total + count
+            self.assertEqual((patches.addresses, patches.set_calls, patches.broken), (new, total, False))
+
+    @settings(max_examples=150, deadline=None)
+    @given(GRAPHS, PATCHED, STEPS, st.sampled_from(sorted(SET_CALLS.values())), st.integers(0, 6))
+    def test_any_set_call_may_fail(self, specs, inputs, steps, call, after):
+        setup = Setup(specs, inputs)
+        patches, now = setup.patches, [GHOSTS[i] for i in inputs]
+        setup.api.fail(call, after)
+        left = after
+        for step in steps:
+            new = step[: len(inputs)]
+            due = setup.due(now, new)
+            if due[call] <= left:
+                patches.apply(new)
+                self.assertEqual(setup.held(), setup.expected(new))
+                left, now = left - due[call], new
+                continue
+            with self.assertRaises(PatchFailed) as raised:
+                patches.apply(new)
+            kinds = {name: kind for kind, name in SET_CALLS.items()}
+            blamed = [spec.inputs() for spec in specs if spec.kind == kinds[call]]
+            self.assertIn(raised.exception.index, set(inputs) & set().union(*blamed))
+            self.assertTrue(patches.broken)
+            setup.api.calls.clear()
+            for later in (now, new, *steps):
+                with self.assertRaises(HalfPatched):
+                    patches.apply(later[: len(inputs)])
+            self.assertEqual(setup.api.calls, [])
+            return
+        self.assertFalse(patches.broken)
+
+    def test_one_node_with_two_changed_inputs_is_set_once(self):
+        setup = Setup([kernel(Held(0, 0), Held(1, 16), 5, Held(0, 8), sizes=(1, 3)), kernel(Held(1, 0))], [0, 1])
+        self.assertEqual(setup.patches.apply([0x7F00_0000_0000, 0x7F00_0000_1000]), 2)
+        self.assertEqual(setup.api.calls, [SET_CALLS["kernel"]] * 2)
+        expected = words(0x7F00_0000_0000, 0x7F00_0000_1010, 5, 0x7F00_0000_0008)
+        self.assertEqual(setup.held(), [expected, words(0x7F00_0000_1000)])
+
+    def test_no_change_is_no_call(self):
+        setup = Setup([kernel(Held(0, 0)), memcpy(Held(2, 0), 0x10), memset(Held(3, 0))], [0, 1])
+        for same in ([GHOSTS[0], GHOSTS[1]], (GHOSTS[0], GHOSTS[1]), setup.patches.addresses):
+            self.assertEqual(setup.patches.apply(same), 0)
+        self.assertEqual((setup.api.calls, setup.patches.set_calls), ([], 0))
+
+    def test_no_change_is_one_comparison(self):
+        class Uniterable(list):
+            def __iter__(self):
+                raise AssertionError("looked at each address")
+
+        setup = Setup([kernel(Held(0, 0)), memcpy(Held(2, 0), 0x10)], [0, 1])
+        self.assertEqual(setup.patches.apply(Uniterable(GHOSTS[:2])), 0)
+        with self.assertRaisesRegex(AssertionError, "looked at each"):
+            setup.patches.apply(Uniterable(GHOSTS[1:3]))
+
+    def test_memory_nodes_are_set_every_time(self):
+        setup = Setup([kernel(Held(0, 0)), memcpy(Held(1, 0), Held(0, 0)), memset(Held(1, 0))], [1])
+        for _ in range(3):
+            setup.api.calls.clear()
+            self.assertEqual(setup.patches.apply([GHOSTS[1]]), 2)
+            self.assertEqual(Counter(setup.api.calls), Counter([SET_CALLS["memcpy"], SET_CALLS["memset"]]))
+        self.assertEqual(setup.patches.set_calls, 6)
+
+    def test_a_list_that_is_used_again(self):
+        setup = Setup([kernel(Held(0, 0))], [0])
+        addresses = [0x7F00_0000_0000]
+        self.assertEqual(setup.patches.apply(addresses), 1)
+        addresses[0] += 0x200
+        self.assertEqual(setup.patches.apply(addresses), 1)
+        self.assertEqual(setup.held(), setup.expected(addresses))
+
+    def test_recorded_addresses_are_copied(self):
+        recorded = [GHOSTS[0]]
+        patches = Patches([], [], [0], 0x1000, None, recorded)
+        patches.apply([GHOSTS[1]])
+        self.assertEqual((recorded, patches.addresses), ([GHOSTS[0]], [GHOSTS[1]]))
+
+    def test_input_without_sites(self):
+        setup = Setup([kernel(Held(1, 0))], [0, 1])
+        self.assertEqual(setup.patches.apply([0x7F00_0000_0000, GHOSTS[1]]), 0)
+        self.assertEqual(setup.patches.addresses, [0x7F00_0000_0000, GHOSTS[1]])
+
+    def test_two_instances_of_a_graph(self):
+        setup = Setup([kernel(Held(0, 0)), memset(Held(0, 0))], [0])
+        other, patches = setup.instantiate()
+        patches.apply([0x7F00_0000_0000])
+        self.assertEqual(setup.held(), setup.expected([GHOSTS[0]]))
+        setup.patches.apply([0x7F11_0000_0000])
+        self.assertEqual(setup.held(), setup.expected([0x7F11_0000_0000]))
+        self.assertEqual(setup.held(other), setup.expected([0x7F00_0000_0000]))
+
+    def test_names_the_input(self):
+        specs = [kernel(Held(5, 0)), memcpy(Held(4, 0), Held(2, 0)), memset(Held(3, 0))]
+        inputs = [2, 3, 4, 5]
+        old = [GHOSTS[i] for i in inputs]
+        for kind, changed, index in (
+            ("kernel", [5], 5),
+            ("memcpy", [4], 4),
+            ("memcpy", [2], 2),
+            ("memset", [5], 3),
+            ("memset", [3], 3),
+        ):
+            setup = Setup(specs, inputs)
+            setup.api.fail(SET_CALLS[kind], code=CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+            message = f"^{SET_CALLS[kind]} refused an address of input {index}: CUDA_ERROR_OUT_OF_MEMORY$"
+            with self.assertRaisesRegex(PatchFailed, message) as raised:
+                setup.patches.apply([a + 0x200 * (i in changed) for i, a in zip(inputs, old, strict=True)])
+            self.assertEqual(raised.exception.index, index)
+            self.assertIsInstance(raised.exception.__cause__, DriverError)
+
+    def test_failure_without_a_change(self):
+        setup = Setup([memcpy(0x10, Held(1, 0))], [0, 1])
+        setup.api.fail(SET_CALLS["memcpy"])
+        with self.assertRaisesRegex(PatchFailed, "input 1"):
+            setup.patches.apply(GHOSTS[:2])
+        self.assertTrue(setup.patches.broken)
+
+    def test_interrupted_half_way(self):
+        setup = Setup([kernel(Held(0, 0)), kernel(Held(0, 8)), kernel(Held(0, 16))], [0])
+        setup.api.fail(SET_CALLS["kernel"], 1, raises=KeyboardInterrupt())
+        with self.assertRaises(KeyboardInterrupt):
+            setup.patches.apply([0x7F00_0000_0000])
+        self.assertTrue(setup.patches.broken)
+        # The recorded addresses look like those that are held, and are not.
+        with self.assertRaises(HalfPatched):
+            setup.patches.apply([GHOSTS[0]])
+
+    def test_absent_calls(self):
+        for kind, node in (("kernel", kernel(Held(0, 0))), ("memset", memset(Held(0, 0)))):
+            with self.assertRaisesRegex(DriverError, f"^{SET_CALLS[kind]} returned NOT_FOUND$"):
+                Setup([node], [0], lacking=[(SET_CALLS[kind], "bindings")])
+            setup = Setup([node], [0], lacking=[(SET_CALLS[kind], "driver")])
+            with self.assertRaisesRegex(PatchFailed, "refused an address of input 0: NOT_FOUND$"):
+                setup.patches.apply([0x7F00_0000_0000])
+            self.assertTrue(setup.patches.broken)
+        # What the graph does not have is not needed.
+        setup = Setup([kernel(Held(0, 0)), memset(Held(1, 0))], [0], lacking=[(SET_CALLS["memset"], "bindings")])
+        self.assertEqual(setup.patches.apply([0x7F00_0000_0000]), 1)
+
+    def test_wrong_counts(self):
+        for addresses in (GHOSTS[:1], GHOSTS[:3], []):
+            with self.assertRaises(ValueError):
+                Setup([kernel(Held(0, 0))], [0, 1]).patches.apply(addresses)
+        for inputs, recorded in (([0, 0], GHOSTS[:2]), ([0, 1], GHOSTS[:1]), ([0], GHOSTS[:2])):
+            with self.assertRaisesRegex(ValueError, "each input once"):
+                Patches([], [], inputs, 0x1000, None, recorded)
+
+    def test_what_a_scan_finds(self):
+        api = FakeApi()
+        driver = Driver(api)
+        ghosts = Ghosts(driver, 0, [Extent(4096, 0), Extent(64, 16), Extent(3 << 20, 128)])
+        a, b, c = (ghost.start for ghost in ghosts.ghosts)
+        handles = [
+            api.make_kernel([a, 7, b + 64, b"\1\2\3"], packed=True),
+            api.make_kernel([7]),
+            api.make_memcpy(c + 0x1000, 0x10, 32),
+            api.make_kernel([c, a + 8]),
+        ]
+        graph = api.make_graph(*handles)
+        found = scan(driver, graph, ghosts)
+        exec_ = api.instantiate(graph)
+        patches = Patches(found.nodes, found.sites, [0, 2], exec_, driver.context(), [a, c])
+        self.assertEqual(patches.apply([0x7F00_0000_0000, 0x7F11_0000_0000]), 3)
+        expected = [
+            words(0x7F00_0000_0000, 7, b + 64) + b"\1\2\3",
+            words(7),
+            words(0x7F11_0000_1000, 0x10),
+            words(0x7F11_0000_0000, 0x7F00_0000_0008),
+        ]
+        self.assertEqual([api.exec_parameters(exec_, handle) for handle in handles], expected)
+        ghosts.close()
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,78 @@
+"""Which addresses lie in a graph pool, against a walk through its segments."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.indirection.pool import PoolRanges
+
+MIB = 1 << 20
+
+gaps_and_sizes = st.tuples(st.integers(0, 3), st.integers(1, 3))  # gap 0: segments that touch
+pools = st.lists(gaps_and_sizes, max_size=12).flatmap(
+    lambda pairs: st.permutations(
+        [
+            {"address": (sum(g + n for g, n in pairs[:i]) + pairs[i][0]) * 2 * MIB, "total_size": pairs[i][1] * 2 * MIB}
+            for i in range(len(pairs))
+        ]
+    )
+)
+
+
+class Allocator:
+    """The segments of a pool, and how often they were asked for."""
+
+    def __init__(self, segments=()) -> None:
+        self.segments = list(segments)
+        self.snapshots = 0
+
+    def snapshot(self):
+        self.snapshots += 1
+        return iter(self.segments)
+
+
+def holds(segments, address: int) -> bool:
+    return any(s["address"] <= address < s["address"] + s["total_size"] for s in segments)
+
+
+class TestPoolRanges(TestCase):
+    @settings(max_examples=200, deadline=None)
+    @given(pools, st.lists(st.integers(0, 80 * MIB), max_size=20))
+    def test_holds_what_lies_in_a_segment(self, segments, addresses):
+        edges = [edge for s in segments for edge in (s["address"], s["address"] + s["total_size"])]
+        ranges = PoolRanges(Allocator(segments).snapshot)
+        for address in (*addresses, *edges, *(edge - 1 for edge in edges), *(edge + 1 for edge in edges)):
+            self.assertEqual(ranges.holds(address), holds(segments, address), hex(address))
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.lists(st.tuples(pools, st.booleans(), st.lists(st.integers(0, 80 * MIB), max_size=4)), max_size=6))
+    def test_what_is_known_holds_until_it_is_forgotten(self, steps):
+        allocator = Allocator()
+        ranges, known, snapshots = PoolRanges(allocator.snapshot), None, 0
+        for segments, forgotten, addresses in steps:
+            allocator.segments = segments
+            if forgotten:
+                ranges.forget()
+                known = None
+            for address in addresses:
+                if known is None:
+                    known, snapshots = segments, snapshots + 1
+                self.assertEqual(ranges.holds(address), holds(known, address))
+            self.assertEqual(allocator.snapshots, snapshots)
+
+    def test_an_empty_pool_is_asked_once(self):
+        allocator = Allocator()
+        ranges = PoolRanges(allocator.snapshot)
+        self.assertEqual([ranges.holds(address) for address in (0, 1, 1 << 47)], [False] * 3)
+        self.assertEqual(allocator.snapshots, 1)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,131 @@
+"""Rules that decide how a live input is given to a recorded graph."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.indirection.routes import Decision, Route, decide, fits, why_not_ghost
+from pygraph_trees.indirection.sites import Scan, Site
+
+PATCH = Decision(Route.PATCH, None)
+
+
+def copy(reason: str) -> Decision:
+    return Decision(Route.COPY, reason)
+
+
+def found(*inputs: int, refused: dict[int, str] | None = None, opaque: str | None = None) -> Scan:
+    """A scan with one site for each input."""
+    return Scan((), tuple(Site(0, 8 * i, index, 0) for i, index in enumerate(inputs)), refused or {}, opaque)
+
+
+class TestWhyNotGhost(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.enterContext(FakeTensorMode())
+
+    def test_plain_tensors_may(self):
+        for size, stride in (((64, 8), (8, 1)), ((64, 8), (1, 64)), ((64, 8), (0, 1)), ((64, 8), (100, 10)), ((), ())):
+            for dtype in (torch.float32, torch.bool, torch.complex64, torch.float8_e4m3fn):
+                tensor = torch.empty_strided(size, stride, dtype=dtype, device="cuda:1")
+                self.assertIsNone(why_not_ghost(tensor, 1, in_pool=False))
+
+    def test_each_rule(self):
+        number = torch.empty(4, device="cuda:0", dtype=torch.complex64)
+        for tensor, in_pool, why in (
+            (torch.empty(4), False, "it is on cpu"),
+            (torch.empty(4, device="cuda:1"), False, "it is on cuda:1"),
+            (number.conj(), False, "it is a conjugate view"),
+            (number.conj().imag, False, "it is a negated view"),
+            (torch.empty(4, 0, device="cuda:0"), False, "it has no elements"),
+            (number, True, "it lies in the graph pool"),
+            (number.conj().conj(), False, None),
+        ):
+            self.assertEqual(why_not_ghost(tensor, 0, in_pool), why)
+
+    def test_the_first_rule_that_holds_is_told(self):
+        self.assertEqual(why_not_ghost(torch.empty(0), 0, in_pool=True), "it is on cpu")
+        self.assertEqual(why_not_ghost(torch.empty(0, device="cuda:0"), 0, in_pool=True), "it has no elements")
+
+
+class TestSparse(TestCase):
+    def test_layout(self):
+        class OnGpu:  # a fake tensor cannot be sparse and on a GPU that is not there
+            device = torch.device("cuda", 0)
+            layout = torch.sparse_csr
+
+        self.assertEqual(why_not_ghost(OnGpu(), 0, in_pool=False), "its layout is torch.sparse_csr")
+
+
+class TestDecide(TestCase):
+    def test_held_inputs_are_patched(self):
+        self.assertEqual(decide(found(0, 1, 1), 2, ()), [PATCH, PATCH])
+
+    def test_an_input_that_no_node_holds(self):
+        self.assertEqual(decide(found(1), 3, {2}), [copy("no node holds its address"), PATCH, PATCH])
+
+    def test_a_refused_input_alone_is_copied(self):
+        scan = found(0, 1, refused={0: "its address is in a host array", 2: "a collective reads it"})
+        expected = [copy("its address is in a host array"), PATCH, copy("a collective reads it")]
+        self.assertEqual(decide(scan, 3, {0, 2}), expected)
+
+    def test_nothing_is_patched_beside_what_hides_addresses(self):
+        scan = found(0, refused={1: "a collective reads it"}, opaque="a host node")
+        hidden = copy("a host node may hide its address")
+        self.assertEqual(decide(scan, 4, {3}), [hidden, copy("a collective reads it"), hidden, hidden])
+
+    def test_no_inputs(self):
+        self.assertEqual(decide(found(opaque="a host node"), 0, ()), [])
+
+    @given(st.sets(st.integers(0, 5)), st.sets(st.integers(0, 5)), st.sets(st.integers(0, 5)), st.booleans())
+    def test_only_what_is_known_is_patched(self, held, refused, passed, hidden):
+        scan = found(*sorted(held), refused=dict.fromkeys(refused, "of that"), opaque="a host node" if hidden else None)
+        decisions = decide(scan, 6, passed)
+        patched = {i for i, decision in enumerate(decisions) if decision.route is Route.PATCH}
+        self.assertEqual(patched, set() if hidden else (held | passed) - refused)
+        self.assertEqual([d.reason is None for d in decisions], [i in patched for i in range(6)])
+
+
+class TestFits(TestCase):
+    def test_alignments(self):
+        for address, recorded, expected in (
+            (0x1000, 0x1000, True),
+            (0x1200, 0x1000, True),  # 512 and 4096: no more than 512 is asked for
+            (0x1100, 0x1000, False),
+            (0x1100, 0x2100, True),
+            (0x1000, 0x2100, True),  # more aligned than recorded
+            (0x1040, 0x2100, False),
+            (0x1010, 0x2010, True),
+            (0x1020, 0x2010, True),
+            (0x1008, 0x2010, False),
+            (0x1008, 0x2008, True),
+            (0x1000, 0x2008, False),  # a kernel may have been told to peel
+            (0x1018, 0x2008, True),
+            (0x100C, 0x2004, False),
+            (0x1001, 0x2001, True),
+            (0x1003, 0x2001, False),
+        ):
+            self.assertEqual(fits(address, recorded), expected, f"{address:#x} for {recorded:#x}")
+
+    @given(st.integers(0, 1 << 10), st.integers(0, 1 << 10))
+    def test_as_aligned_as_recorded(self, address, recorded):
+        as_aligned = all(address % (1 << p) == 0 for p in range(10) if recorded % (1 << p) == 0)
+        expected = as_aligned and (recorded % 16 == 0 or address % 16 == recorded % 16)
+        self.assertEqual(fits(address, recorded), expected)
+
+    @given(st.integers(1, 1 << 40), st.integers(0, 1 << 8))
+    def test_a_whole_stride_of_512_away_always_fits(self, recorded, steps):
+        self.assertTrue(fits(recorded + 512 * steps, recorded))
+
+
+if __name__ == "__main__":
+    run_tests()

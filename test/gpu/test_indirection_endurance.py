@@ -1,0 +1,174 @@
+"""Many replays with fresh addresses: nothing grows, and peak memory is upstream's less the copies.
+
+``PYGRAPH_REPLAYS`` says how many replays, 2,000 without it; 100,000 take some minutes.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+
+import torch
+from indirection import FLAG, Facts, IndirectionTestCase, compiled, reset
+from torch.testing._internal.common_utils import run_tests
+
+REPLAYS = int(os.environ.get("PYGRAPH_REPLAYS", "2000"))
+MIB = 2**20
+
+
+def host_bytes() -> int:
+    """What of this process lies in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def gpu_bytes() -> int:
+    """What is taken of the GPU, by whomever."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def handles() -> tuple[int, int]:
+    """Open files, and Python objects."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), len(gc.get_objects())
+
+
+class Peak(threading.Thread):
+    """Looks at the GPU's memory all the time."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.most = gpu_bytes()
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        while not self._over.is_set():
+            self.most = max(self.most, gpu_bytes())
+            time.sleep(0.0005)
+
+    def stop(self) -> int:
+        self.most = max(self.most, gpu_bytes())
+        self._over.set()
+        self.join()
+        return self.most
+
+
+class TestIndirectionEndurance(IndirectionTestCase):
+    def assertSteady(self, step, rounds, tenth=10):
+        """Memory and handles after all rounds are what they were after a tenth of them."""
+        first = max(20, rounds // tenth)
+        for call in range(first):
+            step(call)
+        torch.cuda.synchronize()
+        before = handles(), gpu_bytes(), torch.cuda.memory_allocated(), host_bytes()
+        for call in range(first, rounds):
+            step(call)
+        torch.cuda.synchronize()
+        (files, objects), gpu, allocated, host = handles(), gpu_bytes(), torch.cuda.memory_allocated(), host_bytes()
+        self.assertLessEqual(files, before[0][0])
+        self.assertLess(objects - before[0][1], 500)
+        self.assertLessEqual(gpu - before[1], 2 * MIB)
+        self.assertEqual(allocated, before[2])
+        self.assertLess(host - before[3], 8 * MIB)
+
+    def test_fresh_addresses(self):
+        def program(cache, x, w, position):
+            cache.index_copy_(0, position, x)
+            return (cache @ w).softmax(1).sum(0), x
+
+        graphed = compiled(program).graphed
+        memory = torch.randn(32 * MIB, device=self.device)
+        w = torch.randn(64, 32, device=self.device)
+        torch.cuda.synchronize()
+
+        def step(call):
+            # 128 floats are 512 bytes: as aligned as what the allocator gives, and no two calls have the same address.
+            begin = call * 128 % (30 * MIB)
+            cache = memory[begin : begin + 256 * 64].view(256, 64)
+            x = memory[begin + 256 * 64 : begin + 257 * 64].view(1, 64)
+            position = torch.full((1,), call % 256, device=self.device)
+            torch.compiler.cudagraph_mark_step_begin()
+            result, same = graphed(cache, x, w, position)
+            assert same.data_ptr() == x.data_ptr()
+            if call % 500 == 0:
+                self.assertEqual(cache[call % 256], x[0])
+                self.assertEqual(result, (cache @ w).softmax(1).sum(0))
+
+        self.assertSteady(step, REPLAYS)
+        facts = Facts.now()
+        self.assertEqual((facts.recordings, facts.copied_bytes, facts.ungraphed_calls), (1, 0, 0), str(facts))
+        self.assertEqual(facts.replays, REPLAYS - 2)
+
+    def test_memory_of_the_allocators_own(self):
+        """Tensors made for each call; those of the last calls are still there, so that addresses change."""
+        graphed = compiled(lambda x, y: (x @ y).relu() + x).graphed
+        held = []
+
+        def step(call):
+            inputs = [torch.full((128, 128), float(call % 7), device=self.device) for _ in range(2)]
+            torch.compiler.cudagraph_mark_step_begin()
+            graphed(*inputs)
+            held.append(inputs)
+            del held[:-5]
+
+        self.assertSteady(step, REPLAYS)
+        self.assertEqual((Facts.now().recordings, Facts.now().copied_bytes), (1, 0))
+
+    def test_recordings_that_come_and_go(self):
+        """Ranges, graphs and pool memory go with the functions that they belong to."""
+
+        def step(call):
+            torch._dynamo.reset()
+            graphed = compiled(lambda x, c: (c.add_(x), x.sin() @ c)[1]).graphed
+            for _ in range(4):
+                torch.compiler.cudagraph_mark_step_begin()
+                graphed(torch.ones(64, 64, device=self.device), torch.ones(64, 64, device=self.device))
+            del graphed
+            reset()
+
+        for call in range(6):
+            step(call)
+        files, gpu, host = handles()[0], gpu_bytes(), host_bytes()
+        for call in range(30):
+            step(call)
+        self.assertLessEqual(handles()[0], files)
+        self.assertLessEqual(gpu_bytes() - gpu, 2 * MIB)
+        self.assertLess(host_bytes() - host, 64 * MIB)
+
+    def peak(self, flag, program, sizes):
+        """The most GPU memory taken from the first call on, and what is taken at the end, above what was before."""
+        reset()
+        inputs = [torch.ones(size // 4, device=self.device) for size in sizes]
+        torch.cuda.synchronize()
+        with torch._inductor.config.patch({FLAG: flag}):
+            graphed = compiled(program, dynamic=False).graphed
+            graphed(*[x[:1024].clone() for x in inputs])  # loads and compiles what a process does once
+            torch.cuda.synchronize()
+            before = gpu_bytes()
+            watch = Peak()
+            watch.start()
+            for _ in range(6):
+                torch.compiler.cudagraph_mark_step_begin()
+                graphed(*inputs)
+            torch.cuda.synchronize()
+            left = gpu_bytes() - before
+        return watch.stop() - before, left
+
+    def test_peak_memory(self):
+        def program(*xs):
+            return sum(x.sin().sum() for x in xs)
+
+        for name, sizes in (("one large", [512 * MIB]), ("several", [64 * MIB] * 4), ("small", [4096] * 16)):
+            with self.subTest(name):
+                upstream, ours = (self.peak(flag, program, sizes) for flag in ("off", "auto"))
+                for what, theirs, mine in zip(("peak", "left"), upstream, ours, strict=True):
+                    self.assertLessEqual(mine, theirs + 4 * MIB, f"{what}: {mine}, upstream {theirs}")
+                if sum(sizes) >= 64 * MIB:
+                    self.assertLessEqual(ours[0], upstream[0] - sum(sizes) + 4 * MIB, f"{ours}, upstream {upstream}")
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,175 @@
+"""Outputs that are live inputs, lie in them or are kept for backward: rebuilt from the live input at each replay."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from indirection import Facts, IndirectionTestCase, Program, assert_same_bits, by_name, compiled, tensor
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+
+def through_the_host(*kept):
+    """A program in three parts, the one in the middle on the CPU; ``kept`` are made in the first part."""
+
+    def program(x, y):
+        first = [make(x, y) for make in kept]
+        host = (y * 2).cpu() + 1
+        return (*first, host.to(y.device) * y + x.sum())
+
+    return program
+
+
+MATRIX = tensor(65, 33)
+RETURNED = [
+    Program("alone", lambda x: x, (MATRIX,), graphed=False),
+    Program("with a result", lambda x: (x, x + 1), (MATRIX,)),
+    Program("twice", lambda x: (x, x * 2, x), (MATRIX,)),
+    Program("one of two", lambda x, y: (y, x @ y.mT), (MATRIX, MATRIX)),
+    Program("in a dict", lambda x, y: {"x": x, "sum": (x + y, [y])}, (MATRIX, MATRIX)),
+    Program("detached", lambda x: (x.detach(), x.sin()), (MATRIX,)),
+    Program("slice", lambda x: (x[1:], x[:, 2:5].exp()), (MATRIX,)),
+    Program("slice of columns", lambda x: (x[:, 2:5], x.sum()), (MATRIX,)),
+    Program("transposed", lambda x: (x.t(), x.softmax(0)), (MATRIX,)),
+    Program("flat", lambda x: (x.view(-1), x + 1), (MATRIX,)),
+    Program("expanded", lambda x: (x.expand(4, 65, 33), x * 3), (MATRIX,)),
+    Program("unsqueezed and itself", lambda x: (x[None], x, x.cos()), (MATRIX,)),
+    Program("other dtype", lambda x: (x.view(torch.int32), x + 1), (MATRIX,)),
+    Program("real parts", lambda x: (torch.view_as_real(x), torch.view_as_real(x * 2)),
+            (tensor(64, dtype="complex64"),)),
+    Program("strided", lambda x: (torch.as_strided(x, (5, 5), (3, 2), x.storage_offset() + 1), x + 1), (MATRIX,)),
+    Program("of misaligned", lambda x: (x[3:], x.tanh()), (tensor(1000, layout="misaligned"),)),
+    Program("of expanded", lambda x: (x[1:], x.sum(0)), (tensor(9, 33, layout="expanded"),)),
+    Program("of shared storage", lambda x, y: (x[1:], y, x.sum() + y.sum()),
+            (tensor(500), tensor(300, shares="0", shift=512))),
+    Program("split", lambda x: (*x.split(13), x.mean()), (MATRIX,)),
+    Program("chunk of attention", lambda x: (x.chunk(3, -1)[0], F.scaled_dot_product_attention(*x.chunk(3, -1))),
+            (tensor(2, 4, 64, 96, dtype="bfloat16"),)),
+    Program("written and returned", lambda x, y: (x.mul_(y), x[1:], y[2:]), (MATRIX, MATRIX)),
+    Program("no elements", lambda x, y: (x, y + 1), (tensor(0, 33), MATRIX)),
+]  # fmt: skip
+
+PARTS = [
+    Program("itself", through_the_host(lambda x, y: x), (MATRIX, MATRIX)),
+    Program("a view", through_the_host(lambda x, y: x[1:]), (MATRIX, MATRIX)),
+    Program("a view and a result", through_the_host(lambda x, y: y.t(), lambda x, y: x.sin()), (MATRIX, MATRIX)),
+    Program("read on both sides", through_the_host(lambda x, y: (x @ y.mT).relu()), (MATRIX, MATRIX)),
+]
+
+SAVED = [
+    Program("pointwise", lambda x: x.sin() * x, (MATRIX,), backward=True),
+    Program("matmul", lambda x, w: x @ w, (tensor(64, 128), tensor(128, 32)), backward=True),
+    Program("linear and loss", lambda x, w, b, t: F.mse_loss(F.linear(x, w, b).relu(), t),
+            (tensor(32, 64), tensor(16, 64), tensor(16), tensor(32, 16)), backward=True),
+    Program("layer norm", lambda x, w, b: F.layer_norm(x, (64,), w, b), (tensor(32, 64), tensor(64), tensor(64)),
+            backward=True),
+    Program("convolution", F.conv2d, (tensor(4, 8, 16, 16), tensor(8, 8, 3, 3), tensor(8)), backward=True),
+    Program("attention", F.scaled_dot_product_attention, (tensor(2, 4, 64, 32, dtype="float64"),) * 3, backward=True),
+    Program("returned too", lambda x, w: (x, x @ w, w.t()), (tensor(64, 32), tensor(32, 64)), backward=True),
+    Program("a view is saved", lambda x, w: x[1:].sin() * w, (tensor(65, 32), tensor(64, 32)), backward=True),
+    Program("not contiguous", lambda x, w: (x * w).cos(),
+            (tensor(64, 32, layout="transposed"), tensor(64, 32)), backward=True),
+]  # fmt: skip
+
+
+class TestIndirectionOutputs(IndirectionTestCase):
+    @parametrize("program", RETURNED, name_fn=by_name)
+    def test_returned(self, program):
+        self.check(program)
+
+    @parametrize("program", PARTS, name_fn=by_name)
+    def test_passed_through_parts(self, program):
+        self.check(program)
+
+    @parametrize("program", SAVED, name_fn=by_name)
+    def test_saved_for_backward(self, program):
+        self.check(program)
+
+    def chained(self, first, second, calls=8):
+        """The facts of two functions of which the second gets all that the first returns, with fresh inputs."""
+        plain, graphed = zip(*((w.plain, w.graphed) for w in (compiled(first), compiled(second))), strict=True)
+        for call in range(calls):
+            results = []
+            for f, g in (plain, graphed):
+                generator = torch.Generator(self.device).manual_seed(call)
+                x = torch.randn(64, 48, device=self.device, generator=generator)
+                torch.compiler.cudagraph_mark_step_begin()
+                results.append([t.clone() for t in g(*f(x))] + [x])
+            assert_same_bits(results[1], results[0], f"call {call}")
+        return Facts.now()
+
+    def test_the_next_function_is_not_recorded_again(self):
+        for name, first in (
+            ("itself", lambda x: (x, x + 1)),
+            ("view", lambda x: (x[1:], x * 2)),
+            ("transposed", lambda x: (x.t(), x.sin())),
+        ):
+            with self.subTest(name):
+                torch._dynamo.reset()
+                before = Facts.now()
+                facts = self.chained(first, lambda a, b: (a.exp().sum(), b.cos()))
+                self.assertEqual(facts.recordings - before.recordings, 2, str(facts))
+                self.assertEqual(facts.reasons, (), str(facts))
+                self.assertEqual(facts.replays - before.replays, 2 * 6, str(facts))
+                self.assertEqual(facts.copied_bytes, 0, str(facts))
+
+    def test_the_next_function_writes_to_it(self):
+        facts = self.chained(lambda x: (x, x + 1), lambda a, b: (a.mul_(b), b.sum()))
+        self.assertEqual((facts.recordings, facts.reasons, facts.skips), (2, (), 0), str(facts))
+
+    def test_outputs_outlive_the_next_replay(self):
+        graphed = compiled(lambda x: (x[1:], x + 1)).graphed
+        kept = []
+        for call in range(6):
+            x = torch.full((100,), float(call), device=self.device)
+            torch.compiler.cudagraph_mark_step_begin()
+            kept.append((graphed(x)[0], x))
+        for call, (view, x) in enumerate(kept):
+            self.assertEqual(view.untyped_storage().data_ptr(), x.untyped_storage().data_ptr())
+            self.assertEqual(view, torch.full((99,), float(call), device=self.device))
+
+    def test_outputs_do_not_keep_the_input_alive(self):
+        graphed = compiled(lambda x: (x[1:], x + 1)).graphed
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            graphed(torch.ones(1 << 20, device=self.device))
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        for _ in range(6):
+            torch.compiler.cudagraph_mark_step_begin()
+            graphed(torch.ones(1 << 20, device=self.device))
+        self.assertEqual(torch.cuda.memory_allocated(), before)
+
+    def test_gradients_add_up(self):
+        """Several backwards into one leaf, as in gradient accumulation."""
+        ways = compiled(lambda x, w: (x @ w).relu().square())
+        gradients = []
+        for way in (ways.plain, ways.graphed):
+            generator = torch.Generator(self.device).manual_seed(0)
+            w = torch.randn(32, 32, device=self.device, generator=generator).requires_grad_()
+            for call in range(8):
+                x = torch.randn(16, 32, device=self.device, generator=generator)
+                torch.compiler.cudagraph_mark_step_begin()
+                way(x, w).sum().backward()
+                if call == 0:
+                    w.grad = w.grad.clone()  # out of the graph pool
+            gradients.append(w.grad.clone())
+        assert_same_bits(gradients[1], gradients[0], "gradient ")
+
+    def test_a_saved_input_that_is_written_later_is_an_error(self):
+        graphed = compiled(lambda x: x.sin() * 2).graphed
+        for _ in range(4):
+            x = torch.ones(64, device=self.device)
+            leaf = torch.ones(64, device=self.device, requires_grad=True)
+            x = x * leaf
+            torch.compiler.cudagraph_mark_step_begin()
+            y = graphed(x)
+            with torch.no_grad():
+                x.add_(1)
+            with self.assertRaisesRegex(RuntimeError, "modified by an inplace operation"):
+                y.sum().backward()
+
+
+instantiate_parametrized_tests(TestIndirectionOutputs)
+
+if __name__ == "__main__":
+    run_tests()
