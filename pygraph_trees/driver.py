@@ -6,8 +6,8 @@ installed driver lack raises it with :data:`NOT_FOUND`. It works on whatever mod
 fake. :func:`driver` gives the process's own, or None where ``cuda.bindings`` is not installed; callers then do without.
 
 A :class:`GraphNode` is a node of a captured graph with the parameters that it was recorded with. They are ours: change
-them in place, then :meth:`~GraphNode.set` makes one instantiated graph hold them. The captured graph itself never
-changes, and what an instantiated graph holds cannot be read back.
+them in place, then :meth:`~GraphNode.set` makes one instantiated graph hold them. What such a graph holds cannot be read
+back. The captured graph keeps its own, but for :meth:`CopyNode.set_captured`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ NOT_FOUND = "NOT_FOUND"
 # They have functions that the installed driver lacks, so a name in them proves nothing.
 _NEEDED = {
     10020: (
-        *("cuMemAddressReserve", "cuMemAddressFree", "cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap"),
+        *("cuMemAddressReserve", "cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap"),
         *("cuMemSetAccess", "cuMemGetAllocationGranularity", "cuPointerGetAttribute", "cuCtxGetCurrent"),
         *("cuGraphMemcpyNodeGetParams", "cuGraphMemsetNodeGetParams"),
+        *("cuGraphMemcpyNodeSetParams", "cuGraphMemsetNodeSetParams"),
         *("cuGraphExecMemcpyNodeSetParams", "cuGraphExecMemsetNodeSetParams"),
     ),
     12000: ("cuGraphKernelNodeGetParams", "cuGraphExecKernelNodeSetParams"),
@@ -155,14 +156,10 @@ class Driver:
         (nbytes,) = self._call("cuMemGetAllocationGranularity", self._memory_on(device), minimum)
         return int(nbytes)
 
-    def reserve(self, nbytes: int, hint: int = 0) -> int:
-        """The start of a new range of addresses without memory; at ``hint`` only where the driver likes to."""
-        (address,) = self._call("cuMemAddressReserve", nbytes, 0, hint, 0)
+    def reserve(self, nbytes: int) -> int:
+        """The start of a new range of addresses without memory, where the driver likes."""
+        (address,) = self._call("cuMemAddressReserve", nbytes, 0, 0, 0)
         return int(address)
-
-    def free_reserved(self, address: int, nbytes: int) -> None:
-        """Gives a whole reservation back; nothing may be mapped there."""
-        self._call("cuMemAddressFree", address, nbytes)
 
     def create_memory(self, nbytes: int, device: int) -> int:
         """Physical memory without an address."""
@@ -299,7 +296,21 @@ class KernelNode(GraphNode):
         return ctypes.c_uint64.from_buffer(self.block, offset)
 
 
-class MemcpyNode(GraphNode):
+class CopyNode(GraphNode):
+    """A node that the driver itself carries out, by the kind of memory that it finds at the addresses.
+
+    The kind is fixed where the graph is instantiated: an address in memory that was mapped piece by piece
+    (``cuMemMap``) cannot become one from ``cuMemAlloc`` or the reverse (measured, driver 580).
+    """
+
+    _set_captured: ClassVar[str]
+
+    def set_captured(self) -> None:
+        """Makes the captured graph hold the parameters as they are now, before it is instantiated."""
+        self._driver._call(self._set_captured, self.handle, self._params)
+
+
+class MemcpyNode(CopyNode):
     """A copy. ``source`` and ``target`` are addresses of device memory: assign to them, then :meth:`set`.
 
     A side is None, and must not be assigned to, where it is host memory or an array or where the copy is not ``plain``.
@@ -307,6 +318,7 @@ class MemcpyNode(GraphNode):
 
     kind = NodeKind.MEMCPY
     _get, _set = "cuGraphMemcpyNodeGetParams", "cuGraphExecMemcpyNodeSetParams"
+    _set_captured = "cuGraphMemcpyNodeSetParams"
     plain: bool  # one row, and nothing is added to the addresses: what the driver lets change
     nbytes: int
     host_source: int | None  # the address of a source in host memory, pageable memory included
@@ -350,11 +362,12 @@ class MemcpyNode(GraphNode):
         self._params.dstDevice = address
 
 
-class MemsetNode(GraphNode):
+class MemsetNode(CopyNode):
     """A fill. ``target`` is an address of device memory: assign to it, then :meth:`set`."""
 
     kind = NodeKind.MEMSET
     _get, _set = "cuGraphMemsetNodeGetParams", "cuGraphExecMemsetNodeSetParams"
+    _set_captured = "cuGraphMemsetNodeSetParams"
     plain: bool  # one row
     nbytes: int  # from the first byte to the last, what lies between rows included
 

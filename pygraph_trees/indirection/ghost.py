@@ -5,18 +5,17 @@
 work never runs there, so one piece of physical memory backs all of it, again and again. A word of the captured graph
 inside a ghost or its guards is that input's address:
 
-- Nothing else lives there: the ghosts of a recording are disjoint parts of one reservation, and no later recording of
-  this process gets any of its addresses, because kernels carry stale words of earlier launches. Reservations rise; a
-  range that the driver chose itself, since it did not take the hint, stays reserved for good.
+- Nothing else lives there: all ghosts of a process are disjoint parts of its :class:`Arena`, which is never given
+  back, and no later recording gets an address again, because kernels carry stale words of earlier launches.
 - No two int32 side by side look like one: the low halves of the addresses lie in [0x9000_0000, 0xF000_0000), which as
   an int32 is negative, and far from zero, so that sizes and strides are never inside, whatever the high half is. This
-  does not hold past the first 1.5 GiB of a larger input, nor where the driver did not take the hint.
+  does not hold past the first 1.5 GiB of a larger input.
 
 Small inputs share pages, with mapped guards of 64 KiB; a large one has granules of its own, with an unmapped granule
 on both sides. Mapping costs 23 us a call, so the shared memory is as large as it takes to map any input in 32 calls.
 
-A constructor that raises leaves nothing mapped, reserved or held, and ``close`` gives back everything, interrupts
-included; only what a call is just returning or taking back as an interrupt strikes may be lost (a handle, a range).
+A constructor that raises leaves nothing mapped or held, and ``close`` gives back everything, interrupts
+included; only what a call is just returning or taking back as an interrupt strikes may be lost (a handle).
 Nobody synchronizes here: whoever calls ``close`` knows that no launched work uses a materialised ghost any longer.
 """
 
@@ -26,8 +25,10 @@ import bisect
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from pygraph_trees.driver import Driver, DriverError
 
@@ -39,9 +40,9 @@ MAX_MAPPINGS = 32  # of one input, or of one page of small ones
 
 LOW_HALF_START, LOW_HALF_END = 0x9000_0000, 0xF000_0000
 
-# Far from where systems put heaps, libraries and the driver's own reservations; 47-bit, what x86-64 processes have.
-_frontier = 0x2B6D_0000_0000
-_frontier_lock = threading.Lock()
+# Addresses cost nothing. The driver chooses where: hints at other places are not taken (driver 580).
+_ARENA_NBYTES = (1 << 40, 1 << 36)  # asked for in turn, then just what a recording needs: a process may be limited
+_WINDOW = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +79,8 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Where everything of one recording lies."""
+    """Where everything of one recording lies, from the arena's start."""
 
-    low: int
     high: int
     ghosts: tuple[Ghost, ...]
     blocks: tuple[tuple[int, int], ...]  # address and bytes
@@ -89,42 +89,75 @@ class _Plan:
     def moved(self, by: int) -> _Plan:
         ghosts = tuple(Ghost(g.start + by, g.nbytes, g.low + by, g.high + by) for g in self.ghosts)
         blocks = tuple((start + by, nbytes) for start, nbytes in self.blocks)
-        return _Plan(self.low + by, self.high + by, ghosts, blocks, self.block_of)
+        return _Plan(self.high + by, ghosts, blocks, self.block_of)
+
+
+class Arena:
+    """A process's reserved addresses, given out from low to high and never taken back; another one when they run out."""
+
+    _of: ClassVar[weakref.WeakKeyDictionary[Driver, Arena]] = weakref.WeakKeyDictionary()
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self) -> None:
+        self._start = 0  # a multiple of the window
+        self._used = 0  # from there on
+        self._nbytes = 0
+
+    @classmethod
+    def place(cls, driver: Driver, extents: Sequence[Extent], granularity: int) -> _Plan:
+        """Addresses for the extents that nobody had before. Raises :class:`DriverError` where none can be reserved."""
+        with cls._lock:
+            arena = cls._of.setdefault(driver, Arena())
+            plan = _plan(extents, granularity, arena._used)
+            if plan.high > arena._nbytes:
+                plan = _plan(extents, granularity, 0)
+                arena._reserve(driver, plan.high)
+            arena._used = plan.high
+            return plan.moved(arena._start)
+
+    def _reserve(self, driver: Driver, needed: int) -> None:
+        refused: DriverError | None = None
+        for nbytes in (*(most for most in _ARENA_NBYTES if most > needed), _round_up(needed, PAGE_NBYTES)):
+            try:
+                address = driver.reserve(nbytes + _WINDOW)
+            except DriverError as error:
+                refused = error
+                continue
+            self._start, self._used, self._nbytes = _round_up(address, _WINDOW), 0, nbytes
+            return
+        assert refused is not None
+        raise refused
 
 
 class Ghosts:
-    """The ghosts of one recording; all of them lie in one reservation.
+    """The ghosts of one recording.
 
     Raises :class:`DriverError` where the driver refuses a call, and leaves nothing behind then.
     """
 
     ghosts: tuple[Ghost, ...]  # in the order of the extents
-    low: int  # of the whole reservation; low == high where there are no extents
+    low: int  # of all ghosts and what lies between them; low == high where there are no extents
     high: int
 
     def __init__(self, driver: Driver, device: int, extents: Sequence[Extent]) -> None:
         self._driver = driver
         self._device = device
-        self._reserved = False
         self._handles: list[int] = []  # of physical memory, until it is mapped: mappings outlive their handle
         self._blocks: tuple[_Block, ...] = ()
-        granularity = driver.granularity(device) if extents else 1
-        plan = _plan_at_frontier(extents, granularity)
-        hint = plan.low
-        try:
-            if extents:
-                plan = plan.moved(self._reserve(hint, plan.high - plan.low) - hint)
-            self.low, self.high = plan.low, plan.high
+        self.ghosts, self._block_of = (), ()
+        if extents:
+            granularity = driver.granularity(device)
+            plan = Arena.place(driver, extents, granularity)
             self.ghosts, self._block_of = plan.ghosts, plan.block_of
             self._blocks = tuple(_Block(start, nbytes) for start, nbytes in plan.blocks)
-            if extents:
+            try:
                 self._map_shared(granularity)
-        except BaseException:
-            with contextlib.suppress(DriverError):
-                self.close()
-            raise
-        # Kept where the driver chose the range: it could choose it again. After a failure it may, nothing was recorded.
-        self._reserved = self._reserved and self.low == hint
+            except BaseException:
+                with contextlib.suppress(DriverError):
+                    self.close()
+                raise
+        self.low = min((ghost.low for ghost in self.ghosts), default=0)
+        self.high = max((ghost.high for ghost in self.ghosts), default=0)
         self._sorted = sorted(range(len(self.ghosts)), key=lambda index: self.ghosts[index].low)
         self._lows = [self.ghosts[index].low for index in self._sorted]
 
@@ -151,7 +184,7 @@ class Ghosts:
         self._release_handles()
 
     def release_memory(self) -> None:
-        """Unmaps and frees the shared memory; materialised ghosts stay, and so does the reservation."""
+        """Unmaps and frees the shared memory; materialised ghosts stay."""
         for block in self._blocks:
             if not block.own:
                 self._unmap(block)
@@ -161,32 +194,13 @@ class Ghosts:
         """Gives back everything. What is refused raises after all the rest is done; the next call tries it anew."""
         refused: DriverError | None = None
         steps: list[Callable[[], None]] = [functools.partial(self._unmap, block) for block in self._blocks]
-        for step in (*steps, self._release_handles, self._free):
+        for step in (*steps, self._release_handles):
             try:
                 step()
             except DriverError as error:
                 refused = refused or error
         if refused is not None:
             raise refused
-
-    def _reserve(self, hint: int, nbytes: int) -> int:
-        try:
-            self.low = self._driver.reserve(nbytes, hint)
-        except DriverError:
-            self.low = self._driver.reserve(nbytes)
-        self.high = self.low + nbytes
-        self._reserved = True
-        return self.low
-
-    def _free(self) -> None:
-        if not self._reserved or any(block.mapped for block in self._blocks):
-            return
-        self._reserved = False
-        try:
-            self._driver.free_reserved(self.low, self.high - self.low)
-        except DriverError:
-            self._reserved = True
-            raise
 
     def _map_shared(self, granularity: int) -> None:
         largest = max(block.nbytes for block in self._blocks)
@@ -237,16 +251,8 @@ class Ghosts:
                 raise
 
 
-def _plan_at_frontier(extents: Sequence[Extent], granularity: int) -> _Plan:
-    """Plans above all earlier plans of the process."""
-    global _frontier
-    with _frontier_lock:
-        plan = _plan(extents, granularity, _frontier)
-        _frontier = plan.high
-    return plan
-
-
 def _plan(extents: Sequence[Extent], granularity: int, frontier: int) -> _Plan:
+    """Plans above a place that is told from the start of a window."""
     ghosts: dict[int, Ghost] = {}
     block_of: dict[int, int] = {}
     blocks: list[tuple[int, int]] = []
@@ -272,7 +278,6 @@ def _plan(extents: Sequence[Extent], granularity: int, frontier: int) -> _Plan:
         block_of[index] = len(blocks) - 1
     order = range(len(extents))
     return _Plan(
-        low=min((ghost.low for ghost in ghosts.values()), default=end),
         high=end,
         ghosts=tuple(ghosts[index] for index in order),
         blocks=tuple(blocks),
@@ -288,11 +293,11 @@ def _small_ghost(extent: Extent, low: int) -> Ghost:
 def _with_low_half(address: int, nbytes: int, granularity: int) -> int:
     """The first address from here where the low halves of so many bytes are in bounds (of as many as can be)."""
     wanted = min(nbytes, LOW_HALF_END - LOW_HALF_START)
-    base, low_half = address >> 32 << 32, address & 0xFFFF_FFFF
+    base, low_half = address // _WINDOW * _WINDOW, address % _WINDOW
     if low_half < LOW_HALF_START:
         address = base + LOW_HALF_START
     elif low_half + wanted > LOW_HALF_END:
-        address = base + (1 << 32) + LOW_HALF_START
+        address = base + _WINDOW + LOW_HALF_START
     return _round_up(address, granularity)
 
 

@@ -28,7 +28,7 @@ from pygraph_trees.driver import DriverError, KernelNode
 
 from ..extent import extent, flat
 from .ghost import Extent, Ghosts
-from .patching import Patches, PatchFailed
+from .patching import Patches, PatchFailed, point_copies
 from .routes import Decision, Route, decide, fits, why_not_ghost
 from .sites import Scan, Site, scan
 
@@ -180,6 +180,7 @@ class LiveInputs:
             self._apply([self._given[i.index].data_ptr() for i in self._patched])
         except (DriverError, PatchFailed) as error:
             # Nothing was launched. A graph that is instantiated anew holds the ghost addresses again.
+            point_copies(found.nodes, found.sites, {p: ghost.start for p, ghost in enumerate(self._ghosts.ghosts)})
             self._instantiate(graph, _NOTHING, self._all_copied(f"the graph could not be given its address: {error}"))
         if self._copied:
             weakref.finalize(graph, _retire, self._device, self._ghosts).atexit = False
@@ -202,6 +203,8 @@ class LiveInputs:
         for position, decision in enumerate(decisions):
             if decision.route is Route.COPY:
                 self._materialise(position)
+        given = {p: self._given[self.items[p].index].data_ptr() - self.items[p].lead for p in patched}
+        point_copies(found.nodes, found.sites, given)
         graph.instantiate()
         self._patches = Patches(
             found.nodes,

@@ -7,7 +7,8 @@ queued already keep the values that they were queued with.
 
 - Only what changed since the last call is written and set; where nothing did, ``apply`` is one comparison of lists.
 - Memcpy and memset nodes are the exception: they hold the allocation behind an address, which may be another one at the
-  same address, so those with a patched site are set every time.
+  same address, so those with a patched site are set every time; and they must be instantiated on memory of the kind
+  that they will be given (:func:`point_copies`).
 - Sites of inputs that are not patched keep what they held when the graph was recorded, also in a node that is set.
 - After a failure, or an interrupt, some nodes hold new addresses and some old ones. The executable must not be launched
   again: ``broken`` stays true, and every later ``apply`` raises :class:`HalfPatched`.
@@ -17,10 +18,10 @@ Addresses are device addresses in bytes, as integers; node handles belong to the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..driver import DriverError, GraphNode, KernelNode, MemcpyNode
+from ..driver import CopyNode, DriverError, GraphNode, KernelNode, MemcpyNode
 from ..exc import PygraphError
 
 if TYPE_CHECKING:
@@ -138,6 +139,21 @@ class Patches:
         users = [position for position, nodes in enumerate(self._nodes) if node in nodes]
         changed = [position for position in users if addresses[position] != self.addresses[position]]
         return self._inputs[(changed or users)[0]]
+
+
+def point_copies(scan_nodes: Sequence[GraphNode], sites: Sequence[Site], addresses: Mapping[int, int]) -> None:
+    """Makes the copies and fills of a captured graph hold other addresses, by ghost, before it is instantiated.
+
+    Instantiated on a ghost, they would take no address in memory of another kind. Raises :class:`DriverError`.
+    """
+    pointed: dict[int, CopyNode] = {}
+    for site in sites:
+        node = scan_nodes[site.node]
+        if isinstance(node, CopyNode) and site.input in addresses:
+            _word(node, site.offset).value = addresses[site.input] + site.delta
+            pointed[site.node] = node
+    for node in pointed.values():
+        node.set_captured()
 
 
 def _word(node: GraphNode, offset: int) -> Word:
