@@ -116,17 +116,16 @@ class Arena:
             return plan.moved(arena._start)
 
     def _reserve(self, driver: Driver, needed: int) -> None:
-        refused: DriverError | None = None
-        for nbytes in (*(most for most in _ARENA_NBYTES if most > needed), _round_up(needed, PAGE_NBYTES)):
+        least = _round_up(needed, PAGE_NBYTES)
+        for nbytes in (*(most for most in _ARENA_NBYTES if most > needed), least):
             try:
                 address = driver.reserve(nbytes + _WINDOW)
-            except DriverError as error:
-                refused = error
+            except DriverError:
+                if nbytes == least:
+                    raise
                 continue
             self._start, self._used, self._nbytes = _round_up(address, _WINDOW), 0, nbytes
             return
-        assert refused is not None
-        raise refused
 
 
 class Ghosts:

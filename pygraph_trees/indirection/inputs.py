@@ -20,7 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -28,7 +28,7 @@ from pygraph_trees.driver import DriverError, KernelNode
 
 from ..extent import extent, flat
 from .ghost import Extent, Ghosts
-from .patching import Patches, PatchFailed, point_copies
+from .patching import CapturedCopies, Patches, PatchFailed
 from .routes import Decision, Route, decide, fits, why_not_ghost
 from .sites import Scan, Site, scan
 
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("pygraph_trees.indirection")
 
 _WHOLE_STORAGE = 64 << 20  # bytes up to which a ghost stands for the whole storage of a view
+
+_MOST_FITTING = 256  # addresses of an input that are remembered: more than an allocator has in turn
 
 _MUTATED_IN_POOL = "a mutated input lies in the graph pool"
 
@@ -135,18 +137,22 @@ class LiveInputs:
         self.items = (*on_ghosts, *in_memory)  # the position of one with a ghost is the ghost's
         self._held = [Decision(Route.COPY, why) for _, why in held.values()]
         self.decisions: dict[int, Decision] = {}  # by index, once set up
-        self._given: dict[int, torch.Tensor] = {**tensors, **{index: tensor for index, (tensor, _) in held.items()}}
+        # Of this call, by index.
+        self._given: dict[int, torch.Tensor] | Sequence[Any] = {**tensors, **{index: tensor for index, (tensor, _) in held.items()}}
         self._nodes: Sequence[GraphNode] = ()
         self._sites: Sequence[Site] = ()
         self._patches: Patches | None = None
         self._patched: tuple[Item, ...] = ()
         self._copied: dict[int, Item] = {}  # by index
         self._copied_back: tuple[Item, ...] = ()
+        self._indices: tuple[int, ...] = ()  # of the patched inputs
         self._seen: list[int] = []
-        self._pool_seen = pool.changes  # when they were looked up in it
+        # By position: addresses that fit, and what the graph is given for them. Good for one state of the pool.
+        self._fitting: tuple[dict[int, int], ...] = ()
+        self._pool_seen = pool.changes
         self._addresses: list[int] = []
         self._temporary: dict[int, torch.Tensor] = {}  # by index: copies for one call
-        self._again: frozenset[int] = frozenset()  # indices of those of the latest call
+        self._again = False  # whether there were any for the latest call
         self.outputs: dict[int, tuple[int, tuple[Any, ...] | None]] = {}  # by output: input, and how it is seen
         self.refused: dict[int, str] = {}  # by index: inputs whose address the driver did not take at a replay
         self.extra_copies = 0  # of inputs that did not fit a patch, so far
@@ -175,13 +181,17 @@ class LiveInputs:
             decisions = decide(found, len(self._ghosts.ghosts), passed)
         except DriverError as error:
             found, decisions = _NOTHING, self._all_copied(f"the graph could not be read: {error}")
+        copies = CapturedCopies(found.nodes, found.sites)
+        patched = [p for p, d in enumerate(decisions) if d.route is Route.PATCH]
+        given = {p: self._given[self.items[p].index].data_ptr() - self.items[p].lead for p in patched}
         try:
-            self._instantiate(graph, found, decisions)
+            self._instantiate(graph, found, decisions, lambda: copies.point(given))
             self._apply([self._given[i.index].data_ptr() for i in self._patched])
         except (DriverError, PatchFailed) as error:
             # Nothing was launched. A graph that is instantiated anew holds the ghost addresses again.
-            point_copies(found.nodes, found.sites, {p: ghost.start for p, ghost in enumerate(self._ghosts.ghosts)})
-            self._instantiate(graph, _NOTHING, self._all_copied(f"the graph could not be given its address: {error}"))
+            decisions = self._all_copied(f"the graph could not be given its address: {error}")
+            ghosts = {p: ghost.start for p, ghost in enumerate(self._ghosts.ghosts)}
+            self._instantiate(graph, _NOTHING, decisions, lambda: copies.point_back(ghosts))
         if self._copied:
             weakref.finalize(graph, _retire, self._device, self._ghosts).atexit = False
             _give_back(self._ghosts.release_memory)
@@ -192,7 +202,9 @@ class LiveInputs:
     def _all_copied(self, why: str) -> list[Decision]:
         return [Decision(Route.COPY, why) for _ in self._ghosts.ghosts]
 
-    def _instantiate(self, graph: Any, found: Scan, decisions: Sequence[Decision]) -> None:
+    def _instantiate(
+        self, graph: Any, found: Scan, decisions: Sequence[Decision], point_copies: Callable[[], None]
+    ) -> None:
         routes = [*decisions, *self._held]
         self.decisions = {item.index: decision for item, decision in zip(self.items, routes, strict=True)}
         patched = [p for p, d in enumerate(decisions) if d.route is Route.PATCH]
@@ -203,8 +215,7 @@ class LiveInputs:
         for position, decision in enumerate(decisions):
             if decision.route is Route.COPY:
                 self._materialise(position)
-        given = {p: self._given[self.items[p].index].data_ptr() - self.items[p].lead for p in patched}
-        point_copies(found.nodes, found.sites, given)
+        point_copies()
         graph.instantiate()
         self._patches = Patches(
             found.nodes,
@@ -214,7 +225,9 @@ class LiveInputs:
             self._context() if patched else None,
             [self._ghosts.ghosts[p].start for p in patched],
         )
-        self._seen = [0] * len(patched)
+        self._indices = tuple(item.index for item in self._patched)
+        self._seen = []
+        self._fitting = tuple({} for _ in patched)
         self._addresses = list(self._patches.addresses)
 
     def _materialise(self, position: int) -> None:
@@ -237,7 +250,7 @@ class LiveInputs:
 
     def release(self) -> None:
         """Gives back the ghosts of a recording that was not finished, later where a copy may be queued already."""
-        self._given.clear()
+        self._given = ()
         if self._copied:
             _retire(self._device, self._ghosts)
         else:
@@ -251,9 +264,9 @@ class LiveInputs:
             if self._pool.holds(inputs[item.index].data_ptr()):
                 return _MUTATED_IN_POOL
         try:
-            return self._apply([inputs[i.index].data_ptr() for i in self._patched], inputs)
+            return self._apply([inputs[index].data_ptr() for index in self._indices], inputs)
         except PatchFailed as error:
-            self._temporary, self._again = {}, frozenset()
+            self._temporary, self._again = {}, False
             self.refused[self.items[error.fields["index"]].index] = f"the driver refused its address: {error}"
             return str(error)
 
@@ -262,42 +275,56 @@ class LiveInputs:
         assert patches is not None
         if patches.broken:
             return "a driver call failed"
-        if inputs is not None and (seen != self._seen or self._again or self._pool.changes != self._pool_seen):
+        if inputs is None:
+            self._addresses = [address - item.lead for address, item in zip(seen, self._patched, strict=True)]
+        elif seen != self._seen or self._again or self._pool.changes != self._pool_seen:
             why = self._find_addresses(seen, inputs)
             if why is not None:
                 return why
-        elif inputs is None:
-            self._addresses = [address - item.lead for address, item in zip(seen, self._patched, strict=True)]
         patches.apply(self._addresses)
         self._seen = seen
         return None
 
     def _find_addresses(self, seen: list[int], inputs: Sequence[Any]) -> str | None:
-        addresses = list(self._addresses)
+        if self._pool.changes != self._pool_seen:
+            for fitting in self._fitting:
+                fitting.clear()
+            self._pool_seen = self._pool.changes
+        addresses = [fitting.get(address) for fitting, address in zip(self._fitting, seen, strict=True)]
         temporary: dict[int, torch.Tensor] = {}
-        same_pool = self._pool.changes == self._pool_seen
-        for position, (address, item) in enumerate(zip(seen, self._patched, strict=True)):
-            if same_pool and address == self._seen[position] and item.index not in self._again:
-                continue
-            in_pool = self._pool.holds(address)
-            if in_pool and item.mutated:
-                return _MUTATED_IN_POOL
-            if in_pool or not fits(address, item.recorded):
-                copy = _copy_at(inputs[item.index], item.recorded % 512)
-                temporary[item.index] = copy
-                address = copy.data_ptr()
-                self.extra_copies += 1
-            addresses[position] = address - item.lead
-        self._addresses = addresses
-        self._temporary, self._again = temporary, frozenset(temporary)
-        self._pool_seen = self._pool.changes
+        if None in addresses:
+            for position, address in enumerate(addresses):
+                if address is None:
+                    found = self._find_address(position, seen[position], inputs, temporary)
+                    if isinstance(found, str):
+                        return found
+                    addresses[position] = found
+        self._addresses = cast("list[int]", addresses)
+        self._temporary, self._again = temporary, bool(temporary)
         return None
 
+    def _find_address(
+        self, position: int, address: int, inputs: Sequence[Any], temporary: dict[int, torch.Tensor]
+    ) -> int | str:
+        """What the graph is given for an input at an address: its own place or that of a copy; else why none."""
+        item = self._patched[position]
+        in_pool = self._pool.holds(address)
+        if in_pool and item.mutated:
+            return _MUTATED_IN_POOL
+        if in_pool or not fits(address, item.recorded):
+            copy = _copy_at(inputs[item.index], item.recorded % 512)
+            temporary[item.index] = copy
+            self.extra_copies += 1
+            return copy.data_ptr() - item.lead
+        fitting = self._fitting[position]
+        if len(fitting) == _MOST_FITTING:
+            fitting.clear()
+        fitting[address] = address - item.lead
+        return address - item.lead
+
     def take(self, inputs: list[Any]) -> None:
-        """Takes the inputs of a call out of the list, and holds them until :meth:`finish`."""
-        for item in self.items:
-            self._given[item.index] = inputs[item.index]
-            inputs[item.index] = None
+        """Holds the inputs of a call until :meth:`finish`."""
+        self._given = inputs.copy()
 
     def copy_in(self) -> None:
         """Copies, before the launch, the inputs that are given by copy."""
@@ -308,11 +335,11 @@ class LiveInputs:
         """Behind the launch: copies back what was mutated in a copy, and lets go of the inputs."""
         for item in self._copied_back:
             self._given[item.index].copy_(item.stand_in)
-        for index, copy in self._temporary.items():
+        for index, copy in self._temporary.items() if self._temporary else ():
             if any(i.mutated for i in self._patched if i.index == index):
                 self._given[index].copy_(copy)
         self._temporary = {}
-        self._given.clear()
+        self._given = ()
 
     def output(self, index: int, view: tuple[Any, ...] | None) -> torch.Tensor:
         """The input of this call itself (``view`` None) or what the function would return of it."""

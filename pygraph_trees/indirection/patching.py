@@ -8,7 +8,7 @@ queued already keep the values that they were queued with.
 - Only what changed since the last call is written and set; where nothing did, ``apply`` is one comparison of lists.
 - Memcpy and memset nodes are the exception: they hold the allocation behind an address, which may be another one at the
   same address, so those with a patched site are set every time; and they must be instantiated on memory of the kind
-  that they will be given (:func:`point_copies`).
+  that they will be given (:class:`CapturedCopies`).
 - Sites of inputs that are not patched keep what they held when the graph was recorded, also in a node that is set.
 - After a failure, or an interrupt, some nodes hold new addresses and some old ones. The executable must not be launched
   again: ``broken`` stays true, and every later ``apply`` raises :class:`HalfPatched`.
@@ -141,19 +141,38 @@ class Patches:
         return self._inputs[(changed or users)[0]]
 
 
-def point_copies(scan_nodes: Sequence[GraphNode], sites: Sequence[Site], addresses: Mapping[int, int]) -> None:
-    """Makes the copies and fills of a captured graph hold other addresses, by ghost, before it is instantiated.
+class CapturedCopies:
+    """The copies and fills of a captured graph that hold addresses of its inputs, before it is instantiated.
 
-    Instantiated on a ghost, they would take no address in memory of another kind. Raises :class:`DriverError`.
+    Instantiated on ghosts, they would take no address in memory of another kind.
     """
-    pointed: dict[int, CopyNode] = {}
-    for site in sites:
-        node = scan_nodes[site.node]
-        if isinstance(node, CopyNode) and site.input in addresses:
-            _word(node, site.offset).value = addresses[site.input] + site.delta
-            pointed[site.node] = node
-    for node in pointed.values():
-        node.set_captured()
+
+    def __init__(self, scan_nodes: Sequence[GraphNode], sites: Sequence[Site]) -> None:
+        self._words: list[tuple[CopyNode, int, Word, int]] = []  # node, ghost, where its address is, what is added to it
+        for site in sites:
+            node = scan_nodes[site.node]
+            if isinstance(node, CopyNode):
+                self._words.append((node, site.input, _word(node, site.offset), site.delta))
+        self._pointed: list[CopyNode] = []
+
+    def point(self, addresses: Mapping[int, int]) -> None:
+        """Makes them hold addresses, by ghost. Raises :class:`DriverError`; then some may hold them."""
+        for node in self._write(addresses):
+            node.set_captured()
+            self._pointed.append(node)
+
+    def point_back(self, recorded: Mapping[int, int]) -> None:
+        """Makes those that were pointed elsewhere hold the addresses that they were recorded with."""
+        self._write(recorded)
+        while self._pointed:
+            self._pointed[-1].set_captured()
+            self._pointed.pop()
+
+    def _write(self, addresses: Mapping[int, int]) -> list[CopyNode]:
+        written = [(node, word, addresses[ghost] + by) for node, ghost, word, by in self._words if ghost in addresses]
+        for _, word, address in written:
+            word.value = address
+        return list(dict.fromkeys(node for node, _, _ in written))
 
 
 def _word(node: GraphNode, offset: int) -> Word:

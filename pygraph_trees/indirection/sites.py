@@ -181,7 +181,7 @@ class _Reader:
 
 
 def _words(data: bytearray, ghosts: Ghosts) -> Iterator[tuple[int, int]]:
-    """Offset and value of each word inside the ghosts' reservation, at all multiples of 4 bytes, by offset."""
+    """Offset and value of each word among the ghosts, at all multiples of 4 bytes, by offset."""
     found: list[tuple[int, int]] = []
     for begin in (0, 4):
         count = (len(data) - begin) // 8
@@ -223,7 +223,7 @@ def _is_readable(begin: int, end: int) -> bool:
 
 
 def _host_words(start: int, nbytes: int, target: int, ghosts: Ghosts) -> Iterator[int]:
-    """The words inside the reservation in this process's memory, aligned as they will be at ``target``.
+    """The words among the ghosts in this process's memory, aligned as they will be at ``target``.
 
     Memory that is not mapped raises :class:`OSError`, where a plain load would end the process.
     """

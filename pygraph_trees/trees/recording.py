@@ -37,6 +37,8 @@ from .pools import ranges_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from pygraph_trees.driver import Driver
+
 Upstream: type = cudagraph_trees.CUDAGraphNode
 _UPSTREAM_INIT: Any = cudagraph_trees.CUDAGraphNode.__init__
 
@@ -95,10 +97,11 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     # -- recording
 
     def _allocate_and_copy_recording_inputs(self, inputs: list[Any]) -> list[Any]:
-        model = self.wrapped_function.model
-        api = usable_driver() if isinstance(model, FunctionModel) and model.settings.indirection != "off" else None
-        if api is not None and not getattr(self.wrapped_function, "kernel_free_cudagraph", False):
-            copied = self._copied_indices()
+        api, why_not = self._driver_for_addresses()
+        copied = self._copied_indices()
+        if api is None:
+            self._why_copied = dict.fromkeys(copied, why_not)
+        elif not getattr(self.wrapped_function, "kernel_free_cudagraph", False):
             self._live, self._why_copied = choose(
                 api,
                 self.device,
@@ -115,6 +118,15 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                     inputs[item.index] = 0
                     copied.remove(item.index)
         return super()._allocate_and_copy_recording_inputs(inputs)
+
+    def _driver_for_addresses(self) -> tuple[Driver | None, str]:
+        """What gives a graph addresses, or why its inputs are copied."""
+        model = self.wrapped_function.model
+        if not isinstance(model, FunctionModel):
+            return None, "it was compiled before the patches went on"
+        if model.settings.indirection == "off":
+            return None, "pygraph_indirection is 'off'"
+        return usable_driver(), "the driver or its bindings are too old"
 
     def _may_be_kept(self, inputs: list[Any]) -> bool:
         """Whether holding the inputs while recording leaves the graph the same memory of the pool to use."""

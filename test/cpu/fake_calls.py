@@ -47,7 +47,7 @@ class Failure:
 
 
 class FakeCalls:
-    """Keeps a list of the calls, in order, and makes the ones named fail."""
+    """Keeps a list of the calls, in order, and makes the ones named fail. Asking for a call that is not here fails."""
 
     CUresult = CUresult
 
@@ -65,11 +65,12 @@ class FakeCalls:
         raises: BaseException | None = None,
     ) -> None:
         """The call named fails once, without effect, after so many more that succeed: with a code, or ``raises``."""
+        assert hasattr(type(self), call), f"no call {call}"
         self._failures[call].append(Failure(after, code, raises))
 
     def lack(self, call: str, where: str = "driver") -> None:
         """Takes a call away from the "driver" or from the "bindings"."""
-        assert where in ("driver", "bindings")
+        assert where in ("driver", "bindings") and hasattr(type(self), call), (call, where)
         self._lacking[call] = where
 
     def __getattribute__(self, name: str):
@@ -83,6 +84,7 @@ class FakeCalls:
                 raise RuntimeError(f'Function "{name}" not found')
 
             return absent
+        assert not name.startswith("cu") or hasattr(type(self), name), f"no call {name}"
         return object.__getattribute__(self, name)
 
     def _enter(self, call: str) -> CUresult:

@@ -7,6 +7,9 @@ of the wrong type, a range that does not fit or a call on a stream in the wrong 
 driver would crash, refuse or lie. :meth:`FakeApi.fail` makes the n-th next call of a name return an error or raise;
 :meth:`FakeApi.lack` takes a call away.
 
+As the driver does, an executable graph refuses for a copy or a fill an address in memory of another kind, in a
+reservation or not, than the node had when it was instantiated.
+
 Nodes of parameters: ``make_graph(make_kernel([0x7000, b"abcd"]), make_memcpy(0x7000, 0x8000, 64), "HOST")``. Kernel
 parameters lie in real memory, since the driver's callers read them through pointers; device addresses are only numbers.
 """
@@ -175,6 +178,7 @@ class FakeApi(FakeMemory):
         self._nodes: dict[int, Node] = {}
         self._functions: dict[tuple[int, bool], Kernel] = {}  # by handle, whether it is a CUfunction
         self._execs: dict[int, dict[int, bytes | dict[str, int]]] = {}
+        self._reserved_sides: dict[tuple[int, int], dict[str, bool]] = {}  # of copies and fills, by graph and node
         self._streams: dict[int, tuple[CUstreamCaptureStatus, int]] = {}
         self._host: dict[int, tuple[ctypes.Array, bool]] = {}  # by address: memory, whether it is pinned
 
@@ -267,8 +271,14 @@ class FakeApi(FakeMemory):
             if isinstance(node.content, Kernel):
                 self._execs[exec_][handle] = node.content.block
             elif node.content is not None:
-                self._execs[exec_][handle] = node.content.values()
+                self._execs[exec_][handle] = values = node.content.values()
+                self._reserved_sides[exec_, handle] = self._in_reservations(values)
         return exec_
+
+    def _in_reservations(self, values: dict[str, int]) -> dict[str, bool]:
+        """Whether each device address of a copy or a fill lies in one."""
+        names = ["dst"] if "dst" in values else [f"{s}Device" for s in ("src", "dst") if values[f"{s}MemoryType"] != 1]
+        return {name: self.is_reserved(values[name]) for name in names}
 
     def exec_parameters(self, exec_: int, node: int) -> bytes:
         """What an executable graph holds, at the offsets of sites.
@@ -366,8 +376,8 @@ class FakeApi(FakeMemory):
         assert int(node) in self._execs[int(exec_)], f"{node!r} is no node of {exec_!r}"
         return self._execs[int(exec_)]
 
-    def _set(self, call: str, held: dict, node: int | Handle, new: bytes | dict[str, int]):
-        result = self._enter(call)
+    def _set(self, call: str, held: dict, node: int | Handle, new: bytes | dict[str, int], refused: bool = False):
+        result = self._enter(call) or (CUresult.CUDA_ERROR_INVALID_VALUE if refused else CUresult.CUDA_SUCCESS)
         if result == 0:
             held[int(node)] = new
         return (result,)
@@ -386,7 +396,8 @@ class FakeApi(FakeMemory):
         assert type(params) is type(self._node(node).content), type(params)
         new, old = params.values(), held[int(node)]
         assert all(new[name] == old[name] for name in new if name not in changeable), f"{new}, not {old}"
-        return self._set(call, held, node, new)
+        other_kind = self._in_reservations(new) != self._reserved_sides[int(exec_), int(node)]
+        return self._set(call, held, node, new, refused=other_kind)
 
     def cuGraphExecMemcpyNodeSetParams(self, exec_, node, params, context):
         self._node(node, "MEMCPY")
@@ -397,6 +408,24 @@ class FakeApi(FakeMemory):
     def cuGraphExecMemsetNodeSetParams(self, exec_, node, params, context):
         self._node(node, "MEMSET")
         return self._set_fields("cuGraphExecMemsetNodeSetParams", exec_, node, params, context, {"dst"})
+
+    def _set_captured_fields(self, call: str, node, params, changeable: set[str]):
+        found = self._node(node)
+        assert type(params) is type(found.content), type(params)
+        new, old = params.values(), found.content.values()
+        assert all(new[name] == old[name] for name in new if name not in changeable), f"{new}, not {old}"
+        result = self._enter(call)
+        if result == 0:
+            found.content = type(params)(**new)
+        return (result,)
+
+    def cuGraphMemcpyNodeSetParams(self, node, params):
+        self._node(node, "MEMCPY")
+        return self._set_captured_fields("cuGraphMemcpyNodeSetParams", node, params, {"srcDevice", "dstDevice"})
+
+    def cuGraphMemsetNodeSetParams(self, node, params):
+        self._node(node, "MEMSET")
+        return self._set_captured_fields("cuGraphMemsetNodeSetParams", node, params, {"dst"})
 
     def cuPointerGetAttribute(self, attribute: CUpointer_attribute, address: int):
         assert attribute is CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE and isinstance(address, int)

@@ -1,7 +1,8 @@
 """Virtual memory of the fake driver: reservations, physical memory and mappings, only numbers.
 
 A range that is not made of whole granules, lies outside of a reservation, over a mapping or over a part of one is an
-``AssertionError``, and so is what is given back twice or while it is in use.
+``AssertionError``, and so is what is given back twice. Reservations lie where the fake likes, and stay for good; a test
+may limit how many bytes there can be of them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from fake_calls import FakeCalls, Handle, View, as_int
+from fake_calls import CUresult, FakeCalls, Handle, View, as_int
 
 GRANULE = 2 << 20
 _DEVICES = 8
@@ -88,16 +89,15 @@ class FakeMemory(FakeCalls):
 
     def __init__(self) -> None:
         super().__init__()
-        self.takes_hints = True
         self.reservations: dict[int, int] = {}  # bytes by start
+        self.most_reserved: int | None = None  # bytes of all reservations
         self.mappings: dict[int, Mapping] = {}  # by start
         self.memories: dict[int, Memory] = {}  # by handle, given back ones too
-        self._next_range = 0x7E00_0000_0000
+        self._next_range = 0x1000_1240_0000  # no multiple of 4 GiB, and where no process has its own memory
 
     def leaks(self) -> list[str]:
-        """What virtual memory is still held."""
+        """What memory is still mapped or held."""
         return [
-            *(f"{nbytes:#x} bytes reserved at {start:#x}" for start, nbytes in self.reservations.items()),
             *(f"{mapping.nbytes:#x} bytes mapped at {start:#x}" for start, mapping in self.mappings.items()),
             *(
                 f"memory {handle:#x} of {memory.nbytes:#x} bytes"
@@ -122,29 +122,16 @@ class FakeMemory(FakeCalls):
         return self._answer("cuMemGetAllocationGranularity", GRANULE)
 
     def cuMemAddressReserve(self, nbytes: int, alignment: int, hint: int, flags: int):
-        _check_granules(nbytes, hint)
-        assert alignment & (alignment - 1) == 0 and flags == 0, (alignment, flags)
+        _check_granules(nbytes)
+        assert alignment == hint == flags == 0, (alignment, hint, flags)
         if result := self._enter("cuMemAddressReserve"):
             return result, None
-        taken = any(hint < start + size and start < hint + nbytes for start, size in self.reservations.items())
-        if hint and self.takes_hints and not taken:
-            address = hint
-        else:
-            unit = max(alignment, GRANULE)
-            address = -(-self._next_range // unit) * unit
-            self._next_range = address + nbytes + 16 * GRANULE
+        if self.most_reserved is not None and sum(self.reservations.values()) + nbytes > self.most_reserved:
+            return CUresult.CUDA_ERROR_OUT_OF_MEMORY, None
+        address = self._next_range
+        self._next_range = address + nbytes + 16 * GRANULE
         self.reservations[address] = nbytes
         return result, CUdeviceptr(address)
-
-    def cuMemAddressFree(self, address: int, nbytes: int):
-        assert self.reservations.get(as_int(address)) == nbytes, (
-            f"{nbytes:#x} bytes at {as_int(address):#x} not reserved"
-        )
-        assert not self._overlapping(as_int(address), nbytes), "freed while mapped"
-        if result := self._enter("cuMemAddressFree"):
-            return (result,)
-        del self.reservations[as_int(address)]
-        return (result,)
 
     def cuMemCreate(self, nbytes: int, properties, flags: int):
         device = self._check_properties(properties)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import itertools
 import struct
 import sys
 from pathlib import Path
@@ -142,7 +142,10 @@ class TestMissingCalls(DriverTestCase):
         memcpy, memset = self.api.make_memcpy(host, 0x2000, 8, "UNIFIED"), self.api.make_memset(0x2000, 8)
         exec_ = self.api.instantiate(self.api.make_graph(*kernels, memcpy, memset))
         nodes = [self.driver.kernel_node(node) for node in kernels]
-        for node in (*nodes, self.driver.memcpy_node(memcpy), self.driver.memset_node(memset)):
+        copies = [self.driver.memcpy_node(memcpy), self.driver.memset_node(memset)]
+        for node in copies:
+            node.set_captured()
+        for node in (*nodes, *copies):
             node.bind(exec_, self.driver.context())
             node.set()
         nbytes = self.driver.granularity(DEVICE)
@@ -151,7 +154,6 @@ class TestMissingCalls(DriverTestCase):
         self.driver.allow_access(start, nbytes, DEVICE)
         self.driver.unmap(start, nbytes)
         self.driver.release_memory(memory)
-        self.driver.free_reserved(start, nbytes)
         called = set(self.api.calls)
         self.api.lack("cuDriverGetVersion")
         self.assertEqual(called, set(self.driver.missing_calls()))
@@ -178,7 +180,7 @@ class TestVirtualMemory(DriverTestCase):
             self.driver.map_memory(start + i * GRANULE, GRANULE, memory)
         return start, memory
 
-    def test_from_reserving_to_freeing(self):
+    def test_from_reserving_to_unmapping(self):
         self.assertEqual(self.driver.granularity(DEVICE), GRANULE)
         start, memory = self.mapped(3)
         self.assertEqual(self.api.memories[memory].device, DEVICE)
@@ -186,35 +188,33 @@ class TestVirtualMemory(DriverTestCase):
         self.driver.release_memory(memory)
         self.driver.allow_access(start, 2 * GRANULE, DEVICE)
         self.assertEqual([mapping.access for mapping in self.api.mappings.values()], [True, True, False])
-        self.assertEqual(len(self.api.leaks()), 4)
+        self.assertEqual(len(self.api.leaks()), 3)
         self.driver.unmap(start + GRANULE, GRANULE)
         self.driver.unmap(start, GRANULE)
         self.driver.unmap(start + 2 * GRANULE, GRANULE)
-        self.driver.free_reserved(start, 3 * GRANULE)
         self.assertEqual(self.api.leaks(), [])
+        self.assertEqual(self.api.reservations, {start: 3 * GRANULE})
 
     def test_one_call_unmaps_neighbours(self):
         start, _ = self.mapped(4)
         self.driver.unmap(start + GRANULE, 2 * GRANULE)
         self.assertEqual(list(self.api.mappings), [start, start + 3 * GRANULE])
 
-    def test_hints(self):
-        hint = 0x2B00_0000_0000
-        self.assertEqual(self.driver.reserve(GRANULE, hint), hint)
-        self.assertNotEqual(self.driver.reserve(2 * GRANULE, hint - GRANULE), hint - GRANULE)
-        self.api.takes_hints = False
-        self.assertNotEqual(self.driver.reserve(GRANULE, hint + 64 * GRANULE), hint + 64 * GRANULE)
-        ranges = sorted(self.api.reservations.items())
-        self.assertTrue(all(a + size <= b for (a, size), (b, _) in itertools.pairwise(ranges)))
+    def test_reservations_are_disjoint_and_may_be_limited(self):
+        self.api.most_reserved = (1 << 40) + 2 * GRANULE
+        first, second = self.driver.reserve(1 << 40), self.driver.reserve(GRANULE)
+        self.assertLessEqual(first + (1 << 40), second)
+        self.assertRefused("cuMemAddressReserve", "CUDA_ERROR_OUT_OF_MEMORY", self.driver.reserve, 2 * GRANULE)
+        self.assertLessEqual(second + GRANULE, self.driver.reserve(GRANULE))
+        self.assertEqual(list(self.api.reservations.values()), [1 << 40, GRANULE, GRANULE])
 
     def test_each_refusal_raises_and_changes_nothing(self):
         start, memory = self.mapped(2)
         free = self.driver.reserve(GRANULE)
-        before = self.api.leaks()
+        before, reserved = self.api.leaks(), dict(self.api.reservations)
         for call, function, *args in (
             ("cuMemGetAllocationGranularity", self.driver.granularity, DEVICE),
             ("cuMemAddressReserve", self.driver.reserve, GRANULE),
-            ("cuMemAddressFree", self.driver.free_reserved, free, GRANULE),
             ("cuMemCreate", self.driver.create_memory, GRANULE, DEVICE),
             ("cuMemRelease", self.driver.release_memory, memory),
             ("cuMemMap", self.driver.map_memory, free, GRANULE, memory),
@@ -223,7 +223,7 @@ class TestVirtualMemory(DriverTestCase):
         ):
             self.api.fail(call, code=CUresult.CUDA_ERROR_OUT_OF_MEMORY)
             self.assertRefused(call, "CUDA_ERROR_OUT_OF_MEMORY", function, *args)
-            self.assertEqual(self.api.leaks(), before)
+            self.assertEqual((self.api.leaks(), self.api.reservations), (before, reserved))
         self.assertFalse(any(mapping.access for mapping in self.api.mappings.values()))
 
     def test_fake_checks_its_callers(self):
@@ -239,7 +239,7 @@ class TestVirtualMemory(DriverTestCase):
             (self.driver.granularity, 99),
             (self.driver.reserve, GRANULE + 4096),
             (self.driver.reserve, 0),
-            (self.driver.reserve, GRANULE, 0x2B00_0000_1000),
+            (self.api.cuMemAddressReserve, GRANULE, 0, 0x2B00_0000_0000, 0),  # a hint, which no driver takes
             (self.driver.create_memory, 4096, DEVICE),
             (self.driver.create_memory, GRANULE, -1),
             (self.driver.release_memory, released),
@@ -258,9 +258,9 @@ class TestVirtualMemory(DriverTestCase):
             (self.driver.unmap, wide, GRANULE),
             (self.driver.unmap, wide + GRANULE, GRANULE),
             (self.driver.unmap, start, 3 * GRANULE),
-            (self.driver.free_reserved, free, GRANULE),
-            (self.driver.free_reserved, free + GRANULE, GRANULE),
-            (self.driver.free_reserved, start, 2 * GRANULE),  # mapped
+            (self.driver._call, "cuMemAddressFree", free, 2 * GRANULE),  # not called any more
+            (self.api.fail, "cuMemAddressFree"),
+            (self.api.lack, "cuMemAddressFree"),
         ):
             with self.assertRaises(AssertionError, msg=f"{function.__name__}{args}"):
                 function(*args)
@@ -358,6 +358,9 @@ class TestKernelNode(DriverTestCase):
         node.set()
         self.assertEqual(self.api.exec_parameters(exec_, node.handle), struct.pack("<Q", 2))
 
+    def test_captured_kernels_are_not_set(self):
+        self.assertFalse(hasattr(self.driver.kernel_node(self.api.make_kernel([1])), "set_captured"))
+
     def test_names(self):
         for func in (True, False):
             node = self.driver.kernel_node(self.api.make_kernel([1], name="_Z3addPf", func=func))
@@ -387,6 +390,92 @@ class TestKernelNode(DriverTestCase):
         view = self.api.cuGraphKernelNodeGetParams(node.handle)[1].func
         with self.assertRaisesRegex(AssertionError, "outlived"):
             int(view)
+
+
+class TestCopyNodes(DriverTestCase):
+    """What copies and fills have in common."""
+
+    KINDS = ("memcpy", "memset")
+
+    def make(self, kind):
+        """A node's wrapper, and the graph that has it alone."""
+        handle = self.api.make_memcpy(0x1000, 0x2000, 64) if kind == "memcpy" else self.api.make_memset(0x2000, 64)
+        return getattr(self.driver, f"{kind}_node")(handle), self.api.make_graph(handle)
+
+    def target(self, exec_, node):
+        return int.from_bytes(self.api.exec_parameters(exec_, node.handle)[-8:], "little")
+
+    def test_set_captured_changes_what_is_instantiated_later(self):
+        for kind in self.KINDS:
+            node, graph = self.make(kind)
+            before = self.api.instantiate(graph)
+            node.target = 0x3000
+            self.api.calls.clear()
+            node.set_captured()
+            self.assertEqual(self.api.calls, [f"cuGraph{kind.title()}NodeSetParams"])
+            node.target = 0x4000
+            after = self.api.instantiate(graph)
+            self.assertEqual([self.target(exec_, node) for exec_ in (before, after)], [0x2000, 0x3000])
+            self.assertEqual(getattr(self.driver, f"{kind}_node")(node.handle).target, 0x3000)
+
+    def test_set_captured_of_both_sides(self):
+        node, graph = self.make("memcpy")
+        node.source, node.target = 0x5000, 0x6000
+        node.set_captured()
+        held = self.api.exec_parameters(self.api.instantiate(graph), node.handle)
+        self.assertEqual(held, struct.pack("<QQ", 0x5000, 0x6000))
+
+    def test_refused_set_captured_leaves_what_was(self):
+        for kind in self.KINDS:
+            node, graph = self.make(kind)
+            node.target = 0x3000
+            call = f"cuGraph{kind.title()}NodeSetParams"
+            self.api.fail(call, code=CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+            self.assertRefused(call, "CUDA_ERROR_OUT_OF_MEMORY", node.set_captured)
+            for where in ("bindings", "driver"):
+                self.api.lack(call, where)
+                self.assertRefused(call, NOT_FOUND, node.set_captured)
+            self.assertEqual(self.target(self.api.instantiate(graph), node), 0x2000)
+
+    def test_set_takes_only_memory_of_the_kind_that_was_instantiated(self):
+        mapped = self.driver.reserve(4 * GRANULE)
+        for kind in self.KINDS:
+            for recorded, same, other in ((mapped, mapped + GRANULE, 0x3000), (0x3000, 0x4000, mapped)):
+                node, graph = self.make(kind)
+                node.target = recorded
+                node.set_captured()
+                node.bind(exec_ := self.api.instantiate(graph), self.driver.context())
+                node.target = other
+                call = f"cuGraphExec{kind.title()}NodeSetParams"
+                self.assertRefused(call, "CUDA_ERROR_INVALID_VALUE", node.set)
+                self.assertEqual(self.target(exec_, node), recorded)
+                node.target = same
+                node.set()
+                self.assertEqual(self.target(exec_, node), same)
+
+    def test_each_side_of_a_copy_has_its_kind(self):
+        mapped = self.driver.reserve(4 * GRANULE)
+        node, _ = self.bound("memcpy", self.api.make_memcpy(mapped, 0x2000, 64))
+        for source, target, taken in (
+            (mapped + GRANULE, 0x3000, True),
+            (0x3000, 0x3000, False),
+            (mapped, mapped, False),
+            (0x3000, mapped, False),
+        ):
+            node.source, node.target = source, target
+            with contextlib.nullcontext() if taken else self.assertRaises(DriverError):
+                node.set()
+
+    def test_fake_checks_its_callers(self):
+        node, _ = self.make("memcpy")
+        node._params.WidthInBytes = 32
+        with self.assertRaises(AssertionError):
+            node.set_captured()
+        for kind, other in (self.KINDS, self.KINDS[::-1]):
+            node, _ = self.make(kind)
+            node.handle = self.make(other)[0].handle
+            with self.assertRaises(AssertionError):
+                node.set_captured()
 
 
 class TestMemcpyNode(DriverTestCase):

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import sys
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from fake_driver import GRANULE, CUresult, FakeApi
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.driver import Driver, DriverError
-from pygraph_trees.indirection import ghost as ghost_module
-from pygraph_trees.indirection.ghost import LOW_HALF_END, LOW_HALF_START, SMALL_GUARD_NBYTES, Extent, Ghosts
+from pygraph_trees.indirection.ghost import LOW_HALF_END, LOW_HALF_START, SMALL_GUARD_NBYTES, Arena, Extent, Ghosts
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+MIB, GIB, TIB = 1 << 20, 1 << 30, 1 << 40
+WINDOW = 4 * GIB  # what an arena takes more, to begin at a multiple of it
 SOME = (Extent(4096, 0), Extent(5 * MIB, 16), Extent(300, 72), Extent(80 * MIB, 0))  # small and large in turn
 
 nbytes_of_any_size = st.one_of(
@@ -30,6 +33,7 @@ nbytes_of_any_size = st.one_of(
     st.sampled_from([0, 1, MIB - 1, MIB, 2 * MIB - 511, 2 * MIB, 64 * MIB, 64 * MIB + 1, GIB, 3 * GIB // 2, 2 * GIB]),
 )
 extents_lists = st.lists(st.builds(Extent, nbytes_of_any_size, st.integers(0, 511)), min_size=1, max_size=40)
+failures = st.sampled_from([None, "cuMemCreate", "cuMemMap", "cuMemSetAccess"])
 
 
 class Interrupts:
@@ -86,7 +90,8 @@ class TestGhosts(TestCase):
     def test_where_ghosts_lie(self, extents):
         api = FakeApi()
         ghosts = Ghosts(Driver(api), 3, extents)
-        self.assertEqual(api.reservations, {ghosts.low: ghosts.high - ghosts.low})
+        self.assertEqual(list(api.reservations.values()), [TIB + WINDOW])
+        self.assertTrue(api.is_reserved(ghosts.low, ghosts.high - ghosts.low))
         self.assertEqual(len(ghosts.ghosts), len(extents))
         for ghost, extent in zip(ghosts.ghosts, extents, strict=True):
             self.assertEqual((ghost.start % 512, ghost.nbytes), (extent.residue, extent.nbytes))
@@ -109,8 +114,7 @@ class TestGhosts(TestCase):
         in_order = sorted(ghosts.ghosts, key=lambda ghost: ghost.low)
         for left, right in itertools.pairwise(in_order):
             self.assertLessEqual(left.high, right.low)
-        self.assertLessEqual(ghosts.low, in_order[0].low)
-        self.assertLessEqual(in_order[-1].high, ghosts.high)
+        self.assertEqual((ghosts.low, ghosts.high), (in_order[0].low, in_order[-1].high))
         self.assertTrue(all(mapping.access for mapping in api.mappings.values()))
         self.assertEqual([(memory.device, memory.held) for memory in api.memories.values()], [(3, False)])
 
@@ -121,15 +125,19 @@ class TestGhosts(TestCase):
         self.assertEqual(api.leaks(), [])
 
     @settings(deadline=None)
-    @given(extents_lists, st.one_of(st.integers(0, 2047), st.integers(1910, 1930)))
-    def test_low_halves(self, extents, frontier):
-        assume(all(extent.nbytes + 4 * GRANULE <= LOW_HALF_END - LOW_HALF_START for extent in extents))
-        with mock.patch.object(ghost_module, "_frontier", (0x2C00 << 32) + frontier * GRANULE):
-            ghosts = Ghosts(Driver(FakeApi()), 0, extents)
-        for ghost in ghosts.ghosts:
-            self.assertGreaterEqual(ghost.low & 0xFFFF_FFFF, LOW_HALF_START)
-            self.assertLess((ghost.high - 1) & 0xFFFF_FFFF, LOW_HALF_END)
-            self.assertEqual(ghost.low >> 32, (ghost.high - 1) >> 32)
+    @given(st.lists(extents_lists, min_size=1, max_size=3), st.integers(0, 2047))
+    def test_low_halves(self, recordings, unaligned):
+        api = FakeApi()
+        api._next_range += unaligned * GRANULE
+        driver = Driver(api)
+        for extents in recordings:
+            for ghost in Ghosts(driver, 0, extents).ghosts:
+                self.assertGreaterEqual(ghost.low & 0xFFFF_FFFF, LOW_HALF_START)
+                if ghost.high - ghost.low <= LOW_HALF_END - LOW_HALF_START - GRANULE:
+                    self.assertLess((ghost.high - 1) & 0xFFFF_FFFF, LOW_HALF_END)
+                    self.assertEqual(ghost.low >> 32, (ghost.high - 1) >> 32)
+                else:
+                    self.assertEqual(ghost.low & 0xFFFF_FFFF, LOW_HALF_START)
 
     @settings(deadline=None)
     @given(st.data())
@@ -180,34 +188,6 @@ class TestGhosts(TestCase):
         for ghost in self.ghosts(*[Extent(1 * MIB - 1, 500)] * 3, Extent(0, 4)).ghosts:
             self.assertTrue(self.is_mapped(ghost.low) and self.is_mapped(ghost.high - 1))
 
-    def test_no_address_is_used_twice(self):
-        ranges = []
-        for extents in (SOME, SOME[:1], (Extent(3 * GIB, 0),), SOME) * 3:
-            ghosts = self.ghosts(*extents)
-            ranges.append((ghosts.low, ghosts.high))
-            ghosts.close()
-        self.assertEqual(self.api.leaks(), [])
-        for left, right in itertools.pairwise(ranges):
-            self.assertLessEqual(left[1], right[0])
-
-    def test_driver_that_takes_no_hint(self):
-        self.api.takes_hints = False
-        ghosts = self.ghosts(*SOME)
-        self.assertEqual(self.api.reservations, {ghosts.low: ghosts.high - ghosts.low})
-        for index, (ghost, extent) in enumerate(zip(ghosts.ghosts, SOME, strict=True)):
-            self.assertEqual((ghost.start % 512, ghosts.find(ghost.start)), (extent.residue, index))
-            self.assertTrue(self.behind(ghost.start)[1] and self.behind(ghost.end - 1)[1])
-        ghosts.close()
-        # Or the driver could choose these addresses again.
-        self.assertEqual(self.api.leaks(), [f"{ghosts.high - ghosts.low:#x} bytes reserved at {ghosts.low:#x}"])
-
-    def test_driver_that_refuses_the_hint(self):
-        self.api.fail("cuMemAddressReserve")
-        self.api.takes_hints = False
-        ghosts = self.ghosts(*SOME)
-        self.assertEqual(self.api.calls.count("cuMemAddressReserve"), 2)
-        self.assertEqual(ghosts.find(ghosts.ghosts[3].end), 3)
-
     def test_materialised_large(self):
         ghosts = self.ghosts(*SOME)
         shared, _ = self.behind(ghosts.ghosts[1].start)
@@ -239,7 +219,6 @@ class TestGhosts(TestCase):
         ghosts.release_memory()
         self.assertEqual({mapping.memory for mapping in self.api.mappings.values()}, {own})
         self.assertEqual(self.behind(ghosts.ghosts[1].end - 1), (own, True))
-        self.assertEqual(self.api.reservations, {ghosts.low: ghosts.high - ghosts.low})
         self.assertEqual([ghosts.find(ghost.start) for ghost in ghosts.ghosts], [0, 1, 2, 3])
         ghosts.materialise(0)
         self.assertEqual(self.behind(ghosts.ghosts[0].start)[1], True)
@@ -254,6 +233,200 @@ class TestGhosts(TestCase):
         calls = len(self.api.calls)
         ghosts.close()
         self.assertEqual(len(self.api.calls), calls)
+
+
+class TestArena(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.api = FakeApi()
+        self.driver = Driver(self.api)
+
+    def place(self, *extents: Extent) -> tuple[int, int]:
+        """The range of a recording that is over already."""
+        ghosts = Ghosts(self.driver, 0, extents)
+        ghosts.close()
+        self.assertEqual(self.api.leaks(), [])
+        self.assertTrue(self.api.is_reserved(ghosts.low, ghosts.high - ghosts.low))
+        return ghosts.low, ghosts.high
+
+    def arena(self, index: int = -1) -> tuple[int, int]:
+        """Start and end of a reservation, as it may be used."""
+        start, nbytes = list(self.api.reservations.items())[index]
+        start = -(-start // WINDOW) * WINDOW
+        return start, start + nbytes - WINDOW
+
+    def assertDisjoint(self, ranges: list[tuple[int, int]]) -> None:
+        for (_, end), (start, _) in itertools.pairwise(sorted(ranges)):
+            self.assertLessEqual(end, start)
+
+    def test_recordings_share_one_reservation(self):
+        first, second = Ghosts(self.driver, 0, SOME), Ghosts(self.driver, 1, SOME)
+        self.assertLessEqual(first.high, second.low)
+        self.assertEqual(self.api.calls.count("cuMemAddressReserve"), 1)
+        self.assertEqual(list(self.api.reservations.values()), [TIB + WINDOW])
+
+    @settings(deadline=None)
+    @given(st.lists(st.tuples(st.one_of(extents_lists, st.just([Extent(300 * GIB, 0)])), failures), max_size=6))
+    def test_no_address_is_used_twice(self, recordings):
+        """Also what a constructor mapped that failed then."""
+        api, ranges, mapped = FakeApi(), [], []
+        driver = Driver(api)
+        map_memory = driver.map_memory
+
+        def watch(address: int, nbytes: int, memory: int) -> None:
+            map_memory(address, nbytes, memory)
+            mapped.append((address, address + nbytes))
+
+        driver.map_memory = watch
+        for extents, failure in recordings:
+            if failure is not None:
+                api.fail(failure)
+                with self.assertRaisesRegex(DriverError, failure):
+                    Ghosts(driver, 0, extents)
+            ghosts = Ghosts(driver, 0, extents)
+            ranges.append((ghosts.low, ghosts.high))
+            ghosts.close()
+        self.assertEqual((ranges, mapped), (sorted(ranges), sorted(mapped)))
+        self.assertDisjoint(ranges)
+        self.assertDisjoint(mapped)
+
+    def test_it_begins_at_a_multiple_of_the_window(self):
+        for start in (0x2000_0000_0000, 0x3000_0000_0000 + GRANULE, 0x4000_0000_0000 - GRANULE):
+            self.api = FakeApi()
+            self.api._next_range = start
+            self.driver = Driver(self.api)
+            low, _ = self.place(*SOME)
+            self.assertEqual(low, -(-start // WINDOW) * WINDOW + LOW_HALF_START)
+
+    def test_another_one_where_it_runs_out(self):
+        ranges = [self.place(Extent(400 * GIB, 0)) for _ in range(5)]
+        self.assertEqual(list(self.api.reservations.values()), [TIB + WINDOW] * 3)
+        self.assertDisjoint(ranges)
+        for range_, index in zip(ranges, (0, 0, 1, 1, 2), strict=True):
+            start, end = self.arena(index)
+            self.assertTrue(start <= range_[0] < range_[1] <= end)
+
+    def test_it_is_used_up_to_its_end(self):
+        self.api.most_reserved = 70 * GIB
+        _, end = self.place(Extent(4096, 0))
+        rest = self.arena()[1] - end // WINDOW * WINDOW - WINDOW - LOW_HALF_START - 2 * GRANULE
+        _, high = self.place(Extent(rest, 0))
+        self.assertEqual((high, len(self.api.reservations)), (self.arena()[1], 1))
+        with self.assertRaisesRegex(DriverError, "cuMemAddressReserve"):
+            self.place(Extent(0, 0))
+
+    def test_no_granule_more_than_there_is(self):
+        self.api.most_reserved = 140 * GIB
+        _, end = self.place(Extent(4096, 0))
+        rest = self.arena()[1] - end // WINDOW * WINDOW - WINDOW - LOW_HALF_START - 2 * GRANULE
+        self.place(Extent(rest + 1, 0))
+        self.assertEqual(list(self.api.reservations.values()), [64 * GIB + WINDOW] * 2)
+
+    def test_less_where_the_driver_does_not_give_as_much(self):
+        needed = LOW_HALF_START + GRANULE  # a page of small ghosts
+        for most, expected in (
+            (TIB + WINDOW, TIB),
+            (TIB + WINDOW - 1, 64 * GIB),
+            (64 * GIB + WINDOW, 64 * GIB),
+            (64 * GIB + WINDOW - 1, needed),
+            (needed + WINDOW, needed),
+        ):
+            api = FakeApi()
+            api.most_reserved = most
+            Ghosts(Driver(api), 0, SOME[:1])
+            self.assertEqual(list(api.reservations.values()), [expected + WINDOW])
+
+    def test_nothing_where_the_driver_gives_nothing(self):
+        self.api.most_reserved = LOW_HALF_START + GRANULE + WINDOW - 1
+        for _ in range(2):
+            with self.assertRaisesRegex(DriverError, "cuMemAddressReserve returned CUDA_ERROR_OUT_OF_MEMORY"):
+                self.place(SOME[0])
+        self.assertEqual((self.api.reservations, self.api.calls.count("cuMemAddressReserve")), ({}, 6))
+        self.api.most_reserved = None
+        self.place(SOME[0])
+        self.assertEqual(list(self.api.reservations.values()), [TIB + WINDOW])
+
+    def test_what_one_recording_needs_more_than_is_asked_for(self):
+        for nbytes in (2 * TIB, TIB - LOW_HALF_START):
+            low, high = self.place(Extent(nbytes, 7))
+            start, end = self.arena()
+            self.assertEqual((low, high), (start + LOW_HALF_START, end))
+        self.assertEqual(self.api.calls.count("cuMemAddressReserve"), 2)
+
+    def test_refused_by_one_call_only(self):
+        for failures, expected in ((1, 64 * GIB), (2, LOW_HALF_START + GRANULE)):
+            api = FakeApi()
+            for _ in range(failures):
+                api.fail("cuMemAddressReserve")
+            Ghosts(Driver(api), 0, SOME[:1])
+            self.assertEqual(list(api.reservations.values()), [expected + WINDOW])
+
+    def test_the_rest_of_an_arena_serves_after_a_larger_one_was_refused(self):
+        _, high = self.place(*SOME)
+        self.api.most_reserved = 2 * TIB
+        with self.assertRaisesRegex(DriverError, "cuMemAddressReserve"):
+            self.place(Extent(TIB, 0))
+        low, _ = self.place(*SOME)
+        self.assertLessEqual(high, low)
+        self.assertEqual(len(self.api.reservations), 1)
+
+    def test_a_refusal_keeps_nothing_alive(self):
+        # Its traceback has the frames of all callers, which hold a recording's tensors.
+        class Tensor: ...
+
+        def record(calls: int) -> weakref.ref[Tensor]:
+            tensor = Tensor()
+            for _ in range(calls):
+                self.api.fail("cuMemAddressReserve")
+            with contextlib.suppress(DriverError):
+                Ghosts(Driver(self.api), 0, SOME)
+            return weakref.ref(tensor)
+
+        gc.collect()
+        gc.disable()
+        self.addCleanup(gc.enable)
+        for calls in range(4):
+            with self.subTest(calls=calls):
+                self.assertIsNone(record(calls)())
+
+    def test_each_driver_has_its_own(self):
+        other = Driver(self.api)
+        ranges = []
+        for driver in (self.driver, other, self.driver, other):
+            ghosts = Ghosts(driver, 0, SOME)
+            ranges.append((ghosts.low, ghosts.high))
+        self.assertEqual(list(self.api.reservations.values()), [TIB + WINDOW] * 2)
+        self.assertDisjoint(ranges)
+        for range_, index in zip(ranges, (0, 1, 0, 1), strict=True):
+            start, end = self.arena(index)
+            self.assertTrue(start <= range_[0] < range_[1] <= end)
+
+    def test_no_inputs_reserve_nothing(self):
+        Ghosts(self.driver, 0, [])
+        self.assertEqual(self.api.reservations, {})
+
+    def test_several_threads_at_once(self):
+        ranges: list[tuple[int, int]] = []
+        barrier = threading.Barrier(8)
+
+        def record() -> None:
+            barrier.wait()
+            for _ in range(40):
+                plan = Arena.place(self.driver, SOME, GRANULE)
+                ranges.append((min(ghost.low for ghost in plan.ghosts), plan.high))
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            threads = [threading.Thread(target=record) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(interval)
+        self.assertEqual((len(ranges), len(self.api.reservations)), (8 * 40, 1))
+        self.assertDisjoint(ranges)
 
 
 def calls_of_constructor() -> Counter[str]:
@@ -295,21 +468,15 @@ class TestFailures(TestCase):
         for call, count in calls.items():
             for after in range(count):
                 api = FakeApi()
-                api.fail(call, after)
-                if call == "cuMemAddressReserve":
-                    api.fail(call, after + 1)  # it is asked once more, without a hint
+                for _ in range(3 if call == "cuMemAddressReserve" else 1):  # it is asked for less each time
+                    api.fail(call, after)
+                driver = Driver(api)
                 with self.subTest(call=call, after=after):
                     with self.assertRaisesRegex(DriverError, call):
-                        Ghosts(Driver(api), 0, SOME)
+                        Ghosts(driver, 0, SOME)
                     self.assertEqual(api.leaks(), [])
-
-    def test_constructor_leaves_nothing_where_the_driver_takes_no_hint(self):
-        api = FakeApi()
-        api.takes_hints = False
-        api.fail("cuMemSetAccess", 2)
-        with self.assertRaisesRegex(DriverError, "cuMemSetAccess"):
-            Ghosts(Driver(api), 0, SOME)
-        self.assertEqual(api.leaks(), [])
+                    Ghosts(driver, 0, SOME)
+                    self.assertEqual(list(api.reservations.values()), [TIB + WINDOW])
 
     def test_constructor_raises_what_failed_first(self):
         api = FakeApi()
@@ -338,10 +505,10 @@ class TestFailures(TestCase):
             self.assertEqual(api.mappings, {})
 
     def test_close_does_the_rest_and_can_be_tried_again(self):
-        self.assertEqual(set(calls_of(Ghosts.close)), {"cuMemUnmap", "cuMemAddressFree"})
-        for call, api, ghosts in self.each_failure(Ghosts.close):
+        self.assertEqual(set(calls_of(Ghosts.close)), {"cuMemUnmap"})
+        for _, api, ghosts in self.each_failure(Ghosts.close):
             left = {ghosts.find(address) for address in api.mappings}
-            self.assertEqual(len(left), 1 if call == "cuMemUnmap" else 0)
+            self.assertEqual(len(left), 1)
             self.assertNotIn(None, left)
             ghosts.close()
             self.assertEqual(api.leaks(), [])
@@ -350,12 +517,7 @@ class TestFailures(TestCase):
 class TestInterrupts(TestCase):
     def check(self, api: FakeApi, interrupts: Interrupts) -> None:
         # Nobody has a handle that a call was about to return, or that was taken off the books to be given back.
-        lost = [
-            ("cuMemAddressReserve", True),
-            ("cuMemCreate", True),
-            ("cuMemRelease", False),
-            ("cuMemAddressFree", False),
-        ]
+        lost = [("cuMemCreate", True), ("cuMemRelease", False)]
         self.assertEqual(api.mappings, {})
         self.assertEqual(len(api.leaks()), (interrupts.struck, interrupts.after) in lost, api.leaks())
 
@@ -365,9 +527,15 @@ class TestInterrupts(TestCase):
             interrupts = Interrupts(api)
             interrupts.arm(at, after)
             with self.subTest(at=at, after=after):
+                driver = Driver(interrupts)
                 with self.assertRaises(KeyboardInterrupt):
-                    Ghosts(Driver(interrupts), 0, SOME)
+                    Ghosts(driver, 0, SOME)
                 self.check(api, interrupts)
+                # A range that was being reserved is lost; the next recording has one that is its own.
+                ghosts = Ghosts(driver, 0, SOME)
+                lost = (interrupts.struck, after) == ("cuMemAddressReserve", True)
+                self.assertEqual(list(api.reservations.values()), [TIB + WINDOW] * (1 + lost))
+                self.assertTrue(api.is_reserved(ghosts.low, ghosts.high - ghosts.low))
 
     def test_close_after_an_interrupt(self):
         for work in (materialise_all, Ghosts.release_memory, Ghosts.close):

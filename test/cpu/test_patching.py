@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.driver import Driver, DriverError
+from pygraph_trees.driver import Driver, DriverError, GraphNode
 from pygraph_trees.indirection.ghost import Extent, Ghosts
-from pygraph_trees.indirection.patching import HalfPatched, Patches, PatchFailed
+from pygraph_trees.indirection.patching import CapturedCopies, HalfPatched, Patches, PatchFailed
 from pygraph_trees.indirection.sites import Site, scan
 
 SET_CALLS = {
@@ -27,6 +27,7 @@ SET_CALLS = {
     "memcpy": "cuGraphExecMemcpyNodeSetParams",
     "memset": "cuGraphExecMemsetNodeSetParams",
 }
+SET_CAPTURED_CALLS = {"memcpy": "cuGraphMemcpyNodeSetParams", "memset": "cuGraphMemsetNodeSetParams"}
 GHOSTS = [0x7E00_9000_0000 + i * 0x20_0000 for i in range(6)]
 
 
@@ -99,26 +100,26 @@ class Setup:
         self.exec, self.patches = self.instantiate(order)
         self.api.calls.clear()
 
-    def instantiate(self, order=sorted) -> tuple[int, Patches]:
-        exec_ = self.api.instantiate(self.graph)
+    def scan(self, order=sorted) -> tuple[list[GraphNode], list[Site]]:
+        """What a scan would find."""
         driver, specs = Driver(self.api), self.specs
         makers = {"kernel": driver.kernel_node, "memcpy": driver.memcpy_node, "memset": driver.memset_node}
-        nodes = [i for i, spec in enumerate(specs) if spec.inputs()]  # as a scan lists them
+        nodes = [i for i, spec in enumerate(specs) if spec.inputs()]
         sites = [
             Site(node=position, offset=8 * word, input=held.input, delta=held.value)
             for position, i in enumerate(nodes)
             for word, held in enumerate(specs[i].held)
             if held.input is not None
         ]
-        patches = Patches(
-            [makers[specs[i].kind](self.handles[i]) for i in nodes],
-            order(sites, key=lambda site: (site.node, site.offset)),
-            self.inputs,
-            exec_,
-            driver.context(),
-            [GHOSTS[i] for i in self.inputs],
-        )
-        return exec_, patches
+        made = [makers[specs[i].kind](self.handles[i]) for i in nodes]
+        self.api.calls.clear()
+        return made, order(sites, key=lambda site: (site.node, site.offset))
+
+    def instantiate(self, order=sorted) -> tuple[int, Patches]:
+        nodes, sites = self.scan(order)
+        exec_ = self.api.instantiate(self.graph)
+        recorded = [GHOSTS[i] for i in self.inputs]
+        return exec_, Patches(nodes, sites, self.inputs, exec_, Driver(self.api).context(), recorded)
 
     def held(self, exec_: int | None = None) -> list[bytes]:
         return [self.api.exec_parameters(exec_ or self.exec, handle) for handle in self.handles]
@@ -167,11 +168,9 @@ GRAPHS = st.lists(NODES, max_size=8)
 PATCHED = st.permutations(range(len(GHOSTS))).flatmap(
     lambda order: st.integers(0, len(GHOSTS)).map(lambda count: list(order[:count]))
 )
-# Few addresses, so that inputs meet, keep theirs, and get an earlier one back.
-STEPS = st.lists(
-    st.lists(st.sampled_from([*GHOSTS[:2], 0x7F12_3456_7800, 0x7F12_3456_7A00, 2**57 - 2**22]), min_size=6, max_size=6),
-    max_size=5,
-)
+# Few, so that inputs meet, keep theirs, and get an earlier one back.
+ADDRESSES = st.sampled_from([*GHOSTS[:2], 0x7F12_3456_7800, 0x7F12_3456_7A00, 2**57 - 2**22])
+STEPS = st.lists(st.lists(ADDRESSES, min_size=6, max_size=6), max_size=5)
 
 
 class TestPatching(TestCase):
@@ -349,9 +348,11 @@ class TestPatching(TestCase):
         ]
         graph = api.make_graph(*handles)
         found = scan(driver, graph, ghosts)
+        given = {0: 0x7F00_0000_0000, 2: 0x7F11_0000_0000}
+        CapturedCopies(found.nodes, found.sites).point(given)
         exec_ = api.instantiate(graph)
         patches = Patches(found.nodes, found.sites, [0, 2], exec_, driver.context(), [a, c])
-        self.assertEqual(patches.apply([0x7F00_0000_0000, 0x7F11_0000_0000]), 3)
+        self.assertEqual(patches.apply(list(given.values())), 3)
         expected = [
             words(0x7F00_0000_0000, 7, b + 64) + b"\1\2\3",
             words(7),
@@ -359,6 +360,91 @@ class TestPatching(TestCase):
             words(0x7F11_0000_0000, 0x7F00_0000_0008),
         ]
         self.assertEqual([api.exec_parameters(exec_, handle) for handle in handles], expected)
+        ghosts.close()
+
+
+class TestCapturedCopies(TestCase):
+    @settings(max_examples=150, deadline=None)
+    @given(GRAPHS, PATCHED, st.lists(ADDRESSES, min_size=6, max_size=6), st.randoms(use_true_random=False))
+    def test_later_instances_hold_what_the_copies_are_given(self, specs, inputs, given, random):
+        setup = Setup(specs, inputs)
+        given = dict(zip(inputs, given, strict=False))
+        nodes, sites = setup.scan(lambda sites, key: random.sample(sites, len(sites)))
+        CapturedCopies(nodes, sites).point(given)
+        due = Counter(SET_CAPTURED_CALLS[s.kind] for s in specs if s.kind != "kernel" and s.inputs() & given.keys())
+        self.assertEqual(Counter(setup.api.calls), due)
+        recorded = dict(enumerate(GHOSTS))
+        self.assertEqual(setup.held(), [spec.bytes_at(recorded) for spec in specs])
+        later, patches = setup.instantiate()
+        expected = [spec.bytes_at(recorded if spec.kind == "kernel" else {**recorded, **given}) for spec in specs]
+        self.assertEqual(setup.held(later), expected)
+        patches.apply([given[i] for i in inputs])
+        self.assertEqual(setup.held(later), setup.expected([given[i] for i in inputs]))
+
+    def test_several_inputs_in_one_copy(self):
+        setup = Setup([memcpy(Held(0, 8), Held(1, -16)), memcpy(Held(2, 0), Held(0, 4))], [0, 1, 2])
+        CapturedCopies(*setup.scan()).point({0: 0x7F00_0000_0000, 1: 0x7F11_0000_0000})
+        self.assertEqual(setup.api.calls, [SET_CAPTURED_CALLS["memcpy"]] * 2)
+        exec_, _ = setup.instantiate()
+        expected = [words(0x7F00_0000_0008, 0x7F10_FFFF_FFF0), words(GHOSTS[2], 0x7F00_0000_0004)]
+        self.assertEqual(setup.held(exec_), expected)
+
+    def test_kernels_are_untouched(self):
+        setup = Setup([kernel(Held(0, 0)), memset(Held(0, 16)), memset(Held(1, 0))], [0])
+        nodes, sites = setup.scan()
+        CapturedCopies(nodes, sites).point({0: 0x7F00_0000_0000})
+        self.assertEqual(setup.api.calls, [SET_CAPTURED_CALLS["memset"]])
+        self.assertEqual([nodes[0].word(0).value, nodes[1].target], [GHOSTS[0], 0x7F00_0000_0010])
+
+    def test_nothing_to_point_is_no_call(self):
+        for specs in ([kernel(Held(0, 0))], [memset(Held(1, 0))], [memcpy(0x10, 0x20)], []):
+            setup = Setup(specs, [0, 1])
+            CapturedCopies(*setup.scan()).point({0: 0x7F00_0000_0000})
+            self.assertEqual(setup.api.calls, [])
+
+    def test_back_again(self):
+        setup = Setup([memcpy(Held(0, 8), Held(1, 0)), memset(Held(1, 4))], [0, 1])
+        nodes, sites = setup.scan()
+        copies = CapturedCopies(nodes, sites)
+        copies.point({0: 0x7F00_0000_0000, 1: 0x7F11_0000_0000})
+        copies.point_back(dict(enumerate(GHOSTS)))
+        self.assertEqual(setup.api.calls, [*SET_CAPTURED_CALLS.values(), *reversed(SET_CAPTURED_CALLS.values())])
+        copies.point_back(dict(enumerate(GHOSTS)))
+        self.assertEqual(len(setup.api.calls), 4)
+        self.assertEqual(setup.held(setup.instantiate()[0]), setup.expected(GHOSTS[:2]))
+
+    def test_refusals(self):
+        for kind, node in (("memcpy", memcpy(Held(0, 0), 0x10)), ("memset", memset(Held(0, 0)))):
+            call = SET_CAPTURED_CALLS[kind]
+            setup = Setup([node, node], [0])
+            setup.api.fail(call, 1)
+            with self.assertRaisesRegex(DriverError, f"^{call} returned CUDA_ERROR_INVALID_VALUE$"):
+                CapturedCopies(*setup.scan()).point({0: 0x7F00_0000_0000})
+            setup.api.lack(call, "bindings")
+            with self.assertRaisesRegex(DriverError, f"^{call} returned NOT_FOUND$"):
+                CapturedCopies(*setup.scan()).point({0: 0x7F00_0000_0000})
+
+    def test_what_is_not_pointed_takes_no_memory_of_another_kind(self):
+        api = FakeApi()
+        driver = Driver(api)
+        ghosts = Ghosts(driver, 0, [Extent(4096, 0)])
+        start = ghosts.ghosts[0].start
+        for make in (
+            lambda: api.make_memcpy(start, 0x10, 64),
+            lambda: api.make_memcpy(0x10, start, 64),
+            lambda: api.make_memset(start, 64),
+        ):
+            for pointed in (False, True):
+                graph = api.make_graph(make())
+                found = scan(driver, graph, ghosts)
+                CapturedCopies(found.nodes, found.sites).point({0: 0x7F11_0000_0000} if pointed else {})
+                exec_ = api.instantiate(graph)
+                patches = Patches(found.nodes, found.sites, [0], exec_, driver.context(), [start])
+                if pointed:
+                    self.assertEqual(patches.apply([0x7F00_0000_0000]), 1)
+                else:
+                    with self.assertRaisesRegex(PatchFailed, "refused an address of input 0: CUDA_ERROR_INVALID_VALUE"):
+                        patches.apply([0x7F00_0000_0000])
         ghosts.close()
 
 

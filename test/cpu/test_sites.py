@@ -350,8 +350,9 @@ class TestAllAtOnce(TestCase):
 
         # What is written to the sites is what the graph then holds, and nothing else changes.
         before = {handle: api.exec_parameters(exec_, handle) for handle, _ in expected}
+        others = (ghosts.high >> 32 << 32) + 0x1_9000_0000  # memory of the same kind
         for site in found.sites:
-            node, moved = found.nodes[site.node], PLAIN + (site.input << 32) + site.delta
+            node, moved = found.nodes[site.node], others + (site.input << 32) + site.delta
             if isinstance(node, KernelNode):
                 node.word(site.offset).value = moved
             else:
@@ -360,7 +361,7 @@ class TestAllAtOnce(TestCase):
             node.bind(exec_, driver.context())
             node.set()
         for (handle, offset), (index, delta) in expected.items():
-            word = little(PLAIN + (index << 32) + delta)
+            word = little(others + (index << 32) + delta)
             before[handle] = before[handle][:offset] + word + before[handle][offset + 8 :]
         for handle, held in before.items():
             self.assertEqual(api.exec_parameters(exec_, handle), held)

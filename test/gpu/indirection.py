@@ -89,7 +89,22 @@ class Ways:
 
 
 def compiled(fn: Callable[..., Any], **options: Any) -> Ways:
-    return Ways(torch.compile(fn, **options), torch.compile(fn, mode="reduce-overhead", **options))
+    plain, graphed = (torch.compile(fn, mode=mode, **options) for mode in (None, "reduce-overhead"))
+    return Ways(_pinned(plain), _pinned(graphed))
+
+
+def _pinned(callable_: Callable[..., Any]) -> Callable[..., Any]:
+    """Sets what both ways are compiled with at each call: torch 2.11 leaves ``deterministic`` off behind a compilation."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._inductor.config.patch(_both()):
+            return callable_(*args, **kwargs)
+
+    return call
+
+
+def _both() -> dict[str, Any]:
+    return {name: value for name, value in BOTH_SIDES.items() if name in torch._inductor.config._config}
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,11 +277,9 @@ class IndirectionTestCase(TestCase):
         super().setUp()
         reset()
         self.addCleanup(reset)
-        known = torch._inductor.config._config
-        both = {name: value for name, value in BOTH_SIDES.items() if name in known}
         stack = contextlib.ExitStack()
         self.addCleanup(stack.close)
-        stack.enter_context(torch._inductor.config.patch({**both, FLAG: "auto"}))
+        stack.enter_context(torch._inductor.config.patch({**_both(), FLAG: "auto"}))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         stack.enter_context(torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True))
 

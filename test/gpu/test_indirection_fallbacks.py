@@ -179,11 +179,11 @@ class TestIndirectionFallbacks(IndirectionTestCase):
         self.survives(kind, name)
 
     def test_the_reason_names_the_call(self):
-        with failing(Driver, "reserve", 1, math.inf):
+        with failing(Driver, "create_memory", 1, math.inf):
             run(NODES, compiled(NODES.fn), self.device)
         facts = Facts.now()
         self.assertGreater(facts.copied_bytes, 0)
-        self.assertTrue(facts.why and all("reserve returned INJECTED" in why for why in facts.why), str(facts))
+        self.assertTrue(facts.why and all("create_memory returned INJECTED" in why for why in facts.why), str(facts))
 
     def test_a_driver_that_lacks_calls(self):
         usable_driver.cache_clear()
@@ -267,13 +267,12 @@ class TestIndirectionFallbacks(IndirectionTestCase):
         flag = tensor(1, dtype="bool", values="mask")
         self.check(Program("condition", program, (flag, tensor(64, 33)), None, graphed=False))
 
-    def test_conjugate_and_negated_views(self):
-        ways = compiled(lambda x: x.real * 2 + x.imag)
+    def test_conjugate_views(self):
+        ways = compiled(lambda x: x * 2 + 1)
         for call in range(6):
             x = torch.full((100,), complex(call, 1), device=self.device).conj()
             torch.compiler.cudagraph_mark_step_begin()
             assert_same_bits(ways.graphed(x), ways.plain(x), f"conjugate, call {call}: ")
-        ways = compiled(lambda x: x * 2 + 1)
         for call in range(6):
             x = torch.full((100,), complex(1, call), device=self.device).conj().imag
             torch.compiler.cudagraph_mark_step_begin()
