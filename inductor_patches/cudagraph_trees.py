@@ -128,7 +128,11 @@ PATCHES: tuple[Patch, ...] = (
                         ("static_input",),
                     ),
                     Expectation(
-                        _MODULE, "CUDAGraphNode.check_invariants", ("self", "inputs"), ("CheckInvariantStatus",)
+                        _MODULE,
+                        "CUDAGraphNode.check_invariants",
+                        ("self", "inputs"),
+                        ("CheckInvariantStatus", "cudagraph_managed_idxs", "expected_dead_indices_before_graph")
+                        + ("rerecord_if_static_inputs_change", "static_input_data_ptrs", "preserved_aliased_inputs"),
                     ),
                     Expectation(_MODULE, "CUDAGraphNode.reconstruct_outputs", ("self",), ("static_output_tensors",)),
                     Expectation(_MODULE, "CUDAGraphNode.run_graph", ("self",), ("graph", "replay")),
@@ -183,6 +187,17 @@ PATCHES: tuple[Patch, ...] = (
                     ),
                     Expectation(_MODULE, "CUDAGraphTreeManager.add_function", _FUNCTION, ("WrappedFunction",)),
                     Expectation(_MODULE, "CUDAGraphTreeManager.shutdown", ("self",)),
+                    Expectation(_MODULE, "CUDAGraphTreeManager.new_func_id", ("self",), ("FunctionID", "func_counter")),
+                    Expectation(_MODULE, "CUDAGraphTreeManager.new_graph_id", ("self",), ("GraphID", "graph_counter")),
+                    Expectation(
+                        _MODULE,
+                        "CUDAGraphTreeManager.exceed_rerecord_limit",
+                        ("self", "node_id", "function_id"),
+                        ("num_rerecord", "cudagraph_unexpected_rerecord_limit"),
+                    ),
+                    Expectation(
+                        _MODULE, "CUDAGraphTreeManager.try_end_curr_execution", ("self",), ("current_node",)
+                    ),
                     Expectation(_MODULE, "TreeManagerContainer.get_tree_manager", ("self",), ("CUDAGraphTreeManager",)),
                     Expectation(_MODULE, "get_obj", ("local", "attr_name"), ("_get_obj_in_tls",)),
                 ),

@@ -68,6 +68,7 @@ class Driver:
         self._api = api
         names = {kind: f"CU_GRAPH_NODE_TYPE_{kind.name}" for kind in NodeKind if kind is not NodeKind.OTHER}
         self._kinds = {int(getattr(api.CUgraphNodeType, name)): kind for kind, name in names.items()}
+        self._success = api.CUresult.CUDA_SUCCESS
 
     def _find(self, name: str) -> Any:
         try:
@@ -239,10 +240,10 @@ class GraphNode:
         0.2 µs and the driver's own time. Raises :class:`DriverError`, and then the graph holds what it held.
         """
         try:
-            (code,) = self._function(*self._args)
+            code = self._function(*self._args)[0]
         except RuntimeError as error:
             raise DriverError(call=self._set, code=NOT_FOUND) from error
-        if code != 0:
+        if code is not self._driver._success and code != 0:
             raise _refused(self._set, code)
 
 
@@ -257,6 +258,7 @@ class KernelNode(GraphNode):
     def __init__(self, driver: Driver, handle: int) -> None:
         super().__init__(driver, handle)
         self.function, self.kernel = int(self._params.func), int(self._params.kern)  # one of them is 0
+        self._words: dict[int, int] = {}  # by offset: the parameters of 8 bytes that are passed by themselves
         # The struct points to memory of the node, which is read here and then replaced by ours.
         if self._params.extra:
             self._copy_packed()
@@ -284,6 +286,7 @@ class KernelNode(GraphNode):
         start = ctypes.addressof(self.block)
         for i, (offset, nbytes) in enumerate(layout):
             ctypes.memmove(start + offset, _word(given + 8 * i), nbytes)
+        self._words = {offset: i for i, (offset, nbytes) in enumerate(layout) if nbytes == 8}
         self._pointers = (ctypes.c_uint64 * len(layout))(*(start + offset for offset, _ in layout))
         self._params.kernelParams = ctypes.addressof(self._pointers) if layout else 0
 
@@ -294,6 +297,18 @@ class KernelNode(GraphNode):
     def word(self, offset: int) -> ctypes.c_uint64:
         """The 8 bytes at an offset of the block, in place: assign to ``value``."""
         return ctypes.c_uint64.from_buffer(self.block, offset)
+
+    def take_from(self, offset: int, table: ctypes.Array[ctypes.c_uint64], index: int) -> bool:
+        """From now on :meth:`set` takes the parameter at an offset from a table that nodes share, not from the block.
+
+        False, and nothing is changed, where no parameter of 8 bytes is passed by itself there.
+        """
+        parameter = self._words.get(offset)
+        if parameter is None:
+            return False
+        self._pointers[parameter] = ctypes.addressof(table) + 8 * index
+        self._table = table  # the struct holds nothing
+        return True
 
 
 class CopyNode(GraphNode):

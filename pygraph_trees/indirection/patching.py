@@ -18,7 +18,8 @@ Addresses are device addresses in bytes, as integers; node handles belong to the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ctypes
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..driver import CopyNode, DriverError, GraphNode, KernelNode, MemcpyNode
@@ -86,24 +87,29 @@ class Patches:
         self.broken = False
         self.set_calls = 0
         self._inputs = tuple(inputs)
-        # By position in inputs: the words that hold its address with what is added to it, and their nodes' positions.
+        positions = {index: position for position, index in enumerate(inputs)}
+        own = [(site, positions[site.input]) for site in sites if site.input in positions]
+        # Addresses as most kernels take them, position in inputs and what is added: written once, whoever reads them.
+        entries = {entry: i for i, entry in enumerate(dict.fromkeys((position, site.delta) for site, position in own))}
+        self._entries = tuple(entries)
+        self._table = (ctypes.c_uint64 * len(self._entries))()
+        # By position in inputs: the other words that hold its address with what is added, and its nodes' positions.
         self._words: list[list[tuple[Word, int]]] = [[] for _ in inputs]
         self._nodes: list[set[int]] = [set() for _ in inputs]
         self._always: set[int] = set()
-        positions = {index: position for position, index in enumerate(inputs)}
-        for site in sites:
-            position = positions.get(site.input)
-            if position is None:
-                continue
+        for site, position in own:
             node = scan_nodes[site.node]
-            self._words[position].append((_word(node, site.offset), site.delta))
+            entry = entries[position, site.delta]
+            if not (isinstance(node, KernelNode) and node.take_from(site.offset, self._table, entry)):
+                self._words[position].append((_word(node, site.offset), site.delta))
             self._nodes[position].add(site.node)
             if not isinstance(node, KernelNode):
                 self._always.add(site.node)
-        patched = set().union(*self._nodes)
-        for i in patched:
+        self._all = set().union(*self._nodes)
+        for i in self._all:
             scan_nodes[i].bind(exec_, context)
-        self._setters = {i: scan_nodes[i].set for i in patched}
+        self._setters = {i: scan_nodes[i].set for i in self._all}
+        self._write(range(len(inputs)), recorded)
 
     def apply(self, addresses: Sequence[int]) -> int:
         """Makes the graph hold these, by position in ``inputs``; returns how many nodes were set.
@@ -115,12 +121,11 @@ class Patches:
         if addresses == self.addresses and not self._always:
             return 0
         self.broken = True  # until all is done: an interrupt may come anywhere
-        nodes = self._always.copy()
-        for new, old, words, touched in zip(addresses, self.addresses, self._words, self._nodes, strict=True):
-            if new != old:
-                for word, delta in words:
-                    word.value = new + delta
-                nodes |= touched
+        changed = [p for p, (new, old) in enumerate(zip(addresses, self.addresses, strict=True)) if new != old]
+        self._write(changed, addresses)
+        # Most often all have moved.
+        moved = len(changed) == len(addresses)
+        nodes = self._all if moved else self._always.union(*(self._nodes[position] for position in changed))
         setters = self._setters
         node = -1
         try:
@@ -133,6 +138,12 @@ class Patches:
         self.set_calls += len(nodes)
         self.broken = False
         return len(nodes)
+
+    def _write(self, changed: Iterable[int], addresses: Sequence[int]) -> None:
+        self._table[:] = [addresses[position] + delta for position, delta in self._entries]
+        for position in changed:
+            for word, delta in self._words[position]:
+                word.value = addresses[position] + delta
 
     def _input_of(self, node: int, addresses: Sequence[int]) -> int:
         """An input with a site in this node, one whose address changes if there is one."""

@@ -1,7 +1,8 @@
-"""Upstream's tree manager, with a log of what it records and why.
+"""Upstream's tree manager, with a log of what it records and why, and with inputs that are given by address.
 
 :class:`Manager` subclasses the installed ``CUDAGraphTreeManager`` and stands in its place. It decides as upstream
-does; its methods act where upstream warms up, records or gives up on a function, never on a replay.
+does, but for functions that write to live inputs and for static inputs that move, which upstream does not graph and
+records again each time. On a replay it only goes around work of upstream's that changes nothing.
 
 Functions that were added while the patches were off have no log and are served all the same.
 """
@@ -27,6 +28,25 @@ if TYPE_CHECKING:
     from pygraph_trees.coverage.log import FunctionLog
 
 Upstream: type = cudagraph_trees.CUDAGraphTreeManager
+_EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
+
+
+class _FunctionID(cudagraph_trees.FunctionID):  # type: ignore[misc]
+    """Each is made once and handed around, so it is its own key; upstream hashes a tuple, a dozen times a replay."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+
+
+class _GraphID(cudagraph_trees.GraphID):  # type: ignore[misc]
+    """The same for recordings."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+
+
+# As logs show them.
+_FunctionID.__qualname__, _GraphID.__qualname__ = "FunctionID", "GraphID"
 
 
 class Manager(Upstream):
@@ -35,6 +55,31 @@ class Manager(Upstream):
     def _log_of(self, function_id: Any) -> FunctionLog | None:
         model = self.ids_to_funcs[function_id].model
         return model.log if isinstance(model, FunctionModel) else None
+
+    def new_func_id(self) -> Any:
+        return _FunctionID(next(self.func_counter))
+
+    def new_graph_id(self) -> Any:
+        return _GraphID(next(self.graph_counter))
+
+    def exceed_rerecord_limit(self, node_id: Any, function_id: Any) -> bool:
+        # Most often there was none; upstream reads its configuration all the same.
+        counts = self.num_rerecord.get(node_id)
+        return bool(counts and counts.get(function_id) and super().exceed_rerecord_limit(node_id, function_id))
+
+    def _run(self, new_inputs: list[Any], function_id: Any) -> Any:
+        # At the begin of a step upstream looks for a child of the last step's recording, finds none, ends the path and
+        # starts over. Where there is none to be found the path is ended at once.
+        node = self.current_node
+        if (
+            node is not None
+            and self.path_state is _EXECUTION
+            and function_id in self.roots
+            and not node.children.get(function_id)
+            and not self.ids_to_funcs[function_id].mutated_input_idxs
+        ):
+            self.try_end_curr_execution()
+        return super()._run(new_inputs, function_id)
 
     def record_function(self, new_inputs: list[Any], function_id: Any) -> Any:
         function = self._log_of(function_id)

@@ -43,6 +43,10 @@ Upstream: type = cudagraph_trees.CUDAGraphNode
 _UPSTREAM_INIT: Any = cudagraph_trees.CUDAGraphNode.__init__
 
 
+_MISMATCH = cudagraph_trees.CheckInvariantStatus.StaticInputIdxMismatch
+_FITS = cudagraph_trees.CheckInvariantStatus.SUCCESS, lambda: "CheckInvariantStatus.SUCCESS"
+
+
 class _CountsUpstreamNodes(type):
     def __instancecheck__(cls, instance: object) -> bool:
         return type.__instancecheck__(Upstream if cls is Recording else cls, instance)
@@ -77,6 +81,13 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             inputs[:], self._kept = self._kept, []
             self._make(wrapped_function, id, parent, inputs, *args, **kwargs)
             wrapped_function.model.refused.update(self._refused)
+        self._checked: list[int] = getattr(self, "tensor_static_input_idxs", self.static_input_idxs)  # since 2.12
+        # Whether upstream's check comes down to the addresses of static inputs: nothing managed, nothing to be dead.
+        self._only_static = not (
+            self.cudagraph_managed_idxs
+            or self.expected_dead_indices_before_graph
+            or self.expected_dead_indices_after_graph
+        )
         self.log.inputs = tuple(self._describe_inputs())
 
     def _make(self, wrapped_function: Any, id: Any, parent: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> None:
@@ -211,22 +222,26 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
     def check_invariants(self, inputs: list[Any]) -> Any:
         # One that is passed over again and again is not prepared each time.
-        if self._live is None or (self._passed_over and self._static_inputs_moved(inputs)):
-            return super().check_invariants(inputs)
-        why = self._live.prepare(inputs)
-        if why is not None:
-            self.unfit = why
-            self.wrapped_function.model.refused.update(self._live.refused)
-            return cudagraph_trees.CheckInvariantStatus.StaticInputIdxMismatch, lambda: why
+        live = self._live
+        if live is not None:
+            if self._passed_over and self._static_inputs_moved(inputs):
+                return super().check_invariants(inputs)
+            why = live.prepare(inputs)
+            if why is not None:
+                self.unfit = why
+                self.wrapped_function.model.refused.update(live.refused)
+                return _MISMATCH, lambda: why
+        if self._only_static and not self._static_inputs_moved(inputs):
+            self._passed_over = False
+            return _FITS
         status, logger = super().check_invariants(inputs)
         self._passed_over = status != cudagraph_trees.CheckInvariantStatus.SUCCESS
         return status, logger
 
     def _static_inputs_moved(self, inputs: list[Any]) -> bool:
         """Whether upstream passes this recording over because of an address, static or managed."""
-        tensors = getattr(self, "tensor_static_input_idxs", self.static_input_idxs)  # since 2.12
         return self.rerecord_if_static_inputs_change and not torch._C._tensors_data_ptrs_at_indices_equal(
-            inputs, self.static_input_data_ptrs, tensors
+            inputs, self.static_input_data_ptrs, self._checked
         )
 
     def run(self, new_inputs: list[Any]) -> Any:
