@@ -12,7 +12,8 @@ inside a ghost or its guards is that input's address:
   does not hold past the first 1.5 GiB of a larger input.
 
 Small inputs share pages, with mapped guards of 64 KiB; a large one has granules of its own, with an unmapped granule
-on both sides. Mapping costs 23 us a call, so the shared memory is as large as it takes to map any input in 32 calls.
+on both sides. Mapping costs 23 us a call and takes memory as a whole (CUDA_ERROR_NOT_SUPPORTED else, driver 580), so
+inputs above 64 MiB share a second piece, as large as it takes to map the largest one in 32 calls.
 
 A constructor that raises leaves nothing mapped or held, and ``close`` gives back everything, interrupts
 included; only what a call is just returning or taking back as an interrupt strikes may be lost (a handle).
@@ -73,6 +74,7 @@ class _Block:
 
     start: int
     nbytes: int
+    piece: int  # bytes of the shared memory that is mapped there again and again; memory is mapped as a whole or not
     mapped: list[tuple[int, int]] = field(default_factory=list)  # address and bytes of each mapping that there is
     own: bool = False  # backed by memory of its own
 
@@ -83,12 +85,12 @@ class _Plan:
 
     high: int
     ghosts: tuple[Ghost, ...]
-    blocks: tuple[tuple[int, int], ...]  # address and bytes
+    blocks: tuple[tuple[int, int, int], ...]  # address, bytes, and of the memory that is mapped there
     block_of: tuple[int, ...]  # by ghost
 
     def moved(self, by: int) -> _Plan:
         ghosts = tuple(Ghost(g.start + by, g.nbytes, g.low + by, g.high + by) for g in self.ghosts)
-        blocks = tuple((start + by, nbytes) for start, nbytes in self.blocks)
+        blocks = tuple((start + by, nbytes, piece) for start, nbytes, piece in self.blocks)
         return _Plan(self.high + by, ghosts, blocks, self.block_of)
 
 
@@ -148,9 +150,9 @@ class Ghosts:
             granularity = driver.granularity(device)
             plan = Arena.place(driver, extents, granularity)
             self.ghosts, self._block_of = plan.ghosts, plan.block_of
-            self._blocks = tuple(_Block(start, nbytes) for start, nbytes in plan.blocks)
+            self._blocks = tuple(_Block(*block) for block in plan.blocks)
             try:
-                self._map_shared(granularity)
+                self._map_shared()
             except BaseException:
                 with contextlib.suppress(DriverError):
                     self.close()
@@ -201,18 +203,17 @@ class Ghosts:
         if refused is not None:
             raise refused
 
-    def _map_shared(self, granularity: int) -> None:
-        largest = max(block.nbytes for block in self._blocks)
-        nbytes = _round_up(-(-largest // MAX_MAPPINGS), granularity)
-        self._handles.append(self._driver.create_memory(nbytes, self._device))
+    def _map_shared(self) -> None:
+        shared: dict[int, int] = {}
         for block in self._blocks:
-            self._map(block, self._handles[-1], nbytes)
+            if block.piece not in shared:
+                shared[block.piece] = self._driver.create_memory(block.piece, self._device)
+                self._handles.append(shared[block.piece])
+            self._map(block, shared[block.piece], block.piece)
         self._release_handles()
 
-    def _map(self, block: _Block, memory: int, memory_nbytes: int) -> None:
-        end = block.start + block.nbytes
-        for address in range(block.start, end, memory_nbytes):
-            nbytes = min(memory_nbytes, end - address)
+    def _map(self, block: _Block, memory: int, nbytes: int) -> None:
+        for address in range(block.start, block.start + block.nbytes, nbytes):
             try:
                 self._driver.map_memory(address, nbytes, memory)
             except DriverError:
@@ -254,7 +255,9 @@ def _plan(extents: Sequence[Extent], granularity: int, frontier: int) -> _Plan:
     """Plans above a place that is told from the start of a window."""
     ghosts: dict[int, Ghost] = {}
     block_of: dict[int, int] = {}
-    blocks: list[tuple[int, int]] = []
+    blocks: list[tuple[int, int, int]] = []
+    largest = max((extent.nbytes for extent in extents), default=0) + ALIGNMENT
+    piece = _round_up(-(-largest // MAX_MAPPINGS), granularity)
     cursor = end = _round_up(frontier, granularity)  # the next free address; the end of what is planned, a page's too
     for index in sorted(range(len(extents)), key=lambda index: extents[index].nbytes >= SMALL_NBYTES):
         extent = extents[index]
@@ -263,14 +266,16 @@ def _plan(extents: Sequence[Extent], granularity: int, frontier: int) -> _Plan:
             if ghost.high > end:
                 nbytes = _round_up(PAGE_NBYTES, granularity)
                 cursor = _with_low_half(end, nbytes, granularity)
-                blocks.append((cursor, nbytes))
+                blocks.append((cursor, nbytes, granularity))
                 end = cursor + nbytes
                 ghost = _small_ghost(extent, cursor)
             cursor = ghost.high
         else:
-            nbytes = _round_up(extent.residue + extent.nbytes, granularity)
+            needed = extent.residue + extent.nbytes
+            mapped = granularity if needed <= MAX_MAPPINGS * granularity else piece
+            nbytes = _round_up(needed, mapped)
             low = _with_low_half(end, nbytes + 2 * granularity, granularity)
-            blocks.append((low + granularity, nbytes))
+            blocks.append((low + granularity, nbytes, mapped))
             end = low + nbytes + 2 * granularity
             ghost = Ghost(low + granularity + extent.residue, extent.nbytes, low, end)
         ghosts[index] = ghost

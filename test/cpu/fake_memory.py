@@ -181,9 +181,10 @@ class FakeMemory(FakeCalls):
         assert self.is_reserved(address, nbytes), f"{address:#x} + {nbytes:#x} is not reserved"
         assert not self._overlapping(address, nbytes), f"{address:#x} + {nbytes:#x} is mapped"
         assert memory in self.memories and self.memories[memory].held, f"no memory {memory:#x}"
-        assert nbytes <= self.memories[memory].nbytes, f"{nbytes:#x} of {self.memories[memory].nbytes:#x} bytes"
         if result := self._enter("cuMemMap"):
             return (result,)
+        if nbytes != self.memories[memory].nbytes:
+            return (CUresult.CUDA_ERROR_NOT_SUPPORTED,)
         self.mappings[address] = Mapping(nbytes, memory)
         return (result,)
 

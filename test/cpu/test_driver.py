@@ -180,6 +180,13 @@ class TestVirtualMemory(DriverTestCase):
             self.driver.map_memory(start + i * GRANULE, GRANULE, memory)
         return start, memory
 
+    def test_memory_is_mapped_as_a_whole(self):
+        start, memory = self.driver.reserve(4 * GRANULE), self.driver.create_memory(2 * GRANULE, DEVICE)
+        for nbytes in (GRANULE, 3 * GRANULE):
+            with self.assertRaisesRegex(DriverError, "cuMemMap returned CUDA_ERROR_NOT_SUPPORTED"):
+                self.driver.map_memory(start, nbytes, memory)
+        self.driver.map_memory(start, 2 * GRANULE, memory)
+
     def test_from_reserving_to_unmapping(self):
         self.assertEqual(self.driver.granularity(DEVICE), GRANULE)
         start, memory = self.mapped(3)
@@ -248,7 +255,6 @@ class TestVirtualMemory(DriverTestCase):
             (self.driver.map_memory, free + 2 * GRANULE, GRANULE, memory),  # not reserved
             (self.driver.map_memory, free + GRANULE, 2 * GRANULE, double),  # beyond the reservation
             (self.driver.map_memory, start, GRANULE, memory),  # mapped
-            (self.driver.map_memory, free, 2 * GRANULE, memory),  # larger than the memory
             (self.driver.map_memory, free, GRANULE, released),
             (self.driver.allow_access, free, GRANULE, DEVICE),  # not mapped
             (self.driver.allow_access, wide, 4 * GRANULE, DEVICE),  # the end is not

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from fuzzing import campaign, command_line
 from fuzzing.case import LAYOUTS, PLACES, Case, Input, read
-from fuzzing.check import InvalidCase, Mismatch, check, module_of
+from fuzzing.check import InvalidCase, Mismatch, Runner, check, module_of
 from fuzzing.memory import GUARD, Memory, extent_of, offset_of, strides_of
 from fuzzing.operations import OPERATIONS
 from fuzzing.reduction import reduce
@@ -344,11 +344,31 @@ class TestCheck(TestCase):
         with mock.patch.object(Case, "function", lambda case: noting):
             check(fed, CPU, under_test="eager", control=None)
         one, two = seen[::2], seen[1::2]
-        # What warming up and recording return is gone with its step, so a copy of it is handed on.
-        self.assertEqual([a is b for a, b in zip(returned[::2], one[1:], strict=False)], [False, False, True])
+        self.assertEqual([a is b for a, b in zip(returned[::2], one[1:], strict=False)], [True] * 3)
         self.assertEqual([a.data_ptr() != b.data_ptr() for a, b in zip(one, two, strict=True)], [True] * 4)
         self.assertEqual(one[1:], two[1:])
         self.assertNotEqual(one[1], Memory(fed, CPU).prepare(1)["a"])
+
+    def test_what_a_recording_returned_is_handed_on_as_a_copy(self) -> None:
+        """It is gone with its step."""
+        fed = Case((Input("a", (3,)),), ("v0 = a * 0.5",), ("v0",), 4, False, ((0, "a"),))
+        seen: list[torch.Tensor] = []
+        returned: list[torch.Tensor] = []
+
+        def noting(a: torch.Tensor) -> torch.Tensor:
+            seen.append(a)
+            returned.append(a * 0.5)
+            return returned[-1]
+
+        def recorded() -> bool:
+            return len(returned) != 3
+
+        way = noting, contextlib.nullcontext, lambda: None, recorded
+        with mock.patch("fuzzing.check._way", lambda fn, kind: way):
+            runner = Runner(fed, "ours", CPU)
+            for _ in range(4):
+                runner.step()
+        self.assertEqual([a is b for a, b in zip(returned, seen[1:], strict=False)], [False, False, True])
 
     def test_invalid(self) -> None:
         with self.assertRaisesRegex(InvalidCase, "call 0: "):

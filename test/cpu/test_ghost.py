@@ -116,7 +116,8 @@ class TestGhosts(TestCase):
             self.assertLessEqual(left.high, right.low)
         self.assertEqual((ghosts.low, ghosts.high), (in_order[0].low, in_order[-1].high))
         self.assertTrue(all(mapping.access for mapping in api.mappings.values()))
-        self.assertEqual([(memory.device, memory.held) for memory in api.memories.values()], [(3, False)])
+        self.assertLessEqual(len(api.memories), 2)
+        self.assertEqual({(memory.device, memory.held) for memory in api.memories.values()}, {(3, False)})
 
         for address in {a + by for g in ghosts.ghosts for a in (g.low, g.start, g.end, g.high) for by in (-1, 0, 1)}:
             holding = [i for i, g in enumerate(ghosts.ghosts) if g.low <= address < g.high]
@@ -172,8 +173,8 @@ class TestGhosts(TestCase):
 
     def test_large_inputs_take_few_mappings(self):
         self.ghosts(Extent(625 * MIB, 0), Extent(4096, 0))
-        self.assertEqual([memory.nbytes for memory in self.api.memories.values()], [20 * MIB])
-        self.assertEqual(self.api.calls.count("cuMemMap"), 32 + 1)
+        self.assertEqual([memory.nbytes for memory in self.api.memories.values()], [GRANULE, 20 * MIB])
+        self.assertEqual(self.api.calls.count("cuMemMap"), 1 + 32)
 
     def test_guards_of_large_inputs_are_not_mapped(self):
         ghosts = self.ghosts(Extent(5 * MIB, 16), Extent(2 * MIB, 0))
@@ -310,10 +311,12 @@ class TestArena(TestCase):
         self.api.most_reserved = 70 * GIB
         _, end = self.place(Extent(4096, 0))
         rest = self.arena()[1] - end // WINDOW * WINDOW - WINDOW - LOW_HALF_START - 2 * GRANULE
-        _, high = self.place(Extent(rest, 0))
-        self.assertEqual((high, len(self.api.reservations)), (self.arena()[1], 1))
+        pieces = 32 * GRANULE  # what a large input comes in multiples of
+        _, high = self.place(Extent(rest // pieces * pieces - 512, 0))
+        self.assertEqual(len(self.api.reservations), 1)
+        self.assertIn(self.arena()[1] - high, range(pieces))
         with self.assertRaisesRegex(DriverError, "cuMemAddressReserve"):
-            self.place(Extent(0, 0))
+            self.place(Extent(2 * pieces, 0))
 
     def test_no_granule_more_than_there_is(self):
         self.api.most_reserved = 140 * GIB

@@ -303,7 +303,7 @@ class TestTreeFacts(TestCase):
         manager.skip_cudagraph = manager.non_cudagraph_managed_mutation_hint
         del manager.non_cudagraph_managed_mutation_hint
         self.assertEqual(self.facts(manager).mutation_hints, hints)
-        self.assertEqual(hints, ((0, 1, False), (None, 0, True)))
+        self.assertEqual(hints, ((None, 0, True),))
 
     def test_classes(self) -> None:
         manager = Manager()

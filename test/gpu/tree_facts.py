@@ -78,7 +78,7 @@ class TreeFacts:
     warmed_up: tuple[int, ...]
     warned: tuple[int, ...]
     warned_mutation: tuple[int, ...]
-    mutation_hints: tuple[Any, ...]
+    mutation_hints: tuple[Any, ...]  # (node, function, True) where a function runs un-graphed
     rerecorded: tuple[Any, ...]  # (node, function, count)
     fail_count: int  # recordings made because no existing one fitted
     checkpoint_count: int
@@ -165,9 +165,13 @@ def tree_facts(manager: Any, container: Any) -> TreeFacts:
 
 
 def _mutation_hints(manager: Any) -> Any:
-    """By node and function, whether the function runs un-graphed there; 2.15 renamed the table."""
+    """By node and function, True where the function runs un-graphed; 2.15 renamed the table.
+
+    That it does not is noted where upstream happens to look.
+    """
     renamed = hasattr(manager, "skip_cudagraph")
-    return manager.skip_cudagraph if renamed else manager.non_cudagraph_managed_mutation_hint
+    table = manager.skip_cudagraph if renamed else manager.non_cudagraph_managed_mutation_hint
+    return {node: {function: hint or None for function, hint in hints.items()} for node, hints in table.items()}
 
 
 def _kind_of_node(node: Any) -> str:

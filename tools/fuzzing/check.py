@@ -27,8 +27,6 @@ from .memory import Memory
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
-_RECORDED = 2  # calls that warm up and record
-
 
 class InvalidCase(Exception):
     """Eager cannot run the case: it says nothing about a compiler."""
@@ -69,7 +67,7 @@ class Runner:
             self._module = module_of(fn, case, self._memory.prepare(0))
             fn = self._module
         self._fed: dict[str, torch.Tensor] = {}
-        self._callable, self._active, self._close = _way(fn, kind)
+        self._callable, self._active, self._close, self._recorded = _way(fn, kind)
 
     def step(self) -> Observation:
         """The next call."""
@@ -99,7 +97,7 @@ class Runner:
 
         What a warmup or a recording returned must not be used in a later step, and torch raises where it is.
         """
-        return output.clone() if self._call < _RECORDED else output
+        return output.clone() if self._recorded() else output
 
     def _inputs(self) -> dict[str, torch.Tensor]:
         given = dict(self._memory.prepare(self._call))
@@ -235,13 +233,21 @@ def module_of(fn: Callable[..., Any], case: Case, tensors: Mapping[str, torch.Te
 
 def _way(
     fn: Callable[..., Any], kind: str
-) -> tuple[Callable[..., Any], Callable[[], AbstractContextManager[Any]], Callable[[], None]]:
-    """The callable of a way, the context in which it is called, and what frees it."""
+) -> tuple[Callable[..., Any], Callable[[], AbstractContextManager[Any]], Callable[[], None], Callable[[], bool]]:
+    """The callable of a way, the context for calls, what frees it, and whether the last call was no replay."""
     if kind in ("eager", "compile", "upstream", "ours"):
         (way,) = make_ways(Program(fn), [kind])
-        return way.callable, way.active, lambda: way.trees.clear() if way.trees is not None else None
+        trees = way.trees
+        if trees is None:
+            return way.callable, way.active, lambda: None, lambda: False
+        return way.callable, way.active, trees.clear, lambda: not all(map(_replays, way.managers))
     backend: Any = kind
     if ":" in kind:
         module, name = kind.split(":")
         backend = getattr(importlib.import_module(module), name)
-    return torch.compile(fn, backend=backend), contextlib.nullcontext, lambda: None
+    return torch.compile(fn, backend=backend), contextlib.nullcontext, lambda: None, lambda: False
+
+
+def _replays(manager: Any) -> bool:
+    state: str = manager.path_state.name
+    return state == "EXECUTION"
