@@ -195,9 +195,7 @@ PATCHES: tuple[Patch, ...] = (
                         ("self", "node_id", "function_id"),
                         ("num_rerecord", "cudagraph_unexpected_rerecord_limit"),
                     ),
-                    Expectation(
-                        _MODULE, "CUDAGraphTreeManager.try_end_curr_execution", ("self",), ("current_node",)
-                    ),
+                    Expectation(_MODULE, "CUDAGraphTreeManager.try_end_curr_execution", ("self",), ("current_node",)),
                     Expectation(_MODULE, "TreeManagerContainer.get_tree_manager", ("self",), ("CUDAGraphTreeManager",)),
                     Expectation(_MODULE, "get_obj", ("local", "attr_name"), ("_get_obj_in_tls",)),
                 ),

@@ -6,8 +6,8 @@ installed driver lack raises it with :data:`NOT_FOUND`. It works on whatever mod
 fake. :func:`driver` gives the process's own, or None where ``cuda.bindings`` is not installed; callers then do without.
 
 A :class:`GraphNode` is a node of a captured graph with the parameters that it was recorded with. They are ours: change
-them in place, then :meth:`~GraphNode.set` makes one instantiated graph hold them. What such a graph holds cannot be read
-back. The captured graph keeps its own, but for :meth:`CopyNode.set_captured`.
+them in place, then :meth:`~GraphNode.set` makes one instantiated graph hold them. What such a graph holds cannot be
+read back. The captured graph keeps its own, but for :meth:`CopyNode.set_captured`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,11 @@ class NodeKind(enum.Enum):
     HOST = "host"
     GRAPH = "graph"
     EMPTY = "empty"
-    OTHER = "other"  # events, semaphores, allocations, conditionals, batched memory operations
+    WAIT_EVENT = "wait_event"
+    EVENT_RECORD = "event_record"
+    MEM_ALLOC = "mem_alloc"
+    MEM_FREE = "mem_free"
+    OTHER = "other"  # semaphores, conditionals, batched memory operations
 
 
 class Driver:

@@ -95,7 +95,7 @@ class _Plan:
 
 
 class Arena:
-    """A process's reserved addresses, given out from low to high and never taken back; another one when they run out."""
+    """Reserved addresses of a process, given out from low to high and never taken back; then there is another one."""
 
     _of: ClassVar[weakref.WeakKeyDictionary[Driver, Arena]] = weakref.WeakKeyDictionary()
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -145,7 +145,8 @@ class Ghosts:
         self._device = device
         self._handles: list[int] = []  # of physical memory, until it is mapped: mappings outlive their handle
         self._blocks: tuple[_Block, ...] = ()
-        self.ghosts, self._block_of = (), ()
+        self.ghosts = ()
+        self._block_of: tuple[int, ...] = ()
         if extents:
             granularity = driver.granularity(device)
             plan = Arena.place(driver, extents, granularity)

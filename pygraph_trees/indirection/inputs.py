@@ -138,7 +138,10 @@ class LiveInputs:
         self._held = [Decision(Route.COPY, why) for _, why in held.values()]
         self.decisions: dict[int, Decision] = {}  # by index, once set up
         # Of this call, by index.
-        self._given: dict[int, torch.Tensor] | Sequence[Any] = {**tensors, **{index: tensor for index, (tensor, _) in held.items()}}
+        self._given: dict[int, torch.Tensor] | Sequence[Any] = {
+            **tensors,
+            **{index: tensor for index, (tensor, _) in held.items()},
+        }
         self._nodes: Sequence[GraphNode] = ()
         self._sites: Sequence[Site] = ()
         self._patches: Patches | None = None

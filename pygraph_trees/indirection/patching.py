@@ -159,7 +159,9 @@ class CapturedCopies:
     """
 
     def __init__(self, scan_nodes: Sequence[GraphNode], sites: Sequence[Site]) -> None:
-        self._words: list[tuple[CopyNode, int, Word, int]] = []  # node, ghost, where its address is, what is added to it
+        self._words: list[
+            tuple[CopyNode, int, Word, int]
+        ] = []  # node, ghost, where its address is, what is added to it
         for site in sites:
             node = scan_nodes[site.node]
             if isinstance(node, CopyNode):

@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from ..driver import Driver, GraphNode, KernelNode
     from .ghost import Ghosts
 
+_WITHOUT_INPUTS = (
+    *(NodeKind.EMPTY, NodeKind.WAIT_EVENT, NodeKind.EVENT_RECORD),
+    *(NodeKind.MEM_ALLOC, NodeKind.MEM_FREE),
+)
+
 _HOST_CHUNK = 16 << 20  # bytes of host memory read at once; a multiple of 8
 
 # As the driver gives names: mangled where the kernel is C++. ncclKernel_, ncclDevKernel_, ncclSymkDevKernel_ ...
@@ -83,7 +88,8 @@ class _Reader:
             NodeKind.KERNEL: (self._kernel, "a kernel whose parameters cannot be read"),
             NodeKind.MEMCPY: (self._memcpy, "a copy that cannot be read"),
             NodeKind.MEMSET: (self._memset, "a fill that cannot be read"),
-            NodeKind.EMPTY: (lambda position, handle: None, ""),
+            # These take events, and memory of the graph's own.
+            **dict.fromkeys(_WITHOUT_INPUTS, (lambda position, handle: None, "")),
             NodeKind.HOST: (lambda position, handle: self._hide("a host node"), ""),
             NodeKind.GRAPH: (lambda position, handle: self._hide("a child graph"), ""),
             NodeKind.OTHER: (lambda position, handle: self._hide("a node that cannot be read"), ""),

@@ -31,14 +31,14 @@ Upstream: type = cudagraph_trees.CUDAGraphTreeManager
 _EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
 
 
-class _FunctionID(cudagraph_trees.FunctionID):  # type: ignore[misc]
+class _FunctionID(cudagraph_trees.FunctionID):
     """Each is made once and handed around, so it is its own key; upstream hashes a tuple, a dozen times a replay."""
 
     __slots__ = ()
     __hash__ = object.__hash__
 
 
-class _GraphID(cudagraph_trees.GraphID):  # type: ignore[misc]
+class _GraphID(cudagraph_trees.GraphID):
     """The same for recordings."""
 
     __slots__ = ()

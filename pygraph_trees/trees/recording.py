@@ -81,7 +81,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             inputs[:], self._kept = self._kept, []
             self._make(wrapped_function, id, parent, inputs, *args, **kwargs)
             wrapped_function.model.refused.update(self._refused)
-        self._checked: list[int] = getattr(self, "tensor_static_input_idxs", self.static_input_idxs)  # since 2.12
+        self._checked: Any = getattr(self, "tensor_static_input_idxs", self.static_input_idxs)  # since 2.12
         # Whether upstream's check comes down to the addresses of static inputs: nothing managed, nothing to be dead.
         self._only_static = not (
             self.cudagraph_managed_idxs

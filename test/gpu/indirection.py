@@ -94,7 +94,7 @@ def compiled(fn: Callable[..., Any], **options: Any) -> Ways:
 
 
 def _pinned(callable_: Callable[..., Any]) -> Callable[..., Any]:
-    """Sets what both ways are compiled with at each call: torch 2.11 leaves ``deterministic`` off behind a compilation."""
+    """Sets what both ways are compiled with at each call: torch leaves ``deterministic`` off behind a compilation."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch._inductor.config.patch(_both()):

@@ -1,4 +1,4 @@
-"""Kernels that read live inputs, by family: no byte is copied, whatever reads them."""
+"""Generated kernels and matmuls that read live inputs: no byte is copied, whatever reads them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from indirection import IndirectionTestCase, Program, by_name, tensor
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
-
-SDPA = F.scaled_dot_product_attention
 
 POINTWISE = [
     Program("one kernel", lambda x: x.sin() + 1, (tensor(1 << 20),)),
@@ -73,101 +71,6 @@ HOPPER = [
     ),
 ]
 
-CONVOLUTION = [
-    Program("one dimension", lambda x, w: F.conv1d(x, w, padding=2), (tensor(8, 32, 1000), tensor(64, 32, 5))),
-    Program("two dimensions", F.conv2d, (tensor(8, 16, 56, 56), tensor(32, 16, 3, 3), tensor(32))),
-    Program("channels last", lambda x, w: F.conv2d(x, w, stride=2),
-            (tensor(8, 64, 28, 28, dtype="float16", layout="channels_last"),
-             tensor(64, 64, 3, 3, dtype="float16", layout="channels_last"))),
-    Program("three dimensions", F.conv3d, (tensor(2, 4, 8, 16, 16), tensor(8, 4, 3, 3, 3))),
-    Program("depthwise", lambda x, w: F.conv2d(x, w, groups=32), (tensor(4, 32, 28, 28), tensor(32, 1, 3, 3))),
-    Program("transposed", lambda x, w: F.conv_transpose2d(x, w, stride=2), (tensor(4, 8, 14, 14), tensor(8, 4, 2, 2))),
-    Program("pooled", lambda x, w: F.max_pool2d(F.conv2d(x, w).relu(), 2), (tensor(4, 3, 64, 64), tensor(8, 3, 5, 5))),
-    Program("resized", lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), (tensor(2, 3, 64, 64),)),
-]  # fmt: skip
-
-QKV = (tensor(2, 8, 256, 64, dtype="bfloat16"),) * 3
-ATTENTION = [
-    Program("bfloat16", SDPA, QKV),
-    Program("causal", lambda q, k, v: SDPA(q, k, v, is_causal=True), (tensor(1, 4, 333, 128, dtype="float16"),) * 3),
-    Program("float32", SDPA, (tensor(2, 4, 128, 64),) * 3),
-    Program("float64", SDPA, (tensor(2, 4, 64, 32, dtype="float64"),) * 3),
-    Program("mask", SDPA, (*QKV, tensor(2, 1, 256, 256, dtype="bool", values="mask"))),
-    Program("added mask", SDPA, (*QKV, tensor(2, 8, 256, 256, dtype="bfloat16"))),
-    Program("projected", lambda x, w: SDPA(*(x @ w).view(2, 128, 3, 4, 64).permute(2, 0, 3, 1, 4)),
-            (tensor(2, 128, 256, dtype="bfloat16"), tensor(256, 768, dtype="bfloat16"))),
-]  # fmt: skip
-CUDNN_ATTENTION = Program(
-    "cudnn", lambda q, k, v: torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, False)[0], QKV
-)
-
-IDS = tensor(4096, dtype="int64", values="below 1000")
-EMBEDDING = [
-    Program("large table", F.embedding, (IDS, tensor(100_000, 64))),
-    Program("int32 indices", F.embedding,
-            (tensor(64, 32, dtype="int32", values="below 500"), tensor(500, 128, dtype="float16"))),
-    Program("bag", F.embedding_bag, (tensor(512, 8, dtype="int64", values="below 1000"), tensor(1000, 64))),
-    Program("bag of sums", lambda i, w: F.embedding_bag(i, w, mode="sum"),
-            (tensor(512, 8, dtype="int64", values="below 1000"), tensor(1000, 17))),
-    Program("eight tables", lambda i, *w: torch.cat([F.embedding(i, t) for t in w], 1),
-            (IDS, *(tensor(1000, 16),) * 8)),
-    Program("gather", lambda x, i: torch.gather(x, 1, i),
-            (tensor(256, 100), tensor(256, 50, dtype="int64", values="below 100"))),
-    Program("index select", lambda x, i: torch.index_select(x, 0, i), (tensor(1000, 129), IDS)),
-    Program("two indices", lambda x, i, j: x[i, :, j], (tensor(1000, 3, 1000, dtype="float16"), IDS, IDS)),
-    Program("scattered integers", lambda i, v: v.new_zeros(1000).scatter_add(0, i, v), (IDS, IDS)),
-    Program("accumulated integers", lambda x, i, v: x.index_put((i,), v, accumulate=True),
-            (tensor(1000, dtype="int64", values="below 9"), IDS, IDS)),
-]  # fmt: skip
-
-SORT = [
-    Program("long", lambda x: x.sort().values, (tensor(1 << 21),)),
-    Program("rows", lambda x: x.sort(-1), (tensor(64, 1024),)),
-    Program("stable", lambda x: x.argsort(dim=0, stable=True), (tensor(20_000, 3, dtype="int32", values="below 100"),)),
-    Program("topk", lambda x: x.topk(5), (tensor(128, 5000, dtype="bfloat16"),)),
-    Program("kth value", lambda x: x.kthvalue(7, 1).values, (tensor(32, 3000, dtype="float64"),)),
-    Program("median", lambda x: x.median(1).values, (tensor(64, 777),)),
-    Program("searchsorted", lambda x, y: torch.searchsorted(x.sort().values, y), (tensor(10_000), tensor(500))),
-    Program("bucketize", lambda x, y: torch.bucketize(y, x),
-            (tensor(1000, dtype="int64", values="order"), tensor(5000, dtype="int64", values="below 1000"))),
-    Program("cummax", lambda x: x.cummax(1).values, (tensor(32, 4096),)),
-]  # fmt: skip
-
-FFT = [
-    Program("real", lambda x: torch.view_as_real(torch.fft.rfft(x)), (tensor(64, 1024),)),
-    Program("complex", lambda x: torch.view_as_real(torch.fft.fft(x, dim=0)), (tensor(1000, 16, dtype="complex64"),)),
-    Program("back", lambda x: torch.fft.irfft(x, n=500), (tensor(32, 251, dtype="complex64"),)),
-    Program("images", lambda x: torch.fft.fft2(x).abs(), (tensor(4, 64, 63, dtype="float64"),)),
-]
-
-
-def dominant(given: dict[str, torch.Tensor]) -> None:
-    """Adds to the diagonal what makes the matrix invertible, and its lower triangle positive definite."""
-    given["0"].diagonal(dim1=-2, dim2=-1).add_(given["0"].shape[-1])
-    if "2" in given:  # pivots that exchange nothing
-        given["2"].copy_(torch.arange(1, given["2"].shape[-1] + 1, dtype=torch.int32))
-
-
-def linalg(name: str, fn: object, *inputs: object) -> list[Program]:
-    return [
-        Program(
-            f"{name}, {batch}",
-            fn,
-            tuple(tensor(*batch_shape, *shape, dtype=dtype) for shape, dtype in inputs),
-            settle=dominant,
-        )
-        for batch, batch_shape in (("one", ()), ("eight", (8,)))
-    ]
-
-
-SQUARE, SIDE, PIVOTS = ((48, 48), "float32"), ((48, 5), "float32"), ((48,), "int32")
-LINALG = [
-    *linalg("triangular", lambda a, b: torch.linalg.solve_triangular(a, b, upper=False), SQUARE, SIDE),
-    *linalg("cholesky", lambda a: torch.linalg.cholesky_ex(a).L, SQUARE),
-    *linalg("inverse", lambda a: torch.linalg.inv_ex(a).inverse, SQUARE),
-    *linalg("lu", lambda a, b, p: torch.linalg.lu_solve(a, p, b), SQUARE, SIDE, PIVOTS),
-]
-
 
 def chain(*xs: torch.Tensor) -> torch.Tensor:
     """Two kernels an input, and matmuls between them."""
@@ -204,35 +107,6 @@ class TestIndirectionKernels(IndirectionTestCase):
     def test_matmul_of_sm90(self, program):
         if torch.cuda.get_device_capability() < (9, 0):
             self.skipTest("needs compute capability 9.0")
-        self.check(program)
-
-    @parametrize("program", CONVOLUTION, name_fn=by_name)
-    def test_convolution(self, program):
-        self.check(program)
-
-    @parametrize("program", ATTENTION, name_fn=by_name)
-    def test_attention(self, program):
-        self.check(program)
-
-    def test_attention_of_cudnn(self):
-        if torch.cuda.get_device_capability() < (8, 0):
-            self.skipTest("needs compute capability 8.0")
-        self.check(CUDNN_ATTENTION)
-
-    @parametrize("program", EMBEDDING, name_fn=by_name)
-    def test_embedding(self, program):
-        self.check(program)
-
-    @parametrize("program", SORT, name_fn=by_name)
-    def test_sort(self, program):
-        self.check(program)
-
-    @parametrize("program", FFT, name_fn=by_name)
-    def test_fft(self, program):
-        self.check(program)
-
-    @parametrize("program", LINALG, name_fn=by_name)
-    def test_linalg(self, program):
         self.check(program)
 
     @parametrize("program", MANY, name_fn=by_name)

@@ -146,7 +146,7 @@ def tree_facts(manager: Any, container: Any) -> TreeFacts:
         warned=tuple(sorted(function.id for function in manager.warned_functions)),
         warned_mutation=tuple(sorted(function.id for function in manager.warned_mutation)),
         mutation_hints=_by_node(_mutation_hints(manager)),
-        rerecorded=_by_node(manager.num_rerecord),
+        rerecorded=_by_node(_without_zeros(manager.num_rerecord)),
         fail_count=manager.debug_fail_counter,
         checkpoint_count=manager.debug_checkpointing_counter,
         graph_counter=repr(manager.graph_counter),
@@ -171,7 +171,12 @@ def _mutation_hints(manager: Any) -> Any:
     """
     renamed = hasattr(manager, "skip_cudagraph")
     table = manager.skip_cudagraph if renamed else manager.non_cudagraph_managed_mutation_hint
-    return {node: {function: hint or None for function, hint in hints.items()} for node, hints in table.items()}
+    return _without_zeros(table)
+
+
+def _without_zeros(table: Any) -> Any:
+    """A two-level table that is looked up in more or less often, each time leaving a zero."""
+    return {node: {function: value or None for function, value in values.items()} for node, values in table.items()}
 
 
 def _kind_of_node(node: Any) -> str:

@@ -2,12 +2,14 @@
 
 The worker writes each case to a file before it runs it, and makes one that fails smaller itself. Where the process
 dies, or a fault has made the GPU unusable to it, the last case is taken from the file and made smaller in processes of
-their own. Nothing is kept between campaigns: a seed gives the same cases to as many workers.
+their own; where it was eager that lost the GPU, another worker takes its place. Nothing is kept between campaigns: a
+seed gives the same cases to as many workers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -26,6 +28,7 @@ from .reduction import reduce
 WORKER = "fuzzing.worker"
 TOOLS = Path(__file__).resolve().parents[1]
 POISONED = 70  # exit status of a worker whose GPU context is lost
+POISONED_BY_EAGER = 71  # the same, and what is under test had no part in it
 FAILED = 1  # of one that found a failure and wrote it down
 _POLL_S = 0.2
 _LONGEST_CASE_S = 180.0  # without a sign of life, which a case gives when it begins
@@ -99,10 +102,8 @@ def run(plan: Plan, progress: Callable[[float, float, str], None]) -> Outcome:
         shares: list[int | None] = [None] * plan.jobs
         if plan.most_cases is not None:
             shares = [len(range(number, plan.most_cases, plan.jobs)) for number in range(plan.jobs)]
-        workers = [
-            stack.enter_context(_Worker(plan, plan.seconds, plan.seed * 1000 + number, share))
-            for number, share in enumerate(shares)
-        ]
+        numbers = itertools.count(plan.seed * 1000)
+        workers = [stack.enter_context(_Worker(plan, plan.seconds, next(numbers), share)) for share in shares]
         while workers and outcome.failure is None:
             time.sleep(_POLL_S)
             seen = replace(outcome.counts)
@@ -114,6 +115,9 @@ def run(plan: Plan, progress: Callable[[float, float, str], None]) -> Outcome:
                 workers.remove(worker)
                 outcome.counts.add(worker.counts())
                 outcome.failure = outcome.failure or _failure(plan, worker)
+                left = plan.seconds - (time.monotonic() - start)
+                if worker.lost_by_eager and left > 0:
+                    workers.append(stack.enter_context(_Worker(plan, left, next(numbers), worker.share_left())))
     progress(plan.seconds, plan.seconds, str(outcome.counts))
     return outcome
 
@@ -140,6 +144,8 @@ class _Worker:
 
     def __init__(self, plan: Plan, seconds: float, seed: int, most: int | None, case: Case | None = None) -> None:
         self.cause: str | None = None
+        self.lost_by_eager = False
+        self._most = most
         self._folder = tempfile.TemporaryDirectory(prefix="fuzz_")
         self._path = Path(self._folder.name)
         if case is not None:
@@ -173,9 +179,15 @@ class _Worker:
                 return False
             end(self._process)
             self.cause = f"a case took longer than {_LONGEST_CASE_S:g} s"
+        elif status == POISONED_BY_EAGER:
+            self.lost_by_eager = True
         elif status != 0 and not (status == FAILED and self.failure() is not None):
             self.cause = how_it_ended(status, self._path / "log.txt")
         return True
+
+    def share_left(self) -> int | None:
+        """How many cases it did not come to; None where time alone is the limit."""
+        return None if self._most is None else max(0, self._most - self.counts().cases)
 
     def counts(self) -> Counts:
         data = self._json("counts.json")

@@ -67,7 +67,7 @@ class Runner:
             self._module = module_of(fn, case, self._memory.prepare(0))
             fn = self._module
         self._fed: dict[str, torch.Tensor] = {}
-        self._callable, self._active, self._close, self._recorded = _way(fn, kind)
+        self._callable, self._active, self._close, self.recorded = _way(fn, kind)
 
     def step(self) -> Observation:
         """The next call."""
@@ -83,21 +83,18 @@ class Runner:
                 blocks=snapshot({"memory": dict(self._memory.blocks)}),
                 aliases=tuple(self._alias(o) for o in outputs),
             )
-            self._fed = {name: self._handed_on(outputs[position]) for position, name in self._case.feedback}
+            self._fed = {name: outputs[position] for position, name in self._case.feedback}
         self._call += 1
         return seen
+
+    def detach_outputs(self) -> None:
+        """Hands copies of the outputs on to the next call, not themselves."""
+        self._fed = {name: output.clone() for name, output in self._fed.items()}
 
     def close(self) -> None:
         """Frees what the way holds on the device."""
         self._fed.clear()
         self._close()
-
-    def _handed_on(self, output: torch.Tensor) -> torch.Tensor:
-        """An output as the next call may be given it.
-
-        What a warmup or a recording returned must not be used in a later step, and torch raises where it is.
-        """
-        return output.clone() if self._recorded() else output
 
     def _inputs(self) -> dict[str, torch.Tensor]:
         given = dict(self._memory.prepare(self._call))
@@ -167,12 +164,19 @@ def _compare(case: Case, device: torch.device, subject: str, reference: str, tol
             wanted, found = (_observe(runner, call) for runner in runners)
             _agree(found, wanted, tolerance, f"call {call}: {subject} against {reference}")
             agreed += 1
+            # What a warmup or a recording returned must not be used in a later step, and torch raises where it is.
+            if any(runner.recorded() for runner in runners):
+                for runner in runners:
+                    runner.detach_outputs()
     return agreed
 
 
 def _observe(runner: Runner, call: int) -> Observation:
     try:
-        return runner.step()
+        seen = runner.step()
+        if runner.kind == "eager" and torch.cuda.is_available():
+            torch.cuda.synchronize()  # a fault is eager's own, not of what runs next
+        return seen
     except Exception as error:
         if runner.kind == "eager":
             raise InvalidCase(f"call {call}: {error}") from error

@@ -1,8 +1,8 @@
 """The process in which cases are checked: ``python -m fuzzing.worker PLAN``, the plan as JSON (see ``campaign.py``).
 
 Writes into its folder: ``case.py``, the case that runs now; ``counts.json``; and where a case failed ``failure.json``
-with the smallest one that was found to. Exit status 0, :data:`campaign.FAILED`, or :data:`campaign.POISONED` where the
-GPU is lost to it.
+with the smallest one that was found to. Exit status 0, :data:`campaign.FAILED`, or where the GPU is lost to it
+:data:`campaign.POISONED`, and :data:`campaign.POISONED_BY_EAGER` where eager has lost it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from pygraph_trees.coverage.log import journal
 
-from .campaign import FAILED, POISONED, Counts, Failure
+from .campaign import FAILED, POISONED, POISONED_BY_EAGER, Counts, Failure
 from .case import Case, read
 from .check import InvalidCase, Mismatch, check
 from .reduction import reduce
@@ -111,18 +111,21 @@ class Worker:
                 exactly=self._told["exactly"],
             )
         except InvalidCase:
-            self._end_if_poisoned()
             self.counts.invalid += 1
+            self._end_if_poisoned(POISONED_BY_EAGER)
         except Mismatch as error:
-            self._end_if_poisoned()
+            self._end_if_poisoned(POISONED)
             return Failure(case, str(error))
         else:
             self.counts.calls += verdict.calls
             self.counts.torch_differs += verdict.torch_differs is not None
         finally:
-            self._count_graphs()
-            self._write("counts.json", json.dumps(asdict(self.counts)))
+            self._write_counts()
         return None
+
+    def _write_counts(self) -> None:
+        self._count_graphs()
+        self._write("counts.json", json.dumps(asdict(self.counts)))
 
     def _count_graphs(self) -> None:
         _, functions = journal.records()
@@ -131,7 +134,7 @@ class Worker:
         self.counts.recordings += sum(len(f.recordings) for f in functions)
         self.counts.ungraphed_calls += sum(f.ungraphed_calls for f in functions)
 
-    def _end_if_poisoned(self) -> None:
+    def _end_if_poisoned(self, status: int) -> None:
         """After a fault every later call on the GPU fails too, and says nothing about its case."""
         if self._device.type != "cuda":
             return
@@ -140,7 +143,8 @@ class Worker:
         except Exception:
             traceback.print_exc()
             sys.stderr.flush()
-            os._exit(POISONED)
+            self._write_counts()
+            os._exit(status)
 
     def _write_failure(self, failure: Failure) -> None:
         self._write("failure.json", json.dumps({"case": failure.case.text(), "message": failure.message}))
