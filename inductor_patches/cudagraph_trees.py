@@ -134,6 +134,17 @@ PATCHES: tuple[Patch, ...] = (
                         ("CheckInvariantStatus", "cudagraph_managed_idxs", "expected_dead_indices_before_graph")
                         + ("rerecord_if_static_inputs_change", "static_input_data_ptrs", "preserved_aliased_inputs"),
                     ),
+                    Expectation(
+                        _MODULE,
+                        "CUDAGraphNode.__init__",
+                        _NODE,
+                        ("_is_cuda_graph_recorded_tensor", "_is_alias_of_live_recorded_tensor")
+                        + ("live_indices_after_graph", "expected_dead_indices_after_graph"),
+                    ),
+                    Expectation(_MODULE, "CUDAGraphNode._is_cuda_graph_recorded_tensor", ("self", "t")),
+                    Expectation(
+                        _MODULE, "CUDAGraphNode._is_alias_of_live_recorded_tensor", ("self", "t"), ("path_weakrefs",)
+                    ),
                     Expectation(_MODULE, "CUDAGraphNode.reconstruct_outputs", ("self",), ("static_output_tensors",)),
                     Expectation(_MODULE, "CUDAGraphNode.run_graph", ("self",), ("graph", "replay")),
                     Expectation(_MODULE, "CUDAGraphNode.run", ("self", "new_inputs"), ("run_graph",)),

@@ -59,6 +59,7 @@ class Item:
     stand_in: torch.Tensor
     recorded: int  # address of the stand-in's first element
     mutated: bool
+    managed: bool  # an output of an earlier recording, which was found to move
 
 
 def choose(
@@ -69,10 +70,14 @@ def choose(
     mutated: Collection[int],
     pool: PoolRanges,
     refused: Mapping[int, str],
+    managed: Collection[int] = (),
 ) -> tuple[LiveInputs | None, dict[int, str]]:
     """What can be recorded at ghost addresses, and for each other candidate why it is copied.
 
     Changes nothing of ``inputs``; no driver call that fails leaves anything behind.
+
+    Args:
+        managed: inputs that may lie in the graph pool, because they are alive while the function is recorded.
     """
     _release_retired()
     reasons: dict[int, str] = {}
@@ -82,7 +87,8 @@ def choose(
         value = inputs[index]
         if not isinstance(value, torch.Tensor):
             continue
-        why = why_not_ghost(value, device, value.is_cuda and pool.holds(value.data_ptr()))
+        in_pool = index not in managed and value.is_cuda and pool.holds(value.data_ptr())
+        why = why_not_ghost(value, device, in_pool)
         if why is not None:
             reasons[index] = why
         elif index not in refused:
@@ -92,7 +98,7 @@ def choose(
         else:
             reasons[index] = refused[index]
     try:
-        live = LiveInputs(driver, device, chosen, mutated, pool, held) if chosen or held else None
+        live = LiveInputs(driver, device, chosen, mutated, pool, held, managed) if chosen or held else None
     except DriverError as error:
         why = f"no addresses could be reserved: {error}"
         reasons |= {index: why for index in chosen if index not in mutated}
@@ -115,6 +121,7 @@ class LiveInputs:
         mutated: Collection[int],
         pool: PoolRanges,
         held: Mapping[int, tuple[torch.Tensor, str]],
+        managed: Collection[int] = (),
     ) -> None:
         self._driver = driver
         self._device = device
@@ -127,7 +134,7 @@ class LiveInputs:
         )
         try:
             on_ghosts = [
-                _item(index, tensor, span, ghost.start, device, index in mutated)
+                _item(index, tensor, span, ghost.start, device, index in mutated, index in managed)
                 for (index, tensor), span, ghost in zip(tensors.items(), spans, self._ghosts.ghosts, strict=True)
             ]
             in_memory = [_held_item(index, tensor) for index, (tensor, _) in held.items()]
@@ -230,6 +237,7 @@ class LiveInputs:
         )
         self._indices = tuple(item.index for item in self._patched)
         self._seen = []
+        self._again = any(item.managed for item in self._patched)
         self._fitting = tuple({} for _ in patched)
         self._addresses = list(self._patches.addresses)
 
@@ -261,19 +269,30 @@ class LiveInputs:
 
     # -- replaying
 
-    def prepare(self, inputs: Sequence[Any]) -> str | None:
-        """Makes the graph hold the addresses of ``inputs``; else why this recording cannot be replayed with them."""
+    def prepare(
+        self, inputs: Sequence[Any], stays: Callable[[torch.Tensor], bool] = lambda tensor: False
+    ) -> str | None:
+        """Makes the graph hold the addresses of ``inputs``; else why this recording cannot be replayed with them.
+
+        Args:
+            stays: whether the graph leaves a tensor in the graph pool alone.
+        """
         for item in self._copied_back:
             if self._pool.holds(inputs[item.index].data_ptr()):
                 return _MUTATED_IN_POOL
         try:
-            return self._apply([inputs[index].data_ptr() for index in self._indices], inputs)
+            return self._apply([inputs[index].data_ptr() for index in self._indices], inputs, stays)
         except PatchFailed as error:
             self._temporary, self._again = {}, False
             self.refused[self.items[error.fields["index"]].index] = f"the driver refused its address: {error}"
             return str(error)
 
-    def _apply(self, seen: list[int], inputs: Sequence[Any] | None = None) -> str | None:
+    def _apply(
+        self,
+        seen: list[int],
+        inputs: Sequence[Any] | None = None,
+        stays: Callable[[torch.Tensor], bool] = lambda tensor: False,
+    ) -> str | None:
         patches = self._patches
         assert patches is not None
         if patches.broken:
@@ -281,14 +300,16 @@ class LiveInputs:
         if inputs is None:
             self._addresses = [address - item.lead for address, item in zip(seen, self._patched, strict=True)]
         elif seen != self._seen or self._again or self._pool.changes != self._pool_seen:
-            why = self._find_addresses(seen, inputs)
+            why = self._find_addresses(seen, inputs, stays)
             if why is not None:
                 return why
         patches.apply(self._addresses)
         self._seen = seen
         return None
 
-    def _find_addresses(self, seen: list[int], inputs: Sequence[Any]) -> str | None:
+    def _find_addresses(
+        self, seen: list[int], inputs: Sequence[Any], stays: Callable[[torch.Tensor], bool]
+    ) -> str | None:
         if self._pool.changes != self._pool_seen:
             for fitting in self._fitting:
                 fitting.clear()
@@ -298,23 +319,32 @@ class LiveInputs:
         if None in addresses:
             for position, address in enumerate(addresses):
                 if address is None:
-                    found = self._find_address(position, seen[position], inputs, temporary)
+                    found = self._find_address(position, seen[position], inputs, temporary, stays)
                     if isinstance(found, str):
                         return found
                     addresses[position] = found
         self._addresses = cast("list[int]", addresses)
-        self._temporary, self._again = temporary, bool(temporary)
+        # Whether one of the pool stays is another question at each call.
+        self._temporary, self._again = temporary, bool(temporary) or any(item.managed for item in self._patched)
         return None
 
     def _find_address(
-        self, position: int, address: int, inputs: Sequence[Any], temporary: dict[int, torch.Tensor]
+        self,
+        position: int,
+        address: int,
+        inputs: Sequence[Any],
+        temporary: dict[int, torch.Tensor],
+        stays: Callable[[torch.Tensor], bool],
     ) -> int | str:
         """What the graph is given for an input at an address: its own place or that of a copy; else why none."""
         item = self._patched[position]
         in_pool = self._pool.holds(address)
         if in_pool and item.mutated:
             return _MUTATED_IN_POOL
-        if in_pool or not fits(address, item.recorded):
+        fit = fits(address, item.recorded)
+        if in_pool and fit and item.managed and stays(inputs[item.index]):
+            return address - item.lead
+        if in_pool or not fit:
             copy = _copy_at(inputs[item.index], item.recorded % 512)
             temporary[item.index] = copy
             self.extra_copies += 1
@@ -379,13 +409,13 @@ def _span(tensor: torch.Tensor) -> _Span:
     return _Span(reached, 0, False)
 
 
-def _item(index: int, tensor: torch.Tensor, span: _Span, start: int, device: int, mutated: bool) -> Item:
-    return Item(index, span.lead, _stand_in(start, span, tensor, device), start + span.lead, mutated)
+def _item(index: int, tensor: torch.Tensor, span: _Span, start: int, device: int, mutated: bool, managed: bool) -> Item:
+    return Item(index, span.lead, _stand_in(start, span, tensor, device), start + span.lead, mutated, managed)
 
 
 def _held_item(index: int, tensor: torch.Tensor) -> Item:
     stand_in = _copy_at(tensor, tensor.data_ptr() % 512)
-    return Item(index, 0, stand_in, stand_in.data_ptr(), mutated=True)
+    return Item(index, 0, stand_in, stand_in.data_ptr(), mutated=True, managed=False)
 
 
 def _stand_in(start: int, span: _Span, tensor: torch.Tensor, device: int) -> torch.Tensor:

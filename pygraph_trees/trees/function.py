@@ -26,6 +26,7 @@ class FunctionModel:
         self.settings = settings
         self.log = log
         self.refused: dict[int, str] = {}  # inputs that are copied in every later recording, and why
+        self.moving: set[int] = set()  # managed inputs that were found to move: live ones in every later recording
         if hasattr(model, "__name__"):
             self.__name__ = model.__name__
 

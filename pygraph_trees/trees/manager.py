@@ -21,7 +21,7 @@ from pygraph_trees.indirection.routes import why_not_ghost
 
 from .function import FunctionModel
 from .pools import ranges_of
-from .rerecord import why_recorded
+from .rerecord import moved, why_recorded
 from .verification import Verification
 
 if TYPE_CHECKING:
@@ -115,17 +115,17 @@ class Manager(Upstream):
         return Verification(inputs, kept)
 
     def _demote_moved_inputs(self, inputs: list[Any], function_id: Any) -> None:
-        """Static inputs that are found elsewhere than in the newest recording here are live from now on.
+        """Static and managed inputs that are found elsewhere than in the newest recording here are live from now on.
 
-        A recording holds addresses of static inputs in places that only a recording at ghost addresses finds for
-        certain, so they are recorded there once more, and patched from then on.
+        A recording holds their addresses in places that only a recording at ghost addresses finds for certain, so they
+        are recorded there once more, and patched from then on.
         """
         wrapped = self.ids_to_funcs[function_id]
         siblings = (self.roots if self.current_node is None else self.current_node.children).get(function_id, [])
         if not siblings or not self._uses_addresses(wrapped.model):
             return
         recorded = siblings[-1]
-        moved = {
+        elsewhere = {
             index
             for index in recorded.static_input_idxs
             if index in wrapped.static_input_idxs
@@ -133,9 +133,17 @@ class Manager(Upstream):
             and inputs[index].data_ptr() != recorded.static_input_data_ptrs[index]
             and (index not in wrapped.mutated_input_idxs or self._is_written_in_place(wrapped.model, inputs[index]))
         }
-        if moved:
-            kept = [index for index in wrapped.static_input_idxs if index not in moved]
+        if elsewhere:
+            kept = [index for index in wrapped.static_input_idxs if index not in elsewhere]
             self.ids_to_funcs[function_id] = dataclasses.replace(wrapped, static_input_idxs=kept)
+        if not hasattr(recorded, "mismatched_cudagraph_managed_idxs"):  # 2.15 has a way of its own
+            wrapped.model.moving |= {
+                index
+                for index in recorded.cudagraph_managed_idxs
+                if index not in wrapped.mutated_input_idxs
+                and not recorded.preserved_aliased_inputs[index]
+                and moved(recorded, inputs, index)
+            }
 
     def _uses_addresses(self, model: Any) -> bool:
         return isinstance(model, FunctionModel) and model.settings.indirection != "off" and usable_driver() is not None

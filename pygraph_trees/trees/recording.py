@@ -68,6 +68,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         self.log = RecordingLog(number=id.id, parent=None if parent is None else parent.id.id)
         self._why_copied: dict[int, str] = {}
         self._refused: dict[int, str] = dict(getattr(wrapped_function.model, "refused", ()))
+        self._moving = {index: inputs[index] for index in getattr(wrapped_function.model, "moving", ())}
         failure: Exception | None = None
         try:
             self._make(wrapped_function, id, parent, inputs, *args, **kwargs)
@@ -81,7 +82,9 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             inputs[:], self._kept = self._kept, []
             self._make(wrapped_function, id, parent, inputs, *args, **kwargs)
             wrapped_function.model.refused.update(self._refused)
+        self._moving = {}
         self._checked: Any = getattr(self, "tensor_static_input_idxs", self.static_input_idxs)  # since 2.12
+        self._has_moving = self._live is not None and any(item.managed for item in self._live.items)
         # Whether upstream's check comes down to the addresses of static inputs: nothing managed, nothing to be dead.
         self._only_static = not (
             self.cudagraph_managed_idxs
@@ -121,6 +124,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 set(self.wrapped_function.mutated_input_idxs),
                 ranges_of(self.device, self.cuda_graphs_pool),
                 self._refused,
+                self._managed_and_moving(),
             )
             if self._live is not None:
                 if self._live.has_ghosts and self._may_be_kept(inputs):
@@ -129,6 +133,18 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                     inputs[item.index] = 0
                     copied.remove(item.index)
         return super()._allocate_and_copy_recording_inputs(inputs)
+
+    def _is_cuda_graph_recorded_tensor(self, t: torch.Tensor) -> Any:
+        """As upstream's; while this recording is made, no for the managed inputs that move: they are live ones."""
+        return not any(t is moving for moving in self._moving.values()) and super()._is_cuda_graph_recorded_tensor(t)
+
+    def _managed_and_moving(self) -> set[int]:
+        """The indices of those; that they are alive keeps this recording off their memory."""
+        return {index for index, t in self._moving.items() if self._is_alias_of_live_recorded_tensor(t) is not None}
+
+    def _stays(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is an output that was alive all the while this was recorded: nothing is put in its place."""
+        return self._is_alias_of_live_recorded_tensor(tensor) in self.live_indices_after_graph
 
     def _driver_for_addresses(self) -> tuple[Driver | None, str]:
         """What gives a graph addresses, or why its inputs are copied."""
@@ -226,7 +242,9 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         if live is not None:
             if self._passed_over and self._static_inputs_moved(inputs):
                 return super().check_invariants(inputs)
-            why = live.prepare(inputs)
+            why = self._why_not_alive(live, inputs) if self._has_moving else None
+            if why is None:
+                why = live.prepare(inputs, self._stays)
             if why is not None:
                 self.unfit = why
                 self.wrapped_function.model.refused.update(live.refused)
@@ -237,6 +255,15 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         status, logger = super().check_invariants(inputs)
         self._passed_over = status != cudagraph_trees.CheckInvariantStatus.SUCCESS
         return status, logger
+
+    def _why_not_alive(self, live: LiveInputs, inputs: list[Any]) -> str | None:
+        """Where an output lives on that died while this was recorded, upstream raises."""
+        for item in live.items:
+            if item.managed:
+                found = self._is_alias_of_live_recorded_tensor(inputs[item.index])
+                if found is not None and found in self.expected_dead_indices_after_graph:
+                    return "an input was an output that is expected to be gone"
+        return None
 
     def _static_inputs_moved(self, inputs: list[Any]) -> bool:
         """Whether upstream passes this recording over because of an address, static or managed."""

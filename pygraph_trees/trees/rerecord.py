@@ -32,18 +32,19 @@ def why_recorded(manager: Manager, inputs: list[Any], function_id: Any, function
 
 def _difference(recorded: Any, inputs: list[Any]) -> str:
     managed = set(recorded.cudagraph_managed_idxs)
-    moved = [i for i in sorted(managed | set(recorded.static_input_idxs)) if _moved(recorded, inputs, i)]
-    if not moved and getattr(recorded, "unfit", None):
+    found = [i for i in sorted(managed | set(recorded.static_input_idxs)) if moved(recorded, inputs, i)]
+    if not found and getattr(recorded, "unfit", None):
         return str(recorded.unfit)
-    if not moved:
+    if not found:
         return "other outputs are alive than when it was recorded"
-    names = [_name(recorded, i) for i in moved[:_MOST_NAMES]]
-    more = f" and {len(moved) - _MOST_NAMES} more" if len(moved) > _MOST_NAMES else ""
-    kind = "managed" if moved[0] in managed else "static"
+    names = [_name(recorded, i) for i in found[:_MOST_NAMES]]
+    more = f" and {len(found) - _MOST_NAMES} more" if len(found) > _MOST_NAMES else ""
+    kind = "managed" if found[0] in managed else "static"
     return f"{kind} input {', '.join(names)}{more} moved"
 
 
-def _moved(recorded: Any, inputs: list[Any], index: int) -> bool:
+def moved(recorded: Any, inputs: list[Any], index: int) -> bool:
+    """Whether an input is not where it was when this was recorded."""
     address = recorded.static_input_data_ptrs[index]
     value = inputs[index]
     if address is None or not isinstance(value, torch.Tensor):

@@ -147,6 +147,7 @@ class LiveInputsTestCase(TestCase):
         refused: Mapping[int, str] | None = None,
         candidates: Sequence[int] | None = None,
         device: int = 0,
+        managed: Collection[int] = (),
     ) -> tuple[LiveInputs | None, dict[int, str]]:
         before = list(inputs)
         chosen = choose(
@@ -157,6 +158,7 @@ class LiveInputsTestCase(TestCase):
             set(mutated),
             self.pool,
             refused or {},
+            managed,
         )
         self.assertTrue(all(one is other for one, other in zip(before, inputs, strict=True)))
         return chosen
@@ -467,6 +469,21 @@ class TestCopies(LiveInputsTestCase):
             self.assertFalse(self.pool.holds(copy.data_ptr()))
             live.finish()
         self.assertEqual(live._temporary, {})
+
+    def test_managed_inputs_that_stay_are_patched(self):
+        h, g = at(0), at(0)
+        self.put_in_pool(h, g)
+        live, graph = self.record(self.one_kernel(), h, managed=[0])
+        self.assertEqual(graph.launch()[0], [h.data_ptr()])
+        live.finish()
+        for tensor, stays in ((h, True), (g, True), (g, False), (g, True), (h, False)):
+            self.assertIsNone(live.prepare([tensor], lambda t, answer=stays: answer))
+            live.take([tensor])
+            ((launched,),) = graph.launch()
+            self.assertEqual(launched == tensor.data_ptr(), stays)
+            self.assertEqual(self.pool.holds(launched), stays)
+            live.finish()
+        self.assertEqual(live.extra_copies, 2)
 
     def test_the_pool_may_grow_to_where_an_input_was(self):
         live, graph = self.record(self.one_kernel(), at(0))

@@ -231,6 +231,37 @@ class TestIndirectionAddresses(IndirectionTestCase):
         self.assertLessEqual(facts.recordings, 2 * facts.functions, str(facts))
         self.assertEqual((facts.copied_bytes, facts.ungraphed_calls), (0, 0), str(facts))
 
+    def churn(self, kept):
+        """One of six outputs of an earlier graph, another at each call; the function's facts in the end."""
+        ways = [compiled(lambda x: [x.sin() * i for i in range(6)]), compiled(lambda y, z: (y @ z).relu() + y)]
+        z = torch.randn(64, 64, device=self.device)
+        for call in range(24):
+            x = torch.full((64, 64), call / 24, device=self.device)
+            results = []
+            for kind in ("plain", "graphed"):
+                torch.compiler.cudagraph_mark_step_begin()
+                with torch.no_grad():
+                    outputs = getattr(ways[0], kind)(x)
+                    picked = outputs[call * 5 % 6]
+                    if not kept:
+                        del outputs
+                    results.append(getattr(ways[1], kind)(picked, z).clone())
+                    del picked
+            assert_same_bits(results[1], results[0], f"call {call}")
+        return Facts.now()
+
+    def test_managed_inputs_that_move(self):
+        facts = self.churn(kept=True)
+        # Upstream makes a recording for each output that was picked.
+        self.assertEqual((facts.functions, facts.recordings, facts.copied_bytes), (2, 3, 0), str(facts))
+        self.assertEqual((facts.ungraphed_calls, facts.skips), (0, 0), str(facts))
+        self.assertEqual(len(facts.reasons), 1)
+        self.assertRegex(facts.reasons[0], "managed input .* moved")
+
+    def test_managed_inputs_that_move_while_others_die(self):
+        facts = self.churn(kept=False)
+        self.assertEqual((facts.functions, facts.ungraphed_calls, facts.skips), (2, 0, 0), str(facts))
+
     def test_streams(self):
         program = Program("streams", lambda x, w: (x @ w).softmax(1), (tensor(128, 64), tensor(64, 32)))
         ways = compiled(program.fn)
