@@ -144,7 +144,9 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
     def _stays(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is an output that was alive all the while this was recorded: nothing is put in its place."""
-        return self._is_alias_of_live_recorded_tensor(tensor) in self.live_indices_after_graph
+        found = self._is_alias_of_live_recorded_tensor(tensor)
+        # The last level of the path are this recording's own outputs, which are.
+        return found is not None and found[0] < len(self.path_weakrefs) - 1 and found in self.live_indices_after_graph
 
     def _driver_for_addresses(self) -> tuple[Driver | None, str]:
         """What gives a graph addresses, or why its inputs are copied."""
