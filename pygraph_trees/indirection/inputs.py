@@ -355,9 +355,21 @@ class LiveInputs:
         fitting[address] = address - item.lead
         return address - item.lead
 
-    def take(self, inputs: list[Any]) -> None:
-        """Holds the inputs of a call until :meth:`finish`."""
-        self._given = inputs.copy()
+    def take(self, inputs: list[Any], *, only_ours: bool = False) -> None:
+        """Holds the inputs of a call until :meth:`finish`; ``only_ours``: and takes those out of the list.
+
+        Then what is given by a copy for this call alone is let go of at once.
+        """
+        if not only_ours:
+            self._given = inputs.copy()
+            return
+        returned = {index for index, _ in self.outputs.values()}
+        given = {}
+        for item in self.items:
+            if item.mutated or item.index in returned or item.index not in self._temporary:
+                given[item.index] = inputs[item.index]
+            inputs[item.index] = None
+        self._given = given
 
     def copy_in(self) -> None:
         """Copies, before the launch, the inputs that are given by copy."""

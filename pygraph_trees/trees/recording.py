@@ -43,6 +43,8 @@ Upstream: type = cudagraph_trees.CUDAGraphNode
 _UPSTREAM_INIT: Any = cudagraph_trees.CUDAGraphNode.__init__
 
 
+# Since 2.15, behind the copies; before, with all inputs still there.
+_RUN_CHECKS_WHAT_DIED = "expected_dead_indices_after_graph" in cudagraph_trees.CUDAGraphNode.run.__code__.co_names
 _MISMATCH = cudagraph_trees.CheckInvariantStatus.StaticInputIdxMismatch
 _FITS = cudagraph_trees.CheckInvariantStatus.SUCCESS, lambda: "CheckInvariantStatus.SUCCESS"
 
@@ -278,7 +280,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         if live is None:
             return super().run(new_inputs)
         self.log.extra_copies = live.extra_copies
-        live.take(new_inputs)
+        live.take(new_inputs, only_ours=_RUN_CHECKS_WHAT_DIED)
         live.copy_in()
         try:
             return super().run(new_inputs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -484,6 +485,20 @@ class TestCopies(LiveInputsTestCase):
             self.assertEqual(self.pool.holds(launched), stays)
             live.finish()
         self.assertEqual(live.extra_copies, 2)
+
+    def test_what_was_copied_for_a_call_can_die_before_the_launch(self):
+        a, b = at(0), at(0)
+        live, _ = self.record(lambda found: [self.api.make_kernel(found)], a, b)
+        live.finish()
+        inputs = [at(0), at(68), None]  # the second is copied for the call
+        kept, gone = weakref.ref(inputs[0]), weakref.ref(inputs[1])
+        self.assertIsNone(live.prepare(inputs))
+        live.take(inputs, only_ours=True)
+        self.assertEqual(inputs, [None] * 3)
+        self.assertIsNotNone(kept())
+        self.assertIsNone(gone())
+        live.finish()
+        self.assertIsNone(kept())
 
     def test_the_pool_may_grow_to_where_an_input_was(self):
         live, graph = self.record(self.one_kernel(), at(0))
