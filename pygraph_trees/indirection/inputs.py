@@ -156,11 +156,12 @@ class LiveInputs:
         self._copied: dict[int, Item] = {}  # by index
         self._copied_back: tuple[Item, ...] = ()
         self._indices: tuple[int, ...] = ()  # of the patched inputs
+        self._complex: tuple[int, ...] = ()  # of those whose address does not carry that they are conjugated
         self._seen: list[int] = []
         # By position: addresses that fit, and what the graph is given for them. Good for one state of the pool.
         self._fitting: tuple[dict[int, int], ...] = ()
         self._pool_seen = pool.changes
-        self._addresses: list[int] = []
+        self._addresses: list[int] = []  # what the graph is given next
         self._temporary: dict[int, torch.Tensor] = {}  # by index: copies for one call
         self._again = False  # whether there were any for the latest call
         self.outputs: dict[int, tuple[int, tuple[Any, ...] | None]] = {}  # by output: input, and how it is seen
@@ -236,6 +237,7 @@ class LiveInputs:
             [self._ghosts.ghosts[p].start for p in patched],
         )
         self._indices = tuple(item.index for item in self._patched)
+        self._complex = tuple(item.index for item in self._patched if item.stand_in.is_complex())
         self._seen = []
         self._again = any(item.managed for item in self._patched)
         self._fitting = tuple({} for _ in patched)
@@ -280,6 +282,9 @@ class LiveInputs:
         for item in self._copied_back:
             if self._pool.holds(inputs[item.index].data_ptr()):
                 return _MUTATED_IN_POOL
+        for index in self._complex:
+            if inputs[index].is_conj():  # a tangent can be at one call and not at another
+                return "an input is a conjugate view"
         try:
             return self._apply([inputs[index].data_ptr() for index in self._indices], inputs, stays)
         except PatchFailed as error:
@@ -300,6 +305,7 @@ class LiveInputs:
         if inputs is None:
             self._addresses = [address - item.lead for address, item in zip(seen, self._patched, strict=True)]
         elif seen != self._seen or self._again or self._pool.changes != self._pool_seen:
+            self._seen = []  # until the graph holds what is found: an interrupt may come anywhere
             why = self._find_addresses(seen, inputs, stays)
             if why is not None:
                 return why
@@ -383,6 +389,11 @@ class LiveInputs:
         for index, copy in self._temporary.items() if self._temporary else ():
             if any(i.mutated for i in self._patched if i.index == index):
                 self._given[index].copy_(copy)
+        self._temporary = {}
+        self._given = ()
+
+    def drop(self) -> None:
+        """Lets go of a call that is not launched."""
         self._temporary = {}
         self._given = ()
 

@@ -21,6 +21,7 @@ from pygraph_trees.indirection.routes import why_not_ghost
 
 from .function import FunctionModel
 from .pools import ranges_of
+from .recording import Recording
 from .rerecord import moved, why_recorded
 from .verification import Verification
 
@@ -84,7 +85,10 @@ class Manager(Upstream):
     def record_function(self, new_inputs: list[Any], function_id: Any) -> Any:
         function = self._log_of(function_id)
         if function is None:
-            return super().record_function(new_inputs, function_id)
+            try:
+                return super().record_function(new_inputs, function_id)
+            finally:
+                self._pool_changed()
         reason = why_recorded(self, new_inputs, function_id, function)
         self._demote_moved_inputs(new_inputs, function_id)
         verification = self._verification(new_inputs, function_id)
@@ -122,7 +126,7 @@ class Manager(Upstream):
         """
         wrapped = self.ids_to_funcs[function_id]
         siblings = (self.roots if self.current_node is None else self.current_node.children).get(function_id, [])
-        if not siblings or not self._uses_addresses(wrapped.model):
+        if not siblings or not self._uses_addresses(wrapped.model) or getattr(wrapped, "kernel_free_cudagraph", False):
             return
         recorded = siblings[-1]
         elsewhere = {
@@ -146,12 +150,20 @@ class Manager(Upstream):
             }
 
     def _uses_addresses(self, model: Any) -> bool:
-        return isinstance(model, FunctionModel) and model.settings.indirection != "off" and usable_driver() is not None
+        return (
+            isinstance(model, FunctionModel)
+            and model.settings.indirection != "off"
+            and cudagraph_trees.CUDAGraphNode is Recording  # the patches may be off by now
+            and usable_driver() is not None
+        )
 
     def run_eager(self, new_inputs: list[Any], function_id: Any) -> Any:
         function = self._log_of(function_id)
         if function is None:
-            return super().run_eager(new_inputs, function_id)
+            try:
+                return super().run_eager(new_inputs, function_id)
+            finally:
+                self._pool_changed()
         function.warmups += 1
         before = self._pool_nbytes()
         try:

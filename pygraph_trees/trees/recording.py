@@ -75,15 +75,17 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         try:
             self._make(wrapped_function, id, parent, inputs, *args, **kwargs)
         except Exception as error:
+            if self._refused:
+                wrapped_function.model.refused.update(self._refused)
             if not self._kept:
                 raise
             failure = error
         if failure is not None:
             # The model or the driver may not bear ghost addresses: once more, on memory.
             _forget_frames(failure)
+            del failure
             inputs[:], self._kept = self._kept, []
             self._make(wrapped_function, id, parent, inputs, *args, **kwargs)
-            wrapped_function.model.refused.update(self._refused)
         self._moving = {}
         self._checked: Any = getattr(self, "tensor_static_input_idxs", self.static_input_idxs)  # since 2.12
         self._has_moving = self._live is not None and any(item.managed for item in self._live.items)
@@ -98,9 +100,9 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     def _make(self, wrapped_function: Any, id: Any, parent: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> None:
         try:
             super().__init__(wrapped_function, id, parent, inputs, *args, **kwargs)
+            self._kept = []  # it was launched, and must not be twice
             if self._live is not None:
                 self._finish_first_call(self._live)
-            self._kept = []
         except BaseException as error:
             live = self._live
             if live is not None:
@@ -157,6 +159,11 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             return None, "it was compiled before the patches went on"
         if model.settings.indirection == "off":
             return None, "pygraph_indirection is 'off'"
+        from .manager import Manager
+
+        if not isinstance(cudagraph_trees.get_manager(self.device, create_if_none_exists=False), Manager):
+            # Nobody would say when the graph pool grows.
+            return None, "its tree manager was made before the patches went on"
         return usable_driver(), "the driver or its bindings are too old"
 
     def _may_be_kept(self, inputs: list[Any]) -> bool:
@@ -241,9 +248,9 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     # -- replaying
 
     def check_invariants(self, inputs: list[Any]) -> Any:
-        # One that is passed over again and again is not prepared each time.
         live = self._live
         if live is not None:
+            # One that is passed over again and again is not prepared each time.
             if self._passed_over and self._static_inputs_moved(inputs):
                 return super().check_invariants(inputs)
             why = self._why_not_alive(live, inputs) if self._has_moving else None
@@ -258,6 +265,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             return _FITS
         status, logger = super().check_invariants(inputs)
         self._passed_over = status != cudagraph_trees.CheckInvariantStatus.SUCCESS
+        if self._passed_over and live is not None:
+            live.drop()
         return status, logger
 
     def _why_not_alive(self, live: LiveInputs, inputs: list[Any]) -> str | None:
@@ -281,7 +290,11 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             return super().run(new_inputs)
         self.log.extra_copies = live.extra_copies
         live.take(new_inputs, only_ours=_RUN_CHECKS_WHAT_DIED)
-        live.copy_in()
+        try:
+            live.copy_in()
+        except BaseException:
+            live.drop()  # nothing of it may be copied back
+            raise
         try:
             return super().run(new_inputs)
         finally:
