@@ -486,6 +486,45 @@ class TestCopies(LiveInputsTestCase):
             live.finish()
         self.assertEqual(live.extra_copies, 2)
 
+    def test_an_interrupt_before_or_behind_the_change_of_addresses(self):
+        apply = live_inputs.Patches.apply
+
+        def before(patches, addresses):
+            raise KeyboardInterrupt
+
+        def behind(patches, addresses):
+            apply(patches, addresses)
+            raise KeyboardInterrupt
+
+        for interrupted in (before, behind):
+            a, b = at(0), at(0)
+            live, graph = self.record(self.one_kernel(), a)
+            live.finish()
+            self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
+            with mock.patch.object(live_inputs.Patches, "apply", interrupted), self.assertRaises(KeyboardInterrupt):
+                live.prepare([b])
+            self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
+
+    def test_a_conjugate_view_is_passed_over(self):
+        plain = torch.zeros(8, dtype=torch.complex64)
+        live, graph = self.record(self.one_kernel(), plain)
+        live.finish()
+        self.assertEqual(live.prepare([plain.conj()]), "an input is a conjugate view")
+        self.assertEqual(self.call(live, graph, plain), [[plain.data_ptr()]])
+
+    def test_a_call_that_is_not_launched_holds_nothing(self):
+        live, graph = self.record(self.one_kernel(), at(0))
+        live.finish()
+        misaligned = at(68)
+        self.assertIsNone(live.prepare([misaligned]))
+        copy = weakref.ref(live._temporary[0])
+        live.drop()
+        self.assertIsNone(copy())
+        a = at(0)
+        self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
+        self.begin(live, misaligned)
+        self.assertEqual(graph.launch(), [[live._temporary[0].data_ptr()]])
+
     def test_what_was_copied_for_a_call_can_die_before_the_launch(self):
         a, b = at(0), at(0)
         live, _ = self.record(lambda found: [self.api.make_kernel(found)], a, b)
