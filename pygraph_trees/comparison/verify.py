@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch.utils import _pytree as pytree
 
 from ..exc import PygraphError
@@ -59,7 +60,9 @@ def _compare(ways: Sequence[Way], args: Any, kwargs: Any, calls: int) -> None:
         seen = []
         for way in ways:
             given, named = pytree.tree_map(_elsewhere, (args, kwargs))
-            with way.active():
+            # Both are compiled, and the same kernels must be chosen for both, whatever else is being tuned meanwhile.
+            # It is said at each call because torch leaves it off behind a compilation.
+            with way.active(), torch._inductor.config.patch("deterministic", True):
                 torch.manual_seed(call)
                 torch.compiler.cudagraph_mark_step_begin()
                 outputs = way.callable(*given, **named)

@@ -75,9 +75,9 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         try:
             self._make(wrapped_function, id, parent, inputs, *args, **kwargs)
         except Exception as error:
-            if self._refused:
-                wrapped_function.model.refused.update(self._refused)
             if not self._kept:
+                # It cannot be tried once more at this call, so the next ones go without ghosts.
+                getattr(wrapped_function.model, "refused", {}).update(self._refused)
                 raise
             failure = error
         if failure is not None:
@@ -86,6 +86,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             del failure
             inputs[:], self._kept = self._kept, []
             self._make(wrapped_function, id, parent, inputs, *args, **kwargs)
+            wrapped_function.model.refused.update(self._refused)
         self._moving = {}
         self._checked: Any = getattr(self, "tensor_static_input_idxs", self.static_input_idxs)  # since 2.12
         self._has_moving = self._live is not None and any(item.managed for item in self._live.items)

@@ -42,8 +42,8 @@ class TestIndirectionRandom(IndirectionTestCase):
             Case((Input("a", (4,), place="kept"), Input("b", (4,))), ("a.mul_(0.5).add_(b)",), ("a",), 6),
             Case(
                 (Input("a", (8, 8), place="reused"), Input("w", (8, 8), place="same", parameter=True)),
-                ("v0 = torch.tanh(a @ w)", "v1 = a[1:]"),
-                ("v0", "v1", "a"),
+                ("v0 = torch.tanh(a @ w)", "v1 = a[1:] * 2"),  # a is the last v0, and gone afterwards
+                ("v0", "v1"),
                 6,
                 feedback=((0, "a"),),
             ),

@@ -371,13 +371,6 @@ class TestFaults(VerificationTestCase):
 
 
 class TestVerify(IndirectionTestCase):
-    def setUp(self):
-        super().setUp()
-        # The same for both ways, which it is not while this is on (see ``indirection.compiled``).
-        patch = torch._inductor.config.patch("deterministic", False)
-        patch.__enter__()
-        self.addCleanup(patch.__exit__, None, None, None)
-
     def test_right_functions(self):
         x, w = torch.randn(16, 64, device=self.device), torch.randn(32, 64, device=self.device)
         pygraph_trees.verify(F.linear, x, w)
