@@ -77,7 +77,7 @@ class InputRecord:
     copied_bytes: int  # copied into the recording at each replay
     mutated: bool
     route: str | None = None  # of a live one: "patch" (a replay gets its address) or "copy"
-    why_copied: str | None = None  # where a rule demands it; None where copying is what was asked for
+    why_copied: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

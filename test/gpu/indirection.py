@@ -15,7 +15,6 @@ program announces: a recording a function and no more, each later call a replay,
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ import torch._functorch.config
 import torch._inductor.config
 from fuzzing.case import Case, Input
 from fuzzing.memory import Memory
-from parity import BOTH_SIDES, requires_cuda
+from parity import BOTH_SIDES, clean, requires_cuda
 from torch._dynamo.utils import counters
 from torch.testing._internal.common_utils import TestCase
 from torch.utils import _pytree as pytree
@@ -216,12 +215,7 @@ class _Side:
         same = [name for name, t in given.items() if t is output]
         if same:
             return f"is {same[0]}"
-        if output.numel() == 0:
-            return None
-        for name, block in self._memory.blocks.items():
-            if block.untyped_storage().data_ptr() == output.untyped_storage().data_ptr():
-                return f"{name} + {output.storage_offset()}"
-        return None
+        return self._memory.place_of(output)
 
 
 def run(
@@ -252,19 +246,8 @@ def run(
 
 def reset() -> None:
     """The state of a process that has compiled nothing and reported nothing."""
-    torch._dynamo.reset()
-    if torch.cuda.is_available():
-        from torch._inductor.cudagraph_trees import reset_cudagraph_trees
-
-        torch.cuda.synchronize()
-        reset_cudagraph_trees()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.empty_cache()
+    clean()
     clear()
-    counters.clear()
-    torch.manual_seed(0)
 
 
 @requires_cuda

@@ -200,7 +200,7 @@ def _release(error: BaseException) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _clean() -> None:
+def clean() -> None:
     """The state of a process that has compiled nothing."""
     torch._dynamo.reset()
     if torch.cuda.is_available():
@@ -264,12 +264,12 @@ def run_side(
         import inductor_patches
 
         inductor_patches.uninstall()
-    _clean()
+    clean()
     collecting = gc.isenabled()
     with contextlib.ExitStack() as stack:
         if graphs:
             stack.callback(context._leave)
-        stack.callback(_clean)
+        stack.callback(clean)
         if graphs:
             if start_installed:
                 context._enter()

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from indirection import Facts, IndirectionTestCase, Program, assert_same_bits, by_name, compiled, reset, run, tensor
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
-from pygraph_trees import driver as driver_module
-from pygraph_trees.driver import Driver, DriverError
+from pygraph_trees.driver import Driver, DriverError, KernelNode, MemcpyNode, MemsetNode
 from pygraph_trees.indirection.availability import IndirectionOff, usable_driver
 
 HIDDEN = "may hide its address|host array|no node holds its address"
@@ -92,27 +91,12 @@ RANDOM = [
 
 NODES = Program("all kinds of nodes", all_kinds_of_nodes, (tensor(64, 65), tensor(65, 32), tensor(1000)), None)
 RECORDING_CALLS = [
-    name
-    for name in (
-        *(
-            "context",
-            "granularity",
-            "reserve",
-            "create_memory",
-            "map_memory",
-            "allow_access",
-            "unmap",
-            "release_memory",
-        ),
-        *("free_reserved", "nodes", "node_kind", "kernel_node", "memcpy_node", "memset_node", "function_name"),
-    )
-    if hasattr(Driver, name)
+    *("context", "granularity", "create_memory", "map_memory", "allow_access", "unmap", "release_memory"),
+    *("nodes", "node_kind", "kernel_node", "memcpy_node", "memset_node", "function_name"),
 ]
 SETTING_CALLS = [
-    (getattr(driver_module, kind), name)
-    for kind in ("KernelNode", "MemcpyNode", "MemsetNode")
-    for name in ("bind", "set")
-    if hasattr(driver_module, kind)
+    *((kind, name) for kind in (KernelNode, MemcpyNode, MemsetNode) for name in ("bind", "set")),
+    *((kind, "set_captured") for kind in (MemcpyNode, MemsetNode)),
 ]
 
 

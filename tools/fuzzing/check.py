@@ -81,7 +81,7 @@ class Runner:
             seen = Observation(
                 outputs=snapshot({"output": outputs, "gradient": gradients}),
                 blocks=snapshot({"memory": dict(self._memory.blocks)}),
-                aliases=tuple(self._alias(o) for o in outputs),
+                aliases=tuple(map(self._memory.place_of, outputs)),
             )
             self._fed = {name: outputs[position] for position, name in self._case.feedback}
         self._call += 1
@@ -112,14 +112,6 @@ class Runner:
         if not leaves or not isinstance(loss, torch.Tensor):
             return ()
         return torch.autograd.grad(loss, leaves, allow_unused=True)
-
-    def _alias(self, output: torch.Tensor) -> str | None:
-        if output.numel() == 0:
-            return None
-        for name, block in self._memory.blocks.items():
-            if block.untyped_storage().data_ptr() == output.untyped_storage().data_ptr():
-                return f"{name} + {output.storage_offset()}"
-        return None
 
 
 def check(

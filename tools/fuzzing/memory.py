@@ -74,6 +74,13 @@ class Memory:
                     self._tensors[item.name] = self._view(item)
         return self._tensors
 
+    def place_of(self, tensor: torch.Tensor) -> str | None:
+        """The block that a tensor lies in, and where in it; None for other memory."""
+        for name, block in self.blocks.items() if tensor.numel() else ():
+            if block.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+                return f"{name} + {tensor.storage_offset()}"
+        return None
+
     def _place(self, item: Input, call: int) -> None:
         """Sees to the block of an input."""
         name = item.name
