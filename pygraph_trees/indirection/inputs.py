@@ -26,11 +26,12 @@ import torch
 
 from pygraph_trees.driver import DriverError, KernelNode
 
-from ..extent import extent, flat
+from ..extent import flat
 from .ghost import Extent, Ghosts
 from .patching import CapturedCopies, Patches, PatchFailed
 from .routes import Decision, Route, decide, fits, why_not_ghost
 from .sites import Scan, Site, scan
+from .stand_ins import Span, copy_at, seen_as, span_of, stand_in
 
 if TYPE_CHECKING:
     from pygraph_trees.driver import Driver, GraphNode
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from .pool import PoolRanges
 
 _log = logging.getLogger("pygraph_trees.indirection")
-
-_WHOLE_STORAGE = 64 << 20  # bytes up to which a ghost stands for the whole storage of a view
 
 _MOST_FITTING = 256  # addresses of an input that are remembered: more than an allocator has in turn
 
@@ -126,7 +125,7 @@ class LiveInputs:
         self._driver = driver
         self._device = device
         self._pool = pool
-        spans = [_span(t) for t in tensors.values()]
+        spans = [span_of(t) for t in tensors.values()]
         self._ghosts = Ghosts(
             driver,
             device,
@@ -351,7 +350,7 @@ class LiveInputs:
         if in_pool and fit and item.managed and stays(inputs[item.index]):
             return address - item.lead
         if in_pool or not fit:
-            copy = _copy_at(inputs[item.index], item.recorded % 512)
+            copy = copy_at(inputs[item.index], item.recorded % 512)
             temporary[item.index] = copy
             self.extra_copies += 1
             return copy.data_ptr() - item.lead
@@ -404,81 +403,24 @@ class LiveInputs:
         if (copied is not None or index in self._temporary) and self._pool.holds(base.data_ptr()):
             # The input's own memory may be overwritten by the graph, and the stand-in's is by the next call.
             if copied is not None and index not in self._temporary:
-                self._temporary[index] = _copy_at(copied.stand_in, copied.recorded % 512)
+                self._temporary[index] = copy_at(copied.stand_in, copied.recorded % 512)
             base = self._temporary[index]
         if view is None:
             return base
         size, stride, offset, dtype = view
-        return _seen_as(base, size, stride, offset, dtype)
+        return seen_as(base, size, stride, offset, dtype)
 
 
 _NOTHING = Scan(nodes=(), sites=(), refused={}, opaque=None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """What a ghost stands for."""
-
-    nbytes: int
-    lead: int  # from its start to the tensor's first element
-    whole_storage: bool
-
-
-def _span(tensor: torch.Tensor) -> _Span:
-    """The whole storage, which code may reach behind a view's back, unless it is much larger than the view."""
-    storage, reached = tensor.untyped_storage().nbytes(), extent(tensor) * tensor.element_size()
-    if storage <= max(_WHOLE_STORAGE, 4 * reached):
-        return _Span(storage, tensor.storage_offset() * tensor.element_size(), True)
-    return _Span(reached, 0, False)
-
-
-def _item(index: int, tensor: torch.Tensor, span: _Span, start: int, device: int, mutated: bool, managed: bool) -> Item:
-    return Item(index, span.lead, _stand_in(start, span, tensor, device), start + span.lead, mutated, managed)
+def _item(index: int, tensor: torch.Tensor, span: Span, start: int, device: int, mutated: bool, managed: bool) -> Item:
+    return Item(index, span.lead, stand_in(start, span, tensor, device), start + span.lead, mutated, managed)
 
 
 def _held_item(index: int, tensor: torch.Tensor) -> Item:
-    stand_in = _copy_at(tensor, tensor.data_ptr() % 512)
-    return Item(index, 0, stand_in, stand_in.data_ptr(), mutated=True, managed=False)
-
-
-def _stand_in(start: int, span: _Span, tensor: torch.Tensor, device: int) -> torch.Tensor:
-    """A tensor like ``tensor`` in a storage at an address."""
-    metadata = {
-        "nbytes": span.nbytes,
-        "data_ptr": start,
-        "size": tensor.shape,
-        "stride": tensor.stride(),
-        "dtype": tensor.dtype,
-        "device": torch.device("cuda", device),
-        "storage_offset": tensor.storage_offset() if span.whole_storage else 0,
-    }
-    storage = torch._C._construct_storage_from_data_pointer(start, metadata["device"], span.nbytes)
-    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
-
-
-def _copy_at(tensor: torch.Tensor, residue: int) -> torch.Tensor:
-    """A copy with the same strides, at an address that is ``residue`` modulo 512."""
-    nbytes = extent(tensor) * tensor.element_size()
-    buffer = torch.empty(nbytes + 1024, dtype=torch.uint8, device=tensor.device)
-    begin = (residue - buffer.data_ptr()) % 512
-    copy = buffer[begin : begin + nbytes].view(tensor.dtype)
-    copy.copy_(flat(tensor))
-    return copy.as_strided(tensor.shape, tensor.stride(), copy.storage_offset())
-
-
-def _seen_as(base: torch.Tensor, size: Any, stride: Any, offset: int, dtype: torch.dtype) -> torch.Tensor:
-    if dtype == base.dtype:
-        return torch._C._dynamo.guards._reinterpret_tensor(base, size, stride, offset)
-    metadata = {
-        "nbytes": base.untyped_storage().nbytes(),
-        "data_ptr": base.untyped_storage().data_ptr(),
-        "size": torch.Size(size),
-        "stride": stride,
-        "dtype": dtype,
-        "device": base.device,
-        "storage_offset": offset + base.storage_offset() * base.element_size() // dtype.itemsize,
-    }
-    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, base.untyped_storage())
+    copy = copy_at(tensor, tensor.data_ptr() % 512)
+    return Item(index, 0, copy, copy.data_ptr(), mutated=True, managed=False)
 
 
 def _retire(device: int, ghosts: Ghosts) -> None:

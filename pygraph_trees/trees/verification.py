@@ -25,6 +25,7 @@ import torch
 from pygraph_trees.coverage.partitions import source_line
 from pygraph_trees.exc import PygraphError
 from pygraph_trees.extent import extent
+from pygraph_trees.indirection.stand_ins import memory_at, tensor_in
 
 if TYPE_CHECKING:
     from .recording import Recording
@@ -171,17 +172,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-    metadata = {
-        "nbytes": nbytes,
-        "data_ptr": address,
-        "size": torch.Size((nbytes,)),
-        "stride": (1,),
-        "dtype": torch.uint8,
-        "device": device,
-        "storage_offset": 0,
-    }
-    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
+    return tensor_in(memory_at(address, nbytes, device), (nbytes,), (1,), torch.uint8, 0)
 
 
 def _copies(values: Sequence[Any]) -> list[Any]:

@@ -28,6 +28,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.driver import Driver, DriverError
 from pygraph_trees.indirection import inputs as live_inputs
+from pygraph_trees.indirection import stand_ins
 from pygraph_trees.indirection.inputs import LiveInputs, choose
 from pygraph_trees.indirection.pool import PoolRanges
 from pygraph_trees.indirection.routes import Route
@@ -109,7 +110,7 @@ class LiveInputsTestCase(TestCase):
         self.synchronized: list[int] = []
         self.entered: list[int] = []
         for target, name, value in (
-            (live_inputs, "_stand_in", stand_in),
+            (live_inputs, "stand_in", stand_in),
             (live_inputs, "why_not_ghost", lambda tensor, device, in_pool: None),
             (torch.cuda, "synchronize", self.synchronized.append),
             (torch.cuda, "device", self.enter),
@@ -320,7 +321,7 @@ class TestAddresses(LiveInputsTestCase):
     def test_a_view_is_recorded_with_its_storage_or_without(self):
         storage = torch.rand(1 << 12)
         for whole in (1 << 20, 0):
-            with mock.patch.object(live_inputs, "_WHOLE_STORAGE", whole):
+            with mock.patch.object(stand_ins, "WHOLE_STORAGE", whole):
                 live, _ = self.choose(storage[128:256])
                 (item,) = live.items
                 self.assertEqual(item.lead, 512 if whole else 0)
@@ -414,7 +415,7 @@ class TestCopies(LiveInputsTestCase):
             self.assertEqual(live.items[0].stand_in, a)
             self.assertEqual(live.items[0].stand_in.stride(), a.stride())
             for residue in (0, 8):
-                copy = live_inputs._copy_at(a, residue)
+                copy = live_inputs.copy_at(a, residue)
                 self.assertEqual((copy, copy.stride(), copy.data_ptr() % 512), (a, a.stride(), residue))
 
     def test_mutated_inputs_are_written_in_place(self):
@@ -808,7 +809,7 @@ class TestLifetimes(LiveInputsTestCase):
 
     def test_a_stand_in_that_cannot_be_made(self):
         for error in (RuntimeError("no"), KeyboardInterrupt()):
-            with mock.patch.object(live_inputs, "_stand_in", side_effect=error), self.assertRaises(type(error)):
+            with mock.patch.object(live_inputs, "stand_in", side_effect=error), self.assertRaises(type(error)):
                 self.choose(at(0))
             self.assertEqual(self.api.leaks(), [])
 
