@@ -91,8 +91,6 @@ MANY = [
 
 
 class TestIndirectionKernels(IndirectionTestCase):
-    verify = "on"
-
     @parametrize("program", POINTWISE, name_fn=by_name)
     def test_pointwise(self, program):
         self.check(program)

@@ -164,8 +164,6 @@ LISTS = [
 
 
 class TestIndirectionMutation(IndirectionTestCase):
-    verify = "on"
-
     def written(self, program):
         with warnings.catch_warnings(record=True) as caught, LogLines() as log:
             warnings.simplefilter("always")
