@@ -38,6 +38,8 @@ _NEEDED = {
     12000: ("cuGraphKernelNodeGetParams", "cuGraphExecKernelNodeSetParams"),
     12040: ("cuFuncGetParamInfo", "cuKernelGetParamInfo"),
 }
+Layouts = dict[tuple[int, int], list[tuple[Any, ...]]]  # offset and size of each parameter, by a kernel's handles
+
 _END, _BUFFER, _SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_END, CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE
 
 
@@ -136,9 +138,13 @@ class Driver:
             else:
                 yield kind
 
-    def kernel_node(self, node: int) -> KernelNode:
-        """Raises :class:`DriverError` also where the layout of the kernel's parameters cannot be told."""
-        return KernelNode(self, node)
+    def kernel_node(self, node: int, layouts: Layouts | None = None) -> KernelNode:
+        """Raises :class:`DriverError` also where the layout of the kernel's parameters cannot be told.
+
+        Args:
+            layouts: those that were asked for already, of kernels whose module is still loaded.
+        """
+        return KernelNode(self, node, {} if layouts is None else layouts)
 
     def memcpy_node(self, node: int) -> MemcpyNode:
         return MemcpyNode(self, node)
@@ -259,7 +265,7 @@ class KernelNode(GraphNode):
     _in_context = False
     block: ctypes.Array[ctypes.c_char]
 
-    def __init__(self, driver: Driver, handle: int) -> None:
+    def __init__(self, driver: Driver, handle: int, layouts: Layouts) -> None:
         super().__init__(driver, handle)
         self.function, self.kernel = int(self._params.func), int(self._params.kern)  # one of them is 0
         self._words: dict[int, int] = {}  # by offset: the parameters of 8 bytes that are passed by themselves
@@ -267,7 +273,7 @@ class KernelNode(GraphNode):
         if self._params.extra:
             self._copy_packed()
         else:
-            self._copy_plain()
+            self._copy_plain(layouts)
 
     def _copy_packed(self) -> None:
         given = (ctypes.c_uint64 * 4).from_address(int(self._params.extra))  # two pairs in either order, then the end
@@ -281,9 +287,12 @@ class KernelNode(GraphNode):
         self._pointers = (ctypes.c_uint64 * 5)(*pairs)
         self._params.extra = ctypes.addressof(self._pointers)
 
-    def _copy_plain(self) -> None:
+    def _copy_plain(self, layouts: Layouts) -> None:
         given = int(self._params.kernelParams)
-        layout = self._driver._layout(self.function, self.kernel)
+        key = self.function, self.kernel
+        layout = layouts.get(key)
+        if layout is None:
+            layout = layouts[key] = self._driver._layout(*key)
         if bool(given) != bool(layout):  # a handle that the driver does not know looks like no parameters
             raise DriverError(call=self._get, code="parameters of unknown layout")
         self.block = _aligned_block(max((offset + nbytes for offset, nbytes in layout), default=0))

@@ -13,7 +13,8 @@ inside a ghost or its guards is that input's address:
 
 Small inputs share pages, with mapped guards of 64 KiB; a large one has granules of its own, with an unmapped granule
 on both sides. Mapping costs 23 us a call and takes memory as a whole (CUDA_ERROR_NOT_SUPPORTED else, driver 580), so
-inputs above 64 MiB share a second piece, as large as it takes to map the largest one in 32 calls.
+all inputs that are larger than a granule share a second piece: as large as the largest of them as far as the budget
+goes, which is what upstream would copy them to, and else as large as it takes to map it in 32 calls.
 
 A constructor that raises leaves nothing mapped or held, and ``close`` gives back everything, interrupts
 included; only what a call is just returning or taking back as an interrupt strikes may be lost (a handle).
@@ -38,6 +39,7 @@ SMALL_NBYTES = 1 << 20
 SMALL_GUARD_NBYTES = 64 << 10
 PAGE_NBYTES = 2 << 20
 MAX_MAPPINGS = 32  # of one input, or of one page of small ones
+MAX_PIECE_NBYTES = 64 << 20  # but where 32 of them do not make up an input
 
 LOW_HALF_START, LOW_HALF_END = 0x9000_0000, 0xF000_0000
 
@@ -106,13 +108,13 @@ class Arena:
         self._nbytes = 0
 
     @classmethod
-    def place(cls, driver: Driver, extents: Sequence[Extent], granularity: int) -> _Plan:
+    def place(cls, driver: Driver, extents: Sequence[Extent], granularity: int, budget: int = 0) -> _Plan:
         """Addresses for the extents that nobody had before. Raises :class:`DriverError` where none can be reserved."""
         with cls._lock:
             arena = cls._of.setdefault(driver, Arena())
-            plan = _plan(extents, granularity, arena._used)
+            plan = _plan(extents, granularity, arena._used, budget)
             if plan.high > arena._nbytes:
-                plan = _plan(extents, granularity, 0)
+                plan = _plan(extents, granularity, 0, budget)
                 arena._reserve(driver, plan.high)
             arena._used = plan.high
             return plan.moved(arena._start)
@@ -140,7 +142,8 @@ class Ghosts:
     low: int  # of all ghosts and what lies between them; low == high where there are no extents
     high: int
 
-    def __init__(self, driver: Driver, device: int, extents: Sequence[Extent]) -> None:
+    def __init__(self, driver: Driver, device: int, extents: Sequence[Extent], budget: int = 0) -> None:
+        """``budget``: bytes of memory that may lie behind them for the sake of few mappings."""
         self._driver = driver
         self._device = device
         self._handles: list[int] = []  # of physical memory, until it is mapped: mappings outlive their handle
@@ -149,7 +152,7 @@ class Ghosts:
         self._block_of: tuple[int, ...] = ()
         if extents:
             granularity = driver.granularity(device)
-            plan = Arena.place(driver, extents, granularity)
+            plan = Arena.place(driver, extents, granularity, budget)
             self.ghosts, self._block_of = plan.ghosts, plan.block_of
             self._blocks = tuple(_Block(*block) for block in plan.blocks)
             try:
@@ -252,13 +255,13 @@ class Ghosts:
                 raise
 
 
-def _plan(extents: Sequence[Extent], granularity: int, frontier: int) -> _Plan:
+def _plan(extents: Sequence[Extent], granularity: int, frontier: int, budget: int) -> _Plan:
     """Plans above a place that is told from the start of a window."""
     ghosts: dict[int, Ghost] = {}
     block_of: dict[int, int] = {}
     blocks: list[tuple[int, int, int]] = []
     largest = max((extent.nbytes for extent in extents), default=0) + ALIGNMENT
-    piece = _round_up(-(-largest // MAX_MAPPINGS), granularity)
+    piece = _round_up(max(-(-largest // MAX_MAPPINGS), min(largest, budget, MAX_PIECE_NBYTES)), granularity)
     cursor = end = _round_up(frontier, granularity)  # the next free address; the end of what is planned, a page's too
     for index in sorted(range(len(extents)), key=lambda index: extents[index].nbytes >= SMALL_NBYTES):
         extent = extents[index]
@@ -273,7 +276,7 @@ def _plan(extents: Sequence[Extent], granularity: int, frontier: int) -> _Plan:
             cursor = ghost.high
         else:
             needed = extent.residue + extent.nbytes
-            mapped = granularity if needed <= MAX_MAPPINGS * granularity else piece
+            mapped = granularity if needed <= granularity else piece
             nbytes = _round_up(needed, mapped)
             low = _with_low_half(end, nbytes + 2 * granularity, granularity)
             blocks.append((low + granularity, nbytes, mapped))

@@ -130,6 +130,8 @@ class LiveInputs:
             driver,
             device,
             [Extent(s.nbytes, (t.data_ptr() - s.lead) % 512) for s, t in zip(spans, tensors.values(), strict=True)],
+            # Upstream copies those that are not written to.
+            budget=sum(t.numel() * t.element_size() for index, t in tensors.items() if index not in mutated),
         )
         try:
             on_ghosts = [

@@ -28,7 +28,7 @@ import torch
 from ..driver import DriverError, NodeKind
 
 if TYPE_CHECKING:
-    from ..driver import Driver, GraphNode, KernelNode
+    from ..driver import Driver, GraphNode, KernelNode, Layouts
     from .ghost import Ghosts
 
 _WITHOUT_INPUTS = (
@@ -84,6 +84,7 @@ class _Reader:
         self._opaque: str | None = None
         # By the handles of a kernel. They are given out again after their module was unloaded: good for one scan.
         self._collectives: dict[tuple[int, int], bool | None] = {}
+        self._layouts: Layouts = {}
         self._readers: dict[NodeKind, tuple[Callable[[int, int], None], str]] = {
             NodeKind.KERNEL: (self._kernel, "a kernel whose parameters cannot be read"),
             NodeKind.MEMCPY: (self._memcpy, "a copy that cannot be read"),
@@ -103,7 +104,7 @@ class _Reader:
             self._hide(unread)
 
     def _kernel(self, position: int, handle: int) -> None:
-        node = self._driver.kernel_node(handle)
+        node = self._driver.kernel_node(handle, self._layouts)
         collective = self._is_collective(node)
         if collective is None:
             self._hide("a kernel whose name cannot be told")

@@ -167,7 +167,7 @@ class TestGhosts(TestCase):
         self.assertEqual(self.api.calls.count("cuMemSetAccess"), 1)
 
     def test_one_small_memory_backs_all(self):
-        self.ghosts(*[Extent(64 * MIB, 0)] * 4, *[Extent(4096, 0)] * 20)
+        self.ghosts(*[Extent(64 * MIB - 512, 0)] * 4, *[Extent(4096, 0)] * 20)
         self.assertEqual([memory.nbytes for memory in self.api.memories.values()], [GRANULE])
         self.assertEqual(self.api.calls.count("cuMemMap"), 4 * 32 + 2)
 
@@ -175,6 +175,27 @@ class TestGhosts(TestCase):
         self.ghosts(Extent(625 * MIB, 0), Extent(4096, 0))
         self.assertEqual([memory.nbytes for memory in self.api.memories.values()], [GRANULE, 20 * MIB])
         self.assertEqual(self.api.calls.count("cuMemMap"), 1 + 32)
+
+    def test_the_budget_saves_mappings(self):
+        extents = [Extent(8 * MIB, 16)] * 20 + [Extent(4096, 0)]
+        for budget, nbytes, mappings in (
+            (0, 2 * MIB, 20 * 5 + 1),
+            (5 * MIB, 6 * MIB, 20 * 2 + 1),
+            (160 * MIB, 10 * MIB, 20 + 1),
+        ):
+            self.setUp()
+            ghosts = Ghosts(self.driver, 0, extents, budget)
+            self.assertEqual(max(memory.nbytes for memory in self.api.memories.values()), nbytes)
+            self.assertEqual(self.api.calls.count("cuMemMap"), mappings)
+            ghosts.close()
+            self.assertEqual(self.api.leaks(), [])
+
+    def test_a_piece_has_a_limit(self):
+        self.ghosts_with(1 << 40, Extent(200 * MIB, 0))
+        self.assertEqual([memory.nbytes for memory in self.api.memories.values()], [64 * MIB])
+
+    def ghosts_with(self, budget: int, *extents: Extent) -> Ghosts:
+        return Ghosts(self.driver, 0, extents, budget)
 
     def test_guards_of_large_inputs_are_not_mapped(self):
         ghosts = self.ghosts(Extent(5 * MIB, 16), Extent(2 * MIB, 0))

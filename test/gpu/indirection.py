@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 REGIMES = ("same", "alternate", "fresh", "reused")
 KEPT = ("kept", *REGIMES)  # the first: written once, so that what is done to an input adds up
 FLAG = "triton.pygraph_indirection"
+VERIFY = "triton.pygraph_verify"
 
 
 class Mismatch(AssertionError):
@@ -255,6 +256,7 @@ class IndirectionTestCase(TestCase):
     """Base of the tests of indirection: the flag is on, and each test begins in a clean state."""
 
     device = torch.device("cuda", 0)
+    verify = "off"  # "on": each recording is replayed once more, with its inputs elsewhere and the old ones poisoned
 
     def setUp(self) -> None:
         super().setUp()
@@ -262,7 +264,7 @@ class IndirectionTestCase(TestCase):
         self.addCleanup(reset)
         stack = contextlib.ExitStack()
         self.addCleanup(stack.close)
-        stack.enter_context(torch._inductor.config.patch({**_both(), FLAG: "auto"}))
+        stack.enter_context(torch._inductor.config.patch({**_both(), FLAG: "auto", VERIFY: self.verify}))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         stack.enter_context(torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True))
 

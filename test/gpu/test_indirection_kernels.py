@@ -91,6 +91,8 @@ MANY = [
 
 
 class TestIndirectionKernels(IndirectionTestCase):
+    verify = "on"
+
     @parametrize("program", POINTWISE, name_fn=by_name)
     def test_pointwise(self, program):
         self.check(program)

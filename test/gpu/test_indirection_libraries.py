@@ -108,6 +108,8 @@ LINALG = [
 
 
 class TestIndirectionLibraries(IndirectionTestCase):
+    verify = "on"
+
     @parametrize("program", CONVOLUTION, name_fn=by_name)
     def test_convolution(self, program):
         self.check(program)

@@ -164,6 +164,8 @@ LISTS = [
 
 
 class TestIndirectionMutation(IndirectionTestCase):
+    verify = "on"
+
     def written(self, program):
         with warnings.catch_warnings(record=True) as caught, LogLines() as log:
             warnings.simplefilter("always")
