@@ -17,6 +17,7 @@ import ctypes
 import enum
 import functools
 import importlib
+import struct
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -38,7 +39,6 @@ _NEEDED = {
     12000: ("cuGraphKernelNodeGetParams", "cuGraphExecKernelNodeSetParams"),
     12040: ("cuFuncGetParamInfo", "cuKernelGetParamInfo"),
 }
-Layouts = dict[tuple[int, int], list[tuple[Any, ...]]]  # offset and size of each parameter, by a kernel's handles
 
 _END, _BUFFER, _SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_END, CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE
 
@@ -65,6 +65,44 @@ class NodeKind(enum.Enum):
     MEM_ALLOC = "mem_alloc"
     MEM_FREE = "mem_free"
     OTHER = "other"  # semaphores, conditionals, batched memory operations
+
+
+class Layout:
+    """Where a kernel's parameters lie in its block, by offset and size of each, in bytes."""
+
+    def __init__(self, places: list[tuple[int, int]]) -> None:
+        """Raises :class:`ValueError` where they are not in order."""
+        self.offsets = tuple(offset for offset, _ in places)
+        self.nbytes = 0
+        self.words = {offset: i for i, (offset, nbytes) in enumerate(places) if nbytes == 8}
+        # Parameters without gaps between them: how many bytes to leave out, the first one, where each lies from there.
+        self._runs: list[tuple[int, int, list[int]]] = []
+        self._sizes = tuple(nbytes for _, nbytes in places)
+        for i, (offset, nbytes) in enumerate(places):
+            if offset < self.nbytes:
+                raise ValueError(f"parameter {i} begins inside of another one")
+            if offset > self.nbytes or not self._runs:
+                self._runs.append((offset - self.nbytes, i, [0]))
+            else:
+                _, first, ahead = self._runs[-1]
+                ahead.append(offset - self.offsets[first])
+            self.nbytes = offset + nbytes
+
+    def read(self, pointers: tuple[int, ...]) -> bytes:
+        """The block with what lies at the pointers, zeros between; nodes mostly hold it in one piece."""
+        parts = []
+        for gap, first, ahead in self._runs:
+            last = first + len(ahead) - 1
+            begin = pointers[first]
+            parts.append(bytes(gap))
+            if [pointer - begin for pointer in pointers[first : last + 1]] == ahead:
+                parts.append(ctypes.string_at(begin, ahead[-1] + self._sizes[last]))
+            else:
+                parts += map(ctypes.string_at, pointers[first : last + 1], self._sizes[first : last + 1])
+        return b"".join(parts)
+
+
+Layouts = dict[tuple[int, int], Layout]  # by a kernel's handles
 
 
 class Driver:
@@ -214,14 +252,18 @@ class Driver:
             kind = self._api.CUmemorytype.CU_MEMORYTYPE_HOST
         return int(kind)
 
-    def _layout(self, function: int, kernel: int) -> list[tuple[Any, ...]]:
-        """Offset and size of each parameter. The call that counts them needs CUDA 13.2: this asks until refused."""
+    def _layout(self, function: int, kernel: int) -> Layout:
+        """The call that counts the parameters needs CUDA 13.2: this asks until refused."""
         call, handle = ("cuFuncGetParamInfo", function) if function else ("cuKernelGetParamInfo", kernel)
-        layout: list[tuple[Any, ...]] = []
+        places: list[tuple[int, int]] = []
         with contextlib.suppress(_InvalidValue):
             while True:
-                layout.append(self._call(call, handle, len(layout)))
-        return layout
+                offset, nbytes = self._call(call, handle, len(places))
+                places.append((int(offset), int(nbytes)))
+        try:
+            return Layout(places)
+        except ValueError:
+            raise DriverError(call=call, code="parameters in disorder") from None
 
 
 class GraphNode:
@@ -258,57 +300,72 @@ class GraphNode:
 
 
 class KernelNode(GraphNode):
-    """``block`` holds the parameters' bytes at the offsets that the kernel sees; write it, then :meth:`set`."""
+    """A kernel's launch: write its parameters by :meth:`word` or :meth:`take_from`, then :meth:`set`."""
 
     kind = NodeKind.KERNEL
     _get, _set = "cuGraphKernelNodeGetParams", "cuGraphExecKernelNodeSetParams"
     _in_context = False
-    block: ctypes.Array[ctypes.c_char]
+    nbytes: int  # of the parameters, at the offsets that the kernel sees
 
     def __init__(self, driver: Driver, handle: int, layouts: Layouts) -> None:
         super().__init__(driver, handle)
         self.function, self.kernel = int(self._params.func), int(self._params.kern)  # one of them is 0
-        self._words: dict[int, int] = {}  # by offset: the parameters of 8 bytes that are passed by themselves
-        # The struct points to memory of the node, which is read here and then replaced by ours.
-        if self._params.extra:
-            self._copy_packed()
-        else:
-            self._copy_plain(layouts)
+        self._layout: Layout | None = None  # None where they are passed in one piece
+        self._block: ctypes.Array[ctypes.c_char] | None = None  # what is written to, once something is
+        # The struct points to memory of the node, which is read here and not written to.
+        self._recorded = self._read_packed() if self._params.extra else self._read_plain(layouts)
+        self.nbytes = len(self._recorded)
 
-    def _copy_packed(self) -> None:
+    def _read_packed(self) -> bytes:
         given = (ctypes.c_uint64 * 4).from_address(int(self._params.extra))  # two pairs in either order, then the end
         entries = {given[0]: given[1], given[2]: given[3]}
         if entries.keys() != {_BUFFER, _SIZE}:
             raise DriverError(call=self._get, code="unknown launch parameters")
-        self._nbytes = ctypes.c_size_t(_word(entries[_SIZE]))
-        self.block = _aligned_block(self._nbytes.value)
-        ctypes.memmove(self.block, entries[_BUFFER], self._nbytes.value)
-        pairs = (_BUFFER, ctypes.addressof(self.block), _SIZE, ctypes.addressof(self._nbytes), _END)
-        self._pointers = (ctypes.c_uint64 * 5)(*pairs)
-        self._params.extra = ctypes.addressof(self._pointers)
+        return ctypes.string_at(entries[_BUFFER], _word(entries[_SIZE]))
 
-    def _copy_plain(self, layouts: Layouts) -> None:
+    def _read_plain(self, layouts: Layouts) -> bytes:
         given = int(self._params.kernelParams)
         key = self.function, self.kernel
         layout = layouts.get(key)
         if layout is None:
             layout = layouts[key] = self._driver._layout(*key)
-        if bool(given) != bool(layout):  # a handle that the driver does not know looks like no parameters
+        count = len(layout.offsets)
+        if bool(given) != bool(count):  # a handle that the driver does not know looks like no parameters
             raise DriverError(call=self._get, code="parameters of unknown layout")
-        self.block = _aligned_block(max((offset + nbytes for offset, nbytes in layout), default=0))
-        start = ctypes.addressof(self.block)
-        for i, (offset, nbytes) in enumerate(layout):
-            ctypes.memmove(start + offset, _word(given + 8 * i), nbytes)
-        self._words = {offset: i for i, (offset, nbytes) in enumerate(layout) if nbytes == 8}
-        self._pointers = (ctypes.c_uint64 * len(layout))(*(start + offset for offset, _ in layout))
-        self._params.kernelParams = ctypes.addressof(self._pointers) if layout else 0
+        self._layout = layout
+        return layout.read(struct.unpack(f"{count}Q", ctypes.string_at(given, 8 * count))) if count else b""
+
+    @property
+    def block(self) -> ctypes.Array[ctypes.c_char]:
+        """The parameters as :meth:`set` gives them."""
+        return self._own()
+
+    def _own(self) -> ctypes.Array[ctypes.c_char]:
+        """Memory of ours, which the struct points to from now on. Most nodes are only read and do without."""
+        if self._block is None:
+            self._block = _aligned_block(self._recorded)
+            start = ctypes.addressof(self._block)
+            if self._layout is None:
+                self._nbytes = ctypes.c_size_t(self.nbytes)
+                pairs = (_BUFFER, start, _SIZE, ctypes.addressof(self._nbytes), _END)
+                self._pointers = (ctypes.c_uint64 * 5)(*pairs)
+                self._params.extra = ctypes.addressof(self._pointers)
+            else:
+                count = len(self._layout.offsets)
+                self._pointers = (ctypes.c_uint64 * count)(*[start + offset for offset in self._layout.offsets])
+                self._params.kernelParams = ctypes.addressof(self._pointers) if count else 0
+        return self._block
+
+    def bind(self, exec_: int, context: Any) -> None:
+        self._own()
+        super().bind(exec_, context)
 
     def words(self) -> bytes:
-        """A copy of the block, zeros up to a multiple of 8 bytes added."""
-        return self.block.raw.ljust(-(-len(self.block) // 8) * 8, b"\0")
+        """The parameters as they were recorded, zeros up to a multiple of 8 bytes added."""
+        return self._recorded.ljust(-(-self.nbytes // 8) * 8, b"\0")
 
     def word(self, offset: int) -> ctypes.c_uint64:
-        """The 8 bytes at an offset of the block, in place: assign to ``value``."""
+        """The 8 bytes at an offset of the parameters, in place: assign to ``value``."""
         return ctypes.c_uint64.from_buffer(self.block, offset)
 
     def take_from(self, offset: int, table: ctypes.Array[ctypes.c_uint64], index: int) -> bool:
@@ -316,9 +373,10 @@ class KernelNode(GraphNode):
 
         False, and nothing is changed, where no parameter of 8 bytes is passed by itself there.
         """
-        parameter = self._words.get(offset)
+        parameter = None if self._layout is None else self._layout.words.get(offset)
         if parameter is None:
             return False
+        self._own()
         self._pointers[parameter] = ctypes.addressof(table) + 8 * index
         self._table = table  # the struct holds nothing
         return True
@@ -424,10 +482,12 @@ def _word(address: int) -> int:
     return ctypes.c_uint64.from_address(address).value
 
 
-def _aligned_block(nbytes: int) -> ctypes.Array[ctypes.c_char]:
-    """Zeros at a multiple of 64, which a CUtensorMap, the strictest parameter, asks for."""
-    room = (ctypes.c_char * (nbytes + 63))()
-    return (ctypes.c_char * nbytes).from_buffer(room, -ctypes.addressof(room) % 64)
+def _aligned_block(content: bytes) -> ctypes.Array[ctypes.c_char]:
+    """A copy at a multiple of 64, which a CUtensorMap, the strictest parameter, asks for."""
+    room = (ctypes.c_char * (len(content) + 63))()
+    block = (ctypes.c_char * len(content)).from_buffer(room, -ctypes.addressof(room) % 64)
+    block.raw = content
+    return block
 
 
 @functools.cache

@@ -11,10 +11,11 @@ inside a ghost or its guards is that input's address:
   an int32 is negative, and far from zero, so that sizes and strides are never inside, whatever the high half is. This
   does not hold past the first 1.5 GiB of a larger input.
 
-Small inputs share pages, with mapped guards of 64 KiB; a large one has granules of its own, with an unmapped granule
-on both sides. Mapping costs 23 us a call and takes memory as a whole (CUDA_ERROR_NOT_SUPPORTED else, driver 580), so
-all inputs that are larger than a granule share a second piece: as large as the largest of them as far as the budget
-goes, which is what upstream would copy them to, and else as large as it takes to map it in 32 calls.
+Small inputs share pages, with guards of 64 KiB; a large one has granules of its own, with a granule on both sides. A
+mapping costs 45 us whatever its size, made usable and taken away again, and takes memory as a whole
+(CUDA_ERROR_NOT_SUPPORTED else; both measured, driver 580). So there is one piece of memory, as large as all inputs
+together as far as the budget goes, which is what upstream would copy them to. Inputs lie side by side where it is
+mapped; one that is larger than the piece lies on several mappings, 32 at most.
 
 A constructor that raises leaves nothing mapped or held, and ``close`` gives back everything, interrupts
 included; only what a call is just returning or taking back as an interrupt strikes may be lost (a handle).
@@ -38,7 +39,7 @@ ALIGNMENT = 512
 SMALL_NBYTES = 1 << 20
 SMALL_GUARD_NBYTES = 64 << 10
 PAGE_NBYTES = 2 << 20
-MAX_MAPPINGS = 32  # of one input, or of one page of small ones
+MAX_MAPPINGS = 32  # of one input
 MAX_PIECE_NBYTES = 64 << 20  # but where 32 of them do not make up an input
 
 LOW_HALF_START, LOW_HALF_END = 0x9000_0000, 0xF000_0000
@@ -72,13 +73,13 @@ class Ghost:
 
 @dataclass(slots=True)
 class _Block:
-    """A range that is mapped as a whole: one large ghost, or a page of small ones."""
+    """A range that is mapped as a whole, with the same memory again and again."""
 
     start: int
     nbytes: int
-    piece: int  # bytes of the shared memory that is mapped there again and again; memory is mapped as a whole or not
-    mapped: list[tuple[int, int]] = field(default_factory=list)  # address and bytes of each mapping that there is
-    own: bool = False  # backed by memory of its own
+    piece: int  # bytes of the memory
+    mapped: list[int] = field(default_factory=list)  # addresses of the mappings that there are
+    usable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +87,17 @@ class _Plan:
     """Where everything of one recording lies, from the arena's start."""
 
     high: int
+    piece: int  # bytes of the memory behind it
     ghosts: tuple[Ghost, ...]
-    blocks: tuple[tuple[int, int, int], ...]  # address, bytes, and of the memory that is mapped there
+    units: tuple[tuple[int, int], ...]  # by ghost: start and bytes of its page, or of its own granules
     block_of: tuple[int, ...]  # by ghost
+    blocks: tuple[tuple[int, int], ...]  # start and bytes
 
     def moved(self, by: int) -> _Plan:
         ghosts = tuple(Ghost(g.start + by, g.nbytes, g.low + by, g.high + by) for g in self.ghosts)
-        blocks = tuple((start + by, nbytes, piece) for start, nbytes, piece in self.blocks)
-        return _Plan(self.high + by, ghosts, blocks, self.block_of)
+        units = tuple((start + by, nbytes) for start, nbytes in self.units)
+        blocks = tuple((start + by, nbytes) for start, nbytes in self.blocks)
+        return _Plan(self.high + by, self.piece, ghosts, units, self.block_of, blocks)
 
 
 class Arena:
@@ -147,16 +151,16 @@ class Ghosts:
         self._driver = driver
         self._device = device
         self._handles: list[int] = []  # of physical memory, until it is mapped: mappings outlive their handle
-        self._blocks: tuple[_Block, ...] = ()
+        self._blocks: tuple[_Block, ...] = ()  # of the memory that all share
+        self._own: dict[int, _Block] = {}  # by the start of a unit: memory of its own
+        self._plan: _Plan | None = None
         self.ghosts = ()
-        self._block_of: tuple[int, ...] = ()
         if extents:
-            granularity = driver.granularity(device)
-            plan = Arena.place(driver, extents, granularity, budget)
-            self.ghosts, self._block_of = plan.ghosts, plan.block_of
-            self._blocks = tuple(_Block(*block) for block in plan.blocks)
+            self._plan = plan = Arena.place(driver, extents, driver.granularity(device), budget)
+            self.ghosts = plan.ghosts
+            self._blocks = tuple(_Block(*block, plan.piece) for block in plan.blocks)
             try:
-                self._map_shared()
+                self._map_shared(plan.piece)
             except BaseException:
                 with contextlib.suppress(DriverError):
                     self.close()
@@ -177,28 +181,31 @@ class Ghosts:
     def materialise(self, index: int) -> None:
         """Gives a ghost memory of its own, kept until ``close``: what hid its address reads and writes there.
 
-        A page of small ghosts is materialised as a whole. After a :class:`DriverError` the ghost may be unmapped.
+        A page of small ghosts is materialised as a whole; other ghosts near by may lose the memory that all share.
+        After a :class:`DriverError` the ghost may be unmapped.
         """
-        block = self._blocks[self._block_of[index]]
-        if block.own:
+        assert self._plan is not None
+        start, nbytes = self._plan.units[index]
+        own = self._own.setdefault(start, _Block(start, nbytes, nbytes))
+        if own.usable:
             return
-        self._handles.append(self._driver.create_memory(block.nbytes, self._device))
-        self._unmap(block)
-        self._map(block, self._handles[-1], block.nbytes)
-        block.own = True
+        self._unmap(self._blocks[self._plan.block_of[index]])
+        self._handles.append(self._driver.create_memory(nbytes, self._device))
+        self._unmap(own)
+        self._map(own, self._handles[-1])
         self._release_handles()
 
     def release_memory(self) -> None:
         """Unmaps and frees the shared memory; materialised ghosts stay."""
         for block in self._blocks:
-            if not block.own:
-                self._unmap(block)
+            self._unmap(block)
         self._release_handles()
 
     def close(self) -> None:
         """Gives back everything. What is refused raises after all the rest is done; the next call tries it anew."""
         refused: DriverError | None = None
-        steps: list[Callable[[], None]] = [functools.partial(self._unmap, block) for block in self._blocks]
+        blocks = (*self._blocks, *self._own.values())
+        steps: list[Callable[[], None]] = [functools.partial(self._unmap, block) for block in blocks]
         for step in (*steps, self._release_handles):
             try:
                 step()
@@ -207,37 +214,36 @@ class Ghosts:
         if refused is not None:
             raise refused
 
-    def _map_shared(self) -> None:
-        shared: dict[int, int] = {}
+    def _map_shared(self, piece: int) -> None:
+        self._handles.append(self._driver.create_memory(piece, self._device))
         for block in self._blocks:
-            if block.piece not in shared:
-                shared[block.piece] = self._driver.create_memory(block.piece, self._device)
-                self._handles.append(shared[block.piece])
-            self._map(block, shared[block.piece], block.piece)
+            self._map(block, self._handles[-1])
         self._release_handles()
 
-    def _map(self, block: _Block, memory: int, nbytes: int) -> None:
-        for address in range(block.start, block.start + block.nbytes, nbytes):
+    def _map(self, block: _Block, memory: int) -> None:
+        for address in range(block.start, block.start + block.nbytes, block.piece):
             try:
-                self._driver.map_memory(address, nbytes, memory)
+                self._driver.map_memory(address, block.piece, memory)
             except DriverError:
                 raise
             except BaseException:
-                self._unmap_if_mapped(address, nbytes)
+                self._unmap_if_mapped(address, block.piece)
                 raise
-            block.mapped.append((address, nbytes))
+            block.mapped.append(address)
         self._driver.allow_access(block.start, block.nbytes, self._device)
+        block.usable = True
 
     def _unmap(self, block: _Block) -> None:
+        block.usable = False
         while block.mapped:
-            address, nbytes = block.mapped.pop()
+            address = block.mapped.pop()
             try:
-                self._driver.unmap(address, nbytes)
+                self._driver.unmap(address, block.piece)
             except DriverError:
-                block.mapped.append((address, nbytes))
+                block.mapped.append(address)
                 raise
             except BaseException:
-                self._unmap_if_mapped(address, nbytes)
+                self._unmap_if_mapped(address, block.piece)
                 raise
 
     def _unmap_if_mapped(self, address: int, nbytes: int) -> None:
@@ -255,41 +261,75 @@ class Ghosts:
                 raise
 
 
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """What lies together: a page of small ghosts, or a large one with its guards; all from the unit's own start."""
+
+    nbytes: int  # a page, or a large ghost's granules
+    guard: int  # bytes in front of them and behind
+    members: tuple[tuple[int, Ghost], ...]  # with the index of the extent
+
+
+def _units(extents: Sequence[Extent], granularity: int) -> list[_Unit]:
+    page = _round_up(PAGE_NBYTES, granularity)
+    units: list[_Unit] = []
+    large: list[_Unit] = []
+    members: list[tuple[int, Ghost]] = []
+    end = 0  # of the ghosts of the page
+    for index, extent in enumerate(extents):
+        if extent.nbytes >= SMALL_NBYTES:
+            nbytes, start = _round_up(extent.residue + extent.nbytes, granularity), granularity + extent.residue
+            ghost = Ghost(start, extent.nbytes, 0, nbytes + 2 * granularity)
+            large.append(_Unit(nbytes, granularity, ((index, ghost),)))
+            continue
+        ghost = _small_ghost(extent, end)
+        if ghost.high > page:
+            units.append(_Unit(page, 0, tuple(members)))
+            members, ghost = [], _small_ghost(extent, 0)
+        members.append((index, ghost))
+        end = ghost.high
+    if members:
+        units.append(_Unit(page, 0, tuple(members)))
+    return units + large
+
+
 def _plan(extents: Sequence[Extent], granularity: int, frontier: int, budget: int) -> _Plan:
     """Plans above a place that is told from the start of a window."""
+    units = _units(extents, granularity)
+    most = sum(unit.nbytes + 2 * unit.guard for unit in units)
+    least = max(-(-unit.nbytes // MAX_MAPPINGS) for unit in units)
+    piece = _round_up(max(least, min(most, budget, MAX_PIECE_NBYTES)), granularity)
     ghosts: dict[int, Ghost] = {}
+    places: dict[int, tuple[int, int]] = {}
     block_of: dict[int, int] = {}
-    blocks: list[tuple[int, int, int]] = []
-    largest = max((extent.nbytes for extent in extents), default=0) + ALIGNMENT
-    piece = _round_up(max(-(-largest // MAX_MAPPINGS), min(largest, budget, MAX_PIECE_NBYTES)), granularity)
-    cursor = end = _round_up(frontier, granularity)  # the next free address; the end of what is planned, a page's too
-    for index in sorted(range(len(extents)), key=lambda index: extents[index].nbytes >= SMALL_NBYTES):
-        extent = extents[index]
-        if extent.nbytes < SMALL_NBYTES:
-            ghost = _small_ghost(extent, cursor)
-            if ghost.high > end:
-                nbytes = _round_up(PAGE_NBYTES, granularity)
-                cursor = _with_low_half(end, nbytes, granularity)
-                blocks.append((cursor, nbytes, granularity))
-                end = cursor + nbytes
-                ghost = _small_ghost(extent, cursor)
-            cursor = ghost.high
+    blocks: list[tuple[int, int]] = []
+    cursor = room = 0  # where a block goes on, and how many bytes of it are left
+    end = _round_up(frontier, granularity)
+    for unit in units:
+        needed = unit.nbytes + 2 * unit.guard
+        if needed > room and needed <= min(piece, MAX_PIECE_NBYTES):
+            cursor, room = _with_low_half(end, piece, granularity), min(piece, MAX_PIECE_NBYTES)
+            blocks.append((cursor, piece))
+            end = cursor + piece
+        if needed <= room:
+            low, cursor, room = cursor, cursor + needed, room - needed
         else:
-            needed = extent.residue + extent.nbytes
-            mapped = granularity if needed <= granularity else piece
-            nbytes = _round_up(needed, mapped)
-            low = _with_low_half(end, nbytes + 2 * granularity, granularity)
-            blocks.append((low + granularity, nbytes, mapped))
-            end = low + nbytes + 2 * granularity
-            ghost = Ghost(low + granularity + extent.residue, extent.nbytes, low, end)
-        ghosts[index] = ghost
-        block_of[index] = len(blocks) - 1
+            nbytes = _round_up(unit.nbytes, piece)
+            low, room = _with_low_half(end, nbytes + 2 * unit.guard, granularity), 0
+            blocks.append((low + unit.guard, nbytes))
+            end = low + nbytes + 2 * unit.guard
+        for index, ghost in unit.members:
+            ghosts[index] = Ghost(low + ghost.start, ghost.nbytes, low + ghost.low, low + ghost.high)
+            places[index] = low + unit.guard, unit.nbytes
+            block_of[index] = len(blocks) - 1
     order = range(len(extents))
     return _Plan(
         high=end,
+        piece=piece,
         ghosts=tuple(ghosts[index] for index in order),
-        blocks=tuple(blocks),
+        units=tuple(places[index] for index in order),
         block_of=tuple(block_of[index] for index in order),
+        blocks=tuple(blocks),
     )
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -34,7 +34,7 @@ from .sites import Scan, Site, scan
 from .stand_ins import Span, copy_at, seen_as, span_of, stand_in
 
 if TYPE_CHECKING:
-    from pygraph_trees.driver import Driver, GraphNode
+    from pygraph_trees.driver import Driver, GraphNode, NodeKind
 
     from .pool import PoolRanges
 
@@ -150,6 +150,7 @@ class LiveInputs:
             **tensors,
             **{index: tensor for index, (tensor, _) in held.items()},
         }
+        self.kinds: Counter[NodeKind] = Counter()  # how many nodes the graph has; none where it could not be read
         self._nodes: Sequence[GraphNode] = ()
         self._sites: Sequence[Site] = ()
         self._patches: Patches | None = None
@@ -193,6 +194,7 @@ class LiveInputs:
             decisions = decide(found, len(self._ghosts.ghosts), passed)
         except DriverError as error:
             found, decisions = _NOTHING, self._all_copied(f"the graph could not be read: {error}")
+        self.kinds = found.kinds
         copies = CapturedCopies(found.nodes, found.sites)
         patched = [p for p, d in enumerate(decisions) if d.route is Route.PATCH]
         given = {p: self._given[self.items[p].index].data_ptr() - self.items[p].lead for p in patched}
@@ -362,6 +364,11 @@ class LiveInputs:
         fitting[address] = address - item.lead
         return address - item.lead
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether this call needs nothing of its inputs but what the graph holds by now."""
+        return not (self._copied or self.outputs or self._temporary)
+
     def take(self, inputs: list[Any], *, only_ours: bool = False) -> None:
         """Holds the inputs of a call until :meth:`finish`; ``only_ours``: and takes those out of the list.
 
@@ -413,7 +420,7 @@ class LiveInputs:
         return seen_as(base, size, stride, offset, dtype)
 
 
-_NOTHING = Scan(nodes=(), sites=(), refused={}, opaque=None)
+_NOTHING = Scan(nodes=(), sites=(), refused={}, opaque=None, kinds=Counter())
 
 
 def _item(index: int, tensor: torch.Tensor, span: Span, start: int, device: int, mutated: bool, managed: bool) -> Item:

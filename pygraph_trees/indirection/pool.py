@@ -30,9 +30,17 @@ class PoolRanges:
         self.changes += 1
 
     def holds(self, address: int) -> bool:
-        if self._starts is None:
-            ranges = sorted((s["address"], s["address"] + s["total_size"]) for s in self._snapshot())
-            self._starts = [start for start, _ in ranges]
-            self._ends = [end for _, end in ranges]
-        position = bisect.bisect_right(self._starts, address) - 1
+        starts = self._starts if self._starts is not None else self._look()
+        position = bisect.bisect_right(starts, address) - 1
         return position >= 0 and address < self._ends[position]
+
+    def nbytes(self) -> int:
+        """All that it has reserved."""
+        starts = self._starts if self._starts is not None else self._look()
+        return sum(self._ends) - sum(starts)
+
+    def _look(self) -> list[int]:
+        ranges = sorted((s["address"], s["address"] + s["total_size"]) for s in self._snapshot())
+        self._ends = [end for _, end in ranges]
+        self._starts = [start for start, _ in ranges]
+        return self._starts

@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -60,6 +61,7 @@ class Scan:
     sites: tuple[Site, ...]  # in the order of their nodes and offsets; those of refused inputs may be among them
     refused: dict[int, str]  # by ghost: why it cannot be patched whatever its sites
     opaque: str | None  # what could hide any address, "a host node"; None where all was read
+    kinds: Counter[NodeKind]  # of all nodes, without those of child graphs
 
 
 def scan(driver: Driver, graph: int, ghosts: Ghosts) -> Scan:
@@ -82,6 +84,7 @@ class _Reader:
         self._sites: list[tuple[int, int, int, int]] = []  # position, offset, input, delta
         self._refused: dict[int, str] = {}
         self._opaque: str | None = None
+        self._kinds: Counter[NodeKind] = Counter()
         # By the handles of a kernel. They are given out again after their module was unloaded: good for one scan.
         self._collectives: dict[tuple[int, int], bool | None] = {}
         self._layouts: Layouts = {}
@@ -97,6 +100,7 @@ class _Reader:
         }
 
     def read(self, position: int, kind: NodeKind, handle: int) -> None:
+        self._kinds[kind] += 1
         reader, unread = self._readers[kind]
         try:
             reader(position, handle)
@@ -148,7 +152,7 @@ class _Reader:
                 if at + 8 <= end and (found := self._input_at(address)) is not None:
                     if collective:
                         self._refuse(found, "a collective reads it")
-                    elif (at - begin) % 8 or at - begin + 8 > len(node.block):
+                    elif (at - begin) % 8 or at - begin + 8 > node.nbytes:
                         self._refuse(found, "what looks like its address may be something else")
                     else:
                         self._site(position, node, at - begin, found, address)
@@ -159,7 +163,7 @@ class _Reader:
         order = sorted(self._nodes)
         index = {position: i for i, position in enumerate(order)}
         sites = tuple(Site(index[p], offset, found, delta) for p, offset, found, delta in sorted(self._sites))
-        return Scan(tuple(self._nodes[p] for p in order), sites, self._refused, self._opaque)
+        return Scan(tuple(self._nodes[p] for p in order), sites, self._refused, self._opaque, self._kinds)
 
     def _input_at(self, address: int) -> int | None:
         found = self._ghosts.find(address)

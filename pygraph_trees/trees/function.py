@@ -7,6 +7,7 @@ and to run un-graphed, and keeps it in ``WrappedFunction.model``. It adds nothin
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,12 @@ from pygraph_trees.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from .manager import Manager
+
+
+def _nobody() -> None:
+    return None
 
 
 class FunctionModel:
@@ -27,12 +34,28 @@ class FunctionModel:
         self.log = log
         self.refused: dict[int, str] = {}  # inputs that are copied in every later recording, and why
         self.moving: set[int] = set()  # managed inputs that were found to move: live ones in every later recording
+        # Who may replay it without a look at what else could be recorded; a manager must not outlive its functions.
+        self.manager: Callable[[], Manager | None] = _nobody
+        self.function_id: Any = None
+        self._added = 0
+        self._of_integers = False
         if hasattr(model, "__name__"):
             self.__name__ = model.__name__
 
     def __call__(self, inputs: list[Any]) -> Any:
         self.log.runs += 1
         return self.model(inputs)
+
+    def add(self, inputs: list[Any]) -> None:
+        """It is added to a manager: once, but for a function of integers, which is once for each value of theirs."""
+        self._added += 1
+        self._of_integers |= any(isinstance(value, int) for value in inputs)
+        self.manager = _nobody
+
+    def is_steady_in(self, manager: Manager, function_id: Any) -> None:
+        """It begins a step there, and replays what it replayed the last time."""
+        if self._added == 1 and not self._of_integers and self.settings.indirection != "off":
+            self.manager, self.function_id = weakref.ref(manager), function_id
 
     @staticmethod
     def of(model: Callable[[list[Any]], Any], *, is_backward: bool, is_inference: bool) -> FunctionModel:

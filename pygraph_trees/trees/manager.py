@@ -27,9 +27,11 @@ from .verification import Verification
 
 if TYPE_CHECKING:
     from pygraph_trees.coverage.log import FunctionLog
+    from pygraph_trees.indirection.pool import PoolRanges
 
 Upstream: type = cudagraph_trees.CUDAGraphTreeManager
 _EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
+_FORWARD, _BACKWARD = cudagraph_trees.CompilationMode.FORWARD, cudagraph_trees.CompilationMode.BACKWARD
 
 
 class _FunctionID(cudagraph_trees.FunctionID):
@@ -53,6 +55,18 @@ _FunctionID.__qualname__, _GraphID.__qualname__ = "FunctionID", "GraphID"
 class Manager(Upstream):
     """The recordings of one device (and, since 2.13, of one thread)."""
 
+    current_node: Any
+    path_state: Any
+
+    def __init__(self, device_index: int) -> None:
+        super().__init__(device_index)
+        self._steady: dict[Any, Recording] = {}  # by function: what it replayed the last time, where that is steady
+
+    def add_function(self, model: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+        if isinstance(model, FunctionModel):
+            model.add(inputs)
+        return super().add_function(model, inputs, *args, **kwargs)
+
     def _log_of(self, function_id: Any) -> FunctionLog | None:
         model = self.ids_to_funcs[function_id].model
         return model.log if isinstance(model, FunctionModel) else None
@@ -68,7 +82,48 @@ class Manager(Upstream):
         counts = self.num_rerecord.get(node_id)
         return bool(counts and counts.get(function_id) and super().exceed_rerecord_limit(node_id, function_id))
 
+    def replay_steadily(self, inputs: list[Any], function_id: Any) -> Any:
+        """What a function returns where it begins a step and replays what it did last, else None.
+
+        It does what :meth:`run` does then, and nothing else of it. Inputs need not be aligned. Measured on an H200:
+        see the README.
+        """
+        recording = self._steady.get(function_id)
+        if recording is None or self.graph is None:
+            return None
+        node = self.current_node
+        if node is not None:
+            if self.path_state is not _EXECUTION or node.children.get(function_id):
+                return None
+            if recording.writes and self._skip_table()[node.id].get(function_id) is not False:
+                return None
+            self.try_end_curr_execution()
+            if self.current_node is not None:
+                return None
+        if not recording.takes(inputs):
+            return None
+        self.mode = mode = self.id_to_mode[function_id]
+        self.compile_id = self.id_to_compile_id[function_id]
+        self.current_node = recording
+        self.path_state = _EXECUTION
+        self.update_generation()
+        outputs = recording.replay(inputs)
+        if mode is _FORWARD:
+            self.running_forwards_with_pending_backwards = True
+        elif mode is _BACKWARD:
+            self.running_forwards_with_pending_backwards = False
+        return outputs
+
+    def execute_node(self, node: Any, new_inputs: list[Any]) -> Any:
+        outputs = super().execute_node(node, new_inputs)
+        if getattr(node, "steady", False):
+            function_id = node.wrapped_function.id
+            self._steady[function_id] = node
+            node.wrapped_function.model.is_steady_in(self, function_id)
+        return outputs
+
     def _run(self, new_inputs: list[Any], function_id: Any) -> Any:
+        self._steady.pop(function_id, None)
         # At the begin of a step upstream looks for a child of the last step's recording, finds none, ends the path and
         # starts over. Where there is none to be found the path is ended at once.
         node = self.current_node
@@ -88,23 +143,23 @@ class Manager(Upstream):
             try:
                 return super().record_function(new_inputs, function_id)
             finally:
-                self._pool_changed()
+                self._pool.forget()
         reason = why_recorded(self, new_inputs, function_id, function)
         self._demote_moved_inputs(new_inputs, function_id)
         verification = self._verification(new_inputs, function_id)
-        before = self._pool_nbytes()
+        before = self._pool.nbytes()
         start = time.perf_counter()
         try:
             outputs = super().record_function(new_inputs, function_id)
         finally:
-            self._pool_changed()
+            self._pool.forget()
         record_s = time.perf_counter() - start
         log = getattr(self.current_node, "log", None)
         if log is None:  # the patches went off, and upstream's own recording was made
             return outputs
         log.record_s = record_s
         log.reason = reason
-        log.pool_bytes = self._pool_nbytes() - before
+        log.pool_bytes = self._pool.nbytes() - before
         function.recorded(log)
         if verification is not None:
             verification.check(self.current_node, outputs, function.name)
@@ -163,23 +218,19 @@ class Manager(Upstream):
             try:
                 return super().run_eager(new_inputs, function_id)
             finally:
-                self._pool_changed()
+                self._pool.forget()
         function.warmups += 1
-        before = self._pool_nbytes()
+        before = self._pool.nbytes()
         try:
             outputs = super().run_eager(new_inputs, function_id)
         finally:
-            self._pool_changed()
-        function.warmup_pool_bytes += self._pool_nbytes() - before
+            self._pool.forget()
+        function.warmup_pool_bytes += self._pool.nbytes() - before
         return outputs
 
-    def _pool_nbytes(self) -> int:
-        """What the graph pool has reserved, from a snapshot of this pool alone."""
-        segments = torch.cuda.memory_snapshot(self.cuda_graphs_thread_pool, include_traces=False)
-        return sum(segment["total_size"] for segment in segments)
-
-    def _pool_changed(self) -> None:
-        ranges_of(self.device_index, self.cuda_graphs_thread_pool).forget()
+    @property
+    def _pool(self) -> PoolRanges:
+        return ranges_of(self.device_index, self.cuda_graphs_thread_pool)
 
     def _update_non_cudagraph_managed_mutation(self, function_id: Any, inputs: list[Any]) -> None:
         if self._may_write_in_place(function_id, inputs):
@@ -219,5 +270,5 @@ class Manager(Upstream):
         """Whether a graph can be recorded that keeps what it writes to a live input."""
         if not self._knows_its_writes(model):
             return False
-        in_pool = ranges_of(self.device_index, self.cuda_graphs_thread_pool).holds(value.data_ptr())
+        in_pool = self._pool.holds(value.data_ptr())
         return not value.numel() or why_not_ghost(value, self.device_index, in_pool) is None

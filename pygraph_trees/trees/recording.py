@@ -7,6 +7,10 @@ becomes of each input is decided once the graph is captured; before a replay ``c
 the addresses of the call, while all inputs are still there, so that whatever fails is a reason to pass the recording
 over. Outputs that lie on a live input are rebuilt on the input of each call.
 
+A recording that begins a step and depends on nothing but the addresses of its inputs is ``steady``: the manager then
+asks :meth:`Recording.takes` and calls :meth:`Recording.replay` instead of going upstream's way. What upstream reads
+from its configuration at each replay is read when a recording is made.
+
 With indirection off it does what upstream does, on the same calls in the same order. While recording it notes what the
 graph holds: inputs by kind, bytes that each replay copies, kernel nodes. A replay counts itself.
 
@@ -18,6 +22,7 @@ counts them as its instances. To tell the two apart, ask for the type.
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,7 +63,9 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     """A recording of a function."""
 
     unfit: str | None = None  # why it could not be given the inputs of a call, the latest time
+    steady = False
     _live: LiveInputs | None = None
+    _copies = False  # whether upstream copies an input at each replay
     _kept: list[Any] = []  # the inputs, where a recording at ghost addresses that fails is tried again  # noqa: RUF012
     _passed_over = False  # by the call before
     graph: Any
@@ -95,6 +102,16 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             self.cudagraph_managed_idxs
             or self.expected_dead_indices_before_graph
             or self.expected_dead_indices_after_graph
+        )
+        self.writes = bool(wrapped_function.mutated_input_idxs)
+        self.steady = (
+            parent is None
+            and isinstance(wrapped_function.model, FunctionModel)
+            and self._only_static
+            and self.rerecord_if_static_inputs_change
+            and not self._has_moving
+            and not self._copies
+            and not _is_debugged()
         )
         self.log.inputs = tuple(self._describe_inputs())
 
@@ -137,6 +154,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 for item in self._live.items:
                     inputs[item.index] = 0
                     copied.remove(item.index)
+        self._copies = any(isinstance(inputs[index], torch.Tensor) for index in copied)
         return super()._allocate_and_copy_recording_inputs(inputs)
 
     def _is_cuda_graph_recorded_tensor(self, t: torch.Tensor) -> Any:
@@ -186,13 +204,15 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             for item in () if live is None else live.items:
                 model_inputs[item.index] = item.stand_in
             outputs = model(model_inputs)
-            self._count_nodes()
+            if live is None:
+                self._count_nodes(self._captured_nodes())
             return outputs
 
         outputs = super()._record(on_stand_ins, inputs)
         if live is not None:
             with torch.cuda.device(self.device):
                 live.set_up(self.graph)
+            self._count_nodes(live.kinds)
         return outputs
 
     def _graph_that_is_kept(self, inputs: list[Any]) -> Any:
@@ -232,19 +252,19 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             self.recording_outputs = outputs
         live.finish()
 
-    def _count_nodes(self) -> None:
-        """Notes what has been captured so far; a driver that cannot tell leaves it open."""
+    def _captured_nodes(self) -> Counter[NodeKind]:
+        """What has been captured so far; nothing where the driver cannot tell."""
         api = driver()
-        if api is None:
-            return
         try:
-            graph = api.capturing_graph(torch.cuda.current_stream().cuda_stream)
-            counts = None if graph is None else api.count_nodes(graph)
+            graph = None if api is None else api.capturing_graph(torch.cuda.current_stream().cuda_stream)
+            return Counter() if api is None or graph is None else api.count_nodes(graph)
         except DriverError:
-            return
-        if counts is not None:
-            self.log.kernels = counts.pop(NodeKind.KERNEL, 0)
-            self.log.other_nodes = counts.total() - counts.pop(NodeKind.EMPTY, 0)
+            return Counter()
+
+    def _count_nodes(self, counts: Counter[NodeKind]) -> None:
+        if counts:
+            self.log.kernels = counts[NodeKind.KERNEL]
+            self.log.other_nodes = counts.total() - counts[NodeKind.KERNEL] - counts[NodeKind.EMPTY]
 
     # -- replaying
 
@@ -284,6 +304,21 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         return self.rerecord_if_static_inputs_change and not torch._C._tensors_data_ptrs_at_indices_equal(
             inputs, self.static_input_data_ptrs, self._checked
         )
+
+    def takes(self, inputs: list[Any]) -> bool:
+        """Whether a steady recording can be replayed with these inputs; its graph holds their addresses then."""
+        if not torch._C._tensors_data_ptrs_at_indices_equal(inputs, self.static_input_data_ptrs, self._checked):
+            return False
+        return self._live is None or self._live.prepare(inputs) is None
+
+    def replay(self, inputs: list[Any]) -> Any:
+        """A steady recording's outputs for the inputs that it takes, which are consumed."""
+        if self._live is not None and not self._live.is_plain:
+            return self.run(inputs)
+        self.run_graph()
+        outputs = self.reconstruct_outputs()
+        inputs.clear()
+        return outputs
 
     def run(self, new_inputs: list[Any]) -> Any:
         live = self._live
@@ -354,6 +389,12 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 route=None if kind != "live" else "copy" if is_copied else "patch",
                 why_copied=why if is_copied else None,
             )
+
+
+def _is_debugged() -> bool:
+    """Whether upstream is asked to check, wait or warm up at each call."""
+    options = torch._inductor.config.triton
+    return options.fast_path_cudagraph_asserts or options.force_cudagraph_sync or options.force_cudagraphs_warmup
 
 
 def _forget_frames(error: BaseException | None) -> None:

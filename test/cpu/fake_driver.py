@@ -110,7 +110,9 @@ class CUDA_MEMSET_NODE_PARAMS(_Fields):
 class Kernel:
     """A kernel's parameters in memory of the driver, as ``kernelParams`` or packed as ``extra``."""
 
-    def __init__(self, parameters: Sequence[bytes], packed: bool, name: str | None, known: bool) -> None:
+    def __init__(
+        self, parameters: Sequence[bytes], packed: bool, name: str | None, known: bool, apart: bool = False
+    ) -> None:
         self.packed, self.name, self.known = packed, name, known
         self.layout: list[tuple[int, int]] = []
         block = bytearray()
@@ -122,9 +124,15 @@ class Kernel:
         if packed:
             self._parts = [ctypes.create_string_buffer(self.block, len(block))]
             entries = [2, ctypes.addressof(self.nbytes), 1, ctypes.addressof(self._parts[0]), 0]
-        else:  # each parameter for itself, so that nobody takes them for neighbours
+        elif apart:
             self._parts = [ctypes.create_string_buffer(part, len(part)) for part in parameters]
             entries = [ctypes.addressof(part) for part in self._parts]
+        else:  # with something else in the gaps
+            content = bytearray(b"\xa5" * len(block))
+            for (offset, nbytes), parameter in zip(self.layout, parameters, strict=True):
+                content[offset : offset + nbytes] = parameter
+            self._parts = [ctypes.create_string_buffer(bytes(content), len(content) + 1)]
+            entries = [ctypes.addressof(self._parts[0]) + offset for offset, _ in self.layout]
         self._entries = (ctypes.c_uint64 * len(entries))(*entries)
 
     def pointers(self) -> tuple[int, int]:
@@ -222,16 +230,18 @@ class FakeApi(FakeMemory):
         name: str | None = "k",
         func: bool = True,
         known: bool = True,
+        apart: bool = False,
     ) -> int:
         """A kernel node; each word is a parameter of 8 bytes, each ``bytes`` one of its own size.
 
         Parameters lie at multiples of the power of two that divides their size, up to 8. ``func`` False gives it a
-        ``CUkernel``; name None and ``known`` False make the driver refuse to tell its name and its layout.
+        ``CUkernel``; name None and ``known`` False make the driver refuse to tell its name and its layout. The node
+        keeps the parameters in one piece, or ``apart``.
         """
         assert not isinstance(words, (bytes, bytearray)), "a list of parameters"
         parameters = [word if isinstance(word, bytes) else word.to_bytes(8, "little") for word in words]
         assert all(parameters), "a parameter without bytes"
-        kernel, handle = Kernel(parameters, packed, name, known), next(self._handles)
+        kernel, handle = Kernel(parameters, packed, name, known, apart), next(self._handles)
         self._functions[handle, func] = kernel
         return self._add(Node(CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL, kernel, handle, func))
 

@@ -274,9 +274,9 @@ class TestVirtualMemory(DriverTestCase):
 
 
 class TestKernelNode(DriverTestCase):
-    @given(parameters, st.booleans(), st.booleans(), st.data())
-    def test_sets_what_was_written_and_nothing_else(self, words, packed, func, data):
-        handle = self.api.make_kernel(words, packed, func=func)
+    @given(parameters, st.booleans(), st.booleans(), st.booleans(), st.data())
+    def test_sets_what_was_written_and_nothing_else(self, words, packed, func, apart, data):
+        handle = self.api.make_kernel(words, packed, func=func, apart=apart)
         node, exec_ = self.bound("kernel", handle)
         recorded, inside = lay_out(words)
         self.assertEqual((node.handle, node.kind, bytes(node.block)), (handle, NodeKind.KERNEL, recorded))
@@ -300,11 +300,15 @@ class TestKernelNode(DriverTestCase):
         self.assertEqual(word.value, 2)
         struct.pack_into("<Q", node.block, 16, 7)
         self.assertEqual(word.value, 7)
-        copied = node.words()
-        word.value = 8
-        self.assertEqual(copied, struct.pack("<Q4s4xQ3s5x", 1, b"abcd", 7, b"efg"))
+        self.assertEqual(node.words(), struct.pack("<Q4s4xQ3s5x", 1, b"abcd", 2, b"efg"))  # as recorded
         with self.assertRaises(ValueError):
             node.word(24)  # the block ends at 27
+
+    def test_parameters_in_disorder(self):
+        handle = self.api.make_kernel([1, 2])
+        self.api._nodes[handle].content.layout.reverse()
+        with self.assertRaisesRegex(DriverError, "cuFuncGetParamInfo returned parameters in disorder"):
+            self.driver.kernel_node(handle)
 
     def test_packed_pairs_come_in_either_order(self):
         handle = self.api.make_kernel([1, 2], packed=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -25,7 +26,7 @@ def copy(reason: str) -> Decision:
 
 def found(*inputs: int, refused: dict[int, str] | None = None, opaque: str | None = None) -> Scan:
     """A scan with one site for each input."""
-    return Scan((), tuple(Site(0, 8 * i, index, 0) for i, index in enumerate(inputs)), refused or {}, opaque)
+    return Scan((), tuple(Site(0, 8 * i, index, 0) for i, index in enumerate(inputs)), refused or {}, opaque, Counter())
 
 
 class TestWhyNotGhost(TestCase):
