@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("pygraph_trees.indirection")
 
 _MOST_FITTING = 256  # addresses of an input that are remembered: more than an allocator has in turn
+_MOST_KNOWN = 64  # sets of addresses of all inputs: more than buffers are used in turn
 
 _MUTATED_IN_POOL = "a mutated input lies in the graph pool"
 
@@ -162,6 +163,7 @@ class LiveInputs:
         self._seen: list[int] = []
         # By position: addresses that fit, and what the graph is given for them. Good for one state of the pool.
         self._fitting: tuple[dict[int, int], ...] = ()
+        self._known: dict[tuple[int, ...], list[int]] = {}  # the same for the addresses of all inputs at once
         self._pool_seen = pool.changes
         self._addresses: list[int] = []  # what the graph is given next
         self._temporary: dict[int, torch.Tensor] = {}  # by index: copies for one call
@@ -322,7 +324,12 @@ class LiveInputs:
         if self._pool.changes != self._pool_seen:
             for fitting in self._fitting:
                 fitting.clear()
+            self._known.clear()
             self._pool_seen = self._pool.changes
+        known = self._known.get(tuple(seen))
+        if known is not None:
+            self._addresses, self._temporary, self._again = known, {}, False
+            return None
         addresses = [fitting.get(address) for fitting, address in zip(self._fitting, seen, strict=True)]
         temporary: dict[int, torch.Tensor] = {}
         if None in addresses:
@@ -335,6 +342,10 @@ class LiveInputs:
         self._addresses = cast("list[int]", addresses)
         # Whether one of the pool stays is another question at each call.
         self._temporary, self._again = temporary, bool(temporary) or any(item.managed for item in self._patched)
+        if not self._again:
+            if len(self._known) == _MOST_KNOWN:
+                self._known.clear()
+            self._known[tuple(seen)] = self._addresses
         return None
 
     def _find_address(

@@ -19,6 +19,8 @@ Addresses are device addresses in bytes, as integers; node handles belong to the
 from __future__ import annotations
 
 import ctypes
+import operator
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -93,6 +95,8 @@ class Patches:
         entries = {entry: i for i, entry in enumerate(dict.fromkeys((position, site.delta) for site, position in own))}
         self._entries = tuple(entries)
         self._table = (ctypes.c_uint64 * len(self._entries))()
+        self._pack = struct.Struct(f"{len(self._entries)}Q").pack_into
+        self._is_table = self._entries == tuple((position, 0) for position in range(len(inputs)))
         # By position in inputs: the other words that hold its address with what is added, and its nodes' positions.
         self._words: list[list[tuple[Word, int]]] = [[] for _ in inputs]
         self._nodes: list[set[int]] = [set() for _ in inputs]
@@ -105,6 +109,8 @@ class Patches:
             self._nodes[position].add(site.node)
             if not isinstance(node, KernelNode):
                 self._always.add(site.node)
+        self._has_words = any(self._words)
+        self._positions = range(len(inputs))
         self._all = set().union(*self._nodes)
         for i in self._all:
             scan_nodes[i].bind(exec_, context)
@@ -114,18 +120,22 @@ class Patches:
     def apply(self, addresses: Sequence[int]) -> int:
         """Makes the graph hold these, by position in ``inputs``; returns how many nodes were set.
 
-        Raises :class:`PatchFailed` where the driver refuses, and then the graph is broken.
+        Raises :class:`PatchFailed` where the driver refuses, and then the graph is broken; :class:`ValueError` where
+        there is not one for each input.
         """
         if self.broken:
             raise HalfPatched
         if addresses == self.addresses and not self._always:
             return 0
+        if len(addresses) != len(self.addresses):
+            raise ValueError(f"{len(self.addresses)} addresses, not {len(addresses)}")
         self.broken = True  # until all is done: an interrupt may come anywhere
-        changed = [p for p, (new, old) in enumerate(zip(addresses, self.addresses, strict=True)) if new != old]
+        changed: Sequence[int] = self._positions
+        nodes = self._all
+        if not all(map(operator.ne, addresses, self.addresses)):  # most often all have moved
+            changed = [p for p, (new, old) in enumerate(zip(addresses, self.addresses, strict=True)) if new != old]
+            nodes = self._always.union(*(self._nodes[position] for position in changed))
         self._write(changed, addresses)
-        # Most often all have moved.
-        moved = len(changed) == len(addresses)
-        nodes = self._all if moved else self._always.union(*(self._nodes[position] for position in changed))
         setters = self._setters
         node = -1
         try:
@@ -140,8 +150,10 @@ class Patches:
         return len(nodes)
 
     def _write(self, changed: Iterable[int], addresses: Sequence[int]) -> None:
-        self._table[:] = [addresses[position] + delta for position, delta in self._entries]
-        for position in changed:
+        # A table that is just the addresses is the usual case.
+        values = addresses if self._is_table else [addresses[position] + delta for position, delta in self._entries]
+        self._pack(self._table, 0, *values)
+        for position in changed if self._has_words else ():
             for word, delta in self._words[position]:
                 word.value = addresses[position] + delta
 

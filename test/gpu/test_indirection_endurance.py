@@ -15,7 +15,7 @@ import torch
 from indirection import FLAG, Facts, IndirectionTestCase, compiled, reset
 from torch.testing._internal.common_utils import run_tests
 
-from pygraph_trees.indirection.ghost import MAX_MAPPINGS
+from pygraph_trees.indirection.ghost import MAX_MAPPINGS, MAX_PIECE_NBYTES
 
 RUNS_ALONE = True  # the memory of the GPU that it looks at is taken by other processes as well
 REPLAYS = int(os.environ.get("PYGRAPH_REPLAYS", "2000"))
@@ -169,9 +169,9 @@ class TestIndirectionEndurance(IndirectionTestCase):
                 upstream, ours = (self.peak(flag, program, sizes) for flag in ("off", "auto"))
                 for what, theirs, mine in zip(("peak", "left"), upstream, ours, strict=True):
                     self.assertLessEqual(mine, theirs + 4 * MIB, f"{what}: {mine}, upstream {theirs}")
-                if sum(sizes) >= 64 * MIB:
-                    # While it is recorded an input stands on a 32nd of its size.
-                    saved = sum(sizes) - max(sizes) // MAX_MAPPINGS
+                if sum(sizes) > MAX_PIECE_NBYTES:
+                    # What the inputs stand on while they are recorded.
+                    saved = sum(sizes) - max(MAX_PIECE_NBYTES, max(sizes) // MAX_MAPPINGS)
                     self.assertLessEqual(ours[0], upstream[0] - saved + 4 * MIB, f"{ours}, upstream {upstream}")
                     self.assertLessEqual(ours[1], upstream[1] - sum(sizes) + 4 * MIB, f"{ours}, upstream {upstream}")
 

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import math
 import unittest
 import warnings
 
 import torch
 import torch.nn.functional as F
-from indirection import Facts, IndirectionTestCase, Program, assert_same_bits, by_name, compiled, reset, run, tensor
+from indirection import (
+    FLAG,
+    Facts,
+    IndirectionTestCase,
+    Program,
+    assert_same_bits,
+    by_name,
+    compiled,
+    reset,
+    run,
+    tensor,
+)
+from isolated import run_isolated
+from parity import OURS
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 from pygraph_trees.driver import Driver, DriverError, KernelNode, MemcpyNode, MemsetNode
 from pygraph_trees.indirection.availability import IndirectionOff, usable_driver
+from pygraph_trees.indirection.stand_ins import memory_at, tensor_in
 
 HIDDEN = "may hide its address|host array|no node holds its address"
 
@@ -67,6 +82,26 @@ def zeroed(x: torch.Tensor) -> None:
 def all_kinds_of_nodes(x, y, c):
     zeroed(c)
     return (x.sin() @ y).relu(), cloned(y), cloned(x) + 1
+
+
+def reads_freed_memory(ctx):
+    driver, device = Driver(importlib.import_module("cuda.bindings.driver")), torch.device("cuda", 0)
+    torch.cuda.init()
+    torch.zeros(1, device=device)
+    nbytes = driver.granularity(0)
+    address, memory = driver.reserve(nbytes), driver.create_memory(nbytes, 0)
+    driver.map_memory(address, nbytes, memory)
+    driver.allow_access(address, nbytes, 0)
+    x = tensor_in(memory_at(address, nbytes, device), (1024,), (1,), torch.float32, 0)
+    f = ctx.compile(lambda x: x * 2)
+    for call in range(5):
+        x.fill_(call)
+        torch.compiler.cudagraph_mark_step_begin()
+        ctx.record(f(x))
+    torch.cuda.synchronize()
+    driver.unmap(address, nbytes)
+    torch.compiler.cudagraph_mark_step_begin()
+    f(x)
 
 
 PAIR = (tensor(64, 33), tensor(64, 33))
@@ -250,6 +285,17 @@ class TestIndirectionFallbacks(IndirectionTestCase):
 
         flag = tensor(1, dtype="bool", values="mask")
         self.check(Program("condition", program, (flag, tensor(64, 33)), None, graphed=False))
+
+    def test_memory_that_was_freed(self):
+        """The graph's own error, as upstream's copy has it; each ends its process."""
+        found = [
+            run_isolated("test_indirection_fallbacks", "reads_freed_memory", OURS, config={FLAG: flag})
+            for flag in ("off", "auto")
+        ]
+        for child in found:
+            self.assertRegex(child["lost"][1], "illegal memory access")
+        self.assertEqual(found[0]["lost"], found[1]["lost"])
+        self.assertEqual(found[0]["facts"], found[1]["facts"])
 
     def test_conjugate_views(self):
         ways = compiled(lambda x: x * 2 + 1)

@@ -1,0 +1,210 @@
+"""Replays that go past upstream's wrappers: which calls do, that they are right, and that all others go upstream's way."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import torch
+from indirection import KEPT, REGIMES, Facts, IndirectionTestCase, Program, assert_same_bits, by_name, compiled, run
+from indirection import tensor as given
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+from pygraph_trees.trees.manager import Manager
+
+X, Y = given(64, 33), given(64, 33)
+CALLS = 4  # in each regime
+
+# What is the same function of moving inputs at each call.
+STEADY = [
+    Program("pointwise", lambda x, y: x * y + 1, (X, Y)),
+    Program("several outputs", lambda x, y: (x.sin(), x @ y.mT, y.sum(0)), (X, Y)),
+    Program("misaligned", lambda x, y: x.sin() @ y.mT, (given(64, 33, layout="misaligned"), Y)),
+    Program("64 inputs", lambda *xs: [x * 2 for x in xs], tuple(given(17) for _ in range(64))),
+    Program("an input comes back", lambda x, y: (x, y.T, x + y), (X, Y)),
+    Program("no inputs but one", lambda x: x.cumsum(0), (X,)),
+    Program("written to", lambda x, y: x.add_(y).sum(0), (X, Y)),
+    Program("random", lambda x, y: torch.rand_like(x) + y, (X, Y), seeded=True),
+]
+
+
+@contextlib.contextmanager
+def counted():
+    """How many calls were asked to be steady, and how many were."""
+    counts = {"asked": 0, "steady": 0}
+    replay = Manager.replay_steadily
+
+    def count(self, inputs, function_id):
+        outputs = replay(self, inputs, function_id)
+        counts["asked"] += 1
+        counts["steady"] += outputs is not None
+        return outputs
+
+    with mock.patch.object(Manager, "replay_steadily", count):
+        yield counts
+
+
+class TestSteadyReplay(IndirectionTestCase):
+    @parametrize("program", STEADY, name_fn=by_name)
+    def test_every_call_behind_the_first_replay(self, program):
+        regimes = KEPT if program.name == "written to" else REGIMES
+        with counted() as counts:
+            facts = self.check(program, regimes, CALLS)
+        # A function that writes asks at each new place in the tree whether it may: after each other function, once.
+        self.assertGreaterEqual(counts["steady"], facts.replays - 1 - (program.name == "written to"))
+        self.assertEqual(counts["steady"], counts["asked"] - (program.name == "written to"))
+
+    def test_alignment_that_changes(self):
+        ways = compiled(lambda x, y: (x.sin() @ y.mT, x.add_(1)))
+        blocks = [torch.zeros(8192, device=self.device) for _ in range(2)]
+        y = torch.randn(64, 33, device=self.device)
+        with counted() as counts:
+            for offset in (0, 0, 0, 0, 1, 0, 3, 1, 64, 0):
+                results = []
+                for way, block in zip((ways.plain, ways.graphed), blocks, strict=True):
+                    torch.compiler.cudagraph_mark_step_begin()
+                    results.append([r.clone() for r in way(block[offset : offset + 64 * 33].view(64, 33), y)])
+                assert_same_bits(results[1], results[0], f"offset {offset}: ")
+                assert_same_bits(blocks[1], blocks[0], f"offset {offset}: ")
+        self.assertGreater(counts["steady"], 4)
+        self.assertEqual(Facts.now().recordings, 1)
+
+    def test_output_that_comes_back_as_an_input(self):
+        ways = compiled(lambda h, x: (h + x).tanh())
+        results = []
+        with counted() as counts:
+            for way in (ways.plain, ways.graphed):
+                h = torch.zeros(64, 33, device=self.device)
+                for call in range(8):
+                    torch.compiler.cudagraph_mark_step_begin()
+                    h = way(h, torch.full((64, 33), call / 8, device=self.device))
+                results.append(h.clone())
+        assert_same_bits(results[1], results[0], "")
+        self.assertGreater(counts["steady"], 3)
+
+    def test_parameters_that_move(self):
+        model = torch.nn.Linear(33, 16, device=self.device)
+        ways = compiled(model)
+        with torch.no_grad(), counted() as counts:
+            for call in range(12):
+                if call == 6:
+                    model.weight.data = model.weight.data * 2
+                x = torch.randn(8, 33, device=self.device)
+                wanted = ways.plain(x)
+                torch.compiler.cudagraph_mark_step_begin()
+                assert_same_bits(ways.graphed(x), wanted, f"call {call}: ")
+        self.assertEqual(Facts.now().recordings, 2)
+        self.assertEqual(counts["steady"], counts["asked"] - 1)
+
+    def test_sizes_that_are_inputs_are_not_steady(self):
+        ways = compiled(lambda x, n: x.sum(0) * n + x.shape[0], dynamic=True)
+        with counted() as counts:
+            for call in range(12):
+                x = torch.randn(8 + call % 2, 33, device=self.device)
+                wanted = ways.plain(x, call % 3)
+                torch.compiler.cudagraph_mark_step_begin()
+                assert_same_bits(ways.graphed(x, call % 3), wanted, f"call {call}: ")
+        self.assertEqual(counts["asked"], 0)
+
+    def test_functions_in_turn(self):
+        first, second = compiled(lambda x: x.sin() + 1), compiled(lambda x: x.cos() @ x.mT)
+        with counted() as counts:
+            for call in range(8):
+                x = torch.randn(64, 64, device=self.device)
+                wanted = [first.plain(x), second.plain(x)]
+                found = []
+                for ways in (first, second):
+                    torch.compiler.cudagraph_mark_step_begin()
+                    found.append(ways.graphed(x).clone())
+                assert_same_bits(found, wanted, f"call {call}: ")
+        self.assertGreaterEqual(counts["steady"], 8)
+
+    def test_only_the_first_of_a_step(self):
+        first, second = compiled(lambda x: x.sin() + 1), compiled(lambda x, y: y.cos() @ x.mT)
+        with counted() as counts:
+            for call in range(8):
+                x = torch.randn(64, 64, device=self.device)
+                middle = first.plain(x)
+                wanted = [middle, second.plain(x, middle)]
+                torch.compiler.cudagraph_mark_step_begin()
+                middle = first.graphed(x)
+                assert_same_bits([middle, second.graphed(x, middle)], wanted, f"call {call}: ")
+        self.assertIn(counts["steady"], (4, 5))
+
+    def test_outputs_that_are_alive(self):
+        """Without a new step nothing that is still used is overwritten."""
+        ways = compiled(lambda x: x * 2)
+        torch.compiler.cudagraph_mark_step_begin()
+        for _ in range(4):
+            ways.graphed(torch.ones(100, device=self.device))
+        with counted() as counts:
+            kept = [ways.graphed(torch.full((100,), float(call), device=self.device)) for call in range(4)]
+        for call, output in enumerate(kept):
+            assert_same_bits(output, torch.full((100,), 2.0 * call, device=self.device), f"call {call}: ")
+        self.assertLessEqual(counts["steady"], 1)  # the others come behind one whose output is alive
+
+    def test_outputs_are_the_same_tensors(self):
+        """As upstream's: nothing is made for them at a replay."""
+        graphed = compiled(lambda x: (x * 2, x[0] + 1)).graphed
+        x, seen = torch.ones(100, 3, device=self.device), []
+        with counted() as counts:
+            for _ in range(6):
+                torch.compiler.cudagraph_mark_step_begin()
+                seen.append([id(output) for output in graphed(x)])
+        self.assertEqual(seen[-1], seen[-2])
+        self.assertGreaterEqual(counts["steady"], 2)
+
+    def test_training(self):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(33, 64), torch.nn.GELU(), torch.nn.Linear(64, 8)).to(self.device)
+        ways = compiled(model)
+        with counted() as counts:
+            for call in range(8):
+                x = torch.randn(16, 33, device=self.device)
+                gradients = []
+                for way in (ways.plain, ways.graphed):
+                    model.zero_grad(set_to_none=True)
+                    torch.compiler.cudagraph_mark_step_begin()
+                    way(x).square().sum().backward()
+                    gradients.append([p.grad.clone() for p in model.parameters()])
+                assert_same_bits(gradients[1], gradients[0], f"call {call}: ")
+        self.assertGreater(counts["steady"], 3)
+
+    def test_forwards_that_wait_for_their_backwards(self):
+        model = torch.nn.Linear(33, 8, device=self.device)
+        ways = compiled(lambda x: model(x).tanh())
+        for call in range(6):
+            gradients = []
+            for way in (ways.plain, ways.graphed):
+                model.zero_grad(set_to_none=True)
+                torch.compiler.cudagraph_mark_step_begin()
+                with torch.random.fork_rng(devices=[self.device]):
+                    torch.manual_seed(call)
+                    xs = [torch.randn(16, 33, device=self.device) for _ in range(3)]
+                sum(way(x).square().sum() for x in xs).backward()
+                gradients.append([p.grad.clone() for p in model.parameters()])
+            torch.testing.assert_close(gradients[1], gradients[0])
+
+    def test_reset_between(self):
+        ways = compiled(lambda x: x * 3)
+        for call in range(12):
+            if call == 6:
+                torch._dynamo.reset()
+            x = torch.full((100,), float(call), device=self.device)
+            torch.compiler.cudagraph_mark_step_begin()
+            assert_same_bits(ways.graphed(x), x * 3, f"call {call}: ")
+
+    def test_as_many_programs_as_one_likes(self):
+        """Each goes on with its own recording."""
+        programs = [Program(f"times {n}", lambda x, n=n: x * n, (given(65),)) for n in range(2, 6)]
+        ways = [compiled(program.fn) for program in programs]
+        for _ in range(2):
+            for program, way in zip(programs, ways, strict=True):
+                run(program, way, self.device, calls=2)
+        self.assertEqual(Facts.now().recordings, len(programs))
+
+
+instantiate_parametrized_tests(TestSteadyReplay)
+
+if __name__ == "__main__":
+    run_tests()
