@@ -1,4 +1,4 @@
-"""Replays that go past upstream's wrappers: which calls do, that they are right, and that all others go upstream's way."""
+"""Replays that go past upstream's wrappers: which calls do, that they are right, and that others go upstream's way."""
 
 from __future__ import annotations
 
