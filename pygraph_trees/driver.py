@@ -12,7 +12,6 @@ read back. The captured graph keeps its own, but for :meth:`CopyNode.set_capture
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import enum
 import functools
@@ -255,11 +254,19 @@ class Driver:
     def _layout(self, function: int, kernel: int) -> Layout:
         """The call that counts the parameters needs CUDA 13.2: this asks until refused."""
         call, handle = ("cuFuncGetParamInfo", function) if function else ("cuKernelGetParamInfo", kernel)
+        ask = self._find(call)
         places: list[tuple[int, int]] = []
-        with contextlib.suppress(_InvalidValue):
-            while True:
-                offset, nbytes = self._call(call, handle, len(places))
-                places.append((int(offset), int(nbytes)))
+        while True:
+            try:
+                code, *place = ask(handle, len(places))
+            except RuntimeError as error:
+                raise DriverError(call=call, code=NOT_FOUND) from error
+            if code != 0:
+                break
+            places.append((int(place[0]), int(place[1])))
+        refused = _refused(call, code)
+        if not isinstance(refused, _InvalidValue):
+            raise refused
         try:
             return Layout(places)
         except ValueError:
