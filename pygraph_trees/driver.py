@@ -264,9 +264,8 @@ class Driver:
             if code != 0:
                 break
             places.append((int(place[0]), int(place[1])))
-        refused = _refused(call, code)
-        if not isinstance(refused, _InvalidValue):
-            raise refused
+        if not isinstance(_refused(call, code), _InvalidValue):
+            raise _refused(call, code)  # an exception that a frame holds, and holds that frame, keeps graphs alive
         try:
             return Layout(places)
         except ValueError:
