@@ -83,10 +83,10 @@ class Manager(Upstream):
         return bool(counts and counts.get(function_id) and super().exceed_rerecord_limit(node_id, function_id))
 
     def replay_steadily(self, inputs: list[Any], function_id: Any) -> Any:
-        """What a function returns where it begins a step and replays what it did last, else None.
+        """What a function returns where it begins a step and replays what it replayed last; None in all other cases.
 
-        It does what :meth:`run` does then, and nothing else of it. Inputs need not be aligned. Measured on an H200:
-        see the README.
+        It does what :meth:`run` comes to then, and leaves out the rest: which recording fits, what upstream reads from
+        its configuration, and the wrapper that looks at each input's alignment, which ``takes`` does for new addresses.
         """
         recording = self._steady.get(function_id)
         if recording is None or self.graph is None:
@@ -113,6 +113,10 @@ class Manager(Upstream):
         elif mode is _BACKWARD:
             self.running_forwards_with_pending_backwards = False
         return outputs
+
+    def shutdown(self) -> None:
+        self._steady.clear()
+        super().shutdown()
 
     def execute_node(self, node: Any, new_inputs: list[Any]) -> Any:
         outputs = super().execute_node(node, new_inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch._inductor.cudagraph_utils import FunctionID, PlaceholderInfo
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import pygraph_trees
+from inductor_patches.cudagraph_trees import _steadily
 from pygraph_trees.coverage import compiled
 from pygraph_trees.coverage.log import GraphLog, journal
 from pygraph_trees.coverage.report import clear
@@ -46,6 +48,36 @@ class TestFunction(TestCase):
         self.assertFalse(
             hasattr(FunctionModel.of(mock.Mock(spec=[]), is_backward=True, is_inference=False), "__name__")
         )
+
+    def test_who_may_replay_it_without_a_look(self):
+        class Manager: ...
+
+        for indirection, added, known in (
+            ("auto", [[torch.ones(2), None]], True),
+            ("off", [[torch.ones(2)]], False),
+            ("auto", [[torch.ones(2), 3]], False),  # another number is another function
+            ("auto", [[torch.ones(2)], [torch.ones(2)]], False),
+            ("auto", [], False),
+        ):
+            with self.subTest(indirection=indirection, added=added):
+                function = FunctionModel.of(double, is_backward=False, is_inference=True)
+                function.settings = dataclasses.replace(function.settings, indirection=indirection)
+                for inputs in added:
+                    function.add(inputs)
+                    self.assertIsNone(function.manager())
+                manager = Manager()
+                function.is_steady_in(manager, 7)
+                self.assertEqual((function.manager() is manager, function.function_id == 7), (known, known))
+                del manager
+                self.assertIsNone(function.manager())
+
+    def test_calls_go_past_the_wrappers_where_they_can(self):
+        function = FunctionModel.of(double, is_backward=False, is_inference=True)
+        call = _steadily(function, lambda inputs: ["the wrappers", *inputs])
+        self.assertEqual(call([1]), ["the wrappers", 1])
+        manager = SimpleNamespace(replay_steadily=lambda inputs, function_id: [function_id] if inputs == [1] else None)
+        function.manager, function.function_id = lambda: manager, 7
+        self.assertEqual((call([1]), call([2])), ([7], ["the wrappers", 2]))
 
     def test_belongs_to_the_graph_being_compiled(self):
         graph = GraphLog("Net", "3/1", "forward", ())
