@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from bench import command_line, host_time
+from bench import command_line, host_time, record_time
 from bench.isolated import Job, run_isolated
 from bench.loading import load_workloads
 
@@ -366,6 +366,49 @@ class TestHostTime(TestCase):
         ):
             self.assertEqual(host_time.main(), 2)
         self.assertIn("need a GPU", out.getvalue())
+
+
+class TestRecordTime(TestCase):
+    def test_what_recording_takes(self):
+        self.assertEqual(record_time.excess_ms([9e-3, 3e-3, *[1e-3] * 14]), 10.0)
+        self.assertEqual(record_time.excess_ms([2e-3] * 16), 0.0)
+
+    def test_both_take_turns_and_the_first_round_is_left_out(self):
+        program = Program(lambda x: x * 2 + 1, (torch.ones(4),), name="SMALL")
+        made: list[str] = []
+        taken = {"upstream": iter([50.0, 4.0, 2.0, 4.0]), "ours": iter([90.0, 5.0, 4.0, 6.0])}
+
+        def record(program: Program, kind: str, *_: Any) -> float:
+            made.append(kind)
+            return next(taken[kind])
+
+        with (
+            mock.patch.object(record_time, "resolve", lambda name, device: program),
+            mock.patch.object(record_time, "_record", record),
+        ):
+            found = record_time.measure("SMALL", 3)
+        self.assertEqual(made, ["upstream", "ours", "ours", "upstream"] * 2)
+        self.assertEqual(found["record_ms"], {"upstream": 4.0, "ours": 5.0})
+        self.assertEqual(found["ratio"], 1.5)
+        self.assertEqual(found["samples"]["ours"], [90.0, 5.0, 4.0, 6.0])
+
+    def test_a_program_is_compiled_anew_each_time(self):
+        program = Program(lambda x: x * 2 + 1, (torch.ones(4),), name="SMALL")
+        torch._dynamo.utils.counters.clear()
+        with mock.patch.object(record_time, "resolve", lambda name, device: program):
+            found = record_time.measure("SMALL", 1)
+        self.assertEqual([len(ms) for ms in found["samples"].values()], [2, 2])
+        self.assertEqual(torch._dynamo.utils.counters["stats"]["unique_graphs"], 4)
+
+    def test_no_gpu(self):
+        out = io.StringIO()
+        with (
+            mock.patch("torch.cuda.is_available", return_value=False),
+            mock.patch.object(sys, "argv", ["record_time.py"]),
+            contextlib.redirect_stdout(out),
+        ):
+            self.assertEqual(record_time.main(), 2)
+        self.assertIn("needs a GPU", out.getvalue())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Host time a call and time to record, ours against upstream's, with the bias of order taken out.
+"""Host time a call, ours against upstream's, with the bias of order taken out.
 
 usage: python tools/bench/host_time.py [NAMES ...] [--rounds N] [--calls N] [--out FILE]
 
@@ -6,8 +6,6 @@ A function that is compiled later, or whose graph lies elsewhere, is slower or f
 time for no reason of its own. So each of the two is compiled twice in one process, in the order upstream, ours, ours,
 upstream; all four take turns in an order that changes from round to round, and the figure is the ratio of the means
 of both pairs, its median over rounds. The spread between two of a kind says how much to believe it.
-
-The time to record is what the calls behind the first, which compiles and warms up, take more than the latest ones.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -25,29 +23,21 @@ import torch
 
 from pygraph_trees.code_hash import code_hash
 from pygraph_trees.comparison.rings import Ring
-from pygraph_trees.comparison.timing import median, synchroniser, time_block, timed_call
+from pygraph_trees.comparison.timing import median, synchroniser, time_block
 from pygraph_trees.comparison.tuning import own_cache
 from pygraph_trees.comparison.ways import make_ways
 from pygraph_trees.target import resolve
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from pygraph_trees.comparison.program import Program
-    from pygraph_trees.comparison.rings import InputSet
-    from pygraph_trees.comparison.ways import Way
 
 _ORDER = ("upstream", "ours", "ours", "upstream")  # of compilation
 _SETTLE = 5  # un-timed ones before it
 
 
 def measure(name: str, rounds: int, calls: int) -> dict[str, Any]:
-    """Microseconds a call and milliseconds to record for each of the four, and the ratios of ours to upstream's."""
+    """Microseconds a call: median over rounds for each of the four, and the ratio of ours to upstream's."""
     program = resolve(name, torch.device("cuda"))
     ring, wait = Ring(program, 4), synchroniser(program.device)
     ways = [way for kind in _ORDER for way in make_ways(program, [kind])]
     samples: list[list[float]] = [[] for _ in ways]
-    record_ms: list[float] = []
     limit = torch._dynamo.config.recompile_limit * len(ways)
     with (
         torch._dynamo.config.patch(recompile_limit=limit),
@@ -55,7 +45,9 @@ def measure(name: str, rounds: int, calls: int) -> dict[str, Any]:
     ):
         for way in ways:
             with own_cache(Path(folder)), way.active():
-                record_ms.append(_time_to_record(way, program, ring, wait))
+                for inputs in ring.sets * 2:
+                    program.step(way.callable, inputs.args, inputs.kwargs)
+        wait()
         for number in range(rounds):
             for index in _permuted(len(ways), number):
                 way = ways[index]
@@ -76,21 +68,7 @@ def measure(name: str, rounds: int, calls: int) -> dict[str, Any]:
         },
         "ratio": median(ratios),
         "ratios": ratios,
-        "record_ms": {
-            f"{kind} {number}": ms for number, (kind, ms) in enumerate(zip(_ORDER, record_ms, strict=True), 1)
-        },
-        "record_ratio": (record_ms[1] + record_ms[2]) / (record_ms[0] + record_ms[3]),
     }
-
-
-def _time_to_record(way: Way, program: Program, ring: Ring, wait: Callable[[], None]) -> float:
-    """Milliseconds; compiles, records and replays."""
-
-    def call(inputs: InputSet) -> object:
-        return program.step(way.callable, inputs.args, inputs.kwargs)
-
-    _, *durations = (timed_call(call, inputs, wait)[0] for inputs in ring.sets * 4)
-    return (sum(durations) - median(durations[-_SETTLE:]) * len(durations)) * 1e3
 
 
 def _permuted(count: int, number: int) -> list[int]:
@@ -113,8 +91,6 @@ def main() -> int:
     for result in found:
         figures = ", ".join(f"{way} {us:.1f} us" for way, us in result["host_us"].items())
         print(f"{result['workload']}: ours {result['ratio']:.4f} of upstream ({figures})")
-        figures = ", ".join(f"{way} {ms:.2f} ms" for way, ms in result["record_ms"].items())
-        print(f"{result['workload']}: to record {result['record_ratio']:.2f} of upstream ({figures})")
     if options.out:
         content = {
             "gpu": torch.cuda.get_device_name(),

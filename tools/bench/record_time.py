@@ -1,0 +1,113 @@
+"""Time to record a function's graph, ours against upstream's, over many recordings.
+
+usage: python tools/bench/record_time.py [NAMES ...] [--rounds N] [--out FILE]
+
+A recording happens once, so one figure says little. Each round compiles the program anew in both ways, upstream first
+in every second one, and times the calls behind the first, which compiles and warms up. What these calls take more than
+the latest of them is the time to record. The first round, which pays for what a process does once, is left out; the
+figures are medians over the others, and of the ratios of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from pygraph_trees.code_hash import code_hash
+from pygraph_trees.comparison.rings import Ring
+from pygraph_trees.comparison.timing import collector_off, median, synchroniser, timed_call
+from pygraph_trees.comparison.tuning import own_cache
+from pygraph_trees.comparison.ways import make_ways
+from pygraph_trees.target import resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pygraph_trees.comparison.program import Program
+    from pygraph_trees.comparison.rings import InputSet
+
+_KINDS = ("upstream", "ours")
+_CALLS = 16  # behind the first; each workload is steady by then
+_STEADY = 8  # of them, the latest ones
+
+
+def measure(name: str, rounds: int) -> dict[str, Any]:
+    """Milliseconds to record, by way, and the ratio of ours to upstream's; each with all of its rounds."""
+    program = resolve(name, torch.device("cuda"))
+    ring, wait = Ring(program, 2), synchroniser(program.device)
+    samples: dict[str, list[float]] = {kind: [] for kind in _KINDS}
+    with (
+        torch._dynamo.config.patch(recompile_limit=4 * (rounds + 1)),
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        own_cache(Path(folder)),
+    ):
+        for number in range(rounds + 1):
+            for kind in _KINDS[:: -1 if number % 2 else 1]:
+                samples[kind].append(_record(program, kind, ring.sets[0], wait))
+    kept = {kind: ms[1:] for kind, ms in samples.items()}
+    ratios = [ours / theirs for theirs, ours in zip(*(kept[kind] for kind in _KINDS), strict=True)]
+    return {
+        "workload": name,
+        "record_ms": {kind: median(ms) for kind, ms in kept.items()},
+        "ratio": median(ratios),
+        "samples": samples,
+    }
+
+
+def _record(program: Program, kind: str, inputs: InputSet, wait: Callable[[], None]) -> float:
+    torch._dynamo.reset()
+    gc.collect()
+    (way,) = make_ways(program, [kind])
+
+    def call(_: None) -> object:
+        return program.step(way.callable, inputs.args, inputs.kwargs)
+
+    with way.active():
+        call(None)
+        with collector_off():
+            durations = [timed_call(call, None, wait)[0] for _ in range(_CALLS)]
+    return excess_ms(durations)
+
+
+def excess_ms(durations_s: Sequence[float]) -> float:
+    """What calls took more than if all had been like the latest ones."""
+    return (sum(durations_s) - median(durations_s[-_STEADY:]) * len(durations_s)) * 1e3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=["DLRM", "TKE"], metavar="NAMES", help="default: DLRM TKE")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("recording needs a GPU, and this machine has none that torch can use")
+        return 2
+    found = []
+    for name in options.names:
+        found.append(result := measure(name, options.rounds))
+        figures = ", ".join(f"{way} {ms:.2f} ms" for way, ms in result["record_ms"].items())
+        print(f"{name}: to record, ours {result['ratio']:.2f} of upstream ({figures})", flush=True)
+    if options.out:
+        content = {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "code_hash": code_hash(),
+            "rounds": options.rounds,
+            "results": found,
+        }
+        options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
