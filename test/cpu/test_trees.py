@@ -25,7 +25,11 @@ from pygraph_trees.selection import why_not_graphed
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees.function import FunctionModel
 from pygraph_trees.trees.isolation import Trees
+from pygraph_trees.trees.manager import Manager, Upstream
+from pygraph_trees.trees.recording import Recording
 from pygraph_trees.trees.rerecord import why_recorded
+
+HINT = "non_cudagraph_managed_mutation_hint"  # renamed in torch 2.15
 
 
 def double(inputs):
@@ -305,6 +309,146 @@ class TestWhyRecorded(TestCase):
         self.manager.current_node.children = {self.id: [self.node(same=True)]}
         self.assertEqual(self.why(), "other outputs are alive than when it was recorded")
         self.assertEqual(len(self.inputs), 4)  # asked without changing what it was asked about
+
+
+class TestSteadyReplay(TestCase):
+    """Which calls go past upstream, on upstream's own rules for the end of a path."""
+
+    FUNCTION = 7
+
+    def setUp(self):
+        super().setUp()
+        self.replayed = []
+        self.recording = self.node(takes=lambda inputs: inputs != ["elsewhere"], replay=self.replay, writes=False)
+        self.manager = Manager.__new__(Manager)
+        state = {
+            "graph": object(),
+            "_current_node": None,
+            "path_state": cudagraph_trees.ExecutionState.NONE,
+            "current_gen": -1,
+            "running_forwards_with_pending_backwards": False,
+            "id_to_mode": {self.FUNCTION: cudagraph_trees.CompilationMode.INFERENCE},
+            "id_to_compile_id": {self.FUNCTION: "3/1"},
+            "_steady": {self.FUNCTION: self.recording},
+            "has_live_user_visible_output_cloning": False,
+        }
+        vars(self.manager).update(state)
+        name = "skip_cudagraph" if "skip_cudagraph" in Upstream.__init__.__code__.co_names else HINT
+        vars(self.manager)[name] = self.skipped = {}
+
+    def node(self, **attributes):
+        node = Recording.__new__(Recording)
+        own = {"children": {}, "id": object(), "all_outputs_are_dead": lambda: False, "path_live_weakrefs": lambda: ()}
+        vars(node).update(own | attributes)
+        return node
+
+    def replay(self, inputs):
+        self.replayed.append(list(inputs))
+        inputs.clear()
+        return [len(self.replayed)]
+
+    def behind(self, node, *, new_step):
+        """The state after the replay of a node, in this step or in the one before."""
+        self.manager.current_node = node
+        self.manager.path_state = cudagraph_trees.ExecutionState.EXECUTION
+        self.manager.current_gen = self.manager.get_curr_generation() - new_step
+
+    def call(self, *inputs):
+        inputs = list(inputs)
+        outputs = self.manager.replay_steadily(inputs, self.FUNCTION)
+        if outputs is not None:
+            self.assertEqual(inputs, [])
+            self.assertIs(self.manager.current_node, self.recording)
+            self.assertEqual(self.manager.path_state, cudagraph_trees.ExecutionState.EXECUTION)
+            self.assertEqual(self.manager.current_gen, self.manager.get_curr_generation())
+            self.assertEqual(self.manager.compile_id, "3/1")
+        return outputs
+
+    def test_where_no_path_is_open(self):
+        self.assertEqual(self.call("x"), [1])
+        self.assertEqual(self.replayed, [["x"]])
+
+    def test_at_a_new_step(self):
+        self.behind(self.node(), new_step=True)
+        self.assertEqual(self.call("x"), [1])
+
+    def test_where_an_output_is_alive_in_this_step(self):
+        node = self.node()
+        self.behind(node, new_step=False)
+        self.assertIsNone(self.call("x"))
+        self.assertIs(self.manager.current_node, node)
+
+    def test_where_all_outputs_are_dead(self):
+        self.behind(self.node(all_outputs_are_dead=lambda: True), new_step=False)
+        self.assertEqual(self.call("x"), [1])
+
+    def test_where_the_path_goes_on(self):
+        node = self.node(children={self.FUNCTION: [object()]})
+        self.behind(node, new_step=True)
+        self.assertIsNone(self.call("x"))
+        self.assertIs(self.manager.current_node, node)
+
+    def test_while_others_warm_up_or_record(self):
+        for state in ("WARMUP", "RECORDING"):
+            self.behind(self.node(), new_step=True)
+            self.manager.path_state = cudagraph_trees.ExecutionState[state]
+            self.assertIsNone(self.call("x"))
+
+    def test_inputs_that_do_not_fit(self):
+        inputs = ["elsewhere"]
+        self.assertIsNone(self.manager.replay_steadily(inputs, self.FUNCTION))
+        self.assertEqual((inputs, self.replayed), (["elsewhere"], []))
+
+    def test_what_was_not_replayed_last(self):
+        self.assertIsNone(self.manager.replay_steadily(["x"], self.FUNCTION + 1))
+
+    def test_after_shutdown(self):
+        self.manager.graph = None
+        self.assertIsNone(self.call("x"))
+
+    def test_functions_that_write_ask_first_whether_they_may(self):
+        self.recording.writes = True
+        node = self.node()
+        for known, outputs in ((None, None), (True, None), (False, [1])):
+            self.behind(node, new_step=True)
+            self.skipped[node.id] = {} if known is None else {self.FUNCTION: known}
+            self.assertEqual(self.call("x"), outputs)
+
+    def test_forwards_wait_for_their_backwards(self):
+        modes = cudagraph_trees.CompilationMode
+        for mode, pending in ((modes.FORWARD, True), (modes.BACKWARD, False), (modes.INFERENCE, False)):
+            self.manager.id_to_mode[self.FUNCTION] = mode
+            self.manager.current_node = None
+            self.call("x")
+            self.assertEqual(self.manager.running_forwards_with_pending_backwards, pending)
+            self.assertIs(self.manager.mode, mode)
+        self.manager.running_forwards_with_pending_backwards = True
+        self.behind(self.node(), new_step=True)
+        self.assertIsNone(self.call("x"))
+
+    def test_any_other_way_ends_it(self):
+        with mock.patch.object(Upstream, "_run", lambda manager, inputs, function_id: ["upstream's way"]):
+            self.manager.roots = {}
+            self.assertEqual(self.manager._run(["x"], self.FUNCTION), ["upstream's way"])
+        self.assertIsNone(self.call("x"))
+
+    def test_it_begins_with_a_replay_of_a_steady_recording(self):
+        self.manager._steady.clear()
+        model = FunctionModel.of(double, is_backward=False, is_inference=True)
+        model.settings = dataclasses.replace(model.settings, indirection="auto")
+        model.add([torch.ones(2)])
+        for steady in (False, True):
+            node = self.node(
+                steady=steady, wrapped_function=SimpleNamespace(id=self.FUNCTION, model=model), run=lambda inputs: [0]
+            )
+            self.assertEqual(self.manager.execute_node(node, ["x"]), [0])
+            self.assertEqual(self.manager._steady.get(self.FUNCTION), node if steady else None)
+            self.assertEqual(model.manager() is self.manager, steady)
+
+    def test_shutdown_lets_go(self):
+        with mock.patch.object(Upstream, "shutdown", lambda manager: None):
+            self.manager.shutdown()
+        self.assertEqual(self.manager._steady, {})
 
 
 if __name__ == "__main__":
