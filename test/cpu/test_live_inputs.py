@@ -540,6 +540,30 @@ class TestCopies(LiveInputsTestCase):
         live.finish()
         self.assertIsNone(kept())
 
+    def test_addresses_of_earlier_calls(self):
+        """However many there were, in whatever order they come back."""
+        live, graph = self.record(self.one_kernel(), at(0), at(16))
+        pairs = [(at(0), at(16)) for _ in range(5)]
+        with mock.patch.object(live_inputs, "_MOST_KNOWN", 3), mock.patch.object(live_inputs, "_MOST_FITTING", 2):
+            for turn in (0, 1, 0, 1, 2, 3, 4, 3, 0, 4, 4, 2):
+                a, b = pairs[turn]
+                self.assertEqual(self.call(live, graph, a, b), [[a.data_ptr(), b.data_ptr()]])
+                self.assertLessEqual(len(live._known), 3)
+            a, b = pairs[0][0], pairs[1][1]  # each was there before, never together
+            self.assertEqual(self.call(live, graph, a, b), [[a.data_ptr(), b.data_ptr()]])
+        self.assertEqual(live.extra_copies, 0)
+
+    def test_a_copy_for_one_call_is_not_remembered(self):
+        live, graph = self.record(self.one_kernel(), at(0), at(0))
+        a, b = at(16), at(0)
+        for _ in range(3):
+            self.begin(live, a, b)
+            self.assertEqual(graph.launch(), [[live._temporary[0].data_ptr(), b.data_ptr()]])
+            self.assertEqual(live._temporary[0], a)
+            live.finish()
+            a.add_(1)
+        self.assertEqual((live.extra_copies, live._known), (3, {}))
+
     def test_the_pool_may_grow_to_where_an_input_was(self):
         live, graph = self.record(self.one_kernel(), at(0))
         x = at(0)
