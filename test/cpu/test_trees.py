@@ -318,6 +318,9 @@ class TestSteadyReplay(TestCase):
 
     def setUp(self):
         super().setUp()
+        marked = mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", 0)  # nobody marks steps
+        marked.start()
+        self.addCleanup(marked.stop)
         self.replayed = []
         self.recording = self.node(takes=lambda inputs: inputs != ["elsewhere"], replay=self.replay, writes=False)
         self.manager = Manager.__new__(Manager)
@@ -425,6 +428,9 @@ class TestSteadyReplay(TestCase):
         self.manager.running_forwards_with_pending_backwards = True
         self.behind(self.node(), new_step=True)
         self.assertIsNone(self.call("x"))
+        with mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", -3):  # unless the user says so
+            self.behind(self.node(), new_step=True)
+            self.assertIsNotNone(self.call("x"))
 
     def test_any_other_way_ends_it(self):
         with mock.patch.object(Upstream, "_run", lambda manager, inputs, function_id: ["upstream's way"]):
