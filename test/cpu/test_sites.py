@@ -33,13 +33,10 @@ def little(*words: int) -> bytes:
 
 
 class SitesTestCase(TestCase):
-    def make_driver(self, api: FakeApi) -> Driver:
-        return Driver(api)
-
     def setUp(self):
         super().setUp()
         self.api = FakeApi()
-        self.driver = self.make_driver(self.api)
+        self.driver = Driver(self.api)
         self.ghosts = Ghosts(self.driver, 0, [Extent(nbytes, 64 * i) for i, nbytes in enumerate(NBYTES)])
         self.a, self.b, self.c = (ghost.start for ghost in self.ghosts.ghosts)
 
@@ -308,13 +305,13 @@ NODES = st.one_of(
     st.tuples(st.just("memset"), words()),
     st.just(("EMPTY",)),
 )
-GRAPHS = st.lists(NODES, max_size=6)
 
 
-class AllAtOnce(SitesTestCase):
-    def check_sites(self, drawn):
+class TestAllAtOnce(TestCase):
+    @given(st.lists(NODES, max_size=6))
+    def test_sites_are_all_the_places_and_no_others(self, drawn):
         api = FakeApi()
-        driver = self.make_driver(api)
+        driver = Driver(api)
         ghosts = Ghosts(driver, 0, [Extent(nbytes, 0) for nbytes in NBYTES])
 
         def value(word: tuple[int | None, int]) -> int:
@@ -369,12 +366,6 @@ class AllAtOnce(SitesTestCase):
         for handle, held in before.items():
             self.assertEqual(api.exec_parameters(exec_, handle), held)
         ghosts.close()
-
-
-class TestAllAtOnce(AllAtOnce):
-    @given(GRAPHS)
-    def test_sites_are_all_the_places_and_no_others(self, drawn):
-        self.check_sites(drawn)
 
 
 if __name__ == "__main__":
