@@ -18,7 +18,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -176,19 +176,22 @@ def replays(name: str, program: Program, calls: int) -> list[Result]:
     clocks, ring, wait = Clocks(), Ring(program, 8), synchroniser(program.device)
     ways = make_ways(program, ["upstream", "ours"])
     found: list[Result] = []
-    with torch._dynamo.config.patch(recompile_limit=64), clocks.watching(REPLAY):
-        for way in ways:
-            with way.active():
-                for own in ring.sets * 2:
-                    program.step(way.callable, own.args, own.kwargs)
+    with torch._dynamo.config.patch(recompile_limit=64):
+        with clocks.watching(REPLAY):  # a manager's run is looked up once, where a function is added
+            for way in ways:
+                with way.active():
+                    for own in ring.sets * 2:
+                        program.step(way.callable, own.args, own.kwargs)
         for way in ways:
             for regime in ("same", "fresh"):
                 feed = ring.same() if regime == "same" else ring.fresh()
                 with way.active(), collector_off():
                     _host_us(program, way, feed, wait, _SETTLE)
                     plain = _host_us(program, way, feed, wait, calls)
-                    with clocks.noting() as sections:
-                        clocked = _host_us(program, way, feed, wait, calls)
+                    with clocks.watching(REPLAY):
+                        _host_us(program, way, feed, wait, _SETTLE)
+                        with clocks.noting() as sections:
+                            clocked = _host_us(program, way, feed, wait, calls)
                 found.append(Result(name, way.name, regime, plain, clocked, calls, _a_call(sections, calls)))
     return found
 
@@ -210,15 +213,15 @@ def recordings(name: str, program: Program, rounds: int) -> list[Result]:
     clocks, wait = Clocks(), synchroniser(program.device)
     taken: dict[tuple[str, bool], list[float]] = {}
     noted: dict[str, dict[str, Section]] = {}
-    with torch._dynamo.config.patch(recompile_limit=64), clocks.watching(RECORDING):
+    with torch._dynamo.config.patch(recompile_limit=64):
         for number in range(2 * rounds + 2):
             clocked = number % 2 == 1
             for kind in ("upstream", "ours"):
                 torch._dynamo.reset()
                 (way,) = make_ways(program, [kind])
-                with way.active():
+                with way.active(), clocks.watching(RECORDING if clocked else ()):
                     program.step(way.callable, program.args, program.kwargs)
-                    with collector_off(), clocks.noting() if clocked else ExitStack() as sections:
+                    with collector_off(), clocks.noting() if clocked else nullcontext({}) as sections:
                         wait()
                         begin = time.perf_counter_ns()
                         program.step(way.callable, program.args, program.kwargs)
@@ -227,7 +230,7 @@ def recordings(name: str, program: Program, rounds: int) -> list[Result]:
                 if number < 2:
                     continue
                 taken.setdefault((kind, clocked), []).append(us)
-                for label, section in sections.items() if clocked else ():
+                for label, section in sections.items():
                     total = noted.setdefault(kind, {}).setdefault(label, Section())
                     total.calls += section.calls
                     total.ns += section.ns
