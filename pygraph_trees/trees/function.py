@@ -46,10 +46,10 @@ class FunctionModel:
         self.log.runs += 1
         return self.model(inputs)
 
-    def add(self, inputs: list[Any]) -> None:
-        """It is added to a manager: once, but for a function of integers, which is once for each value of theirs."""
+    def add(self, *, of_integers: bool) -> None:
+        """It was added to a manager: once, but for a function of integers, which is once for each value of theirs."""
         self._added += 1
-        self._of_integers |= any(isinstance(value, int) for value in inputs)
+        self._of_integers |= of_integers
         self.manager = _nobody
 
     def is_steady_in(self, manager: Manager, function_id: Any) -> None:

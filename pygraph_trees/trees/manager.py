@@ -58,14 +58,16 @@ class Manager(Upstream):
     current_node: Any
     path_state: Any
 
-    def __init__(self, device_index: int) -> None:
-        super().__init__(device_index)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)  # 2.15 has more than the device
         self._steady: dict[Any, Recording] = {}  # by function: what it replayed the last time, where that is steady
 
     def add_function(self, model: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> Any:
+        of_integers = any(isinstance(value, int) for value in inputs)  # its first call consumes them
+        added = super().add_function(model, inputs, *args, **kwargs)
         if isinstance(model, FunctionModel):
-            model.add(inputs)
-        return super().add_function(model, inputs, *args, **kwargs)
+            model.add(of_integers=of_integers)  # not before: where the first call fails there will be another
+        return added
 
     def _log_of(self, function_id: Any) -> FunctionLog | None:
         model = self.ids_to_funcs[function_id].model
@@ -122,8 +124,9 @@ class Manager(Upstream):
 
     def execute_node(self, node: Any, new_inputs: list[Any]) -> Any:
         outputs = super().execute_node(node, new_inputs)
-        if getattr(node, "steady", False):
-            function_id = node.wrapped_function.id
+        function_id = node.wrapped_function.id
+        # Upstream replays the first one that fits; a later one may fit as well and copy what the first one does not.
+        if getattr(node, "steady", False) and (not node.copies or node is self.roots[function_id][0]):
             self._steady[function_id] = node
             node.wrapped_function.model.is_steady_in(self, function_id)
         return outputs
@@ -150,6 +153,9 @@ class Manager(Upstream):
                 return super().record_function(new_inputs, function_id)
             finally:
                 self._pool.forget()
+        if self._would_lose_writes(new_inputs, function_id):
+            function.not_graphed("mutates an input that lies in the graph pool and is no output of this step")
+            return self.ids_to_funcs[function_id].model(new_inputs)
         reason = why_recorded(self, new_inputs, function_id, function)
         self._demote_moved_inputs(new_inputs, function_id)
         verification = self._verification(new_inputs, function_id)
@@ -209,6 +215,22 @@ class Manager(Upstream):
                 and not recorded.preserved_aliased_inputs[index]
                 and moved(recorded, inputs, index)
             }
+
+    def _would_lose_writes(self, inputs: list[Any], function_id: Any) -> bool:
+        """Whether a recording would copy an input that is written to, and nothing back.
+
+        Upstream asks what it may graph before it ends the last step's path, while outputs of that step are managed.
+        """
+        wrapped = self.ids_to_funcs[function_id]
+        if not wrapped.mutated_input_idxs or not self._uses_addresses(wrapped.model):
+            return False
+        is_managed = self._get_cuda_graph_recorded_tensor_checker()
+        return any(
+            index not in wrapped.static_input_idxs
+            and not is_managed(inputs[index])
+            and not self._is_written_in_place(wrapped.model, inputs[index])
+            for index in wrapped.mutated_input_idxs
+        )
 
     def _uses_addresses(self, model: Any) -> bool:
         return (

@@ -65,7 +65,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     unfit: str | None = None  # why it could not be given the inputs of a call, the latest time
     steady = False
     _live: LiveInputs | None = None
-    _copies = False  # whether upstream copies an input at each replay
+    copies = False  # whether a replay copies an input
+    _upstream_copies = False  # whether upstream does
     _kept: list[Any] = []  # the inputs, where a recording at ghost addresses that fails is tried again  # noqa: RUF012
     _passed_over = False  # by the call before
     graph: Any
@@ -110,10 +111,11 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             and self._only_static
             and self.rerecord_if_static_inputs_change
             and not self._has_moving
-            and not self._copies
+            and not self._upstream_copies
             and not _is_debugged()
         )
         self.log.inputs = tuple(self._describe_inputs())
+        self.copies = any(item.copied_bytes for item in self.log.inputs)
 
     def _make(self, wrapped_function: Any, id: Any, parent: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> None:
         try:
@@ -154,7 +156,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 for item in self._live.items:
                     inputs[item.index] = 0
                     copied.remove(item.index)
-        self._copies = any(isinstance(inputs[index], torch.Tensor) for index in copied)
+        self._upstream_copies = any(isinstance(inputs[index], torch.Tensor) for index in copied)
         return super()._allocate_and_copy_recording_inputs(inputs)
 
     def _is_cuda_graph_recorded_tensor(self, t: torch.Tensor) -> Any:

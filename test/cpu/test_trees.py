@@ -57,17 +57,17 @@ class TestFunction(TestCase):
         class Manager: ...
 
         for indirection, added, known in (
-            ("auto", [[torch.ones(2), None]], True),
-            ("off", [[torch.ones(2)]], False),
-            ("auto", [[torch.ones(2), 3]], False),  # another number is another function
-            ("auto", [[torch.ones(2)], [torch.ones(2)]], False),
+            ("auto", [False], True),
+            ("off", [False], False),
+            ("auto", [True], False),  # another number is another function
+            ("auto", [False, False], False),
             ("auto", [], False),
         ):
             with self.subTest(indirection=indirection, added=added):
                 function = FunctionModel.of(double, is_backward=False, is_inference=True)
                 function.settings = dataclasses.replace(function.settings, indirection=indirection)
-                for inputs in added:
-                    function.add(inputs)
+                for of_integers in added:
+                    function.add(of_integers=of_integers)
                     self.assertIsNone(function.manager())
                 manager = Manager()
                 function.is_steady_in(manager, 7)
@@ -442,14 +442,66 @@ class TestSteadyReplay(TestCase):
         self.manager._steady.clear()
         model = FunctionModel.of(double, is_backward=False, is_inference=True)
         model.settings = dataclasses.replace(model.settings, indirection="auto")
-        model.add([torch.ones(2)])
-        for steady in (False, True):
-            node = self.node(
-                steady=steady, wrapped_function=SimpleNamespace(id=self.FUNCTION, model=model), run=lambda inputs: [0]
-            )
-            self.assertEqual(self.manager.execute_node(node, ["x"]), [0])
-            self.assertEqual(self.manager._steady.get(self.FUNCTION), node if steady else None)
-            self.assertEqual(model.manager() is self.manager, steady)
+        model.add(of_integers=False)
+        function = SimpleNamespace(id=self.FUNCTION, model=model)
+        # Not where an earlier one may fit that copies less.
+        for first, copies, steady in (
+            (True, True, False),
+            (False, True, True),
+            (False, False, True),
+            (True, True, True),
+        ):
+            with self.subTest(first=first, copies=copies, steady=steady):
+                self.manager._steady.clear()
+                model.manager = lambda: None
+                node = self.node(steady=steady, copies=copies, wrapped_function=function, run=lambda inputs: [0])
+                self.manager.roots = {self.FUNCTION: [node] if first else [object(), node]}
+                self.assertEqual(self.manager.execute_node(node, ["x"]), [0])
+                expected = steady and (first or not copies)
+                self.assertEqual(self.manager._steady.get(self.FUNCTION), node if expected else None)
+                self.assertEqual(model.manager() is self.manager, expected)
+
+    def test_what_upstream_makes_a_manager_of(self):
+        given = []
+        with mock.patch.object(Upstream, "__init__", lambda manager, *args, **kwargs: given.append((args, kwargs))):
+            Manager(3, initial_mempool_allocation_gb=1.5)  # since torch 2.15
+        self.assertEqual(given, [((3,), {"initial_mempool_allocation_gb": 1.5})])
+
+    def test_a_function_is_added_where_its_first_call_works(self):
+        def add_function(manager, model, inputs):
+            if inputs.pop() == "fails":
+                raise MemoryError
+            return "fn", ["outputs"]
+
+        model = FunctionModel.of(double, is_backward=False, is_inference=True)
+        with mock.patch.object(Upstream, "add_function", add_function):
+            with self.assertRaises(MemoryError):
+                self.manager.add_function(model, ["fails"])
+            self.assertEqual(model._added, 0)
+            self.assertEqual(self.manager.add_function(model, [7]), ("fn", ["outputs"]))
+        self.assertEqual((model._added, model._of_integers), (1, True))
+
+    def test_what_would_lose_its_writes_is_not_recorded(self):
+        model = FunctionModel.of(double, is_backward=False, is_inference=True)
+        wrapped = SimpleNamespace(mutated_input_idxs=(0,), static_input_idxs=[], model=model)
+        self.manager.ids_to_funcs = {self.FUNCTION: wrapped}
+        managed, elsewhere, in_pool = object(), object(), object()
+        self.manager._get_cuda_graph_recorded_tensor_checker = lambda: lambda t: t is managed
+        self.manager._is_written_in_place = lambda model, t: t is elsewhere
+        for uses, value, loses in (
+            (True, managed, False),
+            (True, elsewhere, False),
+            (True, in_pool, True),
+            (False, in_pool, False),  # upstream's own affair
+        ):
+            self.manager._uses_addresses = lambda model, uses=uses: uses
+            self.assertEqual(self.manager._would_lose_writes([value], self.FUNCTION), loses)
+        self.manager._uses_addresses = lambda model: True
+        with mock.patch.object(Upstream, "record_function", side_effect=AssertionError):
+            self.assertEqual(self.manager.record_function([torch.ones(2)], self.FUNCTION), [torch.full((2,), 2.0)])
+        self.assertRegex(model.log.ungraphed_reason, "mutates an input that lies in the graph pool")
+        wrapped.static_input_idxs = [0]
+        self.assertFalse(self.manager._would_lose_writes([in_pool], self.FUNCTION))
 
     def test_shutdown_lets_go(self):
         with mock.patch.object(Upstream, "shutdown", lambda manager: None):
