@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from indirection import (
     KEPT,
     VERIFY,
+    Facts,
     IndirectionTestCase,
     Program,
     assert_same_bits,
@@ -210,6 +211,31 @@ class TestIndirectionMutation(IndirectionTestCase):
             graphed(fresh)
             self.assertEqual(fresh, torch.ones_like(fresh))
         self.assertEqual(count, torch.full_like(count, 5))
+
+    def test_writes_to_an_output_of_the_step_before(self):
+        """At the first recording of what writes: that call and all later ones keep their writes."""
+
+        def update(h):
+            return h.add_(1).sum()
+
+        produced, updated = compiled(lambda x: x * 2).graphed, compiled(update).graphed
+        x = torch.ones(64, device=self.device)
+        torch.compiler.cudagraph_mark_step_begin()
+        produced(x)
+        updated(torch.zeros(64, device=self.device))
+        for _ in range(3):
+            torch.compiler.cudagraph_mark_step_begin()
+            h = produced(x)
+        torch.compiler.cudagraph_mark_step_begin()
+        updated(h)
+        assert_same_bits(h, torch.full_like(x, 3), "an output of the step before: ")
+        for call in range(6):
+            torch.compiler.cudagraph_mark_step_begin()
+            own = torch.full_like(x, call)
+            total = updated(own)
+            assert_same_bits(own, torch.full_like(x, call + 1), f"call {call}: ")
+            assert_same_bits(total, own.sum(), f"call {call}: ")
+        self.assertGreater(Facts.now().replays, 3)
 
     def test_a_custom_operator_runs_once_a_warmup_and_once_a_recording(self):
         calls = []
