@@ -62,6 +62,10 @@ class Item:
     managed: bool  # an output of an earlier recording, which was found to move
 
 
+def _nothing_stays(tensor: torch.Tensor) -> bool:
+    return False
+
+
 def choose(
     driver: Driver,
     device: int,
@@ -202,7 +206,9 @@ class LiveInputs:
         given = {p: self._given[self.items[p].index].data_ptr() - self.items[p].lead for p in patched}
         try:
             self._instantiate(graph, found, decisions, lambda: copies.point(given))
-            self._apply([self._given[i.index].data_ptr() for i in self._patched])
+            seen = [self._given[item.index].data_ptr() for item in self._patched]
+            self._addresses = [address - item.lead for address, item in zip(seen, self._patched, strict=True)]
+            self._hold(seen)
         except (DriverError, PatchFailed) as error:
             # Nothing was launched. A graph that is instantiated anew holds the ghost addresses again.
             decisions = self._all_copied(f"the graph could not be given its address: {error}")
@@ -276,9 +282,7 @@ class LiveInputs:
 
     # -- replaying
 
-    def prepare(
-        self, inputs: Sequence[Any], stays: Callable[[torch.Tensor], bool] = lambda tensor: False
-    ) -> str | None:
+    def prepare(self, inputs: Sequence[Any], stays: Callable[[torch.Tensor], bool] = _nothing_stays) -> str | None:
         """Makes the graph hold the addresses of ``inputs``; else why this recording cannot be replayed with them.
 
         Args:
@@ -290,33 +294,28 @@ class LiveInputs:
         for index in self._complex:
             if inputs[index].is_conj():  # a tangent can be at one call and not at another
                 return "an input is a conjugate view"
-        try:
-            return self._apply([inputs[index].data_ptr() for index in self._indices], inputs, stays)
-        except PatchFailed as error:
-            self._temporary, self._again = {}, False
-            self.refused[self.items[error.fields["index"]].index] = f"the driver refused its address: {error}"
-            return str(error)
-
-    def _apply(
-        self,
-        seen: list[int],
-        inputs: Sequence[Any] | None = None,
-        stays: Callable[[torch.Tensor], bool] = lambda tensor: False,
-    ) -> str | None:
-        patches = self._patches
-        assert patches is not None
-        if patches.broken:
+        assert self._patches is not None
+        if self._patches.broken:
             return "a driver call failed"
-        if inputs is None:
-            self._addresses = [address - item.lead for address, item in zip(seen, self._patched, strict=True)]
-        elif seen != self._seen or self._again or self._pool.changes != self._pool_seen:
+        seen = [inputs[index].data_ptr() for index in self._indices]
+        if seen != self._seen or self._again or self._pool.changes != self._pool_seen:
             self._seen = []  # until the graph holds what is found: an interrupt may come anywhere
             why = self._find_addresses(seen, inputs, stays)
             if why is not None:
                 return why
-        patches.apply(self._addresses)
-        self._seen = seen
+        try:
+            self._hold(seen)
+        except PatchFailed as error:
+            self._temporary, self._again = {}, False
+            self.refused[self.items[error.fields["index"]].index] = f"the driver refused its address: {error}"
+            return str(error)
         return None
+
+    def _hold(self, seen: list[int]) -> None:
+        """Makes the graph hold what was found for inputs at these addresses."""
+        assert self._patches is not None
+        self._patches.apply(self._addresses)
+        self._seen = seen
 
     def _find_addresses(
         self, seen: list[int], inputs: Sequence[Any], stays: Callable[[torch.Tensor], bool]

@@ -171,9 +171,8 @@ class CapturedCopies:
     """
 
     def __init__(self, scan_nodes: Sequence[GraphNode], sites: Sequence[Site]) -> None:
-        self._words: list[
-            tuple[CopyNode, int, Word, int]
-        ] = []  # node, ghost, where its address is, what is added to it
+        # Node, ghost, where its address is, what is added to it.
+        self._words: list[tuple[CopyNode, int, Word, int]] = []
         for site in sites:
             node = scan_nodes[site.node]
             if isinstance(node, CopyNode):

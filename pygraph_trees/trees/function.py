@@ -2,7 +2,8 @@
 
 :class:`FunctionModel` stands for the compiled code that Inductor hands to ``cudagraphify``. It carries the function's
 :class:`~pygraph_trees.settings.Settings` and its log through upstream's code, which calls it to warm up, to record
-and to run un-graphed, and keeps it in ``WrappedFunction.model``. It adds nothing to a replay.
+and to run un-graphed, and keeps it in ``WrappedFunction.model``. It also knows the manager that replays the function
+steadily, if one does.
 """
 
 from __future__ import annotations

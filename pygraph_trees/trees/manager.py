@@ -99,7 +99,10 @@ class Manager(Upstream):
         if node is not None:
             if self.path_state is not _EXECUTION or node.children.get(function_id):
                 return None
-            if recording.writes and self._skip_table()[node.id].get(function_id) is not False:
+            if (
+                recording.wrapped_function.mutated_input_idxs
+                and self._skip_table()[node.id].get(function_id) is not False
+            ):
                 return None
             self.try_end_curr_execution()
             if self.current_node is not None:
@@ -153,7 +156,10 @@ class Manager(Upstream):
                 return super().record_function(new_inputs, function_id)
             finally:
                 self._pool.forget()
-        if self._would_lose_writes(new_inputs, function_id):
+        # Asked once more: outputs of the last step were managed when upstream did, before it ended that step's path.
+        if self._uses_addresses(self.ids_to_funcs[function_id].model) and self._would_lose_writes(
+            new_inputs, function_id
+        ):
             function.not_graphed("mutates an input that lies in the graph pool and is no output of this step")
             return self.ids_to_funcs[function_id].model(new_inputs)
         reason = why_recorded(self, new_inputs, function_id, function)
@@ -217,19 +223,16 @@ class Manager(Upstream):
             }
 
     def _would_lose_writes(self, inputs: list[Any], function_id: Any) -> bool:
-        """Whether a recording would copy an input that is written to, and nothing back.
+        """Whether an input that is written to, and neither static nor managed, cannot be recorded at a ghost address.
 
-        Upstream asks what it may graph before it ends the last step's path, while outputs of that step are managed.
+        A graph else writes to the tensor of each call, or to a copy that is copied back.
         """
         wrapped = self.ids_to_funcs[function_id]
-        if not wrapped.mutated_input_idxs or not self._uses_addresses(wrapped.model):
-            return False
         is_managed = self._get_cuda_graph_recorded_tensor_checker()
         return any(
-            index not in wrapped.static_input_idxs
-            and not is_managed(inputs[index])
-            and not self._is_written_in_place(wrapped.model, inputs[index])
+            not self._is_written_in_place(wrapped.model, inputs[index])
             for index in wrapped.mutated_input_idxs
+            if index not in wrapped.static_input_idxs and not is_managed(inputs[index])
         )
 
     def _uses_addresses(self, model: Any) -> bool:
@@ -261,7 +264,9 @@ class Manager(Upstream):
         return ranges_of(self.device_index, self.cuda_graphs_thread_pool)
 
     def _update_non_cudagraph_managed_mutation(self, function_id: Any, inputs: list[Any]) -> None:
-        if self._may_write_in_place(function_id, inputs):
+        model = self.ids_to_funcs[function_id].model
+        knows = self._uses_addresses(model) and self._knows_its_writes(model)
+        if knows and not self._would_lose_writes(inputs, function_id):
             self._skip_table()[self._get_node_id()][function_id] = False
             return
         super()._update_non_cudagraph_managed_mutation(function_id, inputs)
@@ -275,21 +280,6 @@ class Manager(Upstream):
 
     def _skip_table(self) -> Any:
         return self.skip_cudagraph if hasattr(self, "skip_cudagraph") else self.non_cudagraph_managed_mutation_hint
-
-    def _may_write_in_place(self, function_id: Any, inputs: list[Any]) -> bool:
-        """Whether every mutated input that is neither static nor managed can be recorded at a ghost address.
-
-        A graph then writes to the tensor of each call, or to a copy that is copied back.
-        """
-        wrapped = self.ids_to_funcs[function_id]
-        if not self._uses_addresses(wrapped.model):
-            return False
-        is_managed = self._get_cuda_graph_recorded_tensor_checker()
-        return self._knows_its_writes(wrapped.model) and all(
-            self._is_written_in_place(wrapped.model, inputs[index])
-            for index in wrapped.mutated_input_idxs
-            if index not in wrapped.static_input_idxs and not is_managed(inputs[index])
-        )
 
     def _knows_its_writes(self, model: Any) -> bool:
         return model.log.graph is not None and not model.log.graph.rebinds_storage

@@ -66,7 +66,6 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     steady = False
     _live: LiveInputs | None = None
     copies = False  # whether a replay copies an input
-    _upstream_copies = False  # whether upstream does
     _kept: list[Any] = []  # the inputs, where a recording at ghost addresses that fails is tried again  # noqa: RUF012
     _passed_over = False  # by the call before
     graph: Any
@@ -104,14 +103,12 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             or self.expected_dead_indices_before_graph
             or self.expected_dead_indices_after_graph
         )
-        self.writes = bool(wrapped_function.mutated_input_idxs)
         self.steady = (
             parent is None
             and isinstance(wrapped_function.model, FunctionModel)
             and self._only_static
             and self.rerecord_if_static_inputs_change
             and not self._has_moving
-            and not self._upstream_copies
             and not _is_debugged()
         )
         self.log.inputs = tuple(self._describe_inputs())
@@ -156,7 +153,6 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 for item in self._live.items:
                     inputs[item.index] = 0
                     copied.remove(item.index)
-        self._upstream_copies = any(isinstance(inputs[index], torch.Tensor) for index in copied)
         return super()._allocate_and_copy_recording_inputs(inputs)
 
     def _is_cuda_graph_recorded_tensor(self, t: torch.Tensor) -> Any:
@@ -315,7 +311,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
     def replay(self, inputs: list[Any]) -> Any:
         """A steady recording's outputs for the inputs that it takes, which are consumed."""
-        if self._live is not None and not self._live.is_plain:
+        if self.copies or (self._live is not None and not self._live.is_plain):
             return self.run(inputs)
         self.run_graph()
         outputs = self.reconstruct_outputs()
