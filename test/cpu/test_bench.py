@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import sys
 import tempfile
 import textwrap
@@ -20,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from bench import command_line, host_time, record_time
+from bench import command_line, figures, host_time, record_time, sections
 from bench.isolated import Job, run_isolated
 from bench.loading import load_workloads
 
@@ -312,6 +313,30 @@ class TestCommandLine(TestCase):
             self.assertEqual((status, [r.workload for r in Results.read(out).records]), (0, ["EOS"]))
 
 
+class TestFigures(TestCase):
+    def test_no_gpu(self):
+        for module in (host_time, record_time, sections):
+            out = io.StringIO()
+            with (
+                self.subTest(module.__name__),
+                mock.patch("torch.cuda.is_available", return_value=False),
+                mock.patch.object(sys, "argv", ["a script"]),
+                contextlib.redirect_stdout(out),
+            ):
+                self.assertEqual(module.main(), 2)
+                self.assertIn("need a GPU", out.getvalue())
+
+    def test_what_is_written(self):
+        with tempfile.TemporaryDirectory() as folder, mock.patch("torch.cuda.get_device_name", return_value="a GPU"):
+            path = Path(folder) / "found.json"
+            figures.write_figures(path, [{"us": 1.5}], rounds=3)
+            figures.write_figures(None, [{"us": 1.5}], rounds=3)
+            self.assertEqual([p.name for p in Path(folder).iterdir()], ["found.json"])
+            found = json.loads(path.read_text())
+        self.assertEqual((found["gpu"], found["torch"], found["rounds"]), ("a GPU", torch.__version__, 3))
+        self.assertEqual((found["results"], len(found["code_hash"])), ([{"us": 1.5}], 64))
+
+
 class TestHostTime(TestCase):
     def _measure(self, rounds: int) -> dict[str, Any]:
         program = Program(lambda x: x * 2 + 1, (torch.ones(4),), name="SMALL")
@@ -357,16 +382,6 @@ class TestHostTime(TestCase):
         for turn in range(4):
             self.assertEqual(sorted(order[turn] for order in orders), [0, 0, 1, 1, 2, 2, 3, 3])
 
-    def test_no_gpu(self):
-        out = io.StringIO()
-        with (
-            mock.patch("torch.cuda.is_available", return_value=False),
-            mock.patch.object(sys, "argv", ["host_time.py"]),
-            contextlib.redirect_stdout(out),
-        ):
-            self.assertEqual(host_time.main(), 2)
-        self.assertIn("need a GPU", out.getvalue())
-
 
 class TestRecordTime(TestCase):
     def test_what_recording_takes(self):
@@ -399,16 +414,6 @@ class TestRecordTime(TestCase):
             found = record_time.measure("SMALL", 1)
         self.assertEqual([len(ms) for ms in found["samples"].values()], [2, 2])
         self.assertEqual(torch._dynamo.utils.counters["stats"]["unique_graphs"], 4)
-
-    def test_no_gpu(self):
-        out = io.StringIO()
-        with (
-            mock.patch("torch.cuda.is_available", return_value=False),
-            mock.patch.object(sys, "argv", ["record_time.py"]),
-            contextlib.redirect_stdout(out),
-        ):
-            self.assertEqual(record_time.main(), 2)
-        self.assertIn("needs a GPU", out.getvalue())
 
 
 if __name__ == "__main__":

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import io
 import itertools
 import sys
 from pathlib import Path
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
@@ -125,16 +123,6 @@ class TestResults(TestCase):
             outputs = program.step(program.fn, program.args, program.kwargs)
             self.assertTrue(torch.isfinite(outputs).all())
             self.assertEqual(program.name, name)
-
-    def test_no_gpu(self):
-        out = io.StringIO()
-        with (
-            mock.patch("torch.cuda.is_available", return_value=False),
-            mock.patch.object(sys, "argv", ["sections.py"]),
-            contextlib.redirect_stdout(out),
-        ):
-            self.assertEqual(sections.main(), 2)
-        self.assertIn("need a GPU", out.getvalue())
 
 
 if __name__ == "__main__":

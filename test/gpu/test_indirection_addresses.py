@@ -231,24 +231,31 @@ class TestIndirectionAddresses(IndirectionTestCase):
         self.assertLessEqual(facts.recordings, 2 * facts.functions, str(facts))
         self.assertEqual((facts.copied_bytes, facts.ungraphed_calls), (0, 0), str(facts))
 
-    def churn(self, kept):
-        """One of six outputs of an earlier graph, another at each call; the function's facts in the end."""
-        ways = [compiled(lambda x: [x.sin() * i for i in range(6)]), compiled(lambda y, z: (y @ z).relu() + y)]
-        z = torch.randn(64, 64, device=self.device)
+    def each_call(self, step):
+        """24 steps of ``step(call, kind, x)``, which gives the same bits for both kinds; the facts in the end."""
         for call in range(24):
             x = torch.full((64, 64), call / 24, device=self.device)
             results = []
             for kind in ("plain", "graphed"):
                 torch.compiler.cudagraph_mark_step_begin()
                 with torch.no_grad():
-                    outputs = getattr(ways[0], kind)(x)
-                    picked = outputs[call * 5 % 6]
-                    if not kept:
-                        del outputs
-                    results.append(getattr(ways[1], kind)(picked, z).clone())
-                    del picked
+                    results.append(step(call, kind, x).clone())
             assert_same_bits(results[1], results[0], f"call {call}")
         return Facts.now()
+
+    def churn(self, kept):
+        """One of six outputs of an earlier graph, another at each call; the function's facts in the end."""
+        ways = [compiled(lambda x: [x.sin() * i for i in range(6)]), compiled(lambda y, z: (y @ z).relu() + y)]
+        z = torch.randn(64, 64, device=self.device)
+
+        def step(call, kind, x):
+            outputs = getattr(ways[0], kind)(x)
+            picked = outputs[call * 5 % 6]
+            if not kept:
+                del outputs
+            return getattr(ways[1], kind)(picked, z)
+
+        return self.each_call(step)
 
     def test_managed_inputs_that_move(self):
         facts = self.churn(kept=True)
@@ -266,22 +273,16 @@ class TestIndirectionAddresses(IndirectionTestCase):
         ways = [compiled(lambda x: [x.sin() * i for i in range(3)]), compiled(lambda y, z: (y @ z).tanh() + y)]
         z = torch.randn(64, 64, device=self.device)
         own = {}
-        for call in range(24):
-            x = torch.full((64, 64), call / 24, device=self.device)
-            results = []
-            for kind in ("plain", "graphed"):
-                torch.compiler.cudagraph_mark_step_begin()
-                with torch.no_grad():
-                    outputs = getattr(ways[0], kind)(x)
-                    # What a warmup or a recording returned may not be used in a later step.
-                    given = own[kind] if call > 6 and call % 3 == 2 else outputs[call % 3 % 2]
-                    own[kind] = getattr(ways[1], kind)(given, z)
-                    results.append(own[kind].clone())
-                    if kind == "graphed" and call < 6:
-                        own[kind] = None
-                    del outputs, given
-            assert_same_bits(results[1], results[0], f"call {call}")
-        self.assertEqual(Facts.now().ungraphed_calls, 0)
+
+        def step(call, kind, x):
+            outputs = getattr(ways[0], kind)(x)
+            # What a warmup or a recording returned may not be used in a later step.
+            given = own[kind] if call > 6 and call % 3 == 2 else outputs[call % 3 % 2]
+            result = getattr(ways[1], kind)(given, z)
+            own[kind] = None if kind == "graphed" and call < 6 else result
+            return result
+
+        self.assertEqual(self.each_call(step).ungraphed_calls, 0)
 
     def test_streams(self):
         program = Program("streams", lambda x, w: (x @ w).softmax(1), (tensor(128, 64), tensor(64, 32)))

@@ -11,17 +11,16 @@ of both pairs, its median over rounds. The spread between two of a kind says how
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
 import torch
 
-from pygraph_trees.code_hash import code_hash
+from bench.figures import has_gpu, write_figures
 from pygraph_trees.comparison.rings import Ring
 from pygraph_trees.comparison.timing import median, synchroniser, time_block
 from pygraph_trees.comparison.tuning import own_cache
@@ -84,23 +83,13 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=100, help="in a block, synchronised and streamed each")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("host times need a GPU, and this machine has none that torch can use")
+    if not has_gpu():
         return 2
     found = [measure(name, options.rounds, options.calls) for name in options.names]
     for result in found:
         figures = ", ".join(f"{way} {us:.1f} us" for way, us in result["host_us"].items())
         print(f"{result['workload']}: ours {result['ratio']:.4f} of upstream ({figures})")
-    if options.out:
-        content = {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "code_hash": code_hash(),
-            "rounds": options.rounds,
-            "calls": options.calls,
-            "results": found,
-        }
-        options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_figures(options.out, found, rounds=options.rounds, calls=options.calls)
     return 0
 
 

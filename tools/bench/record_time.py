@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
 import torch
 
-from pygraph_trees.code_hash import code_hash
+from bench.figures import has_gpu, write_figures
 from pygraph_trees.comparison.rings import Ring
 from pygraph_trees.comparison.timing import collector_off, median, synchroniser, timed_call
 from pygraph_trees.comparison.tuning import own_cache
@@ -89,23 +88,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("recording needs a GPU, and this machine has none that torch can use")
+    if not has_gpu():
         return 2
     found = []
     for name in options.names:
         found.append(result := measure(name, options.rounds))
         figures = ", ".join(f"{way} {ms:.2f} ms" for way, ms in result["record_ms"].items())
         print(f"{name}: to record, ours {result['ratio']:.2f} of upstream ({figures})", flush=True)
-    if options.out:
-        content = {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "code_hash": code_hash(),
-            "rounds": options.rounds,
-            "results": found,
-        }
-        options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_figures(options.out, found, rounds=options.rounds)
     return 0
 
 

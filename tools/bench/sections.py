@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,13 +22,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
 import torch
 from torch._inductor import cudagraph_trees
 from torch._inductor.output_code import CompiledFxGraph
 
-from pygraph_trees.code_hash import code_hash
+from bench.figures import has_gpu, write_figures
 from pygraph_trees.comparison.program import Program
 from pygraph_trees.comparison.rings import Ring
 from pygraph_trees.comparison.timing import collector_off, median, synchroniser
@@ -311,8 +310,7 @@ def main() -> int:
     parser.add_argument("--calls", type=int, help="replays (200), or recordings (5)")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("these times need a GPU, and this machine has none that torch can use")
+    if not has_gpu():
         return 2
     found: list[Result] = []
     for name in options.names:
@@ -325,15 +323,7 @@ def main() -> int:
         print("\n\n".join(map(table, results)) + "\n", flush=True)
     cost = Clocks().cost_ns()
     print(f"a pair of clocks costs {cost:.0f} ns")
-    if options.out:
-        content = {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "code_hash": code_hash(),
-            "clock_ns": cost,
-            "results": [asdict(result) for result in found],
-        }
-        options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_figures(options.out, [asdict(result) for result in found], clock_ns=cost)
     return 0
 
 

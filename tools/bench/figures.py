@@ -1,0 +1,29 @@
+"""What the scripts here that measure one thing closely have in common: they need a GPU, and leave a file of figures.
+
+The file is JSON: the GPU's name, torch's version, the hash of the code, how it was measured, and the results.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pygraph_trees.code_hash import code_hash
+
+
+def has_gpu() -> bool:
+    """Whether torch can use a GPU; says so where it cannot."""
+    if not torch.cuda.is_available():
+        print("these figures need a GPU, and this machine has none that torch can use")
+        return False
+    return True
+
+
+def write_figures(path: Path | None, results: list[Any], **how: Any) -> None:
+    """Writes the file, if one was asked for."""
+    if path is not None:
+        machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "code_hash": code_hash()}
+        path.write_text(json.dumps({**machine, **how, "results": results}, indent=1) + "\n", encoding="utf-8")
