@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 HERE = Path(__file__).resolve().parent
 
@@ -19,6 +19,15 @@ setup(
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["pygraph_trees", "pygraph_trees.*", "inductor_patches", "inductor_patches.*"]),
     package_data={"pygraph_trees": ["py.typed", "*.txt"], "inductor_patches": ["py.typed"]},
+    ext_modules=[
+        Extension(
+            "pygraph_trees._native",
+            ["pygraph_trees/native.c"],
+            define_macros=[("Py_LIMITED_API", "0x030A0000")],
+            py_limited_api=True,
+            optional=True,  # without a compiler Python does the same, more slowly
+        )
+    ],
     install_requires=["torch>=2.11", 'triton>=3.6; platform_system == "Linux"'],
     extras_require={
         "test": ["expecttest", "hypothesis", "pytest"],

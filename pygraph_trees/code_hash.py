@@ -1,8 +1,8 @@
 """A hash over the code that GPU evidence and benchmark results are of.
 
-:func:`code_hash` covers the Python files of ``pygraph_trees/``, ``inductor_patches/`` and ``test/gpu/``. It hashes
-their syntax trees without docstrings, so that a comment or a line break does not change it, in a form of its own, so
-that all supported versions of Python agree on it.
+:func:`code_hash` covers the Python and C files of ``pygraph_trees/``, ``inductor_patches/`` and ``test/gpu/``. Of
+Python it hashes the syntax trees without docstrings, so that a comment or a line break does not change it, in a form
+of its own, so that all supported versions of Python agree on it; of C the text.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ def code_hash(root: Path = _ROOT) -> str:
     digest = hashlib.sha256()
     for path in covered_files(root):
         digest.update(f"{path.relative_to(root).as_posix()}\n".encode())
-        for piece in _pieces(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for piece in _pieces(ast.parse(text)) if path.suffix == ".py" else (text,):
             digest.update(piece.encode())
     return digest.hexdigest()
 
 
 def covered_files(root: Path = _ROOT) -> list[Path]:
     """The files that the hash is over, in the order in which they are hashed."""
-    return sorted(path for part in _COVERED for path in (root / part).rglob("*.py"))
+    files = (path for part in _COVERED for path in (root / part).rglob("*"))
+    return sorted(path for path in files if path.suffix in (".py", ".c"))
 
 
 def _pieces(value: object) -> Iterator[str]:

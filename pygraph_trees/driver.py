@@ -8,17 +8,25 @@ fake. :func:`driver` gives the process's own, or None where ``cuda.bindings`` is
 A :class:`GraphNode` is a node of a captured graph with the parameters that it was recorded with. They are ours: change
 them in place, then :meth:`~GraphNode.set` makes one instantiated graph hold them. What such a graph holds cannot be
 read back. The captured graph keeps its own, but for :meth:`CopyNode.set_captured`.
+
+:meth:`Driver.search` reads all kernels of a graph at once. It is written in C (``native.c``), and is there where the
+package was installed with a compiler at hand; elsewhere callers read node by node. Measured with these bindings over a
+library that answers at once: 306 kernels, 3 of them with an input, in 0.4 instead of 3.5 ms, 84 with 30 in 0.4 instead
+of 1.2.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
 import functools
 import importlib
+import itertools
 import struct
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .exc import PygraphError
@@ -77,6 +85,8 @@ class Layout:
         # Parameters without gaps between them: how many bytes to leave out, the first one, where each lies from there.
         self._runs: list[tuple[int, int, list[int]]] = []
         self._sizes = tuple(nbytes for _, nbytes in places)
+        self._words = struct.Struct(f"{len(places)}Q")
+        self._pointers: type[ctypes.Array[ctypes.c_uint64]] = ctypes.c_uint64 * len(places)
         for i, (offset, nbytes) in enumerate(places):
             if offset < self.nbytes:
                 raise ValueError(f"parameter {i} begins inside of another one")
@@ -87,28 +97,58 @@ class Layout:
                 ahead.append(offset - self.offsets[first])
             self.nbytes = offset + nbytes
 
-    def read(self, pointers: tuple[int, ...]) -> bytes:
-        """The block with what lies at the pointers, zeros between; nodes mostly hold it in one piece."""
+    def pointers_into(self, start: int) -> ctypes.Array[ctypes.c_uint64]:
+        """The addresses of the parameters of a block."""
+        return self._pointers.from_buffer_copy(self._words.pack(*[start + offset for offset in self.offsets]))
+
+    def read(self, given: int) -> bytes:
+        """The block with what the pointers at an address point to, zeros between; mostly it lies there in one piece."""
+        pointers: tuple[int, ...] = self._words.unpack(ctypes.string_at(given, 8 * len(self.offsets)))
         parts = []
         for gap, first, ahead in self._runs:
             last = first + len(ahead) - 1
             begin = pointers[first]
-            parts.append(bytes(gap))
+            if gap:
+                parts.append(bytes(gap))
             if [pointer - begin for pointer in pointers[first : last + 1]] == ahead:
                 parts.append(ctypes.string_at(begin, ahead[-1] + self._sizes[last]))
             else:
                 parts += map(ctypes.string_at, pointers[first : last + 1], self._sizes[first : last + 1])
-        return b"".join(parts)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 Layouts = dict[tuple[int, int], Layout]  # by a kernel's handles
 
 
+@dataclass(frozen=True, slots=True)
+class KernelHits:
+    """A kernel node with words that were searched for."""
+
+    position: int  # in the graph
+    function: int  # the kernel's handles, one of them 0
+    kernel: int
+    block: bytes | None  # the parameters; None where they cannot be read
+    words: list[tuple[int, int]]  # offset in the parameters and value
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What a graph's kernels hold of a range of addresses."""
+
+    nodes: list[tuple[int, NodeKind]]  # handle and kind of all nodes, in the graph's order
+    kernels: list[tuple[int, int]]  # handles of each kernel, once
+    found: list[KernelHits]
+    layouts: Layouts  # of kernels in ``found``
+
+
 class Driver:
     """The calls, over a module with the interface of ``cuda.bindings.driver``."""
 
-    def __init__(self, api: Any) -> None:
+    def __init__(self, api: Any, native: Any = None, library: str = "libcuda.so.1") -> None:
+        """``native``: the module written in C, which calls the driver's library by itself."""
         self._api = api
+        self._native = native
+        self._library = library
         names = {kind: f"CU_GRAPH_NODE_TYPE_{kind.name}" for kind in NodeKind if kind is not NodeKind.OTHER}
         self._kinds = {int(getattr(api.CUgraphNodeType, name)): kind for kind, name in names.items()}
         self._success = api.CUresult.CUDA_SUCCESS
@@ -155,6 +195,34 @@ class Driver:
         nodes, _ = self._call("cuGraphGetNodes", graph, count)
         return [int(node) for node in nodes]
 
+    def search(self, graph: int, low: int, high: int) -> Search | None:
+        """Words in [low, high) among the parameters of all kernels, at multiples of 4; None without the native part."""
+        if self._native is None:
+            return None
+        try:
+            nodes, kernels, found = self._native.search(self._library, graph, low, high)
+        except RuntimeError as error:
+            call, code = error.args
+            raise DriverError(call=call, code=NOT_FOUND if code < 0 else code) from error
+        except OSError as error:
+            raise DriverError(call=self._library, code=NOT_FOUND) from error
+        kinds = self._kinds
+        layouts: Layouts = {}
+        needed = {(function, kernel) for _, function, kernel, block, _ in found if block is not None}
+        for function, kernel, places in kernels:
+            if places is not None and (function, kernel) in needed:
+                with contextlib.suppress(ValueError):  # :meth:`kernel_node` will say so
+                    layouts[function, kernel] = Layout(places)
+        return Search(
+            [(handle, kinds.get(code, NodeKind.OTHER)) for handle, code in nodes],
+            [(function, kernel) for function, kernel, _ in kernels],
+            [
+                KernelHits(position, function, kernel, block, words or [])
+                for position, function, kernel, block, words in found
+            ],
+            layouts,
+        )
+
     def node_kind(self, node: int) -> NodeKind:
         (code,) = self._call("cuGraphNodeGetType", node)
         return self._kinds.get(int(code), NodeKind.OTHER)
@@ -175,13 +243,14 @@ class Driver:
             else:
                 yield kind
 
-    def kernel_node(self, node: int, layouts: Layouts | None = None) -> KernelNode:
+    def kernel_node(self, node: int, layouts: Layouts | None = None, block: bytes | None = None) -> KernelNode:
         """Raises :class:`DriverError` also where the layout of the kernel's parameters cannot be told.
 
         Args:
             layouts: those that were asked for already, of kernels whose module is still loaded.
+            block: the node's parameters, where they were read already.
         """
-        return KernelNode(self, node, {} if layouts is None else layouts)
+        return KernelNode(self, node, {} if layouts is None else layouts, block)
 
     def memcpy_node(self, node: int) -> MemcpyNode:
         return MemcpyNode(self, node)
@@ -189,9 +258,9 @@ class Driver:
     def memset_node(self, node: int) -> MemsetNode:
         return MemsetNode(self, node)
 
-    def function_name(self, node: KernelNode) -> str | None:
-        """The mangled name of a node's kernel (``cuFuncGetName``), None where it cannot be told."""
-        call, handle = ("cuFuncGetName", node.function) if node.function else ("cuKernelGetName", node.kernel)
+    def function_name(self, function: int, kernel: int) -> str | None:
+        """A kernel's mangled name, by the handle that is not 0 (``cuFuncGetName``); None where it cannot be told."""
+        call, handle = ("cuFuncGetName", function) if function else ("cuKernelGetName", kernel)
         try:
             (name,) = self._call(call, handle)
         except DriverError:
@@ -256,14 +325,14 @@ class Driver:
         call, handle = ("cuFuncGetParamInfo", function) if function else ("cuKernelGetParamInfo", kernel)
         ask = self._find(call)
         places: list[tuple[int, int]] = []
-        while True:
-            try:
-                code, *place = ask(handle, len(places))
-            except RuntimeError as error:
-                raise DriverError(call=call, code=NOT_FOUND) from error
-            if code != 0:
-                break
-            places.append((int(place[0]), int(place[1])))
+        try:
+            for index in itertools.count():
+                code, *place = ask(handle, index)
+                if code is not self._success and code != 0:
+                    break
+                places.append((place[0], place[1]))
+        except RuntimeError as error:
+            raise DriverError(call=call, code=NOT_FOUND) from error
         if not isinstance(_refused(call, code), _InvalidValue):
             raise _refused(call, code)  # an exception that a frame holds, and holds that frame, keeps graphs alive
         try:
@@ -313,13 +382,13 @@ class KernelNode(GraphNode):
     _in_context = False
     nbytes: int  # of the parameters, at the offsets that the kernel sees
 
-    def __init__(self, driver: Driver, handle: int, layouts: Layouts) -> None:
+    def __init__(self, driver: Driver, handle: int, layouts: Layouts, block: bytes | None = None) -> None:
         super().__init__(driver, handle)
         self.function, self.kernel = int(self._params.func), int(self._params.kern)  # one of them is 0
         self._layout: Layout | None = None  # None where they are passed in one piece
         self._block: ctypes.Array[ctypes.c_char] | None = None  # what is written to, once something is
         # The struct points to memory of the node, which is read here and not written to.
-        self._recorded = self._read_packed() if self._params.extra else self._read_plain(layouts)
+        self._recorded = self._read_packed() if self._params.extra else self._read_plain(layouts, block)
         self.nbytes = len(self._recorded)
 
     def _read_packed(self) -> bytes:
@@ -329,7 +398,7 @@ class KernelNode(GraphNode):
             raise DriverError(call=self._get, code="unknown launch parameters")
         return ctypes.string_at(entries[_BUFFER], _word(entries[_SIZE]))
 
-    def _read_plain(self, layouts: Layouts) -> bytes:
+    def _read_plain(self, layouts: Layouts, block: bytes | None) -> bytes:
         given = int(self._params.kernelParams)
         key = self.function, self.kernel
         layout = layouts.get(key)
@@ -339,7 +408,9 @@ class KernelNode(GraphNode):
         if bool(given) != bool(count):  # a handle that the driver does not know looks like no parameters
             raise DriverError(call=self._get, code="parameters of unknown layout")
         self._layout = layout
-        return layout.read(struct.unpack(f"{count}Q", ctypes.string_at(given, 8 * count))) if count else b""
+        if block is not None:
+            return block
+        return layout.read(given) if count else b""
 
     @property
     def block(self) -> ctypes.Array[ctypes.c_char]:
@@ -357,9 +428,8 @@ class KernelNode(GraphNode):
                 self._pointers = (ctypes.c_uint64 * 5)(*pairs)
                 self._params.extra = ctypes.addressof(self._pointers)
             else:
-                count = len(self._layout.offsets)
-                self._pointers = (ctypes.c_uint64 * count)(*[start + offset for offset in self._layout.offsets])
-                self._params.kernelParams = ctypes.addressof(self._pointers) if count else 0
+                self._pointers = self._layout.pointers_into(start)
+                self._params.kernelParams = ctypes.addressof(self._pointers) if self._layout.offsets else 0
         return self._block
 
     def bind(self, exec_: int, context: Any) -> None:
@@ -500,6 +570,11 @@ def _aligned_block(content: bytes) -> ctypes.Array[ctypes.c_char]:
 def driver() -> Driver | None:
     """The driver of this process, None without ``cuda.bindings``."""
     try:
-        return Driver(importlib.import_module("cuda.bindings.driver"))
+        api = importlib.import_module("cuda.bindings.driver")
     except ImportError:
         return None
+    try:
+        native = importlib.import_module("pygraph_trees._native")
+    except ImportError:
+        native = None
+    return Driver(api, native)

@@ -265,7 +265,7 @@ class LiveInputs:
         """Names of the kernels that hold an input's address, each once, as the driver gives them."""
         position = next(p for p, item in enumerate(self.items) if item.index == index)
         nodes = [self._nodes[site.node] for site in self._sites if site.input == position]
-        names = [self._driver.function_name(node) for node in nodes if isinstance(node, KernelNode)]
+        names = [self._driver.function_name(n.function, n.kernel) for n in nodes if isinstance(n, KernelNode)]
         return list(dict.fromkeys(name for name in names if name is not None))
 
     def _context(self) -> Any:

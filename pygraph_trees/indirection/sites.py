@@ -29,7 +29,7 @@ import torch
 from ..driver import DriverError, NodeKind
 
 if TYPE_CHECKING:
-    from ..driver import Driver, GraphNode, KernelNode, Layouts
+    from ..driver import Driver, GraphNode, KernelNode, Layouts, Search
     from .ghost import Ghosts
 
 _WITHOUT_INPUTS = (
@@ -67,6 +67,10 @@ class Scan:
 def scan(driver: Driver, graph: int, ghosts: Ghosts) -> Scan:
     """Finds the sites of a captured graph. Raises :class:`DriverError` where the graph's nodes cannot be listed."""
     reader = _Reader(driver, ghosts)
+    found = driver.search(graph, ghosts.low, ghosts.high)
+    if found is not None:
+        reader.take(found)
+        return reader.result()
     for position, handle in enumerate(driver.nodes(graph)):
         reader.read(position, driver.node_kind(handle), handle)
     reader.search_kernels()
@@ -86,7 +90,7 @@ class _Reader:
         self._opaque: str | None = None
         self._kinds: Counter[NodeKind] = Counter()
         # By the handles of a kernel. They are given out again after their module was unloaded: good for one scan.
-        self._collectives: dict[tuple[int, int], bool | None] = {}
+        self._collectives: dict[tuple[int, ...], bool] = {}
         self._layouts: Layouts = {}
         self._readers: dict[NodeKind, tuple[Callable[[int, int], None], str]] = {
             NodeKind.KERNEL: (self._kernel, "a kernel whose parameters cannot be read"),
@@ -109,12 +113,7 @@ class _Reader:
 
     def _kernel(self, position: int, handle: int) -> None:
         node = self._driver.kernel_node(handle, self._layouts)
-        collective = self._is_collective(node)
-        if collective is None:
-            self._hide("a kernel whose name cannot be told")
-        elif collective:
-            self._hide("a collective")
-        self._kernels.append((position, node, bool(collective)))
+        self._kernels.append((position, node, self._is_collective(node.function, node.kernel)))
 
     def _memcpy(self, position: int, handle: int) -> None:
         node = self._driver.memcpy_node(handle)
@@ -149,15 +148,42 @@ class _Reader:
             end = begin + len(block)
             while begin <= at < end:
                 # What runs over the end is made of two blocks, and is in neither.
-                if at + 8 <= end and (found := self._input_at(address)) is not None:
-                    if collective:
-                        self._refuse(found, "a collective reads it")
-                    elif (at - begin) % 8 or at - begin + 8 > node.nbytes:
-                        self._refuse(found, "what looks like its address may be something else")
-                    else:
-                        self._site(position, node, at - begin, found, address)
+                if at + 8 <= end:
+                    self._word(position, node, collective, at - begin, address)
                 at, address = next(words, (-1, 0))
             begin = end
+
+    def take(self, search: Search) -> None:
+        """What was found in all kernels at once; the other nodes are read one by one."""
+        for position, (handle, kind) in enumerate(search.nodes):
+            if kind is NodeKind.KERNEL:
+                self._kinds[kind] += 1
+            else:
+                self.read(position, kind, handle)
+        for kernel in search.kernels:
+            self._is_collective(*kernel)
+        self._layouts |= search.layouts
+        for hits in search.found:
+            try:
+                if hits.block is None:
+                    raise DriverError(call="search", code="parameters of unknown layout")
+                node = self._driver.kernel_node(search.nodes[hits.position][0], self._layouts, hits.block)
+            except DriverError:
+                self._hide(self._readers[NodeKind.KERNEL][1])
+                continue
+            for offset, address in hits.words:
+                self._word(hits.position, node, self._is_collective(hits.function, hits.kernel), offset, address)
+
+    def _word(self, position: int, node: KernelNode, collective: bool, offset: int, address: int) -> None:
+        found = self._input_at(address)
+        if found is None:
+            return
+        if collective:
+            self._refuse(found, "a collective reads it")
+        elif offset % 8 or offset + 8 > node.nbytes:
+            self._refuse(found, "what looks like its address may be something else")
+        else:
+            self._site(position, node, offset, found, address)
 
     def result(self) -> Scan:
         order = sorted(self._nodes)
@@ -182,13 +208,16 @@ class _Reader:
     def _hide(self, what: str) -> None:
         self._opaque = self._opaque or what
 
-    def _is_collective(self, node: KernelNode) -> bool | None:
-        """None where the kernel's name cannot be told. The driver is asked once a kernel, not once a node."""
-        key = (node.function, node.kernel)
-        if key not in self._collectives:
-            name = self._driver.function_name(node)
-            self._collectives[key] = None if name is None else _COLLECTIVE.match(name) is not None
-        return self._collectives[key]
+    def _is_collective(self, *kernel: int) -> bool:
+        """The driver is asked once a kernel, not once a node."""
+        if kernel not in self._collectives:
+            name = self._driver.function_name(*kernel)
+            self._collectives[kernel] = name is not None and _COLLECTIVE.match(name) is not None
+            if name is None:
+                self._hide("a kernel whose name cannot be told")
+            elif self._collectives[kernel]:
+                self._hide("a collective")
+        return self._collectives[kernel]
 
 
 def _words(data: bytearray, ghosts: Ghosts) -> Iterator[tuple[int, int]]:

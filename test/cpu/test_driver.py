@@ -374,11 +374,11 @@ class TestKernelNode(DriverTestCase):
     def test_names(self):
         for func in (True, False):
             node = self.driver.kernel_node(self.api.make_kernel([1], name="_Z3addPf", func=func))
-            self.assertEqual(self.driver.function_name(node), "_Z3addPf")
+            self.assertEqual(self.driver.function_name(node.function, node.kernel), "_Z3addPf")
             nameless = self.driver.kernel_node(self.api.make_kernel([1], name=None, func=func))
-            self.assertIsNone(self.driver.function_name(nameless))
+            self.assertIsNone(self.driver.function_name(nameless.function, nameless.kernel))
         self.api.lack("cuKernelGetName")
-        self.assertIsNone(self.driver.function_name(node))
+        self.assertIsNone(self.driver.function_name(node.function, node.kernel))
 
     def test_fake_checks_its_callers(self):
         node, exec_ = self.bound("kernel", self.api.make_kernel([1]))

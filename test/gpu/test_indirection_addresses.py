@@ -71,6 +71,8 @@ FUNCTIONAL = Program(
 
 
 class TestIndirectionAddresses(IndirectionTestCase):
+    verify = "on"
+
     @parametrize("program", LAYOUTS, name_fn=by_name)
     def test_layouts(self, program):
         self.check(program)

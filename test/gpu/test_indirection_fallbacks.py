@@ -8,6 +8,7 @@ import importlib
 import math
 import unittest
 import warnings
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ from isolated import run_isolated
 from parity import OURS
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
-from pygraph_trees.driver import Driver, DriverError, KernelNode, MemcpyNode, MemsetNode
+from pygraph_trees.driver import Driver, DriverError, KernelNode, MemcpyNode, MemsetNode, driver
 from pygraph_trees.indirection.availability import IndirectionOff, usable_driver
 from pygraph_trees.indirection.stand_ins import memory_at, tensor_in
 
@@ -85,13 +86,13 @@ def all_kinds_of_nodes(x, y, c):
 
 
 def reads_freed_memory(ctx):
-    driver, device = Driver(importlib.import_module("cuda.bindings.driver")), torch.device("cuda", 0)
+    api, device = Driver(importlib.import_module("cuda.bindings.driver")), torch.device("cuda", 0)
     torch.cuda.init()
     torch.zeros(1, device=device)
-    nbytes = driver.granularity(0)
-    address, memory = driver.reserve(nbytes), driver.create_memory(nbytes, 0)
-    driver.map_memory(address, nbytes, memory)
-    driver.allow_access(address, nbytes, 0)
+    nbytes = api.granularity(0)
+    address, memory = api.reserve(nbytes), api.create_memory(nbytes, 0)
+    api.map_memory(address, nbytes, memory)
+    api.allow_access(address, nbytes, 0)
     x = tensor_in(memory_at(address, nbytes, device), (1024,), (1,), torch.float32, 0)
     f = ctx.compile(lambda x: x * 2)
     for call in range(5):
@@ -99,7 +100,7 @@ def reads_freed_memory(ctx):
         torch.compiler.cudagraph_mark_step_begin()
         ctx.record(f(x))
     torch.cuda.synchronize()
-    driver.unmap(address, nbytes)
+    api.unmap(address, nbytes)
     torch.compiler.cudagraph_mark_step_begin()
     f(x)
 
@@ -175,6 +176,7 @@ class TestIndirectionFallbacks(IndirectionTestCase):
         with failing(owner, name) as counted:
             run(NODES, compiled(NODES.fn), self.device)
         count = len(counted)
+        self.assertGreater(count, 0)
         for at, until in [(n, n) for n in sorted({1, count})] + [(1, math.inf)]:
             if not 1 <= at <= count:
                 continue
@@ -191,7 +193,13 @@ class TestIndirectionFallbacks(IndirectionTestCase):
 
     @parametrize("name", RECORDING_CALLS)
     def test_failure_while_recording(self, name):
-        self.survives(Driver, name)
+        with mock.patch.object(driver(), "_native", None):
+            self.survives(Driver, name)
+
+    def test_failure_of_the_native_search(self):
+        if driver()._native is None:
+            raise unittest.SkipTest("the native part was not built")
+        self.survives(Driver, "search")
 
     @parametrize("kind,name", SETTING_CALLS, name_fn=lambda kind, name: f"{kind.__name__}_{name}")
     def test_failure_of_a_node(self, kind, name):

@@ -72,6 +72,8 @@ SAVED = [
 
 
 class TestIndirectionOutputs(IndirectionTestCase):
+    verify = "on"
+
     @parametrize("program", RETURNED, name_fn=by_name)
     def test_returned(self, program):
         self.check(program)

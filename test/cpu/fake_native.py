@@ -1,0 +1,91 @@
+"""The native part over the fake driver: what the fake answers goes into a library in C, which the native part calls.
+
+:func:`native_over` gives a :class:`FakeApi` a module with the interface of ``pygraph_trees._native``, so that the tests
+of what is done in Python are tests of what is done in C. It skips the test where the extension was not built or the
+library cannot be.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+import unittest
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from fake_driver import CUresult, FakeApi
+
+_SOURCE = Path(__file__).with_name("fake_libcuda.c")
+
+
+@functools.cache
+def library() -> Path | None:
+    """The compiled library, None without a compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("c++")
+    if compiler is None:
+        return None
+    folder = tempfile.mkdtemp(prefix="pygraph_fake_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = Path(folder) / "libfake.so"
+    subprocess.run([compiler, "-x", "c", "-shared", "-fPIC", "-O1", "-o", str(path), str(_SOURCE)], check=True)
+    return path
+
+
+def native_over(api: FakeApi) -> Any:
+    try:
+        from pygraph_trees import _native
+    except ImportError:
+        raise unittest.SkipTest("the native part was not built") from None
+    path = library()
+    if path is None:
+        raise unittest.SkipTest("there is no C compiler")
+    fake = ctypes.CDLL(str(path))
+    for name, count in (("fake_node", 8), ("fake_kernel", 3), ("fake_parameter", 2)):
+        getattr(fake, name).argtypes = [ctypes.c_void_p] * count
+
+    def search(_: str, graph: int, low: int, high: int) -> Any:
+        _fill(fake, api, graph)
+        return _native.search(str(path), graph, low, high)
+
+    return SimpleNamespace(search=search)
+
+
+def _fill(fake: ctypes.CDLL, api: FakeApi, graph: int) -> None:
+    code, _, count = api.cuGraphGetNodes(graph, 0)
+    nodes = []
+    if not code and count:
+        code, nodes, _ = api.cuGraphGetNodes(graph, count)
+    fake.fake_reset(int(code))
+    known: set[tuple[int, int]] = set()
+    for node in nodes or ():
+        type_code, kind = api.cuGraphNodeGetType(node)
+        if type_code or int(kind) != 0:
+            fake.fake_node(int(node), int(type_code), 0 if kind is None else int(kind), 0, 0, 0, 0, 0)
+            continue
+        code, params = api.cuGraphKernelNodeGetParams(int(node))
+        if code:
+            fake.fake_node(int(node), 0, 0, int(code), 0, 0, 0, 0)
+            continue
+        handles = int(params.func), int(params.kern)
+        fake.fake_node(int(node), 0, 0, 0, *handles, int(params.kernelParams), int(params.extra))
+        if handles not in known and not int(params.extra):
+            known.add(handles)
+            _fill_kernel(fake, api, *handles)
+
+
+def _fill_kernel(fake: ctypes.CDLL, api: FakeApi, function: int, kernel: int) -> None:
+    ask = api.cuFuncGetParamInfo if function else api.cuKernelGetParamInfo
+    answers: list[tuple[int, int]] = []
+    while True:
+        code, *place = ask(function or kernel, len(answers))
+        if code:
+            break
+        answers.append((place[0], place[1]))
+    fake.fake_kernel(function or kernel, int(bool(function)), int(CUresult(code)))
+    for offset, nbytes in answers:
+        fake.fake_parameter(offset, nbytes)
