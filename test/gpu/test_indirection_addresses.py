@@ -8,8 +8,20 @@ import copy
 import threading
 
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
-from indirection import REGIMES, Facts, IndirectionTestCase, Program, assert_same_bits, by_name, compiled, run, tensor
+from indirection import (
+    REGIMES,
+    VERIFY,
+    Facts,
+    IndirectionTestCase,
+    Program,
+    assert_same_bits,
+    by_name,
+    compiled,
+    run,
+    tensor,
+)
 from test_trees_concurrency import in_thread, with_own_manager
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
@@ -110,6 +122,7 @@ class TestIndirectionAddresses(IndirectionTestCase):
         self.assertLessEqual(facts.recordings, 2, str(facts))
         self.assertEqual((facts.ungraphed_calls, facts.skips), (0, 0))
 
+    @torch._inductor.config.patch(VERIFY, "off")  # it leaves other addresses behind
     def test_nothing_is_set_where_nothing_moved(self):
         from pygraph_trees import driver
 

@@ -46,15 +46,22 @@ def _(xs: list[torch.Tensor]) -> torch.Tensor:
     return torch._chunk_cat(xs, 0, 2)
 
 
+def call_driver(name, *args):
+    status = getattr(ctypes.CDLL("libcuda.so.1"), name)(*args)
+    if status != 0:
+        raise RuntimeError(f"{name} returned {status}")
+
+
+def current_stream():
+    return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+
+
 @torch.library.custom_op("pygraph_indirection_test::host_call", mutates_args=())
 def host_call(x: torch.Tensor) -> torch.Tensor:
     """Lets the host do something in between: nothing, ``free(NULL)``."""
     if x.is_cuda:
         free = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        status = ctypes.CDLL("libcuda.so.1").cuLaunchHostFunc(stream, free, None)
-        if status != 0:
-            raise RuntimeError(f"cuLaunchHostFunc returned {status}")
+        call_driver("cuLaunchHostFunc", current_stream(), free, None)
     return x * 2
 
 
@@ -76,8 +83,9 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("pygraph_indirection_test::zeroed", mutates_args=("x",))
 def zeroed(x: torch.Tensor) -> None:
-    """A fill."""
-    x.zero_()
+    """A fill by the driver; ``zero_`` launches a kernel."""
+    nbytes = ctypes.c_size_t(x.numel() * x.element_size())
+    call_driver("cuMemsetD8Async", ctypes.c_uint64(x.data_ptr()), ctypes.c_ubyte(0), nbytes, current_stream())
 
 
 def all_kinds_of_nodes(x, y, c):
@@ -168,8 +176,12 @@ class TestIndirectionFallbacks(IndirectionTestCase):
         self.check(program)
 
     def test_every_kind_of_node_is_patched(self):
-        facts = self.check(NODES)
+        kinds = (KernelNode, MemcpyNode, MemsetNode)
+        with contextlib.ExitStack() as stack:
+            counts = [stack.enter_context(failing(kind, "set")) for kind in kinds]
+            facts = self.check(NODES)
         self.assertEqual((facts.copied_bytes, facts.why), (0, ()), str(facts))
+        self.assertTrue(all(map(len, counts)), [len(count) for count in counts])
 
     def survives(self, owner, name):
         """Whatever call of a driver method fails, results are right, and in the end there are replays."""
