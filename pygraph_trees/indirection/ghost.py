@@ -31,9 +31,12 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from pygraph_trees.driver import Driver, DriverError
+from pygraph_trees.driver_error import DriverError
+
+if TYPE_CHECKING:
+    from pygraph_trees.driver import Driver
 
 ALIGNMENT = 512
 SMALL_NBYTES = 1 << 20

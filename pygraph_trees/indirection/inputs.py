@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from pygraph_trees.driver import DriverError, KernelNode
+from pygraph_trees.driver_error import DriverError
+from pygraph_trees.graph_nodes import KernelNode
 
 from ..extent import flat
 from .ghost import Extent, Ghosts
@@ -34,7 +35,8 @@ from .sites import Scan, Site, scan
 from .stand_ins import Span, copy_at, seen_as, span_of, stand_in
 
 if TYPE_CHECKING:
-    from pygraph_trees.driver import Driver, GraphNode, NodeKind
+    from pygraph_trees.driver import Driver
+    from pygraph_trees.graph_nodes import GraphNode, NodeKind
 
     from .pool import PoolRanges
 

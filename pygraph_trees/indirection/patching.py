@@ -24,8 +24,9 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..driver import CopyNode, DriverError, GraphNode, KernelNode, MemcpyNode
+from ..driver_error import DriverError
 from ..exc import PygraphError
+from ..graph_nodes import CopyNode, GraphNode, KernelNode, MemcpyNode
 
 if TYPE_CHECKING:
     from .sites import Site

@@ -26,10 +26,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..driver import DriverError, NodeKind
+from ..driver_error import DriverError
+from ..graph_nodes import NodeKind
 
 if TYPE_CHECKING:
-    from ..driver import Driver, GraphNode, KernelNode, Layouts, Search
+    from ..driver import Driver, Search
+    from ..graph_nodes import GraphNode, KernelNode, Layouts
     from .ghost import Ghosts
 
 _WITHOUT_INPUTS = (

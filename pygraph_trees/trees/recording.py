@@ -31,7 +31,9 @@ from torch._inductor.output_code import index_expanded_dims
 
 from pygraph_trees.coverage.log import RecordingLog
 from pygraph_trees.coverage.records import InputRecord
-from pygraph_trees.driver import DriverError, NodeKind, driver
+from pygraph_trees.driver import driver
+from pygraph_trees.driver_error import DriverError
+from pygraph_trees.graph_nodes import NodeKind
 from pygraph_trees.indirection.availability import usable_driver
 from pygraph_trees.indirection.inputs import LiveInputs, choose
 from pygraph_trees.indirection.routes import Route

@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees import driver as driver_module
-from pygraph_trees.driver import NOT_FOUND, Driver, DriverError, NodeKind
+from pygraph_trees.driver import Driver
+from pygraph_trees.driver_error import NOT_FOUND, DriverError
+from pygraph_trees.graph_nodes import NodeKind
 
 DEVICE = 3
 parameters = st.lists(st.integers(0, 2**64 - 1) | st.binary(min_size=1, max_size=40), max_size=8)
@@ -264,7 +266,7 @@ class TestVirtualMemory(DriverTestCase):
             (self.driver.unmap, wide, GRANULE),
             (self.driver.unmap, wide + GRANULE, GRANULE),
             (self.driver.unmap, start, 3 * GRANULE),
-            (self.driver._call, "cuMemAddressFree", free, 2 * GRANULE),  # not called any more
+            (self.driver.call, "cuMemAddressFree", free, 2 * GRANULE),  # not called any more
             (self.api.fail, "cuMemAddressFree"),
             (self.api.lack, "cuMemAddressFree"),
         ):

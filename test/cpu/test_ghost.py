@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.driver import Driver, DriverError
+from pygraph_trees.driver import Driver
+from pygraph_trees.driver_error import DriverError
 from pygraph_trees.indirection.ghost import LOW_HALF_END, LOW_HALF_START, SMALL_GUARD_NBYTES, Arena, Extent, Ghosts
 
 MIB, GIB, TIB = 1 << 20, 1 << 30, 1 << 40

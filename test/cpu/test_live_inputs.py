@@ -26,7 +26,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.driver import Driver, DriverError
+from pygraph_trees.driver import Driver
+from pygraph_trees.driver_error import DriverError
 from pygraph_trees.indirection import inputs as live_inputs
 from pygraph_trees.indirection import stand_ins
 from pygraph_trees.indirection.inputs import LiveInputs, choose

@@ -15,7 +15,9 @@ from fake_native import library, native_over
 from hypothesis import given
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.driver import Driver, DriverError, NodeKind
+from pygraph_trees.driver import Driver
+from pygraph_trees.driver_error import DriverError
+from pygraph_trees.graph_nodes import NodeKind
 
 
 class _Native:

@@ -17,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.driver import Driver, DriverError, GraphNode
+from pygraph_trees.driver import Driver
+from pygraph_trees.driver_error import DriverError
+from pygraph_trees.graph_nodes import GraphNode
 from pygraph_trees.indirection.ghost import Extent, Ghosts
 from pygraph_trees.indirection.patching import CapturedCopies, HalfPatched, Patches, PatchFailed
 from pygraph_trees.indirection.sites import Site, scan

@@ -17,7 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.driver import Driver, DriverError, KernelNode, MemcpyNode
+from pygraph_trees.driver import Driver
+from pygraph_trees.driver_error import DriverError
+from pygraph_trees.graph_nodes import KernelNode, MemcpyNode
 from pygraph_trees.indirection import sites
 from pygraph_trees.indirection.ghost import Extent, Ghosts
 from pygraph_trees.indirection.sites import Scan, Site, scan

@@ -124,9 +124,9 @@ class TestIndirectionAddresses(IndirectionTestCase):
 
     @torch._inductor.config.patch(VERIFY, "off")  # it leaves other addresses behind
     def test_nothing_is_set_where_nothing_moved(self):
-        from pygraph_trees import driver
+        from pygraph_trees import graph_nodes
 
-        kinds = [getattr(driver, name) for name in ("KernelNode", "MemcpyNode", "MemsetNode")]
+        kinds = [getattr(graph_nodes, name) for name in ("KernelNode", "MemcpyNode", "MemsetNode")]
         graphed = compiled(lambda x, y: (x.sin() @ y).relu()).graphed
         pairs = [[torch.randn(64, 64, device=self.device) for _ in range(2)] for _ in range(2)]
         counts, originals = [0], [kind.set for kind in kinds]

@@ -28,7 +28,9 @@ from isolated import run_isolated
 from parity import OURS
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
-from pygraph_trees.driver import Driver, DriverError, KernelNode, MemcpyNode, MemsetNode, driver
+from pygraph_trees.driver import Driver, driver
+from pygraph_trees.driver_error import DriverError
+from pygraph_trees.graph_nodes import KernelNode, MemcpyNode, MemsetNode
 from pygraph_trees.indirection.availability import IndirectionOff, usable_driver
 from pygraph_trees.indirection.stand_ins import memory_at, tensor_in
 
@@ -205,11 +207,11 @@ class TestIndirectionFallbacks(IndirectionTestCase):
 
     @parametrize("name", RECORDING_CALLS)
     def test_failure_while_recording(self, name):
-        with mock.patch.object(driver(), "_native", None):
+        with mock.patch.object(driver(), "native", None):
             self.survives(Driver, name)
 
     def test_failure_of_the_native_search(self):
-        if driver()._native is None:
+        if driver().native is None:
             raise unittest.SkipTest("the native part was not built")
         self.survives(Driver, "search")
 

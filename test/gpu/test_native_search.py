@@ -30,7 +30,7 @@ PROGRAMS = [
 class TestNativeSearch(IndirectionTestCase):
     def setUp(self):
         super().setUp()
-        if driver()._native is None:
+        if driver().native is None:
             raise unittest.SkipTest("the native part was not built")
 
     @parametrize("program", PROGRAMS, name_fn=by_name)
@@ -38,7 +38,7 @@ class TestNativeSearch(IndirectionTestCase):
         searched = []
 
         def scan(api, graph, ghosts):
-            found, expected = sites.scan(api, graph, ghosts), sites.scan(Driver(api._api), graph, ghosts)
+            found, expected = sites.scan(api, graph, ghosts), sites.scan(Driver(api.api), graph, ghosts)
             self.assertEqual([node.handle for node in found.nodes], [node.handle for node in expected.nodes])
             self.assertEqual((found.sites, found.refused), (expected.sites, expected.refused))
             self.assertEqual((found.opaque, found.kinds), (expected.opaque, expected.kinds))

@@ -75,7 +75,7 @@ RECORDING: tuple[tuple[Any, str, str], ...] = (
     (inputs.LiveInputs, "set_up", "ours: set-up of the graph"),
     (inputs, "scan", "ours: scan"),
     (Driver, "kernel_node", "ours: kernel nodes"),
-    (Driver, "_layout", "ours: layouts of kernels"),
+    (Driver, "layout", "ours: layouts of kernels"),
     (sites._Reader, "search_kernels", "ours: search of the parameters"),
     (inputs, "Patches", "ours: patches made"),
     (patching.Patches, "apply", "ours: patches applied"),
