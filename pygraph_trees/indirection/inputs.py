@@ -58,6 +58,7 @@ class Item:
 
     index: int  # among the function's inputs
     lead: int  # bytes from the start of the ghost to the first element
+    nbytes: int  # of the ghost
     stand_in: torch.Tensor
     recorded: int  # address of the stand-in's first element
     mutated: bool
@@ -191,6 +192,13 @@ class LiveInputs:
     def stand_in_for(self, storage: int) -> Item | None:
         """The input whose stand-in lies in the storage at an address."""
         return next((i for i in self.items if i.stand_in.untyped_storage().data_ptr() == storage), None)
+
+    def reaches(self, address: int) -> bool:
+        """Whether an address lies in what stood for an input at the latest call, copies apart."""
+        return any(
+            0 <= address - (seen - item.lead) < item.nbytes
+            for item, seen in zip(self._patched, self._seen, strict=False)  # none are seen where that call failed
+        )
 
     def set_up(self, graph: Any) -> None:
         """Reads a captured graph, decides, instantiates it, and gives it the addresses it was recorded for."""
@@ -436,12 +444,13 @@ _NOTHING = Scan(nodes=(), sites=(), refused={}, opaque=None, kinds=Counter())
 
 
 def _item(index: int, tensor: torch.Tensor, span: Span, start: int, device: int, mutated: bool, managed: bool) -> Item:
-    return Item(index, span.lead, stand_in(start, span, tensor, device), start + span.lead, mutated, managed)
+    stood_for = stand_in(start, span, tensor, device)
+    return Item(index, span.lead, span.nbytes, stood_for, start + span.lead, mutated, managed)
 
 
 def _held_item(index: int, tensor: torch.Tensor) -> Item:
     copy = copy_at(tensor, tensor.data_ptr() % 512)
-    return Item(index, 0, copy, copy.data_ptr(), mutated=True, managed=False)
+    return Item(index, 0, copy.nbytes, copy, copy.data_ptr(), mutated=True, managed=False)
 
 
 def _retire(device: int, ghosts: Ghosts) -> None:

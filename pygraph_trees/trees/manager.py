@@ -26,7 +26,10 @@ from .rerecord import moved, why_recorded
 from .verification import Verification
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from pygraph_trees.coverage.log import FunctionLog
+    from pygraph_trees.indirection.inputs import LiveInputs
     from pygraph_trees.indirection.pool import PoolRanges
 
 Upstream: type = cudagraph_trees.CUDAGraphTreeManager
@@ -163,6 +166,7 @@ class Manager(Upstream):
             function.not_graphed("mutates an input that lies in the graph pool and is no output of this step")
             return self.ids_to_funcs[function_id].model(new_inputs)
         reason = why_recorded(self, new_inputs, function_id, function)
+        self._demote_saved_inputs(new_inputs, function_id)
         self._demote_moved_inputs(new_inputs, function_id)
         verification = self._verification(new_inputs, function_id)
         before = self._pool.nbytes()
@@ -191,6 +195,33 @@ class Manager(Upstream):
         kept = [i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and not is_managed(t)]
         return Verification(inputs, kept)
 
+    def _demote_saved_inputs(self, inputs: list[Any], function_id: Any) -> None:
+        """What a backward is given of its forward's live inputs is live as well, where upstream takes it for static.
+
+        Upstream's forward saves its own copy, which stays where it is.
+        """
+        if self.id_to_mode[function_id] is not _BACKWARD:
+            return
+        on_path: list[LiveInputs] = []
+        node = self.current_node
+        while isinstance(node, cudagraph_trees.CUDAGraphNode):
+            live = getattr(node, "live", None)
+            if live is not None:
+                on_path.append(live)
+            node = node.parent
+        is_managed = self._get_cuda_graph_recorded_tensor_checker()
+        self._demote(
+            function_id,
+            inputs,
+            (
+                index
+                for index in self.ids_to_funcs[function_id].static_input_idxs
+                if isinstance(inputs[index], torch.Tensor)
+                and any(live.reaches(inputs[index].data_ptr()) for live in on_path)
+                and not is_managed(inputs[index])
+            ),
+        )
+
     def _demote_moved_inputs(self, inputs: list[Any], function_id: Any) -> None:
         """Static and managed inputs that are found elsewhere than in the newest recording here are live from now on.
 
@@ -199,20 +230,20 @@ class Manager(Upstream):
         """
         wrapped = self.ids_to_funcs[function_id]
         siblings = (self.roots if self.current_node is None else self.current_node.children).get(function_id, [])
-        if not siblings or not self._uses_addresses(wrapped.model) or getattr(wrapped, "kernel_free_cudagraph", False):
+        if not siblings or not self._may_demote(wrapped):
             return
         recorded = siblings[-1]
-        elsewhere = {
-            index
-            for index in recorded.static_input_idxs
-            if index in wrapped.static_input_idxs
-            and isinstance(inputs[index], torch.Tensor)
-            and inputs[index].data_ptr() != recorded.static_input_data_ptrs[index]
-            and (index not in wrapped.mutated_input_idxs or self._is_written_in_place(wrapped.model, inputs[index]))
-        }
-        if elsewhere:
-            kept = [index for index in wrapped.static_input_idxs if index not in elsewhere]
-            self.ids_to_funcs[function_id] = dataclasses.replace(wrapped, static_input_idxs=kept)
+        self._demote(
+            function_id,
+            inputs,
+            (
+                index
+                for index in recorded.static_input_idxs
+                if index in wrapped.static_input_idxs
+                and isinstance(inputs[index], torch.Tensor)
+                and inputs[index].data_ptr() != recorded.static_input_data_ptrs[index]
+            ),
+        )
         if not hasattr(recorded, "mismatched_cudagraph_managed_idxs"):  # 2.15 has a way of its own
             wrapped.model.moving |= {
                 index
@@ -221,6 +252,23 @@ class Manager(Upstream):
                 and not recorded.preserved_aliased_inputs[index]
                 and moved(recorded, inputs, index)
             }
+
+    def _demote(self, function_id: Any, inputs: list[Any], indices: Iterable[int]) -> None:
+        """Takes inputs from the static ones, but those that are written to and could not be written in place."""
+        wrapped = self.ids_to_funcs[function_id]
+        if not self._may_demote(wrapped):
+            return
+        live = {
+            index
+            for index in indices
+            if index not in wrapped.mutated_input_idxs or self._is_written_in_place(wrapped.model, inputs[index])
+        }
+        if live:
+            kept = [index for index in wrapped.static_input_idxs if index not in live]
+            self.ids_to_funcs[function_id] = dataclasses.replace(wrapped, static_input_idxs=kept)
+
+    def _may_demote(self, wrapped: Any) -> bool:
+        return self._uses_addresses(wrapped.model) and not getattr(wrapped, "kernel_free_cudagraph", False)
 
     def _would_lose_writes(self, inputs: list[Any], function_id: Any) -> bool:
         """Whether an input that is written to, and neither static nor managed, cannot be recorded at a ghost address.

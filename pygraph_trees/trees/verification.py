@@ -103,6 +103,8 @@ class Verification:
             at_fault = ", ".join(_described(recording, i) for i in alone) or "no single input"
             raise VerificationFailed(function=name, what=wrong[0], detail=wrong[1], inputs=at_fault)
         finally:
+            live.prepare([self._given.get(i, value) for i, value in enumerate(self._before)])  # as it was
+            live.drop()
             live.extra_copies = copied_so_far
             for place, content in zip(touched, left, strict=True):
                 place.memory().copy_(content)

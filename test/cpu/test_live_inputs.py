@@ -234,6 +234,18 @@ class TestAddresses(LiveInputsTestCase):
         self.call(live, graph, a, at(0))
         self.assertEqual(self.api.calls, [KERNEL])
 
+    def test_what_lies_in_the_inputs_of_the_latest_call(self):
+        first, later, other = at(0)[:8], at(0), at(0)
+        live, graph = self.record(self.one_kernel(), first, other)
+        # The whole storage counts: what is saved of an input can be another view of it.
+        begin, nbytes = first.untyped_storage().data_ptr(), first.untyped_storage().nbytes()
+        inside = begin, first.data_ptr(), begin + nbytes - 1, other.data_ptr()
+        self.assertEqual([live.reaches(address) for address in inside], [True] * 4)
+        self.assertEqual([live.reaches(address) for address in (0, begin - 1, begin + nbytes)], [False] * 3)
+        live.finish()
+        self.call(live, graph, later, other)
+        self.assertEqual([live.reaches(t.data_ptr()) for t in (first, later, other)], [False, True, True])
+
     def test_copies_and_fills_are_set_at_each_replay(self):
         def nodes(addresses):
             return [

@@ -498,6 +498,38 @@ class TestSteadyReplay(TestCase):
         wrapped.static_input_idxs = [0]
         self.assertFalse(self.manager._would_lose_writes([in_pool], self.FUNCTION))
 
+    def test_what_a_forward_was_given_is_live_in_its_backward(self):
+        saved, weight, managed, tangent = (torch.ones(4) for _ in range(4))
+        reached = {saved.data_ptr(), managed.data_ptr(), tangent.data_ptr()}
+        forward = self.node(_live=SimpleNamespace(reaches=lambda address: address in reached), _parent=lambda: None)
+        later = self.node(_live=None, _parent=lambda: forward)
+
+        @dataclasses.dataclass(frozen=True)
+        class Wrapped:
+            static_input_idxs: list
+            mutated_input_idxs: tuple = ()
+            model: object = None
+
+        inputs = [saved, weight, managed, 7, tangent]
+        modes = cudagraph_trees.CompilationMode
+        self.manager._uses_addresses = lambda model: uses
+        self.manager._get_cuda_graph_recorded_tensor_checker = lambda: lambda t: t is managed
+        self.manager._is_written_in_place = lambda model, t: False
+        for mode, node, uses, mutated, static in (
+            (modes.BACKWARD, later, True, (), [1, 2, 3]),
+            (modes.BACKWARD, forward, True, (1,), [1, 2, 3]),
+            (modes.BACKWARD, forward, True, (0,), [0, 1, 2, 3]),
+            (modes.BACKWARD, None, True, (), [0, 1, 2, 3]),
+            (modes.BACKWARD, forward, False, (), [0, 1, 2, 3]),
+            (modes.FORWARD, forward, True, (), [0, 1, 2, 3]),
+        ):
+            with self.subTest(mode=mode, node=node, uses=uses, mutated=mutated):
+                self.manager.ids_to_funcs = {self.FUNCTION: Wrapped([0, 1, 2, 3], mutated)}
+                self.manager.id_to_mode = {self.FUNCTION: mode}
+                self.manager.current_node = node
+                self.manager._demote_saved_inputs(inputs, self.FUNCTION)
+                self.assertEqual(self.manager.ids_to_funcs[self.FUNCTION].static_input_idxs, static)
+
     def test_shutdown_lets_go(self):
         with mock.patch.object(Upstream, "shutdown", lambda manager: None):
             self.manager.shutdown()

@@ -8,11 +8,9 @@ import copy
 import threading
 
 import torch
-import torch._inductor.config
 import torch.nn.functional as F
 from indirection import (
     REGIMES,
-    VERIFY,
     Facts,
     IndirectionTestCase,
     Program,
@@ -122,7 +120,6 @@ class TestIndirectionAddresses(IndirectionTestCase):
         self.assertLessEqual(facts.recordings, 2, str(facts))
         self.assertEqual((facts.ungraphed_calls, facts.skips), (0, 0))
 
-    @torch._inductor.config.patch(VERIFY, "off")  # it leaves other addresses behind
     def test_nothing_is_set_where_nothing_moved(self):
         from pygraph_trees import graph_nodes
 
