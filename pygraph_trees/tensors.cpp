@@ -190,6 +190,9 @@ PyObject *call(PyObject *, PyObject *const *arguments, Py_ssize_t given) {
     }
     try {
         return function(arguments);
+    } catch (const c10::Error &error) { // as torch's own methods put it
+        PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
+        return nullptr;
     } catch (const std::exception &error) {
         PyErr_SetString(PyExc_RuntimeError, error.what());
         return nullptr;

@@ -57,6 +57,10 @@ _UPSTREAM_INIT: Any = cudagraph_trees.CUDAGraphNode.__init__
 _RUN_CHECKS_WHAT_DIED = "expected_dead_indices_after_graph" in cudagraph_trees.CUDAGraphNode.run.__code__.co_names
 _MISMATCH = cudagraph_trees.CheckInvariantStatus.StaticInputIdxMismatch
 _FITS = cudagraph_trees.CheckInvariantStatus.SUCCESS, lambda: "CheckInvariantStatus.SUCCESS"
+_ALIVE_BEFORE = (
+    cudagraph_trees.CheckInvariantStatus.ExpectedDeadIndicesBeforeGraphMismatch,
+    lambda: "CheckInvariantStatus.ExpectedDeadIndicesBeforeGraphMismatch",
+)
 
 
 class HeldForTooLong(PygraphError, RuntimeError):
@@ -79,7 +83,6 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     _live: LiveInputs | None = None
     copies = False  # whether a replay copies an input
     _kept: list[Any] = []  # the inputs, where a recording at ghost addresses that fails is tried again  # noqa: RUF012
-    _passed_over = False  # by the call before
     graph: Any
     recording_outputs: Any
 
@@ -295,11 +298,14 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     # -- replaying
 
     def check_invariants(self, inputs: list[Any]) -> Any:
+        self.unfit = None
+        # Giving a graph addresses is work, so all else is asked before.
+        if self.rerecord_if_static_inputs_change and not self._lies_where_it_did(inputs):
+            return super().check_invariants(inputs)  # says which moved
+        if self._are_dead_before is not None and not self._are_dead_before():
+            return _ALIVE_BEFORE
         live = self._live
         if live is not None:
-            # One that is passed over again and again is not prepared each time.
-            if self._passed_over and self._static_inputs_moved(inputs):
-                return super().check_invariants(inputs)
             why = self._why_not_alive(live, inputs) if self._has_moving else None
             if why is None:
                 why = live.prepare(inputs, self._stays)
@@ -307,12 +313,10 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 self.unfit = why
                 self.wrapped_function.model.refused.update(live.refused)
                 return _MISMATCH, lambda: why
-        if self._only_static and not self._static_inputs_moved(inputs):
-            self._passed_over = False
+        if self._only_static and self.rerecord_if_static_inputs_change:
             return _FITS
         status, logger = super().check_invariants(inputs)
-        self._passed_over = status != cudagraph_trees.CheckInvariantStatus.SUCCESS
-        if self._passed_over and live is not None:
+        if status != cudagraph_trees.CheckInvariantStatus.SUCCESS and live is not None:
             live.drop()
         return status, logger
 
@@ -324,10 +328,6 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 if found is not None and found in self.expected_dead_indices_after_graph:
                     return "an input was an output that is expected to be gone"
         return None
-
-    def _static_inputs_moved(self, inputs: list[Any]) -> bool:
-        """Whether upstream passes this recording over because of an address, static or managed."""
-        return self.rerecord_if_static_inputs_change and not self._lies_where_it_did(inputs)
 
     def takes(self, inputs: list[Any]) -> bool:
         """Whether a steady recording can be replayed with these inputs; its graph holds their addresses then.

@@ -96,6 +96,16 @@ class TensorsTestCase(TestCase):
         expected = all(reference.dead for reference in references)
         self.assertIs(tensors.are_dead(places)(), expected)
 
+    def test_what_has_no_address(self):
+        """Raises what torch says of it, such as that an output was overwritten."""
+        sparse = torch.eye(3).to_sparse()
+        with self.assertRaises(RuntimeError) as theirs:
+            sparse.data_ptr()
+        for question in (tensors.addresses_of([0]), tensors.same_addresses([0], [7])):
+            with self.assertRaises(RuntimeError) as ours:
+                question([sparse])
+            self.assertEqual(str(ours.exception), str(theirs.exception))
+
     def test_outputs(self):
         others = [NotImplemented, NotImplemented, 3, None]
         cached = [torch.zeros(1), torch.zeros(2), None, None]
