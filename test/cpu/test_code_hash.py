@@ -76,12 +76,14 @@ class TestEvidence(TestCase):
     def test_what_took_longest_runs_first(self):
         module = suite()
         files = [Path(name) for name in ("a.py", "b.py", "c.py", "new.py")]
-        with tempfile.TemporaryDirectory() as folder:
-            with mock.patch.object(module, "EVIDENCE", Path(folder) / "evidence.json"):
-                self.assertEqual(module.longest_first(files), files)
-                module.EVIDENCE.write_text(json.dumps({"seconds": {"a.py": 3, "b.py": 70, "c.py": 9}}))
-                ordered = [file.name for file in module.longest_first(files)]
-                self.assertEqual(ordered, ["new.py", "b.py", "c.py", "a.py"])
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.object(module, "EVIDENCE", Path(folder) / "evidence.json"),
+        ):
+            self.assertEqual(module.longest_first(files), files)
+            module.EVIDENCE.write_text(json.dumps({"seconds": {"a.py": 3, "b.py": 70, "c.py": 9}}))
+            ordered = [file.name for file in module.longest_first(files)]
+        self.assertEqual(ordered, ["new.py", "b.py", "c.py", "a.py"])
 
     def test_check(self):
         module = suite()
