@@ -19,6 +19,7 @@ from torch._inductor import cudagraph_trees
 from pygraph_trees.indirection.availability import usable_driver
 from pygraph_trees.indirection.routes import why_not_ghost
 
+from .candidates import Candidates
 from .function import FunctionModel
 from .pools import ranges_of
 from .recording import Recording
@@ -63,7 +64,7 @@ class Manager(Upstream):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # 2.15 has more than the device
-        self._steady: dict[Any, Recording] = {}  # by function: what it replayed the last time, where that is steady
+        self._steady: dict[Any, Candidates] = {}  # by function: what it replayed at the begin of a step
 
     def add_function(self, model: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         of_integers = any(isinstance(value, int) for value in inputs)  # its first call consumes them
@@ -93,38 +94,37 @@ class Manager(Upstream):
         return bool(counts and counts.get(function_id) and super().exceed_rerecord_limit(node_id, function_id))
 
     def replay_steadily(self, inputs: list[Any], function_id: Any) -> Any:
-        """What a function returns where it replays what it replayed the last time here; None in all other cases.
+        """What a function returns where it replays what it replayed before at this place; None in all other cases.
 
-        Here is behind the recording that was replayed before it, or at the begin of a step. It does what :meth:`run`
-        comes to then, and leaves out the rest: which recording fits, what upstream reads from its configuration, and
-        the wrapper that looks at each input's alignment, which ``takes`` does for new addresses.
+        The place is behind the recording that was replayed before it, or the begin of a step. It does what :meth:`run`
+        comes to then, and leaves out the rest: what upstream reads from its configuration, and the wrapper that looks
+        at each input's alignment, which ``takes`` does for new addresses.
         """
         if self.graph is None:
             return None
         node = self.current_node
-        if node is None:
-            recording = self._steady.get(function_id)
-        elif self.path_state is not _EXECUTION:
-            return None
-        else:
-            recording = node.following.get(function_id) if type(node) is Recording else None
-            if recording is None:
-                if node.children.get(function_id):
-                    return None
-                recording = self._steady.get(function_id)
-            elif self._clones_outputs and self.in_new_torch_compile_invocation():
+        following = None
+        if node is not None:
+            if self.path_state is not _EXECUTION:
+                return None
+            following = node.following.get(function_id) if type(node) is Recording else None
+            if following is None and node.children.get(function_id):
+                return None
+            if following is not None and self._clones_outputs and self.in_new_torch_compile_invocation():
                 return None  # a new step never goes on where the last one ended then
-        if recording is None:
+        candidates = self._steady.get(function_id) if following is None else following
+        if candidates is None:
             return None
-        if recording.wrapped_function.mutated_input_idxs:
+        if self.ids_to_funcs[function_id].mutated_input_idxs:
             graphed_here = self._skip_table()[None if node is None else node.id].get(function_id) is False
             if not graphed_here:
                 return None
-        if node is not None and recording.is_root:
+        if node is not None and following is None:
             self.try_end_curr_execution()
             if self.current_node is not None:
                 return None
-        if not recording.takes(inputs):
+        recording = candidates.find(inputs)
+        if recording is None:
             return None
         self.mode = mode = self.id_to_mode[function_id]
         self.compile_id = self.id_to_compile_id[function_id]
@@ -152,19 +152,17 @@ class Manager(Upstream):
         # Upstream replays the first one that fits; a later one may fit as well and copy what the first one does not.
         if node.copies and node is not first:
             return outputs
-        if node.is_root:
-            self._steady[function_id] = node
-        elif type(before) is Recording:
-            before.following[function_id] = node
-        else:
+        if not node.is_root and type(before) is not Recording:
             return outputs
+        place = self._steady if node.is_root else before.following
+        if function_id in place:
+            place[function_id].took(node)
+        else:
+            place[function_id] = Candidates(node)
         node.wrapped_function.model.is_steady_in(self, function_id)
         return outputs
 
     def _run(self, new_inputs: list[Any], function_id: Any) -> Any:
-        self._steady.pop(function_id, None)
-        if type(self.current_node) is Recording:
-            self.current_node.following.pop(function_id, None)
         # At the begin of a step upstream looks for a child of the last step's recording, finds none, ends the path and
         # starts over. Where there is none to be found the path is ended at once.
         node = self.current_node

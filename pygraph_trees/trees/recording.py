@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
     from pygraph_trees.driver import Driver
 
+    from .candidates import Candidates
+
 Upstream: type = cudagraph_trees.CUDAGraphNode
 _UPSTREAM_INIT: Any = cudagraph_trees.CUDAGraphNode.__init__
 
@@ -124,7 +126,9 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     def _prepare_questions(self) -> None:
         """What is asked of the inputs of each call, and what its outputs are made of."""
         checked: Any = getattr(self, "tensor_static_input_idxs", self.static_input_idxs)  # since 2.12
-        self._lies_where_it_did = same_addresses(checked, [self.static_input_data_ptrs[index] for index in checked])
+        self.checked_indices: tuple[int, ...] = tuple(checked)
+        self.checked_addresses = tuple(self.static_input_data_ptrs[index] for index in self.checked_indices)
+        self._lies_where_it_did = same_addresses(self.checked_indices, self.checked_addresses)
         self._managed_to_drop = [i for i in self.cudagraph_managed_idxs if not self.preserved_aliased_inputs[i]]
         self._are_dead_before = self._question_of_death(self.expected_dead_indices_before_graph)
         self._are_dead_after = self._question_of_death(self.expected_dead_indices_after_graph)
@@ -136,7 +140,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             for made_of, static in zip(self.outputs_metadata, self.static_output_tensors, strict=True)
         ]
         self._outputs_once_more = once_more(self.cached_tensor_outputs, constants)
-        self.following: dict[Any, Recording] = {}  # by function: what was replayed behind this, the latest time
+        self.following: dict[Any, Candidates] = {}  # by function: what was replayed behind this
         self.is_root = self.parent is None
 
     def _question_of_death(self, indices: list[tuple[int, int]]) -> Callable[[], bool] | None:
