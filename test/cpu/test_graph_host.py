@@ -1,0 +1,55 @@
+"""tools/bench/graph_host.py: what the two clocks say of a call, and the table that is made of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+import torch
+from bench import graph_host
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.comparison.program import Program
+
+
+class TestGraphHost(TestCase):
+    def test_parts_make_up_the_whole(self):
+        program = Program(lambda x: x * 2 + 1, (torch.ones(4),), name="SMALL")
+        before = graph_host.CompiledFxGraph.__call__
+        found = graph_host.measure("SMALL", program, 2, 3)
+        self.assertIs(graph_host.CompiledFxGraph.__call__, before)
+        self.assertEqual(
+            [(r["way"], r["regime"]) for r in found],
+            [("upstream", "same"), ("upstream", "fresh"), ("ours", "same"), ("ours", "fresh")],
+        )
+        for record in found:
+            self.assertEqual(record["launch"], 0.0)  # there is no GPU to launch anything on
+            self.assertTrue(0 < record["trees"] < record["host"] <= record["latency"], record)
+            self.assertAlmostEqual(record["outside"], record["host"] - record["trees"])
+
+    def test_medians(self):
+        times = [graph_host.Times(n * 10.0, n * 2.0, n * 1.0, n * 20.0) for n in (1, 5, 2)]
+        self.assertEqual(graph_host.middle(times), graph_host.Times(20.0, 4.0, 2.0, 40.0))
+        self.assertEqual(times[0].outside, 7.0)
+
+    def test_table(self):
+        common = {"workload": "MLP", "regime": "same", "launch": 5.0}
+        records = [
+            {**common, "way": "upstream", "host": 80.0, "trees": 40.0, "outside": 35.0, "latency": 100.0},
+            {**common, "way": "ours", "host": 48.0, "trees": 8.0, "outside": 35.0, "latency": 60.0},
+        ]
+        self.assertEqual(
+            graph_host.table(records).splitlines(),
+            [
+                "workload   way       inputs     host    trees   launch  outside   latency",
+                "MLP        upstream  same       80.0     40.0      5.0     35.0     100.0  1.00",
+                "MLP        ours      same       48.0      8.0      5.0     35.0      60.0  0.60",
+            ],
+        )
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,151 @@
+"""Host time of the part of a call that replays graphs, its launches apart, for upstream and for ours.
+
+usage: python tools/bench/graph_host.py [NAMES ...] [--rounds N] [--calls N] [--out FILE]
+
+Two clocks alone: around each compiled graph, which is where Inductor hands over to the trees, and around each launch of
+a CUDA graph. What lies between the two is *trees*; what lies around both is Dynamo's and AOTAutograd's: *outside*. Both
+ways take turns in rounds. Each figure is a median over calls, then over rounds, in µs, with what a clock costs taken
+off; latency is with a wait for the GPU. NAMES are workloads or the programs of ``sections.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
+
+import torch
+from torch._inductor.output_code import CompiledFxGraph
+
+from bench.figures import has_gpu, write_figures
+from bench.sections import PROGRAMS, Clocks
+from pygraph_trees.comparison.program import Program
+from pygraph_trees.comparison.rings import Ring
+from pygraph_trees.comparison.timing import collector_off, median, synchroniser
+from pygraph_trees.comparison.ways import Way, make_ways
+from pygraph_trees.target import resolve
+
+_GRAPH, _LAUNCH = "compiled graph", "launch"
+WATCHED: tuple[tuple[Any, str, str], ...] = (
+    (CompiledFxGraph, "__call__", _GRAPH),
+    (torch.cuda.CUDAGraph, "replay", _LAUNCH),
+)
+_SETTLE = 10  # un-timed calls at the start of each block
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Of one call, or the medians of many; µs."""
+
+    host: float  # until the call returns
+    trees: float  # in compiled graphs, without launches
+    launch: float
+    latency: float  # until the GPU is done
+
+    @property
+    def outside(self) -> float:
+        return self.host - self.trees - self.launch
+
+
+def measure(name: str, program: Program, rounds: int, calls: int) -> list[dict[str, Any]]:
+    """A record for each way and regime, "same" and "fresh"."""
+    clocks, ring, wait = Clocks(), Ring(program, 8), synchroniser(program.device)
+    samples: dict[tuple[str, str], list[Times]] = {}
+    ways = make_ways(program, ["upstream", "ours"])
+    with torch._dynamo.config.patch(recompile_limit=64), clocks.watching(WATCHED):
+        cost = clocks.cost_ns() / 1e3
+        for way in ways:
+            with way.active():
+                for own in ring.sets * 2:
+                    program.step(way.callable, own.args, own.kwargs)
+        for number in range(rounds):
+            for way in ways[:: -1 if number % 2 else 1]:
+                for regime, feed in (("same", ring.same()), ("fresh", ring.fresh())):
+                    with way.active(), collector_off():
+                        found = _block(program, way, feed, wait, calls, clocks, cost)
+                    samples.setdefault((way.name, regime), []).append(found)
+    return [
+        {"workload": name, "way": way, "regime": regime, **asdict(times := middle(found)), "outside": times.outside}
+        for (way, regime), found in samples.items()
+    ]
+
+
+def _block(
+    program: Program,
+    way: Way,
+    feed: Iterator[Any],
+    wait: Callable[[], None],
+    calls: int,
+    clocks: Clocks,
+    cost: float,
+) -> Times:
+    found = []
+    for number in range(_SETTLE + calls):
+        own = next(feed)
+        wait()
+        with clocks.noting() as sections:
+            begin = time.perf_counter_ns()
+            outputs = program.step(way.callable, own.args, own.kwargs)
+            returned = time.perf_counter_ns()
+        wait()
+        done = time.perf_counter_ns()
+        del outputs
+        if number >= _SETTLE:
+            graphs, launches = (sections.get(label) for label in (_GRAPH, _LAUNCH))
+            clocked = sum(s.calls for s in (graphs, launches) if s is not None) * cost
+            launch = 0.0 if launches is None else launches.ns / 1e3
+            # A clock's cost falls outside of its own section, and so into the section around it.
+            inner = 0.0 if launches is None else launches.calls * cost
+            trees = 0.0 if graphs is None else graphs.ns / 1e3 - launch - inner
+            found.append(Times((returned - begin) / 1e3 - clocked, trees, launch, (done - begin) / 1e3 - clocked))
+    return middle(found)
+
+
+def middle(found: list[Times]) -> Times:
+    """The median of each figure."""
+    return Times(*(median([getattr(t, name) for t in found]) for name in ("host", "trees", "launch", "latency")))
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """A line for each record, and the ratio of the host's times."""
+    lines = [
+        f"{'workload':10} {'way':9} {'inputs':6} {'host':>8} {'trees':>8} {'launch':>8} {'outside':>8} {'latency':>9}"
+    ]
+    theirs = {(r["workload"], r["regime"]): r for r in records if r["way"] == "upstream"}
+    for r in records:
+        ratio = r["host"] / theirs[r["workload"], r["regime"]]["host"]
+        lines.append(
+            f"{r['workload']:10} {r['way']:9} {r['regime']:6} {r['host']:8.1f} {r['trees']:8.1f} {r['launch']:8.1f} "
+            f"{r['outside']:8.1f} {r['latency']:9.1f}  {ratio:.2f}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=["MLP", "BERT-I", "DLRM"], metavar="NAMES")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--calls", type=int, default=100, help="in a block")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if not has_gpu():
+        return 2
+    found: list[dict[str, Any]] = []
+    for name in options.names:
+        device = torch.device("cuda")
+        program = PROGRAMS[name](device) if name in PROGRAMS else resolve(name, device)
+        records = measure(name, program, options.rounds, options.calls)
+        print(table(records), flush=True)
+        found += records
+    write_figures(options.out, found, rounds=options.rounds, calls=options.calls)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
