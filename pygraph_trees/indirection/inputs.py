@@ -250,6 +250,7 @@ class LiveInputs:
         point_copies()
         graph.instantiate()
         self._patches = Patches(
+            self._driver,
             found.nodes,
             found.sites,
             patched,
