@@ -19,6 +19,7 @@ from torch._inductor import cudagraph_trees
 from pygraph_trees.indirection.availability import usable_driver
 from pygraph_trees.indirection.routes import why_not_ghost
 
+from .candidates import Candidates
 from .function import FunctionModel
 from .pools import ranges_of
 from .recording import Recording
@@ -63,7 +64,7 @@ class Manager(Upstream):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # 2.15 has more than the device
-        self._steady: dict[Any, Recording] = {}  # by function: what it replayed the last time, where that is steady
+        self._steady: dict[Any, Candidates] = {}  # by function: what it replayed at the begin of a step
 
     def add_function(self, model: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         of_integers = any(isinstance(value, int) for value in inputs)  # its first call consumes them
@@ -71,6 +72,11 @@ class Manager(Upstream):
         if isinstance(model, FunctionModel):
             model.add(of_integers=of_integers)  # not before: where the first call fails there will be another
         return added
+
+    @property
+    def _clones_outputs(self) -> bool:
+        """Whether upstream, since 2.14, clones outputs that are alive at a new step."""
+        return getattr(self, "has_live_user_visible_output_cloning", False)
 
     def _log_of(self, function_id: Any) -> FunctionLog | None:
         model = self.ids_to_funcs[function_id].model
@@ -88,29 +94,37 @@ class Manager(Upstream):
         return bool(counts and counts.get(function_id) and super().exceed_rerecord_limit(node_id, function_id))
 
     def replay_steadily(self, inputs: list[Any], function_id: Any) -> Any:
-        """What a function returns where it begins a step and replays what it replayed last; None in all other cases.
+        """What a function returns where it replays what it replayed before at this place; None in all other cases.
 
-        It does what :meth:`run` comes to then, and leaves out the rest: which recording fits, what upstream reads from
-        its configuration, and the wrapper that looks at each input's alignment, which ``takes`` does for new addresses.
+        The place is behind the recording that was replayed before it, or the begin of a step. It does what :meth:`run`
+        comes to then, and leaves out the rest: what upstream reads from its configuration, and the wrapper that looks
+        at each input's alignment, which ``takes`` does for new addresses.
         """
-        # 10 us with 60 parameters and 28 inputs that did not move, the launch apart, 7 of them to read addresses; the
-        # general way took 18 there (Python 3.12 on a machine without a GPU, upstream's trees on a fake driver).
-        recording = self._steady.get(function_id)
-        if recording is None or self.graph is None:
+        if self.graph is None:
             return None
         node = self.current_node
+        following = None
         if node is not None:
-            if self.path_state is not _EXECUTION or node.children.get(function_id):
+            if self.path_state is not _EXECUTION:
                 return None
-            if (
-                recording.wrapped_function.mutated_input_idxs
-                and self._skip_table()[node.id].get(function_id) is not False
-            ):
+            following = node.following.get(function_id) if type(node) is Recording else None
+            if following is None and node.children.get(function_id):
                 return None
+            if following is not None and self._clones_outputs and self.in_new_torch_compile_invocation():
+                return None  # a new step never goes on where the last one ended then
+        candidates = self._steady.get(function_id) if following is None else following
+        if candidates is None:
+            return None
+        if self.ids_to_funcs[function_id].mutated_input_idxs:
+            graphed_here = self._skip_table()[None if node is None else node.id].get(function_id) is False
+            if not graphed_here:
+                return None
+        if node is not None and following is None:
             self.try_end_curr_execution()
             if self.current_node is not None:
                 return None
-        if not recording.takes(inputs):
+        recording = candidates.find(inputs)
+        if recording is None:
             return None
         self.mode = mode = self.id_to_mode[function_id]
         self.compile_id = self.id_to_compile_id[function_id]
@@ -129,16 +143,26 @@ class Manager(Upstream):
         super().shutdown()
 
     def execute_node(self, node: Any, new_inputs: list[Any]) -> Any:
+        before = self.current_node
         outputs = super().execute_node(node, new_inputs)
+        if not getattr(node, "steady", False):
+            return outputs
         function_id = node.wrapped_function.id
+        first = (self.roots if node.is_root else before.children)[function_id][0]
         # Upstream replays the first one that fits; a later one may fit as well and copy what the first one does not.
-        if getattr(node, "steady", False) and (not node.copies or node is self.roots[function_id][0]):
-            self._steady[function_id] = node
-            node.wrapped_function.model.is_steady_in(self, function_id)
+        if node.copies and node is not first:
+            return outputs
+        if not node.is_root and type(before) is not Recording:
+            return outputs
+        place = self._steady if node.is_root else before.following
+        if function_id in place:
+            place[function_id].took(node)
+        else:
+            place[function_id] = Candidates(node)
+        node.wrapped_function.model.is_steady_in(self, function_id)
         return outputs
 
     def _run(self, new_inputs: list[Any], function_id: Any) -> Any:
-        self._steady.pop(function_id, None)
         # At the begin of a step upstream looks for a child of the last step's recording, finds none, ends the path and
         # starts over. Where there is none to be found the path is ended at once.
         node = self.current_node

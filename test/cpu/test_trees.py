@@ -23,6 +23,8 @@ from pygraph_trees.coverage.log import GraphLog, journal
 from pygraph_trees.coverage.report import clear
 from pygraph_trees.selection import why_not_graphed
 from pygraph_trees.settings import Settings
+from pygraph_trees.trees import recording as recording_module
+from pygraph_trees.trees.candidates import Candidates
 from pygraph_trees.trees.function import FunctionModel
 from pygraph_trees.trees.isolation import Trees
 from pygraph_trees.trees.manager import Manager, Upstream
@@ -333,7 +335,8 @@ class TestSteadyReplay(TestCase):
             "running_forwards_with_pending_backwards": False,
             "id_to_mode": {self.FUNCTION: cudagraph_trees.CompilationMode.INFERENCE},
             "id_to_compile_id": {self.FUNCTION: "3/1"},
-            "_steady": {self.FUNCTION: self.recording},
+            "_steady": {self.FUNCTION: Candidates(self.recording)},
+            "ids_to_funcs": {self.FUNCTION: self.recording.wrapped_function},
             "has_live_user_visible_output_cloning": False,
         }
         vars(self.manager).update(state)
@@ -342,7 +345,8 @@ class TestSteadyReplay(TestCase):
 
     def node(self, **attributes):
         node = Recording.__new__(Recording)
-        own = {"children": {}, "id": object(), "all_outputs_are_dead": lambda: False, "path_live_weakrefs": lambda: ()}
+        own = {"children": {}, "following": {}, "is_root": True, "id": object(), "path_live_weakrefs": lambda: ()}
+        own |= {"all_outputs_are_dead": lambda: False, "checked_indices": (), "checked_addresses": ()}
         vars(node).update(own | attributes)
         return node
 
@@ -392,6 +396,32 @@ class TestSteadyReplay(TestCase):
         self.assertIsNone(self.call("x"))
         self.assertIs(self.manager.current_node, node)
 
+    def test_where_the_path_goes_on_as_it_did(self):
+        child = self.node(is_root=False, takes=lambda inputs: inputs != ["elsewhere"], replay=self.replay)
+        child.wrapped_function = SimpleNamespace(mutated_input_idxs=())
+        for new_step in (False, True):
+            with self.subTest(new_step=new_step):
+                self.replayed.clear()
+                node = self.node(children={self.FUNCTION: [child]}, following={self.FUNCTION: Candidates(child)})
+                self.behind(node, new_step=new_step)
+                self.assertIsNone(self.manager.replay_steadily(["elsewhere"], self.FUNCTION))
+                self.assertIs(self.manager.current_node, node)
+                inputs = ["x"]
+                self.assertEqual(self.manager.replay_steadily(inputs, self.FUNCTION), [1])
+                self.assertIs(self.manager.current_node, child)
+                self.assertEqual(self.manager.current_gen, self.manager.get_curr_generation())
+
+    def test_a_path_whose_outputs_are_cloned_ends_with_its_step(self):
+        self.manager.has_live_user_visible_output_cloning = True  # since torch 2.14
+        child = self.node(is_root=False, takes=lambda inputs: True, replay=self.replay)
+        child.wrapped_function = SimpleNamespace(mutated_input_idxs=())
+        for new_step, outputs in ((True, None), (False, [1])):
+            self.behind(
+                self.node(children={self.FUNCTION: [child]}, following={self.FUNCTION: Candidates(child)}),
+                new_step=new_step,
+            )
+            self.assertEqual(self.manager.replay_steadily(["x"], self.FUNCTION), outputs)
+
     def test_while_others_warm_up_or_record(self):
         for state in ("WARMUP", "RECORDING"):
             self.behind(self.node(), new_step=True)
@@ -433,12 +463,6 @@ class TestSteadyReplay(TestCase):
             self.behind(self.node(), new_step=True)
             self.assertIsNotNone(self.call("x"))
 
-    def test_any_other_way_ends_it(self):
-        with mock.patch.object(Upstream, "_run", lambda manager, inputs, function_id: ["upstream's way"]):
-            self.manager.roots = {}
-            self.assertEqual(self.manager._run(["x"], self.FUNCTION), ["upstream's way"])
-        self.assertIsNone(self.call("x"))
-
     def test_it_begins_with_a_replay_of_a_steady_recording(self):
         self.manager._steady.clear()
         model = FunctionModel.of(double, is_backward=False, is_inference=True)
@@ -454,13 +478,38 @@ class TestSteadyReplay(TestCase):
         ):
             with self.subTest(first=first, copies=copies, steady=steady):
                 self.manager._steady.clear()
+                self.manager.current_node = None
                 model.manager = lambda: None
                 node = self.node(steady=steady, copies=copies, wrapped_function=function, run=lambda inputs: [0])
                 self.manager.roots = {self.FUNCTION: [node] if first else [object(), node]}
                 self.assertEqual(self.manager.execute_node(node, ["x"]), [0])
                 expected = steady and (first or not copies)
-                self.assertEqual(self.manager._steady.get(self.FUNCTION), node if expected else None)
+                self.assertEqual(list(self.manager._steady), [self.FUNCTION] * expected)
                 self.assertEqual(model.manager() is self.manager, expected)
+
+    def test_it_goes_on_with_a_replay_behind_another_one(self):
+        model = FunctionModel.of(double, is_backward=False, is_inference=True)
+        model.settings = dataclasses.replace(model.settings, indirection="auto")
+        model.add(of_integers=False)
+        function = SimpleNamespace(id=self.FUNCTION, model=model)
+        child = self.node(
+            is_root=False, steady=True, copies=False, wrapped_function=function, run=lambda inputs: ["child"]
+        )
+        parent = self.node(children={self.FUNCTION: [child]})
+        self.behind(parent, new_step=False)
+        self.assertEqual(self.manager.execute_node(child, ["x"]), ["child"])
+        self.assertIs(model.manager(), self.manager)
+        vars(child)["takes"] = lambda inputs: True
+        self.assertIs(parent.following[self.FUNCTION].find(["x"]), child)
+        other = self.node(
+            is_root=False, steady=True, copies=False, wrapped_function=function, run=lambda inputs: ["other"]
+        )
+        parent.children[self.FUNCTION].append(other)
+        self.behind(parent, new_step=False)
+        self.assertEqual(self.manager.execute_node(other, ["x"]), ["other"])
+        vars(other)["takes"] = lambda inputs: inputs == ["x"]
+        self.assertIs(parent.following[self.FUNCTION].find(["x"]), other)
+        self.assertIs(parent.following[self.FUNCTION].find(["y"]), child)
 
     def test_what_upstream_makes_a_manager_of(self):
         given = []
@@ -534,6 +583,105 @@ class TestSteadyReplay(TestCase):
         with mock.patch.object(Upstream, "shutdown", lambda manager: None):
             self.manager.shutdown()
         self.assertEqual(self.manager._steady, {})
+
+
+class TestCandidates(TestCase):
+    """Which of many recordings takes a call."""
+
+    def setUp(self):
+        super().setUp()
+        self.asked = []
+
+    def recording(self, name, indices=(), tensors=(), dead=True):
+        def takes(inputs):
+            self.asked.append(name)
+            return all(inputs[i].data_ptr() == t.data_ptr() for i, t in zip(indices, tensors, strict=True)) and dead
+
+        addresses = tuple(t.data_ptr() for t in tensors)
+        return SimpleNamespace(name=name, checked_indices=tuple(indices), checked_addresses=addresses, takes=takes)
+
+    def find(self, candidates, *inputs):
+        self.asked.clear()
+        found = candidates.find(list(inputs))
+        return found and found.name, self.asked
+
+    def test_the_latest_one_is_asked_first(self):
+        x, y = torch.zeros(2), torch.zeros(3)
+        first, second = self.recording("first", [0], [x]), self.recording("second", [0], [y])
+        candidates = Candidates(first)
+        self.assertEqual(self.find(candidates, y), (None, ["first"]))
+        candidates.took(second)
+        candidates.took(second)
+        self.assertEqual(self.find(candidates, y), ("second", ["second"]))
+        self.assertEqual(self.find(candidates, x), ("first", ["second", "first"]))
+        self.assertEqual(self.find(candidates, x), ("first", ["first"]))
+        self.assertEqual(self.find(candidates, torch.zeros(4)), (None, ["first"]))
+
+    def test_of_many_only_those_are_asked_that_lie_right(self):
+        tensors = [torch.zeros(2) for _ in range(50)]
+        candidates = Candidates(self.recording(0, [1], [tensors[0]]))
+        for number, tensor in enumerate(tensors[1:], 1):
+            candidates.took(self.recording(number, [1], [tensor]))
+        for number in (7, 30, 0):
+            found, asked = self.find(candidates, None, tensors[number])
+            self.assertEqual((found, len(asked)), (number, 2))
+
+    def test_what_differs_in_what_is_dead_or_in_which_inputs_count(self):
+        x, y = torch.zeros(2), torch.zeros(3)
+        candidates = Candidates(self.recording("x, dead", [0], [x]))
+        candidates.took(self.recording("x, alive", [0], [x], dead=False))
+        candidates.took(self.recording("both", [0, 1], [x, y]))
+        self.assertEqual(self.find(candidates, x, y)[0], "both")
+        self.assertEqual(self.find(candidates, x, x)[0], "x, dead")
+        self.assertEqual(self.find(candidates, y, x)[0], None)
+
+
+class TestTakes(TestCase):
+    """What is asked of the inputs of a recording that may be replayed steadily."""
+
+    def recording(self, **attributes):
+        node = Recording.__new__(Recording)
+        own = {
+            "_lies_where_it_did": lambda inputs: inputs[0] != "elsewhere",
+            "_are_dead_before": None,
+            "_are_dead_after": None,
+            "_managed_to_drop": [],
+            "wrapped_function": SimpleNamespace(model=SimpleNamespace(log=SimpleNamespace(name="step 0/0"))),
+        }
+        vars(node).update(own | attributes)
+        return node
+
+    def test_addresses(self):
+        self.assertTrue(self.recording().takes(["there"]))
+        self.assertFalse(self.recording().takes(["elsewhere"]))
+        refuses = SimpleNamespace(prepare=lambda inputs: "less aligned", is_copied=False)
+        self.assertFalse(self.recording(_live=refuses).takes(["there"]))
+
+    def test_what_is_to_be_dead_before(self):
+        self.assertTrue(self.recording(_are_dead_before=lambda: True).takes(["there"]))
+        inputs = ["there", "managed"]
+        self.assertFalse(self.recording(_are_dead_before=lambda: False, _managed_to_drop=[1]).takes(inputs))
+        self.assertEqual(inputs, ["there", "managed"])
+
+    def test_what_dies_with_the_inputs(self):
+        inputs = ["there", "managed", "kept"]
+        recording = self.recording(_managed_to_drop=[1], _are_dead_after=lambda: inputs[1] is None)
+        self.assertTrue(recording.takes(inputs))
+        self.assertEqual(inputs, ["there", None, "kept"])
+        with self.assertRaisesRegex(RuntimeError, "step 0/0: an input that died .* is still held"):
+            self.recording(_are_dead_after=lambda: False).takes(["there"])
+
+    def test_copies_are_made_before_what_dies_is_asked(self):
+        """Since torch 2.15, where the replay asks itself."""
+        given_by_copy = SimpleNamespace(prepare=lambda inputs: None, is_copied=True)
+        recording = self.recording(_live=given_by_copy, _are_dead_after=lambda: False)
+        with mock.patch.object(recording_module, "_RUN_CHECKS_WHAT_DIED", True):
+            self.assertTrue(recording.takes(["there"]))
+        with (
+            mock.patch.object(recording_module, "_RUN_CHECKS_WHAT_DIED", False),
+            self.assertRaises(recording_module.HeldForTooLong),
+        ):
+            recording.takes(["there"])
 
 
 if __name__ == "__main__":
