@@ -17,7 +17,8 @@ def torch_folder() -> Path | None:
     """The installed torch, which an isolated build cannot import."""
     folders = [sysconfig.get_path("platlib"), *site.getsitepackages(), site.getusersitepackages()]
     found = (Path(folder) / "torch" for folder in folders)
-    return next((torch for torch in found if (torch / "include" / "torch" / "csrc").is_dir()), None)
+    needed = ("version.py", "include/torch/csrc/autograd/python_variable.h", "lib/libtorch_python.so")
+    return next((torch for torch in found if all((torch / name).is_file() for name in needed)), None)
 
 
 def tensors_extension(torch: Path) -> Extension:

@@ -167,7 +167,8 @@ class Driver:
             refusal = set_kernels(library, handle, packed)
             if refusal is not None:
                 position, code = refusal
-                raise SetRefused(call=KernelNode.set_call, code=self.api.CUresult(code).name, position=position)
+                name = next((known.name for known in self.api.CUresult if known == code), str(code))
+                raise SetRefused(call=KernelNode.set_call, code=name, position=position)
 
         return set_all
 

@@ -17,6 +17,7 @@
 
 #include <cstring>
 #include <exception>
+#include <vector>
 
 namespace {
 
@@ -107,17 +108,19 @@ PyObject *addresses(PyObject *const *arguments) {
     Items tensors;
     if (!indices.take(arguments[0]) || !tensors.take(arguments[1]))
         return nullptr;
-    PyObject *found = PyList_New(indices.count);
-    for (Py_ssize_t i = 0; found != nullptr && i < indices.count; i++) {
-        uint64_t address = 0;
-        PyObject *number =
-            address_at(tensors, indices[i], &address) ? PyLong_FromUnsignedLongLong(address) : nullptr;
+    std::vector<uint64_t> found(static_cast<size_t>(indices.count)); // reading them may throw
+    for (Py_ssize_t i = 0; i < indices.count; i++)
+        if (!address_at(tensors, indices[i], &found[static_cast<size_t>(i)]))
+            return nullptr;
+    PyObject *list = PyList_New(indices.count);
+    for (Py_ssize_t i = 0; list != nullptr && i < indices.count; i++) {
+        PyObject *number = PyLong_FromUnsignedLongLong(found[static_cast<size_t>(i)]);
         if (number == nullptr)
-            Py_CLEAR(found);
+            Py_CLEAR(list);
         else
-            PyList_SET_ITEM(found, i, number);
+            PyList_SET_ITEM(list, i, number);
     }
-    return found;
+    return list;
 }
 
 /* Whether one reference of the list is all there is: no other in Python or C++, no graph of autograd, and of its
@@ -156,10 +159,17 @@ PyObject *outputs(PyObject *const *arguments) {
     Items cached, others;
     if (!cached.take(arguments[0]) || !others.take(arguments[1]))
         return nullptr;
-    if (cached.count != others.count)
+    PyObject *found = PyList_New(others.count); // may collect garbage, and with it what is cached
+    if (found == nullptr)
+        return nullptr;
+    if (!cached.take(arguments[0]) || !others.take(arguments[1]) || cached.count != PyList_GET_SIZE(found) ||
+        others.count != cached.count) {
+        Py_DECREF(found);
+        if (PyErr_Occurred())
+            return nullptr;
         Py_RETURN_NONE;
-    PyObject *found = PyList_New(cached.count);
-    for (Py_ssize_t i = 0; found != nullptr && i < cached.count; i++) {
+    }
+    for (Py_ssize_t i = 0; i < cached.count; i++) {
         PyObject *item = cached.at[i];
         if (item == Py_None) {
             item = others.at[i];

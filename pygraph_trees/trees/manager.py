@@ -19,7 +19,6 @@ from torch._inductor import cudagraph_trees
 from pygraph_trees.indirection.availability import usable_driver
 from pygraph_trees.indirection.routes import why_not_ghost
 
-from .candidates import Candidates
 from .function import FunctionModel
 from .pools import ranges_of
 from .recording import Recording
@@ -56,15 +55,21 @@ class _GraphID(cudagraph_trees.GraphID):
 _FunctionID.__qualname__, _GraphID.__qualname__ = "FunctionID", "GraphID"
 
 
+def _first_that_takes(recordings: list[Any], inputs: list[Any]) -> Recording | None:
+    """None also where one comes before that only upstream can ask."""
+    for recording in recordings:
+        if type(recording) is not Recording or not recording.steady:
+            return None
+        if recording.takes(inputs):
+            return recording
+    return None
+
+
 class Manager(Upstream):
     """The recordings of one device (and, since 2.13, of one thread)."""
 
     current_node: Any
     path_state: Any
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)  # 2.15 has more than the device
-        self._steady: dict[Any, Candidates] = {}  # by function: what it replayed at the begin of a step
 
     def add_function(self, model: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         of_integers = any(isinstance(value, int) for value in inputs)  # its first call consumes them
@@ -94,36 +99,31 @@ class Manager(Upstream):
         return bool(counts and counts.get(function_id) and super().exceed_rerecord_limit(node_id, function_id))
 
     def replay_steadily(self, inputs: list[Any], function_id: Any) -> Any:
-        """What a function returns where it replays what it replayed before at this place; None in all other cases.
+        """What :meth:`run` comes to where it replays a recording that is steady; None in all other cases.
 
-        The place is behind the recording that was replayed before it, or the begin of a step. It does what :meth:`run`
-        comes to then, and leaves out the rest: what upstream reads from its configuration, and the wrapper that looks
-        at each input's alignment, which ``takes`` does for new addresses.
+        The recording is the one that upstream takes: the first that fits behind the recording that was replayed before,
+        and where nothing was recorded there, at the begin of a step. Left out is what upstream reads from its
+        configuration, and the wrapper that looks at each input's alignment, which ``takes`` does for new addresses.
         """
-        if self.graph is None:
+        if self.graph is None or function_id not in self.warmed_up_functions:
             return None
         node = self.current_node
-        following = None
+        siblings = None
         if node is not None:
-            if self.path_state is not _EXECUTION:
+            if self.path_state is not _EXECUTION or not self._graphs(function_id, node.id):
                 return None
-            following = node.following.get(function_id) if type(node) is Recording else None
-            if following is None and node.children.get(function_id):
+            # Where what is alive is cloned, a new step never goes on where the last one ended.
+            ends = self._clones_outputs and self.can_start_new_generation()
+            siblings = None if ends else node.children.get(function_id)
+            if not siblings:
+                self.try_end_curr_execution()
+                if self.current_node is not None:
+                    return None
+        if not siblings:
+            siblings = self.roots.get(function_id)
+            if not siblings or not self._graphs(function_id, None):
                 return None
-            if following is not None and self._clones_outputs and self.in_new_torch_compile_invocation():
-                return None  # a new step never goes on where the last one ended then
-        candidates = self._steady.get(function_id) if following is None else following
-        if candidates is None:
-            return None
-        if self.ids_to_funcs[function_id].mutated_input_idxs:
-            graphed_here = self._skip_table()[None if node is None else node.id].get(function_id) is False
-            if not graphed_here:
-                return None
-        if node is not None and following is None:
-            self.try_end_curr_execution()
-            if self.current_node is not None:
-                return None
-        recording = candidates.find(inputs)
+        recording = _first_that_takes(siblings, inputs)
         if recording is None:
             return None
         self.mode = mode = self.id_to_mode[function_id]
@@ -138,28 +138,17 @@ class Manager(Upstream):
             self.running_forwards_with_pending_backwards = False
         return outputs
 
-    def shutdown(self) -> None:
-        self._steady.clear()
-        super().shutdown()
+    def _graphs(self, function_id: Any, node_id: Any) -> bool:
+        """Whether it is known that upstream graphs a function at a place; where it writes, this is asked there once."""
+        skipped = self._skip_table()[node_id].get(function_id)
+        if skipped or (skipped is None and self.ids_to_funcs[function_id].mutated_input_idxs):
+            return False
+        return not self.exceed_rerecord_limit(node_id, function_id)
 
     def execute_node(self, node: Any, new_inputs: list[Any]) -> Any:
-        before = self.current_node
         outputs = super().execute_node(node, new_inputs)
-        if not getattr(node, "steady", False):
-            return outputs
-        function_id = node.wrapped_function.id
-        first = (self.roots if node.is_root else before.children)[function_id][0]
-        # Upstream replays the first one that fits; a later one may fit as well and copy what the first one does not.
-        if node.copies and node is not first:
-            return outputs
-        if not node.is_root and type(before) is not Recording:
-            return outputs
-        place = self._steady if node.is_root else before.following
-        if function_id in place:
-            place[function_id].took(node)
-        else:
-            place[function_id] = Candidates(node)
-        node.wrapped_function.model.is_steady_in(self, function_id)
+        if getattr(node, "steady", False):
+            node.wrapped_function.model.is_steady_in(self, node.wrapped_function.id)
         return outputs
 
     def _run(self, new_inputs: list[Any], function_id: Any) -> Any:

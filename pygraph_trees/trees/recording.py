@@ -7,10 +7,9 @@ becomes of each input is decided once the graph is captured; before a replay ``c
 the addresses of the call, while all inputs are still there, so that whatever fails is a reason to pass the recording
 over. Outputs that lie on a live input are rebuilt on the input of each call.
 
-A recording whose inputs may be static, live, or outputs of earlier recordings that stay where they are is ``steady``:
-where it was replayed the last time, the manager asks :meth:`Recording.takes` and calls :meth:`Recording.replay`
-instead of going upstream's way. What upstream reads from its configuration at each replay is read when a recording is
-made, and what it looks up at each replay is.
+A recording whose inputs are static, live, or outputs of earlier recordings that stay where they are is ``steady``: the
+manager asks :meth:`Recording.takes` and calls :meth:`Recording.replay` instead of going upstream's way. What upstream
+reads from its configuration at each replay is read when a recording is made, and what it looks up at each replay is.
 
 With indirection off it does what upstream does, on the same calls in the same order. While recording it notes what the
 graph holds: inputs by kind, bytes that each replay copies, kernel nodes. A replay counts itself.
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pygraph_trees.driver import Driver
-
-    from .candidates import Candidates
 
 Upstream: type = cudagraph_trees.CUDAGraphNode
 _UPSTREAM_INIT: Any = cudagraph_trees.CUDAGraphNode.__init__
@@ -126,9 +123,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     def _prepare_questions(self) -> None:
         """What is asked of the inputs of each call, and what its outputs are made of."""
         checked: Any = getattr(self, "tensor_static_input_idxs", self.static_input_idxs)  # since 2.12
-        self.checked_indices: tuple[int, ...] = tuple(checked)
-        self.checked_addresses = tuple(self.static_input_data_ptrs[index] for index in self.checked_indices)
-        self._lies_where_it_did = same_addresses(self.checked_indices, self.checked_addresses)
+        self._lies_where_it_did = same_addresses(checked, [self.static_input_data_ptrs[index] for index in checked])
         self._managed_to_drop = [i for i in self.cudagraph_managed_idxs if not self.preserved_aliased_inputs[i]]
         self._are_dead_before = self._question_of_death(self.expected_dead_indices_before_graph)
         self._are_dead_after = self._question_of_death(self.expected_dead_indices_after_graph)
@@ -140,8 +135,6 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             for made_of, static in zip(self.outputs_metadata, self.static_output_tensors, strict=True)
         ]
         self._outputs_once_more = once_more(self.cached_tensor_outputs, constants)
-        self.following: dict[Any, Candidates] = {}  # by function: what was replayed behind this
-        self.is_root = self.parent is None
 
     def _question_of_death(self, indices: list[tuple[int, int]]) -> Callable[[], bool] | None:
         """Whether outputs on the path are dead, by depth and number; None where there are none."""
@@ -344,10 +337,15 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             return False
         for index in self._managed_to_drop:
             inputs[index] = None
-        are_dead = None if _RUN_CHECKS_WHAT_DIED and self._copies_now else self._are_dead_after
-        if are_dead is not None and not are_dead():
-            raise HeldForTooLong(function=self.wrapped_function.model.log.name)
+        if not _RUN_CHECKS_WHAT_DIED:
+            self._check_what_died()
         return True
+
+    def _check_what_died(self) -> None:
+        if self._are_dead_after is not None and not self._are_dead_after():
+            if self._live is not None:
+                self._live.drop()
+            raise HeldForTooLong(function=self.wrapped_function.model.log.name)
 
     @property
     def _copies_now(self) -> bool:
@@ -357,6 +355,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         """A steady recording's outputs for the inputs that it takes, which are consumed."""
         if self._copies_now:
             return self.run(inputs)
+        if _RUN_CHECKS_WHAT_DIED:
+            self._check_what_died()
         live = self._live if self._live is not None and self._live.outputs else None
         if live is not None:
             live.take(inputs)  # outputs are made of them

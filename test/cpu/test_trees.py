@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import gc
 import sys
@@ -24,7 +25,6 @@ from pygraph_trees.coverage.report import clear
 from pygraph_trees.selection import why_not_graphed
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees import recording as recording_module
-from pygraph_trees.trees.candidates import Candidates
 from pygraph_trees.trees.function import FunctionModel
 from pygraph_trees.trees.isolation import Trees
 from pygraph_trees.trees.manager import Manager, Upstream
@@ -335,18 +335,20 @@ class TestSteadyReplay(TestCase):
             "running_forwards_with_pending_backwards": False,
             "id_to_mode": {self.FUNCTION: cudagraph_trees.CompilationMode.INFERENCE},
             "id_to_compile_id": {self.FUNCTION: "3/1"},
-            "_steady": {self.FUNCTION: Candidates(self.recording)},
+            "roots": {self.FUNCTION: [self.recording]},
+            "warmed_up_functions": {self.FUNCTION},
+            "num_rerecord": {},
             "ids_to_funcs": {self.FUNCTION: self.recording.wrapped_function},
             "has_live_user_visible_output_cloning": False,
         }
         vars(self.manager).update(state)
         name = "skip_cudagraph" if "skip_cudagraph" in Upstream.__init__.__code__.co_names else HINT
-        vars(self.manager)[name] = self.skipped = {}
+        vars(self.manager)[name] = self.skipped = collections.defaultdict(dict)
 
     def node(self, **attributes):
         node = Recording.__new__(Recording)
-        own = {"children": {}, "following": {}, "is_root": True, "id": object(), "path_live_weakrefs": lambda: ()}
-        own |= {"all_outputs_are_dead": lambda: False, "checked_indices": (), "checked_addresses": ()}
+        own = {"children": {}, "steady": True, "id": object(), "path_live_weakrefs": lambda: ()}
+        own["all_outputs_are_dead"] = lambda: False
         vars(node).update(own | attributes)
         return node
 
@@ -396,31 +398,71 @@ class TestSteadyReplay(TestCase):
         self.assertIsNone(self.call("x"))
         self.assertIs(self.manager.current_node, node)
 
-    def test_where_the_path_goes_on_as_it_did(self):
-        child = self.node(is_root=False, takes=lambda inputs: inputs != ["elsewhere"], replay=self.replay)
+    def child(self, **attributes):
+        child = self.node(takes=lambda inputs: inputs != ["elsewhere"], replay=self.replay, **attributes)
         child.wrapped_function = SimpleNamespace(mutated_input_idxs=())
+        return child
+
+    def test_where_the_path_goes_on_with_it(self):
         for new_step in (False, True):
             with self.subTest(new_step=new_step):
                 self.replayed.clear()
-                node = self.node(children={self.FUNCTION: [child]}, following={self.FUNCTION: Candidates(child)})
+                child = self.child()
+                node = self.node(children={self.FUNCTION: [child]})
                 self.behind(node, new_step=new_step)
                 self.assertIsNone(self.manager.replay_steadily(["elsewhere"], self.FUNCTION))
                 self.assertIs(self.manager.current_node, node)
-                inputs = ["x"]
-                self.assertEqual(self.manager.replay_steadily(inputs, self.FUNCTION), [1])
+                self.assertEqual(self.manager.replay_steadily(["x"], self.FUNCTION), [1])
                 self.assertIs(self.manager.current_node, child)
                 self.assertEqual(self.manager.current_gen, self.manager.get_curr_generation())
 
+    def test_the_first_one_that_fits(self):
+        first, second = self.child(), self.child()
+        vars(first)["takes"] = lambda inputs: inputs == ["x"]
+        for others, inputs, expected in (
+            ([first, second], "x", first),
+            ([first, second], "y", second),
+            ([second, first], "x", second),
+            ([first], "y", None),
+            ([self.child(steady=False), first], "x", None),  # only upstream can ask that one
+            ([object(), first], "x", None),
+            ([first, object()], "x", first),
+        ):
+            self.behind(self.node(children={self.FUNCTION: others}), new_step=False)
+            outputs = self.manager.replay_steadily([inputs], self.FUNCTION)
+            self.assertEqual(outputs is not None, expected is not None)
+            if expected is not None:
+                self.assertIs(self.manager.current_node, expected)
+
     def test_a_path_whose_outputs_are_cloned_ends_with_its_step(self):
         self.manager.has_live_user_visible_output_cloning = True  # since torch 2.14
-        child = self.node(is_root=False, takes=lambda inputs: True, replay=self.replay)
-        child.wrapped_function = SimpleNamespace(mutated_input_idxs=())
-        for new_step, outputs in ((True, None), (False, [1])):
-            self.behind(
-                self.node(children={self.FUNCTION: [child]}, following={self.FUNCTION: Candidates(child)}),
-                new_step=new_step,
-            )
-            self.assertEqual(self.manager.replay_steadily(["x"], self.FUNCTION), outputs)
+        ended = []
+        self.manager.try_end_curr_execution = lambda: (ended.append(1), setattr(self.manager, "current_node", None))
+        child = self.child()
+        for new_step, current, ends in ((True, self.recording, 1), (False, child, 1)):
+            self.behind(self.node(children={self.FUNCTION: [child]}), new_step=new_step)
+            self.assertIsNotNone(self.manager.replay_steadily(["x"], self.FUNCTION))
+            self.assertIs(self.manager.current_node, current)
+            self.assertEqual(len(ended), ends)
+
+    def test_what_upstream_does_not_graph_there(self):
+        """Since it was recorded again too often, or as it says of an input; also where nothing is written to."""
+        for where in ("behind the node", "at the begin of a step"):
+            node = self.node()
+            self.behind(node, new_step=True)
+            self.skipped.clear()
+            self.skipped[node.id if where == "behind the node" else None][self.FUNCTION] = True
+            self.assertIsNone(self.call("x"))
+            self.skipped.clear()
+            self.behind(node, new_step=True)
+            self.assertEqual(len(self.call("x")), 1)
+        self.manager.exceed_rerecord_limit = lambda node_id, function_id: node_id is None
+        self.behind(self.node(), new_step=True)
+        self.assertIsNone(self.call("x"))
+
+    def test_what_is_to_be_warmed_up_again(self):
+        self.manager.warmed_up_functions.clear()
+        self.assertIsNone(self.call("x"))
 
     def test_while_others_warm_up_or_record(self):
         for state in ("WARMUP", "RECORDING"):
@@ -443,10 +485,19 @@ class TestSteadyReplay(TestCase):
     def test_functions_that_write_ask_first_whether_they_may(self):
         self.recording.wrapped_function.mutated_input_idxs = (0,)
         node = self.node()
-        for known, outputs in ((None, None), (True, None), (False, [1])):
+        for there, at_the_begin, graphs in (
+            (None, False, False),
+            (True, False, False),
+            (False, None, False),
+            (False, True, False),
+            (False, False, True),
+        ):
             self.behind(node, new_step=True)
-            self.skipped[node.id] = {} if known is None else {self.FUNCTION: known}
-            self.assertEqual(self.call("x"), outputs)
+            self.skipped.clear()
+            for place, known in ((node.id, there), (None, at_the_begin)):
+                if known is not None:
+                    self.skipped[place][self.FUNCTION] = known
+            self.assertEqual(self.call("x") is not None, graphs)
 
     def test_forwards_wait_for_their_backwards(self):
         modes = cudagraph_trees.CompilationMode
@@ -464,52 +515,14 @@ class TestSteadyReplay(TestCase):
             self.assertIsNotNone(self.call("x"))
 
     def test_it_begins_with_a_replay_of_a_steady_recording(self):
-        self.manager._steady.clear()
-        model = FunctionModel.of(double, is_backward=False, is_inference=True)
-        model.settings = dataclasses.replace(model.settings, indirection="auto")
-        model.add(of_integers=False)
-        function = SimpleNamespace(id=self.FUNCTION, model=model)
-        # Not where an earlier one may fit that copies less.
-        for first, copies, steady in (
-            (True, True, False),
-            (False, True, True),
-            (False, False, True),
-            (True, True, True),
-        ):
-            with self.subTest(first=first, copies=copies, steady=steady):
-                self.manager._steady.clear()
-                self.manager.current_node = None
-                model.manager = lambda: None
-                node = self.node(steady=steady, copies=copies, wrapped_function=function, run=lambda inputs: [0])
-                self.manager.roots = {self.FUNCTION: [node] if first else [object(), node]}
-                self.assertEqual(self.manager.execute_node(node, ["x"]), [0])
-                expected = steady and (first or not copies)
-                self.assertEqual(list(self.manager._steady), [self.FUNCTION] * expected)
-                self.assertEqual(model.manager() is self.manager, expected)
-
-    def test_it_goes_on_with_a_replay_behind_another_one(self):
-        model = FunctionModel.of(double, is_backward=False, is_inference=True)
-        model.settings = dataclasses.replace(model.settings, indirection="auto")
-        model.add(of_integers=False)
-        function = SimpleNamespace(id=self.FUNCTION, model=model)
-        child = self.node(
-            is_root=False, steady=True, copies=False, wrapped_function=function, run=lambda inputs: ["child"]
-        )
-        parent = self.node(children={self.FUNCTION: [child]})
-        self.behind(parent, new_step=False)
-        self.assertEqual(self.manager.execute_node(child, ["x"]), ["child"])
-        self.assertIs(model.manager(), self.manager)
-        vars(child)["takes"] = lambda inputs: True
-        self.assertIs(parent.following[self.FUNCTION].find(["x"]), child)
-        other = self.node(
-            is_root=False, steady=True, copies=False, wrapped_function=function, run=lambda inputs: ["other"]
-        )
-        parent.children[self.FUNCTION].append(other)
-        self.behind(parent, new_step=False)
-        self.assertEqual(self.manager.execute_node(other, ["x"]), ["other"])
-        vars(other)["takes"] = lambda inputs: inputs == ["x"]
-        self.assertIs(parent.following[self.FUNCTION].find(["x"]), other)
-        self.assertIs(parent.following[self.FUNCTION].find(["y"]), child)
+        for steady in (False, True):
+            model = FunctionModel.of(double, is_backward=False, is_inference=True)
+            model.settings = dataclasses.replace(model.settings, indirection="auto")
+            model.add(of_integers=False)
+            node = self.node(steady=steady, run=lambda inputs: [0])
+            node.wrapped_function = SimpleNamespace(id=self.FUNCTION, model=model)
+            self.assertEqual(self.manager.execute_node(node, ["x"]), [0])
+            self.assertEqual(model.manager() is self.manager, steady)
 
     def test_what_upstream_makes_a_manager_of(self):
         given = []
@@ -579,62 +592,6 @@ class TestSteadyReplay(TestCase):
                 self.manager._demote_saved_inputs(inputs, self.FUNCTION)
                 self.assertEqual(self.manager.ids_to_funcs[self.FUNCTION].static_input_idxs, static)
 
-    def test_shutdown_lets_go(self):
-        with mock.patch.object(Upstream, "shutdown", lambda manager: None):
-            self.manager.shutdown()
-        self.assertEqual(self.manager._steady, {})
-
-
-class TestCandidates(TestCase):
-    """Which of many recordings takes a call."""
-
-    def setUp(self):
-        super().setUp()
-        self.asked = []
-
-    def recording(self, name, indices=(), tensors=(), dead=True):
-        def takes(inputs):
-            self.asked.append(name)
-            return all(inputs[i].data_ptr() == t.data_ptr() for i, t in zip(indices, tensors, strict=True)) and dead
-
-        addresses = tuple(t.data_ptr() for t in tensors)
-        return SimpleNamespace(name=name, checked_indices=tuple(indices), checked_addresses=addresses, takes=takes)
-
-    def find(self, candidates, *inputs):
-        self.asked.clear()
-        found = candidates.find(list(inputs))
-        return found and found.name, self.asked
-
-    def test_the_latest_one_is_asked_first(self):
-        x, y = torch.zeros(2), torch.zeros(3)
-        first, second = self.recording("first", [0], [x]), self.recording("second", [0], [y])
-        candidates = Candidates(first)
-        self.assertEqual(self.find(candidates, y), (None, ["first"]))
-        candidates.took(second)
-        candidates.took(second)
-        self.assertEqual(self.find(candidates, y), ("second", ["second"]))
-        self.assertEqual(self.find(candidates, x), ("first", ["second", "first"]))
-        self.assertEqual(self.find(candidates, x), ("first", ["first"]))
-        self.assertEqual(self.find(candidates, torch.zeros(4)), (None, ["first"]))
-
-    def test_of_many_only_those_are_asked_that_lie_right(self):
-        tensors = [torch.zeros(2) for _ in range(50)]
-        candidates = Candidates(self.recording(0, [1], [tensors[0]]))
-        for number, tensor in enumerate(tensors[1:], 1):
-            candidates.took(self.recording(number, [1], [tensor]))
-        for number in (7, 30, 0):
-            found, asked = self.find(candidates, None, tensors[number])
-            self.assertEqual((found, len(asked)), (number, 2))
-
-    def test_what_differs_in_what_is_dead_or_in_which_inputs_count(self):
-        x, y = torch.zeros(2), torch.zeros(3)
-        candidates = Candidates(self.recording("x, dead", [0], [x]))
-        candidates.took(self.recording("x, alive", [0], [x], dead=False))
-        candidates.took(self.recording("both", [0, 1], [x, y]))
-        self.assertEqual(self.find(candidates, x, y)[0], "both")
-        self.assertEqual(self.find(candidates, x, x)[0], "x, dead")
-        self.assertEqual(self.find(candidates, y, x)[0], None)
-
 
 class TestTakes(TestCase):
     """What is asked of the inputs of a recording that may be replayed steadily."""
@@ -671,17 +628,23 @@ class TestTakes(TestCase):
         with self.assertRaisesRegex(RuntimeError, "step 0/0: an input that died .* is still held"):
             self.recording(_are_dead_after=lambda: False).takes(["there"])
 
-    def test_copies_are_made_before_what_dies_is_asked(self):
-        """Since torch 2.15, where the replay asks itself."""
-        given_by_copy = SimpleNamespace(prepare=lambda inputs: None, is_copied=True)
-        recording = self.recording(_live=given_by_copy, _are_dead_after=lambda: False)
+    def test_what_dies_is_asked_by_the_replay(self):
+        """Since torch 2.15, as upstream does; and where copies are made, behind them by upstream itself."""
+        dropped = []
+        live = SimpleNamespace(prepare=lambda inputs: None, is_copied=False, outputs={}, drop=lambda: dropped.append(1))
+        recording = self.recording(_live=live, _are_dead_after=lambda: False, run=lambda inputs: ["upstream's way"])
         with mock.patch.object(recording_module, "_RUN_CHECKS_WHAT_DIED", True):
             self.assertTrue(recording.takes(["there"]))
+            with self.assertRaises(recording_module.HeldForTooLong):
+                recording.replay(["there"])
+            live.is_copied = True
+            self.assertEqual(recording.replay(["there"]), ["upstream's way"])
         with (
             mock.patch.object(recording_module, "_RUN_CHECKS_WHAT_DIED", False),
             self.assertRaises(recording_module.HeldForTooLong),
         ):
             recording.takes(["there"])
+        self.assertEqual(len(dropped), 2)
 
 
 if __name__ == "__main__":
