@@ -12,7 +12,8 @@
             read; block has the bytes of its parameters, hits (offset, word) in order, both None where it cannot be read
 
    It raises RuntimeError("call", code) where the nodes cannot be listed, with code -1 where the library lacks a call,
-   and OSError where there is no such library. It changes nothing and keeps nothing. A word at the end that is not whole counts as followed by zeros, as do gaps between parameters.
+   and OSError where there is no such library. It changes nothing and keeps nothing. A word at the end that is not whole
+   counts as followed by zeros, as do gaps between parameters.
 
    No CUDA header is needed: the library, libcuda.so.1, is opened by name, and the one struct that is used has been the
    same since CUDA 12.0 (CUDA_KERNEL_NODE_PARAMS_v2). Only the stable part of Python's C API is used. */
@@ -46,8 +47,7 @@ typedef struct {
 /* A kernel, with where each of its parameters lies. */
 typedef struct {
     void *function, *kernel;
-    Py_ssize_t nodes;
-    int readable;
+    int asked, readable;
     size_t count, nbytes;
     size_t *offsets, *sizes;
 } Kernel;
@@ -154,7 +154,6 @@ static Py_ssize_t read_block(Reader *reader, void *node, Kernel **kernel) {
     Kernel *found = *kernel = kernel_of(reader, &parameters);
     if (found == NULL)
         return -2;
-    found->nodes++;
     if (parameters.extra != NULL) {
         /* Two pairs in either order: 1, where they lie; 2, where their bytes are counted. */
         void *at = NULL;
@@ -173,10 +172,9 @@ static Py_ssize_t read_block(Reader *reader, void *node, Kernel **kernel) {
         memcpy(reader->block, at, nbytes);
         return (Py_ssize_t)nbytes;
     }
-    if (found->nodes == 1 || (!found->readable && found->offsets == NULL)) {
-        if (ask_layout(&reader->calls, found) < 0)
-            return -2;
-    }
+    if (!found->asked && ask_layout(&reader->calls, found) < 0)
+        return -2;
+    found->asked = 1;
     /* A handle that the driver does not know looks like no parameters. */
     if (!found->readable || (parameters.parameters != NULL) != (found->count != 0))
         return -1;
