@@ -122,8 +122,8 @@ class Driver:
         try:
             nodes, kernels, found = self.native.search(self._library, graph, low, high)
         except RuntimeError as error:
-            call, code = error.args
-            raise DriverError(call=call, code=NOT_FOUND if code < 0 else code) from error
+            call, number = error.args
+            raise DriverError(call=call, code=NOT_FOUND) if number < 0 else refused(call, self._code(number)) from error
         except OSError as error:
             raise DriverError(call=self._library, code=NOT_FOUND) from error
         kinds = self._kinds
@@ -142,6 +142,13 @@ class Driver:
             ],
             layouts,
         )
+
+    def _code(self, number: int) -> Any:
+        """The result of a call that was not made through the bindings, as they have it where they know it."""
+        try:
+            return self.api.CUresult(number)
+        except ValueError:
+            return number
 
     def node_kind(self, node: int) -> NodeKind:
         (code,) = self.call("cuGraphNodeGetType", node)

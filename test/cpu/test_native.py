@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import test_sites
-from fake_driver import FakeApi
+from fake_driver import CUresult, FakeApi
 from fake_native import library, native_over
 from hypothesis import given
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -70,9 +70,10 @@ class TestSearch(TestCase):
 
     def test_a_graph_that_cannot_be_listed(self):
         graph = self.api.make_graph("EMPTY")
-        self.api.fail("cuGraphGetNodes")
-        with self.assertRaisesRegex(DriverError, "cuGraphGetNodes returned"):
-            self.driver.search(graph, 0, 1)
+        for code, said in ((CUresult.CUDA_ERROR_OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"), (12345, "12345")):
+            self.api.fail("cuGraphGetNodes", code=code)
+            with self.assertRaisesRegex(DriverError, f"^cuGraphGetNodes returned {said}$"):
+                self.driver.search(graph, 0, 1)
 
     def test_libraries_that_lack_calls(self):
         from pygraph_trees import _native
