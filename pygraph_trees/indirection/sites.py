@@ -92,7 +92,7 @@ class _Reader:
         self._opaque: str | None = None
         self._kinds: Counter[NodeKind] = Counter()
         # By the handles of a kernel. They are given out again after their module was unloaded: good for one scan.
-        self._collectives: dict[tuple[int, ...], bool] = {}
+        self._collectives: dict[tuple[int, int], bool] = {}
         self._layouts: Layouts = {}
         self._readers: dict[NodeKind, tuple[Callable[[int, int], None], str]] = {
             NodeKind.KERNEL: (self._kernel, "a kernel whose parameters cannot be read"),
@@ -115,7 +115,7 @@ class _Reader:
 
     def _kernel(self, position: int, handle: int) -> None:
         node = self._driver.kernel_node(handle, self._layouts)
-        self._kernels.append((position, node, self._is_collective(node.function, node.kernel)))
+        self._kernels.append((position, node, self._look_at_name(node.function, node.kernel)))
 
     def _memcpy(self, position: int, handle: int) -> None:
         node = self._driver.memcpy_node(handle)
@@ -163,7 +163,7 @@ class _Reader:
             else:
                 self.read(position, kind, handle)
         for kernel in search.kernels:
-            self._is_collective(*kernel)
+            self._look_at_name(*kernel)
         self._layouts |= search.layouts
         for hits in search.found:
             try:
@@ -174,7 +174,7 @@ class _Reader:
                 self._hide(self._readers[NodeKind.KERNEL][1])
                 continue
             for offset, address in hits.words:
-                self._word(hits.position, node, self._is_collective(hits.function, hits.kernel), offset, address)
+                self._word(hits.position, node, self._look_at_name(hits.function, hits.kernel), offset, address)
 
     def _word(self, position: int, node: KernelNode, collective: bool, offset: int, address: int) -> None:
         found = self._input_at(address)
@@ -210,16 +210,20 @@ class _Reader:
     def _hide(self, what: str) -> None:
         self._opaque = self._opaque or what
 
-    def _is_collective(self, *kernel: int) -> bool:
-        """The driver is asked once a kernel, not once a node."""
-        if kernel not in self._collectives:
-            name = self._driver.function_name(*kernel)
-            self._collectives[kernel] = name is not None and _COLLECTIVE.match(name) is not None
+    def _look_at_name(self, function: int, kernel: int) -> bool:
+        """Whether a kernel is a collective; one that is, or that has no name, may hide addresses.
+
+        The driver is asked once a kernel, not once a node.
+        """
+        key = function, kernel
+        if key not in self._collectives:
+            name = self._driver.function_name(function, kernel)
+            self._collectives[key] = name is not None and _COLLECTIVE.match(name) is not None
             if name is None:
                 self._hide("a kernel whose name cannot be told")
-            elif self._collectives[kernel]:
+            elif self._collectives[key]:
                 self._hide("a collective")
-        return self._collectives[kernel]
+        return self._collectives[key]
 
 
 def _words(data: bytearray, ghosts: Ghosts) -> Iterator[tuple[int, int]]:
