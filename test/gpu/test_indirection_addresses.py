@@ -9,17 +9,7 @@ import threading
 
 import torch
 import torch.nn.functional as F
-from indirection import (
-    REGIMES,
-    Facts,
-    IndirectionTestCase,
-    Program,
-    assert_same_bits,
-    by_name,
-    compiled,
-    run,
-    tensor,
-)
+from indirection import REGIMES, Facts, IndirectionTestCase, Program, assert_same_bits, by_name, compiled, run, tensor
 from test_trees_concurrency import in_thread, with_own_manager
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 

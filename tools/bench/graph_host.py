@@ -24,12 +24,11 @@ import torch
 from torch._inductor.output_code import CompiledFxGraph
 
 from bench.figures import has_gpu, write_figures
-from bench.sections import PROGRAMS, Clocks
+from bench.sections import Clocks, program_of
 from pygraph_trees.comparison.program import Program
 from pygraph_trees.comparison.rings import Ring
 from pygraph_trees.comparison.timing import collector_off, median, synchroniser
 from pygraph_trees.comparison.ways import Way, make_ways
-from pygraph_trees.target import resolve
 
 _GRAPH, _LAUNCH = "compiled graph", "launch"
 WATCHED: tuple[tuple[Any, str, str], ...] = (
@@ -138,9 +137,7 @@ def main() -> int:
         return 2
     found: list[dict[str, Any]] = []
     for name in options.names:
-        device = torch.device("cuda")
-        program = PROGRAMS[name](device) if name in PROGRAMS else resolve(name, device)
-        records = measure(name, program, options.rounds, options.calls)
+        records = measure(name, program_of(name), options.rounds, options.calls)
         print(table(records), flush=True)
         found += records
     write_figures(options.out, found, rounds=options.rounds, calls=options.calls)

@@ -303,6 +303,12 @@ def resnet18(device: torch.device) -> Program:
 PROGRAMS: dict[str, Callable[[torch.device], Program]] = {"MLP": perceptron, "CHAIN": chain, "RESNET18": resnet18}
 
 
+def program_of(name: str) -> Program:
+    """One of these, or a workload, on the GPU."""
+    device = torch.device("cuda")
+    return PROGRAMS[name](device) if name in PROGRAMS else resolve(name, device)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=["MLP", "BERT-I", "DLRM"], metavar="NAMES")
@@ -314,10 +320,8 @@ def main() -> int:
         return 2
     found: list[Result] = []
     for name in options.names:
-        device = torch.device("cuda")
-        program = PROGRAMS[name](device) if name in PROGRAMS else resolve(name, device)
         results = (recordings if options.recording else replays)(
-            name, program, options.calls or (5 if options.recording else 200)
+            name, program_of(name), options.calls or (5 if options.recording else 200)
         )
         found += results
         print("\n\n".join(map(table, results)) + "\n", flush=True)
