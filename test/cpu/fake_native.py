@@ -11,7 +11,6 @@ import atexit
 import ctypes
 import functools
 import shutil
-import struct
 import subprocess
 import tempfile
 import unittest
@@ -19,8 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from fake_driver import CUDA_KERNEL_NODE_PARAMS as FakeParams
-from fake_driver import CUgraphExec, CUgraphNode, CUresult, FakeApi
+from fake_driver import CUresult, FakeApi
 
 _SOURCE = Path(__file__).with_name("fake_libcuda.c")
 
@@ -54,14 +52,7 @@ def native_over(api: FakeApi) -> Any:
         _fill(fake, api, graph)
         return _native.search(str(path), graph, low, high)
 
-    def set_kernels(_: str, exec_: int, nodes: bytes) -> tuple[int, int] | None:
-        for position, (node, address) in enumerate(struct.iter_unpack("QQ", nodes)):
-            (code,) = api.cuGraphExecKernelNodeSetParams(CUgraphExec(exec_), CUgraphNode(node), FakeParams.at(address))
-            if code:
-                return position, int(code)
-        return None
-
-    return SimpleNamespace(search=search, set_kernels=set_kernels)
+    return SimpleNamespace(search=search)
 
 
 def _fill(fake: ctypes.CDLL, api: FakeApi, graph: int) -> None:
