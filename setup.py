@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
+import re
 import runpy
+import site
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 
 HERE = Path(__file__).resolve().parent
+
+
+def torch_folder() -> Path | None:
+    """The installed torch, which an isolated build cannot import."""
+    folders = [sysconfig.get_path("platlib"), *site.getsitepackages(), site.getusersitepackages()]
+    found = (Path(folder) / "torch" for folder in folders)
+    needed = ("version.py", "include/torch/csrc/autograd/python_variable.h", "lib/libtorch_python.so")
+    return next((torch for torch in found if all((torch / name).is_file() for name in needed)), None)
+
+
+def tensors_extension(torch: Path) -> Extension:
+    """Good for this very torch; the module says so, and is not used with another one."""
+    version = re.search(r"^__version__ = '(.+)'", (torch / "version.py").read_text(encoding="utf-8"), re.M)
+    return Extension(
+        "pygraph_trees._tensors",
+        ["pygraph_trees/tensors.cpp"],
+        define_macros=[("PYGRAPH_TORCH_VERSION", f'"{version[1] if version else "unknown"}"')],
+        include_dirs=[str(torch / "include"), str(torch / "include" / "torch" / "csrc" / "api" / "include")],
+        library_dirs=[str(torch / "lib")],
+        libraries=["torch_python", "torch_cpu", "c10"],  # loaded by torch by the time this is
+        extra_compile_args=["-std=c++20"],
+        language="c++",
+        optional=True,
+    )
+
+
+torch = torch_folder()
 
 setup(
     name="pygraph-trees",
@@ -26,7 +56,8 @@ setup(
             define_macros=[("Py_LIMITED_API", "0x030A0000")],
             py_limited_api=True,
             optional=True,  # without a compiler Python does the same, more slowly
-        )
+        ),
+        *([] if torch is None else [tensors_extension(torch)]),
     ],
     install_requires=["torch>=2.11", 'triton>=3.6; platform_system == "Linux"'],
     extras_require={

@@ -1,8 +1,8 @@
 """A hash over the code that GPU evidence and benchmark results are of.
 
-:func:`code_hash` covers the Python and C files of ``pygraph_trees/``, ``inductor_patches/`` and ``test/gpu/``. Of
+:func:`code_hash` covers the Python, C and C++ files of ``pygraph_trees/``, ``inductor_patches/`` and ``test/gpu/``. Of
 Python it hashes the syntax trees without docstrings, so that a comment or a line break does not change it, in a form
-of its own, so that all supported versions of Python agree on it; of C the text.
+of its own, so that all supported versions of Python agree on it; of the others the text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def code_hash(root: Path = _ROOT) -> str:
 def covered_files(root: Path = _ROOT) -> list[Path]:
     """The files that the hash is over, in the order in which they are hashed."""
     files = (path for part in _COVERED for path in (root / part).rglob("*"))
-    return sorted(path for path in files if path.suffix in (".py", ".c"))
+    return sorted(path for path in files if path.suffix in (".py", ".c", ".cpp"))
 
 
 def _pieces(value: object) -> Iterator[str]:

@@ -17,8 +17,9 @@ import contextlib
 import functools
 import importlib
 import itertools
+import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,10 @@ _NEEDED = {
     12000: ("cuGraphKernelNodeGetParams", "cuGraphExecKernelNodeSetParams"),
     12040: ("cuFuncGetParamInfo", "cuKernelGetParamInfo"),
 }
+
+
+class SetRefused(DriverError):
+    """With the position of the node among those that were to be set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +154,30 @@ class Driver:
             return self.api.CUresult(number)
         except ValueError:
             return number
+
+    def set_kernels(self, exec_: int, nodes: Sequence[KernelNode]) -> Callable[[], None] | None:
+        """Makes an instantiated graph hold what nodes that are bound to it have; None without the native part.
+
+        What comes back does it, again and again, in the order of the nodes. It raises :class:`SetRefused`, and then the
+        graph holds the parameters of the nodes before.
+        """
+        if self.native is None:
+            return None
+        set_kernels, library, handle = self.native.set_kernels, self._library, int(exec_)
+        try:
+            set_kernels(library, handle, b"")
+        except (RuntimeError, OSError):  # the library lacks the call
+            return None
+        packed = b"".join(struct.pack("QQ", node.handle, node.address) for node in nodes)
+
+        def set_all() -> None:
+            refusal = set_kernels(library, handle, packed)
+            if refusal is not None:
+                position, number = refusal
+                code = self._code(number)
+                raise SetRefused(call=KernelNode.set_call, code=getattr(code, "name", str(code)), position=position)
+
+        return set_all
 
     def node_kind(self, node: int) -> NodeKind:
         (code,) = self.call("cuGraphNodeGetType", node)

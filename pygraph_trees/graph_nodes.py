@@ -121,6 +121,7 @@ class KernelNode(GraphNode):
 
     kind = NodeKind.KERNEL
     _get, _set = "cuGraphKernelNodeGetParams", "cuGraphExecKernelNodeSetParams"
+    set_call: ClassVar[str] = _set
     _in_context = False
     nbytes: int  # of the parameters, at the offsets that the kernel sees
 
@@ -153,6 +154,11 @@ class KernelNode(GraphNode):
         if block is not None:
             return block
         return layout.read(given) if count else b""
+
+    @property
+    def address(self) -> int:
+        """Where the struct lies that :meth:`set` gives to the driver; it stays there as long as the node lives."""
+        return int(self._params.getPtr())
 
     @property
     def block(self) -> ctypes.Array[ctypes.c_char]:

@@ -1,4 +1,4 @@
-/* Reads the kernels of a captured CUDA graph: pygraph_trees._native, an optional part of pygraph_trees.driver.
+/* Many driver calls at once: pygraph_trees._native, an optional part of pygraph_trees.driver.
 
    search(library, graph, low, high) goes over all nodes of a graph once and looks for words in [low, high) among the
    parameters of its kernels, at all multiples of 4 bytes. It returns
@@ -11,9 +11,14 @@
    found:   one (position in nodes, function, kernel, block, hits) for each kernel node that has such a word or cannot be
             read; block has the bytes of its parameters, hits (offset, word) in order, both None where it cannot be read
 
-   It raises RuntimeError("call", code) where the nodes cannot be listed, with code -1 where the library lacks a call,
-   and OSError where there is no such library. It changes nothing and keeps nothing. A word at the end that is not whole
-   counts as followed by zeros, as do gaps between parameters.
+   It changes nothing and keeps nothing. A word at the end that is not whole counts as followed by zeros, as do gaps
+   between parameters. It raises RuntimeError("call", code) where the nodes cannot be listed.
+
+   set_kernels(library, exec, nodes) makes an instantiated graph hold other parameters of kernel nodes. nodes has for each
+   two uint64, packed in bytes: its handle, and the address of its CUDA_KERNEL_NODE_PARAMS_v2. It returns None, or for
+   the first that is refused (position, code); those behind it are as they were.
+
+   Both raise RuntimeError("call", -1) where the library lacks a call, and OSError where there is no such library.
 
    No CUDA header is needed: the library, libcuda.so.1, is opened by name, and the one struct that is used has been the
    same since CUDA 12.0 (CUDA_KERNEL_NODE_PARAMS_v2). Only the stable part of Python's C API is used. */
@@ -309,13 +314,53 @@ done:
     return result;
 }
 
+static PyObject *set_kernels(PyObject *self, PyObject *arguments) {
+    /* Found once: a process has one driver, and tests that have another one say so each time. */
+    static char found_in[4096];
+    static int (*set)(void *exec, void *node, const void *parameters);
+    const char *library, *nodes;
+    unsigned long long exec;
+    Py_ssize_t nbytes;
+    if (!PyArg_ParseTuple(arguments, "sKy#", &library, &exec, &nodes, &nbytes))
+        return NULL;
+    if (nbytes % (2 * sizeof(uint64_t)) != 0) {
+        PyErr_SetString(PyExc_ValueError, "expected pairs of uint64");
+        return NULL;
+    }
+    if (set == NULL || strcmp(found_in, library) != 0) {
+        void *opened = dlopen(library, RTLD_NOW);
+        if (opened == NULL) {
+            PyErr_Format(PyExc_OSError, "%s cannot be opened", library);
+            return NULL;
+        }
+        set = NULL;
+        if (strlen(library) >= sizeof found_in ||
+            (*(void **)&set = find(opened, "cuGraphExecKernelNodeSetParams_v2")) == NULL) {
+            if (!PyErr_Occurred())
+                PyErr_SetString(PyExc_ValueError, "the library's name is too long");
+            return NULL;
+        }
+        strcpy(found_in, library);
+    }
+    for (Py_ssize_t position = 0; position < nbytes / (Py_ssize_t)(2 * sizeof(uint64_t)); position++) {
+        uint64_t pair[2];
+        memcpy(pair, nodes + position * (Py_ssize_t)sizeof pair, sizeof pair);
+        int code = set((void *)(uintptr_t)exec, (void *)(uintptr_t)pair[0], (const void *)(uintptr_t)pair[1]);
+        if (code != 0)
+            return Py_BuildValue("(ni)", position, code);
+    }
+    Py_INCREF(Py_None);
+    return Py_None;
+}
+
 static PyMethodDef methods[] = {
+    {"set_kernels", set_kernels, METH_VARARGS, "Other parameters for kernels of an instantiated graph; see the source."},
     {"search", search, METH_VARARGS, "Words in a range among the parameters of a graph's kernels; see the source."},
     {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "pygraph_trees._native", "Reads captured CUDA graphs.", 0, methods, NULL, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "pygraph_trees._native", "Many driver calls at once.", 0, methods, NULL, NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit__native(void) { return PyModule_Create(&definition); }

@@ -28,6 +28,7 @@ from pygraph_trees.driver_error import DriverError
 from pygraph_trees.graph_nodes import KernelNode
 
 from ..extent import flat
+from ..tensors import addresses_of
 from .ghost import Extent, Ghosts
 from .patching import CapturedCopies, Patches, PatchFailed
 from .routes import Decision, Route, decide, fits, why_not_ghost
@@ -165,7 +166,7 @@ class LiveInputs:
         self._patched: tuple[Item, ...] = ()
         self._copied: dict[int, Item] = {}  # by index
         self._copied_back: tuple[Item, ...] = ()
-        self._indices: tuple[int, ...] = ()  # of the patched inputs
+        self._read = addresses_of(())  # where the patched inputs lie
         self._complex: tuple[int, ...] = ()  # of those whose address does not carry that they are conjugated
         self._seen: list[int] = []
         # By position: addresses that fit, and what the graph is given for them. Good for one state of the pool.
@@ -250,6 +251,7 @@ class LiveInputs:
         point_copies()
         graph.instantiate()
         self._patches = Patches(
+            self._driver,
             found.nodes,
             found.sites,
             patched,
@@ -257,7 +259,7 @@ class LiveInputs:
             self._context() if patched else None,
             [self._ghosts.ghosts[p].start for p in patched],
         )
-        self._indices = tuple(item.index for item in self._patched)
+        self._read = addresses_of([item.index for item in self._patched])
         self._complex = tuple(item.index for item in self._patched if item.stand_in.is_complex())
         self._seen = []
         self._again = any(item.managed for item in self._patched)
@@ -307,7 +309,7 @@ class LiveInputs:
         assert self._patches is not None
         if self._patches.broken:
             return "a driver call failed"
-        seen = [inputs[index].data_ptr() for index in self._indices]
+        seen = self._read(inputs)
         if seen != self._seen or self._again or self._pool.changes != self._pool_seen:
             self._seen = []  # until the graph holds what is found: an interrupt may come anywhere
             why = self._find_addresses(seen, inputs, stays)
@@ -385,9 +387,9 @@ class LiveInputs:
         return address - item.lead
 
     @property
-    def is_plain(self) -> bool:
-        """Whether this call needs nothing of its inputs but what the graph holds by now."""
-        return not (self._copied or self.outputs or self._temporary)
+    def is_copied(self) -> bool:
+        """Whether an input of this call is given by copy."""
+        return bool(self._copied or self._temporary)
 
     def take(self, inputs: list[Any], *, only_ours: bool = False) -> None:
         """Holds the inputs of a call until :meth:`finish`; ``only_ours``: and takes those out of the list.

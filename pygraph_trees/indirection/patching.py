@@ -24,11 +24,13 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..driver import SetRefused
 from ..driver_error import DriverError
 from ..exc import PygraphError
 from ..graph_nodes import CopyNode, GraphNode, KernelNode, MemcpyNode
 
 if TYPE_CHECKING:
+    from ..driver import Driver
     from .sites import Site
 
 
@@ -72,6 +74,7 @@ class Patches:
 
     def __init__(
         self,
+        driver: Driver,
         scan_nodes: Sequence[GraphNode],
         sites: Sequence[Site],
         inputs: Sequence[int],
@@ -116,6 +119,11 @@ class Patches:
         for i in self._all:
             scan_nodes[i].bind(exec_, context)
         self._setters = {i: scan_nodes[i].set for i in self._all}
+        # Mostly all have changed: kernels are set at once then, where that can be.
+        kernels = {i: node for i in self._all if isinstance(node := scan_nodes[i], KernelNode)}
+        self._kernels = tuple(kernels)
+        self._set_kernels = driver.set_kernels(exec_, tuple(kernels.values())) if kernels else None
+        self._others = self._all.difference(kernels) if self._set_kernels is not None else self._all
         self._write(range(len(inputs)), recorded)
 
     def apply(self, addresses: Sequence[int]) -> int:
@@ -139,10 +147,16 @@ class Patches:
         self._write(changed, addresses)
         setters = self._setters
         node = -1
+        one_by_one = nodes
         try:
-            for node in nodes:
+            if nodes is self._all and self._set_kernels is not None:
+                self._set_kernels()
+                one_by_one = self._others
+            for node in one_by_one:
                 setters[node]()
         except DriverError as error:
+            if isinstance(error, SetRefused):
+                node = self._kernels[error.fields["position"]]
             index = self._input_of(node, addresses)
             raise PatchFailed(index=index, call=error.fields["call"], code=error.fields["code"]) from error
         self.addresses[:] = addresses

@@ -55,15 +55,21 @@ class _GraphID(cudagraph_trees.GraphID):
 _FunctionID.__qualname__, _GraphID.__qualname__ = "FunctionID", "GraphID"
 
 
+def _first_that_takes(recordings: list[Any], inputs: list[Any]) -> Recording | None:
+    """None also where one comes before that only upstream can ask."""
+    for recording in recordings:
+        if type(recording) is not Recording or not recording.steady:
+            return None
+        if recording.takes(inputs):
+            return recording
+    return None
+
+
 class Manager(Upstream):
     """The recordings of one device (and, since 2.13, of one thread)."""
 
     current_node: Any
     path_state: Any
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)  # 2.15 has more than the device
-        self._steady: dict[Any, Recording] = {}  # by function: what it replayed the last time, where that is steady
 
     def add_function(self, model: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         of_integers = any(isinstance(value, int) for value in inputs)  # its first call consumes them
@@ -71,6 +77,11 @@ class Manager(Upstream):
         if isinstance(model, FunctionModel):
             model.add(of_integers=of_integers)  # not before: where the first call fails there will be another
         return added
+
+    @property
+    def _clones_outputs(self) -> bool:
+        """Whether upstream, since 2.14, clones outputs that are alive at a new step."""
+        return getattr(self, "has_live_user_visible_output_cloning", False)
 
     def _log_of(self, function_id: Any) -> FunctionLog | None:
         model = self.ids_to_funcs[function_id].model
@@ -88,29 +99,32 @@ class Manager(Upstream):
         return bool(counts and counts.get(function_id) and super().exceed_rerecord_limit(node_id, function_id))
 
     def replay_steadily(self, inputs: list[Any], function_id: Any) -> Any:
-        """What a function returns where it begins a step and replays what it replayed last; None in all other cases.
+        """What :meth:`run` comes to where it replays a recording that is steady; None in all other cases.
 
-        It does what :meth:`run` comes to then, and leaves out the rest: which recording fits, what upstream reads from
-        its configuration, and the wrapper that looks at each input's alignment, which ``takes`` does for new addresses.
+        The recording is the one that upstream takes: the first that fits behind the recording that was replayed before,
+        and where nothing was recorded there, at the begin of a step. Left out is what upstream reads from its
+        configuration, and the wrapper that looks at each input's alignment, which ``takes`` does for new addresses.
         """
-        # 10 us with 60 parameters and 28 inputs that did not move, the launch apart, 7 of them to read addresses; the
-        # general way took 18 there (Python 3.12 on a machine without a GPU, upstream's trees on a fake driver).
-        recording = self._steady.get(function_id)
-        if recording is None or self.graph is None:
+        if self.graph is None or function_id not in self.warmed_up_functions:
             return None
         node = self.current_node
+        siblings = None
         if node is not None:
-            if self.path_state is not _EXECUTION or node.children.get(function_id):
+            if self.path_state is not _EXECUTION or not self._graphs(function_id, node.id):
                 return None
-            if (
-                recording.wrapped_function.mutated_input_idxs
-                and self._skip_table()[node.id].get(function_id) is not False
-            ):
+            # Where what is alive is cloned, a new step never goes on where the last one ended.
+            ends = self._clones_outputs and self.can_start_new_generation()
+            siblings = None if ends else node.children.get(function_id)
+            if not siblings:
+                self.try_end_curr_execution()
+                if self.current_node is not None:
+                    return None
+        if not siblings:
+            siblings = self.roots.get(function_id)
+            if not siblings or not self._graphs(function_id, None):
                 return None
-            self.try_end_curr_execution()
-            if self.current_node is not None:
-                return None
-        if not recording.takes(inputs):
+        recording = _first_that_takes(siblings, inputs)
+        if recording is None:
             return None
         self.mode = mode = self.id_to_mode[function_id]
         self.compile_id = self.id_to_compile_id[function_id]
@@ -124,21 +138,20 @@ class Manager(Upstream):
             self.running_forwards_with_pending_backwards = False
         return outputs
 
-    def shutdown(self) -> None:
-        self._steady.clear()
-        super().shutdown()
+    def _graphs(self, function_id: Any, node_id: Any) -> bool:
+        """Whether it is known that upstream graphs a function at a place; where it writes, this is asked there once."""
+        skipped = self._skip_table()[node_id].get(function_id)
+        if skipped or (skipped is None and self.ids_to_funcs[function_id].mutated_input_idxs):
+            return False
+        return not self.exceed_rerecord_limit(node_id, function_id)
 
     def execute_node(self, node: Any, new_inputs: list[Any]) -> Any:
         outputs = super().execute_node(node, new_inputs)
-        function_id = node.wrapped_function.id
-        # Upstream replays the first one that fits; a later one may fit as well and copy what the first one does not.
-        if getattr(node, "steady", False) and (not node.copies or node is self.roots[function_id][0]):
-            self._steady[function_id] = node
-            node.wrapped_function.model.is_steady_in(self, function_id)
+        if getattr(node, "steady", False):
+            node.wrapped_function.model.is_steady_in(self, node.wrapped_function.id)
         return outputs
 
     def _run(self, new_inputs: list[Any], function_id: Any) -> Any:
-        self._steady.pop(function_id, None)
         # At the begin of a step upstream looks for a child of the last step's recording, finds none, ends the path and
         # starts over. Where there is none to be found the path is ended at once.
         node = self.current_node

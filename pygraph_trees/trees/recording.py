@@ -7,9 +7,9 @@ becomes of each input is decided once the graph is captured; before a replay ``c
 the addresses of the call, while all inputs are still there, so that whatever fails is a reason to pass the recording
 over. Outputs that lie on a live input are rebuilt on the input of each call.
 
-A recording that begins a step and depends on nothing but the addresses of its inputs is ``steady``: the manager then
-asks :meth:`Recording.takes` and calls :meth:`Recording.replay` instead of going upstream's way. What upstream reads
-from its configuration at each replay is read when a recording is made.
+A recording whose inputs are static, live, or outputs of earlier recordings that stay where they are is ``steady``: the
+manager asks :meth:`Recording.takes` and calls :meth:`Recording.replay` instead of going upstream's way. What upstream
+reads from its configuration at each replay is read when a recording is made, and what it looks up at each replay is.
 
 With indirection off it does what upstream does, on the same calls in the same order. While recording it notes what the
 graph holds: inputs by kind, bytes that each replay copies, kernel nodes. A replay counts itself.
@@ -33,10 +33,12 @@ from pygraph_trees.coverage.log import RecordingLog
 from pygraph_trees.coverage.records import InputRecord
 from pygraph_trees.driver import driver
 from pygraph_trees.driver_error import DriverError
+from pygraph_trees.exc import PygraphError
 from pygraph_trees.graph_nodes import NodeKind
 from pygraph_trees.indirection.availability import usable_driver
 from pygraph_trees.indirection.inputs import LiveInputs, choose
 from pygraph_trees.indirection.routes import Route
+from pygraph_trees.tensors import are_dead, once_more, same_addresses
 
 from .function import FunctionModel
 from .pools import ranges_of
@@ -54,6 +56,17 @@ _UPSTREAM_INIT: Any = cudagraph_trees.CUDAGraphNode.__init__
 _RUN_CHECKS_WHAT_DIED = "expected_dead_indices_after_graph" in cudagraph_trees.CUDAGraphNode.run.__code__.co_names
 _MISMATCH = cudagraph_trees.CheckInvariantStatus.StaticInputIdxMismatch
 _FITS = cudagraph_trees.CheckInvariantStatus.SUCCESS, lambda: "CheckInvariantStatus.SUCCESS"
+_ALIVE_BEFORE = (
+    cudagraph_trees.CheckInvariantStatus.ExpectedDeadIndicesBeforeGraphMismatch,
+    lambda: "CheckInvariantStatus.ExpectedDeadIndicesBeforeGraphMismatch",
+)
+
+
+class HeldForTooLong(PygraphError, RuntimeError):
+    template = (
+        "{function}: an input that died while its graph was recorded is still held by somebody, "
+        "and the replay would write over it"
+    )
 
 
 class _CountsUpstreamNodes(type):
@@ -69,7 +82,6 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     _live: LiveInputs | None = None
     copies = False  # whether a replay copies an input
     _kept: list[Any] = []  # the inputs, where a recording at ghost addresses that fails is tried again  # noqa: RUF012
-    _passed_over = False  # by the call before
     graph: Any
     recording_outputs: Any
 
@@ -97,24 +109,38 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             self._make(wrapped_function, id, parent, inputs, *args, **kwargs)
             wrapped_function.model.refused.update(self._refused)
         self._moving = {}
-        self._checked: Any = getattr(self, "tensor_static_input_idxs", self.static_input_idxs)  # since 2.12
         self._has_moving = self._live is not None and any(item.managed for item in self._live.items)
-        # Whether upstream's check comes down to the addresses of static inputs: nothing managed, nothing to be dead.
-        self._only_static = not (
-            self.cudagraph_managed_idxs
-            or self.expected_dead_indices_before_graph
-            or self.expected_dead_indices_after_graph
-        )
+        self._prepare_questions()
         self.steady = (
-            parent is None
-            and isinstance(wrapped_function.model, FunctionModel)
-            and self._only_static
+            isinstance(wrapped_function.model, FunctionModel)
             and self.rerecord_if_static_inputs_change
             and not self._has_moving
             and not _is_debugged()
         )
         self.log.inputs = tuple(self._describe_inputs())
         self.copies = any(item.copied_bytes for item in self.log.inputs)
+
+    def _prepare_questions(self) -> None:
+        """What is asked of the inputs of each call, and what its outputs are made of."""
+        checked: Any = getattr(self, "tensor_static_input_idxs", self.static_input_idxs)  # since 2.12
+        self._lies_where_it_did = same_addresses(checked, [self.static_input_data_ptrs[index] for index in checked])
+        self._managed_to_drop = [i for i in self.cudagraph_managed_idxs if not self.preserved_aliased_inputs[i]]
+        self._are_dead_before = self._question_of_death(self.expected_dead_indices_before_graph)
+        self._are_dead_after = self._question_of_death(self.expected_dead_indices_after_graph)
+        # Whether upstream's check comes down to the addresses of static inputs: nothing managed, nothing to be dead.
+        self._only_static = not (self.cudagraph_managed_idxs or self._are_dead_before or self._are_dead_after)
+        # By output, where it is not cached: a number or None, or a tensor that lies on a static input.
+        constants = [
+            made_of if not isinstance(made_of, dict) else NotImplemented if static is None else static
+            for made_of, static in zip(self.outputs_metadata, self.static_output_tensors, strict=True)
+        ]
+        self._outputs_once_more = once_more(self.cached_tensor_outputs, constants)
+
+    def _question_of_death(self, indices: list[tuple[int, int]]) -> Callable[[], bool] | None:
+        """Whether outputs on the path are dead, by depth and number; None where there are none."""
+        path = list(self._path_from_root) if indices else []
+        places = [(path[d].cached_tensor_outputs, self.path_weakrefs[d], number) for d, number in indices]
+        return are_dead(places) if places else None
 
     def _make(self, wrapped_function: Any, id: Any, parent: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> None:
         try:
@@ -269,11 +295,14 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     # -- replaying
 
     def check_invariants(self, inputs: list[Any]) -> Any:
+        self.unfit = None
+        # Giving a graph addresses is work, so all else is asked before.
+        if self.rerecord_if_static_inputs_change and not self._lies_where_it_did(inputs):
+            return super().check_invariants(inputs)  # says which moved
+        if self._are_dead_before is not None and not self._are_dead_before():
+            return _ALIVE_BEFORE
         live = self._live
         if live is not None:
-            # One that is passed over again and again is not prepared each time.
-            if self._passed_over and self._static_inputs_moved(inputs):
-                return super().check_invariants(inputs)
             why = self._why_not_alive(live, inputs) if self._has_moving else None
             if why is None:
                 why = live.prepare(inputs, self._stays)
@@ -281,12 +310,10 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 self.unfit = why
                 self.wrapped_function.model.refused.update(live.refused)
                 return _MISMATCH, lambda: why
-        if self._only_static and not self._static_inputs_moved(inputs):
-            self._passed_over = False
+        if self._only_static and self.rerecord_if_static_inputs_change:
             return _FITS
         status, logger = super().check_invariants(inputs)
-        self._passed_over = status != cudagraph_trees.CheckInvariantStatus.SUCCESS
-        if self._passed_over and live is not None:
+        if status != cudagraph_trees.CheckInvariantStatus.SUCCESS and live is not None:
             live.drop()
         return status, logger
 
@@ -299,24 +326,46 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                     return "an input was an output that is expected to be gone"
         return None
 
-    def _static_inputs_moved(self, inputs: list[Any]) -> bool:
-        """Whether upstream passes this recording over because of an address, static or managed."""
-        return self.rerecord_if_static_inputs_change and not torch._C._tensors_data_ptrs_at_indices_equal(
-            inputs, self.static_input_data_ptrs, self._checked
-        )
-
     def takes(self, inputs: list[Any]) -> bool:
-        """Whether a steady recording can be replayed with these inputs; its graph holds their addresses then."""
-        if not torch._C._tensors_data_ptrs_at_indices_equal(inputs, self.static_input_data_ptrs, self._checked):
+        """Whether a steady recording can be replayed with these inputs; its graph holds their addresses then.
+
+        Where it can, those that are outputs of earlier recordings are let go of. Raises :class:`HeldForTooLong`.
+        """
+        if not self._lies_where_it_did(inputs) or (self._are_dead_before is not None and not self._are_dead_before()):
             return False
-        return self._live is None or self._live.prepare(inputs) is None
+        if self._live is not None and self._live.prepare(inputs) is not None:
+            return False
+        for index in self._managed_to_drop:
+            inputs[index] = None
+        if not _RUN_CHECKS_WHAT_DIED:
+            self._check_what_died()
+        return True
+
+    def _check_what_died(self) -> None:
+        if self._are_dead_after is not None and not self._are_dead_after():
+            if self._live is not None:
+                self._live.drop()
+            raise HeldForTooLong(function=self.wrapped_function.model.log.name)
+
+    @property
+    def _copies_now(self) -> bool:
+        return self.copies or (self._live is not None and self._live.is_copied)
 
     def replay(self, inputs: list[Any]) -> Any:
         """A steady recording's outputs for the inputs that it takes, which are consumed."""
-        if self.copies or (self._live is not None and not self._live.is_plain):
+        if self._copies_now:
             return self.run(inputs)
-        self.run_graph()
-        outputs = self.reconstruct_outputs()
+        if _RUN_CHECKS_WHAT_DIED:
+            self._check_what_died()
+        live = self._live if self._live is not None and self._live.outputs else None
+        if live is not None:
+            live.take(inputs)  # outputs are made of them
+        try:
+            self.run_graph()
+            outputs = self.reconstruct_outputs()
+        finally:
+            if live is not None:
+                live.finish()
         inputs.clear()
         return outputs
 
@@ -350,7 +399,9 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         super().run_graph()
 
     def reconstruct_outputs(self) -> Any:
-        outputs = super().reconstruct_outputs()
+        outputs = self._outputs_once_more() if self.cached_tensor_outputs else None  # made by the first replay
+        if outputs is None:
+            outputs = super().reconstruct_outputs()
         live = self._live
         if live is not None:
             for position, (index, view) in live.outputs.items():

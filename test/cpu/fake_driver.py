@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,6 +69,9 @@ class CUgraphExec(Handle): ...
 class CUgraphNode(Handle): ...
 
 
+_structs: weakref.WeakValueDictionary[int, CUDA_KERNEL_NODE_PARAMS] = weakref.WeakValueDictionary()  # by "address"
+
+
 class CUDA_KERNEL_NODE_PARAMS:
     func = property(lambda self: View(self, "func"), lambda self, value: self.__dict__.__setitem__("func", int(value)))
     kern = property(lambda self: View(self, "kern"), lambda self, value: self.__dict__.__setitem__("kern", int(value)))
@@ -75,6 +79,14 @@ class CUDA_KERNEL_NODE_PARAMS:
     def __init__(self, function: int, kernel: int, parameters: int, extra: int) -> None:
         self.func, self.kern, self.kernelParams, self.extra = function, kernel, parameters, extra
         self.gridDimX, self.gridDimY, self.gridDimZ, self.sharedMemBytes = 4, 1, 1, 1024
+        _structs[id(self)] = self
+
+    def getPtr(self) -> int:
+        return id(self)
+
+    @staticmethod
+    def at(address: int) -> CUDA_KERNEL_NODE_PARAMS:
+        return _structs[address]
 
 
 class _Fields:

@@ -106,3 +106,36 @@ int cuFuncGetParamInfo(void *function, size_t index, size_t *offset, size_t *nby
 int cuKernelGetParamInfo(void *kernel, size_t index, size_t *offset, size_t *nbytes) {
     return info(kernel, 0, index, offset, nbytes);
 }
+
+/* What was set, in order, and which call is refused. */
+static struct {
+    void *exec, *node;
+    unsigned int shared;
+} set[512];
+static size_t set_count, refused_at;
+static int refusal;
+
+void fake_refuse(size_t at, int code) {
+    set_count = 0;
+    refused_at = at;
+    refusal = code;
+}
+
+size_t fake_set(size_t index, void **exec, void **node, unsigned int *shared) {
+    if (index < set_count) {
+        *exec = set[index].exec;
+        *node = set[index].node;
+        *shared = set[index].shared;
+    }
+    return set_count;
+}
+
+int cuGraphExecKernelNodeSetParams_v2(void *exec, void *node, const Parameters *parameters) {
+    if (refusal != 0 && set_count == refused_at)
+        return refusal;
+    set[set_count].exec = exec;
+    set[set_count].node = node;
+    set[set_count].shared = parameters->shared;
+    set_count++;
+    return 0;
+}

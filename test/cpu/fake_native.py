@@ -11,6 +11,7 @@ import atexit
 import ctypes
 import functools
 import shutil
+import struct
 import subprocess
 import tempfile
 import unittest
@@ -18,7 +19,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from fake_driver import CUresult, FakeApi
+from fake_driver import CUDA_KERNEL_NODE_PARAMS as FakeParams
+from fake_driver import CUgraphExec, CUgraphNode, CUresult, FakeApi
 
 _SOURCE = Path(__file__).with_name("fake_libcuda.c")
 
@@ -52,7 +54,14 @@ def native_over(api: FakeApi) -> Any:
         _fill(fake, api, graph)
         return _native.search(str(path), graph, low, high)
 
-    return SimpleNamespace(search=search)
+    def set_kernels(_: str, exec_: int, nodes: bytes) -> tuple[int, int] | None:
+        for position, (node, address) in enumerate(struct.iter_unpack("QQ", nodes)):
+            (code,) = api.cuGraphExecKernelNodeSetParams(CUgraphExec(exec_), CUgraphNode(node), FakeParams.at(address))
+            if code:
+                return position, int(code)
+        return None
+
+    return SimpleNamespace(search=search, set_kernels=set_kernels)
 
 
 def _fill(fake: ctypes.CDLL, api: FakeApi, graph: int) -> None:

@@ -60,9 +60,11 @@ class TestCodeHash(TestCase):
         self.assertNotEqual(code_hash(self.root), before)
 
     def test_c_is_code_too(self):
-        before = code_hash(self.root)
-        (self.root / "pygraph_trees" / "a.c").write_text("int x;")
-        self.assertNotEqual(code_hash(self.root), before)
+        hashes = {code_hash(self.root)}
+        for name in ("a.c", "b.cpp"):
+            (self.root / "pygraph_trees" / name).write_text("int x;")
+            hashes.add(code_hash(self.root))
+        self.assertEqual(len(hashes), 3)
         covered = {p.relative_to(ROOT).as_posix() for p in covered_files()}
         self.assertLessEqual({"pygraph_trees/trees/manager.py", "inductor_patches/patch.py"}, covered)
 

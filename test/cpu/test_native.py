@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
 import sys
 import unittest
 from pathlib import Path
@@ -9,10 +11,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import test_patching
 import test_sites
 from fake_driver import CUresult, FakeApi
 from fake_native import library, native_over
-from hypothesis import given
+from hypothesis import given, strategies
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.driver import Driver
@@ -41,6 +44,95 @@ class TestAllAtOnce(_Native, test_sites.AllAtOnce):
     @given(test_sites.GRAPHS)
     def test_sites_are_all_the_places_and_no_others(self, drawn):
         self.check_sites(drawn)
+
+
+class TestPatching(test_patching.Patching, TestCase):
+    native = True
+
+    @test_patching.EXAMPLES
+    @given(test_patching.GRAPHS, test_patching.PATCHED, test_patching.STEPS, strategies.randoms(use_true_random=False))
+    def test_graph_holds_what_it_is_given(self, specs, inputs, steps, random):
+        self.check_graph_holds_what_it_is_given(specs, inputs, steps, random)
+
+    @test_patching.EXAMPLES
+    @given(
+        test_patching.GRAPHS,
+        test_patching.PATCHED,
+        test_patching.STEPS,
+        test_patching.CALLS,
+        strategies.integers(0, 6),
+    )
+    def test_any_set_call_may_fail(self, specs, inputs, steps, call, after):
+        self.check_any_set_call_may_fail(specs, inputs, steps, call, after)
+
+
+class TestSetKernels(TestCase):
+    """The call in C, over a library that tells what it was given."""
+
+    class Parameters(ctypes.Structure):
+        _fields_ = (
+            ("function", ctypes.c_void_p),
+            ("grid", ctypes.c_uint * 3),
+            ("block", ctypes.c_uint * 3),
+            ("shared", ctypes.c_uint),
+            ("parameters", ctypes.c_void_p),
+            ("extra", ctypes.c_void_p),
+            ("kernel", ctypes.c_void_p),
+            ("context", ctypes.c_void_p),
+        )
+
+    def setUp(self):
+        super().setUp()
+        native_over(FakeApi())  # skips where there is none
+        from pygraph_trees import _native
+
+        self.library = str(library())
+        self.fake = ctypes.CDLL(self.library)
+        self.fake.fake_refuse.argtypes = [ctypes.c_size_t, ctypes.c_int]
+        self.fake.fake_set.restype = ctypes.c_size_t
+        self.set_kernels = _native.set_kernels
+        self.structs = [self.Parameters(shared=100 + n) for n in range(4)]
+        pairs = [struct.pack("QQ", 0x9000 + n, ctypes.addressof(s)) for n, s in enumerate(self.structs)]
+        self.packed = b"".join(pairs)
+
+    def found(self):
+        exec_, node, shared = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint()
+        references = [ctypes.byref(value) for value in (exec_, node, shared)]
+        count = self.fake.fake_set(ctypes.c_size_t(1 << 20), *references)
+        result = []
+        for index in range(count):
+            self.fake.fake_set(ctypes.c_size_t(index), *references)
+            result.append((exec_.value, node.value, shared.value))
+        return result
+
+    def test_each_in_order(self):
+        self.fake.fake_refuse(0, 0)
+        self.assertIsNone(self.set_kernels(self.library, 0x77, self.packed))
+        self.assertEqual(self.found(), [(0x77, 0x9000 + n, 100 + n) for n in range(4)])
+        self.structs[1].shared = 7
+        self.assertIsNone(self.set_kernels(self.library, 0x88, self.packed[16:32]))
+        self.assertEqual(self.found()[4:], [(0x88, 0x9001, 7)])
+
+    def test_a_refusal_ends_it(self):
+        self.fake.fake_refuse(2, 701)
+        self.assertEqual(self.set_kernels(self.library, 0x77, self.packed), (2, 701))
+        self.assertEqual(len(self.found()), 2)
+
+    def test_bad_arguments(self):
+        with self.assertRaises(ValueError):
+            self.set_kernels(self.library, 0x77, self.packed[:-1])
+        with self.assertRaises(OSError):
+            self.set_kernels("no such library", 0x77, b"")
+        with self.assertRaises(RuntimeError):
+            self.set_kernels("libc.so.6", 0x77, b"")
+        self.test_each_in_order()  # the library is found again
+
+    def test_a_driver_without_the_call(self):
+        from pygraph_trees import _native
+
+        for name in ("no such library", "libc.so.6"):
+            self.assertIsNone(Driver(FakeApi(), _native, name).set_kernels(0x77, ()))
+        self.assertIsNone(Driver(FakeApi()).set_kernels(0x77, ()))
 
 
 class TestSearch(TestCase):

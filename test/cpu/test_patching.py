@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from fake_driver import CUresult, FakeApi
+from fake_native import native_over
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -92,8 +93,9 @@ def memset(target: Held) -> NodeSpec:
 class Setup:
     """A graph of such nodes, instantiated, and the patches of some of its inputs."""
 
-    def __init__(self, specs: list[NodeSpec], inputs: list[int], order=sorted, lacking=()) -> None:
+    def __init__(self, specs: list[NodeSpec], inputs: list[int], order=sorted, lacking=(), native=False) -> None:
         self.api = FakeApi()
+        self.driver = Driver(self.api, native_over(self.api) if native else None)
         for call, where in lacking:
             self.api.lack(call, where)
         self.specs, self.inputs = specs, inputs
@@ -104,7 +106,7 @@ class Setup:
 
     def scan(self, order=sorted) -> tuple[list[GraphNode], list[Site]]:
         """What a scan would find."""
-        driver, specs = Driver(self.api), self.specs
+        driver, specs = self.driver, self.specs
         makers = {"kernel": driver.kernel_node, "memcpy": driver.memcpy_node, "memset": driver.memset_node}
         nodes = [i for i, spec in enumerate(specs) if spec.inputs()]
         sites = [
@@ -121,7 +123,7 @@ class Setup:
         nodes, sites = self.scan(order)
         exec_ = self.api.instantiate(self.graph)
         recorded = [GHOSTS[i] for i in self.inputs]
-        return exec_, Patches(nodes, sites, self.inputs, exec_, Driver(self.api).context(), recorded)
+        return exec_, Patches(self.driver, nodes, sites, self.inputs, exec_, self.driver.context(), recorded)
 
     def held(self, exec_: int | None = None) -> list[bytes]:
         return [self.api.exec_parameters(exec_ or self.exec, handle) for handle in self.handles]
@@ -173,13 +175,20 @@ PATCHED = st.permutations(range(len(GHOSTS))).flatmap(
 # Few, so that inputs meet, keep theirs, and get an earlier one back.
 ADDRESSES = st.sampled_from([*GHOSTS[:2], 0x7F12_3456_7800, 0x7F12_3456_7A00, 2**57 - 2**22])
 STEPS = st.lists(st.lists(ADDRESSES, min_size=6, max_size=6), max_size=5)
+CALLS = st.sampled_from(sorted(SET_CALLS.values()))
+EXAMPLES = settings(max_examples=150, deadline=None)
 
 
-class TestPatching(TestCase):
-    @settings(max_examples=150, deadline=None)
-    @given(GRAPHS, PATCHED, STEPS, st.randoms(use_true_random=False))
-    def test_graph_holds_what_it_is_given(self, specs, inputs, steps, random):
-        setup = Setup(specs, inputs, order=lambda sites, key: random.sample(sites, len(sites)))
+class Patching:
+    """What holds of kernels that are set one by one and of such that are set at once."""
+
+    native = False
+
+    def setup(self, *args, **options) -> Setup:
+        return Setup(*args, native=self.native, **options)
+
+    def check_graph_holds_what_it_is_given(self, specs, inputs, steps, random):
+        setup = self.setup(specs, inputs, order=lambda sites, key: random.sample(sites, len(sites)))
         patches, now, total = setup.patches, [GHOSTS[i] for i in inputs], 0
         self.assertEqual(setup.held(), setup.expected(now))
         for step in steps:
@@ -193,10 +202,8 @@ class TestPatching(TestCase):
             now, total = new, total + count
             self.assertEqual((patches.addresses, patches.set_calls, patches.broken), (new, total, False))
 
-    @settings(max_examples=150, deadline=None)
-    @given(GRAPHS, PATCHED, STEPS, st.sampled_from(sorted(SET_CALLS.values())), st.integers(0, 6))
-    def test_any_set_call_may_fail(self, specs, inputs, steps, call, after):
-        setup = Setup(specs, inputs)
+    def check_any_set_call_may_fail(self, specs, inputs, steps, call, after):
+        setup = self.setup(specs, inputs)
         patches, now = setup.patches, [GHOSTS[i] for i in inputs]
         setup.api.fail(call, after)
         left = after
@@ -223,14 +230,14 @@ class TestPatching(TestCase):
         self.assertFalse(patches.broken)
 
     def test_one_node_with_two_changed_inputs_is_set_once(self):
-        setup = Setup([kernel(Held(0, 0), Held(1, 16), 5, Held(0, 8), sizes=(1, 3)), kernel(Held(1, 0))], [0, 1])
+        setup = self.setup([kernel(Held(0, 0), Held(1, 16), 5, Held(0, 8), sizes=(1, 3)), kernel(Held(1, 0))], [0, 1])
         self.assertEqual(setup.patches.apply([0x7F00_0000_0000, 0x7F00_0000_1000]), 2)
         self.assertEqual(setup.api.calls, [SET_CALLS["kernel"]] * 2)
         expected = words(0x7F00_0000_0000, 0x7F00_0000_1010, 5, 0x7F00_0000_0008)
         self.assertEqual(setup.held(), [expected, words(0x7F00_0000_1000)])
 
     def test_no_change_is_no_call(self):
-        setup = Setup([kernel(Held(0, 0)), memcpy(Held(2, 0), 0x10), memset(Held(3, 0))], [0, 1])
+        setup = self.setup([kernel(Held(0, 0)), memcpy(Held(2, 0), 0x10), memset(Held(3, 0))], [0, 1])
         for same in ([GHOSTS[0], GHOSTS[1]], (GHOSTS[0], GHOSTS[1]), setup.patches.addresses):
             self.assertEqual(setup.patches.apply(same), 0)
         self.assertEqual((setup.api.calls, setup.patches.set_calls), ([], 0))
@@ -240,13 +247,13 @@ class TestPatching(TestCase):
             def __iter__(self):
                 raise AssertionError("looked at each address")
 
-        setup = Setup([kernel(Held(0, 0)), memcpy(Held(2, 0), 0x10)], [0, 1])
+        setup = self.setup([kernel(Held(0, 0)), memcpy(Held(2, 0), 0x10)], [0, 1])
         self.assertEqual(setup.patches.apply(Uniterable(GHOSTS[:2])), 0)
         with self.assertRaisesRegex(AssertionError, "looked at each"):
             setup.patches.apply(Uniterable(GHOSTS[1:3]))
 
     def test_memory_nodes_are_set_every_time(self):
-        setup = Setup([kernel(Held(0, 0)), memcpy(Held(1, 0), Held(0, 0)), memset(Held(1, 0))], [1])
+        setup = self.setup([kernel(Held(0, 0)), memcpy(Held(1, 0), Held(0, 0)), memset(Held(1, 0))], [1])
         for _ in range(3):
             setup.api.calls.clear()
             self.assertEqual(setup.patches.apply([GHOSTS[1]]), 2)
@@ -254,7 +261,7 @@ class TestPatching(TestCase):
         self.assertEqual(setup.patches.set_calls, 6)
 
     def test_a_list_that_is_used_again(self):
-        setup = Setup([kernel(Held(0, 0))], [0])
+        setup = self.setup([kernel(Held(0, 0))], [0])
         addresses = [0x7F00_0000_0000]
         self.assertEqual(setup.patches.apply(addresses), 1)
         addresses[0] += 0x200
@@ -263,17 +270,17 @@ class TestPatching(TestCase):
 
     def test_recorded_addresses_are_copied(self):
         recorded = [GHOSTS[0]]
-        patches = Patches([], [], [0], 0x1000, None, recorded)
+        patches = Patches(Driver(FakeApi()), [], [], [0], 0x1000, None, recorded)
         patches.apply([GHOSTS[1]])
         self.assertEqual((recorded, patches.addresses), ([GHOSTS[0]], [GHOSTS[1]]))
 
     def test_input_without_sites(self):
-        setup = Setup([kernel(Held(1, 0))], [0, 1])
+        setup = self.setup([kernel(Held(1, 0))], [0, 1])
         self.assertEqual(setup.patches.apply([0x7F00_0000_0000, GHOSTS[1]]), 0)
         self.assertEqual(setup.patches.addresses, [0x7F00_0000_0000, GHOSTS[1]])
 
     def test_two_instances_of_a_graph(self):
-        setup = Setup([kernel(Held(0, 0)), memset(Held(0, 0))], [0])
+        setup = self.setup([kernel(Held(0, 0)), memset(Held(0, 0))], [0])
         other, patches = setup.instantiate()
         patches.apply([0x7F00_0000_0000])
         self.assertEqual(setup.held(), setup.expected([GHOSTS[0]]))
@@ -292,7 +299,7 @@ class TestPatching(TestCase):
             ("memset", [5], 3),
             ("memset", [3], 3),
         ):
-            setup = Setup(specs, inputs)
+            setup = self.setup(specs, inputs)
             setup.api.fail(SET_CALLS[kind], code=CUresult.CUDA_ERROR_OUT_OF_MEMORY)
             message = f"^{SET_CALLS[kind]} refused an address of input {index}: CUDA_ERROR_OUT_OF_MEMORY$"
             with self.assertRaisesRegex(PatchFailed, message) as raised:
@@ -301,14 +308,14 @@ class TestPatching(TestCase):
             self.assertIsInstance(raised.exception.__cause__, DriverError)
 
     def test_failure_without_a_change(self):
-        setup = Setup([memcpy(0x10, Held(1, 0))], [0, 1])
+        setup = self.setup([memcpy(0x10, Held(1, 0))], [0, 1])
         setup.api.fail(SET_CALLS["memcpy"])
         with self.assertRaisesRegex(PatchFailed, "input 1"):
             setup.patches.apply(GHOSTS[:2])
         self.assertTrue(setup.patches.broken)
 
     def test_interrupted_half_way(self):
-        setup = Setup([kernel(Held(0, 0)), kernel(Held(0, 8)), kernel(Held(0, 16))], [0])
+        setup = self.setup([kernel(Held(0, 0)), kernel(Held(0, 8)), kernel(Held(0, 16))], [0])
         setup.api.fail(SET_CALLS["kernel"], 1, raises=KeyboardInterrupt())
         with self.assertRaises(KeyboardInterrupt):
             setup.patches.apply([0x7F00_0000_0000])
@@ -316,6 +323,18 @@ class TestPatching(TestCase):
         # The recorded addresses look like those that are held, and are not.
         with self.assertRaises(HalfPatched):
             setup.patches.apply([GHOSTS[0]])
+
+
+class TestPatching(Patching, TestCase):
+    @EXAMPLES
+    @given(GRAPHS, PATCHED, STEPS, st.randoms(use_true_random=False))
+    def test_graph_holds_what_it_is_given(self, specs, inputs, steps, random):
+        self.check_graph_holds_what_it_is_given(specs, inputs, steps, random)
+
+    @EXAMPLES
+    @given(GRAPHS, PATCHED, STEPS, CALLS, st.integers(0, 6))
+    def test_any_set_call_may_fail(self, specs, inputs, steps, call, after):
+        self.check_any_set_call_may_fail(specs, inputs, steps, call, after)
 
     def test_absent_calls(self):
         for kind, node in (("kernel", kernel(Held(0, 0))), ("memset", memset(Held(0, 0)))):
@@ -335,7 +354,7 @@ class TestPatching(TestCase):
                 Setup([kernel(Held(0, 0))], [0, 1]).patches.apply(addresses)
         for inputs, recorded in (([0, 0], GHOSTS[:2]), ([0, 1], GHOSTS[:1]), ([0], GHOSTS[:2])):
             with self.assertRaisesRegex(ValueError, "each input once"):
-                Patches([], [], inputs, 0x1000, None, recorded)
+                Patches(Driver(FakeApi()), [], [], inputs, 0x1000, None, recorded)
 
     def test_what_a_scan_finds(self):
         api = FakeApi()
@@ -353,7 +372,7 @@ class TestPatching(TestCase):
         given = {0: 0x7F00_0000_0000, 2: 0x7F11_0000_0000}
         CapturedCopies(found.nodes, found.sites).point(given)
         exec_ = api.instantiate(graph)
-        patches = Patches(found.nodes, found.sites, [0, 2], exec_, driver.context(), [a, c])
+        patches = Patches(driver, found.nodes, found.sites, [0, 2], exec_, driver.context(), [a, c])
         self.assertEqual(patches.apply(list(given.values())), 3)
         expected = [
             words(0x7F00_0000_0000, 7, b + 64) + b"\1\2\3",
@@ -441,7 +460,7 @@ class TestCapturedCopies(TestCase):
                 found = scan(driver, graph, ghosts)
                 CapturedCopies(found.nodes, found.sites).point({0: 0x7F11_0000_0000} if pointed else {})
                 exec_ = api.instantiate(graph)
-                patches = Patches(found.nodes, found.sites, [0], exec_, driver.context(), [start])
+                patches = Patches(driver, found.nodes, found.sites, [0], exec_, driver.context(), [start])
                 if pointed:
                     self.assertEqual(patches.apply([0x7F00_0000_0000]), 1)
                 else:

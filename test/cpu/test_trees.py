@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import gc
 import sys
@@ -23,6 +24,7 @@ from pygraph_trees.coverage.log import GraphLog, journal
 from pygraph_trees.coverage.report import clear
 from pygraph_trees.selection import why_not_graphed
 from pygraph_trees.settings import Settings
+from pygraph_trees.trees import recording as recording_module
 from pygraph_trees.trees.function import FunctionModel
 from pygraph_trees.trees.isolation import Trees
 from pygraph_trees.trees.manager import Manager, Upstream
@@ -333,16 +335,20 @@ class TestSteadyReplay(TestCase):
             "running_forwards_with_pending_backwards": False,
             "id_to_mode": {self.FUNCTION: cudagraph_trees.CompilationMode.INFERENCE},
             "id_to_compile_id": {self.FUNCTION: "3/1"},
-            "_steady": {self.FUNCTION: self.recording},
+            "roots": {self.FUNCTION: [self.recording]},
+            "warmed_up_functions": {self.FUNCTION},
+            "num_rerecord": {},
+            "ids_to_funcs": {self.FUNCTION: self.recording.wrapped_function},
             "has_live_user_visible_output_cloning": False,
         }
         vars(self.manager).update(state)
         name = "skip_cudagraph" if "skip_cudagraph" in Upstream.__init__.__code__.co_names else HINT
-        vars(self.manager)[name] = self.skipped = {}
+        vars(self.manager)[name] = self.skipped = collections.defaultdict(dict)
 
     def node(self, **attributes):
         node = Recording.__new__(Recording)
-        own = {"children": {}, "id": object(), "all_outputs_are_dead": lambda: False, "path_live_weakrefs": lambda: ()}
+        own = {"children": {}, "steady": True, "id": object(), "path_live_weakrefs": lambda: ()}
+        own["all_outputs_are_dead"] = lambda: False
         vars(node).update(own | attributes)
         return node
 
@@ -392,6 +398,72 @@ class TestSteadyReplay(TestCase):
         self.assertIsNone(self.call("x"))
         self.assertIs(self.manager.current_node, node)
 
+    def child(self, **attributes):
+        child = self.node(takes=lambda inputs: inputs != ["elsewhere"], replay=self.replay, **attributes)
+        child.wrapped_function = SimpleNamespace(mutated_input_idxs=())
+        return child
+
+    def test_where_the_path_goes_on_with_it(self):
+        for new_step in (False, True):
+            with self.subTest(new_step=new_step):
+                self.replayed.clear()
+                child = self.child()
+                node = self.node(children={self.FUNCTION: [child]})
+                self.behind(node, new_step=new_step)
+                self.assertIsNone(self.manager.replay_steadily(["elsewhere"], self.FUNCTION))
+                self.assertIs(self.manager.current_node, node)
+                self.assertEqual(self.manager.replay_steadily(["x"], self.FUNCTION), [1])
+                self.assertIs(self.manager.current_node, child)
+                self.assertEqual(self.manager.current_gen, self.manager.get_curr_generation())
+
+    def test_the_first_one_that_fits(self):
+        first, second = self.child(), self.child()
+        vars(first)["takes"] = lambda inputs: inputs == ["x"]
+        for others, inputs, expected in (
+            ([first, second], "x", first),
+            ([first, second], "y", second),
+            ([second, first], "x", second),
+            ([first], "y", None),
+            ([self.child(steady=False), first], "x", None),  # only upstream can ask that one
+            ([object(), first], "x", None),
+            ([first, object()], "x", first),
+        ):
+            self.behind(self.node(children={self.FUNCTION: others}), new_step=False)
+            outputs = self.manager.replay_steadily([inputs], self.FUNCTION)
+            self.assertEqual(outputs is not None, expected is not None)
+            if expected is not None:
+                self.assertIs(self.manager.current_node, expected)
+
+    def test_a_path_whose_outputs_are_cloned_ends_with_its_step(self):
+        self.manager.has_live_user_visible_output_cloning = True  # since torch 2.14
+        ended = []
+        self.manager.try_end_curr_execution = lambda: (ended.append(1), setattr(self.manager, "current_node", None))
+        child = self.child()
+        for new_step, current, ends in ((True, self.recording, 1), (False, child, 1)):
+            self.behind(self.node(children={self.FUNCTION: [child]}), new_step=new_step)
+            self.assertIsNotNone(self.manager.replay_steadily(["x"], self.FUNCTION))
+            self.assertIs(self.manager.current_node, current)
+            self.assertEqual(len(ended), ends)
+
+    def test_what_upstream_does_not_graph_there(self):
+        """Since it was recorded again too often, or as it says of an input; also where nothing is written to."""
+        for where in ("behind the node", "at the begin of a step"):
+            node = self.node()
+            self.behind(node, new_step=True)
+            self.skipped.clear()
+            self.skipped[node.id if where == "behind the node" else None][self.FUNCTION] = True
+            self.assertIsNone(self.call("x"))
+            self.skipped.clear()
+            self.behind(node, new_step=True)
+            self.assertEqual(len(self.call("x")), 1)
+        self.manager.exceed_rerecord_limit = lambda node_id, function_id: node_id is None
+        self.behind(self.node(), new_step=True)
+        self.assertIsNone(self.call("x"))
+
+    def test_what_is_to_be_warmed_up_again(self):
+        self.manager.warmed_up_functions.clear()
+        self.assertIsNone(self.call("x"))
+
     def test_while_others_warm_up_or_record(self):
         for state in ("WARMUP", "RECORDING"):
             self.behind(self.node(), new_step=True)
@@ -413,10 +485,19 @@ class TestSteadyReplay(TestCase):
     def test_functions_that_write_ask_first_whether_they_may(self):
         self.recording.wrapped_function.mutated_input_idxs = (0,)
         node = self.node()
-        for known, outputs in ((None, None), (True, None), (False, [1])):
+        for there, at_the_begin, graphs in (
+            (None, False, False),
+            (True, False, False),
+            (False, None, False),
+            (False, True, False),
+            (False, False, True),
+        ):
             self.behind(node, new_step=True)
-            self.skipped[node.id] = {} if known is None else {self.FUNCTION: known}
-            self.assertEqual(self.call("x"), outputs)
+            self.skipped.clear()
+            for place, known in ((node.id, there), (None, at_the_begin)):
+                if known is not None:
+                    self.skipped[place][self.FUNCTION] = known
+            self.assertEqual(self.call("x") is not None, graphs)
 
     def test_forwards_wait_for_their_backwards(self):
         modes = cudagraph_trees.CompilationMode
@@ -433,34 +514,15 @@ class TestSteadyReplay(TestCase):
             self.behind(self.node(), new_step=True)
             self.assertIsNotNone(self.call("x"))
 
-    def test_any_other_way_ends_it(self):
-        with mock.patch.object(Upstream, "_run", lambda manager, inputs, function_id: ["upstream's way"]):
-            self.manager.roots = {}
-            self.assertEqual(self.manager._run(["x"], self.FUNCTION), ["upstream's way"])
-        self.assertIsNone(self.call("x"))
-
     def test_it_begins_with_a_replay_of_a_steady_recording(self):
-        self.manager._steady.clear()
-        model = FunctionModel.of(double, is_backward=False, is_inference=True)
-        model.settings = dataclasses.replace(model.settings, indirection="auto")
-        model.add(of_integers=False)
-        function = SimpleNamespace(id=self.FUNCTION, model=model)
-        # Not where an earlier one may fit that copies less.
-        for first, copies, steady in (
-            (True, True, False),
-            (False, True, True),
-            (False, False, True),
-            (True, True, True),
-        ):
-            with self.subTest(first=first, copies=copies, steady=steady):
-                self.manager._steady.clear()
-                model.manager = lambda: None
-                node = self.node(steady=steady, copies=copies, wrapped_function=function, run=lambda inputs: [0])
-                self.manager.roots = {self.FUNCTION: [node] if first else [object(), node]}
-                self.assertEqual(self.manager.execute_node(node, ["x"]), [0])
-                expected = steady and (first or not copies)
-                self.assertEqual(self.manager._steady.get(self.FUNCTION), node if expected else None)
-                self.assertEqual(model.manager() is self.manager, expected)
+        for steady in (False, True):
+            model = FunctionModel.of(double, is_backward=False, is_inference=True)
+            model.settings = dataclasses.replace(model.settings, indirection="auto")
+            model.add(of_integers=False)
+            node = self.node(steady=steady, run=lambda inputs: [0])
+            node.wrapped_function = SimpleNamespace(id=self.FUNCTION, model=model)
+            self.assertEqual(self.manager.execute_node(node, ["x"]), [0])
+            self.assertEqual(model.manager() is self.manager, steady)
 
     def test_what_upstream_makes_a_manager_of(self):
         given = []
@@ -530,10 +592,59 @@ class TestSteadyReplay(TestCase):
                 self.manager._demote_saved_inputs(inputs, self.FUNCTION)
                 self.assertEqual(self.manager.ids_to_funcs[self.FUNCTION].static_input_idxs, static)
 
-    def test_shutdown_lets_go(self):
-        with mock.patch.object(Upstream, "shutdown", lambda manager: None):
-            self.manager.shutdown()
-        self.assertEqual(self.manager._steady, {})
+
+class TestTakes(TestCase):
+    """What is asked of the inputs of a recording that may be replayed steadily."""
+
+    def recording(self, **attributes):
+        node = Recording.__new__(Recording)
+        own = {
+            "_lies_where_it_did": lambda inputs: inputs[0] != "elsewhere",
+            "_are_dead_before": None,
+            "_are_dead_after": None,
+            "_managed_to_drop": [],
+            "wrapped_function": SimpleNamespace(model=SimpleNamespace(log=SimpleNamespace(name="step 0/0"))),
+        }
+        vars(node).update(own | attributes)
+        return node
+
+    def test_addresses(self):
+        self.assertTrue(self.recording().takes(["there"]))
+        self.assertFalse(self.recording().takes(["elsewhere"]))
+        refuses = SimpleNamespace(prepare=lambda inputs: "less aligned", is_copied=False)
+        self.assertFalse(self.recording(_live=refuses).takes(["there"]))
+
+    def test_what_is_to_be_dead_before(self):
+        self.assertTrue(self.recording(_are_dead_before=lambda: True).takes(["there"]))
+        inputs = ["there", "managed"]
+        self.assertFalse(self.recording(_are_dead_before=lambda: False, _managed_to_drop=[1]).takes(inputs))
+        self.assertEqual(inputs, ["there", "managed"])
+
+    def test_what_dies_with_the_inputs(self):
+        inputs = ["there", "managed", "kept"]
+        recording = self.recording(_managed_to_drop=[1], _are_dead_after=lambda: inputs[1] is None)
+        self.assertTrue(recording.takes(inputs))
+        self.assertEqual(inputs, ["there", None, "kept"])
+        with self.assertRaisesRegex(RuntimeError, "step 0/0: an input that died .* is still held"):
+            self.recording(_are_dead_after=lambda: False).takes(["there"])
+
+    def test_what_dies_is_asked_by_the_replay(self):
+        """Since torch 2.15, as upstream does; and where copies are made, behind them by upstream itself."""
+        dropped = []
+        live = SimpleNamespace(prepare=lambda inputs: None, is_copied=False, outputs={}, drop=lambda: dropped.append(1))
+        recording = self.recording(_live=live, _are_dead_after=lambda: False, run=lambda inputs: ["upstream's way"])
+        with mock.patch.object(recording_module, "_RUN_CHECKS_WHAT_DIED", True):
+            self.assertTrue(recording.takes(["there"]))
+            with self.assertRaises(recording_module.HeldForTooLong):
+                recording.replay(["there"])
+            live.is_copied = True
+            self.assertEqual(recording.replay(["there"]), ["upstream's way"])
+        with (
+            mock.patch.object(recording_module, "_RUN_CHECKS_WHAT_DIED", False),
+            self.assertRaises(recording_module.HeldForTooLong),
+        ):
+            recording.takes(["there"])
+        self.assertEqual(len(dropped), 2)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,22 @@ import contextlib
 from unittest import mock
 
 import torch
-from indirection import KEPT, REGIMES, Facts, IndirectionTestCase, Program, assert_same_bits, by_name, compiled, run
+from indirection import (
+    KEPT,
+    REGIMES,
+    Facts,
+    IndirectionTestCase,
+    Program,
+    assert_same_bits,
+    by_name,
+    compiled,
+    reset,
+    run,
+)
 from indirection import tensor as given
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
+from pygraph_trees import tensors
 from pygraph_trees.trees.manager import Manager
 
 X, Y = given(64, 33), given(64, 33)
@@ -124,17 +136,60 @@ class TestSteadyReplay(IndirectionTestCase):
                 assert_same_bits(found, wanted, f"call {call}: ")
         self.assertGreaterEqual(counts["steady"], 8)
 
-    def test_only_the_first_of_a_step(self):
-        first, second = compiled(lambda x: x.sin() + 1), compiled(lambda x, y: y.cos() @ x.mT)
+    def test_all_of_a_step(self):
+        ways = [
+            compiled(lambda x: x.sin() + 1),
+            compiled(lambda x, y: y.cos() @ x.mT),
+            compiled(lambda x, y, z: (y - z).relu() + x[0]),
+        ]
+        calls = 8
         with counted() as counts:
-            for call in range(8):
+            for call in range(calls):
                 x = torch.randn(64, 64, device=self.device)
-                middle = first.plain(x)
-                wanted = [middle, second.plain(x, middle)]
+                results = []
+                for first, second, third in ([w.plain for w in ways], [w.graphed for w in ways]):
+                    torch.compiler.cudagraph_mark_step_begin()
+                    y = first(x)
+                    z = second(x, y)
+                    results.append([y, z, third(x, y, z)])
+                assert_same_bits(results[1], results[0], f"call {call}: ")
+        # Not the warmup, the recording and the first replay of each.
+        self.assertEqual(counts["steady"], 3 * (calls - 3))
+        self.assertEqual(Facts.now().recordings, 3)
+
+    def test_a_step_that_branches(self):
+        """What comes behind the first function is not always the same one."""
+        first = compiled(lambda x: x.sin() + 1)
+        others = [compiled(lambda y: y.cos().sum(0)), compiled(lambda y: y @ y.mT)]
+        with counted() as counts:
+            for call in range(16):
+                x = torch.randn(64, 64, device=self.device)
+                other = others[(call // 2 + call // 5) % 2]
+                wanted = [first.plain(x)]
+                wanted.append(other.plain(wanted[0]))
                 torch.compiler.cudagraph_mark_step_begin()
                 middle = first.graphed(x)
-                assert_same_bits([middle, second.graphed(x, middle)], wanted, f"call {call}: ")
-        self.assertIn(counts["steady"], (4, 5))
+                assert_same_bits([middle, other.graphed(middle)], wanted, f"call {call}: ")
+        self.assertGreaterEqual(counts["steady"], 16)
+        self.assertEqual(Facts.now().recordings, 3)
+
+    def test_outputs_that_die_at_other_times(self):
+        """The second function is recorded once for each way, and the right recording is replayed."""
+        first, second = compiled(lambda x: (x.sin(), x.cos())), compiled(lambda y: y * 2 + 1)
+        for call in range(20):
+            x = torch.randn(64, 64, device=self.device)
+            torch.compiler.cudagraph_mark_step_begin()
+            y, z = first.graphed(x)
+            keep = (call // 3) % 2
+            if not keep:
+                del z
+            found = [y.clone(), second.graphed(y)]
+            if keep:
+                found.append(z)
+            wanted = [x.sin(), x.sin() * 2 + 1] + ([x.cos()] if keep else [])
+            torch.testing.assert_close(found, wanted)
+            del y, found, wanted
+        self.assertLessEqual(Facts.now().recordings, 4)
 
     def test_outputs_that_are_alive(self):
         """Without a new step nothing that is still used is overwritten."""
@@ -173,7 +228,29 @@ class TestSteadyReplay(IndirectionTestCase):
                     way(x).square().sum().backward()
                     gradients.append([p.grad.clone() for p in model.parameters()])
                 assert_same_bits(gradients[1], gradients[0], f"call {call}: ")
-        self.assertGreater(counts["steady"], 3)
+        # Forward and backward, but for the warmup, the recording and the first replay of each.
+        self.assertEqual(counts["steady"], 2 * (8 - 3))
+
+    def test_without_the_part_in_cpp(self):
+        with mock.patch.object(tensors, "native", None):
+            self.test_training()
+            reset()
+            self.test_all_of_a_step()
+            reset()
+            self.test_every_call_behind_the_first_replay_several_outputs()
+
+    def test_hooks_of_outputs_are_gone_at_the_next_replay(self):
+        weight = torch.ones(33, device=self.device, requires_grad=True)
+        graphed = compiled(lambda x: (x * weight).sin()).graphed
+        seen = []
+        for call in range(8):
+            torch.compiler.cudagraph_mark_step_begin()
+            y = graphed(torch.ones(16, 33, device=self.device))
+            if call % 2:
+                y.register_hook(lambda gradient, call=call: seen.append(call))
+            y.sum().backward()
+            weight.grad = None
+        self.assertEqual(seen, [1, 3, 5, 7])
 
     def test_forwards_that_wait_for_their_backwards(self):
         model = torch.nn.Linear(33, 8, device=self.device)

@@ -1,0 +1,235 @@
+/* Questions about many tensors at once: pygraph_trees._tensors, an optional part of pygraph_trees.tensors.
+
+   same_addresses(places, tensors)    whether tensors[i].data_ptr() is the address for each (i, address) in places
+   addresses(indices, tensors)        tensors[i].data_ptr() for each i in indices, as a list
+   count_dead(places, begin)          the first of these from begin on that may be held by somebody, their number where
+                                      there is none; each is (list, index of a tensor in it), and the list may have shrunk
+   outputs(cached, others)            cached, as a new list, with what is None in it taken from others; None where one of
+                                      the tensors has hooks, or others has NotImplemented there or another length
+
+   Tensors are in a list or a tuple, cached and others are lists. What is only asked of the same places again and again
+   is packed: places as pairs of uint64, indices as uint64, both in bytes. IndexError is raised where an index lies outside,
+   TypeError where something is no tensor. Nothing is changed. Compiled against the headers of one torch: TORCH_VERSION
+   says of which, and the module must not be used with another one, whose tensors may be laid out in another way. */
+
+#define PY_SSIZE_T_CLEAN
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstring>
+#include <exception>
+#include <vector>
+
+namespace {
+
+/* The items of a list or a tuple. */
+struct Items {
+    PyObject **at = nullptr;
+    Py_ssize_t count = 0;
+
+    /* False with an exception. */
+    bool take(PyObject *sequence) {
+        if (!PyList_Check(sequence) && !PyTuple_Check(sequence)) {
+            PyErr_Format(PyExc_TypeError, "expected a list or a tuple, got %s", Py_TYPE(sequence)->tp_name);
+            return false;
+        }
+        at = PySequence_Fast_ITEMS(sequence);
+        count = PySequence_Fast_GET_SIZE(sequence);
+        return true;
+    }
+};
+
+/* Records of numbers that are packed in bytes. */
+template <typename Record> struct Packed {
+    const char *bytes = nullptr;
+    Py_ssize_t count = 0;
+
+    /* False with an exception. */
+    bool take(PyObject *object) {
+        if (!PyBytes_Check(object) || PyBytes_GET_SIZE(object) % sizeof(Record) != 0) {
+            PyErr_SetString(PyExc_TypeError, "expected numbers packed in bytes");
+            return false;
+        }
+        bytes = PyBytes_AS_STRING(object);
+        count = PyBytes_GET_SIZE(object) / static_cast<Py_ssize_t>(sizeof(Record));
+        return true;
+    }
+
+    Record operator[](Py_ssize_t i) const {
+        Record record;
+        std::memcpy(&record, bytes + i * static_cast<Py_ssize_t>(sizeof record), sizeof record);
+        return record;
+    }
+};
+
+/* The tensor in a Python object; NULL with an exception. */
+const at::Tensor *tensor_of(PyObject *object) {
+    PyTypeObject *type = Py_TYPE(object), *tensor = reinterpret_cast<PyTypeObject *>(THPVariableClass);
+    if (type != tensor && !PyType_IsSubtype(type, tensor)) {
+        PyErr_Format(PyExc_TypeError, "expected a tensor, got %s", type->tp_name);
+        return nullptr;
+    }
+    return &THPVariable_Unpack(object);
+}
+
+/* The address of the tensor at an index; false with an exception. */
+bool address_at(const Items &tensors, uint64_t index, uint64_t *address) {
+    if (index >= static_cast<uint64_t>(tensors.count)) {
+        PyErr_SetString(PyExc_IndexError, "index out of range");
+        return false;
+    }
+    const at::Tensor *tensor = tensor_of(tensors.at[index]);
+    if (tensor == nullptr)
+        return false;
+    *address = reinterpret_cast<uintptr_t>(tensor->data_ptr());
+    return true;
+}
+
+struct Place {
+    uint64_t index, address;
+};
+
+PyObject *same_addresses(PyObject *const *arguments) {
+    Packed<Place> places;
+    Items tensors;
+    if (!places.take(arguments[0]) || !tensors.take(arguments[1]))
+        return nullptr;
+    for (Py_ssize_t i = 0; i < places.count; i++) {
+        uint64_t address = 0;
+        if (!address_at(tensors, places[i].index, &address))
+            return nullptr;
+        if (address != places[i].address)
+            Py_RETURN_FALSE;
+    }
+    Py_RETURN_TRUE;
+}
+
+PyObject *addresses(PyObject *const *arguments) {
+    Packed<uint64_t> indices;
+    Items tensors;
+    if (!indices.take(arguments[0]) || !tensors.take(arguments[1]))
+        return nullptr;
+    std::vector<uint64_t> found(static_cast<size_t>(indices.count)); // reading them may throw
+    for (Py_ssize_t i = 0; i < indices.count; i++)
+        if (!address_at(tensors, indices[i], &found[static_cast<size_t>(i)]))
+            return nullptr;
+    PyObject *list = PyList_New(indices.count);
+    for (Py_ssize_t i = 0; list != nullptr && i < indices.count; i++) {
+        PyObject *number = PyLong_FromUnsignedLongLong(found[static_cast<size_t>(i)]);
+        if (number == nullptr)
+            Py_CLEAR(list);
+        else
+            PyList_SET_ITEM(list, i, number);
+    }
+    return list;
+}
+
+/* Whether one reference of the list is all there is: no other in Python or C++, no graph of autograd, and of its
+   storage the two that the tensor and its Python object hold. */
+bool is_dead(PyObject *object) {
+    if (Py_REFCNT(object) != 1)
+        return false;
+    const at::Tensor *tensor = tensor_of(object);
+    return tensor != nullptr && tensor->use_count() == 1 && tensor->grad_fn() == nullptr && tensor->has_storage() &&
+           tensor->storage().use_count() == 2;
+}
+
+PyObject *count_dead(PyObject *const *arguments) {
+    Items places;
+    Py_ssize_t position = PyLong_AsSsize_t(arguments[1]);
+    if (PyErr_Occurred() || !places.take(arguments[0]))
+        return nullptr;
+    for (position = position < 0 ? 0 : position; position < places.count; position++) {
+        PyObject *place = places.at[position];
+        if (!PyTuple_Check(place) || PyTuple_GET_SIZE(place) != 2 || !PyList_Check(PyTuple_GET_ITEM(place, 0))) {
+            PyErr_SetString(PyExc_TypeError, "expected pairs of a list and an index");
+            return nullptr;
+        }
+        PyObject *list = PyTuple_GET_ITEM(place, 0);
+        const Py_ssize_t index = PyLong_AsSsize_t(PyTuple_GET_ITEM(place, 1));
+        if (PyErr_Occurred())
+            return nullptr;
+        if (index < 0 || index >= PyList_GET_SIZE(list) || PyList_GET_ITEM(list, index) == Py_None ||
+            !is_dead(PyList_GET_ITEM(list, index)))
+            break;
+    }
+    return PyErr_Occurred() ? nullptr : PyLong_FromSsize_t(position);
+}
+
+PyObject *outputs(PyObject *const *arguments) {
+    Items cached, others;
+    if (!cached.take(arguments[0]) || !others.take(arguments[1]))
+        return nullptr;
+    PyObject *found = PyList_New(others.count); // may collect garbage, and with it what is cached
+    if (found == nullptr)
+        return nullptr;
+    if (!cached.take(arguments[0]) || !others.take(arguments[1]) || cached.count != PyList_GET_SIZE(found) ||
+        others.count != cached.count) {
+        Py_DECREF(found);
+        if (PyErr_Occurred())
+            return nullptr;
+        Py_RETURN_NONE;
+    }
+    for (Py_ssize_t i = 0; i < cached.count; i++) {
+        PyObject *item = cached.at[i];
+        if (item == Py_None) {
+            item = others.at[i];
+        } else {
+            if (tensor_of(item) == nullptr) {
+                Py_DECREF(found);
+                return nullptr;
+            }
+            if (reinterpret_cast<THPVariable *>(item)->backward_hooks != nullptr)
+                item = Py_NotImplemented;
+        }
+        if (item == Py_NotImplemented) {
+            Py_DECREF(found);
+            Py_RETURN_NONE;
+        }
+        Py_INCREF(item);
+        PyList_SET_ITEM(found, i, item);
+    }
+    return found;
+}
+
+/* Calls one of the above, with exceptions of C++ turned into Python's. */
+template <PyObject *(*function)(PyObject *const *), Py_ssize_t count>
+PyObject *call(PyObject *, PyObject *const *arguments, Py_ssize_t given) {
+    if (given != count) {
+        PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", count, given);
+        return nullptr;
+    }
+    try {
+        return function(arguments);
+    } catch (const c10::Error &error) { // as torch's own methods put it
+        PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
+        return nullptr;
+    } catch (const std::exception &error) {
+        PyErr_SetString(PyExc_RuntimeError, error.what());
+        return nullptr;
+    }
+}
+
+#define METHOD(name, count, doc)                                                                                       \
+    {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(call<name, count>)), METH_FASTCALL, doc}
+
+PyMethodDef methods[] = {
+    METHOD(same_addresses, 2, "Whether tensors lie where they are expected; see the source."),
+    METHOD(addresses, 2, "Where tensors lie; see the source."),
+    METHOD(count_dead, 2, "The first tensor that may be held by somebody else; see the source."),
+    METHOD(outputs, 2, "Cached tensors and what stands in for the others; see the source."),
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "pygraph_trees._tensors", "Questions about many tensors at once.", 0, methods,
+    nullptr, nullptr, nullptr, nullptr,
+};
+
+} // namespace
+
+PyMODINIT_FUNC PyInit__tensors(void) {
+    PyObject *module = PyModule_Create(&definition);
+    if (module != nullptr && PyModule_AddStringConstant(module, "TORCH_VERSION", PYGRAPH_TORCH_VERSION) < 0)
+        Py_CLEAR(module);
+    return module;
+}

@@ -1,0 +1,192 @@
+"""Steps of all kinds in random order, many times over: results and errors are upstream's.
+
+Each step calls some functions, keeps or drops what they return, takes gradients or forgets to, fails in between, or
+runs in another thread; now and then an output of an earlier step is read, which is an error where upstream says so.
+``PYGRAPH_STRESS`` says how many steps, 1,500 without it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import TYPE_CHECKING, Any
+
+import torch
+from indirection import FLAG, requires_cuda
+from parity import OURS, UPSTREAM, prime, run_side
+from test_trees_concurrency import in_thread, with_own_manager
+from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from parity import Context
+
+STEPS = int(os.environ.get("PYGRAPH_STRESS", "1500"))
+MOST_KEPT = 12
+
+
+class Interruption(Exception):
+    pass
+
+
+class World:
+    """Compiled functions, what they returned, and what happens next."""
+
+    def __init__(self, ctx: Context, seed: int) -> None:
+        self.ctx = ctx
+        self.draw = random.Random(seed)
+        self.marks = seed % 2 == 0  # whether steps are marked; torch guesses them otherwise
+        self.kept: list[torch.Tensor] = []
+        self.number = 0
+        self.failing = False
+        torch.manual_seed(0)
+        layers = torch.nn.Linear(24, 32), torch.nn.GELU(), torch.nn.Linear(32, 24)
+        self.model = torch.nn.Sequential(*layers).to(ctx.device)
+        self.waves = ctx.compile(lambda x: (x.sin(), x.cos() * 2, x.sum(0)))
+        self.mixed = ctx.compile(lambda x, y: (x @ y.mT).relu() @ y)
+        self.scaled = ctx.compile(lambda x: x * 0.5 + 1)
+        self.parts = ctx.compile(self._parts)
+        self.trained = ctx.compile(self.model)
+
+    def _parts(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.exp() + 1
+        self._fail()
+        return y.sum(0) * x
+
+    @torch._dynamo.disable
+    def _fail(self) -> None:
+        if self.failing:
+            raise Interruption
+
+    def fresh(self, rows: int = 16) -> torch.Tensor:
+        self.number += 1
+        generator = torch.Generator(self.ctx.device).manual_seed(self.number % 997)
+        return torch.randn(rows, 24, device=self.ctx.device, generator=generator)
+
+    def note(self, what: str, *values: torch.Tensor) -> None:
+        # Bits of all that is returned, without a copy of each in memory.
+        self.ctx.fact(
+            what, [float(v.detach().double().sum()) for v in values] + [v.flatten()[:1].item() for v in values]
+        )
+
+    def step(self) -> None:
+        draw = self.draw
+        if self.marks:
+            torch.compiler.cudagraph_mark_step_begin()
+        actions: list[tuple[Callable[[], Any], int]] = [
+            (self.call_one, 30),
+            (self.call_several, 30),
+            (self.call_parts, 12),
+            (self.train, 20),
+            (self.forget_the_backward, 4),
+            (self.read_kept, 12),
+            (self.drop_all, 4),
+        ]
+        action = draw.choices([a for a, _ in actions], [weight for _, weight in actions])[0]
+        with torch.no_grad() if action.__name__ not in ("train", "forget_the_backward") else torch.enable_grad():
+            action()
+
+    def keep(self, *outputs: torch.Tensor) -> None:
+        for output in outputs:
+            if self.draw.random() < 0.3:
+                self.kept.append(output)
+        del self.kept[:-MOST_KEPT]
+
+    def call_one(self) -> None:
+        outputs = self.ctx.attempt(self.draw.choice([self.waves, lambda x: (self.scaled(x),)]), self.fresh())
+        if outputs is not None:
+            self.note("one", *outputs)
+            self.keep(*outputs)
+
+    def call_several(self) -> None:
+        x = self.fresh()
+        outputs = list(self.waves(x))
+        if self.draw.random() < 0.4:
+            del outputs[1]
+        outputs.append(self.mixed(outputs[0], x))
+        if self.draw.random() < 0.5:
+            outputs.append(self.scaled(outputs[-1]))
+        self.note("several", *outputs)
+        self.keep(*outputs)
+
+    def call_parts(self) -> None:
+        self.failing = self.draw.random() < 0.25
+        output = self.ctx.attempt(self.parts, self.fresh())
+        self.failing = False
+        if output is not None:
+            self.note("parts", output)
+            self.keep(output)
+
+    def train(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        output = self.trained(self.fresh())
+        loss = output.square().mean()
+        self.note("loss", loss)
+        if self.draw.random() < 0.5:
+            del output
+        loss.backward()
+        self.note("gradients", *(p.grad for p in self.model.parameters() if p.grad is not None))
+        self.model.zero_grad(set_to_none=True)
+
+    def forget_the_backward(self) -> None:
+        self.note("forgotten", self.trained(self.fresh()))
+
+    def read_kept(self) -> None:
+        """Values of an earlier step may be anybody's by now; whether they can be read is upstream's to say."""
+        for output in self.kept[-3:]:
+            self.ctx.attempt(lambda output=output: output + 1)
+        self.ctx.fact("kept", len(self.kept))
+
+    def drop_all(self) -> None:
+        self.kept.clear()
+
+    def in_another_thread(self) -> None:
+        def work() -> list[float]:
+            found = []
+            for _ in range(4):
+                torch.compiler.cudagraph_mark_step_begin()
+                with torch.no_grad():
+                    found += [float(o.double().sum()) for o in self.waves(self.fresh())]
+            return found
+
+        self.ctx.fact("thread", in_thread(with_own_manager(work)))
+
+
+def steps(seed: int, count: int) -> Callable[[Context], None]:
+    def program(ctx: Context) -> None:
+        world = World(ctx, seed)
+        for number in range(count):
+            if ctx.graphs and world.marks and number % 400 == 399:
+                world.in_another_thread()
+            world.step()
+        world.kept.clear()
+
+    return program
+
+
+@requires_cuda
+class TestSteadyStress(TestCase):
+    @classmethod
+    def setUpClass(cls) -> None:
+        super().setUpClass()
+        prime()
+
+    @parametrize("seed", [0, 1])
+    def test_random_steps(self, seed):
+        program = steps(seed, STEPS // 2)
+        upstream = run_side(program, UPSTREAM)
+        ours = run_side(program, OURS, config={FLAG: "auto"})
+        self.assertIsNone(upstream.crash, upstream.traceback)
+        self.assertIsNone(ours.crash, ours.traceback)
+        self.assertEqual(len(ours.notes), len(upstream.notes))
+        for number, (found, expected) in enumerate(zip(ours.notes, upstream.notes, strict=True)):
+            self.assertEqual((found.label, found.value), (expected.label, expected.value), f"note {number}")
+        self.assertGreater(len(ours.notes), STEPS // 4)
+        self.assertGreater(sum(note.label.startswith("error") for note in ours.notes), 0)
+
+
+instantiate_parametrized_tests(TestSteadyStress)
+
+if __name__ == "__main__":
+    run_tests()
