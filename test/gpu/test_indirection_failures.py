@@ -15,7 +15,7 @@ from indirection import Facts, IndirectionTestCase, Program, compiled, reset, ru
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from user_operators import cloned, zeroed
 
-from pygraph_trees.driver import Driver, driver
+from pygraph_trees.driver import Driver, SetRefused, driver
 from pygraph_trees.driver_error import DriverError
 from pygraph_trees.graph_nodes import KernelNode, MemcpyNode, MemsetNode
 from pygraph_trees.indirection.availability import IndirectionOff, usable_driver
@@ -60,10 +60,16 @@ def failing(owner, name, at=None, until=None):
             setattr(owner, name, own)
 
 
+def set_one_by_one():
+    """Kernel nodes are set by the driver's bindings, as without the native part."""
+    return mock.patch.object(Driver, "set_kernels", lambda driver, exec_, nodes: None)
+
+
 class TestIndirectionFailures(IndirectionTestCase):
     def test_every_kind_of_node_is_patched(self):
         kinds = (KernelNode, MemcpyNode, MemsetNode)
         with contextlib.ExitStack() as stack:
+            stack.enter_context(set_one_by_one())
             counts = [stack.enter_context(failing(kind, "set")) for kind in kinds]
             facts = self.check(NODES)
         self.assertEqual((facts.copied_bytes, facts.why), (0, ()), str(facts))
@@ -101,7 +107,34 @@ class TestIndirectionFailures(IndirectionTestCase):
 
     @parametrize("kind,name", SETTING_CALLS, name_fn=lambda kind, name: f"{kind.__name__}_{name}")
     def test_failure_of_a_node(self, kind, name):
-        self.survives(kind, name)
+        with set_one_by_one():
+            self.survives(kind, name)
+
+    @parametrize("at", [1, 2, 4])
+    def test_failure_of_all_kernels_at_once(self, at):
+        """The first time is while the graph is recorded."""
+        if driver().native is None:
+            raise unittest.SkipTest("the native part was not built")
+        original, calls = Driver.set_kernels, []
+
+        def counting(self, exec_, nodes):
+            set_all = original(self, exec_, nodes)
+
+            def set_or_refuse():
+                calls.append(1)
+                set_all()
+                if len(calls) == at:
+                    raise SetRefused(call=KernelNode.set_call, code="INJECTED", position=len(nodes) - 1)
+
+            return set_or_refuse
+
+        with mock.patch.object(Driver, "set_kernels", counting):
+            run(NODES, compiled(NODES.fn), self.device)
+        self.assertGreaterEqual(len(calls), at)
+        facts = Facts.now()
+        self.assertGreater(facts.replays, 0, str(facts))
+        self.assertLessEqual(facts.recordings, 2, str(facts))
+        self.assertTrue(any("INJECTED" in why for why in facts.why), str(facts))
 
     def test_the_reason_names_the_call(self):
         with failing(Driver, "create_memory", 1, math.inf):

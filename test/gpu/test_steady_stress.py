@@ -151,6 +151,8 @@ class World:
             return found
 
         self.ctx.fact("thread", in_thread(with_own_manager(work)))
+        # The end of any thread's manager ends this for all threads, and with it torch's own shutdown of the others.
+        torch._C._set_cached_tensors_enabled(True)
 
 
 def steps(seed: int, count: int) -> Callable[[Context], None]:
