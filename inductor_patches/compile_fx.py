@@ -17,12 +17,12 @@ _MODULE = "torch._inductor.compile_fx"
 
 
 def _cudagraphify(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    from pygraph_trees.trees.function import FunctionModel
+    from pygraph_trees.trees.function import FunctionModel, entered
 
     @functools.wraps(upstream)
     def cudagraphify(model: Any, *args: Any, **kwargs: Any) -> Any:
         function = FunctionModel.of(model, is_backward=kwargs["is_backward"], is_inference=kwargs["is_inference"])
-        return upstream(function, *args, **kwargs)
+        return entered(function, upstream(function, *args, **kwargs))
 
     return cudagraphify
 

@@ -41,7 +41,7 @@ def _manager(upstream: type) -> type:
 
 def _cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
     from pygraph_trees.selection import why_not_graphed
-    from pygraph_trees.trees.function import FunctionModel
+    from pygraph_trees.trees.function import FunctionModel, entered
 
     @functools.wraps(upstream)
     def cudagraphify_impl(model: Any, inputs: list[Any], static_input_idxs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,23 +55,9 @@ def _cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
         if function.settings.indirection == "off":
             return run
         mutated = set(kwargs.get("mutated_input_idxs", ()))
-        return _steadily(function, _keeps_writes(run, static_input_idxs, mutated) if mutated else run)
+        return entered(function, _keeps_writes(run, static_input_idxs, mutated) if mutated else run)
 
     return cudagraphify_impl
-
-
-def _steadily(function: Any, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """``run``, but past upstream's wrappers where the function's manager finds its last replay good once more."""
-
-    def call(inputs: list[Any]) -> Any:
-        manager = function.manager()
-        if manager is not None:
-            outputs = manager.replay_steadily(inputs, function.function_id)
-            if outputs is not None:
-                return outputs
-        return run(inputs)
-
-    return call
 
 
 def _keeps_writes(run: Any, static_input_idxs: Any, mutated: set[int]) -> Callable[[list[Any]], Any]:
@@ -184,7 +170,7 @@ PATCHES: tuple[Patch, ...] = (
                         _MODULE,
                         "CUDAGraphTreeManager.__init__",
                         ("self", "device_index"),
-                        ("roots", "ids_to_funcs", "current_node", skip_table),
+                        ("roots", "ids_to_funcs", "current_node", "num_rerecord", skip_table),
                     ),
                     Expectation(
                         _MODULE,
@@ -231,8 +217,17 @@ PATCHES: tuple[Patch, ...] = (
                         _MODULE,
                         "CUDAGraphTreeManager.exceed_rerecord_limit",
                         ("self", "node_id", "function_id"),
-                        ("num_rerecord", "cudagraph_unexpected_rerecord_limit"),
                     ),
+                    Expectation(_MODULE, "CUDAGraphTreeManager.get_curr_generation", (), ("mark_step_counter",)),
+                    Expectation(_MODULE, "CUDAGraphTreeManager.user_invoked_mark_step", (), ("mark_step_counter",)),
+                    Expectation(
+                        _MODULE,
+                        "CUDAGraphTreeManager.can_start_new_generation",
+                        ("self",),
+                        ("in_new_torch_compile_invocation", "user_invoked_mark_step")
+                        + ("running_forwards_with_pending_backwards",),
+                    ),
+                    Expectation(_MODULE, "CUDAGraphTreeManager.update_generation", ("self",), ("current_gen",)),
                     Expectation(_MODULE, "CUDAGraphTreeManager.try_end_curr_execution", ("self",), ("current_node",)),
                     Expectation(_MODULE, "TreeManagerContainer.get_tree_manager", ("self",), ("CUDAGraphTreeManager",)),
                     Expectation(_MODULE, "get_obj", ("local", "attr_name"), ("_get_obj_in_tls",)),

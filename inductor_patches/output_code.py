@@ -2,6 +2,7 @@
 
 ``CompiledFxGraph.__init__`` runs where a graph is compiled, and its attributes travel through the FX and AOTAutograd
 caches; ``post_compile`` runs where it is put to use, compiled or loaded.
+The code around a graph's only partition is then shortened.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def _post_compile(upstream: Callable[..., Any]) -> Callable[..., Any]:
     from pygraph_trees.coverage import compiled
     from pygraph_trees.selection import why_not_graphed
     from pygraph_trees.settings import Settings
+    from pygraph_trees.trees.runner import shortened
 
     @functools.wraps(upstream)
     def post_compile(self: Any, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
@@ -41,8 +43,27 @@ def _post_compile(upstream: Callable[..., Any]) -> Callable[..., Any]:
             BoxedBool.disable(graph_kwargs["cudagraphs"])
         with compiled.put_to_use(self, graph_kwargs, wanted=wanted, dropped=reason):
             upstream(self, example_inputs, constants, graph_kwargs)
+        if graph_kwargs["cudagraphs"] and Settings.current().indirection != "off":
+            self.current_callable = shortened(self.current_callable) or self.current_callable
 
     return post_compile
+
+
+def _call(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._inductor import debug
+    from torch.autograd import profiler
+
+    @functools.wraps(upstream)
+    def __call__(self: Any, inputs: Any) -> Any:
+        # What upstream does around a call ends what compiling left open, and notes calls for the profiler and for debugging.
+        steadily = getattr(self.current_callable, "steadily", None)
+        if steadily is not None and not profiler._is_profiler_enabled and not debug.RECORD_GRAPH_EXECUTION:
+            outputs = steadily(inputs)
+            if outputs is not None:
+                return outputs
+        return upstream(self, inputs)
+
+    return __call__
 
 
 _INIT = ("self", "current_callable", "graph", "gm", "output_strides", "disabled_cudagraphs_reason")
@@ -83,9 +104,35 @@ PATCHES: tuple[Patch, ...] = (
                         _MODULE,
                         "CompiledFxGraph.post_compile",
                         ("self", "example_inputs", "constants", "graph_kwargs"),
-                        ("cudagraphs", "cudagraph_partition_post_compile", "cudagraph_post_compile"),
+                        (
+                            "cudagraphs",
+                            "cudagraph_partition_post_compile",
+                            "cudagraph_post_compile",
+                            "current_callable",
+                        ),
                     ),
                     Expectation("torch._inductor.utils", "BoxedBool.disable"),
+                ),
+            ),
+        ),
+        removable="never: this is the drop-in",
+    ),
+    Rebind(
+        feature="trees",
+        module=_MODULE,
+        name="CompiledFxGraph.__call__",
+        replace=_call,
+        fingerprints=(
+            Fingerprint(
+                (2, 11),
+                (2, 15),
+                (
+                    Expectation(
+                        _MODULE,
+                        "CompiledFxGraph.__call__",
+                        ("self", "inputs"),
+                        ("current_callable", "_is_profiler_enabled", "RECORD_GRAPH_EXECUTION", "finish", "end_compile"),
+                    ),
                 ),
             ),
         ),

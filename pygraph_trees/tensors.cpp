@@ -1,15 +1,21 @@
 /* Questions about many tensors at once: pygraph_trees._tensors, an optional part of pygraph_trees.tensors.
 
-   same_addresses(places, tensors)    whether tensors[i].data_ptr() is the address for each (i, address) in places
-   addresses(indices, tensors)        tensors[i].data_ptr() for each i in indices, as a list
+   addresses(places, indices, tensors)
+                                      tensors[i].data_ptr() for each i in indices, as a list; None unless
+                                      tensors[i].data_ptr() is the address for each (i, address) in places
+   first_fit(choices, begin, tensors) the first of these from begin on that may fit, their number where there is none;
+                                      each is (places, outputs), and does not fit where a tensor lies elsewhere or one of
+                                      the outputs, which are as below, has another reference in Python
    count_dead(places, begin)          the first of these from begin on that may be held by somebody, their number where
                                       there is none; each is (list, index of a tensor in it), and the list may have shrunk
+   permute(order, items)              puts items[i] in the place of the k-th item of a list for the k-th i in order, which
+                                      has each index of the list once
    outputs(cached, others)            cached, as a new list, with what is None in it taken from others; None where one of
                                       the tensors has hooks, or others has NotImplemented there or another length
 
-   Tensors are in a list or a tuple, cached and others are lists. What is only asked of the same places again and again
-   is packed: places as pairs of uint64, indices as uint64, both in bytes. IndexError is raised where an index lies outside,
-   TypeError where something is no tensor. Nothing is changed. Compiled against the headers of one torch: TORCH_VERSION
+   Tensors are in a list or a tuple; order is packed like indices; cached and others are lists. What is only asked of the same places again and again
+   is packed: places as pairs of uint64, indices as uint64, both in bytes; so are the places of a choice. IndexError is raised where an index lies outside,
+   TypeError where something is no tensor. Nothing else is changed. Compiled against the headers of one torch: TORCH_VERSION
    says of which, and the module must not be used with another one, whose tensors may be laid out in another way. */
 
 #define PY_SSIZE_T_CLEAN
@@ -88,26 +94,29 @@ struct Place {
     uint64_t index, address;
 };
 
-PyObject *same_addresses(PyObject *const *arguments) {
-    Packed<Place> places;
-    Items tensors;
-    if (!places.take(arguments[0]) || !tensors.take(arguments[1]))
-        return nullptr;
+/* Whether the tensors lie at these places; -1 with an exception. */
+int lie_at(const Packed<Place> &places, const Items &tensors) {
     for (Py_ssize_t i = 0; i < places.count; i++) {
         uint64_t address = 0;
         if (!address_at(tensors, places[i].index, &address))
-            return nullptr;
+            return -1;
         if (address != places[i].address)
-            Py_RETURN_FALSE;
+            return 0;
     }
-    Py_RETURN_TRUE;
+    return 1;
 }
 
 PyObject *addresses(PyObject *const *arguments) {
+    Packed<Place> places;
     Packed<uint64_t> indices;
     Items tensors;
-    if (!indices.take(arguments[0]) || !tensors.take(arguments[1]))
+    if (!places.take(arguments[0]) || !indices.take(arguments[1]) || !tensors.take(arguments[2]))
         return nullptr;
+    const int stayed = lie_at(places, tensors);
+    if (stayed < 0)
+        return nullptr;
+    if (!stayed)
+        Py_RETURN_NONE;
     std::vector<uint64_t> found(static_cast<size_t>(indices.count)); // reading them may throw
     for (Py_ssize_t i = 0; i < indices.count; i++)
         if (!address_at(tensors, indices[i], &found[static_cast<size_t>(i)]))
@@ -133,26 +142,96 @@ bool is_dead(PyObject *object) {
            tensor->storage().use_count() == 2;
 }
 
+/* The output at a place, NULL where there is none any longer; false with an exception. */
+bool output_at(PyObject *place, PyObject **output) {
+    if (!PyTuple_Check(place) || PyTuple_GET_SIZE(place) != 2 || !PyList_Check(PyTuple_GET_ITEM(place, 0))) {
+        PyErr_SetString(PyExc_TypeError, "expected pairs of a list and an index");
+        return false;
+    }
+    PyObject *list = PyTuple_GET_ITEM(place, 0);
+    const Py_ssize_t index = PyLong_AsSsize_t(PyTuple_GET_ITEM(place, 1));
+    if (PyErr_Occurred())
+        return false;
+    *output = index < 0 || index >= PyList_GET_SIZE(list) ? nullptr : PyList_GET_ITEM(list, index);
+    if (*output == Py_None)
+        *output = nullptr;
+    return true;
+}
+
 PyObject *count_dead(PyObject *const *arguments) {
     Items places;
     Py_ssize_t position = PyLong_AsSsize_t(arguments[1]);
     if (PyErr_Occurred() || !places.take(arguments[0]))
         return nullptr;
     for (position = position < 0 ? 0 : position; position < places.count; position++) {
-        PyObject *place = places.at[position];
-        if (!PyTuple_Check(place) || PyTuple_GET_SIZE(place) != 2 || !PyList_Check(PyTuple_GET_ITEM(place, 0))) {
-            PyErr_SetString(PyExc_TypeError, "expected pairs of a list and an index");
+        PyObject *output = nullptr;
+        if (!output_at(places.at[position], &output))
             return nullptr;
-        }
-        PyObject *list = PyTuple_GET_ITEM(place, 0);
-        const Py_ssize_t index = PyLong_AsSsize_t(PyTuple_GET_ITEM(place, 1));
-        if (PyErr_Occurred())
-            return nullptr;
-        if (index < 0 || index >= PyList_GET_SIZE(list) || PyList_GET_ITEM(list, index) == Py_None ||
-            !is_dead(PyList_GET_ITEM(list, index)))
+        if (output == nullptr || !is_dead(output))
             break;
     }
     return PyErr_Occurred() ? nullptr : PyLong_FromSsize_t(position);
+}
+
+/* Whether a choice may fit; -1 with an exception. */
+int may_fit(PyObject *choice, const Items &tensors) {
+    if (!PyTuple_Check(choice) || PyTuple_GET_SIZE(choice) != 2) {
+        PyErr_SetString(PyExc_TypeError, "expected pairs of places and outputs");
+        return -1;
+    }
+    Packed<Place> places;
+    Items outputs;
+    if (!places.take(PyTuple_GET_ITEM(choice, 0)) || !outputs.take(PyTuple_GET_ITEM(choice, 1)))
+        return -1;
+    for (Py_ssize_t i = 0; i < outputs.count; i++) {
+        PyObject *output = nullptr;
+        if (!output_at(outputs.at[i], &output))
+            return -1;
+        if (output != nullptr && Py_REFCNT(output) != 1)
+            return 0;
+    }
+    return lie_at(places, tensors);
+}
+
+PyObject *first_fit(PyObject *const *arguments) {
+    Items choices, tensors;
+    Py_ssize_t position = PyLong_AsSsize_t(arguments[1]);
+    if (PyErr_Occurred() || !choices.take(arguments[0]) || !tensors.take(arguments[2]))
+        return nullptr;
+    for (position = position < 0 ? 0 : position; position < choices.count; position++) {
+        const int fits = may_fit(choices.at[position], tensors);
+        if (fits < 0)
+            return nullptr;
+        if (fits)
+            break;
+    }
+    return PyLong_FromSsize_t(position);
+}
+
+PyObject *permute(PyObject *const *arguments) {
+    Packed<uint64_t> order;
+    if (!order.take(arguments[0]))
+        return nullptr;
+    PyObject *list = arguments[1];
+    if (!PyList_Check(list) || PyList_GET_SIZE(list) != order.count) {
+        PyErr_SetString(PyExc_ValueError, "expected a list with an item for each index");
+        return nullptr;
+    }
+    const size_t count = static_cast<size_t>(order.count);
+    std::vector<PyObject *> items(count);
+    std::vector<bool> taken(count);
+    for (size_t k = 0; k < count; k++) {
+        const uint64_t i = order[static_cast<Py_ssize_t>(k)];
+        if (i >= count || taken[i]) {
+            PyErr_SetString(PyExc_ValueError, "expected each index of the list once");
+            return nullptr;
+        }
+        taken[i] = true;
+        items[k] = PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i));
+    }
+    for (size_t k = 0; k < count; k++) // the list holds what it held, so no reference changes
+        PyList_SET_ITEM(list, static_cast<Py_ssize_t>(k), items[k]);
+    Py_RETURN_NONE;
 }
 
 PyObject *outputs(PyObject *const *arguments) {
@@ -213,9 +292,10 @@ PyObject *call(PyObject *, PyObject *const *arguments, Py_ssize_t given) {
     {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(call<name, count>)), METH_FASTCALL, doc}
 
 PyMethodDef methods[] = {
-    METHOD(same_addresses, 2, "Whether tensors lie where they are expected; see the source."),
-    METHOD(addresses, 2, "Where tensors lie; see the source."),
+    METHOD(addresses, 3, "Where tensors lie, if others lie where they are expected; see the source."),
+    METHOD(first_fit, 3, "The first of several choices that may fit; see the source."),
     METHOD(count_dead, 2, "The first tensor that may be held by somebody else; see the source."),
+    METHOD(permute, 2, "Puts the items of a list into another order; see the source."),
     METHOD(outputs, 2, "Cached tensors and what stands in for the others; see the source."),
     {nullptr, nullptr, 0, nullptr},
 };

@@ -1,4 +1,4 @@
-"""Questions about many tensors at once: where they lie, and whether anybody holds them.
+"""Questions about many tensors at once: where they lie, and whether anybody holds them; and lists of them.
 
 Each function prepares one question, which is then asked again and again. The answers come from C++ (``tensors.cpp``)
 where that was built for the torch that is in use, and from Python and torch elsewhere; they are the same. On a machine
@@ -29,48 +29,73 @@ def load_native() -> Any:
 native = load_native()
 
 
-def same_addresses(indices: Sequence[int], addresses: Sequence[int]) -> Callable[[Sequence[Any]], bool]:
-    """Whether the tensors at ``indices`` of a list lie at ``addresses``, one for each index."""
-    if native is not None:
-        places = zip(indices, addresses, strict=True)
-        return partial(native.same_addresses, b"".join(struct.pack("QQ", *place) for place in places))
-    by_index: list[int | None] = [None] * (max(indices, default=-1) + 1)
-    for index, address in zip(indices, addresses, strict=True):
-        by_index[index] = address
-    wanted = list(indices)
-    return lambda tensors: torch._C._tensors_data_ptrs_at_indices_equal(tensors, by_index, wanted)
+class Whereabouts:
+    """Asks where some tensors of a list or a tuple lie, provided that others of it lie where they should.
+
+    Calling it gives the addresses, one for each index in ``asked``; None where one of the others has moved.
+    """
+
+    def __init__(self, fixed: Sequence[int], addresses: Sequence[int], asked: Sequence[int] = ()) -> None:
+        """``addresses``: where the tensors at the indices ``fixed`` should lie, one for each."""
+        self.places = b"".join(struct.pack("QQ", *place) for place in zip(fixed, addresses, strict=True))
+        if native is not None:
+            self.ask: Callable[[Sequence[Any]], list[int] | None] = partial(
+                native.addresses, self.places, struct.pack(f"{len(asked)}Q", *asked)
+            )
+            return
+        by_index: list[int | None] = [None] * (max(fixed, default=-1) + 1)
+        for index, address in zip(fixed, addresses, strict=True):
+            by_index[index] = address
+        wanted, others = list(fixed), list(asked)
+
+        def ask(tensors: Sequence[Any]) -> list[int] | None:
+            if not torch._C._tensors_data_ptrs_at_indices_equal(tensors, by_index, wanted):
+                return None
+            return [tensors[index].data_ptr() for index in others]
+
+        self.ask = ask
 
 
-def addresses_of(indices: Sequence[int]) -> Callable[[Sequence[Any]], list[int]]:
-    """Where the tensors at ``indices`` of a list or a tuple lie."""
-    if native is not None:
-        return partial(native.addresses, struct.pack(f"{len(indices)}Q", *indices))
-    return lambda tensors: [tensors[index].data_ptr() for index in indices]
-
-
-def are_dead(places: Sequence[tuple[list[Any], list[Any], int]]) -> Callable[[], bool]:
-    """Whether nobody holds any of some outputs.
+class Deaths:
+    """Asks whether nobody holds any of some outputs; calling ``ask`` gives the answer.
 
     A place has the list of its recording's cached outputs, that of torch's weak references to all of its outputs, and
     the output's index in both. An output that is cached and that nobody else holds is dead; of each other one torch's
     reference is asked.
     """
-    pairs = [(cached, index) for cached, _, index in places]
-    count = len(pairs)
 
-    def ask() -> bool:
-        position = native.count_dead(pairs, 0)
+    def __init__(self, places: Sequence[tuple[list[Any], list[Any], int]]) -> None:
+        self._places = tuple(places)
+        self.pairs = tuple((cached, index) for cached, _, index in places)
+        self.ask: Callable[[], bool] = self._ask_each if native is None else self._ask
+
+    def _ask(self) -> bool:
+        position, count = native.count_dead(self.pairs, 0), len(self.pairs)
         while position < count:
-            _, references, index = places[position]
+            _, references, index = self._places[position]
             if references[index]() is not None:
                 return False
-            position = native.count_dead(pairs, position + 1)
+            position = native.count_dead(self.pairs, position + 1)
         return True
 
-    def ask_each() -> bool:
-        return all(references[index]() is None for _, references, index in places)
+    def _ask_each(self) -> bool:
+        return all(references[index]() is None for _, references, index in self._places)
 
-    return ask_each if native is None else ask
+
+def first_fit(choices: Sequence[tuple[Whereabouts, Deaths | None]]) -> Callable[[int, Sequence[Any]], int]:
+    """Which choice is the first, from a number on, that is not ruled out for some tensors; else their number.
+
+    Ruled out is what would say no, or None; but that outputs are held is only seen by C++, and by it not always.
+    """
+    if native is not None:
+        packed = tuple((where.places, () if deaths is None else deaths.pairs) for where, deaths in choices)
+        return partial(native.first_fit, packed)
+
+    def ask(begin: int, tensors: Sequence[Any]) -> int:
+        rest = range(begin, len(choices))
+        return next((n for n in rest if choices[n][0].ask(tensors) is not None), len(choices))
+
+    return ask
 
 
 def once_more(cached: list[Any], others: Sequence[Any]) -> Callable[[], list[Any] | None]:
@@ -80,3 +105,16 @@ def once_more(cached: list[Any], others: Sequence[Any]) -> Callable[[], list[Any
     has to do something to it (and always without C++).
     """
     return (lambda: None) if native is None else partial(native.outputs, cached, list(others))
+
+
+def chosen(indices: Sequence[int], count: int) -> Callable[[list[Any]], None] | None:
+    """Makes a list of ``count`` items hold those at ``indices``, in their order; None where it does already."""
+    if list(indices) == list(range(count)):
+        return None
+    if native is not None and sorted(indices) == list(range(count)):
+        return partial(native.permute, struct.pack(f"{count}Q", *indices))
+
+    def choose(items: list[Any]) -> None:
+        items[:] = [items[index] for index in indices]
+
+    return choose

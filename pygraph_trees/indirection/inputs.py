@@ -28,7 +28,7 @@ from pygraph_trees.driver_error import DriverError
 from pygraph_trees.graph_nodes import KernelNode
 
 from ..extent import flat
-from ..tensors import addresses_of
+from ..tensors import Whereabouts
 from .ghost import Extent, Ghosts
 from .patching import CapturedCopies, Patches, PatchFailed
 from .routes import Decision, Route, decide, fits, why_not_ghost
@@ -166,15 +166,16 @@ class LiveInputs:
         self._patched: tuple[Item, ...] = ()
         self._copied: dict[int, Item] = {}  # by index
         self._copied_back: tuple[Item, ...] = ()
-        self._read = addresses_of(())  # where the patched inputs lie
+        self._read: Callable[[Sequence[Any]], Any] = Whereabouts((), ()).ask  # where the patched inputs lie
         self._complex: tuple[int, ...] = ()  # of those whose address does not carry that they are conjugated
         self._seen: list[int] = []
+        self._settled: list[int] | None = None  # the same, where all that a call at these is asked has been answered
         # By position: addresses that fit, and what the graph is given for them. Good for one state of the pool.
         self._fitting: tuple[dict[int, int], ...] = ()
         self._known: dict[tuple[int, ...], list[int]] = {}  # the same for the addresses of all inputs at once
         self._pool_seen = pool.changes
         self._addresses: list[int] = []  # what the graph is given next
-        self._temporary: dict[int, torch.Tensor] = {}  # by index: copies for one call
+        self.temporary: dict[int, torch.Tensor] = {}  # by index: copies for the call that was prepared
         self._again = False  # whether there were any for the latest call
         self.outputs: dict[int, tuple[int, tuple[Any, ...] | None]] = {}  # by output: input, and how it is seen
         self.refused: dict[int, str] = {}  # by index: inputs whose address the driver did not take at a replay
@@ -259,9 +260,9 @@ class LiveInputs:
             self._context() if patched else None,
             [self._ghosts.ghosts[p].start for p in patched],
         )
-        self._read = addresses_of([item.index for item in self._patched])
+        self._read = Whereabouts((), (), [item.index for item in self._patched]).ask
         self._complex = tuple(item.index for item in self._patched if item.stand_in.is_complex())
-        self._seen = []
+        self._seen, self._settled = [], None
         self._again = any(item.managed for item in self._patched)
         self._fitting = tuple({} for _ in patched)
         self._addresses = list(self._patches.addresses)
@@ -294,12 +295,22 @@ class LiveInputs:
 
     # -- replaying
 
-    def prepare(self, inputs: Sequence[Any], stays: Callable[[torch.Tensor], bool] = _nothing_stays) -> str | None:
+    def prepare(
+        self,
+        inputs: Sequence[Any],
+        stays: Callable[[torch.Tensor], bool] = _nothing_stays,
+        seen: list[int] | None = None,
+    ) -> str | None:
         """Makes the graph hold the addresses of ``inputs``; else why this recording cannot be replayed with them.
 
         Args:
             stays: whether the graph leaves a tensor in the graph pool alone.
+            seen: where the patched inputs lie, in the order of :attr:`patched`, if that is known.
         """
+        if seen is None:
+            seen = self._read(inputs)
+        if seen == self._settled and self._pool.changes == self._pool_seen:
+            return None
         for item in self._copied_back:
             if self._pool.holds(inputs[item.index].data_ptr()):
                 return _MUTATED_IN_POOL
@@ -309,7 +320,7 @@ class LiveInputs:
         assert self._patches is not None
         if self._patches.broken:
             return "a driver call failed"
-        seen = self._read(inputs)
+        self._settled = None
         if seen != self._seen or self._again or self._pool.changes != self._pool_seen:
             self._seen = []  # until the graph holds what is found: an interrupt may come anywhere
             why = self._find_addresses(seen, inputs, stays)
@@ -318,7 +329,7 @@ class LiveInputs:
         try:
             self._hold(seen)
         except PatchFailed as error:
-            self._temporary, self._again = {}, False
+            self.temporary, self._again = {}, False
             self.refused[self.items[error.fields["index"]].index] = f"the driver refused its address: {error}"
             return str(error)
         return None
@@ -328,6 +339,8 @@ class LiveInputs:
         assert self._patches is not None
         self._patches.apply(self._addresses)
         self._seen = seen
+        if not (self._again or self._copied_back or self._complex or self._patches.sets_always):
+            self._settled = seen
 
     def _find_addresses(
         self, seen: list[int], inputs: Sequence[Any], stays: Callable[[torch.Tensor], bool]
@@ -339,7 +352,7 @@ class LiveInputs:
             self._pool_seen = self._pool.changes
         known = self._known.get(tuple(seen))
         if known is not None:
-            self._addresses, self._temporary, self._again = known, {}, False
+            self._addresses, self.temporary, self._again = known, {}, False
             return None
         addresses = [fitting.get(address) for fitting, address in zip(self._fitting, seen, strict=True)]
         temporary: dict[int, torch.Tensor] = {}
@@ -352,7 +365,7 @@ class LiveInputs:
                     addresses[position] = found
         self._addresses = cast("list[int]", addresses)
         # Whether one of the pool stays is another question at each call.
-        self._temporary, self._again = temporary, bool(temporary) or any(item.managed for item in self._patched)
+        self.temporary, self._again = temporary, bool(temporary) or any(item.managed for item in self._patched)
         if not self._again:
             if len(self._known) == _MOST_KNOWN:
                 self._known.clear()
@@ -387,9 +400,19 @@ class LiveInputs:
         return address - item.lead
 
     @property
+    def patched(self) -> tuple[Item, ...]:
+        """The inputs that are given by address."""
+        return self._patched
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is done around a launch, but for copies for one call alone."""
+        return not (self._copied or self.outputs)
+
+    @property
     def is_copied(self) -> bool:
         """Whether an input of this call is given by copy."""
-        return bool(self._copied or self._temporary)
+        return bool(self._copied or self.temporary)
 
     def take(self, inputs: list[Any], *, only_ours: bool = False) -> None:
         """Holds the inputs of a call until :meth:`finish`; ``only_ours``: and takes those out of the list.
@@ -402,7 +425,7 @@ class LiveInputs:
         returned = {index for index, _ in self.outputs.values()}
         given = {}
         for item in self.items:
-            if item.mutated or item.index in returned or item.index not in self._temporary:
+            if item.mutated or item.index in returned or item.index not in self.temporary:
                 given[item.index] = inputs[item.index]
             inputs[item.index] = None
         self._given = given
@@ -416,26 +439,26 @@ class LiveInputs:
         """Behind the launch: copies back what was mutated in a copy, and lets go of the inputs."""
         for item in self._copied_back:
             self._given[item.index].copy_(item.stand_in)
-        for index, copy in self._temporary.items() if self._temporary else ():
+        for index, copy in self.temporary.items() if self.temporary else ():
             if any(i.mutated for i in self._patched if i.index == index):
                 self._given[index].copy_(copy)
-        self._temporary = {}
+        self.temporary = {}
         self._given = ()
 
     def drop(self) -> None:
         """Lets go of a call that is not launched."""
-        self._temporary = {}
+        self.temporary = {}
         self._given = ()
 
     def output(self, index: int, view: tuple[Any, ...] | None) -> torch.Tensor:
         """The input of this call itself (``view`` None) or what the function would return of it."""
         base = self._given[index]
         copied = self._copied.get(index)
-        if (copied is not None or index in self._temporary) and self._pool.holds(base.data_ptr()):
+        if (copied is not None or index in self.temporary) and self._pool.holds(base.data_ptr()):
             # The input's own memory may be overwritten by the graph, and the stand-in's is by the next call.
-            if copied is not None and index not in self._temporary:
-                self._temporary[index] = copy_at(copied.stand_in, copied.recorded % 512)
-            base = self._temporary[index]
+            if copied is not None and index not in self.temporary:
+                self.temporary[index] = copy_at(copied.stand_in, copied.recorded % 512)
+            base = self.temporary[index]
         if view is None:
             return base
         size, stride, offset, dtype = view

@@ -126,6 +126,11 @@ class Patches:
         self._others = self._all.difference(kernels) if self._set_kernels is not None else self._all
         self._write(range(len(inputs)), recorded)
 
+    @property
+    def sets_always(self) -> bool:
+        """Whether there are nodes that are set even where nothing changed."""
+        return bool(self._always)
+
     def apply(self, addresses: Sequence[int]) -> int:
         """Makes the graph hold these, by position in ``inputs``; returns how many nodes were set.
 

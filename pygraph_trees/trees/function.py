@@ -38,6 +38,8 @@ class FunctionModel:
         # Who may replay it without a look at what else could be recorded; a manager must not outlive its functions.
         self.manager: Callable[[], Manager | None] = _nobody
         self.function_id: Any = None
+        self.is_entered = False  # by :func:`entered`
+        self.was_asked = False  # for a steady replay, in vain, by who calls it next
         self._added = 0
         self._of_integers = False
         if hasattr(model, "__name__"):
@@ -57,6 +59,11 @@ class FunctionModel:
         """It begins a step there, and replays what it replayed the last time."""
         if self._added == 1 and not self._of_integers and self.settings.indirection != "off":
             self.manager, self.function_id = weakref.ref(manager), function_id
+
+    def steadily(self, inputs: list[Any]) -> Any:
+        """The outputs of a steady replay, for which the inputs are consumed; None where there is none."""
+        manager = self.manager()
+        return None if manager is None else manager.replay_steadily(inputs, self.function_id)
 
     @staticmethod
     def of(model: Callable[[list[Any]], Any], *, is_backward: bool, is_inference: bool) -> FunctionModel:
@@ -81,3 +88,25 @@ class FunctionModel:
             log.partition = graph.functions
         journal.add_function(log)
         return FunctionModel(model, settings, log)
+
+
+def entered(function: FunctionModel, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """``run``, but past it and all that it calls where a steady replay will do.
+
+    A function is entered in one place, the outermost. What comes back says of which ``function`` it is.
+    """
+    if function.is_entered or function.settings.indirection == "off":
+        return run
+    function.is_entered = True
+
+    def call(inputs: list[Any]) -> Any:
+        if function.was_asked:
+            function.was_asked = False
+        else:
+            outputs = function.steadily(inputs)
+            if outputs is not None:
+                return outputs
+        return run(inputs)
+
+    call.function = function  # type: ignore[attr-defined]
+    return call

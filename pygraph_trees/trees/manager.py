@@ -10,6 +10,7 @@ Functions that were added while the patches were off have no log and are served 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from torch._inductor import cudagraph_trees
 
 from pygraph_trees.indirection.availability import usable_driver
 from pygraph_trees.indirection.routes import why_not_ghost
+from pygraph_trees.tensors import first_fit
 
 from .function import FunctionModel
 from .pools import ranges_of
@@ -26,7 +28,7 @@ from .rerecord import moved, why_recorded
 from .verification import Verification
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from pygraph_trees.coverage.log import FunctionLog
     from pygraph_trees.indirection.inputs import LiveInputs
@@ -55,14 +57,29 @@ class _GraphID(cudagraph_trees.GraphID):
 _FunctionID.__qualname__, _GraphID.__qualname__ = "FunctionID", "GraphID"
 
 
-def _first_that_takes(recordings: list[Any], inputs: list[Any]) -> Recording | None:
-    """None also where one comes before that only upstream can ask."""
-    for recording in recordings:
-        if type(recording) is not Recording or not recording.steady:
-            return None
-        if recording.takes(inputs):
-            return recording
-    return None
+class _Way:
+    """Where a function's steady replays are found, behind the replay of one recording or where no path is open."""
+
+    __slots__ = ("begins", "compile_id", "find", "mode", "node", "recordings")
+
+    def __init__(self, node: Any, begins: bool | None, recordings: Sequence[Recording], mode: Any, compile_id: Any):
+        self.node = node  # the recording that was replayed before; None where no path is open
+        self.begins = begins  # whether a new step must begin here, or must not; None where that is no matter
+        self.recordings = recordings  # in upstream's order
+        self.mode, self.compile_id = mode, compile_id
+        choices = [(recording.whereabouts, recording.deaths_before) for recording in recordings]
+        self.find = first_fit(choices) if len(choices) > 1 else None
+
+    def first_that_takes(self, inputs: list[Any]) -> Recording | None:
+        if self.find is None:
+            recording = self.recordings[0]
+            return recording if recording.takes(inputs) else None
+        position = self.find(0, inputs)
+        while position < len(self.recordings):
+            if self.recordings[position].takes(inputs):
+                return self.recordings[position]
+            position = self.find(position + 1, inputs)
+        return None
 
 
 class Manager(Upstream):
@@ -70,6 +87,10 @@ class Manager(Upstream):
 
     current_node: Any
     path_state: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._ways: dict[Any, _Way] = {}  # by function: good until upstream is asked for anything but a steady replay
+        super().__init__(*args, **kwargs)
 
     def add_function(self, model: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         of_integers = any(isinstance(value, int) for value in inputs)  # its first call consumes them
@@ -105,38 +126,68 @@ class Manager(Upstream):
         and where nothing was recorded there, at the begin of a step. Left out is what upstream reads from its
         configuration, and the wrapper that looks at each input's alignment, which ``takes`` does for new addresses.
         """
-        if self.graph is None or function_id not in self.warmed_up_functions:
+        if self.graph is None:
             return None
-        node = self.current_node
-        siblings = None
-        if node is not None:
-            if self.path_state is not _EXECUTION or not self._graphs(function_id, node.id):
+        generation = self.get_curr_generation()
+        begins = self.current_gen != generation and (
+            not self.running_forwards_with_pending_backwards or self.user_invoked_mark_step()
+        )
+        way = self._ways.get(function_id)
+        if way is None or way.node is not self.current_node or (way.begins is not None and way.begins is not begins):
+            way = self._find_way(function_id, begins)
+            if way is None:
                 return None
-            # Where what is alive is cloned, a new step never goes on where the last one ended.
-            ends = self._clones_outputs and self.can_start_new_generation()
-            siblings = None if ends else node.children.get(function_id)
-            if not siblings:
-                self.try_end_curr_execution()
-                if self.current_node is not None:
-                    return None
-        if not siblings:
-            siblings = self.roots.get(function_id)
-            if not siblings or not self._graphs(function_id, None):
-                return None
-        recording = _first_that_takes(siblings, inputs)
+        elif begins and self._clones_outputs:
+            self.try_end_curr_execution()
+        recording = way.first_that_takes(inputs)
         if recording is None:
             return None
-        self.mode = mode = self.id_to_mode[function_id]
-        self.compile_id = self.id_to_compile_id[function_id]
+        self.mode = mode = way.mode
+        self.compile_id = way.compile_id
         self.current_node = recording
         self.path_state = _EXECUTION
-        self.update_generation()
+        self.current_gen = generation
         outputs = recording.replay(inputs)
         if mode is _FORWARD:
             self.running_forwards_with_pending_backwards = True
         elif mode is _BACKWARD:
             self.running_forwards_with_pending_backwards = False
         return outputs
+
+    def _find_way(self, function_id: Any, begins: bool) -> _Way | None:
+        """Where upstream looks for a function's recordings, the end of the path that is open included.
+
+        None where it may do anything but replay one that is steady.
+        """
+        if function_id not in self.warmed_up_functions:
+            return None
+        node = self.current_node
+        wanted: bool | None = None
+        siblings = None
+        if node is not None:
+            if self.path_state is not _EXECUTION or not self._graphs(function_id, node.id):
+                return None
+            # Where what is alive is cloned, a new step never goes on where the last one ended.
+            siblings = None if begins and self._clones_outputs else node.children.get(function_id)
+            if siblings:
+                wanted = False if self._clones_outputs else None
+            else:
+                self.try_end_curr_execution()
+                if self.current_node is not None:
+                    return None
+                wanted = True
+        if not siblings:
+            siblings = self.roots.get(function_id)
+            if not siblings or not self._graphs(function_id, None):
+                return None
+        # Behind one that only upstream can ask, upstream asks all.
+        steady = list(itertools.takewhile(lambda r: type(r) is Recording and r.steady, siblings))
+        if not steady:
+            return None
+        way = _Way(node, wanted, steady, self.id_to_mode[function_id], self.id_to_compile_id[function_id])
+        if begins or wanted is not True:  # a path also ends where all of it is dead, which is asked each time
+            self._ways[function_id] = way
+        return way
 
     def _graphs(self, function_id: Any, node_id: Any) -> bool:
         """Whether it is known that upstream graphs a function at a place; where it writes, this is asked there once."""
@@ -151,9 +202,14 @@ class Manager(Upstream):
             node.wrapped_function.model.is_steady_in(self, node.wrapped_function.id)
         return outputs
 
+    def shutdown(self) -> None:
+        self._ways.clear()
+        super().shutdown()
+
     def _run(self, new_inputs: list[Any], function_id: Any) -> Any:
         # At the begin of a step upstream looks for a child of the last step's recording, finds none, ends the path and
         # starts over. Where there is none to be found the path is ended at once.
+        self._ways.clear()
         node = self.current_node
         if (
             node is not None

@@ -38,7 +38,7 @@ from pygraph_trees.graph_nodes import NodeKind
 from pygraph_trees.indirection.availability import usable_driver
 from pygraph_trees.indirection.inputs import LiveInputs, choose
 from pygraph_trees.indirection.routes import Route
-from pygraph_trees.tensors import are_dead, once_more, same_addresses
+from pygraph_trees.tensors import Deaths, Whereabouts, once_more
 
 from .function import FunctionModel
 from .pools import ranges_of
@@ -119,14 +119,31 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         )
         self.log.inputs = tuple(self._describe_inputs())
         self.copies = any(item.copied_bytes for item in self.log.inputs)
+        # Whether nothing is done around the launch of a replay, but for copies of that call alone.
+        self._is_plain = not (
+            _RUN_CHECKS_WHAT_DIED
+            or self.copies
+            or (self._live is not None and not self._live.is_plain)
+            or getattr(wrapped_function, "kernel_free_cudagraph", False)
+        )
 
     def _prepare_questions(self) -> None:
         """What is asked of the inputs of each call, and what its outputs are made of."""
         checked: Any = getattr(self, "tensor_static_input_idxs", self.static_input_idxs)  # since 2.12
-        self._lies_where_it_did = same_addresses(checked, [self.static_input_data_ptrs[index] for index in checked])
+        if not self.rerecord_if_static_inputs_change:
+            checked = ()
+        live = self._live
+        self.whereabouts = Whereabouts(
+            checked,
+            [self.static_input_data_ptrs[index] for index in checked],
+            () if live is None else [item.index for item in live.patched],
+        )
+        self._find = self.whereabouts.ask  # where the patched inputs lie; None where a static one has moved
         self._managed_to_drop = [i for i in self.cudagraph_managed_idxs if not self.preserved_aliased_inputs[i]]
-        self._are_dead_before = self._question_of_death(self.expected_dead_indices_before_graph)
-        self._are_dead_after = self._question_of_death(self.expected_dead_indices_after_graph)
+        self.deaths_before = self._deaths(self.expected_dead_indices_before_graph)
+        deaths_after = self._deaths(self.expected_dead_indices_after_graph)
+        self._are_dead_before = None if self.deaths_before is None else self.deaths_before.ask
+        self._are_dead_after = None if deaths_after is None else deaths_after.ask
         # Whether upstream's check comes down to the addresses of static inputs: nothing managed, nothing to be dead.
         self._only_static = not (self.cudagraph_managed_idxs or self._are_dead_before or self._are_dead_after)
         # By output, where it is not cached: a number or None, or a tensor that lies on a static input.
@@ -136,11 +153,11 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         ]
         self._outputs_once_more = once_more(self.cached_tensor_outputs, constants)
 
-    def _question_of_death(self, indices: list[tuple[int, int]]) -> Callable[[], bool] | None:
-        """Whether outputs on the path are dead, by depth and number; None where there are none."""
+    def _deaths(self, indices: list[tuple[int, int]]) -> Deaths | None:
+        """Of outputs on the path, by depth and number; None where there are none."""
         path = list(self._path_from_root) if indices else []
         places = [(path[d].cached_tensor_outputs, self.path_weakrefs[d], number) for d, number in indices]
-        return are_dead(places) if places else None
+        return Deaths(places) if places else None
 
     def _make(self, wrapped_function: Any, id: Any, parent: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> None:
         try:
@@ -297,7 +314,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     def check_invariants(self, inputs: list[Any]) -> Any:
         self.unfit = None
         # Giving a graph addresses is work, so all else is asked before.
-        if self.rerecord_if_static_inputs_change and not self._lies_where_it_did(inputs):
+        seen = self._find(inputs)
+        if seen is None:
             return super().check_invariants(inputs)  # says which moved
         if self._are_dead_before is not None and not self._are_dead_before():
             return _ALIVE_BEFORE
@@ -305,7 +323,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         if live is not None:
             why = self._why_not_alive(live, inputs) if self._has_moving else None
             if why is None:
-                why = live.prepare(inputs, self._stays)
+                why = live.prepare(inputs, self._stays, seen)
             if why is not None:
                 self.unfit = why
                 self.wrapped_function.model.refused.update(live.refused)
@@ -331,13 +349,15 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
         Where it can, those that are outputs of earlier recordings are let go of. Raises :class:`HeldForTooLong`.
         """
-        if not self._lies_where_it_did(inputs) or (self._are_dead_before is not None and not self._are_dead_before()):
+        seen = self._find(inputs)
+        if seen is None or (self._are_dead_before is not None and not self._are_dead_before()):
             return False
-        if self._live is not None and self._live.prepare(inputs) is not None:
+        live = self._live
+        if live is not None and live.prepare(inputs, seen=seen) is not None:
             return False
         for index in self._managed_to_drop:
             inputs[index] = None
-        if not _RUN_CHECKS_WHAT_DIED:
+        if self._are_dead_after is not None and not _RUN_CHECKS_WHAT_DIED:
             self._check_what_died()
         return True
 
@@ -347,19 +367,28 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 self._live.drop()
             raise HeldForTooLong(function=self.wrapped_function.model.log.name)
 
-    @property
-    def _copies_now(self) -> bool:
-        return self.copies or (self._live is not None and self._live.is_copied)
-
     def replay(self, inputs: list[Any]) -> Any:
         """A steady recording's outputs for the inputs that it takes, which are consumed."""
-        if self._copies_now:
+        live = self._live
+        if not self._is_plain or (live is not None and live.temporary):
+            return self._replay_with_inputs(inputs)
+        self.log.replays += 1
+        self.graph.replay()
+        outputs = self._outputs_once_more() if self.cached_tensor_outputs else None  # made by the first replay
+        if outputs is None:
+            outputs = super().reconstruct_outputs()
+        inputs.clear()
+        return outputs
+
+    def _replay_with_inputs(self, inputs: list[Any]) -> Any:
+        """Where inputs are copied, or outputs are made of them."""
+        live = self._live
+        if self.copies or (live is not None and live.is_copied):
             return self.run(inputs)
         if _RUN_CHECKS_WHAT_DIED:
             self._check_what_died()
-        live = self._live if self._live is not None and self._live.outputs else None
         if live is not None:
-            live.take(inputs)  # outputs are made of them
+            live.take(inputs)
         try:
             self.run_graph()
             outputs = self.reconstruct_outputs()

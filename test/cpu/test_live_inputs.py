@@ -277,7 +277,7 @@ class TestAddresses(LiveInputsTestCase):
         self.assertFalse(any(self.api.is_reserved(t.data_ptr()) for t in (a, b)))
         for first, second in ((a, b), (at(0), at(0)), (at(0), at(16))):
             self.begin(live, first, second)
-            start, read = first.data_ptr(), live._temporary.get(1, second).data_ptr()
+            start, read = first.data_ptr(), live.temporary.get(1, second).data_ptr()
             self.assertEqual(graph.launch(), [[start + 8, OTHER], [read, start], [read + 16]])
             live.finish()
 
@@ -449,7 +449,7 @@ class TestCopies(LiveInputsTestCase):
             before = a.clone()
             for count in (1, 2):  # the same address once more: it is copied once more
                 self.begin(live, a)
-                copy = live._temporary[0]
+                copy = live.temporary[0]
                 self.assertEqual(graph.launch(), [[copy.data_ptr()]])
                 self.assertNotEqual(copy.data_ptr(), a.data_ptr())
                 self.assertEqual((copy.data_ptr() % 512, copy, live.extra_copies % 2), (0, a, count % 2))
@@ -466,7 +466,7 @@ class TestCopies(LiveInputsTestCase):
         for residue in (64, 72):
             a = at(residue)
             self.begin(live, a)
-            copy = live._temporary[0]
+            copy = live.temporary[0]
             self.assertEqual((copy.data_ptr() % 512, copy, graph.launch()), (68, a, [[copy.data_ptr()]]))
             live.finish()
         a = at(132)  # the same modulo 16
@@ -479,11 +479,11 @@ class TestCopies(LiveInputsTestCase):
         self.put_in_pool(h)
         for count in (1, 2):
             self.begin(live, h)
-            copy = live._temporary[0]
+            copy = live.temporary[0]
             self.assertEqual((graph.launch(), copy, live.extra_copies), ([[copy.data_ptr()]], h, count))
             self.assertFalse(self.pool.holds(copy.data_ptr()))
             live.finish()
-        self.assertEqual(live._temporary, {})
+        self.assertEqual(live.temporary, {})
 
     def test_managed_inputs_that_stay_are_patched(self):
         h, g = at(0), at(0)
@@ -531,13 +531,13 @@ class TestCopies(LiveInputsTestCase):
         live.finish()
         misaligned = at(68)
         self.assertIsNone(live.prepare([misaligned]))
-        copy = weakref.ref(live._temporary[0])
+        copy = weakref.ref(live.temporary[0])
         live.drop()
         self.assertIsNone(copy())
         a = at(0)
         self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
         self.begin(live, misaligned)
-        self.assertEqual(graph.launch(), [[live._temporary[0].data_ptr()]])
+        self.assertEqual(graph.launch(), [[live.temporary[0].data_ptr()]])
 
     def test_what_was_copied_for_a_call_can_die_before_the_launch(self):
         a, b = at(0), at(0)
@@ -571,8 +571,8 @@ class TestCopies(LiveInputsTestCase):
         a, b = at(16), at(0)
         for _ in range(3):
             self.begin(live, a, b)
-            self.assertEqual(graph.launch(), [[live._temporary[0].data_ptr(), b.data_ptr()]])
-            self.assertEqual(live._temporary[0], a)
+            self.assertEqual(graph.launch(), [[live.temporary[0].data_ptr(), b.data_ptr()]])
+            self.assertEqual(live.temporary[0], a)
             live.finish()
             a.add_(1)
         self.assertEqual((live.extra_copies, live._known), (3, {}))
@@ -613,8 +613,8 @@ class TestCopies(LiveInputsTestCase):
         self.assertIsNone(live.prepare([a, at(0)]))
         a.add_(1)  # after the copy for a call that was not made
         self.begin(live, a, b)
-        self.assertEqual(graph.launch(), [[live._temporary[0].data_ptr(), b.data_ptr()]])
-        self.assertEqual(live._temporary[0], a)
+        self.assertEqual(graph.launch(), [[live.temporary[0].data_ptr(), b.data_ptr()]])
+        self.assertEqual(live.temporary[0], a)
         live.finish()
 
     def test_copies_for_a_call_that_was_not_made_go_nowhere(self):
@@ -653,7 +653,7 @@ class TestCopies(LiveInputsTestCase):
                 continue
             before = [t.clone() for t in inputs]
             self.begin(live, *inputs)
-            launched, read = graph.launch(), [live._temporary.get(i, inputs[i]) for i in (0, 1)]
+            launched, read = graph.launch(), [live.temporary.get(i, inputs[i]) for i in (0, 1)]
             for (n, residue), tensor, t in zip(places, inputs, read, strict=False):
                 self.assertEqual(t is tensor, residue == 0 and n != 3)
             self.assertEqual(launched, [[t.data_ptr() for t in read], [read[0].data_ptr(), OTHER]])
@@ -1059,7 +1059,7 @@ class TestFailures(LiveInputsTestCase):
         live, _ = self.record(self.one_kernel(), at(0), at(0))
         self.api.fail(KERNEL, 0, self.code)
         self.assertRegex(live.prepare([at(4), at(0)]) or "", KERNEL)
-        self.assertEqual(live._temporary, {})
+        self.assertEqual(live.temporary, {})
 
     def test_reasons_name_the_call(self):
         for call, found in (

@@ -18,20 +18,26 @@ from torch._inductor.cudagraph_utils import FunctionID, PlaceholderInfo
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import pygraph_trees
-from inductor_patches.cudagraph_trees import _steadily
+from inductor_patches import output_code
 from pygraph_trees.coverage import compiled
 from pygraph_trees.coverage.log import GraphLog, journal
 from pygraph_trees.coverage.report import clear
 from pygraph_trees.selection import why_not_graphed
 from pygraph_trees.settings import Settings
+from pygraph_trees.tensors import Whereabouts
 from pygraph_trees.trees import recording as recording_module
-from pygraph_trees.trees.function import FunctionModel
+from pygraph_trees.trees.function import FunctionModel, entered
 from pygraph_trees.trees.isolation import Trees
 from pygraph_trees.trees.manager import Manager, Upstream
 from pygraph_trees.trees.recording import Recording
 from pygraph_trees.trees.rerecord import why_recorded
 
 HINT = "non_cudagraph_managed_mutation_hint"  # renamed in torch 2.15
+
+
+def in_python(tensors, addresses, indices):
+    """As torch's own, which builds for a GPU alone have."""
+    return all(tensors[index].data_ptr() == addresses[index] for index in indices)
 
 
 def double(inputs):
@@ -79,11 +85,21 @@ class TestFunction(TestCase):
 
     def test_calls_go_past_the_wrappers_where_they_can(self):
         function = FunctionModel.of(double, is_backward=False, is_inference=True)
-        call = _steadily(function, lambda inputs: ["the wrappers", *inputs])
+        function.settings = dataclasses.replace(function.settings, indirection="auto")
+        call = entered(function, lambda inputs: ["the wrappers", *inputs])
         self.assertEqual(call([1]), ["the wrappers", 1])
         manager = SimpleNamespace(replay_steadily=lambda inputs, function_id: [function_id] if inputs == [1] else None)
         function.manager, function.function_id = lambda: manager, 7
         self.assertEqual((call([1]), call([2])), ([7], ["the wrappers", 2]))
+        function.was_asked = True  # further out, and in vain
+        self.assertEqual((call([1]), call([1])), (["the wrappers", 1], [7]))
+        self.assertIs(call.function, function)
+
+    def test_it_is_entered_once_and_not_where_it_is_off(self):
+        function = FunctionModel.of(double, is_backward=False, is_inference=True)
+        for indirection, twice in (("off", True), ("auto", False), ("auto", True)):
+            function.settings = dataclasses.replace(function.settings, indirection=indirection)
+            self.assertEqual(entered(function, double) is double, twice)
 
     def test_belongs_to_the_graph_being_compiled(self):
         graph = GraphLog("Net", "3/1", "forward", ())
@@ -199,6 +215,35 @@ class TestPutToUse(TestCase):
             compiled.partitioned(SimpleNamespace(), [[object()]], [object()])
         with self.assertLogs("pygraph_trees.coverage", "WARNING"):
             compiled.attach(SimpleNamespace(), SimpleNamespace(scheduler=None), object())
+
+
+class TestCompiledGraph(TestCase):
+    """The call of a compiled graph goes past what upstream does around it where a steady replay will do."""
+
+    def test_where_it_will_do(self):
+        asked = []
+
+        def run(inputs):
+            return list(inputs)
+
+        def steadily(inputs):
+            asked.append(inputs)
+            return ["steady"] if inputs == [1] else None
+
+        upstream = mock.Mock(side_effect=lambda graph, inputs: ["upstream's", *graph.current_callable(inputs)])
+        call = output_code._call(upstream)
+        graph = SimpleNamespace(current_callable=run)
+        self.assertEqual(call(graph, [1]), ["upstream's", 1])
+        run.steadily = None
+        self.assertEqual(call(graph, [1]), ["upstream's", 1])
+        run.steadily = steadily
+        self.assertEqual((call(graph, [1]), call(graph, [2])), (["steady"], ["upstream's", 2]))
+        self.assertEqual(len(asked), 2)
+        with mock.patch.object(torch.autograd.profiler, "_is_profiler_enabled", True):
+            self.assertEqual(call(graph, [1]), ["upstream's", 1])
+        with mock.patch.object(torch._inductor.debug, "RECORD_GRAPH_EXECUTION", True):
+            self.assertEqual(call(graph, [1]), ["upstream's", 1])
+        self.assertEqual(len(asked), 2)
 
 
 class TestIsolation(TestCase):
@@ -340,6 +385,7 @@ class TestSteadyReplay(TestCase):
             "num_rerecord": {},
             "ids_to_funcs": {self.FUNCTION: self.recording.wrapped_function},
             "has_live_user_visible_output_cloning": False,
+            "_ways": {},
         }
         vars(self.manager).update(state)
         name = "skip_cudagraph" if "skip_cudagraph" in Upstream.__init__.__code__.co_names else HINT
@@ -348,7 +394,7 @@ class TestSteadyReplay(TestCase):
     def node(self, **attributes):
         node = Recording.__new__(Recording)
         own = {"children": {}, "steady": True, "id": object(), "path_live_weakrefs": lambda: ()}
-        own["all_outputs_are_dead"] = lambda: False
+        own |= {"all_outputs_are_dead": lambda: False, "whereabouts": Whereabouts((), ()), "deaths_before": None}
         vars(node).update(own | attributes)
         return node
 
@@ -358,7 +404,8 @@ class TestSteadyReplay(TestCase):
         return [len(self.replayed)]
 
     def behind(self, node, *, new_step):
-        """The state after the replay of a node, in this step or in the one before."""
+        """The state after the replay of a node that upstream found, in this step or in the one before."""
+        self.manager._ways.clear()
         self.manager.current_node = node
         self.manager.path_state = cudagraph_trees.ExecutionState.EXECUTION
         self.manager.current_gen = self.manager.get_curr_generation() - new_step
@@ -434,6 +481,63 @@ class TestSteadyReplay(TestCase):
             if expected is not None:
                 self.assertIs(self.manager.current_node, expected)
 
+    def test_one_of_fifty(self):
+        """Those whose static inputs lie elsewhere are not asked one by one."""
+        tensors = [torch.zeros(1) for _ in range(50)]
+        asked, children = [], []
+        for number, tensor in enumerate(tensors):
+            child = self.child(whereabouts=Whereabouts([0], [tensor.data_ptr()]))
+            vars(child)["takes"] = lambda inputs, number=number: asked.append(number) or True
+            children.append(child)
+        with mock.patch.object(torch._C, "_tensors_data_ptrs_at_indices_equal", in_python, create=True):
+            self.behind(self.node(children={self.FUNCTION: children}), new_step=False)
+            self.assertEqual(self.manager.replay_steadily([tensors[43]], self.FUNCTION), [1])
+        self.assertIs(self.manager.current_node, children[43])
+        self.assertEqual(asked, [43])
+
+    def test_the_same_way_once_more(self):
+        """Upstream's search is done once, until it is asked for something else."""
+        steps = mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", -1)
+        with steps, mock.patch.object(Manager, "_find_way", autospec=True, side_effect=Manager._find_way) as found:
+            self.behind(self.recording, new_step=False)
+            for step in range(2, 6):
+                cudagraph_trees.MarkStepBox.mark_step_counter = -step
+                self.assertIsNotNone(self.call("x"))
+            self.assertEqual(found.call_count, 1)
+            self.assertIsNone(self.call("x"))  # in the same step the last output may be alive
+            self.assertEqual(found.call_count, 2)
+            with mock.patch.object(Upstream, "_run", lambda manager, inputs, function_id: ["upstream's"]):
+                self.assertEqual(self.manager._run(["x"], self.FUNCTION), ["upstream's"])
+            cudagraph_trees.MarkStepBox.mark_step_counter = -7
+            self.assertIsNotNone(self.call("x"))
+            self.assertEqual(found.call_count, 3)
+            self.manager.graph = None
+            self.assertIsNone(self.call("x"))
+
+    def test_two_functions_in_turn(self):
+        """Each begins a step; or the second one is the first one's child, and then nothing is asked of the step."""
+        other, child = self.FUNCTION + 1, self.child()
+        for table in ("id_to_mode", "id_to_compile_id", "ids_to_funcs"):
+            getattr(self.manager, table)[other] = getattr(self.manager, table)[self.FUNCTION]
+        self.manager.warmed_up_functions.add(other)
+        marks = mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", -1)
+        with marks, mock.patch.object(Manager, "_find_way", autospec=True, side_effect=Manager._find_way) as found:
+            self.recording.children = {other: [child]}
+            self.behind(child, new_step=False)
+            for step in range(2, 6):
+                cudagraph_trees.MarkStepBox.mark_step_counter = -step
+                self.assertIsNotNone(self.call("x"))
+                self.assertIsNotNone(self.manager.replay_steadily(["x"], other))
+                self.assertIs(self.manager.current_node, child)
+            self.assertEqual(found.call_count, 2)
+
+    def test_nothing_is_kept_behind_the_end(self):
+        self.assertEqual(self.call("x"), [1])
+        self.assertEqual(len(self.manager._ways), 1)
+        with mock.patch.object(Upstream, "shutdown", lambda manager: None):
+            self.manager.shutdown()
+        self.assertEqual(len(self.manager._ways), 0)
+
     def test_a_path_whose_outputs_are_cloned_ends_with_its_step(self):
         self.manager.has_live_user_visible_output_cloning = True  # since torch 2.14
         ended = []
@@ -444,6 +548,13 @@ class TestSteadyReplay(TestCase):
             self.assertIsNotNone(self.manager.replay_steadily(["x"], self.FUNCTION))
             self.assertIs(self.manager.current_node, current)
             self.assertEqual(len(ended), ends)
+        # Once more by the same way, where the path is ended as well.
+        with mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", -3):
+            self.behind(self.recording, new_step=True)
+            for step in (-3, -4):
+                cudagraph_trees.MarkStepBox.mark_step_counter = step
+                self.assertIsNotNone(self.call("x"))
+            self.assertEqual(len(ended), 3)
 
     def test_what_upstream_does_not_graph_there(self):
         """Since it was recorded again too often, or as it says of an input; also where nothing is written to."""
@@ -503,6 +614,7 @@ class TestSteadyReplay(TestCase):
         modes = cudagraph_trees.CompilationMode
         for mode, pending in ((modes.FORWARD, True), (modes.BACKWARD, False), (modes.INFERENCE, False)):
             self.manager.id_to_mode[self.FUNCTION] = mode
+            self.manager._ways.clear()
             self.manager.current_node = None
             self.call("x")
             self.assertEqual(self.manager.running_forwards_with_pending_backwards, pending)
@@ -599,7 +711,9 @@ class TestTakes(TestCase):
     def recording(self, **attributes):
         node = Recording.__new__(Recording)
         own = {
-            "_lies_where_it_did": lambda inputs: inputs[0] != "elsewhere",
+            "_find": lambda inputs: None if inputs[0] == "elsewhere" else [],
+            "_is_plain": False,
+            "copies": False,
             "_are_dead_before": None,
             "_are_dead_after": None,
             "_managed_to_drop": [],
@@ -611,7 +725,7 @@ class TestTakes(TestCase):
     def test_addresses(self):
         self.assertTrue(self.recording().takes(["there"]))
         self.assertFalse(self.recording().takes(["elsewhere"]))
-        refuses = SimpleNamespace(prepare=lambda inputs: "less aligned", is_copied=False)
+        refuses = SimpleNamespace(prepare=lambda inputs, seen: "less aligned", is_copied=False)
         self.assertFalse(self.recording(_live=refuses).takes(["there"]))
 
     def test_what_is_to_be_dead_before(self):
@@ -631,7 +745,7 @@ class TestTakes(TestCase):
     def test_what_dies_is_asked_by_the_replay(self):
         """Since torch 2.15, as upstream does; and where copies are made, behind them by upstream itself."""
         dropped = []
-        live = SimpleNamespace(prepare=lambda inputs: None, is_copied=False, outputs={}, drop=lambda: dropped.append(1))
+        live = SimpleNamespace(prepare=lambda inputs, seen: None, is_copied=False, drop=lambda: dropped.append(1))
         recording = self.recording(_live=live, _are_dead_after=lambda: False, run=lambda inputs: ["upstream's way"])
         with mock.patch.object(recording_module, "_RUN_CHECKS_WHAT_DIED", True):
             self.assertTrue(recording.takes(["there"]))
