@@ -55,7 +55,7 @@ def _call(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(upstream)
     def __call__(self: Any, inputs: Any) -> Any:
-        # What upstream does around a call ends what compiling left open, and notes calls for the profiler and for debugging.
+        # Around a call upstream ends what compiling left open, and notes the call for the profiler and for debugging.
         steadily = getattr(self.current_callable, "steadily", None)
         if steadily is not None and not profiler._is_profiler_enabled and not debug.RECORD_GRAPH_EXECUTION:
             outputs = steadily(inputs)

@@ -86,7 +86,9 @@ class Manager(Upstream):
     """The recordings of one device (and, since 2.13, of one thread)."""
 
     current_node: Any
+    current_gen: int
     path_state: Any
+    running_forwards_with_pending_backwards: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._ways: dict[Any, _Way] = {}  # by function: good until upstream is asked for anything but a steady replay

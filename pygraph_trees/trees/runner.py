@@ -30,7 +30,7 @@ def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
     What comes back may have a function ``steadily``, which gives the outputs for a list of inputs where a steady replay
     will do, and else None.
     """
-    runner = getattr(call, "__self__", None)
+    runner: Any = getattr(call, "__self__", None)
     partitions = getattr(runner, "partitions", None)
     if type(runner).__name__ != "Runner" or not isinstance(partitions, list) or len(partitions) != 1:
         return None

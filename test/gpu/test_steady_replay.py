@@ -191,6 +191,29 @@ class TestSteadyReplay(IndirectionTestCase):
             del y, found, wanted
         self.assertLessEqual(Facts.now().recordings, 4)
 
+    def test_the_right_one_of_many_recordings(self):
+        """The second function is recorded once for each set of the first one's outputs that are kept."""
+        first, second = compiled(lambda x: tuple(x + n for n in range(5))), compiled(lambda x: x * 2)
+        patterns = 2**5
+        for call in range(3 * patterns):
+            if call == 2 * patterns:
+                before = Facts.now()
+                counts = self.enterContext(counted())
+            x = torch.full((100,), float(call), device=self.device)
+            torch.compiler.cudagraph_mark_step_begin()
+            outputs = list(first.graphed(x))
+            kept = {n: outputs[n] for n in range(5) if call >> n & 1}
+            del outputs
+            y = second.graphed(x)
+            for n, output in kept.items():
+                self.assertEqual(output, x + n)
+            self.assertEqual(y, x * 2)
+            del y, output, kept
+        facts = Facts.now()
+        self.assertEqual(facts.recordings, before.recordings)
+        self.assertGreaterEqual(facts.recordings, patterns)
+        self.assertEqual(counts["steady"], 2 * patterns)
+
     def test_outputs_that_are_alive(self):
         """Without a new step nothing that is still used is overwritten."""
         ways = compiled(lambda x: x * 2)
