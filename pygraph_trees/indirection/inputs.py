@@ -177,6 +177,7 @@ class LiveInputs:
         self._addresses: list[int] = []  # what the graph is given next
         self.temporary: dict[int, torch.Tensor] = {}  # by index: copies for the call that was prepared
         self._again = False  # whether there were any for the latest call
+        self._is_simple = self._settles = False
         self.outputs: dict[int, tuple[int, tuple[Any, ...] | None]] = {}  # by output: input, and how it is seen
         self.refused: dict[int, str] = {}  # by index: inputs whose address the driver did not take at a replay
         self.extra_copies = 0  # of inputs that did not fit a patch, so far
@@ -264,6 +265,10 @@ class LiveInputs:
         self._complex = tuple(item.index for item in self._patched if item.stand_in.is_complex())
         self._seen, self._settled = [], None
         self._again = any(item.managed for item in self._patched)
+        # Whether addresses that were found good once are good again.
+        self._is_simple = not (self._copied_back or self._complex or self._again)
+        # And whether a graph that holds them needs nothing more.
+        self._settles = self._is_simple and not self._patches.sets_always
         self._fitting = tuple({} for _ in patched)
         self._addresses = list(self._patches.addresses)
 
@@ -309,21 +314,22 @@ class LiveInputs:
         """
         if seen is None:
             seen = self._read(inputs)
-        if seen == self._settled and self._pool.changes == self._pool_seen:
+        same_pool = self._pool.changes == self._pool_seen
+        if same_pool and seen == self._settled:
             return None
-        for item in self._copied_back:
-            if self._pool.holds(inputs[item.index].data_ptr()):
-                return _MUTATED_IN_POOL
-        for index in self._complex:
-            if inputs[index].is_conj():  # a tangent can be at one call and not at another
-                return "an input is a conjugate view"
         assert self._patches is not None
         if self._patches.broken:
             return "a driver call failed"
         self._settled = None
-        if seen != self._seen or self._again or self._pool.changes != self._pool_seen:
+        known = self._known.get(tuple(seen)) if same_pool and self._is_simple else None
+        if known is not None:
             self._seen = []  # until the graph holds what is found: an interrupt may come anywhere
-            why = self._find_addresses(seen, inputs, stays)
+            self._addresses, self.temporary, self._again = known, {}, False
+        else:
+            why = self._why_not(inputs)
+            if why is None and (seen != self._seen or self._again or not same_pool):
+                self._seen = []
+                why = self._find_addresses(seen, inputs, stays)
             if why is not None:
                 return why
         try:
@@ -334,12 +340,22 @@ class LiveInputs:
             return str(error)
         return None
 
+    def _why_not(self, inputs: Sequence[Any]) -> str | None:
+        """Why an input cannot stand where it is, whatever its address."""
+        for item in self._copied_back:
+            if self._pool.holds(inputs[item.index].data_ptr()):
+                return _MUTATED_IN_POOL
+        for index in self._complex:
+            if inputs[index].is_conj():  # a tangent can be at one call and not at another
+                return "an input is a conjugate view"
+        return None
+
     def _hold(self, seen: list[int]) -> None:
         """Makes the graph hold what was found for inputs at these addresses."""
         assert self._patches is not None
         self._patches.apply(self._addresses)
         self._seen = seen
-        if not (self._again or self._copied_back or self._complex or self._patches.sets_always):
+        if self._settles and not self._again:
             self._settled = seen
 
     def _find_addresses(

@@ -21,7 +21,7 @@ from __future__ import annotations
 import ctypes
 import operator
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..driver import SetRefused
@@ -124,6 +124,8 @@ class Patches:
         self._kernels = tuple(kernels)
         self._set_kernels = driver.set_kernels(exec_, tuple(kernels.values())) if kernels else None
         self._others = self._all.difference(kernels) if self._set_kernels is not None else self._all
+        # Whether new addresses for all inputs are written and set by one call each.
+        self._at_once = self._set_kernels is not None and self._is_table and not (self._has_words or self._others)
         self._write(range(len(inputs)), recorded)
 
     @property
@@ -144,30 +146,39 @@ class Patches:
         if len(addresses) != len(self.addresses):
             raise ValueError(f"{len(self.addresses)} addresses, not {len(addresses)}")
         self.broken = True  # until all is done: an interrupt may come anywhere
-        changed: Sequence[int] = self._positions
+        all_moved = all(map(operator.ne, addresses, self.addresses))  # most often
         nodes = self._all
-        if not all(map(operator.ne, addresses, self.addresses)):  # most often all have moved
-            changed = [p for p, (new, old) in enumerate(zip(addresses, self.addresses, strict=True)) if new != old]
-            nodes = self._always.union(*(self._nodes[position] for position in changed))
-        self._write(changed, addresses)
-        setters = self._setters
+        if all_moved and self._at_once:
+            self._pack(self._table, 0, *addresses)
+            self._set(addresses, self._set_kernels, ())
+        else:
+            changed: Sequence[int] = self._positions
+            if not all_moved:
+                changed = [p for p, (new, old) in enumerate(zip(addresses, self.addresses, strict=True)) if new != old]
+                nodes = self._always.union(*(self._nodes[position] for position in changed))
+            self._write(changed, addresses)
+            if nodes is self._all:
+                self._set(addresses, self._set_kernels, self._others)
+            else:
+                self._set(addresses, None, nodes)
+        self.addresses[:] = addresses
+        self.set_calls += len(nodes)
+        self.broken = False
+        return len(nodes)
+
+    def _set(self, addresses: Sequence[int], set_kernels: Callable[[], None] | None, one_by_one: Iterable[int]) -> None:
+        """Sets all kernels at once, if that is given, and then these nodes."""
         node = -1
-        one_by_one = nodes
         try:
-            if nodes is self._all and self._set_kernels is not None:
-                self._set_kernels()
-                one_by_one = self._others
+            if set_kernels is not None:
+                set_kernels()
             for node in one_by_one:
-                setters[node]()
+                self._setters[node]()
         except DriverError as error:
             if isinstance(error, SetRefused):
                 node = self._kernels[error.fields["position"]]
             index = self._input_of(node, addresses)
             raise PatchFailed(index=index, call=error.fields["call"], code=error.fields["code"]) from error
-        self.addresses[:] = addresses
-        self.set_calls += len(nodes)
-        self.broken = False
-        return len(nodes)
 
     def _write(self, changed: Iterable[int], addresses: Sequence[int]) -> None:
         # A table that is just the addresses is the usual case.

@@ -15,12 +15,17 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.comparison.program import Program
 
 
+def wrappers(function):
+    """How many there are around it."""
+    return 1 + wrappers(function.__wrapped__) if hasattr(function, "__wrapped__") else 0
+
+
 class TestGraphHost(TestCase):
     def test_parts_make_up_the_whole(self):
         program = Program(lambda x: x * 2 + 1, (torch.ones(4),), name="SMALL")
-        before = graph_host.CompiledFxGraph.__call__
+        before = wrappers(graph_host.CompiledFxGraph.__call__)
         found = graph_host.measure("SMALL", program, 2, 3)
-        self.assertIs(graph_host.CompiledFxGraph.__call__, before)
+        self.assertEqual(wrappers(graph_host.CompiledFxGraph.__call__), before)  # none of the clocks is left
         self.assertEqual(
             [(r["way"], r["regime"]) for r in found],
             [("upstream", "same"), ("upstream", "fresh"), ("ours", "same"), ("ours", "fresh")],

@@ -85,7 +85,9 @@ class World:
         ]
         action = draw.choices([a for a, _ in actions], [weight for _, weight in actions])[0]
         with torch.no_grad() if action.__name__ not in ("train", "forget_the_backward") else torch.enable_grad():
-            action()
+            self.ctx.attempt(
+                action
+            )  # where steps are guessed, what was returned may be overwritten in the middle of one
 
     def keep(self, *outputs: torch.Tensor) -> None:
         for output in outputs:
@@ -183,7 +185,10 @@ class TestSteadyStress(TestCase):
         self.assertIsNone(ours.crash, ours.traceback)
         self.assertEqual(len(ours.notes), len(upstream.notes))
         for number, (found, expected) in enumerate(zip(ours.notes, upstream.notes, strict=True)):
-            self.assertEqual((found.label, found.value), (expected.label, expected.value), f"note {number}")
+            where = f"note {number}: {expected.label}"
+            self.assertEqual(found.label, expected.label, where)
+            # Sums of what was returned, whose terms nearly cancel out. Other inputs give quite other sums.
+            self.assertEqual(found.value, expected.value, where, rtol=1e-5, atol=1e-2)
         self.assertGreater(len(ours.notes), STEPS // 4)
         self.assertGreater(sum(note.label.startswith("error") for note in ours.notes), 0)
 

@@ -33,8 +33,8 @@ _SETTLE = 6  # calls until a function is recorded, and replayed as it will be
 Function = Callable[[list[Any]], Any]
 
 
-def handed_over(model: Callable[..., tuple[torch.Tensor, ...]], example: list[torch.Tensor]) -> Function:
-    """A function as Inductor hands it over: it takes a list, and empties it."""
+def handed_over(model: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor, outputs: int = 1) -> Function:
+    """A function of one tensor as Inductor hands it over: it takes a list, and empties it."""
 
     def boxed(inputs: list[Any]) -> list[torch.Tensor]:
         own = list(inputs)
@@ -42,7 +42,7 @@ def handed_over(model: Callable[..., tuple[torch.Tensor, ...]], example: list[to
         return list(model(*own))
 
     made: Function = cudagraph_trees.cudagraphify_impl(
-        boxed, list(example), (), device_index=0, is_backward=False, is_inference=True
+        boxed, [x], (), device_index=0, is_backward=False, is_inference=True, stack_traces=[None] * outputs
     )
     return made
 
@@ -54,7 +54,7 @@ def step() -> None:
 def one_of_many_functions(count: int) -> dict[str, float]:
     """With none beside it, and with ``count``."""
     x = torch.ones(64, device="cuda")
-    measured = handed_over(lambda x: (x * 2 + 1,), [x])
+    measured = handed_over(lambda x: (x * 2 + 1,), x)
 
     def timed() -> float:
         found = []
@@ -69,7 +69,7 @@ def one_of_many_functions(count: int) -> dict[str, float]:
 
     with collector_off():
         before = timed()
-    others = [handed_over(lambda x, number=number: (x + number,), [x]) for number in range(count)]
+    others = [handed_over(lambda x, number=number: (x + number,), x) for number in range(count)]
     for other in others * 3:  # warmed up, recorded, replayed
         step()
         other([x])
@@ -81,8 +81,8 @@ def one_of_many_recordings(count: int) -> dict[str, float]:
     """With one recording to be found, with ``count`` in turn, and the one of these that takes longest."""
     outputs = max(1, (count - 1).bit_length())
     x = torch.ones(64, device="cuda")
-    first = handed_over(lambda x: tuple(x + number for number in range(outputs)), [x])
-    second = handed_over(lambda x: (x * 2,), [x])
+    first = handed_over(lambda x: tuple(x + number for number in range(outputs)), x, outputs)
+    second = handed_over(lambda x: (x * 2,), x)
 
     def call(kept: int) -> float:
         step()

@@ -176,11 +176,10 @@ def replays(name: str, program: Program, calls: int) -> list[Result]:
     ways = make_ways(program, ["upstream", "ours"])
     found: list[Result] = []
     with torch._dynamo.config.patch(recompile_limit=64):
-        with clocks.watching(REPLAY):  # a manager's run is looked up once, where a function is added
-            for way in ways:
-                with way.active():
-                    for own in ring.sets * 2:
-                        program.step(way.callable, own.args, own.kwargs)
+        for way in ways:
+            with way.active(), clocks.watching(REPLAY):  # a manager's run is looked up once, where a function is added
+                for own in ring.sets * 2:
+                    program.step(way.callable, own.args, own.kwargs)
         for way in ways:
             for regime in ("same", "fresh"):
                 feed = ring.same() if regime == "same" else ring.fresh()

@@ -1,0 +1,597 @@
+"""Inductor's code around a graph's only partition, without that code: the same is done, or nothing is replaced."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import tempfile
+import textwrap
+import weakref
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees import tensors
+from pygraph_trees.absent_gpu import lower
+from pygraph_trees.trees.runner import shortened
+
+HEAD = "import torch\nreinterpret_tensor = torch._C._dynamo.guards._reinterpret_tensor\n"
+RUNNER = """
+class Runner:
+    def __init__(self, partitions):
+        self.partitions = partitions
+
+    def recursively_apply_fns(self, fns):
+        new_callables = []
+        for fn, c in zip(fns, self.partitions):
+            new_callables.append(fn(c))
+        self.partitions = new_callables
+
+    def call(self, args):
+"""
+EXAMPLES = settings(max_examples=200, deadline=None)
+CALL = """
+arg0_1, arg1_1, arg2_1 = args
+args.clear()
+partition0_args = [arg2_1, arg0_1, arg1_1]
+del arg2_1, arg0_1
+(buf0, buf1) = self.partitions[0](partition0_args)
+del partition0_args
+return (reinterpret_tensor(buf1, (2, 3), (3, 1), 4), buf0, None, )
+"""
+# Statements that Inductor, or somebody else, may write between the lines of the above; and behind the partition.
+MORE = """
+torch.cuda.synchronize()
+assert arg1_1 is not None
+assert_size_stride(arg1_1, (64, ), (1, ))
+arg1_1 = copy_if_misaligned(arg1_1)
+buf9 = empty_strided_cpu((4, ), (1, ), torch.float32)
+buf9 = 3
+args = [arg1_1]
+args.append(arg1_1)
+args.clear(1)
+self.calls = 1
+arg1_1 += 1
+arg1_1: int
+stream0 = get_raw_stream(0)
+import torch
+global torch
+def inner(): ...
+raise ValueError
+yield arg1_1
+pass
+'a comment'
+with torch.cuda._DeviceGuard(0): torch.cuda.set_device(0)
+if arg1_1 is None: return ()
+for arg1_1 in args: pass
+while args: args.pop()
+"""
+MORE_BEHIND = """
+buf2 = buf0
+buf2 = buf0 + 1
+buf0.add_(1)
+buf0 = buf1
+buf1 = reinterpret_tensor(buf1, (2, ), (1, ), 0)
+(buf2, buf3) = self.partitions[0](partition0_args)
+partition0_args = [buf0]
+s0 = arg1_1
+"""
+# What may stand in the place of a line of the above, by its number; where nothing does, that line is missing.
+INSTEAD = {
+    0: """
+        arg0_1, arg1_1, *arg2_1 = args
+        [arg0_1, arg1_1, arg2_1] = args
+        arg0_1, arg1_1, arg2_1 = inputs
+        arg0_1, arg1_1, arg2_1 = reversed(args)
+        arg0_1, (arg1_1, arg2_1) = args
+        arg0_1, arg1_1, self.arg2_1 = args
+        arg0_1, arg1_1, arg1_1 = args
+        arg0_1, arg1_1, arg2_1 = others = args
+        arg0_1 = args[0]
+        arg0_1 = args
+    """,
+    2: """
+        partition0_args = [arg2_1, arg0_1, buf0]
+        partition0_args = [arg2_1, arg0_1, None]
+        partition0_args = [arg2_1, *args]
+        partition0_args = [arg2_1, arg0_1 + 1, arg1_1]
+        partition0_args = (arg2_1, arg0_1, arg1_1)
+        partition0_args = args
+        partition1_args = [arg2_1, arg0_1, arg1_1]
+        args = partition0_args = [arg2_1, arg0_1, arg1_1]
+    """,
+    4: """
+        (buf0, buf1) = self.partitions[1](partition0_args)
+        (buf0, buf1) = self.partitions[-1](partition0_args)
+        (buf0, buf1) = self.partitions[0](args)
+        (buf0, buf1) = self.partitions[0](partition0_args, 1)
+        (buf0, buf1) = self.partitions[0](partition0_args)[:2]
+        (buf0, buf1) = partition_0(partition0_args)
+        (buf0, *buf1) = self.partitions[0](partition0_args)
+        (buf0, (buf1,)) = self.partitions[0](partition0_args)
+        [buf0, buf1] = self.partitions[0](partition0_args)
+        (buf1, buf1) = self.partitions[0](partition0_args)
+        buf0 = buf1 = self.partitions[0](partition0_args)
+        buf1 = self.partitions[0](partition0_args)
+        self.partitions[0](partition0_args)
+    """,
+    6: """
+        return (buf0 + 1, )
+        return (buf0[0], )
+        return (buf0.view(8, 8), )
+        return (buf0 if buf1 is None else buf1, )
+        return (clone(buf0), )
+        return (torch.sin(buf0), )
+        return (alias(buf0, (2, ), (1, ), 0), )
+        return (torch.reinterpret_tensor(buf0, (2, ), (1, ), 0), )
+        return (arg1_1, )
+        return (args, )
+        return (torch, )
+        return ((buf0, buf1), )
+        return ([buf0], )
+        return (*partition0_args, )
+        return ('a string', )
+        return [buf0, buf1]
+        return {0: buf0}
+        return buf0
+        return None
+        return
+        return self.partitions[0](partition0_args)
+        return (reinterpret_tensor(arg1_1, (2, ), (1, ), 0), )
+        return (reinterpret_tensor(torch, (2, ), (1, ), 0), )
+        return (reinterpret_tensor(reinterpret_tensor(buf0, (2, ), (1, ), 0), (2, ), (1, ), 0), )
+        return (reinterpret_tensor(buf0, (arg1_1, ), (1, ), 0), )
+        return (reinterpret_tensor(buf0, (s0, ), (1, ), 0), )
+        return (reinterpret_tensor(buf0, (2*s0, ), (1, ), 0), )
+        return (reinterpret_tensor(buf0, (2, ), (1, ), buf1), )
+        return (reinterpret_tensor(buf0, (2, ), (1, ), buf1.size(0)), )
+        return (reinterpret_tensor(buf0, (2, ), (1, ), offset=0), )
+        return (reinterpret_tensor(buf0, *[(2, ), (1, ), 0]), )
+        return (reinterpret_tensor(buf0, (2, ), (1, ), print()), )
+        return (reinterpret_tensor(), )
+    """,
+}
+
+
+def runner_of(call: str) -> str:
+    """The source of Inductor's class, with a method of these statements."""
+    return RUNNER + textwrap.indent(textwrap.dedent(call).strip(), " " * 8) + "\n"
+
+
+def listed(names: list[str]) -> str:
+    """As Inductor writes a list or a tuple of names."""
+    return ", ".join(names) + ("," if len(names) == 1 else "")
+
+
+class Partition:
+    """Gives what it was told to, an input for each index among it, and notes what it was given."""
+
+    def __init__(self, outputs, clears=True):
+        self.outputs = outputs
+        self.clears = clears
+        self.seen = []
+
+    def __call__(self, inputs):
+        self.seen.append(list(inputs))
+        outputs = [inputs[o] if isinstance(o, int) else o for o in self.outputs]
+        if self.clears:
+            inputs.clear()
+        self.given = outputs
+        return outputs
+
+
+def tensors_numbered(count):
+    return [torch.zeros(64) for _ in range(count)]
+
+
+@st.composite
+def programs(draw):
+    """The method's statements and number of inputs, the partition's outputs, and whether those are returned as is."""
+    count = draw(st.integers(0, 9))
+    inputs = [f"{draw(st.sampled_from(['arg', 'primals_', 'tangents_']))}{n}" for n in range(count)]
+    lines = [f"{listed(inputs)} = args", "args.clear()"] if inputs else []
+    numbers = {name: number for number, name in enumerate(inputs)}
+    for alias in draw(st.lists(st.sampled_from(["s0", "s77", "u0"]), unique=True)) if inputs else []:
+        source = draw(st.sampled_from(sorted(numbers)))
+        lines.append(f"{alias} = {source}")
+        numbers[alias] = numbers[source]
+    names = sorted(numbers, key=numbers.__getitem__)
+    order = draw(st.permutations(names) | st.lists(st.sampled_from(names)) | st.just(inputs)) if inputs else []
+    lines.append(f"partition0_args = [{listed(order)}]")
+    passed = draw(st.lists(st.sampled_from(order), unique=True)) if order else []
+    dropped = [name for name in inputs if name not in passed]
+    if dropped and draw(st.booleans()):
+        lines.append(f"del {', '.join(dropped)}")
+    outputs = draw(st.permutations([*(f"buf{n}" for n in range(draw(st.integers(0, 5)))), *passed]))
+    lines.append(f"({listed(outputs)}) = self.partitions[0](partition0_args)")
+    lines.append("del partition0_args")
+    number = st.integers(0, 4)
+    others = st.sampled_from(["None", "0", "7", "True"])
+    if outputs:
+        name = st.sampled_from(outputs)
+        views = st.builds("reinterpret_tensor({}, ({}, {}), ({}, {}), {})".format, name, *[number] * 5)
+        returned = draw(st.lists(st.one_of(name, views, others)) | st.just(outputs))
+    else:
+        returned = draw(st.lists(others))
+    lines.append("return (" + ", ".join(returned) + ", )" if returned else "return ()")
+    given_ = [order.index(name) if name in passed else torch.zeros(64) for name in outputs]
+    return "\n".join(lines), count, given_, returned == outputs
+
+
+class RunnerTestCase(TestCase):
+    def setUp(self):
+        super().setUp()
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+        self.files = 0
+
+    def module(self, source):
+        """From a file, as Inductor's code is."""
+        self.files += 1
+        path = self.folder / f"generated{self.files}.py"
+        path.write_text(HEAD + source)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    def runner(self, call, *partitions):
+        return self.module(runner_of(call)).Runner(list(partitions))
+
+    def assertAreSame(self, found, expected):
+        """The same objects, or tensors that see the same."""
+        self.assertEqual(len(found), len(expected))
+        for one, other in zip(found, expected, strict=True):
+            if one is other:
+                continue
+            self.assertIsInstance(one, torch.Tensor)
+            self.assertIsInstance(other, torch.Tensor)
+            for what in (torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride):
+                self.assertEqual(what(one), what(other))
+
+    def check(self, runner, count, partition):
+        """Calls both ways; gives the short one."""
+        call = shortened(runner.call)
+        self.assertIsNotNone(call)
+        given_ = tensors_numbered(count)
+        one, other = list(given_), list(given_)
+        expected, found = runner.call(one), call(other)
+        self.assertAreSame(found, expected)
+        long, short = partition.seen[-2:]
+        self.assertEqual(len(short), len(long))
+        self.assertTrue(all(a is b for a, b in zip(short, long, strict=True)))
+        if partition.clears:
+            self.assertEqual(other, [])
+        return call
+
+    def check_refused(self, call, *partitions):
+        runner = self.runner(call, *(partitions or [Partition([])]))
+        self.assertIsNone(shortened(runner.call))
+
+
+class TestShortened(RunnerTestCase):
+    def check_any_program(self):
+        @EXAMPLES
+        @given(programs())
+        def check(program):
+            call, count, outputs, are_returned = program
+            partition = Partition(outputs)
+            short = self.check(self.runner(call, partition), count, partition)
+            found = short(tensors_numbered(count))
+            self.assertEqual(found is partition.given, are_returned)
+
+        check()
+
+    def test_any_program(self):
+        self.check_any_program()
+
+    def test_any_program_without_the_native_module(self):
+        with mock.patch.object(tensors, "native", None):
+            self.check_any_program()
+
+    def test_what_the_partition_gives_is_given_on(self):
+        partition = Partition([torch.zeros(1), torch.zeros(2)])
+        call = """
+            arg0_1, arg1_1 = args
+            args.clear()
+            partition0_args = [arg0_1, arg1_1]
+            (buf0, buf1) = self.partitions[0](partition0_args)
+            return (buf0, buf1, )
+        """
+        short = self.check(self.runner(call, partition), 2, partition)
+        inputs = tensors_numbered(2)
+        self.assertIs(short(inputs), partition.given)
+
+    def test_inputs_are_let_go_of(self):
+        """The partition gets the only list, and of an input that it does not get nothing is kept."""
+        lists, dead = [], []
+
+        def partition(inputs):
+            lists.append(inputs)
+            dead.append([reference() is None for reference in references])
+            inputs.clear()
+            dead.append([reference() is None for reference in references])
+            return torch.zeros(64), torch.zeros(64)
+
+        for order, first in (
+            ("[arg2_1, arg0_1, arg1_1]", [False, False, False]),
+            ("[arg2_1, arg0_1]", [False, True, False]),
+        ):
+            call = shortened(self.runner(CALL.replace("[arg2_1, arg0_1, arg1_1]", order), partition).call)
+            inputs = tensors_numbered(3)
+            references = [weakref.ref(tensor) for tensor in inputs]
+            call(inputs)
+            self.assertIs(lists.pop(), inputs)
+            self.assertEqual(dead, [first, [True] * 3])
+            dead.clear()
+
+    def test_a_partition_that_keeps_its_inputs(self):
+        partition = Partition([torch.zeros(64), torch.zeros(64)], clears=False)
+        self.check(self.runner(CALL, partition), 3, partition)
+
+    def test_one_input(self):
+        for unpacked in ("arg0_1, = args", "(arg0_1,) = args", "(arg0_1, ) = args"):
+            for outputs, returned in (
+                ("(buf0,)", "(buf0, )"),
+                ("(buf0, )", "(reinterpret_tensor(buf0, (2, ), (1, ), 1), )"),
+            ):
+                partition = Partition([torch.zeros(64)])
+                call = f"""
+                    {unpacked}
+                    args.clear()
+                    partition0_args = [arg0_1,]
+                    del arg0_1
+                    {outputs} = self.partitions[0](partition0_args)
+                    del partition0_args
+                    return {returned}
+                """
+                self.check(self.runner(call, partition), 1, partition)
+
+    def test_no_inputs(self):
+        partition = Partition([torch.zeros(64)])
+        call = """
+            partition0_args = []
+            (buf0,) = self.partitions[0](partition0_args)
+            del partition0_args
+            return (buf0, )
+        """
+        self.check(self.runner(call, partition), 0, partition)
+
+    def test_no_outputs(self):
+        for returned in ("()", "(None, )"):
+            partition = Partition([])
+            call = f"""
+                arg0_1, arg1_1 = args
+                args.clear()
+                partition0_args = [arg1_1, arg0_1]
+                del arg0_1, arg1_1
+                () = self.partitions[0](partition0_args)
+                del partition0_args
+                return {returned}
+            """
+            self.check(self.runner(call, partition), 2, partition)
+
+    def test_sizes_under_another_name(self):
+        partition = Partition([torch.zeros(64)])
+        call = """
+            arg0_1, arg1_1, arg2_1 = args
+            args.clear()
+            s0 = arg0_1
+            s1 = s0
+            partition0_args = [arg2_1, s1, arg1_1, s0]
+            (buf0,) = self.partitions[0](partition0_args)
+            del partition0_args
+            return (buf0, )
+        """
+        self.check(self.runner(call, partition), 3, partition)
+
+    def test_an_output_that_is_an_input(self):
+        partition = Partition([torch.zeros(64), 1])
+        call = CALL.replace("(buf0, buf1) =", "(buf0, arg0_1) =").replace("buf1", "arg0_1").replace("None", "arg0_1")
+        runner = self.runner(call, partition)
+        self.check(runner, 3, partition)
+        inputs = tensors_numbered(3)
+        kept = inputs[0]
+        found = shortened(runner.call)(inputs)
+        self.assertIs(found[2], kept)
+        self.assertEqual(found[0].data_ptr(), kept[4:].data_ptr())
+
+    def test_numbers_and_nothing_among_the_outputs(self):
+        partition = Partition([torch.zeros(64), None])
+        call = CALL.replace("None", "None, 3, buf1, False")
+        call = call.replace("reinterpret_tensor(buf1, (2, 3), (3, 1), 4)", "reinterpret_tensor(buf0, (), (), 63)")
+        (view, same, *others) = self.check(self.runner(call, partition), 3, partition)(tensors_numbered(3))
+        self.assertIs(same, partition.outputs[0])
+        self.assertEqual((view.dim(), view.storage_offset()), (0, 63))
+        self.assertTrue(all(a is b for a, b in zip(others, (None, 3, None, False), strict=True)))
+
+    def test_the_partition_is_looked_up_at_each_call(self):
+        """Inductor puts a graphed one in its place, and may do so after the code was read."""
+        runner = self.runner(CALL, Partition([torch.zeros(64), torch.zeros(64)]))
+        call = shortened(runner.call)
+        first = runner.partitions[0]
+        call(tensors_numbered(3))
+        second = Partition([torch.zeros(64), torch.zeros(64)])
+        runner.recursively_apply_fns([lambda fn: second])
+        self.assertIs(call(tensors_numbered(3))[1], second.outputs[0])
+        third = runner.partitions[0] = Partition([torch.zeros(64), torch.zeros(64)])
+        self.assertIs(call(tensors_numbered(3))[1], third.outputs[0])
+        self.assertEqual([len(partition.seen) for partition in (first, second, third)], [1, 1, 1])
+
+    def test_an_exception_goes_through(self):
+        def partition(inputs):
+            raise ZeroDivisionError("the partition's")
+
+        with self.assertRaisesRegex(ZeroDivisionError, "the partition's"):
+            shortened(self.runner(CALL, partition).call)(tensors_numbered(3))
+
+    def test_any_other_number_of_partitions(self):
+        self.check(self.runner(CALL, partition := Partition(tensors_numbered(2))), 3, partition)
+        module = self.module(runner_of(CALL))
+        for partitions in ([], [partition] * 2, (partition,), partition, None):
+            self.assertIsNone(shortened(module.Runner(partitions).call))
+        two = CALL.replace(
+            "del partition0_args", "partition1_args = [buf0]\n(buf1,) = self.partitions[1](partition1_args)"
+        )
+        self.check_refused(two, partition, partition)
+        self.check_refused(two)
+        self.check_refused("arg0_1, = args\nargs.clear()\nreturn (reinterpret_tensor(arg0_1, (2, ), (1, ), 2), )")
+
+    def test_what_is_no_method_of_a_runner(self):
+        partition = Partition(tensors_numbered(2))
+        source = runner_of(CALL)
+        runner = self.module(source).Runner([partition])
+        self.assertIsNotNone(shortened(runner.call))
+        renamed = self.module(source.replace("class Runner", "class Other")).Other([partition])
+        derived = type("Derived", (type(runner),), {})([partition])
+        builtin = type("Runner", (list,), {"partitions": [partition]})()
+        for call in (
+            type(runner).call,
+            lambda inputs: runner.call(inputs),
+            runner,
+            renamed.call,
+            derived.call,
+            builtin.append,
+            len,
+            None,
+            torch.sin,
+        ):
+            self.assertIsNone(shortened(call))
+
+    def test_methods_with_other_arguments(self):
+        partition = Partition(tensors_numbered(2))
+        for arguments in ("self, inputs", "args, self", "self, args, more=3", "self"):
+            source = runner_of(CALL).replace("(self, args)", f"({arguments})")
+            self.assertIsNone(shortened(self.module(source).Runner([partition]).call), arguments)
+        source = runner_of(CALL).replace("def call", "async def call")
+        self.assertIsNone(shortened(self.module(source).Runner([partition]).call))
+
+    def test_code_without_a_source(self):
+        partition = Partition(tensors_numbered(2))
+        namespace = {}
+        exec(HEAD + runner_of(CALL), namespace)
+        self.assertIsNone(shortened(namespace["Runner"]([partition]).call))
+        exec(compile(HEAD + runner_of(CALL), str(self.folder / "gone.py"), "exec"), namespace)
+        self.assertIsNone(shortened(namespace["Runner"]([partition]).call))
+        runner = self.runner(CALL, partition)
+        (self.folder / f"generated{self.files}.py").unlink()
+        self.assertIsNone(shortened(runner.call))
+
+    def test_code_that_does_more(self):
+        self.check(self.runner(CALL, partition := Partition(tensors_numbered(2))), 3, partition)
+        lines = CALL.strip().splitlines()
+        for more, places in ((MORE, range(1, 7)), (MORE_BEHIND, [5, 6])):
+            for statement in more.strip().splitlines():
+                for place in places:
+                    with self.subTest(statement, place=place):
+                        self.check_refused("\n".join([*lines[:place], statement, *lines[place:]]))
+        for block in ("with torch.no_grad():", "if True:", "while True:", "def inner():"):
+            for begin in range(1, 7):
+                inner = textwrap.indent("\n".join(lines[begin:]), "    ")
+                with self.subTest(block, begin=begin):
+                    self.check_refused("\n".join([*lines[:begin], block, inner]))
+
+    def test_code_that_differs(self):
+        lines = CALL.strip().splitlines()
+        for number, instead in INSTEAD.items():
+            for other in ["", *instead.strip().splitlines()]:
+                with self.subTest(other, number=number):
+                    self.check_refused("\n".join([*lines[:number], other.strip(), *lines[number + 1 :]]))
+        self.check_refused("\n".join([lines[0], *lines]))  # taken apart twice
+
+
+def on_gpu(*size):
+    return torch.empty(*size, device="meta")
+
+
+class TestInductor(RunnerTestCase):
+    """On what Inductor writes for a GPU that is not there."""
+
+    def parts(self, graph):
+        """The source of the runner's class, and how many partitions it gets."""
+        source = graph.source_code
+        text = re.search(r"^class Runner.*?(?=^runner = )", source, re.DOTALL | re.MULTILINE).group()
+        partitions = re.search(r"^runner = Runner\(partitions=\[(.*?)\]\)", source, re.MULTILINE).group(1)
+        return text, len(re.findall(r"\w+", partitions))
+
+    def check_graph(self, graph):
+        text, partitions = self.parts(graph)
+        self.assertEqual(partitions, 1)
+        inputs, given_, outputs = (
+            re.findall(r"\w+", found.group(1)) if (found := re.search(pattern, text)) else []
+            for pattern in (r"\n *(.*) = args\n", r"partition0_args = \[(.*)\]", r"\((.*)\) = self.partitions\[0\]")
+        )
+        partition = Partition([given_.index(o) if o in given_ else torch.zeros(4096) for o in outputs])
+        self.check(self.module(text).Runner([partition]), len(inputs), partition)
+        return text
+
+    def test_one_partition(self):
+        def several(x, y, z):
+            return y + 1, x @ y, x, (x @ z).view(-1)[2:], 3, None, (x @ y).unbind(0)[1], z[0]
+
+        def nothing(x, y):
+            x.add_(y)
+
+        (graph,) = lower(several, [on_gpu(8, 8) for _ in range(3)])
+        self.assertIn("reinterpret_tensor", self.check_graph(graph).rsplit("return", 1)[1])
+        for fn, arguments in (
+            (torch.sin, (on_gpu(4),)),
+            (nothing, (on_gpu(4), on_gpu(4))),
+            (lambda: torch.ones(4, device="cuda"), ()),
+            (lambda x: torch.rand(4, device=x.device) + x, (on_gpu(4),)),
+        ):
+            (graph,) = lower(fn, arguments)
+            self.check_graph(graph)
+
+    def test_training(self):
+        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Dropout(0.1), nn.Linear(8, 8))
+        forward, backward = lower(model, (on_gpu(4, 8),), training=True)
+        self.check_graph(forward)
+        self.assertIn("None", self.check_graph(backward).rsplit("return", 1)[1])
+
+    def dynamic(self, step):
+        """The graph of a function for any size."""
+
+        def program(*tensors):
+            results = []
+            for x in tensors:
+                torch._dynamo.graph_break()
+                results.append(step(x))
+            return results
+
+        return lower(program, (on_gpu(4, 8), on_gpu(5, 8)))[-1]
+
+    def test_sizes(self):
+        text = self.check_graph(self.dynamic(lambda x: (x * 2).sum(0) + x.size(0)))
+        self.assertRegex(text, r"\n *s\d+ = arg0_1\n")
+
+    def test_code_that_does_more(self):
+        on_cpu = nn.Linear(8, 8)
+
+        def there_and_back(x, y):
+            z = x * 2
+            return z.sin() + (y + z.cpu().sum()).cuda(), z
+
+        for graph, expected in (
+            (lower(lambda x: on_cpu(x.cpu()).cuda() + 1, (on_gpu(4, 8),))[0], 1),
+            (lower(there_and_back, (on_gpu(4), on_gpu(4)))[0], 2),
+            (lower(lambda x: x.view(-1)[2:], (on_gpu(4, 4),))[0], 0),
+            (self.dynamic(lambda x: (x * 2).view(-1)), 1),  # a view of a size that is not known
+        ):
+            text, partitions = self.parts(graph)
+            self.assertEqual(partitions, expected)
+            runner = self.module(text).Runner([Partition([])] * partitions)
+            self.assertIsNone(shortened(runner.call))
+
+
+if __name__ == "__main__":
+    run_tests()
