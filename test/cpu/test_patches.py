@@ -17,10 +17,12 @@ import torch
 import torch._inductor.config as config
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo import utils as dynamo_utils
 from torch._inductor import compile_fx, cudagraph_trees, output_code, scheduler
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import inductor_patches
+from inductor_patches import dynamo
 from inductor_patches.patch import (
     Expectation,
     FeatureOff,
@@ -41,6 +43,8 @@ def torch_as_it_is():
         "cudagraphify": compile_fx.cudagraphify,
         "init": output_code.CompiledFxGraph.__init__,
         "post_compile": output_code.CompiledFxGraph.post_compile,
+        "call": output_code.CompiledFxGraph.__call__,
+        "marks": (dynamo_utils.record_pregraph_bytecode_enter, dynamo_utils.record_pregraph_bytecode_exit),
         "partition": scheduler.Scheduler.graph_partition,
         "options": torch._TorchCompileInductorWrapper.apply_options,
         "entries": {name: id(entry) for name, entry in config._config.items()},
@@ -147,6 +151,55 @@ class TestInstall(TestCase):
         self.assertNotIsInstance(object(), cudagraph_trees.CUDAGraphNode)
 
 
+class TestCalls(TestCase):
+    """The marks around the code that gathers a compiled function's inputs."""
+
+    def marks_of(self, calls):
+        torch._dynamo.reset()
+        seen = []
+
+        def backend(module, inputs):
+            seen.append(module)
+            return module.forward
+
+        function = torch.compile(lambda x: x + 1, backend=backend)
+        found = []
+        for profiled in calls:
+            with contextlib.ExitStack() as stack:
+                profile = stack.enter_context(torch.autograd.profiler.profile()) if profiled else None
+                self.assertEqual(function(torch.ones(2)), torch.full((2,), 2.0))
+            found.append(
+                None if profile is None else sum(e.name == "Pregraph bytecode" for e in profile.function_events)
+            )
+        self.assertEqual(len(seen), 1)  # the marks themselves are not compiled
+        return found
+
+    def test_they_are_made_for_who_profiles(self):
+        calls = [False, True, False, True]
+        found = self.marks_of(calls)
+        inductor_patches.uninstall()
+        self.addCleanup(inductor_patches.install)
+        self.assertEqual(self.marks_of(calls), found)
+        self.assertEqual(found, [None, 1, None, 1])
+
+    def test_a_profiler_that_comes_or_goes_in_between(self):
+        profiler = torch.autograd.profiler
+        for before, behind in ((False, True), (True, False)):
+            with mock.patch.object(profiler, "_is_profiler_enabled", before):
+                mark = dynamo_utils.record_pregraph_bytecode_enter()
+            with mock.patch.object(profiler, "_is_profiler_enabled", behind):
+                dynamo_utils.record_pregraph_bytecode_exit(mark)
+
+    def test_upstream_without_a_wrapper(self):
+        """As since torch 2.15."""
+
+        def own():
+            return "upstream's"
+
+        self.assertIs(dynamo._enter(own), own)
+        self.assertIs(dynamo._exit(own), own)
+
+
 class TestMismatch(TestCase):
     """On a torch that a patch does not fit, its feature stays off and the others go on."""
 
@@ -171,7 +224,7 @@ class TestMismatch(TestCase):
         with mock.patch.object(scheduler.Scheduler, "graph_partition", graph_partition):
             with warns(self, FeatureOff, r"coverage stays off on torch .*graph_partition: no longer uses"):
                 status = inductor_patches.install()
-            self.assertEqual([s.state for s in status], ["on", "on", "mismatch"])
+            self.assertEqual([s.state for s in status], ["on", "on", "mismatch", "on"])
             self.assertIs(output_code.CompiledFxGraph.__init__, before["init"])
             self.assertIn("graph_partition", status[2].mismatches[0])
             with warnings.catch_warnings():
@@ -187,7 +240,7 @@ class TestMismatch(TestCase):
                     status = inductor_patches.install()
             finally:
                 cudagraph_trees.cudagraphify_impl = impl
-        self.assertEqual([s.state for s in status], ["on", "mismatch", "on"])
+        self.assertEqual([s.state for s in status], ["on", "mismatch", "on", "on"])
         torch._dynamo.reset()
         self.assertEqual(torch.compile(lambda x: x + 1, mode="reduce-overhead")(torch.ones(3)), torch.full((3,), 2.0))
 
@@ -196,8 +249,8 @@ class TestMismatch(TestCase):
         with mock.patch.object(torch, "__version__", "2.99.0"), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             status = inductor_patches.install()
-        self.assertEqual([s.state for s in status], ["mismatch"] * 3)
-        self.assertEqual(len([w for w in caught if issubclass(w.category, FeatureOff)]), 3)
+        self.assertEqual([s.state for s in status], ["mismatch"] * len(status))
+        self.assertEqual(len([w for w in caught if issubclass(w.category, FeatureOff)]), len(status))
         self.assertIn("this is 2.99", str(caught[0].message))
         self.assertEqual(torch_as_it_is(), before)
 

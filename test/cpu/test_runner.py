@@ -81,7 +81,9 @@ buf0.add_(1)
 buf0 = buf1
 buf1 = reinterpret_tensor(buf1, (2, ), (1, ), 0)
 (buf2, buf3) = self.partitions[0](partition0_args)
+(buf0, buf1) = self.partitions[0](partition0_args)
 partition0_args = [buf0]
+partition0_args = [arg1_1]
 s0 = arg1_1
 """
 # What may stand in the place of a line of the above, by its number; where nothing does, that line is missing.
@@ -94,6 +96,7 @@ INSTEAD = {
         arg0_1, (arg1_1, arg2_1) = args
         arg0_1, arg1_1, self.arg2_1 = args
         arg0_1, arg1_1, arg1_1 = args
+        arg0_1, arg1_1, arg1_1, arg2_1 = args
         arg0_1, arg1_1, arg2_1 = others = args
         arg0_1 = args[0]
         arg0_1 = args
@@ -507,6 +510,8 @@ class TestShortened(RunnerTestCase):
                 with self.subTest(other, number=number):
                     self.check_refused("\n".join([*lines[:number], other.strip(), *lines[number + 1 :]]))
         self.check_refused("\n".join([lines[0], *lines]))  # taken apart twice
+        twice = [line.replace("(buf0, buf1)", "(buf0, buf0)") for line in lines[:-1]]
+        self.check_refused("\n".join([*twice, "return (buf0, buf0, )"]))
 
 
 def on_gpu(*size):

@@ -121,13 +121,13 @@ class TestIndirectionAddresses(IndirectionTestCase):
             counts.extend([1] * (number := apply(patches, addresses)))
             return number
 
-        self.enterContext(mock.patch.object(Patches, "apply", counting))
         per_call = []
-        for call in range(9):
-            torch.compiler.cudagraph_mark_step_begin()
-            before = len(counts)
-            graphed(*pairs[call // 3 % 2])
-            per_call.append(len(counts) - before)
+        with mock.patch.object(Patches, "apply", counting):
+            for call in range(9):
+                torch.compiler.cudagraph_mark_step_begin()
+                before = len(counts)
+                graphed(*pairs[call // 3 % 2])
+                per_call.append(len(counts) - before)
         self.assertEqual([per_call[c] for c in (2, 4, 5, 7, 8)], [0] * 5, str(per_call))
         self.assertEqual([0 < per_call[c] <= 4 for c in (3, 6)], [True] * 2, str(per_call))
 
