@@ -32,7 +32,7 @@ native = load_native()
 class Whereabouts:
     """Asks where some tensors of a list or a tuple lie, provided that others of it lie where they should.
 
-    Calling it gives the addresses, one for each index in ``asked``; None where one of the others has moved.
+    ``ask`` gives the addresses, one for each index in ``asked``; None where one of the others has moved.
     """
 
     def __init__(self, fixed: Sequence[int], addresses: Sequence[int], asked: Sequence[int] = ()) -> None:
@@ -49,7 +49,7 @@ class Whereabouts:
         wanted, others = list(fixed), list(asked)
 
         def ask(tensors: Sequence[Any]) -> list[int] | None:
-            if not torch._C._tensors_data_ptrs_at_indices_equal(tensors, by_index, wanted):
+            if not torch._C._tensors_data_ptrs_at_indices_equal(list(tensors), by_index, wanted):
                 return None
             return [tensors[index].data_ptr() for index in others]
 

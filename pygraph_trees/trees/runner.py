@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import operator
 import textwrap
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pygraph_trees.tensors import chosen
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _VIEW = "reinterpret_tensor"  # of a tensor, with sizes, strides and an offset
+_GIVEN = "partition0_args"
+_RESERVED = frozenset({"self", "args", _GIVEN, _VIEW})
 
 
 class _Unknown(Exception):
@@ -34,28 +38,40 @@ def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
     partitions = getattr(runner, "partitions", None)
     if type(runner).__name__ != "Runner" or not isinstance(partitions, list) or len(partitions) != 1:
         return None
+    if hasattr(call, "__wrapped__"):
+        return None
     try:
         (method,) = ast.parse(textwrap.dedent(inspect.getsource(call))).body
-        indices, count, returned = _read(method)
+        code = _read(method)
     except (_Unknown, OSError, SyntaxError, TypeError, ValueError):
         return None
-    order = chosen(indices, count)
-    finish = None if returned is None else eval(returned, call.__func__.__globals__)
+    order = chosen(code.given, code.count)
+    keep = _several(code.kept)
+    finish = None if code.returned is None else eval(code.returned, call.__func__.__globals__)
 
     def run(inputs: list[Any]) -> Any:
+        kept = keep(inputs)
         if order is not None:
             order(inputs)
         outputs = runner.partitions[0](inputs)
-        return outputs if finish is None else finish(*outputs)
+        return outputs if finish is None else finish(*outputs, *kept)
 
-    if sorted(indices) == list(range(count)):
-        back = chosen([indices.index(index) for index in range(count)], count)
-        run.steadily = _steadily(runner, order, back, finish)  # type: ignore[attr-defined]
+    if sorted(code.given) == list(range(code.count)):
+        back = chosen([code.given.index(index) for index in range(code.count)], code.count)
+        run.steadily = _steadily(runner, keep, order, back, finish)  # type: ignore[attr-defined]
     return run
+
+
+def _several(indices: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Gives the items at these indices."""
+    if len(indices) > 1:
+        return operator.itemgetter(*indices)
+    return lambda items: [items[index] for index in indices]
 
 
 def _steadily(
     runner: Any,
+    keep: Callable[[list[Any]], Sequence[Any]],
     order: Callable[[list[Any]], None] | None,
     back: Callable[[list[Any]], None] | None,
     finish: Callable[..., Any] | None,
@@ -69,6 +85,7 @@ def _steadily(
     def steadily(inputs: list[Any]) -> Any:
         if runner.partitions[0] is not partition:
             return None
+        kept = keep(inputs)
         if order is not None:
             order(inputs)
         outputs = function.steadily(inputs)
@@ -77,43 +94,61 @@ def _steadily(
             if back is not None:
                 back(inputs)
             return None
-        return outputs if finish is None else finish(*outputs)
+        return outputs if finish is None else finish(*outputs, *kept)
 
     return steadily
 
 
-def _read(method: ast.stmt) -> tuple[Sequence[int], int, Any]:
-    """The partition's inputs, by index; how many inputs there are; and what makes the outputs of the partition's.
+@dataclass(frozen=True, slots=True)
+class _Code:
+    """What a runner's code does."""
 
-    That is the code of a function of the partition's outputs, None where they are returned as they are.
-    """
+    count: int  # of inputs
+    given: list[int]  # inputs, to the partition
+    kept: list[int]  # inputs that are returned, or of which something is
+    returned: Any  # a function of the partition's outputs and the kept inputs; None for the outputs as they are
+
+
+def _read(method: ast.stmt) -> _Code:
     if not isinstance(method, ast.FunctionDef) or [a.arg for a in method.args.args] != ["self", "args"]:
         raise _Unknown
     numbers: dict[str, int] = {}  # of the inputs, by name
     count = 0
-    given: list[int] | None = None  # to the partition
+    given: list[int] | None = None
     outputs: list[str] | None = None
     for statement in method.body:
         match statement:
-            case ast.Expr(ast.Call(ast.Attribute(ast.Name("args"), "clear"), [], [])) | ast.Delete():
+            case ast.Expr(ast.Call(ast.Attribute(ast.Name("args"), "clear"), [], [])):
                 pass
+            case ast.Delete(targets):
+                for name in _names(targets):
+                    if name != _GIVEN and numbers.pop(name, None) is None:
+                        raise _Unknown
             case ast.Assign([ast.Tuple(targets)], ast.Name("args")) if not count:
                 count = len(targets)
                 numbers = {name: number for number, name in enumerate(_names(targets))}
-                if len(numbers) != count:
+                if len(numbers) != count or not numbers.keys().isdisjoint(_RESERVED):
                     raise _Unknown
-            case ast.Assign([ast.Name(name)], ast.List(values)) if outputs is None:
-                if name != "partition0_args" or any(value not in numbers for value in _names(values)):
+            case ast.Assign([ast.Name(name)], ast.List(values)) if name == _GIVEN and given is None:
+                if any(value not in numbers for value in _names(values)):
                     raise _Unknown
                 given = [numbers[value] for value in _names(values)]
-            case ast.Assign([ast.Name(name)], ast.Name(source)) if source in numbers and outputs is None:
+            case ast.Assign([ast.Name(name)], ast.Name(source)) if source in numbers and name not in _RESERVED:
+                if outputs is not None:
+                    raise _Unknown
                 numbers[name] = numbers[source]
             case ast.Assign([ast.Tuple(targets)], call) if given is not None and outputs is None:
-                if ast.unparse(call) != "self.partitions[0](partition0_args)":
+                if ast.unparse(call) != f"self.partitions[0]({_GIVEN})":
                     raise _Unknown
                 outputs = _names(targets)
+                if len(set(outputs)) != len(outputs) or not _RESERVED.isdisjoint(outputs):
+                    raise _Unknown
+                numbers = {name: number for name, number in numbers.items() if name not in outputs}
             case ast.Return(ast.Tuple(values)) if given is not None and outputs is not None:
-                return given, count, _function_of(outputs, values)
+                kept = [name for name in _used(values) if name not in outputs]
+                if any(name not in numbers for name in kept):
+                    raise _Unknown
+                return _Code(count, given, [numbers[name] for name in kept], _function_of(outputs, kept, values))
             case _:
                 raise _Unknown
     raise _Unknown
@@ -126,21 +161,26 @@ def _names(expressions: Sequence[ast.expr]) -> list[str]:
     return names
 
 
-def _function_of(outputs: list[str], values: list[ast.expr]) -> Any:
-    if len(set(outputs)) != len(outputs):
-        raise _Unknown
-    if [ast.unparse(value) for value in values] == outputs:
-        return None
+def _used(values: list[ast.expr]) -> list[str]:
+    """Each name of a tensor in what is returned, once."""
+    names: list[str] = []
     for value in values:
         match value:
-            case ast.Call(ast.Name(function), [ast.Name(name), *numbers], []) if function == _VIEW and name in outputs:
+            case ast.Call(ast.Name(function), [ast.Name(name), *numbers], []) if function == _VIEW:
                 for number in numbers:
                     ast.literal_eval(number)  # ValueError where it is not one
-            case ast.Name(name) if name in outputs:
-                pass
+                names.append(name)
+            case ast.Name(name):
+                names.append(name)
             case ast.Constant(None | int()):
                 pass
             case _:
                 raise _Unknown
-    source = f"lambda {', '.join(outputs)}: ({''.join(ast.unparse(value) + ', ' for value in values)})"
-    return compile(source, "<outputs of the partition>", "eval")
+    return list(dict.fromkeys(names))
+
+
+def _function_of(outputs: list[str], kept: list[str], values: list[ast.expr]) -> Any:
+    if [ast.unparse(value) for value in values] == outputs:
+        return None
+    returned = "".join(ast.unparse(value) + ", " for value in values)
+    return compile(f"lambda {', '.join(outputs + kept)}: ({returned})", "<outputs of the partition>", "eval")

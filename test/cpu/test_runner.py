@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import sys
@@ -57,6 +58,14 @@ buf9 = empty_strided_cpu((4, ), (1, ), torch.float32)
 buf9 = 3
 args = [arg1_1]
 args.append(arg1_1)
+args = arg1_1
+self = arg1_1
+reinterpret_tensor = arg1_1
+partition0_args = arg1_1
+del partition0_args[0]
+del args
+del self
+del torch
 args.clear(1)
 self.calls = 1
 arg1_1 += 1
@@ -135,7 +144,7 @@ INSTEAD = {
         return (torch.sin(buf0), )
         return (alias(buf0, (2, ), (1, ), 0), )
         return (torch.reinterpret_tensor(buf0, (2, ), (1, ), 0), )
-        return (arg1_1, )
+        return (arg0_1, )
         return (args, )
         return (torch, )
         return ((buf0, buf1), )
@@ -148,7 +157,7 @@ INSTEAD = {
         return None
         return
         return self.partitions[0](partition0_args)
-        return (reinterpret_tensor(arg1_1, (2, ), (1, ), 0), )
+        return (reinterpret_tensor(arg0_1, (2, ), (1, ), 0), )
         return (reinterpret_tensor(torch, (2, ), (1, ), 0), )
         return (reinterpret_tensor(reinterpret_tensor(buf0, (2, ), (1, ), 0), (2, ), (1, ), 0), )
         return (reinterpret_tensor(buf0, (arg1_1, ), (1, ), 0), )
@@ -213,13 +222,15 @@ def programs(draw):
     dropped = [name for name in inputs if name not in passed]
     if dropped and draw(st.booleans()):
         lines.append(f"del {', '.join(dropped)}")
+        numbers = {name: number for name, number in numbers.items() if name not in dropped}
     outputs = draw(st.permutations([*(f"buf{n}" for n in range(draw(st.integers(0, 5)))), *passed]))
     lines.append(f"({listed(outputs)}) = self.partitions[0](partition0_args)")
     lines.append("del partition0_args")
     number = st.integers(0, 4)
     others = st.sampled_from(["None", "0", "7", "True"])
-    if outputs:
-        name = st.sampled_from(outputs)
+    there = [*outputs, *(name for name in numbers if name not in outputs)]
+    if there:
+        name = st.sampled_from(there)
         views = st.builds("reinterpret_tensor({}, ({}, {}), ({}, {}), {})".format, name, *[number] * 5)
         returned = draw(st.lists(st.one_of(name, views, others)) | st.just(outputs))
     else:
@@ -407,6 +418,83 @@ class TestShortened(RunnerTestCase):
         found = shortened(runner.call)(inputs)
         self.assertIs(found[2], kept)
         self.assertEqual(found[0].data_ptr(), kept[4:].data_ptr())
+
+    def test_inputs_that_are_kept_for_the_backward(self):
+        """They are returned beside what the partition gives, and are alive while it runs."""
+        alive = []
+
+        def partition(inputs):
+            del inputs[:]
+            alive.append([reference() is not None for reference in references])
+            return [output, output]
+
+        output = torch.zeros(64)
+        call = CALL.replace("None, )", "arg1_1, reinterpret_tensor(arg1_1, (2, ), (1, ), 7), )")
+        runner = self.runner(call, partition)
+        for run in (runner.call, shortened(runner.call)):
+            inputs = tensors_numbered(3)
+            references = [weakref.ref(t) for t in inputs]
+            address = inputs[1].data_ptr()
+            found = run(inputs)
+            self.assertEqual((found[2].data_ptr(), found[3].data_ptr()), (address, address + 28))
+            del found
+            self.assertEqual(alive.pop(), [False, True, False])
+
+    def check_steady(self):
+        """What the partition's function gives is given on; where it has nothing, the inputs are as they were."""
+
+        class Function:
+            was_asked = False
+            answers = True
+
+            def steadily(self, inputs):
+                return partition(inputs) if self.answers else None
+
+        for call, outputs in (
+            (CALL, [torch.zeros(64), torch.zeros(64)]),
+            (CALL.replace("[arg2_1, arg0_1, arg1_1]", "[arg0_1, arg1_1, arg2_1]"), [torch.zeros(64), 1]),
+            (CALL.replace("None, )", "arg1_1, )"), [2, torch.zeros(64)]),
+        ):
+            partition = Partition(outputs)
+            runner = self.runner(call, partition)
+            self.assertIsNone(shortened(runner.call).steadily)  # nobody to ask
+            partition.function = function = Function()
+            short = shortened(runner.call)
+            given_ = tensors_numbered(3)
+            expected = runner.call(list(given_))
+            inputs = list(given_)
+            self.assertAreSame(short.steadily(inputs), expected)
+            self.assertEqual(inputs, [])
+            self.assertTrue(all(a is b for a, b in zip(partition.seen[-1], partition.seen[-2], strict=True)))
+            self.assertFalse(function.was_asked)
+            function.answers = False
+            inputs = list(given_)
+            self.assertIsNone(short.steadily(inputs))
+            self.assertTrue(all(a is b for a, b in zip(inputs, given_, strict=True)))
+            self.assertTrue(function.was_asked)
+            function.answers = True
+            runner.partitions = [Partition(outputs)]
+            self.assertIsNone(short.steadily(inputs))
+
+    def test_steady(self):
+        self.check_steady()
+
+    def test_steady_without_the_native_module(self):
+        with mock.patch.object(tensors, "native", None):
+            self.check_steady()
+
+    def test_not_all_inputs_are_given(self):
+        """What was left out could not be put back."""
+        partition = Partition(tensors_numbered(2))
+        partition.function = object()
+        call = CALL.replace("[arg2_1, arg0_1, arg1_1]", "[arg2_1, arg1_1]")
+        self.assertFalse(hasattr(self.check(self.runner(call, partition), 3, partition), "steadily"))
+
+    def test_what_is_wrapped_itself(self):
+        runner = self.runner(CALL, Partition(tensors_numbered(2)))
+        original = type(runner).call
+        type(runner).call = functools.wraps(original)(lambda self, args: ["wrapped", *original(self, args)])
+        self.assertIsNone(shortened(runner.call))
 
     def test_numbers_and_nothing_among_the_outputs(self):
         partition = Partition([torch.zeros(64), None])

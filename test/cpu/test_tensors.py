@@ -129,7 +129,6 @@ class TestPython(TestCase):
             self.assertEqual(question.ask(given_), addresses(given_, [1, 3]))
             self.assertEqual(question.ask((torch.zeros(1), *given_[1:])) is None, 0 in fixed)
 
-    @unittest.expectedFailure  # torch's function takes lists alone
     def test_where_those_of_a_tuple_lie(self):
         self.check_tuples()
 
@@ -372,6 +371,8 @@ class TestNative(TestPython):
         self.assertEqual(asked(), [1])
         held = cached[2].detach()
         self.assertEqual(asked(), [2])
+        held = torch.ones(2, requires_grad=True) * cached[0]  # kept for its backward
+        self.assertEqual(asked(), [0])
         del held
         self.assertEqual(asked(), [])
         cached[3] = (torch.zeros(2, requires_grad=True) * 2).clone()
