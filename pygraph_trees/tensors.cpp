@@ -4,17 +4,19 @@
                                       tensors[i].data_ptr() for each i in indices, as a list; None unless
                                       tensors[i].data_ptr() is the address for each (i, address) in places
    first_fit(choices, begin, tensors) the first of these from begin on that may fit, their number where there is none;
-                                      each is (places, outputs), and does not fit where a tensor lies elsewhere or one of
-                                      the outputs, which are as below, has another reference in Python
-   count_dead(places, begin)          the first of these from begin on that may be held by somebody, their number where
-                                      there is none; each is (list, index of a tensor in it), and the list may have shrunk
+                                      each is (places, groups), and does not fit where a tensor lies elsewhere or an
+                                      output, see below, has another reference in Python
+   count_dead(groups, begin)          the first of some outputs, from number begin on, that may be held by somebody; how
+                                      many they are where there is none. A group is (list, indices in it), the outputs are
+                                      numbered through, and the list may have shrunk
+   release(indices, items)            puts None in these places of a list
    permute(order, items)              puts items[i] in the place of the k-th item of a list for the k-th i in order, which
                                       has each index of the list once
    outputs(cached, others)            cached, as a new list, with what is None in it taken from others; None where one of
                                       the tensors has hooks, or others has NotImplemented there or another length
 
    Tensors are in a list or a tuple; order is packed like indices; cached and others are lists. What is only asked of the same places again and again
-   is packed: places as pairs of uint64, indices as uint64, both in bytes; so are the places of a choice. IndexError is raised where an index lies outside,
+   is packed: places as pairs of uint64, indices as uint64, both in bytes. IndexError is raised where an index lies outside,
    TypeError where something is no tensor. Nothing else is changed. Compiled against the headers of one torch: TORCH_VERSION
    says of which, and the module must not be used with another one, whose tensors may be laid out in another way. */
 
@@ -181,61 +183,72 @@ bool is_dead(PyObject *object) {
            tensor->storage().use_count() == 2;
 }
 
-/* The output at a place, NULL where there is none any longer; false with an exception. */
-bool output_at(PyObject *place, PyObject **output) {
-    if (!PyTuple_Check(place) || PyTuple_GET_SIZE(place) != 2 || !PyList_Check(PyTuple_GET_ITEM(place, 0))) {
-        PyErr_SetString(PyExc_TypeError, "expected pairs of a list and an index");
-        return false;
+/* Outputs by their index in a list, which may have shrunk. */
+struct Group {
+    PyObject *list = nullptr;
+    Packed<uint64_t> indices;
+
+    /* False with an exception. */
+    bool take(PyObject *group) {
+        if (!PyTuple_Check(group) || PyTuple_GET_SIZE(group) != 2 || !PyList_Check(PyTuple_GET_ITEM(group, 0))) {
+            PyErr_SetString(PyExc_TypeError, "expected pairs of a list and indices");
+            return false;
+        }
+        list = PyTuple_GET_ITEM(group, 0);
+        return indices.take(PyTuple_GET_ITEM(group, 1));
     }
-    PyObject *list = PyTuple_GET_ITEM(place, 0);
-    const Py_ssize_t index = PyLong_AsSsize_t(PyTuple_GET_ITEM(place, 1));
-    if (PyErr_Occurred())
-        return false;
-    *output = index < 0 || index >= PyList_GET_SIZE(list) ? nullptr : PyList_GET_ITEM(list, index);
-    if (*output == Py_None)
-        *output = nullptr;
-    return true;
-}
+
+    /* NULL where there is none any longer. */
+    PyObject *get(Py_ssize_t number) const {
+        const uint64_t index = indices[number];
+        PyObject *output = index < static_cast<uint64_t>(PyList_GET_SIZE(list))
+                               ? PyList_GET_ITEM(list, static_cast<Py_ssize_t>(index))
+                               : Py_None;
+        return output == Py_None ? nullptr : output;
+    }
+};
 
 PyObject *count_dead(PyObject *const *arguments) {
-    Items places;
-    Py_ssize_t position = PyLong_AsSsize_t(arguments[1]);
-    if (PyErr_Occurred() || !places.take(arguments[0]))
+    Items groups;
+    Py_ssize_t begin = PyLong_AsSsize_t(arguments[1]);
+    if (PyErr_Occurred() || !groups.take(arguments[0]))
         return nullptr;
-    position = position < 0 ? 0 : position;
-    load_ahead(places.count - position, [&](Py_ssize_t i) -> PyObject * {
-        PyObject *output = nullptr;
-        if (output_at(places.at[position + i], &output))
-            return output;
-        PyErr_Clear(); // it is met once more below
-        return nullptr;
-    });
-    for (; position < places.count; position++) {
-        PyObject *output = nullptr;
-        if (!output_at(places.at[position], &output))
+    Py_ssize_t before = 0; // outputs of earlier groups
+    for (Py_ssize_t g = 0; g < groups.count; g++) {
+        Group group;
+        if (!group.take(groups.at[g]))
             return nullptr;
-        if (output == nullptr || !is_dead(output))
-            break;
+        const Py_ssize_t first = std::max<Py_ssize_t>(begin - before, 0);
+        load_ahead(group.indices.count - first, [&](Py_ssize_t i) { return group.get(first + i); });
+        for (Py_ssize_t i = first; i < group.indices.count; i++) {
+            PyObject *output = group.get(i);
+            if (output == nullptr || !is_dead(output))
+                return PyErr_Occurred() ? nullptr : PyLong_FromSsize_t(before + i);
+        }
+        before += group.indices.count;
     }
-    return PyErr_Occurred() ? nullptr : PyLong_FromSsize_t(position);
+    return PyLong_FromSsize_t(std::max(before, begin));
 }
 
 /* Whether a choice may fit; -1 with an exception. */
 int may_fit(PyObject *choice, const Items &tensors) {
     if (!PyTuple_Check(choice) || PyTuple_GET_SIZE(choice) != 2) {
-        PyErr_SetString(PyExc_TypeError, "expected pairs of places and outputs");
+        PyErr_SetString(PyExc_TypeError, "expected pairs of places and groups");
         return -1;
     }
     Packed<Place> places;
-    Items outputs;
-    if (!places.take(PyTuple_GET_ITEM(choice, 0)) || !outputs.take(PyTuple_GET_ITEM(choice, 1)))
+    Items groups;
+    if (!places.take(PyTuple_GET_ITEM(choice, 0)) || !groups.take(PyTuple_GET_ITEM(choice, 1)))
         return -1;
-    for (Py_ssize_t i = 0; i < outputs.count; i++) {
-        PyObject *output = nullptr;
-        if (!output_at(outputs.at[i], &output))
+    for (Py_ssize_t g = 0; g < groups.count; g++) {
+        Group group;
+        if (!group.take(groups.at[g]))
             return -1;
-        if (output != nullptr && Py_REFCNT(output) != 1)
-            return 0;
+        for (Py_ssize_t i = 0; i < group.indices.count; i++) {
+            PyObject *output = group.get(i);
+            if (output != nullptr && Py_REFCNT(output) != 1)
+                return 0;
+        }
     }
     return lie_at(places, tensors);
 }
@@ -253,6 +266,23 @@ PyObject *first_fit(PyObject *const *arguments) {
             break;
     }
     return PyLong_FromSsize_t(position);
+}
+
+PyObject *release(PyObject *const *arguments) {
+    Packed<uint64_t> indices;
+    if (!indices.take(arguments[0]))
+        return nullptr;
+    if (!PyList_Check(arguments[1])) {
+        PyErr_SetString(PyExc_TypeError, "expected a list");
+        return nullptr;
+    }
+    for (Py_ssize_t i = 0; i < indices.count; i++) {
+        // May run code of whoever is let go of; it looks at the list anew each time.
+        Py_INCREF(Py_None);
+        if (PyList_SetItem(arguments[1], static_cast<Py_ssize_t>(indices[i]), Py_None) < 0)
+            return nullptr;
+    }
+    Py_RETURN_NONE;
 }
 
 PyObject *permute(PyObject *const *arguments) {
@@ -342,6 +372,7 @@ PyMethodDef methods[] = {
     METHOD(addresses, 3, "Where tensors lie, if others lie where they are expected; see the source."),
     METHOD(first_fit, 3, "The first of several choices that may fit; see the source."),
     METHOD(count_dead, 2, "The first tensor that may be held by somebody else; see the source."),
+    METHOD(release, 2, "Puts None in some places of a list; see the source."),
     METHOD(permute, 2, "Puts the items of a list into another order; see the source."),
     METHOD(outputs, 2, "Cached tensors and what stands in for the others; see the source."),
     {nullptr, nullptr, 0, nullptr},

@@ -9,6 +9,7 @@ without a GPU (torch 2.11, Python 3.12) C++ and Python take, in µs: whether 200
 from __future__ import annotations
 
 import importlib
+import itertools
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,6 +30,10 @@ def load_native() -> Any:
 native = load_native()
 
 
+def _packed(indices: Sequence[int]) -> bytes:
+    return struct.pack(f"{len(indices)}Q", *indices)
+
+
 class Whereabouts:
     """Asks where some tensors of a list or a tuple lie, provided that others of it lie where they should.
 
@@ -40,7 +45,7 @@ class Whereabouts:
         self.places = b"".join(struct.pack("QQ", *place) for place in zip(fixed, addresses, strict=True))
         if native is not None:
             self.ask: Callable[[Sequence[Any]], list[int] | None] = partial(
-                native.addresses, self.places, struct.pack(f"{len(asked)}Q", *asked)
+                native.addresses, self.places, _packed(asked)
             )
             return
         by_index: list[int | None] = [None] * (max(fixed, default=-1) + 1)
@@ -66,16 +71,18 @@ class Deaths:
 
     def __init__(self, places: Sequence[tuple[list[Any], list[Any], int]]) -> None:
         self._places = tuple(places)
-        self.pairs = tuple((cached, index) for cached, _, index in places)
+        # Runs of outputs of one recording, as the part in C++ takes them.
+        runs = [list(run) for _, run in itertools.groupby(self._places, key=lambda place: id(place[0]))]
+        self.groups = tuple((run[0][0], _packed([index for _, _, index in run])) for run in runs)
         self.ask: Callable[[], bool] = self._ask_each if native is None else self._ask
 
     def _ask(self) -> bool:
-        position, count = native.count_dead(self.pairs, 0), len(self.pairs)
+        position, count = native.count_dead(self.groups, 0), len(self._places)
         while position < count:
             _, references, index = self._places[position]
             if references[index]() is not None:
                 return False
-            position = native.count_dead(self.pairs, position + 1)
+            position = native.count_dead(self.groups, position + 1)
         return True
 
     def _ask_each(self) -> bool:
@@ -88,7 +95,7 @@ def first_fit(choices: Sequence[tuple[Whereabouts, Deaths | None]]) -> Callable[
     Ruled out is what would say no, or None; but that outputs are held is only seen by C++, and by it not always.
     """
     if native is not None:
-        packed = tuple((where.places, () if deaths is None else deaths.pairs) for where, deaths in choices)
+        packed = tuple((where.places, () if deaths is None else deaths.groups) for where, deaths in choices)
         return partial(native.first_fit, packed)
 
     def ask(begin: int, tensors: Sequence[Any]) -> int:
@@ -107,12 +114,24 @@ def once_more(cached: list[Any], others: Sequence[Any]) -> Callable[[], list[Any
     return (lambda: None) if native is None else partial(native.outputs, cached, list(others))
 
 
+def released(indices: Sequence[int]) -> Callable[[list[Any]], None]:
+    """Puts None in these places of a list."""
+    if native is not None:
+        return partial(native.release, _packed(indices))
+
+    def release(items: list[Any]) -> None:
+        for index in indices:
+            items[index] = None
+
+    return release
+
+
 def chosen(indices: Sequence[int], count: int) -> Callable[[list[Any]], None] | None:
     """Makes a list of ``count`` items hold those at ``indices``, in their order; None where it does already."""
     if list(indices) == list(range(count)):
         return None
     if native is not None and sorted(indices) == list(range(count)):
-        return partial(native.permute, struct.pack(f"{count}Q", *indices))
+        return partial(native.permute, _packed(indices))
 
     def choose(items: list[Any]) -> None:
         items[:] = [items[index] for index in indices]

@@ -38,7 +38,7 @@ from pygraph_trees.graph_nodes import NodeKind
 from pygraph_trees.indirection.availability import usable_driver
 from pygraph_trees.indirection.inputs import LiveInputs, choose
 from pygraph_trees.indirection.routes import Route
-from pygraph_trees.tensors import Deaths, Whereabouts, once_more
+from pygraph_trees.tensors import Deaths, Whereabouts, once_more, released
 
 from .function import FunctionModel
 from .pools import ranges_of
@@ -139,7 +139,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             () if live is None else [item.index for item in live.patched],
         )
         self._find = self.whereabouts.ask  # where the patched inputs lie; None where a static one has moved
-        self._managed_to_drop = [i for i in self.cudagraph_managed_idxs if not self.preserved_aliased_inputs[i]]
+        to_drop = [i for i in self.cudagraph_managed_idxs if not self.preserved_aliased_inputs[i]]
+        self._drop_managed = released(to_drop) if to_drop else None
         self.deaths_before = self._deaths(self.expected_dead_indices_before_graph)
         deaths_after = self._deaths(self.expected_dead_indices_after_graph)
         self._are_dead_before = None if self.deaths_before is None else self.deaths_before.ask
@@ -355,8 +356,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         live = self._live
         if live is not None and live.prepare(inputs, seen=seen) is not None:
             return False
-        for index in self._managed_to_drop:
-            inputs[index] = None
+        if self._drop_managed is not None:
+            self._drop_managed(inputs)
         if self._are_dead_after is not None and not _RUN_CHECKS_WHAT_DIED:
             self._check_what_died()
         return True

@@ -94,6 +94,17 @@ def references_to(items):
     return [sys.getrefcount(item) for item in items]
 
 
+MOST = (1 << 64) - 1
+
+
+def packed(*indices):
+    return struct.pack(f"{len(indices)}Q", *indices)
+
+
+def unpacked(indices):
+    return struct.unpack(f"{len(indices) // 8}Q", indices)
+
+
 class TestPython(TestCase):
     """Without C++. A property is a function inside of its test, for hypothesis wants no two classes to share one."""
 
@@ -151,7 +162,7 @@ class TestPython(TestCase):
         self.assertEqual(tensors.Whereabouts([], []).ask([]), [])
         self.assertEqual(tensors.Whereabouts([], []).ask([3, None]), [])
         self.assertTrue(tensors.Deaths([]).ask())
-        self.assertEqual(tensors.Deaths([]).pairs, ())
+        self.assertEqual(tensors.Deaths([]).groups, ())
 
     def test_one_address_for_each_index(self):
         for fixed, where in (([1, 2], [3]), ([1], [3, 4]), ([], [3])):
@@ -196,8 +207,8 @@ class TestPython(TestCase):
             outputs = Outputs(drawn)
             question = tensors.Deaths(outputs.places)
             self.assertIs(question.ask(), outputs.are_dead)
-            self.assertEqual(len(question.pairs), len(drawn))
-            for (cached, index), (list_, _, number) in zip(question.pairs, outputs.places, strict=True):
+            listed = [(cached, index) for cached, indices in question.groups for index in unpacked(indices)]
+            for (cached, index), (list_, _, number) in zip(listed, outputs.places, strict=True):
                 self.assertIs(cached, list_)
                 self.assertEqual(index, number)
 
@@ -270,6 +281,20 @@ class TestPython(TestCase):
             find(0, [3, x])
         self.assertEqual(find(0, [x, x]), 2)
 
+    def test_released(self):
+        @EXAMPLES
+        @given(st.lists(st.integers(0, 9), max_size=20))
+        def check(indices):
+            things = [torch.zeros(1) for _ in range(10)]
+            items = list(things)
+            before = references_to(things)
+            tensors.released(indices)(items)
+            self.assertEqual(references_to(things), [n - (i in indices) for i, n in enumerate(before)])
+            for number, (item, thing) in enumerate(zip(items, things, strict=True)):
+                self.assertIs(item, None if number in indices else thing)
+
+        check()
+
     def check_chosen(self, indices, count):
         items = [object() for _ in range(count)]
         same, kept = items, tuple(items)
@@ -286,7 +311,7 @@ class TestPython(TestCase):
         after = [references - 1 + indices.count(number) for number, references in enumerate(before)]
         self.assertEqual(references_to(kept), after)
 
-    def test_another_order(self):
+    def test_another_packed(self):
         @EXAMPLES
         @given(ORDERS)
         def check(order):
@@ -454,16 +479,16 @@ class TestNative(TestPython):
             (TypeError, [([], ())], 0, x),
             (TypeError, [(b"", None)], 0, x),
             (TypeError, [(b"", (3,))], 0, x),
-            (TypeError, [(b"", (((), 0),))], 0, x),
-            (TypeError, [(b"", ((x, "0"),))], 0, x),
-            (OverflowError, [(b"", ((x, 1 << 80),))], 0, x),
+            (TypeError, [(b"", (((), b""),))], 0, x),
+            (TypeError, [(b"", ((x, 0),))], 0, x),
+            (TypeError, [(b"", ((x, b"1234"),))], 0, x),
             (TypeError, [(bytes(16), ())], 0, [3]),
             (IndexError, [(bytes(16), ())], 0, []),
             (IndexError, [(b"\xff" * 16, ())], 0, x),
             (RuntimeError, [(bytes(16), ())], 0, [torch.eye(3).to_sparse()]),
         )
         self.assertEqual(self.native.first_fit([3, (b"", ())], 1, x), 1)  # what comes before is not looked at
-        self.assertEqual(self.native.first_fit([(b"", ((x, 7), (x, -1)))], 0, x), 0)
+        self.assertEqual(self.native.first_fit([(b"", ((x, packed(7, MOST)),))], 0, x), 0)
 
     def test_bad_arguments_of_count_dead(self):
         x = [torch.zeros(1)]
@@ -475,39 +500,53 @@ class TestNative(TestPython):
             (TypeError, [], "0"),
             (OverflowError, [], 1 << 80),
             (TypeError, [3], 0),
-            (TypeError, [[x, 0]], 0),
-            (TypeError, [(x, 0, 0)], 0),
-            (TypeError, [((), 0)], 0),
-            (TypeError, [(x, "0")], 0),
-            (OverflowError, [(x, 1 << 80)], 0),
-            (TypeError, [([object()], 0)], 0),
+            (TypeError, [[x, b""]], 0),
+            (TypeError, [(x, b"", b"")], 0),
+            (TypeError, [((), b"")], 0),
+            (TypeError, [(x, 0)], 0),
+            (TypeError, [(x, b"1234")], 0),
+            (TypeError, [([object()], packed(0))], 0),
         )
-        self.assertEqual(self.native.count_dead([(x, 7), (x, -1)], 0), 0)
-        self.assertEqual(self.native.count_dead([(x, 7)], 9), 9)
+        for indices in ((7,), (MOST,), (7, MOST)):
+            self.assertEqual(self.native.count_dead([(x, packed(*indices))], 0), 0)
+        self.assertEqual(self.native.count_dead([(x, packed(7))], 9), 9)
+        self.assertEqual(self.native.count_dead([], 0), 0)
+
+    def test_bad_arguments_of_release(self):
+        items = ["a", "b", "c"]
+        self.check_raises(
+            "release",
+            (TypeError, packed(0)),
+            (TypeError, packed(0), items, items),
+            (TypeError, packed(0)[:-1], items),
+            (TypeError, [0], items),
+            (TypeError, packed(0), tuple(items)),
+            (TypeError, packed(0), None),
+            (IndexError, packed(3), items),
+            (IndexError, packed(MOST), items),
+        )
+        self.assertEqual(items, ["a", "b", "c"])
 
     def test_bad_arguments_of_permute(self):
         items = [object() for _ in range(3)]
         kept, before = tuple(items), references_to(items)
 
-        def order(*indices):
-            return struct.pack(f"{len(indices)}Q", *indices)
-
         self.check_raises(
             "permute",
-            (TypeError, order(0, 1, 2)),
-            (TypeError, order(0, 1, 2), items, items),
-            (TypeError, order(0, 1, 2)[:-1], items),
+            (TypeError, packed(0, 1, 2)),
+            (TypeError, packed(0, 1, 2), items, items),
+            (TypeError, packed(0, 1, 2)[:-1], items),
             (TypeError, [2, 1, 0], items),
             (TypeError, bytearray(24), items),
-            (ValueError, order(1, 0), items),
-            (ValueError, order(0, 1, 2, 3), items),
+            (ValueError, packed(1, 0), items),
+            (ValueError, packed(0, 1, 2, 3), items),
             (ValueError, b"", items),
-            (ValueError, order(2, 1, 0), kept),
-            (ValueError, order(2, 1, 0), None),
-            (ValueError, order(2, 1, 1), items),
-            (ValueError, order(0, 0, 0), items),
-            (ValueError, order(2, 1, 3), items),
-            (ValueError, order(2, 1, (1 << 64) - 1), items),
+            (ValueError, packed(2, 1, 0), kept),
+            (ValueError, packed(2, 1, 0), None),
+            (ValueError, packed(2, 1, 1), items),
+            (ValueError, packed(0, 0, 0), items),
+            (ValueError, packed(2, 1, 3), items),
+            (ValueError, packed(2, 1, (1 << 64) - 1), items),
         )
         self.assertEqual(len(items), 3)
         self.assertTrue(all(item is other for item, other in zip(items, kept, strict=True)))

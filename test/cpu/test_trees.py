@@ -24,7 +24,7 @@ from pygraph_trees.coverage.log import GraphLog, journal
 from pygraph_trees.coverage.report import clear
 from pygraph_trees.selection import why_not_graphed
 from pygraph_trees.settings import Settings
-from pygraph_trees.tensors import Whereabouts
+from pygraph_trees.tensors import Whereabouts, released
 from pygraph_trees.trees import recording as recording_module
 from pygraph_trees.trees.function import FunctionModel, entered
 from pygraph_trees.trees.isolation import Trees
@@ -716,7 +716,7 @@ class TestTakes(TestCase):
             "copies": False,
             "_are_dead_before": None,
             "_are_dead_after": None,
-            "_managed_to_drop": [],
+            "_drop_managed": None,
             "wrapped_function": SimpleNamespace(model=SimpleNamespace(log=SimpleNamespace(name="step 0/0"))),
         }
         vars(node).update(own | attributes)
@@ -731,12 +731,12 @@ class TestTakes(TestCase):
     def test_what_is_to_be_dead_before(self):
         self.assertTrue(self.recording(_are_dead_before=lambda: True).takes(["there"]))
         inputs = ["there", "managed"]
-        self.assertFalse(self.recording(_are_dead_before=lambda: False, _managed_to_drop=[1]).takes(inputs))
+        self.assertFalse(self.recording(_are_dead_before=lambda: False, _drop_managed=released([1])).takes(inputs))
         self.assertEqual(inputs, ["there", "managed"])
 
     def test_what_dies_with_the_inputs(self):
         inputs = ["there", "managed", "kept"]
-        recording = self.recording(_managed_to_drop=[1], _are_dead_after=lambda: inputs[1] is None)
+        recording = self.recording(_drop_managed=released([1]), _are_dead_after=lambda: inputs[1] is None)
         self.assertTrue(recording.takes(inputs))
         self.assertEqual(inputs, ["there", None, "kept"])
         with self.assertRaisesRegex(RuntimeError, "step 0/0: an input that died .* is still held"):
