@@ -47,14 +47,14 @@ def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
         return None
     order = chosen(code.given, code.count)
     keep = _several(code.kept)
-    finish = None if code.returned is None else eval(code.returned, call.__func__.__globals__)
+    finish = _finish(code, call.__func__.__globals__)
 
     def run(inputs: list[Any]) -> Any:
         kept = keep(inputs)
         if order is not None:
             order(inputs)
         outputs = runner.partitions[0](inputs)
-        return outputs if finish is None else finish(*outputs, *kept)
+        return outputs if finish is None else finish(outputs, kept)
 
     if sorted(code.given) == list(range(code.count)):
         back = chosen([code.given.index(index) for index in range(code.count)], code.count)
@@ -74,7 +74,7 @@ def _steadily(
     keep: Callable[[list[Any]], Sequence[Any]],
     order: Callable[[list[Any]], None] | None,
     back: Callable[[list[Any]], None] | None,
-    finish: Callable[..., Any] | None,
+    finish: Callable[[Sequence[Any], Sequence[Any]], Any] | None,
 ) -> Callable[[list[Any]], Any] | None:
     """Gives the outputs if a steady replay of the partition will do, else None and the inputs are as they were."""
     (partition,) = runner.partitions
@@ -94,9 +94,27 @@ def _steadily(
             if back is not None:
                 back(inputs)
             return None
-        return outputs if finish is None else finish(*outputs, *kept)
+        return outputs if finish is None else finish(outputs, kept)
 
     return steadily
+
+
+def _finish(code: _Code, names: dict[str, Any]) -> Callable[[Sequence[Any], Sequence[Any]], Any] | None:
+    """Makes what is returned of the partition's outputs and of the kept inputs; None for the outputs as they are."""
+    if [ast.unparse(value) for value in code.returned] == code.outputs:
+        return None
+    arguments = code.outputs + code.kept_names
+    if any(isinstance(value, ast.Call) for value in code.returned):
+        returned = "".join(ast.unparse(value) + ", " for value in code.returned)
+        source = f"lambda {', '.join(arguments)}: ({returned})"
+        function = eval(compile(source, "<outputs of the partition>", "eval"), names)
+        return lambda outputs, kept: function(*outputs, *kept)
+    # A backward returns hundreds: they are picked.
+    constants = [value.value for value in code.returned if isinstance(value, ast.Constant)]
+    numbers = iter(range(len(arguments), len(arguments) + len(constants)))
+    where = [arguments.index(v.id) if isinstance(v, ast.Name) else next(numbers) for v in code.returned]
+    pick = _several(where)
+    return lambda outputs, kept: tuple(pick([*outputs, *kept, *constants]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +123,10 @@ class _Code:
 
     count: int  # of inputs
     given: list[int]  # inputs, to the partition
+    outputs: list[str]  # of the partition
     kept: list[int]  # inputs that are returned, or of which something is
-    returned: Any  # a function of the partition's outputs and the kept inputs; None for the outputs as they are
+    kept_names: list[str]
+    returned: list[ast.expr]  # names of both, views of them, and constants
 
 
 def _read(method: ast.stmt) -> _Code:
@@ -148,7 +168,7 @@ def _read(method: ast.stmt) -> _Code:
                 kept = [name for name in _used(values) if name not in outputs]
                 if any(name not in numbers for name in kept):
                     raise _Unknown
-                return _Code(count, given, [numbers[name] for name in kept], _function_of(outputs, kept, values))
+                return _Code(count, given, outputs, [numbers[name] for name in kept], kept, values)
             case _:
                 raise _Unknown
     raise _Unknown
@@ -177,10 +197,3 @@ def _used(values: list[ast.expr]) -> list[str]:
             case _:
                 raise _Unknown
     return list(dict.fromkeys(names))
-
-
-def _function_of(outputs: list[str], kept: list[str], values: list[ast.expr]) -> Any:
-    if [ast.unparse(value) for value in values] == outputs:
-        return None
-    returned = "".join(ast.unparse(value) + ", " for value in values)
-    return compile(f"lambda {', '.join(outputs + kept)}: ({returned})", "<outputs of the partition>", "eval")
