@@ -512,6 +512,71 @@ class TestNative(TestPython):
         self.assertEqual(self.native.count_dead([(x, packed(7))], 9), 9)
         self.assertEqual(self.native.count_dead([], 0), 0)
 
+    def test_assembled(self):
+        """As torch's own function makes views, where there is one; the very items elsewhere."""
+        view = torch._C._dynamo.guards._reinterpret_tensor
+        sizes = st.lists(st.integers(0, 3), max_size=3)
+        views = sizes.flatmap(
+            lambda s: st.tuples(
+                st.just(s), st.lists(st.integers(0, 4), min_size=len(s), max_size=len(s)), st.integers(0, 20)
+            )
+        )
+
+        @EXAMPLES
+        @given(st.lists(st.tuples(st.integers(0, 3), st.none() | views), max_size=8))
+        def check(values):
+            items = [
+                torch.arange(64.0),
+                torch.arange(64.0)[3:],
+                torch.nn.Parameter(torch.zeros(64)),
+                torch.ones(64).half(),
+            ]
+            before = references_to(items)
+            found = tensors.assembled(values)(items)
+            self.assertIsInstance(found, tuple)
+            self.assertEqual(len(found), len(values))
+            for made, (index, seen) in zip(found, values, strict=True):
+                if seen is None:
+                    self.assertIs(made, items[index])
+                    continue
+                expected = view(items[index], *seen)
+                for what in ("dtype", "shape", "requires_grad"):
+                    self.assertEqual(getattr(made, what), getattr(expected, what))
+                for what in ("data_ptr", "stride", "storage_offset"):
+                    self.assertEqual(getattr(made, what)(), getattr(expected, what)())
+            found = made = expected = None
+            self.assertEqual(references_to(items), before)
+
+        check()
+        self.assertEqual(tensors.assembled([(1, None), (0, None), (1, None)])([3, None]), (None, 3, None))
+
+    def test_bad_arguments_of_assembled(self):
+        def numbers(*values):
+            return struct.pack(f"{len(values)}q", *values)
+
+        x = torch.zeros(8)
+        before = sys.getrefcount(x)
+        self.check_raises(
+            "assembled",
+            (TypeError, b""),
+            (TypeError, b"", [], []),
+            (TypeError, b"1234", [x]),
+            (TypeError, [0, -1], [x]),
+            (TypeError, b"", 3),
+            (IndexError, numbers(1, -1), [x]),
+            (IndexError, numbers(-1, -1), [x]),
+            (IndexError, numbers(0, -1, 7, -1), [x]),
+            (ValueError, numbers(0), [x]),
+            (ValueError, numbers(0, -2), [x]),
+            (ValueError, numbers(0, 1 << 40), [x]),
+            (ValueError, numbers(0, 1, 0), [x]),
+            (ValueError, numbers(0, -1, 0, 2, 0, 2, 2, 1), [x]),
+            (TypeError, numbers(0, 0, 0), [3]),
+            (RuntimeError, numbers(0, -1, 0, 1, 0, -5, 1), [x]),
+        )
+        self.assertEqual(sys.getrefcount(x), before)
+        self.assertEqual(self.native.assembled(b"", []), ())
+
     def test_bad_arguments_of_release(self):
         items = ["a", "b", "c"]
         self.check_raises(
