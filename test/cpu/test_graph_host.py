@@ -34,6 +34,27 @@ class TestGraphHost(TestCase):
             self.assertEqual(record["launch"], 0.0)  # there is no GPU to launch anything on
             self.assertTrue(0 < record["trees"] < record["host"] <= record["latency"], record)
             self.assertAlmostEqual(record["outside"], record["host"] - record["trees"])
+            self.assertEqual((record["gpu"], record["rest"]), (None, None))
+
+    def test_time_of_graphs_on_the_gpu(self):
+        def event(cat, name, ts, dur, correlation=None):
+            return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": {"correlation": correlation}}
+
+        trace = {
+            "traceEvents": [
+                {"ph": "M", "name": "process_name"},
+                event("cuda_runtime", "cudaGraphLaunch", 0, 5, 1),
+                event("kernel", "first", 10, 4, 1),
+                event("gpu_memcpy", "second", 15, 2, 1),
+                event("kernel", "beside the first", 9, 2, 1),
+                event("kernel", "outside of graphs", 30, 50, 2),
+                event("cuda_driver", "cuGraphLaunch", 90, 5, 3),
+                event("kernel", "another graph", 100, 7, 3),
+                event("cuda_runtime", "cudaGraphLaunch", 120, 5, 4),  # of an empty graph
+            ]
+        }
+        self.assertEqual(graph_host.spans_us(trace), (17 - 9) + 7)
+        self.assertEqual(graph_host.spans_us({"traceEvents": []}), 0.0)
 
     def test_medians(self):
         times = [graph_host.Times(n * 10.0, n * 2.0, n * 1.0, n * 20.0) for n in (1, 5, 2)]
@@ -41,17 +62,26 @@ class TestGraphHost(TestCase):
         self.assertEqual(times[0].outside, 7.0)
 
     def test_table(self):
-        common = {"workload": "MLP", "regime": "same", "launch": 5.0}
+        common = {"workload": "MLP", "regime": "same", "launch": 5.0, "gpu": None, "rest": None}
         records = [
             {**common, "way": "upstream", "host": 80.0, "trees": 40.0, "outside": 35.0, "latency": 100.0},
-            {**common, "way": "ours", "host": 48.0, "trees": 8.0, "outside": 35.0, "latency": 60.0},
+            {
+                **common,
+                "way": "ours",
+                "host": 48.0,
+                "trees": 8.0,
+                "outside": 35.0,
+                "latency": 60.0,
+                "gpu": 12.5,
+                "rest": 12.5,
+            },
         ]
         self.assertEqual(
             graph_host.table(records).splitlines(),
             [
-                "workload   way       inputs     host    trees   launch  outside   latency",
-                "MLP        upstream  same       80.0     40.0      5.0     35.0     100.0  1.00",
-                "MLP        ours      same       48.0      8.0      5.0     35.0      60.0  0.60",
+                "workload   way       inputs     host    trees   launch  outside   latency      gpu   rest",
+                "MLP        upstream  same       80.0     40.0      5.0     35.0     100.0        -      -  1.00",
+                "MLP        ours      same       48.0      8.0      5.0     35.0      60.0     12.5   12.5  0.60",
             ],
         )
 

@@ -5,15 +5,19 @@ usage: python tools/bench/graph_host.py [NAMES ...] [--rounds N] [--calls N] [--
 Two clocks alone: around each compiled graph, which is where Inductor hands over to the trees, and around each launch of
 a CUDA graph. What lies between the two is *trees*; what lies around both is Dynamo's and AOTAutograd's: *outside*. Both
 ways take turns in rounds. Each figure is a median over calls, then over rounds, in µs, with what a clock costs taken
-off; latency is with a wait for the GPU. NAMES are workloads or the programs of ``sections.py``.
+off; latency is with a wait for the GPU. *gpu* is from the first to the last work of each graph that was launched,
+summed, by a profiler and in calls of their own; *rest* is what latency has beside that and *outside*. NAMES are
+workloads or the programs of ``sections.py``.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +40,8 @@ WATCHED: tuple[tuple[Any, str, str], ...] = (
     (torch.cuda.CUDAGraph, "replay", _LAUNCH),
 )
 _SETTLE = 10  # un-timed calls at the start of each block
+_PROFILED = 5  # calls
+_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +76,59 @@ def measure(name: str, program: Program, rounds: int, calls: int) -> list[dict[s
                     with way.active(), collector_off(), clocks.watching(WATCHED):
                         found = _block(program, way, feed, wait, calls, clocks, cost)
                     samples.setdefault((way.name, regime), []).append(found)
-    return [
-        {"workload": name, "way": way, "regime": regime, **asdict(times := middle(found)), "outside": times.outside}
-        for (way, regime), found in samples.items()
-    ]
+    gpu = {}
+    for way in ways:
+        with way.active():
+            gpu[way.name] = _gpu_us(program, way, ring, wait)
+    records = []
+    for (way_name, regime), found in samples.items():
+        times, in_graphs = middle(found), gpu[way_name]
+        rest = None if in_graphs is None else times.latency - times.outside - in_graphs
+        records.append(
+            {"workload": name, "way": way_name, "regime": regime, **asdict(times), "outside": times.outside}
+            | {"gpu": in_graphs, "rest": rest}
+        )
+    return records
+
+
+def _gpu_us(program: Program, way: Way, ring: Ring, wait: Callable[[], None]) -> float | None:
+    """The median over some calls; None where there is no GPU."""
+    if program.device.type != "cuda":
+        return None
+    found = []
+    feed = ring.same()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        for _ in range(_PROFILED):
+            own = next(feed)
+            wait()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
+                program.step(way.callable, own.args, own.kwargs)
+                wait()
+            profiler.export_chrome_trace(str(path))
+            found.append(spans_us(json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)))
+    return median(found)
+
+
+def spans_us(trace: Mapping[str, Any]) -> float:
+    """From the first to the last work of each graph that was launched, summed, of a Chrome trace."""
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    launches = {
+        event["args"]["correlation"]
+        for event in events
+        if str(event["name"]).startswith(("cudaGraphLaunch", "cuGraphLaunch"))
+        and "correlation" in event.get("args", {})
+    }
+    total = 0.0
+    for launch in launches:
+        work = [
+            (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+            for event in events
+            if event.get("cat") in _WORK and event["args"].get("correlation") == launch
+        ]
+        if work:
+            total += max(end for _, end in work) - min(start for start, _ in work)
+    return total
 
 
 def _block(
@@ -114,17 +169,20 @@ def middle(found: list[Times]) -> Times:
 
 def table(records: list[dict[str, Any]]) -> str:
     """A line for each record, and the ratio of the host's times."""
-    lines = [
-        f"{'workload':10} {'way':9} {'inputs':6} {'host':>8} {'trees':>8} {'launch':>8} {'outside':>8} {'latency':>9}"
-    ]
+    names = f"{'host':>8} {'trees':>8} {'launch':>8} {'outside':>8} {'latency':>9} {'gpu':>8} {'rest':>6}"
+    lines = [f"{'workload':10} {'way':9} {'inputs':6} {names}"]
     theirs = {(r["workload"], r["regime"]): r for r in records if r["way"] == "upstream"}
     for r in records:
         ratio = r["host"] / theirs[r["workload"], r["regime"]]["host"]
         lines.append(
             f"{r['workload']:10} {r['way']:9} {r['regime']:6} {r['host']:8.1f} {r['trees']:8.1f} {r['launch']:8.1f} "
-            f"{r['outside']:8.1f} {r['latency']:9.1f}  {ratio:.2f}"
+            f"{r['outside']:8.1f} {r['latency']:9.1f} {_figure(r['gpu']):>8} {_figure(r['rest']):>6}  {ratio:.2f}"
         )
     return "\n".join(lines)
+
+
+def _figure(us: float | None) -> str:
+    return "-" if us is None else f"{us:.1f}"
 
 
 def main() -> int:
