@@ -10,9 +10,6 @@
                                       many they are where there is none. A group is (list, indices in it), the outputs are
                                       numbered through, and the list may have shrunk
    release(indices, items)            puts None in these places of a list
-   assembled(recipe, items)           a tuple of these, or of views of them: for each, recipe has the item's index, and
-                                      -1 for the item itself or the view's number of dimensions, what is added to the
-                                      offset, its sizes and its strides, as int64 in bytes
    permute(order, items)              puts items[i] in the place of the k-th item of a list for the k-th i in order, which
                                       has each index of the list once
    outputs(cached, others)            cached, as a new list, with what is None in it taken from others; None where one of
@@ -25,7 +22,6 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/inductor/inductor_ops.h>
 
 #include <algorithm>
 #include <cstring>
@@ -272,82 +268,6 @@ PyObject *first_fit(PyObject *const *arguments) {
     return PyLong_FromSsize_t(position);
 }
 
-/* Numbers that are taken from a recipe one after another. */
-struct Recipe {
-    Packed<int64_t> numbers;
-    Py_ssize_t next = 0;
-
-    bool ended() const { return next == numbers.count; }
-
-    /* False with an exception. */
-    bool take(int64_t *number) {
-        if (ended()) {
-            PyErr_SetString(PyExc_ValueError, "the recipe is cut short");
-            return false;
-        }
-        *number = numbers[next++];
-        return true;
-    }
-
-    bool take(int64_t count, std::vector<int64_t> *taken) {
-        taken->resize(static_cast<size_t>(count));
-        for (int64_t &number : *taken)
-            if (!take(&number))
-                return false;
-        return true;
-    }
-};
-
-/* What a recipe says next, a new reference; NULL with an exception. */
-PyObject *made_of(Recipe *recipe, const Items &items) {
-    constexpr int64_t most_dimensions = 64;
-    int64_t index = 0, dimensions = 0, offset = 0;
-    if (!recipe->take(&index) || !recipe->take(&dimensions))
-        return nullptr;
-    if (index < 0 || index >= items.count) {
-        PyErr_SetString(PyExc_IndexError, "index out of range");
-        return nullptr;
-    }
-    PyObject *item = items.at[index];
-    if (dimensions == -1) {
-        Py_INCREF(item);
-        return item;
-    }
-    if (dimensions < 0 || dimensions > most_dimensions) {
-        PyErr_SetString(PyExc_ValueError, "no number of dimensions");
-        return nullptr;
-    }
-    std::vector<int64_t> sizes, strides;
-    if (!recipe->take(&offset) || !recipe->take(dimensions, &sizes) || !recipe->take(dimensions, &strides))
-        return nullptr;
-    const at::Tensor *tensor = tensor_of(item);
-    return tensor == nullptr ? nullptr
-                             : THPVariable_Wrap(torch::inductor::_reinterpret_tensor(*tensor, sizes, strides, offset));
-}
-
-PyObject *assembled(PyObject *const *arguments) {
-    Recipe recipe;
-    Items items;
-    if (!recipe.numbers.take(arguments[0]) || !items.take(arguments[1]))
-        return nullptr;
-    // A thing that throws while it is made must find all others held by somebody.
-    PyObject *list = PyList_New(0);
-    try {
-        while (list != nullptr && !recipe.ended()) {
-            PyObject *made = made_of(&recipe, items);
-            if (made == nullptr || PyList_Append(list, made) < 0)
-                Py_CLEAR(list);
-            Py_XDECREF(made);
-        }
-    } catch (...) {
-        Py_XDECREF(list);
-        throw;
-    }
-    PyObject *tuple = list == nullptr ? nullptr : PyList_AsTuple(list);
-    Py_XDECREF(list);
-    return tuple;
-}
-
 PyObject *release(PyObject *const *arguments) {
     Packed<uint64_t> indices;
     if (!indices.take(arguments[0]))
@@ -452,7 +372,6 @@ PyMethodDef methods[] = {
     METHOD(addresses, 3, "Where tensors lie, if others lie where they are expected; see the source."),
     METHOD(first_fit, 3, "The first of several choices that may fit; see the source."),
     METHOD(count_dead, 2, "The first tensor that may be held by somebody else; see the source."),
-    METHOD(assembled, 2, "Items of a list and views of them; see the source."),
     METHOD(release, 2, "Puts None in some places of a list; see the source."),
     METHOD(permute, 2, "Puts the items of a list into another order; see the source."),
     METHOD(outputs, 2, "Cached tensors and what stands in for the others; see the source."),

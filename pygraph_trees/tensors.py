@@ -118,20 +118,6 @@ def once_more(cached: list[Any], others: Sequence[Any]) -> Callable[[], list[Any
     return (lambda: None) if native is None else partial(native.outputs, cached, list(others))
 
 
-View = tuple[Sequence[int], Sequence[int], int]  # sizes, strides, and what is added to the offset, in elements
-
-
-def assembled(values: Sequence[tuple[int, View | None]]) -> Callable[[Sequence[Any]], tuple[Any, ...]] | None:
-    """Items of a list or views of them, by index; None without C++, where torch's own function makes the views."""
-    if native is None:
-        return None
-    recipe = b""
-    for index, view in values:
-        numbers = (-1,) if view is None else (len(view[0]), view[2], *view[0], *view[1])
-        recipe += struct.pack(f"{1 + len(numbers)}q", index, *numbers)
-    return partial(native.assembled, recipe)
-
-
 def released(indices: Sequence[int]) -> Callable[[list[Any]], None]:
     """Puts None in these places of a list."""
     if native is not None:

@@ -12,18 +12,15 @@ import inspect
 import operator
 import textwrap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from pygraph_trees.tensors import View, assembled, chosen
+from pygraph_trees.tensors import chosen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _VIEW = "reinterpret_tensor"  # of a tensor, with sizes, strides and an offset
 _GIVEN = "partition0_args"
-_NO_VIEW = "sizes, strides and an offset were expected"
 _RESERVED = frozenset({"self", "args", _GIVEN, _VIEW})
 
 
@@ -107,40 +104,17 @@ def _finish(code: _Code, names: dict[str, Any]) -> Callable[[Sequence[Any], Sequ
     if [ast.unparse(value) for value in code.returned] == code.outputs:
         return None
     arguments = code.outputs + code.kept_names
-    has_views = any(isinstance(value, ast.Call) for value in code.returned)
+    if any(isinstance(value, ast.Call) for value in code.returned):
+        returned = "".join(ast.unparse(value) + ", " for value in code.returned)
+        source = f"lambda {', '.join(arguments)}: ({returned})"
+        function = eval(compile(source, "<outputs of the partition>", "eval"), names)
+        return lambda outputs, kept: function(*outputs, *kept)
+    # A backward returns hundreds: they are picked.
     constants = [value.value for value in code.returned if isinstance(value, ast.Constant)]
     numbers = iter(range(len(arguments), len(arguments) + len(constants)))
-    where = [next(numbers) if isinstance(v, ast.Constant) else arguments.index(_name_in(v)) for v in code.returned]
-    if not has_views:
-        pick = _several(where)
-        return lambda outputs, kept: tuple(pick([*outputs, *kept, *constants]))
-    views = [_view_in(value) for value in code.returned]
-    made = None
-    if names.get(_VIEW) is torch._C._dynamo.guards._reinterpret_tensor and _NO_VIEW not in views:
-        made = assembled(list(zip(where, cast("list[View | None]", views), strict=True)))
-    if made is not None:
-        return lambda outputs, kept: made([*outputs, *kept, *constants])
-    returned = "".join(ast.unparse(value) + ", " for value in code.returned)
-    source = f"lambda {', '.join(arguments)}: ({returned})"
-    function = eval(compile(source, "<outputs of the partition>", "eval"), names)
-    return lambda outputs, kept: function(*outputs, *kept)
-
-
-def _name_in(value: ast.expr) -> str:
-    name = value.args[0] if isinstance(value, ast.Call) else value
-    assert isinstance(name, ast.Name)
-    return name.id
-
-
-def _view_in(value: ast.expr) -> View | str | None:
-    """How a tensor is seen in what is returned; None where as it is."""
-    if not isinstance(value, ast.Call):
-        return None
-    match [ast.literal_eval(number) for number in value.args[1:]]:
-        case [tuple(sizes), tuple(strides), int(offset)] if len(sizes) == len(strides):
-            if all(type(number) is int for number in (*sizes, *strides)):
-                return sizes, strides, offset
-    return _NO_VIEW
+    where = [arguments.index(v.id) if isinstance(v, ast.Name) else next(numbers) for v in code.returned]
+    pick = _several(where)
+    return lambda outputs, kept: tuple(pick([*outputs, *kept, *constants]))
 
 
 @dataclass(frozen=True, slots=True)
