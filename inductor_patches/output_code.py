@@ -1,8 +1,8 @@
 """Patches of ``torch._inductor.output_code``: what a compiled graph is known by, and whether it is graphed.
 
 ``CompiledFxGraph.__init__`` runs where a graph is compiled, and its attributes travel through the FX and AOTAutograd
-caches; ``post_compile`` runs where it is put to use, compiled or loaded.
-The code around a graph's only partition is then shortened.
+caches; ``post_compile`` runs where it is put to use, compiled or loaded, and there the code around a graph's only
+partition is shortened. ``CompiledFxGraph.__call__`` runs at each call.
 """
 
 from __future__ import annotations

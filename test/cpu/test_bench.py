@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from bench import command_line, figures, host_time, record_time, sections
+from bench import command_line, figures, graph_host, host_time, many, record_time, sections
 from bench.isolated import Job, run_isolated
 from bench.loading import load_workloads
 
@@ -315,7 +315,7 @@ class TestCommandLine(TestCase):
 
 class TestFigures(TestCase):
     def test_no_gpu(self):
-        for module in (host_time, record_time, sections):
+        for module in (graph_host, host_time, many, record_time, sections):
             out = io.StringIO()
             with (
                 self.subTest(module.__name__),

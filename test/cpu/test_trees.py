@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch._inductor import compile_fx, config, cudagraph_trees
 from torch._inductor.cudagraph_utils import FunctionID, PlaceholderInfo
+from torch._inductor.utils import BoxedBool
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import pygraph_trees
@@ -26,6 +27,7 @@ from pygraph_trees.selection import why_not_graphed
 from pygraph_trees.settings import Settings
 from pygraph_trees.tensors import Whereabouts, released
 from pygraph_trees.trees import recording as recording_module
+from pygraph_trees.trees import runner
 from pygraph_trees.trees.function import FunctionModel, entered
 from pygraph_trees.trees.isolation import Trees
 from pygraph_trees.trees.manager import Manager, Upstream
@@ -219,6 +221,25 @@ class TestPutToUse(TestCase):
 
 class TestCompiledGraph(TestCase):
     """The call of a compiled graph goes past what upstream does around it where a steady replay will do."""
+
+    def test_its_code_is_shortened_where_it_is_graphed(self):
+        for graphed, indirection, known, short in (
+            (True, "auto", True, True),
+            (False, "auto", True, False),
+            (True, "off", True, False),
+            (True, "auto", False, False),
+        ):
+            graph = SimpleNamespace(current_callable=double, device_types={"cpu"}, disabled_cudagraphs_reason=None)
+            kwargs = {"cudagraphs": BoxedBool(graphed), "is_backward": False, "is_inference": True}
+            with (
+                self.subTest(graphed=graphed, indirection=indirection, known=known),
+                config.patch({"triton.pygraph_indirection": indirection}),
+                mock.patch.object(runner, "shortened", lambda call, known=known: len if known else None),
+            ):
+                # It is looked up where the patch is made.
+                post_compile = output_code._post_compile(lambda *args: None)
+                post_compile(graph, (), None, kwargs)
+            self.assertIs(graph.current_callable, len if short else double)
 
     def test_where_it_will_do(self):
         asked = []

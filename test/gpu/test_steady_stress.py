@@ -85,9 +85,8 @@ class World:
         ]
         action = draw.choices([a for a, _ in actions], [weight for _, weight in actions])[0]
         with torch.no_grad() if action.__name__ not in ("train", "forget_the_backward") else torch.enable_grad():
-            self.ctx.attempt(
-                action
-            )  # where steps are guessed, what was returned may be overwritten in the middle of one
+            # Where steps are guessed, what was returned may be overwritten in the middle of one.
+            self.ctx.attempt(action)
 
     def keep(self, *outputs: torch.Tensor) -> None:
         for output in outputs:
