@@ -11,7 +11,10 @@ import ast
 import inspect
 import operator
 import textwrap
+import tokenize
 from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from pygraph_trees.tensors import chosen
@@ -41,9 +44,9 @@ def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
     if hasattr(call, "__wrapped__"):
         return None
     try:
-        (method,) = ast.parse(textwrap.dedent(inspect.getsource(call))).body
+        (method,) = ast.parse(textwrap.dedent(_source(call.__func__.__code__))).body
         code = _read(method)
-    except (_Unknown, OSError, SyntaxError, TypeError, ValueError):
+    except (_Unknown, AttributeError, OSError, SyntaxError, TypeError, ValueError, tokenize.TokenError):
         return None
     order = chosen(code.given, code.count)
     keep = _several(code.kept)
@@ -60,6 +63,12 @@ def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
         back = chosen([code.given.index(index) for index in range(code.count)], code.count)
         run.steadily = _steadily(runner, keep, order, back, finish)  # type: ignore[attr-defined]
     return run
+
+
+def _source(code: CodeType) -> str:
+    """Of a function, from its file; ``inspect.getsource`` would keep the lines of the whole file."""
+    lines = Path(code.co_filename).read_text(encoding="utf-8").splitlines(keepends=True)
+    return "".join(inspect.getblock(lines[code.co_firstlineno - 1 :]))
 
 
 def _several(indices: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
