@@ -17,7 +17,7 @@ from pygraph_trees.coverage.naming import compile_id, mode_name, program_name
 from pygraph_trees.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from .manager import Manager
 
@@ -38,6 +38,7 @@ class FunctionModel:
         # Who may replay it without a look at what else could be recorded; a manager must not outlive its functions.
         self.manager: Callable[[], Manager | None] = _nobody
         self.function_id: Any = None
+        self.finish: Callable[[Sequence[Any]], list[Any]] | None = None  # makes the outputs of what the model gives
         self.is_entered = False  # by :func:`entered`
         self.was_asked = False  # for a steady replay, in vain, by who calls it next
         self._added = 0
@@ -47,7 +48,12 @@ class FunctionModel:
 
     def __call__(self, inputs: list[Any]) -> Any:
         self.log.runs += 1
-        return self.model(inputs)
+        return self.ungraphed(inputs)
+
+    def ungraphed(self, inputs: list[Any]) -> Any:
+        """The outputs, as the compiled code gives them; no run is counted."""
+        outputs = self.model(inputs)
+        return outputs if self.finish is None else self.finish(outputs)
 
     def add(self, *, of_integers: bool) -> None:
         """It was added to a manager: once, but for a function of integers, which is once for each value of theirs."""

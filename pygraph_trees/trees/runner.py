@@ -3,6 +3,10 @@
 Where a graph is one partition, the code around it takes the inputs apart, puts them together in the partition's order,
 calls it, and returns what it returned, some of it seen in another way. :func:`shortened` reads that code and does the
 same: it orders the list of inputs in place. Code that does anything else stays as it is.
+
+An output that is returned in one way alone is seen that way by the partition's function already, where that is ours:
+a recording holds it so and gives it again at each replay, as it did before torch cut graphs into partitions. To make
+such views anew took 80 + 66 µs of a training step of BERT on an H200 (76 in its forward), in C++.
 """
 
 from __future__ import annotations
@@ -12,7 +16,8 @@ import inspect
 import operator
 import textwrap
 import tokenize
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -48,9 +53,13 @@ def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
         code = _read(method)
     except (_Unknown, AttributeError, OSError, SyntaxError, TypeError, ValueError, tokenize.TokenError):
         return None
+    names: dict[str, Any] = call.__func__.__globals__
+    function: Any = getattr(partitions[0], "function", None)
+    if getattr(getattr(function, "model", None), "__globals__", None) is names:
+        code, function.finish = _with_views_inside(code, names)
     order = chosen(code.given, code.count)
     keep = _several(code.kept)
-    finish = _finish(code, call.__func__.__globals__)
+    finish = _finish(code, names)
 
     def run(inputs: list[Any]) -> Any:
         kept = keep(inputs)
@@ -108,6 +117,29 @@ def _steadily(
     return steadily
 
 
+def _with_views_inside(code: _Code, names: dict[str, Any]) -> tuple[_Code, Callable[[Sequence[Any]], list[Any]] | None]:
+    """The code for a partition that gives outputs as they are returned, and what makes them so of what it gives."""
+    uses = Counter(_name_in(value) for value in code.returned)
+    inside: dict[str | None, ast.expr] = {}  # views, by output
+    for value in code.returned:
+        name = _name_in(value)
+        if isinstance(value, ast.Call) and uses[name] == 1 and name in code.made:
+            inside[name] = value
+    if not inside:
+        return code, None
+    returned = [v.args[0] if isinstance(v, ast.Call) and _name_in(v) in inside else v for v in code.returned]
+    given = ", ".join(ast.unparse(inside[name]) if name in inside else name for name in code.outputs)
+    source = f"lambda {', '.join(code.outputs)}: [{given}]"
+    finish = eval(compile(source, "<views of the partition's outputs>", "eval"), names)
+    return replace(code, returned=returned), lambda outputs: finish(*outputs)
+
+
+def _name_in(value: ast.expr) -> str | None:
+    """The tensor that is returned or seen in another way; None for a constant."""
+    seen = value.args[0] if isinstance(value, ast.Call) else value
+    return seen.id if isinstance(seen, ast.Name) else None
+
+
 def _finish(code: _Code, names: dict[str, Any]) -> Callable[[Sequence[Any], Sequence[Any]], Any] | None:
     """Makes what is returned of the partition's outputs and of the kept inputs; None for the outputs as they are."""
     if [ast.unparse(value) for value in code.returned] == code.outputs:
@@ -133,6 +165,7 @@ class _Code:
     count: int  # of inputs
     given: list[int]  # inputs, to the partition
     outputs: list[str]  # of the partition
+    made: set[str]  # those that are no inputs
     kept: list[int]  # inputs that are returned, or of which something is
     kept_names: list[str]
     returned: list[ast.expr]  # names of both, views of them, and constants
@@ -143,8 +176,10 @@ def _read(method: ast.stmt) -> _Code:
         raise _Unknown
     numbers: dict[str, int] = {}  # of the inputs, by name
     count = 0
+    inputs: set[str] = set()  # all names that an input ever had
     given: list[int] | None = None
     outputs: list[str] | None = None
+    made: set[str] = set()
     for statement in method.body:
         match statement:
             case ast.Expr(ast.Call(ast.Attribute(ast.Name("args"), "clear"), [], [])):
@@ -156,6 +191,7 @@ def _read(method: ast.stmt) -> _Code:
             case ast.Assign([ast.Tuple(targets)], ast.Name("args")) if not count:
                 count = len(targets)
                 numbers = {name: number for number, name in enumerate(_names(targets))}
+                inputs = set(numbers)
                 if len(numbers) != count or not numbers.keys().isdisjoint(_RESERVED):
                     raise _Unknown
             case ast.Assign([ast.Name(name)], ast.List(values)) if name == _GIVEN and given is None:
@@ -166,18 +202,20 @@ def _read(method: ast.stmt) -> _Code:
                 if outputs is not None:
                     raise _Unknown
                 numbers[name] = numbers[source]
+                inputs.add(name)
             case ast.Assign([ast.Tuple(targets)], call) if given is not None and outputs is None:
                 if ast.unparse(call) != f"self.partitions[0]({_GIVEN})":
                     raise _Unknown
                 outputs = _names(targets)
                 if len(set(outputs)) != len(outputs) or not _RESERVED.isdisjoint(outputs):
                     raise _Unknown
+                made = set(outputs) - inputs
                 numbers = {name: number for name, number in numbers.items() if name not in outputs}
             case ast.Return(ast.Tuple(values)) if given is not None and outputs is not None:
                 kept = [name for name in _used(values) if name not in outputs]
                 if any(name not in numbers for name in kept):
                     raise _Unknown
-                return _Code(count, given, outputs, [numbers[name] for name in kept], kept, values)
+                return _Code(count, given, outputs, made, [numbers[name] for name in kept], kept, values)
             case _:
                 raise _Unknown
     raise _Unknown

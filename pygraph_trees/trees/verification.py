@@ -113,7 +113,7 @@ class Verification:
         """The inputs and the outputs after a call of the function."""
         inputs = _copies(self._before)
         with torch.no_grad():
-            outputs = recording.wrapped_function.model.model(list(inputs))
+            outputs = recording.wrapped_function.model.ungraphed(list(inputs))
         return inputs, outputs if isinstance(outputs, (list, tuple)) else (outputs,)
 
     def _replay(

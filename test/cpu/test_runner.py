@@ -22,6 +22,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees import tensors
 from pygraph_trees.absent_gpu import lower
+from pygraph_trees.trees.function import FunctionModel, entered
 from pygraph_trees.trees.runner import shortened
 
 HEAD = "import torch\nreinterpret_tensor = torch._C._dynamo.guards._reinterpret_tensor\n"
@@ -290,6 +291,88 @@ class RunnerTestCase(TestCase):
     def check_refused(self, call, *partitions):
         runner = self.runner(call, *(partitions or [Partition([])]))
         self.assertIsNone(shortened(runner.call))
+
+
+class TestViewsInside(RunnerTestCase):
+    """A function of ours gives what is returned in one way that way."""
+
+    def graphed(self, call, partition):
+        """What Inductor made, the same with the function graphed, and that function."""
+        module = self.module(runner_of(call) + "\ndef partition_0(args):\n    return compute(args)\n")
+        module.compute = partition
+        long, short = module.Runner([module.partition_0]), module.Runner([module.partition_0])
+        model = FunctionModel.of(module.partition_0, is_backward=False, is_inference=True)
+        short.recursively_apply_fns([lambda _: entered(model, model)])
+        return long, short, model
+
+    def check(self, call, count, partition):
+        long, short, model = self.graphed(call, partition)
+        found = shortened(short.call)
+        inputs = tensors_numbered(count)
+        self.assertAreSame(found(list(inputs)), long.call(list(inputs)))
+        self.assertTrue(all(a is b for a, b in zip(*partition.seen[-2:], strict=True)))
+        return found, model
+
+    def test_any_program(self):
+        @EXAMPLES
+        @given(programs())
+        def check(program):
+            call, count, outputs, _ = program
+            found, model = self.check(call, count, Partition(outputs))
+            if "reinterpret" not in call:
+                self.assertIsNone(model.finish)
+
+        check()
+
+    def test_what_is_returned_once(self):
+        partition = Partition([torch.zeros(64), torch.ones(64)[4:]])
+        found, model = self.check(CALL, 3, partition)
+        buf0, buf1 = model(tensors_numbered(3))
+        self.assertIs(buf0, partition.outputs[0])
+        self.assertEqual((buf1.shape, buf1.storage_offset()), ((2, 3), 8))
+        self.assertEqual(model.ungraphed(tensors_numbered(3))[1].shape, (2, 3))
+        model.steadily = lambda inputs: given_
+        given_ = [object(), object()]
+        for returned in (found, found.steadily):
+            with mock.patch.object(FunctionModel, "ungraphed", lambda self, inputs: given_):
+                self.assertEqual(returned(tensors_numbered(3)), (given_[1], given_[0], None))
+
+    def test_what_is_returned_in_several_ways(self):
+        for more in (
+            "buf1",
+            "reinterpret_tensor(buf1, (2, 3), (3, 1), 4)",
+            "reinterpret_tensor(buf1, (1, ), (1, ), 0)",
+        ):
+            _, model = self.check(CALL.replace("None", more), 3, Partition(tensors_numbered(2)))
+            self.assertIsNone(model.finish)
+
+    def test_an_output_that_is_an_input(self):
+        """It is the input of each call, which no recording can give."""
+        call = CALL.replace("(buf0, buf1) =", "(buf0, arg0_1) =").replace("buf1", "arg0_1")
+        _, model = self.check(call, 3, Partition([torch.zeros(64), 1]))
+        self.assertIsNone(model.finish)
+        alias = CALL.replace("args.clear()", "args.clear()\ns0 = arg0_1").replace("buf1", "s0")
+        _, model = self.check(alias, 3, Partition([torch.zeros(64), 1]))
+        self.assertIsNone(model.finish)
+
+    def test_what_is_no_function_of_this_code(self):
+        """Another's would be called in other places as well."""
+        partition = Partition(tensors_numbered(2))
+        long, short, _ = self.graphed(CALL, partition)
+        other = FunctionModel.of(lambda inputs: partition(inputs), is_backward=False, is_inference=True)
+        short.partitions = [entered(other, other)]
+        given_ = tensors_numbered(3)
+        self.assertAreSame(shortened(short.call)(list(given_)), long.call(list(given_)))
+        self.assertIsNone(other.finish)
+
+    def test_addresses_that_are_not_given(self):
+        """Then a function is not entered, and is as it was."""
+        partition = Partition(tensors_numbered(2))
+        with torch._inductor.config.patch({"triton.pygraph_indirection": "off"}):
+            long, short, model = self.graphed(CALL, partition)
+        given_ = tensors_numbered(3)
+        self.assertAreSame(shortened(short.call)(list(given_)), long.call(list(given_)))
+        self.assertIsNone(model.finish)
 
 
 class TestShortened(RunnerTestCase):
