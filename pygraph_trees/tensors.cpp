@@ -24,6 +24,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <bitset>
 #include <cstring>
 #include <exception>
 #include <vector>
@@ -179,8 +180,10 @@ bool is_dead(PyObject *object) {
     if (Py_REFCNT(object) != 1)
         return false;
     const at::Tensor *tensor = tensor_of(object);
-    return tensor != nullptr && tensor->use_count() == 1 && tensor->grad_fn() == nullptr && tensor->has_storage() &&
-           tensor->storage().use_count() == 2;
+    if (tensor == nullptr || tensor->use_count() != 1)
+        return false;
+    const bool is_leaf = tensor->unsafeGetTensorImpl()->autograd_meta() == nullptr || tensor->grad_fn() == nullptr;
+    return is_leaf && tensor->has_storage() && tensor->storage().use_count() == 2;
 }
 
 /* Outputs by their index in a list, which may have shrunk. */
@@ -295,15 +298,23 @@ PyObject *permute(PyObject *const *arguments) {
         return nullptr;
     }
     const size_t count = static_cast<size_t>(order.count);
-    std::vector<PyObject *> items(count);
-    std::vector<bool> taken(count);
+    constexpr size_t most = 512;
+    PyObject *few[most];
+    std::bitset<most> taken_of_few;
+    std::vector<PyObject *> many(count > most ? count : 0);
+    std::vector<bool> taken_of_many(many.size());
+    PyObject **items = count > most ? many.data() : few;
+    const auto is_taken = [&](uint64_t i) { return count > most ? bool(taken_of_many[i]) : bool(taken_of_few[i]); };
     for (size_t k = 0; k < count; k++) {
         const uint64_t i = order[static_cast<Py_ssize_t>(k)];
-        if (i >= count || taken[i]) {
+        if (i >= count || is_taken(i)) {
             PyErr_SetString(PyExc_ValueError, "expected each index of the list once");
             return nullptr;
         }
-        taken[i] = true;
+        if (count > most)
+            taken_of_many[i] = true;
+        else
+            taken_of_few[i] = true;
         items[k] = PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i));
     }
     for (size_t k = 0; k < count; k++) // the list holds what it held, so no reference changes
@@ -325,7 +336,10 @@ PyObject *outputs(PyObject *const *arguments) {
             return nullptr;
         Py_RETURN_NONE;
     }
+    constexpr Py_ssize_t ahead = 16;
     for (Py_ssize_t i = 0; i < cached.count; i++) {
+        if (i + ahead < cached.count) // its number of references, as in load_ahead
+            __builtin_prefetch(cached.at[i + ahead]);
         PyObject *item = cached.at[i];
         if (item == Py_None) {
             item = others.at[i];

@@ -430,6 +430,10 @@ class LiveInputs:
         """Whether an input of this call is given by copy."""
         return bool(self._copied or self.temporary)
 
+    def take_returned(self, inputs: list[Any]) -> None:
+        """Holds what is returned of the inputs of a call that copies none, until :meth:`finish`."""
+        self._given = {index: inputs[index] for index, _ in self.outputs.values()}
+
     def take(self, inputs: list[Any], *, only_ours: bool = False) -> None:
         """Holds the inputs of a call until :meth:`finish`; ``only_ours``: and takes those out of the list.
 

@@ -38,7 +38,7 @@ class FunctionModel:
         # Who may replay it without a look at what else could be recorded; a manager must not outlive its functions.
         self.manager: Callable[[], Manager | None] = _nobody
         self.function_id: Any = None
-        self.finish: Callable[[Sequence[Any]], list[Any]] | None = None  # makes the outputs of what the model gives
+        self.finish: Callable[[Sequence[Any]], Any] | None = None  # makes the outputs of what the model gives
         self.is_entered = False  # by :func:`entered`
         self.was_asked = False  # for a steady replay, in vain, by who calls it next
         self._added = 0

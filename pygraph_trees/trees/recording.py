@@ -389,7 +389,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         if _RUN_CHECKS_WHAT_DIED:
             self._check_what_died()
         if live is not None:
-            live.take(inputs)
+            live.take_returned(inputs)
         try:
             self.run_graph()
             outputs = self.reconstruct_outputs()

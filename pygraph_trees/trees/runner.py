@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import operator
 import textwrap
 import tokenize
@@ -117,45 +118,48 @@ def _steadily(
     return steadily
 
 
-def _with_views_inside(code: _Code, names: dict[str, Any]) -> tuple[_Code, Callable[[Sequence[Any]], list[Any]] | None]:
+def _with_views_inside(code: _Code, names: dict[str, Any]) -> tuple[_Code, Callable[[Sequence[Any]], Any] | None]:
     """The code for a partition that gives outputs as they are returned, and what makes them so of what it gives."""
     uses = Counter(_name_in(value) for value in code.returned)
-    inside: dict[str | None, ast.expr] = {}  # views, by output
+    inside: dict[str, ast.expr] = {}  # views, by output
     for value in code.returned:
         name = _name_in(value)
         if isinstance(value, ast.Call) and uses[name] == 1 and name in code.made:
             inside[name] = value
-    if not inside:
-        return code, None
     returned = [v.args[0] if isinstance(v, ast.Call) and _name_in(v) in inside else v for v in code.returned]
-    given = ", ".join(ast.unparse(inside[name]) if name in inside else name for name in code.outputs)
-    source = f"lambda {', '.join(code.outputs)}: [{given}]"
-    finish = eval(compile(source, "<views of the partition's outputs>", "eval"), names)
-    return replace(code, returned=returned), lambda outputs: finish(*outputs)
+    given = [inside.get(name, ast.Name(name)) for name in code.outputs]
+    finish = _finish(replace(code, returned=given, kept=[], kept_names=[]), names)
+    return replace(code, returned=returned), None if finish is None else lambda outputs: finish(outputs, ())
 
 
-def _name_in(value: ast.expr) -> str | None:
-    """The tensor that is returned or seen in another way; None for a constant."""
+def _name_in(value: ast.expr) -> str:
+    """The tensor that is returned or seen in another way; "" for a constant."""
     seen = value.args[0] if isinstance(value, ast.Call) else value
-    return seen.id if isinstance(seen, ast.Name) else None
+    return seen.id if isinstance(seen, ast.Name) else ""
 
 
 def _finish(code: _Code, names: dict[str, Any]) -> Callable[[Sequence[Any], Sequence[Any]], Any] | None:
     """Makes what is returned of the partition's outputs and of the kept inputs; None for the outputs as they are."""
     if [ast.unparse(value) for value in code.returned] == code.outputs:
         return None
-    arguments = code.outputs + code.kept_names
-    if any(isinstance(value, ast.Call) for value in code.returned):
-        returned = "".join(ast.unparse(value) + ", " for value in code.returned)
-        source = f"lambda {', '.join(arguments)}: ({returned})"
-        function = eval(compile(source, "<outputs of the partition>", "eval"), names)
-        return lambda outputs, kept: function(*outputs, *kept)
-    # A backward returns hundreds: they are picked.
+    # A training step returns hundreds: they are picked from one row, in which views and constants are the last.
+    tensors = code.outputs + code.kept_names
+    views = [value for value in code.returned if isinstance(value, ast.Call)]
     constants = [value.value for value in code.returned if isinstance(value, ast.Constant)]
-    numbers = iter(range(len(arguments), len(arguments) + len(constants)))
-    where = [arguments.index(v.id) if isinstance(v, ast.Name) else next(numbers) for v in code.returned]
-    pick = _several(where)
-    return lambda outputs, kept: tuple(pick([*outputs, *kept, *constants]))
+    numbers = {ast.Call: itertools.count(len(tensors)), ast.Constant: itertools.count(len(tensors) + len(views))}
+    pick = _several([tensors.index(v.id) if isinstance(v, ast.Name) else next(numbers[type(v)]) for v in code.returned])
+    if not views:
+        return lambda outputs, kept: tuple(pick([*outputs, *kept, *constants]))
+    seen = list(dict.fromkeys(map(_name_in, views)))
+    source = f"lambda {', '.join(seen)}: [{', '.join(map(ast.unparse, views))}]"
+    make = eval(compile(source, "<views that a graph returns>", "eval"), names)
+    pick_seen = _several([tensors.index(name) for name in seen])
+
+    def finish(outputs: Sequence[Any], kept: Sequence[Any]) -> tuple[Any, ...]:
+        given = [*outputs, *kept]
+        return tuple(pick([*given, *make(*pick_seen(given)), *constants]))
+
+    return finish
 
 
 @dataclass(frozen=True, slots=True)

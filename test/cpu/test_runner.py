@@ -318,7 +318,7 @@ class TestViewsInside(RunnerTestCase):
         @given(programs())
         def check(program):
             call, count, outputs, _ = program
-            found, model = self.check(call, count, Partition(outputs))
+            _, model = self.check(call, count, Partition(outputs))
             if "reinterpret" not in call:
                 self.assertIsNone(model.finish)
 

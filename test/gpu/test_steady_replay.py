@@ -240,6 +240,73 @@ class TestSteadyReplay(IndirectionTestCase):
         self.assertEqual(seen[-1], seen[-2])
         self.assertGreaterEqual(counts["steady"], 2)
 
+    def test_views_among_the_outputs(self):
+        """A view of what a partition makes is recorded; with what it is a view of, it is made at each replay."""
+        w = torch.randn(6, 8, device=self.device)
+
+        def alone(x):
+            return (x @ w).view(2, -1), (x @ w[:, :4]).t(), x.sin()
+
+        def beside(x):
+            y = x @ w
+            return y.view(2, -1), y, y.t()
+
+        for fn, is_recorded in ((alone, True), (beside, False)):
+            ways, seen, finished = compiled(fn), [], set()
+            replay = Manager.replay_steadily
+
+            def watched(self, inputs, function_id, replay=replay, finished=finished):
+                finished.add(self.ids_to_funcs[function_id].model.finish is not None)
+                return replay(self, inputs, function_id)
+
+            with mock.patch.object(Manager, "replay_steadily", watched):
+                for call in range(7):
+                    x = torch.randn(4, 6, device=self.device)
+                    torch.compiler.cudagraph_mark_step_begin()
+                    outputs = ways.graphed(x)
+                    assert_same_bits(outputs, ways.plain(x), f"call {call}: ")
+                    self.assertEqual([o.stride() for o in outputs], [o.stride() for o in ways.plain(x)])
+                    seen.append([id(output) for output in outputs])
+                    del outputs
+            self.assertEqual(finished, {is_recorded})
+            if is_recorded:
+                self.assertEqual(seen[-1], seen[-2])
+
+    def test_gradients_that_are_views(self):
+        """Those of what is transposed or seen in another shape, taken by an optimizer."""
+
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first = torch.nn.Linear(12, 32)
+                self.second = torch.nn.Parameter(torch.randn(16, 32))
+                self.third = torch.nn.Linear(16, 4)
+
+            def forward(self, x):
+                y = self.first(x).relu().view(2, -1, 32) @ self.second.t()
+                return self.third(y.view(-1, 16)).unflatten(0, (2, -1))
+
+        models = []
+        for kind in ("plain", "graphed"):
+            torch.manual_seed(0)
+            model = Model().to(self.device)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            models.append((model, getattr(compiled(model), kind), optimizer))
+        with counted() as counts:
+            for step in range(8):
+                found = []
+                for model, way, optimizer in models:
+                    torch.manual_seed(step)
+                    optimizer.zero_grad(set_to_none=True)
+                    torch.compiler.cudagraph_mark_step_begin()
+                    loss = way(torch.randn(8, 12, device=self.device)).square().sum()
+                    loss.backward()
+                    gradients = [p.grad.clone() for p in model.parameters()]
+                    optimizer.step()
+                    found.append([loss.detach(), *gradients, *(p.detach().clone() for p in model.parameters())])
+                assert_same_bits(found[1], found[0], f"step {step}: ")
+        self.assertGreater(counts["steady"], 0)
+
     def test_training(self):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(33, 64), torch.nn.GELU(), torch.nn.Linear(64, 8)).to(self.device)
