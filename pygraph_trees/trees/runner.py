@@ -6,7 +6,7 @@ same: it orders the list of inputs in place. Code that does anything else stays 
 
 An output that is returned in one way alone is seen that way by the partition's function already, where that is ours:
 a recording holds it so and gives it again at each replay, as it did before torch cut graphs into partitions. To make
-such views anew took 80 + 66 µs of a training step of BERT on an H200 (76 in its forward), in C++.
+such views anew took 80 and 66 µs in forward and backward of a BERT on an H200, in C++: their memory is in no cache.
 """
 
 from __future__ import annotations
