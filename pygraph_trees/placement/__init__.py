@@ -1,7 +1,7 @@
 """Values that the CPU computes and the GPU needs are computed on the GPU, where that changes no result.
 
-:func:`place` rewrites one graph, as it stands behind Inductor's post-grad passes; :func:`place_for_graphs` does so where
-the flags ask for it, and leaves what was done with the graph's module.
+:func:`place` rewrites one graph, as it stands behind Inductor's post-grad passes; :func:`place_for_graphs` does so
+where the flags ask for it, and leaves what was done with the graph's module.
 """
 
 from __future__ import annotations

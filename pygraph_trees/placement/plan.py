@@ -25,8 +25,8 @@ _INDEX = (*_WRITES, aten.index.Tensor, aten.copy.default, aten.slice_scatter.def
 
 # What is larger is copied outside of the CUDA graph: twice, to memory that the GPU can read and to the GPU.
 MOST_STAGED_NBYTES = 16 << 20
-# Inputs up to this size are copied for a smaller value that is computed of them: a transfer of it takes about as long as
-# the least one, and the value's own is one as well.
+# Inputs up to this size are copied for a smaller value that is computed of them: a transfer of it takes about as long
+# as the least one, and the value's own is one as well.
 MOST_NBYTES = 1 << 20
 
 

@@ -1,7 +1,8 @@
 """The operator by which a compiled graph takes a tensor of the CPU: Inductor leaves it in the graph's GPU part.
 
-``pygraph_trees::staged`` copies a tensor to the GPU on which another one lies. Inductor cuts a graph at its own copies between devices; it does
-not know what this one does, so the copy is part of the partition that needs it, and of the CUDA graph that is captured.
+``pygraph_trees::staged`` copies a tensor to the GPU on which another one lies. Inductor cuts a graph at its own copies
+between devices; it does not know what this one does, so the copy is part of the partition that needs it, and of the
+CUDA graph that is captured.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def _staged(there: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
 
 
 def _like(there: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=there.device)
+    return torch.empty_like(host, device=there.device)  # of the same strides where they are dense
 
 
 _library.impl("staged", _staged, "CPU")

@@ -192,9 +192,10 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 ranges_of(self.device, self.cuda_graphs_pool),
                 self._refused,
                 self._managed_and_moving(),
+                stage=self.wrapped_function.model.settings.placement != "off",
             )
             if self._live is not None:
-                if self._live.has_ghosts and self._may_be_kept(inputs):
+                if (self._live.has_ghosts or self._live.has_staged) and self._may_be_kept(inputs):
                     self._kept = list(inputs)
                 for item in self._live.items:
                     inputs[item.index] = 0

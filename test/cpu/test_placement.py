@@ -19,7 +19,6 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.absent_gpu import absent_gpu
 from pygraph_trees.placement import place
 from pygraph_trees.placement.nodes import is_copy_between_devices, is_on_cpu, is_on_gpu
-from pygraph_trees.placement.staging import staged
 
 GPU = torch.device("cuda", 0)
 EXAMPLES = settings(max_examples=300, deadline=None)
@@ -41,7 +40,9 @@ def traced(program, inputs):
     """The graph of a program for inputs on either device, with what it returns as it would lie there."""
     with absent_gpu("sm_90"), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = [
-            mode.from_tensor(x) if place_ == "cpu" else torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=GPU)
+            mode.from_tensor(x)
+            if place_ == "cpu"
+            else torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=GPU)
             for x, place_ in inputs
         ]
         return make_fx(program, tracing_mode="real")(*fakes)
@@ -66,7 +67,10 @@ BINARY = {"add": torch.add, "mul": torch.mul, "max": torch.maximum, "less": lamb
 def programs(draw):
     """Steps of a program, and its inputs: four numbers each, or one."""
     inputs = [
-        (torch.arange(1, 5) * (n + 1) if draw(st.booleans()) else torch.tensor(n + 2), draw(st.sampled_from(["cpu", "gpu"])))
+        (
+            torch.arange(1, 5) * (n + 1) if draw(st.booleans()) else torch.tensor(n + 2),
+            draw(st.sampled_from(["cpu", "gpu"])),
+        )
         for n in range(draw(st.integers(1, 4)))
     ]
     steps = []
@@ -101,7 +105,9 @@ def run_steps(steps, outputs):
                 values.append(torch.arange(4, device=device) if name < "max" else torch.full((), 3, device=device))
             elif kind == "index":
                 index = (y.long() % 4).abs().expand(4)
-                values.append(x[index] if x.dim() and (index.device == x.device or index.device.type == "cpu") else x + 1)
+                values.append(
+                    x[index] if x.dim() and (index.device == x.device or index.device.type == "cpu") else x + 1
+                )
             else:
                 values.append(torch.where(x > 2, x, 0))
         return [values[n] if n >= len(inputs) else values[n] + 0 for n in outputs]
