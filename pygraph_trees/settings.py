@@ -54,7 +54,7 @@ FLAGS: tuple[Flag, ...] = (
         default="full",
         changes_artifacts=True,
         help="Whether what the CPU computes for the GPU is computed there. `full`: all of it; floating-point results "
-        "may differ in the last place. `exact`: constructors, integers, indices and copies, which are the same to the bit. "
+        "may differ in the last place. `exact`: constructors, integers, indices and copies, the same to the bit. "
         "`off`: as upstream.",
     ),
     Flag(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from pygraph_trees.coverage.compiled import PLACED, WHY_NOT_PLACED
 from pygraph_trees.settings import Settings
 
 from .moves import place
@@ -17,9 +18,7 @@ from .plan import Move, Placed, Stay
 if TYPE_CHECKING:
     from torch import fx
 
-__all__ = ["META", "Move", "Placed", "Stay", "place", "place_for_graphs"]
-
-META = "pygraph_placed"  # of a module: what was done to its graph
+__all__ = ["Move", "Placed", "Stay", "place", "place_for_graphs"]
 
 _log = logging.getLogger("pygraph_trees.placement")
 
@@ -39,7 +38,8 @@ def place_for_graphs(graph: fx.Graph) -> bool:
         _log.warning("a graph could not be rewritten any further", exc_info=True)
         placed.why_not = "an error; see the log"
     if graph.owning_module is not None:
-        graph.owning_module.meta[META] = placed
+        graph.owning_module.meta[PLACED] = tuple(placed.records())
+        graph.owning_module.meta[WHY_NOT_PLACED] = placed.why_not
     for move in placed.moves:
         _log.debug("%s: %s: %s", move.node, move.how.value, move.source)
     for stay in placed.stays:

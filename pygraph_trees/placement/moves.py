@@ -100,7 +100,11 @@ class _Rewriting:
 
     def _put(self, node: fx.Node, how: How) -> fx.Node:
         if how is How.COPIED:
-            self._placed.stays.append(stay(node, self._plan.why[node]))
+            is_large = nbytes_of(node) > MOST_STAGED_NBYTES
+            why = self._plan.why[node] + (
+                f", and {nbytes_of(node)} bytes are too many to be staged" if is_large else ""
+            )
+            self._placed.stays.append(stay(node, why, "copied" if is_large else "staged"))
         else:
             self._placed.moves.append(Move(node.name, how, source_of(node)))
         if how is How.MADE:

@@ -10,6 +10,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from pygraph_trees.coverage.partitions import source_line
+
 aten, prims = torch.ops.aten, torch.ops.prims
 
 # Of a tensor: to another device, perhaps of another type.
@@ -137,14 +139,9 @@ def _is_integral(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
-def source_of(node: fx.Node) -> str:
-    """The last line of the user's code that it came from, "" where that is not known."""
-    trace = node.meta.get("stack_trace") or ""
-    lines = [line.strip() for line in trace.splitlines() if line.strip()]
-    for index in range(len(lines) - 1, -1, -1):
-        if lines[index].startswith("File "):
-            return ": ".join(lines[index : index + 2])
-    return ""
+def source_of(node: fx.Node) -> str | None:
+    """The line of the user's code that it came from."""
+    return source_line(node.meta.get("stack_trace"))
 
 
 def cpu_inputs(node: fx.Node) -> Iterator[fx.Node]:

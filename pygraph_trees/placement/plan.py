@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 from torch import fx
+
+from pygraph_trees.coverage import records
 
 from .nodes import (
     aten,
@@ -45,7 +48,7 @@ class Move:
 
     node: str
     how: How
-    source: str  # line of the user's code
+    source: str | None  # line of the user's code
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,8 @@ class Stay:
 
     node: str
     why: str
-    source: str
+    source: str | None
+    how: str = "copied"  # or "staged": by a copy that is part of the graph
 
 
 @dataclass(slots=True)
@@ -64,6 +68,13 @@ class Placed:
     moves: list[Move] = field(default_factory=list)
     stays: list[Stay] = field(default_factory=list)
     why_not: str | None = None  # why the graph was left alone
+
+    def records(self) -> Iterator[records.Placed]:
+        """As the report has it."""
+        for move in self.moves:
+            yield records.Placed(move.node, move.how.value, None, move.source)
+        for stay in self.stays:
+            yield records.Placed(stay.node, stay.how, stay.why, stay.source)
 
 
 class Plan:
@@ -100,7 +111,7 @@ class Plan:
         if node.op == "placeholder":
             self.why[node] = "it is an input"
             return How.COPIED
-        if is_copy_between_devices(node) and is_on_gpu(node.args[0]):  # type: ignore[arg-type]
+        if is_copy_between_devices(node) and is_on_gpu(node.args[0]):
             return How.KEPT
         if is_constructor(node) and why_not_elsewhere(node, exact=self._exact) is None:
             return How.MADE
@@ -151,12 +162,12 @@ def may_be_anywhere(node: fx.Node, source: fx.Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
         return False
     if target in _WRITES and source is node.args[2]:
-        masks = [index for index in node.args[1] if isinstance(index, fx.Node)]  # type: ignore[union-attr]
+        masks = [index for index in node.args[1] if isinstance(index, fx.Node)]
         return all(mask.meta["val"].dtype not in (torch.bool, torch.uint8, torch.int8) for mask in masks)
     if target in _INDEX:
         return True
     return torch.Tag.pointwise in target.tags and source.meta["val"].dim() == 0
 
 
-def stay(node: fx.Node, why: str) -> Stay:
-    return Stay(node.name, why, source_of(node))
+def stay(node: fx.Node, why: str, how: str = "copied") -> Stay:
+    return Stay(node.name, why, source_of(node), how)

@@ -6,17 +6,19 @@ import copy
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from placement_programs import PROGRAMS
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.absent_gpu import absent_gpu
+from pygraph_trees.absent_gpu import absent_gpu, lower
+from pygraph_trees.coverage.compiled import partitions_of
 from pygraph_trees.placement import place
 from pygraph_trees.placement.nodes import is_copy_between_devices, is_on_cpu, is_on_gpu
 
@@ -153,6 +155,40 @@ class TestPlacement(TestCase):
                         self.assertFalse(is_on_cpu(node.args[0]) and node.args[0].op == "placeholder", node)
 
         check()
+
+
+class TestLowered(TestCase):
+    """Partitions of what Inductor makes for a GPU that is not there."""
+
+    def partitions(self, program, inputs, how):
+        torch._dynamo.reset()
+        with torch._inductor.config.patch({"triton.pygraph_placement": how}):
+            (graph,) = lower(program, inputs)
+        found = [part.graphed for part in partitions_of(graph.graph.scheduler)]
+        return graph, (sum(found), len(found) - sum(found))
+
+    def test_families(self):
+        for program in PROGRAMS:
+            inputs = [item.make("meta", 0) for item in program.inputs]
+            for how, wanted in (("full", program.full), ("exact", program.exact or program.full)):
+                with self.subTest(program.family, name=program.name, how=how):
+                    _, found = self.partitions(program.fn, inputs, how)
+                    self.assertEqual(found, wanted)
+
+    def test_outputs_are_where_eager_has_them(self):
+        def program(x, v):
+            return torch.arange(4), v + 1, x + torch.arange(64).to("cuda"), (v * 2).to("cuda"), torch.arange(4) * 2
+
+        graph, _ = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
+        devices = [node.meta["val"].device.type for node in graph.gm.graph.output_node().args[0]]
+        self.assertEqual(devices, ["cpu", "cpu", "cuda", "cuda", "cpu"])
+
+    def test_nothing_to_do(self):
+        """The same code as without placement."""
+        for program in (lambda x: x.sin() @ x, lambda x: torch.arange(64, device="cuda") + x):
+            graphs = [self.partitions(program, (torch.empty(64, device="meta"),), how)[0] for how in ("off", "full")]
+            codes = [graph.source_code.partition("\n")[2] for graph in graphs]  # the first line has a number
+            self.assertEqual(codes[0], codes[1])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 from fake_driver import CUresult
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_live_inputs import Graph, LiveInputsTestCase
+from test_live_inputs import LiveInputsTestCase
 from torch.testing._internal.common_utils import run_tests
 
 from pygraph_trees.indirection import staging
