@@ -74,12 +74,12 @@ def partitions(graph: LoweredGraph) -> Iterator[ExplainedPartition]:
     for partition in partitions_of(graph.graph.scheduler):
         inputs = []
         for read in partition.inputs if partition.graphed else ():
-            if read.name in static:
+            if not read.device.startswith("cuda"):
+                kind = "cpu"
+            elif read.name in static:
                 kind = "static"
-            elif read.name in managed:
-                kind = "managed"
             else:
-                kind = "live" if read.device.startswith("cuda") else "cpu"
+                kind = "managed" if read.name in managed else "live"
             inputs.append(Input(names.get(read.name, read.name), kind, read))
         managed = managed | {*partition.outputs} if partition.graphed else managed - {*partition.outputs}
         yield ExplainedPartition(partition, tuple(inputs))
@@ -170,7 +170,7 @@ def _features(explained: Explained, before: Explained | None = None) -> str:
 
 def _given(graphed: Sequence[ExplainedPartition], *, by_address: bool) -> Iterator[str]:
     """How the live inputs are given to replays, as far as their device tells."""
-    ways: dict[str, tuple[str, ...]] = {"given by address": ("live",), "copied at each replay": ("cpu",)}
+    ways: dict[str, tuple[str, ...]] = {"given by address": ("live",), "staged at each replay": ("cpu",)}
     if not by_address:
         ways = {"copied at each replay": ("live", "cpu")}
     for how, kinds in ways.items():

@@ -63,8 +63,14 @@ class _Rewriting:
             for source in needs(node):
                 there = self._on_gpu(source)
                 node.replace_input_with(source, there)
-        self._graph.eliminate_dead_code()
+        self._erase_unused()
         self._graph.lint()
+
+    def _erase_unused(self) -> None:
+        """What is on the GPU now and was needed there alone; whatever else nobody uses was there before."""
+        for node in sorted(self._there, reverse=True):
+            if not node.users and self._plan.how(node) is not How.COPIED and node.op != "get_attr":
+                self._graph.erase_node(node)
 
     def _replace_copy(self, copy: fx.Node) -> None:
         source = copy.args[0]

@@ -107,7 +107,9 @@ def why_not_elsewhere(node: fx.Node, *, exact: bool) -> str | None:
         return "it is a custom operator"
     if target._schema.is_mutable:
         return "it writes to a tensor"
-    if torch.Tag.nondeterministic_seeded in target.tags or "random" in str(target):
+    if torch.Tag.nondeterministic_seeded in target.tags or "inductor_" in str(
+        target
+    ):  # seeds, and what is made of them
         return "it is random"
     if torch.Tag.dynamic_output_shape in target.tags or torch.Tag.data_dependent_output in target.tags:
         return "its size or its result is a number that the CPU needs"

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pygraph_trees.settings import Settings
+
 from .staging import staged
 
 if TYPE_CHECKING:
@@ -16,16 +18,14 @@ if TYPE_CHECKING:
 
 def why_outside(node: Any) -> str | None:
     """Why one of Inductor's scheduler nodes, which is not fused, cannot be part of a CUDA graph; None where it can."""
-    from torch._inductor import config, ir
+    from torch._inductor import ir
 
-    if config.triton.pygraph_placement == "off":
-        return None
     if isinstance(node.node, ir.FallbackKernel) and node.node.op_overload is staged:
         return None
     for read in node.read_writes.reads:
         device = _device_of(read.name)
         if device is not None and device.type == "cpu":
-            return "reads a value of the CPU"
+            return None if Settings.current().placement == "off" else "reads a value of the CPU"
     return None
 
 
