@@ -111,7 +111,7 @@ def choose(
             staged[index] = value
             continue
         in_pool = index not in managed and value.is_cuda and pool.holds(value.data_ptr())
-        why = refused.get(index) if value.device.type == "cpu" else None
+        why = refused.get(index) if stage and value.device.type == "cpu" else None
         why = why or why_not_ghost(value, device, in_pool)
         if why is not None:
             reasons[index] = why

@@ -5,7 +5,7 @@ To add one, write a file with a builder under :func:`registry.workload`, and nam
 
 from __future__ import annotations
 
-from . import alexnet, bert, clip, deep_recommender, dlrm, ocean_eos, ocean_tke, xlnet
+from . import alexnet, bert, clip, deep_recommender, dlrm, ocean_eos, ocean_tke, speech, xlnet
 from .registry import WORKLOADS, Workload
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "dlrm",
     "ocean_eos",
     "ocean_tke",
+    "speech",
     "xlnet",
 ]
