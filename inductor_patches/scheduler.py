@@ -33,7 +33,7 @@ def _should_partition(upstream: Callable[..., Any]) -> Callable[..., Any]:
     def should_partition(self: Any, node: Any) -> Any:
         reason = upstream(self, node)
         # Of a fused node upstream asks this for each of its parts.
-        return reason if reason is not None or isinstance(node, FusedSchedulerNode) else why_outside(node)
+        return reason if isinstance(node, FusedSchedulerNode) else why_outside(node, reason)
 
     return should_partition
 

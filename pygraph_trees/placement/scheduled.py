@@ -16,12 +16,21 @@ if TYPE_CHECKING:
     import torch
 
 
-def why_outside(node: Any) -> str | None:
-    """Why one of Inductor's scheduler nodes, which is not fused, cannot be part of a CUDA graph; None where it can."""
+_CROSS_DEVICE = "cross-device ops"  # as upstream says since 2.15
+
+
+def why_outside(node: Any, reason: str | None) -> str | None:
+    """Why one of Inductor's scheduler nodes, which is not fused, cannot be part of a CUDA graph; None where it can.
+
+    Args:
+        reason: upstream's.
+    """
     from torch._inductor import ir
 
     if isinstance(node.node, ir.FallbackKernel) and node.node.op_overload is staged:
-        return None
+        return None if reason == _CROSS_DEVICE else reason
+    if reason is not None:
+        return reason
     for read in node.read_writes.reads:
         device = _device_of(read.name)
         if device is not None and device.type == "cpu":
