@@ -4,10 +4,10 @@ Each function prepares one question, which is then asked again and again. The an
 where that was built for the torch that is in use, and from Python and torch elsewhere; they are the same.
 
 On a machine without a GPU (torch 2.11, Python 3.12) C++ and Python take, in µs: whether 200 parameters lie where
-they did 3.3 and 14.6, where 28 inputs lie 0.9 and 3.2, whether 149 outputs are dead 2.7 and 130, to give 149
-outputs once more 0.6 and 8. Where other work has filled the caches in between, the first two take 22 and 75, and 8
-and 26. C++ asks for the memory of all tensors at once; one after another took 1.8 for the 200, but 22 instead of
-15 with full caches, in another run.
+they did 2.3 and 14.6, where 28 inputs lie 0.9 and 3.2, whether 149 outputs are dead 1.7 and, with torch's own
+references, 130, to give 149 outputs once more 0.7 and 8 (130 and 8 in an earlier run). Where other work has filled the
+caches in between, the first two take 17 and 80, and 10 and 29, and C++ the others 16 and 6. C++ asks for the memory of
+all tensors at once; one after another took 1.8 for the 200, but 22 instead of 15 with full caches, in another run.
 """
 
 from __future__ import annotations

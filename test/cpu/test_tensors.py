@@ -311,16 +311,17 @@ class TestPython(TestCase):
         after = [references - 1 + indices.count(number) for number, references in enumerate(before)]
         self.assertEqual(references_to(kept), after)
 
-    def test_another_packed(self):
+    def test_another_order(self):
         @EXAMPLES
         @given(ORDERS)
         def check(order):
             self.check_chosen(order, len(order))
 
         check()
-        order = list(range(500))
-        random.Random(0).shuffle(order)
-        self.check_chosen(order, 500)
+        for count in (500, 512, 513, 2000):  # C++ takes other memory for the long ones
+            order = list(range(count))
+            random.Random(0).shuffle(order)
+            self.check_chosen(order, count)
 
     def test_some_of_a_list(self):
         @EXAMPLES
@@ -548,6 +549,15 @@ class TestNative(TestPython):
             (ValueError, packed(2, 1, 3), items),
             (ValueError, packed(2, 1, (1 << 64) - 1), items),
         )
+        for count in (512, 513):
+            many = list(range(count))
+            self.check_raises(
+                "permute",
+                (ValueError, packed(*range(count - 1), 0), many),
+                (ValueError, packed(*range(count - 1), count), many),
+                (ValueError, packed(*range(count + 1)), many),
+            )
+            self.assertEqual(many, list(range(count)))
         self.assertEqual(len(items), 3)
         self.assertTrue(all(item is other for item, other in zip(items, kept, strict=True)))
         self.assertEqual(references_to(items), before)
