@@ -20,103 +20,14 @@
    TypeError where something is no tensor. Nothing else is changed. Compiled against the headers of one torch: TORCH_VERSION
    says of which, and the module must not be used with another one, whose tensors may be laid out in another way. */
 
-#define PY_SSIZE_T_CLEAN
-#include <torch/csrc/autograd/python_variable.h>
+#include "tensors.h"
 
-#include <algorithm>
 #include <bitset>
-#include <cstring>
-#include <exception>
 #include <vector>
 
 namespace {
 
-/* The items of a list or a tuple. */
-struct Items {
-    PyObject **at = nullptr;
-    Py_ssize_t count = 0;
-
-    PyObject *get(uint64_t index) const {
-        return index < static_cast<uint64_t>(count) ? at[index] : nullptr;
-    }
-
-    /* False with an exception. */
-    bool take(PyObject *sequence) {
-        if (!PyList_Check(sequence) && !PyTuple_Check(sequence)) {
-            PyErr_Format(PyExc_TypeError, "expected a list or a tuple, got %s", Py_TYPE(sequence)->tp_name);
-            return false;
-        }
-        at = PySequence_Fast_ITEMS(sequence);
-        count = PySequence_Fast_GET_SIZE(sequence);
-        return true;
-    }
-};
-
-/* Records of numbers that are packed in bytes. */
-template <typename Record> struct Packed {
-    const char *bytes = nullptr;
-    Py_ssize_t count = 0;
-
-    /* False with an exception. */
-    bool take(PyObject *object) {
-        if (!PyBytes_Check(object) || PyBytes_GET_SIZE(object) % sizeof(Record) != 0) {
-            PyErr_SetString(PyExc_TypeError, "expected numbers packed in bytes");
-            return false;
-        }
-        bytes = PyBytes_AS_STRING(object);
-        count = PyBytes_GET_SIZE(object) / static_cast<Py_ssize_t>(sizeof(Record));
-        return true;
-    }
-
-    Record operator[](Py_ssize_t i) const {
-        Record record;
-        std::memcpy(&record, bytes + i * static_cast<Py_ssize_t>(sizeof record), sizeof record);
-        return record;
-    }
-};
-
-bool is_tensor(PyObject *object) {
-    PyTypeObject *type = Py_TYPE(object), *tensor = reinterpret_cast<PyTypeObject *>(THPVariableClass);
-    return type == tensor || PyType_IsSubtype(type, tensor);
-}
-
-/* The tensor in a Python object; NULL with an exception. */
-const at::Tensor *tensor_of(PyObject *object) {
-    if (!is_tensor(object)) {
-        PyErr_Format(PyExc_TypeError, "expected a tensor, got %s", Py_TYPE(object)->tp_name);
-        return nullptr;
-    }
-    return &THPVariable_Unpack(object);
-}
-
-/* Begins to load what is read of many tensors. Between two calls of a model they have left the caches, and what is read
-   of one leads to what is read next: done for one after another, each of three steps would wait for memory. */
-template <typename ObjectAt> void load_ahead(Py_ssize_t count, ObjectAt object_at) {
-    constexpr Py_ssize_t few = 8, at_once = 64;
-    // Of each only what is read: the start, and of a tensor's fields the last ones. A wrong guess would cost time alone.
-    const auto load = [](const void *begin, size_t offset) {
-        __builtin_prefetch(static_cast<const char *>(begin) + offset);
-    };
-    PyObject *objects[at_once];
-    const c10::TensorImpl *tensors[at_once];
-    for (Py_ssize_t begin = 0; count >= few && begin < count; begin += at_once) {
-        const Py_ssize_t end = std::min(count - begin, at_once);
-        for (Py_ssize_t i = 0; i < end; i++) {
-            objects[i] = object_at(begin + i);
-            if (objects[i] != nullptr)
-                load(objects[i], 16);
-        }
-        Py_ssize_t found = 0;
-        for (Py_ssize_t i = 0; i < end; i++)
-            if (objects[i] != nullptr && is_tensor(objects[i])) {
-                tensors[found] = THPVariable_Unpack(objects[i]).unsafeGetTensorImpl();
-                load(tensors[found], 16);
-                load(tensors[found++], sizeof(c10::TensorImpl) - 40);
-            }
-        for (Py_ssize_t i = 0; i < found; i++)
-            load(tensors[i]->unsafe_storage().unsafeGetStorageImpl(), 16);
-    }
-}
+using namespace pygraph;
 
 /* The address of the tensor at an index; false with an exception. */
 bool address_at(const Items &tensors, uint64_t index, uint64_t *address) {
@@ -130,10 +41,6 @@ bool address_at(const Items &tensors, uint64_t index, uint64_t *address) {
     *address = reinterpret_cast<uintptr_t>(tensor->data_ptr());
     return true;
 }
-
-struct Place {
-    uint64_t index, address;
-};
 
 /* Whether the tensors lie at these places; -1 with an exception. */
 int lie_at(const Packed<Place> &places, const Items &tensors) {
@@ -172,18 +79,6 @@ PyObject *addresses(PyObject *const *arguments) {
             PyList_SET_ITEM(list, i, number);
     }
     return list;
-}
-
-/* Whether one reference of the list is all there is: no other in Python or C++, no graph of autograd, and of its
-   storage the two that the tensor and its Python object hold. */
-bool is_dead(PyObject *object) {
-    if (Py_REFCNT(object) != 1)
-        return false;
-    const at::Tensor *tensor = tensor_of(object);
-    if (tensor == nullptr || tensor->use_count() != 1)
-        return false;
-    const bool is_leaf = tensor->unsafeGetTensorImpl()->autograd_meta() == nullptr || tensor->grad_fn() == nullptr;
-    return is_leaf && tensor->has_storage() && tensor->storage().use_count() == 2;
 }
 
 /* Outputs by their index in a list, which may have shrunk. */
@@ -322,14 +217,46 @@ PyObject *permute(PyObject *const *arguments) {
     Py_RETURN_NONE;
 }
 
-PyObject *outputs(PyObject *const *arguments) {
+PyObject *outputs(PyObject *const *arguments) { return outputs_once_more(arguments[0], arguments[1]); }
+
+/* Calls one of the above. */
+template <PyObject *(*function)(PyObject *const *), Py_ssize_t count>
+PyObject *call(PyObject *, PyObject *const *arguments, Py_ssize_t given) {
+    if (given != count) {
+        PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", count, given);
+        return nullptr;
+    }
+    return translated([&] { return function(arguments); });
+}
+
+#define METHOD(name, count, doc)                                                                                       \
+    {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(call<name, count>)), METH_FASTCALL, doc}
+
+PyMethodDef methods[] = {
+    METHOD(addresses, 3, "Where tensors lie, if others lie where they are expected; see the source."),
+    METHOD(first_fit, 3, "The first of several choices that may fit; see the source."),
+    METHOD(count_dead, 2, "The first tensor that may be held by somebody else; see the source."),
+    METHOD(release, 2, "Puts None in some places of a list; see the source."),
+    METHOD(permute, 2, "Puts the items of a list into another order; see the source."),
+    METHOD(outputs, 2, "Cached tensors and what stands in for the others; see the source."),
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "pygraph_trees._tensors", "Questions about many tensors at once.", 0, methods,
+    nullptr, nullptr, nullptr, nullptr,
+};
+
+} // namespace
+
+PyObject *pygraph::outputs_once_more(PyObject *cached_outputs, PyObject *other_outputs) {
     Items cached, others;
-    if (!cached.take(arguments[0]) || !others.take(arguments[1]))
+    if (!cached.take(cached_outputs) || !others.take(other_outputs))
         return nullptr;
     PyObject *found = PyList_New(others.count); // may collect garbage, and with it what is cached
     if (found == nullptr)
         return nullptr;
-    if (!cached.take(arguments[0]) || !others.take(arguments[1]) || cached.count != PyList_GET_SIZE(found) ||
+    if (!cached.take(cached_outputs) || !others.take(other_outputs) || cached.count != PyList_GET_SIZE(found) ||
         others.count != cached.count) {
         Py_DECREF(found);
         if (PyErr_Occurred())
@@ -361,47 +288,10 @@ PyObject *outputs(PyObject *const *arguments) {
     return found;
 }
 
-/* Calls one of the above, with exceptions of C++ turned into Python's. */
-template <PyObject *(*function)(PyObject *const *), Py_ssize_t count>
-PyObject *call(PyObject *, PyObject *const *arguments, Py_ssize_t given) {
-    if (given != count) {
-        PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", count, given);
-        return nullptr;
-    }
-    try {
-        return function(arguments);
-    } catch (const c10::Error &error) { // as torch's own methods put it
-        PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
-        return nullptr;
-    } catch (const std::exception &error) {
-        PyErr_SetString(PyExc_RuntimeError, error.what());
-        return nullptr;
-    }
-}
-
-#define METHOD(name, count, doc)                                                                                       \
-    {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(call<name, count>)), METH_FASTCALL, doc}
-
-PyMethodDef methods[] = {
-    METHOD(addresses, 3, "Where tensors lie, if others lie where they are expected; see the source."),
-    METHOD(first_fit, 3, "The first of several choices that may fit; see the source."),
-    METHOD(count_dead, 2, "The first tensor that may be held by somebody else; see the source."),
-    METHOD(release, 2, "Puts None in some places of a list; see the source."),
-    METHOD(permute, 2, "Puts the items of a list into another order; see the source."),
-    METHOD(outputs, 2, "Cached tensors and what stands in for the others; see the source."),
-    {nullptr, nullptr, 0, nullptr},
-};
-
-PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "pygraph_trees._tensors", "Questions about many tensors at once.", 0, methods,
-    nullptr, nullptr, nullptr, nullptr,
-};
-
-} // namespace
-
 PyMODINIT_FUNC PyInit__tensors(void) {
     PyObject *module = PyModule_Create(&definition);
-    if (module != nullptr && PyModule_AddStringConstant(module, "TORCH_VERSION", PYGRAPH_TORCH_VERSION) < 0)
+    if (module != nullptr && (PyModule_AddStringConstant(module, "TORCH_VERSION", PYGRAPH_TORCH_VERSION) < 0 ||
+                              !pygraph::add_steady(module)))
         Py_CLEAR(module);
     return module;
 }

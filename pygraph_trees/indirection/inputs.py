@@ -121,6 +121,9 @@ class LiveInputs:
     Without any of the former the constructor calls no driver; else it raises :class:`DriverError`.
     """
 
+    # Slots for what is looked at in each call.
+    __slots__ = ("__dict__", "__weakref__", "_pool", "_pool_seen", "_settled", "temporary")
+
     def __init__(
         self,
         driver: Driver,
@@ -303,14 +306,14 @@ class LiveInputs:
     def prepare(
         self,
         inputs: Sequence[Any],
-        stays: Callable[[torch.Tensor], bool] = _nothing_stays,
         seen: list[int] | None = None,
+        stays: Callable[[torch.Tensor], bool] = _nothing_stays,
     ) -> str | None:
         """Makes the graph hold the addresses of ``inputs``; else why this recording cannot be replayed with them.
 
         Args:
-            stays: whether the graph leaves a tensor in the graph pool alone.
             seen: where the patched inputs lie, in the order of :attr:`patched`, if that is known.
+            stays: whether the graph leaves a tensor in the graph pool alone.
         """
         if seen is None:
             seen = self._read(inputs)

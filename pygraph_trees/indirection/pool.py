@@ -18,6 +18,8 @@ class PoolRanges:
         snapshot: gives the pool's segments, with ``address`` and ``total_size`` in bytes.
     """
 
+    __slots__ = ("__weakref__", "_ends", "_snapshot", "_starts", "changes")
+
     def __init__(self, snapshot: Callable[[], Iterable[dict[str, Any]]]) -> None:
         self._snapshot = snapshot
         self._starts: list[int] | None = None

@@ -16,6 +16,8 @@ from pygraph_trees.coverage.log import FunctionLog, journal
 from pygraph_trees.coverage.naming import compile_id, mode_name, program_name
 from pygraph_trees.settings import Settings
 
+from .steady import entry
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -29,6 +31,9 @@ def _nobody() -> None:
 class FunctionModel:
     """The compiled code of one function, with its settings and its log."""
 
+    # Slots for what is looked at in each call.
+    __slots__ = ("__dict__", "__weakref__", "function_id", "manager", "was_asked")
+
     def __init__(self, model: Callable[[list[Any]], Any], settings: Settings, log: FunctionLog) -> None:
         self.model = model
         self.settings = settings
@@ -38,7 +43,7 @@ class FunctionModel:
         # Who may replay it without a look at what else could be recorded; a manager must not outlive its functions.
         self.manager: Callable[[], Manager | None] = _nobody
         self.function_id: Any = None
-        self.finish: Callable[[Sequence[Any]], Any] | None = None  # makes the outputs of what the model gives
+        self.as_returned: Callable[[Sequence[Any]], Any] | None = None  # makes the outputs of what the model gives
         self.is_entered = False  # by :func:`entered`
         self.was_asked = False  # for a steady replay, in vain, by who calls it next
         self._added = 0
@@ -53,7 +58,7 @@ class FunctionModel:
     def ungraphed(self, inputs: list[Any]) -> Any:
         """The outputs, as the compiled code gives them; no run is counted."""
         outputs = self.model(inputs)
-        return outputs if self.finish is None else self.finish(outputs)
+        return outputs if self.as_returned is None else self.as_returned(outputs)
 
     def add(self, *, of_integers: bool) -> None:
         """It was added to a manager: once, but for a function of integers, which is once for each value of theirs."""
@@ -104,12 +109,13 @@ def entered(function: FunctionModel, run: Callable[[list[Any]], Any]) -> Callabl
     if function.is_entered or function.settings.indirection == "off":
         return run
     function.is_entered = True
+    steadily = entry(function.steadily, function)
 
     def call(inputs: list[Any]) -> Any:
         if function.was_asked:
             function.was_asked = False
         else:
-            outputs = function.steadily(inputs)
+            outputs = steadily(inputs)
             if outputs is not None:
                 return outputs
         return run(inputs)

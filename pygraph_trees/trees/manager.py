@@ -60,7 +60,7 @@ _FunctionID.__qualname__, _GraphID.__qualname__ = "FunctionID", "GraphID"
 class _Way:
     """Where a function's steady replays are found, behind the replay of one recording or where no path is open."""
 
-    __slots__ = ("begins", "compile_id", "find", "mode", "node", "recordings")
+    __slots__ = ("begins", "compile_id", "find", "mode", "node", "recordings", "replay")
 
     def __init__(self, node: Any, begins: bool | None, recordings: Sequence[Recording], mode: Any, compile_id: Any):
         self.node = node  # the recording that was replayed before; None where no path is open
@@ -69,6 +69,7 @@ class _Way:
         self.mode, self.compile_id = mode, compile_id
         choices = [(recording.whereabouts, recording.deaths_before) for recording in recordings]
         self.find = first_fit(choices) if len(choices) > 1 else None
+        self.replay = recordings[0].native if len(choices) == 1 else None  # for the part in C++
 
     def first_that_takes(self, inputs: list[Any]) -> Recording | None:
         if self.find is None:
@@ -85,11 +86,17 @@ class _Way:
 class Manager(Upstream):
     """The recordings of one device (and, since 2.13, of one thread)."""
 
-    current_node: Any
-    current_gen: int
-    path_state: Any
-    running_forwards_with_pending_backwards: bool
-
+    # What a steady replay reads and writes; the part in C++ finds slots at once.
+    __slots__ = (
+        "_current_node",  # behind a property
+        "_ways",
+        "compile_id",
+        "current_gen",
+        "graph",
+        "mode",
+        "path_state",
+        "running_forwards_with_pending_backwards",
+    )
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._ways: dict[Any, _Way] = {}  # by function: good until upstream is asked for anything but a steady replay
         super().__init__(*args, **kwargs)

@@ -41,6 +41,7 @@ from pygraph_trees.indirection.routes import Route
 from pygraph_trees.tensors import Deaths, Whereabouts, once_more, released
 
 from .function import FunctionModel
+from . import steady
 from .pools import ranges_of
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
     unfit: str | None = None  # why it could not be given the inputs of a call, the latest time
     steady = False
+    native: Any = None  # its part in a steady replay in C++, where it is plain
     _live: LiveInputs | None = None
     copies = False  # whether a replay copies an input
     _kept: list[Any] = []  # the inputs, where a recording at ghost addresses that fails is tried again  # noqa: RUF012
@@ -126,6 +128,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             or (self._live is not None and not self._live.is_plain)
             or getattr(wrapped_function, "kernel_free_cudagraph", False)
         )
+        if self.steady and self._is_plain:
+            self.native = steady.replay(self, self._dropped, self._constants)
 
     def _prepare_questions(self) -> None:
         """What is asked of the inputs of each call, and what its outputs are made of."""
@@ -139,20 +143,20 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             () if live is None else [item.index for item in live.patched],
         )
         self._find = self.whereabouts.ask  # where the patched inputs lie; None where a static one has moved
-        to_drop = [i for i in self.cudagraph_managed_idxs if not self.preserved_aliased_inputs[i]]
-        self._drop_managed = released(to_drop) if to_drop else None
+        self._dropped = [i for i in self.cudagraph_managed_idxs if not self.preserved_aliased_inputs[i]]
+        self._drop_managed = released(self._dropped) if self._dropped else None
         self.deaths_before = self._deaths(self.expected_dead_indices_before_graph)
-        deaths_after = self._deaths(self.expected_dead_indices_after_graph)
+        self.deaths_after = self._deaths(self.expected_dead_indices_after_graph)
         self._are_dead_before = None if self.deaths_before is None else self.deaths_before.ask
-        self._are_dead_after = None if deaths_after is None else deaths_after.ask
+        self._are_dead_after = None if self.deaths_after is None else self.deaths_after.ask
         # Whether upstream's check comes down to the addresses of static inputs: nothing managed, nothing to be dead.
         self._only_static = not (self.cudagraph_managed_idxs or self._are_dead_before or self._are_dead_after)
         # By output, where it is not cached: a number or None, or a tensor that lies on a static input.
-        constants = [
+        self._constants = [
             made_of if not isinstance(made_of, dict) else NotImplemented if static is None else static
             for made_of, static in zip(self.outputs_metadata, self.static_output_tensors, strict=True)
         ]
-        self._outputs_once_more = once_more(self.cached_tensor_outputs, constants)
+        self._outputs_once_more = once_more(self.cached_tensor_outputs, self._constants)
 
     def _deaths(self, indices: list[tuple[int, int]]) -> Deaths | None:
         """Of outputs on the path, by depth and number; None where there are none."""
@@ -324,7 +328,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         if live is not None:
             why = self._why_not_alive(live, inputs) if self._has_moving else None
             if why is None:
-                why = live.prepare(inputs, self._stays, seen)
+                why = live.prepare(inputs, seen, self._stays)
             if why is not None:
                 self.unfit = why
                 self.wrapped_function.model.refused.update(live.refused)
@@ -354,7 +358,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         if seen is None or (self._are_dead_before is not None and not self._are_dead_before()):
             return False
         live = self._live
-        if live is not None and live.prepare(inputs, seen=seen) is not None:
+        if live is not None and live.prepare(inputs, seen) is not None:
             return False
         if self._drop_managed is not None:
             self._drop_managed(inputs)
@@ -375,9 +379,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             return self._replay_with_inputs(inputs)
         self.log.replays += 1
         self.graph.replay()
-        outputs = self._outputs_once_more() if self.cached_tensor_outputs else None  # made by the first replay
-        if outputs is None:
-            outputs = super().reconstruct_outputs()
+        outputs = self._own_outputs()
         inputs.clear()
         return outputs
 
@@ -428,10 +430,13 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         self.log.replays += 1
         super().run_graph()
 
-    def reconstruct_outputs(self) -> Any:
+    def _own_outputs(self) -> Any:
+        """All outputs but those that lie on live inputs."""
         outputs = self._outputs_once_more() if self.cached_tensor_outputs else None  # made by the first replay
-        if outputs is None:
-            outputs = super().reconstruct_outputs()
+        return super().reconstruct_outputs() if outputs is None else outputs
+
+    def reconstruct_outputs(self) -> Any:
+        outputs = self._own_outputs()
         live = self._live
         if live is not None:
             for position, (index, view) in live.outputs.items():

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from pygraph_trees.tensors import chosen
 
+from .steady import entry
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -57,7 +59,7 @@ def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
     names: dict[str, Any] = call.__func__.__globals__
     function: Any = getattr(partitions[0], "function", None)
     if getattr(getattr(function, "model", None), "__globals__", None) is names:
-        code, function.finish = _with_views_inside(code, names)
+        code, function.as_returned = _with_views_inside(code, names)
     order = chosen(code.given, code.count)
     keep = _several(code.kept)
     finish = _finish(code, names)
@@ -67,11 +69,10 @@ def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
         if order is not None:
             order(inputs)
         outputs = runner.partitions[0](inputs)
-        return outputs if finish is None else finish(outputs, kept)
+        return outputs if finish is None else finish.make(outputs, kept)
 
     if sorted(code.given) == list(range(code.count)):
-        back = chosen([code.given.index(index) for index in range(code.count)], code.count)
-        run.steadily = _steadily(runner, keep, order, back, finish)  # type: ignore[attr-defined]
+        run.steadily = _steadily(runner, code, finish)  # type: ignore[attr-defined]
     return run
 
 
@@ -88,18 +89,14 @@ def _several(indices: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
     return lambda items: [items[index] for index in indices]
 
 
-def _steadily(
-    runner: Any,
-    keep: Callable[[list[Any]], Sequence[Any]],
-    order: Callable[[list[Any]], None] | None,
-    back: Callable[[list[Any]], None] | None,
-    finish: Callable[[Sequence[Any], Sequence[Any]], Any] | None,
-) -> Callable[[list[Any]], Any] | None:
+def _steadily(runner: Any, code: _Code, finish: _Finish | None) -> Callable[[list[Any]], Any] | None:
     """Gives the outputs if a steady replay of the partition will do, else None and the inputs are as they were."""
     (partition,) = runner.partitions
     function = getattr(partition, "function", None)
     if function is None:
         return None
+    keep, order = _several(code.kept), chosen(code.given, code.count)
+    back = chosen([code.given.index(index) for index in range(code.count)], code.count)
 
     def steadily(inputs: list[Any]) -> Any:
         if runner.partitions[0] is not partition:
@@ -113,9 +110,19 @@ def _steadily(
             if back is not None:
                 back(inputs)
             return None
-        return outputs if finish is None else finish(outputs, kept)
+        return outputs if finish is None else finish.make(outputs, kept)
 
-    return steadily
+    picks = None if finish is None else finish.picks
+    return entry(
+        steadily,
+        function,
+        runner=(runner.partitions, partition),
+        order=None if order is None else code.given,
+        kept=code.kept,
+        picks=picks,
+        constants=() if finish is None else finish.constants,
+        finish=finish.make if finish is not None and picks is None else None,
+    )
 
 
 def _with_views_inside(code: _Code, names: dict[str, Any]) -> tuple[_Code, Callable[[Sequence[Any]], Any] | None]:
@@ -129,7 +136,7 @@ def _with_views_inside(code: _Code, names: dict[str, Any]) -> tuple[_Code, Calla
     returned = [v.args[0] if isinstance(v, ast.Call) and _name_in(v) in inside else v for v in code.returned]
     given = [inside.get(name, ast.Name(name)) for name in code.outputs]
     finish = _finish(replace(code, returned=given, kept=[], kept_names=[]), names)
-    return replace(code, returned=returned), None if finish is None else lambda outputs: finish(outputs, ())
+    return replace(code, returned=returned), None if finish is None else lambda outputs: finish.make(outputs, ())
 
 
 def _name_in(value: ast.expr) -> str:
@@ -138,8 +145,17 @@ def _name_in(value: ast.expr) -> str:
     return seen.id if isinstance(seen, ast.Name) else ""
 
 
-def _finish(code: _Code, names: dict[str, Any]) -> Callable[[Sequence[Any], Sequence[Any]], Any] | None:
-    """Makes what is returned of the partition's outputs and of the kept inputs; None for the outputs as they are."""
+@dataclass(frozen=True, slots=True)
+class _Finish:
+    """What is returned of the partition's outputs and of the kept inputs."""
+
+    make: Callable[[Sequence[Any], Sequence[Any]], tuple[Any, ...]]
+    constants: list[Any]
+    picks: list[int] | None  # numbers in outputs, kept inputs and constants, where no view is made
+
+
+def _finish(code: _Code, names: dict[str, Any]) -> _Finish | None:
+    """None for the outputs as they are."""
     if [ast.unparse(value) for value in code.returned] == code.outputs:
         return None
     # A training step returns hundreds: they are picked from one row, in which views and constants are the last.
@@ -147,19 +163,20 @@ def _finish(code: _Code, names: dict[str, Any]) -> Callable[[Sequence[Any], Sequ
     views = [value for value in code.returned if isinstance(value, ast.Call)]
     constants = [value.value for value in code.returned if isinstance(value, ast.Constant)]
     numbers = {ast.Call: itertools.count(len(tensors)), ast.Constant: itertools.count(len(tensors) + len(views))}
-    pick = _several([tensors.index(v.id) if isinstance(v, ast.Name) else next(numbers[type(v)]) for v in code.returned])
+    picks = [tensors.index(v.id) if isinstance(v, ast.Name) else next(numbers[type(v)]) for v in code.returned]
+    pick = _several(picks)
     if not views:
-        return lambda outputs, kept: tuple(pick([*outputs, *kept, *constants]))
+        return _Finish(lambda outputs, kept: tuple(pick([*outputs, *kept, *constants])), constants, picks)
     seen = list(dict.fromkeys(map(_name_in, views)))
     source = f"lambda {', '.join(seen)}: [{', '.join(map(ast.unparse, views))}]"
     make = eval(compile(source, "<views that a graph returns>", "eval"), names)
     pick_seen = _several([tensors.index(name) for name in seen])
 
-    def finish(outputs: Sequence[Any], kept: Sequence[Any]) -> tuple[Any, ...]:
+    def with_views(outputs: Sequence[Any], kept: Sequence[Any]) -> tuple[Any, ...]:
         given = [*outputs, *kept]
         return tuple(pick([*given, *make(*pick_seen(given)), *constants]))
 
-    return finish
+    return _Finish(with_views, constants, None)
 
 
 @dataclass(frozen=True, slots=True)

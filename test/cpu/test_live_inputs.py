@@ -492,7 +492,7 @@ class TestCopies(LiveInputsTestCase):
         self.assertEqual(graph.launch()[0], [h.data_ptr()])
         live.finish()
         for tensor, stays in ((h, True), (g, True), (g, False), (g, True), (h, False)):
-            self.assertIsNone(live.prepare([tensor], lambda t, answer=stays: answer))
+            self.assertIsNone(live.prepare([tensor], stays=lambda t, answer=stays: answer))
             live.take([tensor])
             ((launched,),) = graph.launch()
             self.assertEqual(launched == tensor.data_ptr(), stays)

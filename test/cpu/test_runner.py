@@ -320,7 +320,7 @@ class TestViewsInside(RunnerTestCase):
             call, count, outputs, _ = program
             _, model = self.check(call, count, Partition(outputs))
             if "reinterpret" not in call:
-                self.assertIsNone(model.finish)
+                self.assertIsNone(model.as_returned)
 
         check()
 
@@ -344,16 +344,16 @@ class TestViewsInside(RunnerTestCase):
             "reinterpret_tensor(buf1, (1, ), (1, ), 0)",
         ):
             _, model = self.check(CALL.replace("None", more), 3, Partition(tensors_numbered(2)))
-            self.assertIsNone(model.finish)
+            self.assertIsNone(model.as_returned)
 
     def test_an_output_that_is_an_input(self):
         """It is the input of each call, which no recording can give."""
         call = CALL.replace("(buf0, buf1) =", "(buf0, arg0_1) =").replace("buf1", "arg0_1")
         _, model = self.check(call, 3, Partition([torch.zeros(64), 1]))
-        self.assertIsNone(model.finish)
+        self.assertIsNone(model.as_returned)
         alias = CALL.replace("args.clear()", "args.clear()\ns0 = arg0_1").replace("buf1", "s0")
         _, model = self.check(alias, 3, Partition([torch.zeros(64), 1]))
-        self.assertIsNone(model.finish)
+        self.assertIsNone(model.as_returned)
 
     def test_what_is_no_function_of_this_code(self):
         """Another's would be called in other places as well."""
@@ -363,7 +363,7 @@ class TestViewsInside(RunnerTestCase):
         short.partitions = [entered(other, other)]
         given_ = tensors_numbered(3)
         self.assertAreSame(shortened(short.call)(list(given_)), long.call(list(given_)))
-        self.assertIsNone(other.finish)
+        self.assertIsNone(other.as_returned)
 
     def test_addresses_that_are_not_given(self):
         """Then a function is not entered, and is as it was."""
@@ -372,7 +372,7 @@ class TestViewsInside(RunnerTestCase):
             long, short, model = self.graphed(CALL, partition)
         given_ = tensors_numbered(3)
         self.assertAreSame(shortened(short.call)(list(given_)), long.call(list(given_)))
-        self.assertIsNone(model.finish)
+        self.assertIsNone(model.as_returned)
 
 
 class TestShortened(RunnerTestCase):

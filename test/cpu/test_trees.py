@@ -395,7 +395,7 @@ class TestSteadyReplay(TestCase):
         self.manager = Manager.__new__(Manager)
         state = {
             "graph": object(),
-            "_current_node": None,
+            "current_node": None,
             "path_state": cudagraph_trees.ExecutionState.NONE,
             "current_gen": -1,
             "running_forwards_with_pending_backwards": False,
@@ -408,7 +408,8 @@ class TestSteadyReplay(TestCase):
             "has_live_user_visible_output_cloning": False,
             "_ways": {},
         }
-        vars(self.manager).update(state)
+        for name, value in state.items():
+            setattr(self.manager, name, value)
         name = "skip_cudagraph" if "skip_cudagraph" in Upstream.__init__.__code__.co_names else HINT
         vars(self.manager)[name] = self.skipped = collections.defaultdict(dict)
 

@@ -1,0 +1,202 @@
+/* A steady replay in C++, see steady_entry.cpp: what it is made of. */
+
+#pragma once
+
+#include "tensors.h"
+
+#include <torch/csrc/utils/object_ptr.h>
+
+#include <vector>
+
+namespace pygraph {
+
+using Ref = THPObjectPtr; // a reference that is given back
+
+enum class Answer { no, yes, by_hand, error };
+
+/* An attribute. Of our own classes the hot ones are slots: of the type that was asked last, where they are is known. */
+class Attribute {
+  public:
+    PyObject *name = nullptr; // interned
+
+    /* NULL with an exception. */
+    Ref of(PyObject *object) {
+        if (Py_TYPE(object) != type && Py_TYPE(object) != without)
+            find(Py_TYPE(object));
+        if (Py_TYPE(object) == type) {
+            PyObject *value = *slot(object);
+            if (value != nullptr)
+                return Ref(Py_NewRef(value));
+        }
+        return Ref(PyObject_GetAttr(object, name));
+    }
+
+    /* False with an exception. */
+    bool set(PyObject *object, PyObject *value) {
+        if (Py_TYPE(object) != type)
+            return PyObject_SetAttr(object, name, value) == 0;
+        if (*slot(object) == value)
+            return true;
+        Ref before(*slot(object));
+        *slot(object) = Py_NewRef(value);
+        return true;
+    }
+
+    /* Whether it is true; -1 with an exception. */
+    int is_true(PyObject *object) {
+        Ref value = of(object);
+        return value ? PyObject_IsTrue(value.get()) : -1;
+    }
+
+  private:
+    PyTypeObject *type = nullptr, *without = nullptr; // held: the last one with such a slot, and the last one without
+    Py_ssize_t offset = 0;
+
+    PyObject **slot(PyObject *object) const {
+        return reinterpret_cast<PyObject **>(reinterpret_cast<char *>(object) + offset);
+    }
+
+    void find(PyTypeObject *asked);
+};
+
+#define ATTRIBUTES(each)                                                                                              \
+    each(function, manager) each(function, function_id) each(function, was_asked) each(manager, graph)                \
+    each(manager, _current_node) each(manager, current_gen) each(manager, _ways)                                       \
+    each(manager, running_forwards_with_pending_backwards) each(manager, has_live_user_visible_output_cloning)        \
+    each(manager, mode) each(manager, compile_id) each(manager, path_state) each(steps, mark_step_counter)            \
+    each(generations, generation) each(way, node) each(way, begins) each(way, replay) each(way, mode)                 \
+    each(way, compile_id) each(live, _settled) each(live, _pool) each(live, _pool_seen) each(live, prepare)           \
+    each(live, temporary) each(pool, changes) each(log, replays) each(recording, _check_what_died)                    \
+    each(recording, reconstruct_outputs) each(recording, replay) each(graph, replay)
+#define DECLARE(owner, name) Attribute owner##_##name;
+struct Attributes {
+    ATTRIBUTES(DECLARE)
+};
+#undef DECLARE
+extern Attributes the;
+
+/* Where a tensor was found the last time. */
+struct Known {
+    const void *object = nullptr, *tensor = nullptr, *storage = nullptr;
+
+    /* Always inlined: a function that does nothing else is taken for one that does nothing. */
+    __attribute__((always_inline)) void load() const {
+        // Of each what is read, wherever the lines of the cache are cut.
+        ahead(object, 16);
+        ahead(tensor, 16), ahead(tensor, sizeof(c10::TensorImpl) - 40);
+        ahead(storage, 16), ahead(storage, 60);
+    }
+
+    void note(PyObject *found) {
+        const c10::TensorImpl *impl = THPVariable_Unpack(found).unsafeGetTensorImpl();
+        const void *held = impl->unsafe_storage().unsafeGetStorageImpl();
+        if (object != found || tensor != impl || storage != held)
+            *this = Known{found, impl, held};
+    }
+
+    __attribute__((always_inline)) static void ahead(const void *begin, size_t offset) {
+        __builtin_prefetch(static_cast<const char *>(begin) + offset);
+    }
+};
+
+struct Watched {
+    uint64_t index, address;
+    Known known;
+};
+
+/* The inputs of a call: in the order of the caller, or in that of the recording. */
+struct Inputs {
+    PyObject *list;
+    const std::vector<uint64_t> *order; // NULL where both are the same
+
+    Py_ssize_t place(uint64_t index) const { return static_cast<Py_ssize_t>(order ? (*order)[index] : index); }
+
+    PyObject *at(uint64_t index) const {
+        return index < static_cast<uint64_t>(PyList_GET_SIZE(list)) ? PyList_GET_ITEM(list, place(index)) : nullptr;
+    }
+
+    /* Puts them into the order of the recording; false where the list has another length by now. */
+    bool arrange() {
+        if (order == nullptr)
+            return true;
+        if (static_cast<size_t>(PyList_GET_SIZE(list)) != order->size())
+            return false;
+        std::vector<PyObject *> items;
+        for (const uint64_t place : *order)
+            items.push_back(PyList_GET_ITEM(list, static_cast<Py_ssize_t>(place)));
+        for (size_t i = 0; i < items.size(); i++) // the list holds what it held, so no reference changes
+            PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), items[i]);
+        order = nullptr;
+        return true;
+    }
+
+    /* Takes that back. */
+    void arrange_back(const std::vector<uint64_t> *before) {
+        if (order == before || static_cast<size_t>(PyList_GET_SIZE(list)) != before->size())
+            return;
+        std::vector<PyObject *> items(before->size());
+        for (size_t i = 0; i < items.size(); i++)
+            items[(*before)[i]] = PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i));
+        for (size_t i = 0; i < items.size(); i++)
+            PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), items[i]);
+        order = before;
+    }
+};
+
+/* Numbers that are packed in bytes; false with an exception. */
+bool unpack(PyObject *bytes, std::vector<uint64_t> *numbers);
+
+/* Outputs that have to be dead. */
+struct Mortal {
+    struct Run {
+        PyObject *list;
+        std::vector<Watched> outputs;
+    };
+    PyObject *ask = nullptr; // in Python, of which more outputs can be asked; NULL where there are none
+    std::vector<Run> runs;
+
+    /* From None, or from pairs of lists and indices and what to ask; false with an exception. */
+    bool take(PyObject *given);
+    int visit(visitproc visit, void *arg) const;
+    void clear();
+    /* 1, 0, or -1 with an exception. */
+    int are_dead();
+
+  private:
+    bool seem_dead();
+};
+
+struct Replay {
+    PyObject_HEAD
+    struct State {
+        PyObject *recording = nullptr; // a weak reference
+        PyObject *live = nullptr;      // or NULL
+        PyObject *log = nullptr, *graph = nullptr;
+        PyObject *cached = nullptr, *others = nullptr; // what is returned, see outputs() in tensors.cpp
+        std::vector<Watched> fixed, asked;
+        std::vector<uint64_t> managed; // let go of
+        Mortal before, after;
+    } *state;
+};
+
+extern PyType_Spec replay_spec;
+
+/* The state of a Replay; NULL for any other object. */
+Replay::State *replay_in(PyObject *object);
+
+/* What Recording.takes does. by_hand, and nothing was done, where Python has to do it; `is_copied` where it has to replay. */
+Answer take(Replay::State *state, Inputs &inputs, bool *is_copied);
+
+/* Launches the graph; false with an exception. */
+bool launch(const Replay::State *replay);
+
+/* The outputs of a recording as a list; NULL with an exception. */
+Ref outputs_of(PyObject *recording, const Replay::State *replay);
+
+/* The function that makes an object, for a type. */
+template <PyObject *(*make)(PyTypeObject *, PyObject *, PyObject *)>
+PyObject *translate(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    return translated([&] { return make(type, arguments, keywords); });
+}
+
+} // namespace pygraph

@@ -1,0 +1,301 @@
+/* One recording's part in a steady replay: pygraph_trees._tensors.Replay, see steady_entry.cpp.
+
+   What is read of a tensor lies in three places, each of which leads to the next, and between two calls of a model all of
+   them have left the caches. Where they were at the last call is remembered and loaded ahead, several at once. Only ever
+   loaded: what is believed is read from the objects themselves. */
+
+#include "steady.h"
+
+#include <structmember.h>
+
+using namespace pygraph;
+
+Attributes pygraph::the;
+
+void Attribute::find(PyTypeObject *asked) {
+    bool is_slot = false;
+    if (asked->tp_getattro == PyObject_GenericGetAttr && asked->tp_setattro == PyObject_GenericSetAttr) {
+        Ref descriptor(PyObject_GetAttr(reinterpret_cast<PyObject *>(asked), name));
+        PyErr_Clear(); // of the type there is none
+        if (descriptor && Py_IS_TYPE(descriptor.get(), &PyMemberDescr_Type)) {
+            const PyMemberDef *member = reinterpret_cast<PyMemberDescrObject *>(descriptor.get())->d_member;
+            is_slot = member->type == T_OBJECT_EX;
+            offset = is_slot ? member->offset : offset;
+        }
+    }
+    PyTypeObject *&known = is_slot ? type : without;
+    PyTypeObject *before = known;
+    known = reinterpret_cast<PyTypeObject *>(Py_NewRef(reinterpret_cast<PyObject *>(asked)));
+    Py_XDECREF(before);
+}
+
+namespace {
+
+constexpr size_t AHEAD = 12; // tensors
+
+/* Loads what comes some tensors later, and at the first what comes before that. */
+__attribute__((always_inline)) inline void load(const std::vector<Watched> &watched, size_t i) {
+    for (size_t next = i == 0 ? 0 : i + AHEAD; next <= i + AHEAD && next < watched.size(); next++)
+        watched[next].known.load();
+}
+
+} // namespace
+
+bool pygraph::unpack(PyObject *bytes, std::vector<uint64_t> *numbers) {
+    Packed<uint64_t> packed;
+    if (!packed.take(bytes))
+        return false;
+    for (Py_ssize_t i = 0; i < packed.count; i++)
+        numbers->push_back(packed[i]);
+    return true;
+}
+
+bool Mortal::take(PyObject *given) {
+    PyObject *groups = nullptr, *asked = nullptr;
+    if (given == Py_None)
+        return true;
+    if (!PyTuple_Check(given) || !PyArg_ParseTuple(given, "O!O", &PyTuple_Type, &groups, &asked)) {
+        PyErr_SetString(PyExc_TypeError, "expected groups of outputs and what to ask");
+        return false;
+    }
+    ask = Py_NewRef(asked);
+    for (Py_ssize_t g = 0; g < PyTuple_GET_SIZE(groups); g++) {
+        PyObject *list = nullptr, *bytes = nullptr;
+        std::vector<uint64_t> indices;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(groups, g), "O!O", &PyList_Type, &list, &bytes) ||
+            !unpack(bytes, &indices))
+            return false;
+        runs.push_back({Py_NewRef(list), {}});
+        for (const uint64_t index : indices)
+            runs.back().outputs.push_back({index, 0, {}});
+    }
+    return true;
+}
+
+int Mortal::visit(visitproc visit, void *arg) const {
+    Py_VISIT(ask);
+    for (const Run &run : runs)
+        Py_VISIT(run.list);
+    return 0;
+}
+
+void Mortal::clear() {
+    Py_CLEAR(ask);
+    for (Run &run : runs)
+        Py_CLEAR(run.list);
+    runs.clear();
+}
+
+int Mortal::are_dead() {
+    if (ask == nullptr || seem_dead())
+        return 1;
+    if (PyErr_Occurred())
+        return -1;
+    Ref answer(PyObject_CallNoArgs(ask));
+    return answer ? PyObject_IsTrue(answer.get()) : -1;
+}
+
+bool Mortal::seem_dead() {
+    for (Run &run : runs)
+        for (size_t i = 0; i < run.outputs.size(); i++) {
+            load(run.outputs, i);
+            Watched &output = run.outputs[i];
+            if (output.index >= static_cast<uint64_t>(PyList_GET_SIZE(run.list)))
+                return false;
+            PyObject *object = PyList_GET_ITEM(run.list, static_cast<Py_ssize_t>(output.index));
+            if (object == Py_None || !is_dead(object))
+                return false;
+            output.known.note(object);
+        }
+    return true;
+}
+
+namespace {
+
+PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    static const char *known[] = {"recording", "live",    "log",    "graph", "cached", "others",
+                                  "places",    "patched", "managed", "before", "after", nullptr};
+    PyObject *recording, *live, *log, *graph, *cached, *others, *places, *patched, *managed, *before, *after;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOO!O!OOOOO", const_cast<char **>(known), &recording, &live,
+                                     &log, &graph, &PyList_Type, &cached, &PyList_Type, &others, &places, &patched,
+                                     &managed, &before, &after))
+        return nullptr;
+    Ref made(type->tp_alloc(type, 0));
+    if (!made)
+        return nullptr;
+    auto *state = reinterpret_cast<Replay *>(made.get())->state = new Replay::State;
+    state->recording = Py_NewRef(recording);
+    state->live = live == Py_None ? nullptr : Py_NewRef(live);
+    state->log = Py_NewRef(log);
+    state->graph = Py_NewRef(graph);
+    state->cached = Py_NewRef(cached);
+    state->others = Py_NewRef(others);
+    Packed<Place> fixed;
+    std::vector<uint64_t> asked;
+    if (!fixed.take(places) || !unpack(patched, &asked) || !unpack(managed, &state->managed) ||
+        !state->before.take(before) || !state->after.take(after))
+        return nullptr;
+    for (Py_ssize_t i = 0; i < fixed.count; i++)
+        state->fixed.push_back({fixed[i].index, fixed[i].address, {}});
+    for (const uint64_t index : asked)
+        state->asked.push_back({index, 0, {}});
+    return made.release();
+}
+
+int replay_traverse(PyObject *self, visitproc visit, void *arg) {
+    const auto *state = reinterpret_cast<Replay *>(self)->state;
+    Py_VISIT(Py_TYPE(self));
+    if (state == nullptr)
+        return 0;
+    for (PyObject *held : {state->recording, state->live, state->log, state->graph, state->cached, state->others})
+        Py_VISIT(held);
+    const int found = state->before.visit(visit, arg);
+    return found != 0 ? found : state->after.visit(visit, arg);
+}
+
+int replay_clear(PyObject *self) {
+    auto *state = reinterpret_cast<Replay *>(self)->state;
+    reinterpret_cast<Replay *>(self)->state = nullptr;
+    if (state != nullptr) {
+        state->before.clear();
+        state->after.clear();
+        for (PyObject *held : {state->recording, state->live, state->log, state->graph, state->cached, state->others})
+            Py_XDECREF(held);
+    }
+    delete state;
+    return 0;
+}
+
+void replay_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    replay_clear(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+/* Finds the inputs: whether the fixed ones lie where they should, and where the others do. */
+Answer find(Replay::State *state, const Inputs &inputs) {
+    for (std::vector<Watched> *all : {&state->fixed, &state->asked})
+        for (size_t i = 0; i < all->size(); i++) {
+            load(*all, i);
+            Watched &input = (*all)[i];
+            PyObject *object = inputs.at(input.index);
+            if (object == nullptr || !is_tensor(object))
+                return Answer::by_hand; // which raises
+            const uint64_t address = reinterpret_cast<uintptr_t>(THPVariable_Unpack(object).data_ptr());
+            if (all == &state->asked)
+                input.address = address;
+            else if (address != input.address)
+                return Answer::no;
+            input.known.note(object);
+        }
+    return Answer::yes;
+}
+
+/* Whether the graph holds the addresses that were found, and nothing has to be looked at once more. */
+int is_settled(const Replay::State *state) {
+    Ref settled = the.live__settled.of(state->live);
+    if (!settled)
+        return -1;
+    if (!PyList_Check(settled.get()) || static_cast<size_t>(PyList_GET_SIZE(settled.get())) != state->asked.size())
+        return 0;
+    for (size_t i = 0; i < state->asked.size(); i++) {
+        const uint64_t address = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(settled.get(), static_cast<Py_ssize_t>(i)));
+        if (PyErr_Occurred())
+            return -1;
+        if (address != state->asked[i].address)
+            return 0;
+    }
+    Ref pool, seen, changes;
+    if (!(pool = the.live__pool.of(state->live)) || !(seen = the.live__pool_seen.of(state->live)) ||
+        !(changes = the.pool_changes.of(pool.get())))
+        return -1;
+    return PyObject_RichCompareBool(changes.get(), seen.get(), Py_EQ);
+}
+
+/* Asks Python to make the graph hold them. */
+Answer prepare(Replay::State *state, Inputs &inputs, bool *is_copied) {
+    Ref seen(PyList_New(static_cast<Py_ssize_t>(state->asked.size())));
+    for (size_t i = 0; seen && i < state->asked.size(); i++) {
+        PyObject *number = PyLong_FromUnsignedLongLong(state->asked[i].address);
+        if (number == nullptr)
+            return Answer::error;
+        PyList_SET_ITEM(seen.get(), static_cast<Py_ssize_t>(i), number);
+    }
+    if (!seen)
+        return Answer::error;
+    inputs.arrange();
+    Ref why_not(PyObject_CallMethodObjArgs(state->live, the.live_prepare.name, inputs.list, seen.get(), nullptr));
+    if (!why_not)
+        return Answer::error;
+    if (why_not.get() != Py_None)
+        return Answer::no;
+    const int copied = the.live_temporary.is_true(state->live);
+    *is_copied = copied > 0;
+    return copied < 0 ? Answer::error : Answer::yes;
+}
+
+PyType_Slot slots[] = {
+    {Py_tp_doc, const_cast<char *>("One recording's part in a steady replay; see the source.")},
+    {Py_tp_new, reinterpret_cast<void *>(translate<make_replay>)},
+    {Py_tp_dealloc, reinterpret_cast<void *>(replay_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void *>(replay_traverse)},
+    {Py_tp_clear, reinterpret_cast<void *>(replay_clear)},
+    {0, nullptr},
+};
+
+} // namespace
+
+PyType_Spec pygraph::replay_spec = {
+    "pygraph_trees._tensors.Replay", sizeof(Replay), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots,
+};
+
+Replay::State *pygraph::replay_in(PyObject *object) {
+    return Py_TYPE(object)->tp_dealloc == replay_dealloc ? reinterpret_cast<Replay *>(object)->state : nullptr;
+}
+
+Answer pygraph::take(Replay::State *state, Inputs &inputs, bool *is_copied) {
+    const Answer found = find(state, inputs);
+    if (found != Answer::yes)
+        return found;
+    const int died = state->before.are_dead();
+    if (died <= 0)
+        return died < 0 ? Answer::error : Answer::no;
+    if (state->live != nullptr) {
+        const int settled = is_settled(state);
+        if (settled < 0)
+            return Answer::error;
+        if (!settled) {
+            const Answer prepared = prepare(state, inputs, is_copied);
+            if (prepared != Answer::yes)
+                return prepared;
+        }
+    }
+    for (const uint64_t index : state->managed) { // may run code of whoever is let go of, hence PyList_SetItem
+        if (PyList_SetItem(inputs.list, inputs.place(index), Py_NewRef(Py_None)) < 0)
+            return Answer::error;
+    }
+    const int dead = state->after.are_dead();
+    if (dead == 0) {
+        Ref recording(PyObject_CallNoArgs(state->recording));
+        Ref checked(recording ? PyObject_CallMethodNoArgs(recording.get(), the.recording__check_what_died.name) : nullptr);
+        return checked ? Answer::yes : Answer::error;
+    }
+    return dead < 0 ? Answer::error : Answer::yes;
+}
+
+bool pygraph::launch(const Replay::State *replay) {
+    Ref count = the.log_replays.of(replay->log), one(PyLong_FromLong(1));
+    Ref more(count && one ? PyNumber_Add(count.get(), one.get()) : nullptr);
+    if (!more || !the.log_replays.set(replay->log, more.get()))
+        return false;
+    return bool(Ref(PyObject_CallMethodNoArgs(replay->graph, the.graph_replay.name)));
+}
+
+Ref pygraph::outputs_of(PyObject *recording, const Replay::State *replay) {
+    Ref outputs(outputs_once_more(replay->cached, replay->others));
+    if (outputs.get() == Py_None)
+        return Ref(PyObject_CallMethodNoArgs(recording, the.recording_reconstruct_outputs.name));
+    return outputs;
+}

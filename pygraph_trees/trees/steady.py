@@ -1,0 +1,110 @@
+"""A steady replay in C++, from the call of a compiled graph to its return, where that part was built.
+
+The Python code does the same and is what is run elsewhere: ``steadily`` of a function or of the code around its only
+partition, ``Manager.replay_steadily``, ``Recording.takes`` and ``Recording.replay``. :func:`entry` puts one C++ callable
+in its place, which goes through the state of the manager itself and asks the recording's :func:`replay` about its
+inputs; wherever anything is not as usual it calls the Python code, before anything is done.
+
+Python's dozen calls of functions take 12 µs a replay with warm caches, but what a training step does between two
+replays leaves nothing of them in the caches.
+"""
+
+from __future__ import annotations
+
+import struct
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch._dynamo.mutation_guard import GenerationTracker
+from torch._inductor import cudagraph_trees
+
+from pygraph_trees import tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .function import FunctionModel
+    from .recording import Recording
+
+    Steadily = Callable[[list[Any]], Any]
+
+_MODE = cudagraph_trees.CompilationMode
+# Since 2.14 a manager may clone outputs that are alive at a new step.
+_MAY_CLONE = "has_live_user_visible_output_cloning" in cudagraph_trees.CUDAGraphTreeManager.__init__.__code__.co_names
+
+
+def entry(
+    by_hand: Steadily,
+    function: FunctionModel,
+    *,
+    runner: tuple[list[Any], Any] | None = None,
+    order: Sequence[int] | None = None,
+    kept: Sequence[int] = (),
+    picks: Sequence[int] | None = None,
+    constants: Sequence[Any] = (),
+    finish: Callable[[Sequence[Any], Sequence[Any]], Any] | None = None,
+) -> Steadily:
+    """Does what ``by_hand`` does for a list of inputs: the outputs of a steady replay, or None.
+
+    Args:
+        function: whose replay it is.
+        runner: of the code around the function, the list of partitions, and the partition that has to be its only one.
+        order: of the inputs, the number of each that the function is given.
+        kept: the numbers of inputs that are returned.
+        picks: what is returned, by number, of the outputs, the kept inputs and the constants one behind another; all
+            outputs as a list where that is None.
+        constants: that are returned.
+        finish: makes what is returned of outputs and kept inputs; ``picks`` is not looked at then.
+    """
+    if tensors.native is None:
+        return by_hand
+    made: Steadily = tensors.native.Entry(
+        by_hand=by_hand,
+        function=function,
+        runner=runner,
+        order=None if order is None else _packed(order),
+        kept=_packed(kept),
+        picks=None if picks is None else _packed(picks),
+        constants=tuple(constants),
+        finish=finish,
+        steps=cudagraph_trees.MarkStepBox,
+        generations=GenerationTracker,
+        execution=cudagraph_trees.ExecutionState.EXECUTION,
+        forward=_MODE.FORWARD,
+        backward=_MODE.BACKWARD,
+        clones=_MAY_CLONE,
+    )
+    return made
+
+
+def replay(recording: Recording, managed: Sequence[int], others: Sequence[Any]) -> Any:
+    """A steady recording's part, for which nothing is done around the launch; None without the part in C++.
+
+    Args:
+        managed: the inputs that are let go of.
+        others: by output, what is not cached (see :func:`pygraph_trees.tensors.once_more`).
+    """
+    if tensors.native is None or recording.graph is None:
+        return None
+    live = recording.live
+    return tensors.native.Replay(
+        recording=weakref.ref(recording),
+        live=live,
+        log=recording.log,
+        graph=recording.graph,
+        cached=recording.cached_tensor_outputs,
+        others=list(others),
+        places=recording.whereabouts.places,
+        patched=_packed([] if live is None else [item.index for item in live.patched]),
+        managed=_packed(managed),
+        before=_to_ask(recording.deaths_before),
+        after=_to_ask(recording.deaths_after),
+    )
+
+
+def _to_ask(deaths: tensors.Deaths | None) -> tuple[Any, Any] | None:
+    return None if deaths is None else (deaths.groups, deaths.ask)
+
+
+def _packed(indices: Sequence[int]) -> bytes:
+    return struct.pack(f"{len(indices)}Q", *indices)
