@@ -67,7 +67,7 @@ class Attribute {
     each(generations, generation) each(way, node) each(way, begins) each(way, replay) each(way, mode)                 \
     each(way, compile_id) each(live, _settled) each(live, _pool) each(live, _pool_seen) each(live, prepare)           \
     each(live, temporary) each(pool, changes) each(log, replays) each(recording, _check_what_died)                    \
-    each(recording, reconstruct_outputs) each(recording, replay) each(graph, replay)
+    each(recording, _own_outputs) each(recording, replay) each(graph, replay)
 #define DECLARE(owner, name) Attribute owner##_##name;
 struct Attributes {
     ATTRIBUTES(DECLARE)
@@ -168,6 +168,9 @@ struct Mortal {
 
 struct Replay {
     PyObject_HEAD
+    struct Returned {
+        uint64_t input, output;
+    };
     struct State {
         PyObject *recording = nullptr; // a weak reference
         PyObject *live = nullptr;      // or NULL
@@ -175,6 +178,8 @@ struct Replay {
         PyObject *cached = nullptr, *others = nullptr; // what is returned, see outputs() in tensors.cpp
         std::vector<Watched> fixed, asked;
         std::vector<uint64_t> managed; // let go of
+        std::vector<Returned> returned; // inputs that are outputs as they are
+        bool in_python = false;        // an output is something else of an input
         Mortal before, after;
     } *state;
 };

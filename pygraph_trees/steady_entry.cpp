@@ -19,6 +19,10 @@ namespace {
 
 using namespace pygraph;
 
+struct {
+    unsigned long long asked = 0, steady = 0;
+} counts; // of calls that Python was not asked for
+
 struct Entry {
     PyObject_HEAD
     struct State {
@@ -30,6 +34,7 @@ struct Entry {
         PyObject *execution = nullptr, *forward = nullptr, *backward = nullptr;
         bool picks_some = false, clones = false;
         std::vector<uint64_t> order, kept, picks;
+        const void *near[8] = {}; // what the last call read: loaded ahead, as Known is
 
         std::vector<PyObject **> held() {
             return {&by_hand, &function, &partitions, &partition, &finish, &constants,
@@ -194,9 +199,41 @@ Ref returned(const Entry::State *state, Ref &outputs, Ref &kept) {
     return tuple;
 }
 
+/* The outputs of a recording, as a list, for the inputs that it has taken, which are consumed. */
+Ref replayed(Found &found, Replay::State *replay, const Inputs &inputs) {
+    Ref returned(PyTuple_New(static_cast<Py_ssize_t>(replay->returned.size())));
+    for (size_t i = 0; returned && i < replay->returned.size(); i++) {
+        PyObject *input = inputs.at(replay->returned[i].input);
+        if (input == nullptr) {
+            PyErr_SetString(PyExc_IndexError, "the inputs have changed");
+            return Ref();
+        }
+        PyTuple_SET_ITEM(returned.get(), static_cast<Py_ssize_t>(i), Py_NewRef(input));
+    }
+    if (!returned || !launch(replay))
+        return Ref();
+    Ref outputs = outputs_of(found.recording.get(), replay);
+    for (size_t i = 0; outputs && i < replay->returned.size(); i++) {
+        PyObject *input = PyTuple_GET_ITEM(returned.get(), static_cast<Py_ssize_t>(i));
+        if (PySequence_SetItem(outputs.get(), static_cast<Py_ssize_t>(replay->returned[i].output), input) < 0)
+            return Ref();
+    }
+    if (outputs && PyList_SetSlice(inputs.list, 0, PyList_GET_SIZE(inputs.list), nullptr) < 0)
+        return Ref();
+    return outputs;
+}
+
+/* The same where inputs are copied for this call, or outputs are views of them. */
+Ref replayed_in_python(Found &found, Inputs &inputs) {
+    inputs.arrange();
+    return Ref(PyObject_CallMethodObjArgs(found.recording.get(), the.recording_replay.name, inputs.list, nullptr));
+}
+
 PyObject *by_hand(const Entry::State *state, PyObject *inputs) { return PyObject_CallOneArg(state->by_hand, inputs); }
 
 PyObject *entry_steadily(Entry::State *state, PyObject *list) {
+    for (const void *object : state->near)
+        Known::ahead(object, 0), Known::ahead(object, 64);
     const bool arranges = !state->order.empty();
     if (!PyList_CheckExact(list) ||
         (arranges && static_cast<size_t>(PyList_GET_SIZE(list)) != state->order.size()) ||
@@ -231,6 +268,8 @@ PyObject *entry_steadily(Entry::State *state, PyObject *list) {
     Inputs inputs{list, order};
     bool is_copied = false;
     const Answer taken = take(replay, inputs, &is_copied);
+    counts.asked += taken == Answer::yes || taken == Answer::no;
+    counts.steady += taken == Answer::yes;
     if (taken != Answer::yes) {
         if (order != nullptr)
             inputs.arrange_back(order);
@@ -244,14 +283,7 @@ PyObject *entry_steadily(Entry::State *state, PyObject *list) {
     }
     if (!go_on_from(state, found, mode.get()))
         return nullptr;
-    Ref outputs;
-    if (is_copied) {
-        outputs = Ref(PyObject_CallMethodObjArgs(found.recording.get(), the.recording_replay.name, list, nullptr));
-    } else if (launch(replay)) {
-        outputs = outputs_of(found.recording.get(), replay);
-        if (outputs && PyList_SetSlice(list, 0, PyList_GET_SIZE(list), nullptr) < 0)
-            return nullptr;
-    }
+    Ref outputs = is_copied || replay->in_python ? replayed_in_python(found, inputs) : replayed(found, replay, inputs);
     if (!outputs)
         return nullptr;
     if (mode.get() == state->forward || mode.get() == state->backward) {
@@ -259,6 +291,9 @@ PyObject *entry_steadily(Entry::State *state, PyObject *list) {
         if (!the.manager_running_forwards_with_pending_backwards.set(found.manager.get(), pending))
             return nullptr;
     }
+    const void *read[] = {found.manager.get(), found.way.get(), found.replay.get(), replay,
+                          replay->live,        replay->log,     replay->graph,      state->function};
+    std::copy(std::begin(read), std::end(read), state->near);
     return returned(state, outputs, kept).release();
 }
 
@@ -289,6 +324,8 @@ PyType_Spec entry_spec = {
 };
 
 } // namespace
+
+PyObject *pygraph::steady_counts() { return Py_BuildValue("KK", counts.asked, counts.steady); }
 
 bool pygraph::add_steady(PyObject *module) {
 #define INTERN(owner, attribute)                                                                                       \

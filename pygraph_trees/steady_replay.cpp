@@ -114,11 +114,11 @@ namespace {
 
 PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static const char *known[] = {"recording", "live",    "log",    "graph", "cached", "others",
-                                  "places",    "patched", "managed", "before", "after", nullptr};
-    PyObject *recording, *live, *log, *graph, *cached, *others, *places, *patched, *managed, *before, *after;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOO!O!OOOOO", const_cast<char **>(known), &recording, &live,
+                                  "places",    "patched", "managed", "returned", "before", "after", nullptr};
+    PyObject *recording, *live, *log, *graph, *cached, *others, *places, *patched, *managed, *returned, *before, *after;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOO!O!OOOOOO", const_cast<char **>(known), &recording, &live,
                                      &log, &graph, &PyList_Type, &cached, &PyList_Type, &others, &places, &patched,
-                                     &managed, &before, &after))
+                                     &managed, &returned, &before, &after))
         return nullptr;
     Ref made(type->tp_alloc(type, 0));
     if (!made)
@@ -131,14 +131,19 @@ PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keyword
     state->cached = Py_NewRef(cached);
     state->others = Py_NewRef(others);
     Packed<Place> fixed;
+    Packed<Replay::Returned> unchanged;
     std::vector<uint64_t> asked;
     if (!fixed.take(places) || !unpack(patched, &asked) || !unpack(managed, &state->managed) ||
+        (returned != Py_None && !unchanged.take(returned)) ||
         !state->before.take(before) || !state->after.take(after))
         return nullptr;
     for (Py_ssize_t i = 0; i < fixed.count; i++)
         state->fixed.push_back({fixed[i].index, fixed[i].address, {}});
     for (const uint64_t index : asked)
         state->asked.push_back({index, 0, {}});
+    state->in_python = returned == Py_None;
+    for (Py_ssize_t i = 0; i < unchanged.count; i++)
+        state->returned.push_back(unchanged[i]);
     return made.release();
 }
 
@@ -296,6 +301,6 @@ bool pygraph::launch(const Replay::State *replay) {
 Ref pygraph::outputs_of(PyObject *recording, const Replay::State *replay) {
     Ref outputs(outputs_once_more(replay->cached, replay->others));
     if (outputs.get() == Py_None)
-        return Ref(PyObject_CallMethodNoArgs(recording, the.recording_reconstruct_outputs.name));
+        return Ref(PyObject_CallMethodNoArgs(recording, the.recording__own_outputs.name));
     return outputs;
 }

@@ -219,6 +219,8 @@ PyObject *permute(PyObject *const *arguments) {
 
 PyObject *outputs(PyObject *const *arguments) { return outputs_once_more(arguments[0], arguments[1]); }
 
+PyObject *counts(PyObject *const *) { return steady_counts(); }
+
 /* Calls one of the above. */
 template <PyObject *(*function)(PyObject *const *), Py_ssize_t count>
 PyObject *call(PyObject *, PyObject *const *arguments, Py_ssize_t given) {
@@ -238,6 +240,7 @@ PyMethodDef methods[] = {
     METHOD(count_dead, 2, "The first tensor that may be held by somebody else; see the source."),
     METHOD(release, 2, "Puts None in some places of a list; see the source."),
     METHOD(permute, 2, "Puts the items of a list into another order; see the source."),
+    METHOD(counts, 0, "How many calls were asked to be steady replays, and how many were."),
     METHOD(outputs, 2, "Cached tensors and what stands in for the others; see the source."),
     {nullptr, nullptr, 0, nullptr},
 };

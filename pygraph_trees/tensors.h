@@ -1,4 +1,4 @@
-/* What tensors.cpp and steady.cpp share: lists of tensors, packed numbers, and what is read of a tensor. */
+/* What the parts in C++ share: lists of tensors, packed numbers, and what is read of a tensor. */
 
 #pragma once
 
@@ -129,7 +129,10 @@ template <typename Function> PyObject *translated(const Function &function) {
 /* A new list: `cached` with what is None in it taken from `others`; NULL with an exception, Py_None where it cannot be. */
 PyObject *outputs_once_more(PyObject *cached, PyObject *others);
 
-/* Adds the types of steady.cpp to the module; false with an exception. */
+/* How many calls were asked to be steady replays in C++, and how many were. */
+PyObject *steady_counts();
+
+/* Adds the types of steady_entry.cpp and steady_replay.cpp to the module; false with an exception. */
 bool add_steady(PyObject *module);
 
 } // namespace pygraph

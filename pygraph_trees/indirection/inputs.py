@@ -424,9 +424,9 @@ class LiveInputs:
         return self._patched
 
     @property
-    def is_plain(self) -> bool:
-        """Whether nothing is done around a launch, but for copies for one call alone."""
-        return not (self._copied or self.outputs)
+    def copies_some(self) -> bool:
+        """Whether an input is given by copy at each call."""
+        return bool(self._copied)
 
     @property
     def is_copied(self) -> bool:

@@ -122,13 +122,10 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         self.log.inputs = tuple(self._describe_inputs())
         self.copies = any(item.copied_bytes for item in self.log.inputs)
         # Whether nothing is done around the launch of a replay, but for copies of that call alone.
-        self._is_plain = not (
-            _RUN_CHECKS_WHAT_DIED
-            or self.copies
-            or (self._live is not None and not self._live.is_plain)
-            or getattr(wrapped_function, "kernel_free_cudagraph", False)
-        )
-        if self.steady and self._is_plain:
+        copies_some = self.copies or (self._live is not None and self._live.copies_some)
+        done_around = _RUN_CHECKS_WHAT_DIED or copies_some or getattr(wrapped_function, "kernel_free_cudagraph", False)
+        self._is_plain = not (done_around or (self._live is not None and self._live.outputs))
+        if self.steady and not done_around:
             self.native = steady.replay(self, self._dropped, self._constants)
 
     def _prepare_questions(self) -> None:

@@ -23,6 +23,8 @@ from pygraph_trees import tensors
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pygraph_trees.indirection.inputs import LiveInputs
+
     from .function import FunctionModel
     from .recording import Recording
 
@@ -78,7 +80,7 @@ def entry(
 
 
 def replay(recording: Recording, managed: Sequence[int], others: Sequence[Any]) -> Any:
-    """A steady recording's part, for which nothing is done around the launch; None without the part in C++.
+    """A steady recording's part, where it copies no input at each replay; None without the part in C++.
 
     Args:
         managed: the inputs that are let go of.
@@ -97,9 +99,18 @@ def replay(recording: Recording, managed: Sequence[int], others: Sequence[Any]) 
         places=recording.whereabouts.places,
         patched=_packed([] if live is None else [item.index for item in live.patched]),
         managed=_packed(managed),
+        returned=_returned(live),
         before=_to_ask(recording.deaths_before),
         after=_to_ask(recording.deaths_after),
     )
+
+
+def _returned(live: LiveInputs | None) -> bytes | None:
+    """Inputs that are outputs as they are, and the numbers of both; None where an output is a view of one."""
+    outputs = {} if live is None else live.outputs
+    if any(view is not None for _, view in outputs.values()):
+        return None
+    return _packed([number for position, (index, _) in outputs.items() for number in (index, position)])
 
 
 def _to_ask(deaths: tensors.Deaths | None) -> tuple[Any, Any] | None:
