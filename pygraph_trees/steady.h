@@ -102,6 +102,8 @@ struct Known {
 struct Watched {
     uint64_t index, address;
     Known known;
+    bool dies = false;      // an input that has to be dead once it is let go of
+    bool dies_here = false; // and of this call that was seen when it was looked at
 };
 
 /* The inputs of a call: in the order of the caller, or in that of the recording. */
@@ -111,8 +113,12 @@ struct Inputs {
 
     Py_ssize_t place(uint64_t index) const { return static_cast<Py_ssize_t>(order ? (*order)[index] : index); }
 
+    /* NULL where there is none. */
     PyObject *at(uint64_t index) const {
-        return index < static_cast<uint64_t>(PyList_GET_SIZE(list)) ? PyList_GET_ITEM(list, place(index)) : nullptr;
+        if (order != nullptr && index >= order->size())
+            return nullptr;
+        const Py_ssize_t found = place(index);
+        return found >= 0 && found < PyList_GET_SIZE(list) ? PyList_GET_ITEM(list, found) : nullptr;
     }
 
     /* Puts them into the order of the recording; false where the list has another length by now. */
@@ -161,8 +167,14 @@ struct Mortal {
     void clear();
     /* 1, 0, or -1 with an exception. */
     int are_dead();
+    /* Whether all of them are inputs that were seen to die. */
+    bool died_as(const std::vector<Watched> &inputs) const;
+    /* Finds out which inputs they are, by where both were at the call that is done. */
+    void find_among(std::vector<Watched> *inputs);
 
   private:
+    std::vector<size_t> places; // of each one among the inputs; empty where that is not known
+    int looks = 4; // for them
     bool seem_dead();
 };
 
@@ -195,8 +207,12 @@ Answer take(Replay::State *state, Inputs &inputs, bool *is_copied);
 /* Launches the graph; false with an exception. */
 bool launch(const Replay::State *replay);
 
+/* Outputs of a recording that are at hand, for as long as no other code runs: those in its list, what stands for others,
+   and inputs in the places of those that they are. False where they have to be made. */
+bool at_hand(const Replay::State *replay, PyObject *returned, std::vector<PyObject *> *outputs);
+
 /* The outputs of a recording as a list; NULL with an exception. */
-Ref outputs_of(PyObject *recording, const Replay::State *replay);
+Ref outputs_of(PyObject *recording, const Replay::State *replay, PyObject *returned);
 
 /* The function that makes an object, for a type. */
 template <PyObject *(*make)(PyTypeObject *, PyObject *, PyObject *)>

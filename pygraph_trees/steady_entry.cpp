@@ -28,16 +28,17 @@ struct Entry {
     struct State {
         PyObject *by_hand = nullptr, *function = nullptr;
         PyObject *partitions = nullptr, *partition = nullptr; // of the code around it, or NULL
-        PyObject *finish = nullptr;                           // in Python, or NULL
+        PyObject *make_views = nullptr;                       // in Python, or NULL
         PyObject *constants = nullptr;
         PyObject *steps = nullptr, *generations = nullptr; // classes of torch
         PyObject *execution = nullptr, *forward = nullptr, *backward = nullptr;
         bool picks_some = false, clones = false;
-        std::vector<uint64_t> order, kept, picks;
+        std::vector<uint64_t> order, kept, seen, picks;
+        std::vector<PyObject *> outputs; // borrowed, and only while nothing else runs
         const void *near[8] = {}; // what the last call read: loaded ahead, as Known is
 
         std::vector<PyObject **> held() {
-            return {&by_hand, &function, &partitions, &partition, &finish, &constants,
+            return {&by_hand, &function, &partitions, &partition, &make_views, &constants,
                     &steps, &generations, &execution, &forward, &backward};
         }
     } *state;
@@ -45,14 +46,14 @@ struct Entry {
 
 PyObject *make_entry(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static const char *known[] = {"by_hand",   "function", "runner",      "order",     "kept",    "picks",    "constants",
-                                  "finish",    "steps",    "generations", "execution", "forward", "backward", "clones",
-                                  nullptr};
-    PyObject *by_hand, *function, *runner, *order, *kept, *picks, *constants, *finish, *steps, *generations, *execution,
+                                  "make_views", "seen", "steps", "generations", "execution", "forward", "backward",
+                                  "clones", nullptr};
+    PyObject *by_hand, *function, *runner, *order, *kept, *picks, *constants, *make_views, *seen, *steps, *generations, *execution,
         *forward, *backward, *partitions = nullptr, *partition = nullptr;
     int clones = 0;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOO!OOOOOOp", const_cast<char **>(known), &by_hand,
-                                     &function, &runner, &order, &kept, &picks, &PyTuple_Type, &constants, &finish,
-                                     &steps, &generations, &execution, &forward, &backward, &clones) ||
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOO!OOO!O!OOOp", const_cast<char **>(known), &by_hand,
+                                     &function, &runner, &order, &kept, &picks, &PyTuple_Type, &constants, &make_views, &seen,
+                                     &PyType_Type, &steps, &PyType_Type, &generations, &execution, &forward, &backward, &clones) ||
         (runner != Py_None && !PyArg_ParseTuple(runner, "O!O", &PyList_Type, &partitions, &partition)))
         return nullptr;
     Ref made(type->tp_alloc(type, 0));
@@ -63,7 +64,7 @@ PyObject *make_entry(PyTypeObject *type, PyObject *arguments, PyObject *keywords
     state->function = Py_NewRef(function);
     state->partitions = Py_XNewRef(partitions);
     state->partition = Py_XNewRef(partition);
-    state->finish = finish == Py_None ? nullptr : Py_NewRef(finish);
+    state->make_views = make_views == Py_None ? nullptr : Py_NewRef(make_views);
     state->constants = Py_NewRef(constants);
     state->steps = Py_NewRef(steps);
     state->generations = Py_NewRef(generations);
@@ -72,7 +73,7 @@ PyObject *make_entry(PyTypeObject *type, PyObject *arguments, PyObject *keywords
     state->backward = Py_NewRef(backward);
     state->clones = clones != 0;
     state->picks_some = picks != Py_None;
-    if ((order != Py_None && !unpack(order, &state->order)) || !unpack(kept, &state->kept) ||
+    if ((order != Py_None && !unpack(order, &state->order)) || !unpack(kept, &state->kept) || !unpack(seen, &state->seen) ||
         (picks != Py_None && !unpack(picks, &state->picks)))
         return nullptr;
     for (const uint64_t place : state->order)
@@ -116,6 +117,12 @@ struct Found {
     Ref replay;
 };
 
+/* An attribute of a class that is set at each step, which no cache of the interpreter then has; NULL with an exception. */
+Ref of_class(PyObject *type, const Attribute &attribute) {
+    PyObject *value = PyDict_GetItemWithError(reinterpret_cast<PyTypeObject *>(type)->tp_dict, attribute.name);
+    return value == nullptr && !PyErr_Occurred() ? Ref(PyObject_GetAttr(type, attribute.name)) : Ref::dup(value);
+}
+
 /* What Manager.replay_steadily looks at; by_hand where Python has to, also to say what is missing. */
 Answer find_way(const Entry::State *state, Found *found) {
     Ref reference = the.function_manager.of(state->function);
@@ -127,7 +134,7 @@ Answer find_way(const Entry::State *state, Found *found) {
     Ref graph, node, current, ways, steps, function_id, behind, wanted;
     if (!(graph = the.manager_graph.of(manager)) || !(node = the.manager__current_node.of(manager)) ||
         !(current = the.manager_current_gen.of(manager)) || !(ways = the.manager__ways.of(manager)) ||
-        !(steps = the.steps_mark_step_counter.of(state->steps)) ||
+        !(steps = of_class(state->steps, the.steps_mark_step_counter)) ||
         !(function_id = the.function_function_id.of(state->function)))
         return Answer::error;
     if (graph.get() == Py_None || !PyDict_Check(ways.get()))
@@ -139,7 +146,7 @@ Answer find_way(const Entry::State *state, Found *found) {
     const int marked = PyObject_IsTrue(steps.get());
     if (marked < 0)
         return Answer::error;
-    found->generation = marked ? Ref::dup(steps.get()) : the.generations_generation.of(state->generations);
+    found->generation = marked ? Ref::dup(steps.get()) : of_class(state->generations, the.generations_generation);
     if (!found->generation)
         return Answer::error;
     int begins = PyObject_RichCompareBool(current.get(), found->generation.get(), Py_NE);
@@ -172,61 +179,103 @@ bool go_on_from(const Entry::State *state, Found &found, PyObject *mode) {
            the.manager_current_gen.set(manager, found.generation.get());
 }
 
-/* What is returned of these, of inputs that are kept and of constants. */
-Ref returned(const Entry::State *state, Ref &outputs, Ref &kept) {
-    if (!outputs)
-        return Ref();
-    if (state->finish != nullptr)
-        return Ref(PyObject_CallFunctionObjArgs(state->finish, outputs.get(), kept.get(), nullptr));
-    if (!state->picks_some)
-        return Ref::dup(outputs.get());
-    Items rows[3];
-    if (!rows[0].take(outputs.get()) || !rows[1].take(kept.get()) || !rows[2].take(state->constants))
-        return Ref();
-    Ref tuple(PyTuple_New(static_cast<Py_ssize_t>(state->picks.size())));
-    for (size_t i = 0; tuple && i < state->picks.size(); i++) {
-        uint64_t place = state->picks[i];
-        const Items *row = rows;
-        while (row < rows + 2 && place >= static_cast<uint64_t>(row->count))
-            place -= static_cast<uint64_t>((row++)->count);
-        PyObject *item = row->get(place);
-        if (item == nullptr) {
-            PyErr_SetString(PyExc_IndexError, "a graph returns an output that it has not");
+/* Rows of objects that are numbered through. */
+PyObject *item_at(const Items *rows, size_t count, uint64_t number) {
+    for (const Items *row = rows; row < rows + count; row++) {
+        if (number < static_cast<uint64_t>(row->count))
+            return row->at[number];
+        number -= static_cast<uint64_t>(row->count);
+    }
+    PyErr_SetString(PyExc_IndexError, "a graph returns what it has not");
+    return nullptr;
+}
+
+/* A tuple of what some numbers stand for; NULL with an exception. */
+Ref picked(const Items *rows, size_t count, const std::vector<uint64_t> &numbers, Ref tuple) {
+    for (size_t i = 0; tuple && i < numbers.size(); i++) {
+        PyObject *item = item_at(rows, count, numbers[i]);
+        if (item == nullptr)
             return Ref();
-        }
         PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), Py_NewRef(item));
     }
     return tuple;
 }
 
-/* The outputs of a recording, as a list, for the inputs that it has taken, which are consumed. */
-Ref replayed(Found &found, Replay::State *replay, const Inputs &inputs) {
-    Ref returned(PyTuple_New(static_cast<Py_ssize_t>(replay->returned.size())));
-    for (size_t i = 0; returned && i < replay->returned.size(); i++) {
+/* What is returned of outputs, as `take_outputs` gives them, of inputs that are kept, of views of both, and of constants.
+   False from `take_outputs` ends it without an exception. */
+template <typename TakeOutputs> Ref returned(const Entry::State *state, const Ref &kept, const TakeOutputs &take_outputs) {
+    const auto tuple = [](size_t size) { return Ref(PyTuple_New(static_cast<Py_ssize_t>(size))); };
+    Items rows[4]; // taken anew behind whatever may run other code: a new tuple may collect garbage
+    if (!rows[1].take(const_cast<PyObject *>(kept.get())) || !rows[3].take(state->constants))
+        return Ref();
+    Ref views;
+    if (state->make_views != nullptr) {
+        Ref seen = tuple(state->seen.size());
+        if (!seen || !take_outputs(&rows[0]) || !(seen = picked(rows, 2, state->seen, std::move(seen))) ||
+            !(views = Ref(PyObject_CallObject(state->make_views, seen.get()))) || !rows[2].take(views.get()))
+            return Ref();
+    }
+    Ref all = tuple(state->picks.size());
+    if (!all || !take_outputs(&rows[0]))
+        return Ref();
+    return picked(rows, 4, state->picks, std::move(all));
+}
+
+/* The outputs as a list; NULL, maybe with an exception, where they are not at hand. */
+Ref list_at_hand(Entry::State *state, const Replay::State *replay, PyObject *given) {
+    Ref list(PyList_New(PyList_GET_SIZE(replay->others)));
+    if (!list || !at_hand(replay, given, &state->outputs) ||
+        static_cast<size_t>(PyList_GET_SIZE(list.get())) != state->outputs.size())
+        return Ref();
+    for (size_t i = 0; i < state->outputs.size(); i++)
+        PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), Py_NewRef(state->outputs[i]));
+    return list;
+}
+
+/* What is returned where the outputs are in a list. */
+Ref of_list(const Entry::State *state, const Ref &kept, Ref &outputs) {
+    if (!state->picks_some)
+        return std::move(outputs);
+    return returned(state, kept, [&](Items *row) { return row->take(outputs.get()); });
+}
+
+/* What the function gives for the inputs that its recording has taken, which are consumed. */
+Ref replayed(Entry::State *state, Found &found, Replay::State *replay, const Inputs &inputs, const Ref &kept) {
+    Ref given(PyTuple_New(static_cast<Py_ssize_t>(replay->returned.size())));
+    for (size_t i = 0; given && i < replay->returned.size(); i++) {
         PyObject *input = inputs.at(replay->returned[i].input);
         if (input == nullptr) {
             PyErr_SetString(PyExc_IndexError, "the inputs have changed");
             return Ref();
         }
-        PyTuple_SET_ITEM(returned.get(), static_cast<Py_ssize_t>(i), Py_NewRef(input));
+        PyTuple_SET_ITEM(given.get(), static_cast<Py_ssize_t>(i), Py_NewRef(input));
     }
-    if (!returned || !launch(replay))
+    if (!given || !launch(replay))
         return Ref();
-    Ref outputs = outputs_of(found.recording.get(), replay);
-    for (size_t i = 0; outputs && i < replay->returned.size(); i++) {
-        PyObject *input = PyTuple_GET_ITEM(returned.get(), static_cast<Py_ssize_t>(i));
-        if (PySequence_SetItem(outputs.get(), static_cast<Py_ssize_t>(replay->returned[i].output), input) < 0)
-            return Ref();
+    Ref result;
+    if (state->picks_some)
+        result = returned(state, kept, [&](Items *row) {
+            const bool found = at_hand(replay, given.get(), &state->outputs);
+            *row = Items{state->outputs.data(), static_cast<Py_ssize_t>(state->outputs.size())};
+            return found;
+        });
+    if (!result && !PyErr_Occurred()) {
+        Ref outputs = state->picks_some ? Ref() : list_at_hand(state, replay, given.get());
+        if (!outputs && !PyErr_Occurred())
+            outputs = outputs_of(found.recording.get(), replay, given.get());
+        result = outputs ? of_list(state, kept, outputs) : Ref();
     }
-    if (outputs && PyList_SetSlice(inputs.list, 0, PyList_GET_SIZE(inputs.list), nullptr) < 0)
+    if (result && PyList_SetSlice(inputs.list, 0, PyList_GET_SIZE(inputs.list), nullptr) < 0)
         return Ref();
-    return outputs;
+    return result;
 }
 
 /* The same where inputs are copied for this call, or outputs are views of them. */
-Ref replayed_in_python(Found &found, Inputs &inputs) {
+Ref replayed_in_python(const Entry::State *state, Found &found, Inputs &inputs, const Ref &kept) {
     inputs.arrange();
-    return Ref(PyObject_CallMethodObjArgs(found.recording.get(), the.recording_replay.name, inputs.list, nullptr));
+    Ref outputs(
+        PyObject_CallMethodObjArgs(found.recording.get(), the.recording_replay.name, inputs.list, nullptr));
+    return outputs ? of_list(state, kept, outputs) : Ref();
 }
 
 PyObject *by_hand(const Entry::State *state, PyObject *inputs) { return PyObject_CallOneArg(state->by_hand, inputs); }
@@ -283,8 +332,9 @@ PyObject *entry_steadily(Entry::State *state, PyObject *list) {
     }
     if (!go_on_from(state, found, mode.get()))
         return nullptr;
-    Ref outputs = is_copied || replay->in_python ? replayed_in_python(found, inputs) : replayed(found, replay, inputs);
-    if (!outputs)
+    Ref result = is_copied || replay->in_python ? replayed_in_python(state, found, inputs, kept)
+                                                : replayed(state, found, replay, inputs, kept);
+    if (!result)
         return nullptr;
     if (mode.get() == state->forward || mode.get() == state->backward) {
         PyObject *pending = mode.get() == state->forward ? Py_True : Py_False;
@@ -294,7 +344,7 @@ PyObject *entry_steadily(Entry::State *state, PyObject *list) {
     const void *read[] = {found.manager.get(), found.way.get(), found.replay.get(), replay,
                           replay->live,        replay->log,     replay->graph,      state->function};
     std::copy(std::begin(read), std::end(read), state->near);
-    return returned(state, outputs, kept).release();
+    return result.release();
 }
 
 PyObject *entry_call(PyObject *self, PyObject *arguments, PyObject *keywords) {

@@ -8,6 +8,8 @@
 
 #include <structmember.h>
 
+#include <unordered_map>
+
 using namespace pygraph;
 
 Attributes pygraph::the;
@@ -48,6 +50,45 @@ bool pygraph::unpack(PyObject *bytes, std::vector<uint64_t> *numbers) {
     for (Py_ssize_t i = 0; i < packed.count; i++)
         numbers->push_back(packed[i]);
     return true;
+}
+
+/* NULL where a list has shrunk. */
+static PyObject *item_of(PyObject *list, uint64_t index) {
+    return index < static_cast<uint64_t>(PyList_GET_SIZE(list)) ? PyList_GET_ITEM(list, static_cast<Py_ssize_t>(index))
+                                                                : nullptr;
+}
+
+bool Mortal::died_as(const std::vector<Watched> &inputs) const {
+    if (places.empty())
+        return false;
+    size_t number = 0;
+    for (const Run &run : runs)
+        for (const Watched &output : run.outputs) {
+            const Watched &input = inputs[places[number++]];
+            if (!input.dies_here || input.known.object != item_of(run.list, output.index))
+                return false;
+        }
+    return true;
+}
+
+void Mortal::find_among(std::vector<Watched> *inputs) {
+    if (!places.empty() || looks == 0)
+        return;
+    looks--;
+    std::unordered_map<const void *, size_t> by_object;
+    for (size_t i = 0; i < inputs->size(); i++)
+        by_object.emplace((*inputs)[i].known.object, i);
+    std::vector<size_t> found;
+    for (const Run &run : runs)
+        for (const Watched &output : run.outputs) {
+            const auto place = by_object.find(output.known.object);
+            if (place == by_object.end())
+                return;
+            found.push_back(place->second);
+        }
+    places = std::move(found);
+    for (const size_t place : places)
+        (*inputs)[place].dies = true;
 }
 
 bool Mortal::take(PyObject *given) {
@@ -100,10 +141,8 @@ bool Mortal::seem_dead() {
         for (size_t i = 0; i < run.outputs.size(); i++) {
             load(run.outputs, i);
             Watched &output = run.outputs[i];
-            if (output.index >= static_cast<uint64_t>(PyList_GET_SIZE(run.list)))
-                return false;
-            PyObject *object = PyList_GET_ITEM(run.list, static_cast<Py_ssize_t>(output.index));
-            if (object == Py_None || !is_dead(object))
+            PyObject *object = item_of(run.list, output.index);
+            if (object == nullptr || object == Py_None || !is_dead(object))
                 return false;
             output.known.note(object);
         }
@@ -194,6 +233,8 @@ Answer find(Replay::State *state, const Inputs &inputs) {
             else if (address != input.address)
                 return Answer::no;
             input.known.note(object);
+            if (input.dies)
+                input.dies_here = is_dead(object, 2); // the list of inputs has the other reference
         }
     return Answer::yes;
 }
@@ -264,6 +305,7 @@ Answer pygraph::take(Replay::State *state, Inputs &inputs, bool *is_copied) {
     const Answer found = find(state, inputs);
     if (found != Answer::yes)
         return found;
+    bool is_seen = true; // what was seen of the inputs: only C++ ran in between
     const int died = state->before.are_dead();
     if (died <= 0)
         return died < 0 ? Answer::error : Answer::no;
@@ -275,13 +317,22 @@ Answer pygraph::take(Replay::State *state, Inputs &inputs, bool *is_copied) {
             const Answer prepared = prepare(state, inputs, is_copied);
             if (prepared != Answer::yes)
                 return prepared;
+            is_seen = false;
         }
     }
-    for (const uint64_t index : state->managed) { // may run code of whoever is let go of, hence PyList_SetItem
-        if (PyList_SetItem(inputs.list, inputs.place(index), Py_NewRef(Py_None)) < 0)
+    is_seen = is_seen && state->after.died_as(state->fixed);
+    for (const uint64_t index : state->managed) {
+        PyObject *input = inputs.at(index); // anew each time: code of whoever is let go of may run
+        if (input == nullptr) {
+            PyErr_SetString(PyExc_IndexError, "the inputs have changed");
             return Answer::error;
+        }
+        PyList_SET_ITEM(inputs.list, inputs.place(index), Py_NewRef(Py_None));
+        Py_DECREF(input);
     }
-    const int dead = state->after.are_dead();
+    const int dead = is_seen ? 1 : state->after.are_dead();
+    if (dead == 1 && !is_seen)
+        state->after.find_among(&state->fixed);
     if (dead == 0) {
         Ref recording(PyObject_CallNoArgs(state->recording));
         Ref checked(recording ? PyObject_CallMethodNoArgs(recording.get(), the.recording__check_what_died.name) : nullptr);
@@ -298,9 +349,38 @@ bool pygraph::launch(const Replay::State *replay) {
     return bool(Ref(PyObject_CallMethodNoArgs(replay->graph, the.graph_replay.name)));
 }
 
-Ref pygraph::outputs_of(PyObject *recording, const Replay::State *replay) {
-    Ref outputs(outputs_once_more(replay->cached, replay->others));
-    if (outputs.get() == Py_None)
-        return Ref(PyObject_CallMethodNoArgs(recording, the.recording__own_outputs.name));
+bool pygraph::at_hand(const Replay::State *replay, PyObject *returned, std::vector<PyObject *> *outputs) {
+    const Py_ssize_t count = PyList_GET_SIZE(replay->others);
+    if (count == 0 || PyList_GET_SIZE(replay->cached) != count)
+        return false;
+    constexpr Py_ssize_t further = 16;
+    outputs->resize(static_cast<size_t>(count));
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (i + further < count) {
+            const PyObject *later = PyList_GET_ITEM(replay->cached, i + further);
+            Known::ahead(later, 0), Known::ahead(later, 32);
+        }
+        PyObject *output = PyList_GET_ITEM(replay->cached, i);
+        if (output == Py_None)
+            output = PyList_GET_ITEM(replay->others, i);
+        else if (!is_tensor(output) || reinterpret_cast<THPVariable *>(output)->backward_hooks != nullptr)
+            return false; // torch takes hooks away
+        if (output == Py_NotImplemented)
+            return false;
+        (*outputs)[static_cast<size_t>(i)] = output;
+    }
+    for (size_t i = 0; i < replay->returned.size(); i++)
+        if (replay->returned[i].output < outputs->size())
+            (*outputs)[replay->returned[i].output] = PyTuple_GET_ITEM(returned, static_cast<Py_ssize_t>(i));
+    return true;
+}
+
+Ref pygraph::outputs_of(PyObject *recording, const Replay::State *replay, PyObject *returned) {
+    Ref outputs(PyObject_CallMethodNoArgs(recording, the.recording__own_outputs.name));
+    for (size_t i = 0; outputs && i < replay->returned.size(); i++) {
+        PyObject *input = PyTuple_GET_ITEM(returned, static_cast<Py_ssize_t>(i));
+        if (PySequence_SetItem(outputs.get(), static_cast<Py_ssize_t>(replay->returned[i].output), input) < 0)
+            return Ref();
+    }
     return outputs;
 }

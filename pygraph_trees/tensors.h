@@ -102,10 +102,10 @@ struct Place {
     uint64_t index, address;
 };
 
-/* Whether one reference of the list is all there is: no other in Python or C++, no graph of autograd, and of its
-   storage the two that the tensor and its Python object hold. */
-inline bool is_dead(PyObject *object) {
-    if (Py_REFCNT(object) != 1)
+/* Whether one reference of the list (or so many as are given) is all there is: no other in Python or C++, no graph of
+   autograd, and of its storage the two that the tensor and its Python object hold. */
+inline bool is_dead(PyObject *object, Py_ssize_t references = 1) {
+    if (Py_REFCNT(object) != references)
         return false;
     const at::Tensor *tensor = tensor_of(object);
     if (tensor == nullptr || tensor->use_count() != 1)

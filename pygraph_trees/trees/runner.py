@@ -18,7 +18,7 @@ import operator
 import textwrap
 import tokenize
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -112,16 +112,10 @@ def _steadily(runner: Any, code: _Code, finish: _Finish | None) -> Callable[[lis
             return None
         return outputs if finish is None else finish.make(outputs, kept)
 
-    picks = None if finish is None else finish.picks
+    where = {} if finish is None else {field.name: getattr(finish, field.name) for field in fields(finish)[1:]}
+    around = (runner.partitions, partition)
     return entry(
-        steadily,
-        function,
-        runner=(runner.partitions, partition),
-        order=None if order is None else code.given,
-        kept=code.kept,
-        picks=picks,
-        constants=() if finish is None else finish.constants,
-        finish=finish.make if finish is not None and picks is None else None,
+        steadily, function, runner=around, order=None if order is None else code.given, kept=code.kept, **where
     )
 
 
@@ -150,8 +144,11 @@ class _Finish:
     """What is returned of the partition's outputs and of the kept inputs."""
 
     make: Callable[[Sequence[Any], Sequence[Any]], tuple[Any, ...]]
+    # The same in parts, see :func:`.steady.entry`.
+    picks: list[int]
     constants: list[Any]
-    picks: list[int] | None  # numbers in outputs, kept inputs and constants, where no view is made
+    make_views: Callable[..., list[Any]] | None = None
+    seen: Sequence[int] = ()
 
 
 def _finish(code: _Code, names: dict[str, Any]) -> _Finish | None:
@@ -166,17 +163,18 @@ def _finish(code: _Code, names: dict[str, Any]) -> _Finish | None:
     picks = [tensors.index(v.id) if isinstance(v, ast.Name) else next(numbers[type(v)]) for v in code.returned]
     pick = _several(picks)
     if not views:
-        return _Finish(lambda outputs, kept: tuple(pick([*outputs, *kept, *constants])), constants, picks)
+        return _Finish(lambda outputs, kept: tuple(pick([*outputs, *kept, *constants])), picks, constants)
     seen = list(dict.fromkeys(map(_name_in, views)))
     source = f"lambda {', '.join(seen)}: [{', '.join(map(ast.unparse, views))}]"
     make = eval(compile(source, "<views that a graph returns>", "eval"), names)
-    pick_seen = _several([tensors.index(name) for name in seen])
+    numbers_seen = [tensors.index(name) for name in seen]
+    pick_seen = _several(numbers_seen)
 
     def with_views(outputs: Sequence[Any], kept: Sequence[Any]) -> tuple[Any, ...]:
         given = [*outputs, *kept]
         return tuple(pick([*given, *make(*pick_seen(given)), *constants]))
 
-    return _Finish(with_views, constants, None)
+    return _Finish(with_views, picks, constants, make, numbers_seen)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,8 @@ def entry(
     kept: Sequence[int] = (),
     picks: Sequence[int] | None = None,
     constants: Sequence[Any] = (),
-    finish: Callable[[Sequence[Any], Sequence[Any]], Any] | None = None,
+    make_views: Callable[..., Sequence[Any]] | None = None,
+    seen: Sequence[int] = (),
 ) -> Steadily:
     """Does what ``by_hand`` does for a list of inputs: the outputs of a steady replay, or None.
 
@@ -53,10 +54,10 @@ def entry(
         runner: of the code around the function, the list of partitions, and the partition that has to be its only one.
         order: of the inputs, the number of each that the function is given.
         kept: the numbers of inputs that are returned.
-        picks: what is returned, by number, of the outputs, the kept inputs and the constants one behind another; all
-            outputs as a list where that is None.
+        picks: what is returned, by number, of the outputs, the kept inputs, the views and the constants one behind
+            another; all outputs as a list where that is None.
         constants: that are returned.
-        finish: makes what is returned of outputs and kept inputs; ``picks`` is not looked at then.
+        make_views: gives the views, for those outputs and kept inputs that have the numbers ``seen``.
     """
     if tensors.native is None:
         return by_hand
@@ -68,7 +69,8 @@ def entry(
         kept=_packed(kept),
         picks=None if picks is None else _packed(picks),
         constants=tuple(constants),
-        finish=finish,
+        make_views=make_views,
+        seen=_packed(seen),
         steps=cudagraph_trees.MarkStepBox,
         generations=GenerationTracker,
         execution=cudagraph_trees.ExecutionState.EXECUTION,

@@ -260,7 +260,7 @@ class TestSteadyReplay(IndirectionTestCase):
             replay = Manager.replay_steadily
 
             def watched(self, inputs, function_id, replay=replay, finished=finished):
-                finished.add(self.ids_to_funcs[function_id].model.finish is not None)
+                finished.add(self.ids_to_funcs[function_id].model.as_returned is not None)
                 return replay(self, inputs, function_id)
 
             with mock.patch.object(Manager, "replay_steadily", watched):
