@@ -173,8 +173,7 @@ struct Mortal {
     void find_among(std::vector<Watched> *inputs);
 
   private:
-    std::vector<size_t> places; // of each one among the inputs; empty where that is not known
-    int looks = 4; // for them
+    std::vector<size_t> places; // of each one among the inputs, if it is one; empty where that is not known
     bool seem_dead();
 };
 

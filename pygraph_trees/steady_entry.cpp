@@ -15,6 +15,8 @@
 
 #include "steady.h"
 
+#include <torch/csrc/inductor/inductor_ops.h>
+
 namespace {
 
 using namespace pygraph;
@@ -23,36 +25,68 @@ struct {
     unsigned long long asked = 0, steady = 0;
 } counts; // of calls that Python was not asked for
 
+/* A tensor seen in another way: its number among outputs and kept inputs, and what Inductor's reinterpret_tensor takes. */
+struct View {
+    uint64_t number;
+    std::vector<int64_t> sizes, strides;
+    int64_t offset;
+};
+
 struct Entry {
     PyObject_HEAD
     struct State {
         PyObject *by_hand = nullptr, *function = nullptr;
         PyObject *partitions = nullptr, *partition = nullptr; // of the code around it, or NULL
-        PyObject *make_views = nullptr;                       // in Python, or NULL
         PyObject *constants = nullptr;
         PyObject *steps = nullptr, *generations = nullptr; // classes of torch
         PyObject *execution = nullptr, *forward = nullptr, *backward = nullptr;
         bool picks_some = false, clones = false;
-        std::vector<uint64_t> order, kept, seen, picks;
+        std::vector<uint64_t> order, kept, picks;
+        std::vector<View> views;
         std::vector<PyObject *> outputs; // borrowed, and only while nothing else runs
         const void *near[8] = {}; // what the last call read: loaded ahead, as Known is
 
         std::vector<PyObject **> held() {
-            return {&by_hand, &function, &partitions, &partition, &make_views, &constants,
+            return {&by_hand, &function, &partitions, &partition, &constants,
                     &steps, &generations, &execution, &forward, &backward};
         }
     } *state;
 };
 
+bool take_numbers(PyObject *tuple, std::vector<int64_t> *numbers) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); i++)
+        numbers->push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i)));
+    return PyErr_Occurred() == nullptr;
+}
+
+bool take_views(PyObject *sequence, std::vector<View> *views) {
+    Items given;
+    if (!given.take(sequence))
+        return false;
+    for (Py_ssize_t i = 0; i < given.count; i++) {
+        PyObject *sizes, *strides;
+        unsigned long long number = 0;
+        long long offset = 0;
+        View view;
+        if (!PyArg_ParseTuple(given.at[i], "KO!O!L", &number, &PyTuple_Type, &sizes, &PyTuple_Type, &strides, &offset) ||
+            !take_numbers(sizes, &view.sizes) || !take_numbers(strides, &view.strides))
+            return false;
+        view.number = number;
+        view.offset = offset;
+        views->push_back(std::move(view));
+    }
+    return true;
+}
+
 PyObject *make_entry(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static const char *known[] = {"by_hand",   "function", "runner",      "order",     "kept",    "picks",    "constants",
-                                  "make_views", "seen", "steps", "generations", "execution", "forward", "backward",
+                                  "views", "steps", "generations", "execution", "forward", "backward",
                                   "clones", nullptr};
-    PyObject *by_hand, *function, *runner, *order, *kept, *picks, *constants, *make_views, *seen, *steps, *generations, *execution,
+    PyObject *by_hand, *function, *runner, *order, *kept, *picks, *constants, *views, *steps, *generations, *execution,
         *forward, *backward, *partitions = nullptr, *partition = nullptr;
     int clones = 0;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOO!OOO!O!OOOp", const_cast<char **>(known), &by_hand,
-                                     &function, &runner, &order, &kept, &picks, &PyTuple_Type, &constants, &make_views, &seen,
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOO!OO!O!OOOp", const_cast<char **>(known), &by_hand,
+                                     &function, &runner, &order, &kept, &picks, &PyTuple_Type, &constants, &views,
                                      &PyType_Type, &steps, &PyType_Type, &generations, &execution, &forward, &backward, &clones) ||
         (runner != Py_None && !PyArg_ParseTuple(runner, "O!O", &PyList_Type, &partitions, &partition)))
         return nullptr;
@@ -64,7 +98,6 @@ PyObject *make_entry(PyTypeObject *type, PyObject *arguments, PyObject *keywords
     state->function = Py_NewRef(function);
     state->partitions = Py_XNewRef(partitions);
     state->partition = Py_XNewRef(partition);
-    state->make_views = make_views == Py_None ? nullptr : Py_NewRef(make_views);
     state->constants = Py_NewRef(constants);
     state->steps = Py_NewRef(steps);
     state->generations = Py_NewRef(generations);
@@ -73,7 +106,7 @@ PyObject *make_entry(PyTypeObject *type, PyObject *arguments, PyObject *keywords
     state->backward = Py_NewRef(backward);
     state->clones = clones != 0;
     state->picks_some = picks != Py_None;
-    if ((order != Py_None && !unpack(order, &state->order)) || !unpack(kept, &state->kept) || !unpack(seen, &state->seen) ||
+    if ((order != Py_None && !unpack(order, &state->order)) || !unpack(kept, &state->kept) || !take_views(views, &state->views) ||
         (picks != Py_None && !unpack(picks, &state->picks)))
         return nullptr;
     for (const uint64_t place : state->order)
@@ -190,13 +223,24 @@ PyObject *item_at(const Items *rows, size_t count, uint64_t number) {
     return nullptr;
 }
 
-/* A tuple of what some numbers stand for; NULL with an exception. */
-Ref picked(const Items *rows, size_t count, const std::vector<uint64_t> &numbers, Ref tuple) {
-    for (size_t i = 0; tuple && i < numbers.size(); i++) {
-        PyObject *item = item_at(rows, count, numbers[i]);
-        if (item == nullptr)
+/* The views as a tuple; NULL with an exception. */
+Ref viewed(const std::vector<View> &views, const Items *rows) {
+    std::vector<at::Tensor> tensors; // held: to wrap one may collect garbage
+    for (const View &view : views) {
+        PyObject *item = item_at(rows, 2, view.number);
+        const at::Tensor *tensor = item == nullptr ? nullptr : tensor_of(item);
+        if (tensor == nullptr)
             return Ref();
-        PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), Py_NewRef(item));
+        tensors.push_back(*tensor);
+    }
+    Ref tuple(PyTuple_New(static_cast<Py_ssize_t>(views.size())));
+    for (size_t i = 0; tuple && i < views.size(); i++) {
+        const View &view = views[i];
+        PyObject *wrapped = THPVariable_Wrap(
+            torch::inductor::_reinterpret_tensor(tensors[i], view.sizes, view.strides, view.offset));
+        if (wrapped == nullptr)
+            return Ref();
+        PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), wrapped);
     }
     return tuple;
 }
@@ -204,21 +248,23 @@ Ref picked(const Items *rows, size_t count, const std::vector<uint64_t> &numbers
 /* What is returned of outputs, as `take_outputs` gives them, of inputs that are kept, of views of both, and of constants.
    False from `take_outputs` ends it without an exception. */
 template <typename TakeOutputs> Ref returned(const Entry::State *state, const Ref &kept, const TakeOutputs &take_outputs) {
-    const auto tuple = [](size_t size) { return Ref(PyTuple_New(static_cast<Py_ssize_t>(size))); };
     Items rows[4]; // taken anew behind whatever may run other code: a new tuple may collect garbage
     if (!rows[1].take(const_cast<PyObject *>(kept.get())) || !rows[3].take(state->constants))
         return Ref();
     Ref views;
-    if (state->make_views != nullptr) {
-        Ref seen = tuple(state->seen.size());
-        if (!seen || !take_outputs(&rows[0]) || !(seen = picked(rows, 2, state->seen, std::move(seen))) ||
-            !(views = Ref(PyObject_CallObject(state->make_views, seen.get()))) || !rows[2].take(views.get()))
-            return Ref();
-    }
-    Ref all = tuple(state->picks.size());
-    if (!all || !take_outputs(&rows[0]))
+    if (!state->views.empty() &&
+        (!take_outputs(&rows[0]) || !(views = viewed(state->views, rows)) || !rows[2].take(views.get())))
         return Ref();
-    return picked(rows, 4, state->picks, std::move(all));
+    Ref tuple(PyTuple_New(static_cast<Py_ssize_t>(state->picks.size())));
+    if (!tuple || !take_outputs(&rows[0]))
+        return Ref();
+    for (size_t i = 0; i < state->picks.size(); i++) {
+        PyObject *item = item_at(rows, 4, state->picks[i]);
+        if (item == nullptr)
+            return Ref();
+        PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), Py_NewRef(item));
+    }
+    return tuple;
 }
 
 /* The outputs as a list; NULL, maybe with an exception, where they are not at hand. */

@@ -34,6 +34,7 @@ void Attribute::find(PyTypeObject *asked) {
 namespace {
 
 constexpr size_t AHEAD = 12; // tensors
+constexpr size_t NOWHERE = ~size_t{0};
 
 /* Loads what comes some tensors later, and at the first what comes before that. */
 __attribute__((always_inline)) inline void load(const std::vector<Watched> &watched, size_t i) {
@@ -64,31 +65,29 @@ bool Mortal::died_as(const std::vector<Watched> &inputs) const {
     size_t number = 0;
     for (const Run &run : runs)
         for (const Watched &output : run.outputs) {
-            const Watched &input = inputs[places[number++]];
-            if (!input.dies_here || input.known.object != item_of(run.list, output.index))
+            const size_t place = places[number++];
+            PyObject *object = item_of(run.list, output.index);
+            const bool died = place == NOWHERE ? object != nullptr && object != Py_None && is_dead(object)
+                                               : inputs[place].dies_here && inputs[place].known.object == object;
+            if (!died)
                 return false;
         }
     return true;
 }
 
 void Mortal::find_among(std::vector<Watched> *inputs) {
-    if (!places.empty() || looks == 0)
+    if (runs.empty() || !places.empty())
         return;
-    looks--;
     std::unordered_map<const void *, size_t> by_object;
     for (size_t i = 0; i < inputs->size(); i++)
         by_object.emplace((*inputs)[i].known.object, i);
-    std::vector<size_t> found;
     for (const Run &run : runs)
         for (const Watched &output : run.outputs) {
             const auto place = by_object.find(output.known.object);
-            if (place == by_object.end())
-                return;
-            found.push_back(place->second);
+            places.push_back(place == by_object.end() ? NOWHERE : place->second);
+            if (place != by_object.end())
+                (*inputs)[place->second].dies = true;
         }
-    places = std::move(found);
-    for (const size_t place : places)
-        (*inputs)[place].dies = true;
 }
 
 bool Mortal::take(PyObject *given) {
@@ -320,7 +319,8 @@ Answer pygraph::take(Replay::State *state, Inputs &inputs, bool *is_copied) {
             is_seen = false;
         }
     }
-    is_seen = is_seen && state->after.died_as(state->fixed);
+    if (is_seen && state->after.died_as(state->fixed))
+        return Answer::yes; // they are let go of with the other inputs, behind the launch
     for (const uint64_t index : state->managed) {
         PyObject *input = inputs.at(index); // anew each time: code of whoever is let go of may run
         if (input == nullptr) {
@@ -330,8 +330,8 @@ Answer pygraph::take(Replay::State *state, Inputs &inputs, bool *is_copied) {
         PyList_SET_ITEM(inputs.list, inputs.place(index), Py_NewRef(Py_None));
         Py_DECREF(input);
     }
-    const int dead = is_seen ? 1 : state->after.are_dead();
-    if (dead == 1 && !is_seen)
+    const int dead = state->after.are_dead();
+    if (dead == 1)
         state->after.find_among(&state->fixed);
     if (dead == 0) {
         Ref recording(PyObject_CallNoArgs(state->recording));

@@ -97,6 +97,11 @@ class Manager(Upstream):
         "path_state",
         "running_forwards_with_pending_backwards",
     )
+    current_node: Any
+    current_gen: int
+    path_state: Any
+    running_forwards_with_pending_backwards: bool
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._ways: dict[Any, _Way] = {}  # by function: good until upstream is asked for anything but a steady replay
         super().__init__(*args, **kwargs)

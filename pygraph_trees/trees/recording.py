@@ -40,8 +40,8 @@ from pygraph_trees.indirection.inputs import LiveInputs, choose
 from pygraph_trees.indirection.routes import Route
 from pygraph_trees.tensors import Deaths, Whereabouts, once_more, released
 
-from .function import FunctionModel
 from . import steady
+from .function import FunctionModel
 from .pools import ranges_of
 
 if TYPE_CHECKING:

@@ -23,12 +23,16 @@ from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from pygraph_trees.tensors import chosen
 
 from .steady import entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from .steady import View
 
 _VIEW = "reinterpret_tensor"  # of a tensor, with sizes, strides and an offset
 _GIVEN = "partition0_args"
@@ -72,7 +76,7 @@ def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
         return outputs if finish is None else finish.make(outputs, kept)
 
     if sorted(code.given) == list(range(code.count)):
-        run.steadily = _steadily(runner, code, finish)  # type: ignore[attr-defined]
+        run.steadily = _steadily(runner, code, finish, names.get(_VIEW))  # type: ignore[attr-defined]
     return run
 
 
@@ -89,7 +93,7 @@ def _several(indices: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
     return lambda items: [items[index] for index in indices]
 
 
-def _steadily(runner: Any, code: _Code, finish: _Finish | None) -> Callable[[list[Any]], Any] | None:
+def _steadily(runner: Any, code: _Code, finish: _Finish | None, view: Any) -> Callable[[list[Any]], Any] | None:
     """Gives the outputs if a steady replay of the partition will do, else None and the inputs are as they were."""
     (partition,) = runner.partitions
     function = getattr(partition, "function", None)
@@ -112,6 +116,8 @@ def _steadily(runner: Any, code: _Code, finish: _Finish | None) -> Callable[[lis
             return None
         return outputs if finish is None else finish.make(outputs, kept)
 
+    if finish is not None and finish.views and view is not torch._C._dynamo.guards._reinterpret_tensor:
+        return steadily
     where = {} if finish is None else {field.name: getattr(finish, field.name) for field in fields(finish)[1:]}
     around = (runner.partitions, partition)
     return entry(
@@ -147,8 +153,7 @@ class _Finish:
     # The same in parts, see :func:`.steady.entry`.
     picks: list[int]
     constants: list[Any]
-    make_views: Callable[..., list[Any]] | None = None
-    seen: Sequence[int] = ()
+    views: list[View]
 
 
 def _finish(code: _Code, names: dict[str, Any]) -> _Finish | None:
@@ -163,18 +168,22 @@ def _finish(code: _Code, names: dict[str, Any]) -> _Finish | None:
     picks = [tensors.index(v.id) if isinstance(v, ast.Name) else next(numbers[type(v)]) for v in code.returned]
     pick = _several(picks)
     if not views:
-        return _Finish(lambda outputs, kept: tuple(pick([*outputs, *kept, *constants])), picks, constants)
+        return _Finish(lambda outputs, kept: tuple(pick([*outputs, *kept, *constants])), picks, constants, [])
     seen = list(dict.fromkeys(map(_name_in, views)))
     source = f"lambda {', '.join(seen)}: [{', '.join(map(ast.unparse, views))}]"
     make = eval(compile(source, "<views that a graph returns>", "eval"), names)
-    numbers_seen = [tensors.index(name) for name in seen]
-    pick_seen = _several(numbers_seen)
+    pick_seen = _several([tensors.index(name) for name in seen])
 
     def with_views(outputs: Sequence[Any], kept: Sequence[Any]) -> tuple[Any, ...]:
         given = [*outputs, *kept]
         return tuple(pick([*given, *make(*pick_seen(given)), *constants]))
 
-    return _Finish(with_views, picks, constants, make, numbers_seen)
+    return _Finish(with_views, picks, constants, [_view(value, tensors) for value in views])
+
+
+def _view(call: ast.Call, tensors: list[str]) -> View:
+    sizes, strides, *offset = map(ast.literal_eval, call.args[1:])
+    return tensors.index(_name_in(call)), sizes, strides, *(offset or [0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,9 @@
 """A steady replay in C++, from the call of a compiled graph to its return, where that part was built.
 
 The Python code does the same and is what is run elsewhere: ``steadily`` of a function or of the code around its only
-partition, ``Manager.replay_steadily``, ``Recording.takes`` and ``Recording.replay``. :func:`entry` puts one C++ callable
-in its place, which goes through the state of the manager itself and asks the recording's :func:`replay` about its
+partition, ``Manager.replay_steadily``, ``Recording.takes`` and ``Recording.replay``. :func:`entry` puts one callable
+in C++ in its place, which looks at the state of the manager itself and asks the recording's :func:`replay` about its
 inputs; wherever anything is not as usual it calls the Python code, before anything is done.
-
-Python's dozen calls of functions take 12 µs a replay with warm caches, but what a training step does between two
-replays leaves nothing of them in the caches.
 """
 
 from __future__ import annotations
@@ -29,6 +26,7 @@ if TYPE_CHECKING:
     from .recording import Recording
 
     Steadily = Callable[[list[Any]], Any]
+    View = tuple[int, tuple[int, ...], tuple[int, ...], int]  # number, sizes, strides, offset
 
 _MODE = cudagraph_trees.CompilationMode
 # Since 2.14 a manager may clone outputs that are alive at a new step.
@@ -44,8 +42,7 @@ def entry(
     kept: Sequence[int] = (),
     picks: Sequence[int] | None = None,
     constants: Sequence[Any] = (),
-    make_views: Callable[..., Sequence[Any]] | None = None,
-    seen: Sequence[int] = (),
+    views: Sequence[View] = (),
 ) -> Steadily:
     """Does what ``by_hand`` does for a list of inputs: the outputs of a steady replay, or None.
 
@@ -57,7 +54,7 @@ def entry(
         picks: what is returned, by number, of the outputs, the kept inputs, the views and the constants one behind
             another; all outputs as a list where that is None.
         constants: that are returned.
-        make_views: gives the views, for those outputs and kept inputs that have the numbers ``seen``.
+        views: of outputs and kept inputs, by number: what Inductor's ``reinterpret_tensor`` takes.
     """
     if tensors.native is None:
         return by_hand
@@ -69,8 +66,7 @@ def entry(
         kept=_packed(kept),
         picks=None if picks is None else _packed(picks),
         constants=tuple(constants),
-        make_views=make_views,
-        seen=_packed(seen),
+        views=list(views),
         steps=cudagraph_trees.MarkStepBox,
         generations=GenerationTracker,
         execution=cudagraph_trees.ExecutionState.EXECUTION,
