@@ -42,6 +42,10 @@ class _CheckedOverride:
             self._flag.check(value)
         return self._variable.set(value)
 
+    def reset(self, token: Any) -> None:
+        """As 2.15 takes back what a patch of the configuration set."""
+        self._variable.reset(token)
+
 
 def _entry(flag: Flag) -> Any:
     from torch.utils import _config_module
