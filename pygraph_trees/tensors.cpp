@@ -217,7 +217,44 @@ PyObject *permute(PyObject *const *arguments) {
     Py_RETURN_NONE;
 }
 
-PyObject *outputs(PyObject *const *arguments) { return outputs_once_more(arguments[0], arguments[1]); }
+PyObject *outputs(PyObject *const *arguments) {
+    Items cached, others;
+    if (!cached.take(arguments[0]) || !others.take(arguments[1]))
+        return nullptr;
+    PyObject *found = PyList_New(others.count); // may collect garbage, and with it what is cached
+    if (found == nullptr)
+        return nullptr;
+    if (!cached.take(arguments[0]) || !others.take(arguments[1]) || cached.count != PyList_GET_SIZE(found) ||
+        others.count != cached.count) {
+        Py_DECREF(found);
+        if (PyErr_Occurred())
+            return nullptr;
+        Py_RETURN_NONE;
+    }
+    constexpr Py_ssize_t ahead = 16;
+    for (Py_ssize_t i = 0; i < cached.count; i++) {
+        if (i + ahead < cached.count) // its number of references, as in load_ahead
+            __builtin_prefetch(cached.at[i + ahead]);
+        PyObject *item = cached.at[i];
+        if (item == Py_None) {
+            item = others.at[i];
+        } else {
+            if (tensor_of(item) == nullptr) {
+                Py_DECREF(found);
+                return nullptr;
+            }
+            if (reinterpret_cast<THPVariable *>(item)->backward_hooks != nullptr)
+                item = Py_NotImplemented;
+        }
+        if (item == Py_NotImplemented) {
+            Py_DECREF(found);
+            Py_RETURN_NONE;
+        }
+        Py_INCREF(item);
+        PyList_SET_ITEM(found, i, item);
+    }
+    return found;
+}
 
 PyObject *counts(PyObject *const *) { return steady_counts(); }
 
@@ -251,45 +288,6 @@ PyModuleDef definition = {
 };
 
 } // namespace
-
-PyObject *pygraph::outputs_once_more(PyObject *cached_outputs, PyObject *other_outputs) {
-    Items cached, others;
-    if (!cached.take(cached_outputs) || !others.take(other_outputs))
-        return nullptr;
-    PyObject *found = PyList_New(others.count); // may collect garbage, and with it what is cached
-    if (found == nullptr)
-        return nullptr;
-    if (!cached.take(cached_outputs) || !others.take(other_outputs) || cached.count != PyList_GET_SIZE(found) ||
-        others.count != cached.count) {
-        Py_DECREF(found);
-        if (PyErr_Occurred())
-            return nullptr;
-        Py_RETURN_NONE;
-    }
-    constexpr Py_ssize_t ahead = 16;
-    for (Py_ssize_t i = 0; i < cached.count; i++) {
-        if (i + ahead < cached.count) // its number of references, as in load_ahead
-            __builtin_prefetch(cached.at[i + ahead]);
-        PyObject *item = cached.at[i];
-        if (item == Py_None) {
-            item = others.at[i];
-        } else {
-            if (tensor_of(item) == nullptr) {
-                Py_DECREF(found);
-                return nullptr;
-            }
-            if (reinterpret_cast<THPVariable *>(item)->backward_hooks != nullptr)
-                item = Py_NotImplemented;
-        }
-        if (item == Py_NotImplemented) {
-            Py_DECREF(found);
-            Py_RETURN_NONE;
-        }
-        Py_INCREF(item);
-        PyList_SET_ITEM(found, i, item);
-    }
-    return found;
-}
 
 PyMODINIT_FUNC PyInit__tensors(void) {
     PyObject *module = PyModule_Create(&definition);

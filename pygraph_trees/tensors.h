@@ -126,9 +126,6 @@ template <typename Function> PyObject *translated(const Function &function) {
     return nullptr;
 }
 
-/* A new list: `cached` with what is None in it taken from `others`; NULL with an exception, Py_None where it cannot be. */
-PyObject *outputs_once_more(PyObject *cached, PyObject *others);
-
 /* How many calls were asked to be steady replays in C++, and how many were. */
 PyObject *steady_counts();
 

@@ -393,9 +393,9 @@ class TestRecordTime(TestCase):
         made: list[str] = []
         taken = {"upstream": iter([50.0, 4.0, 2.0, 4.0]), "ours": iter([90.0, 5.0, 4.0, 6.0])}
 
-        def record(program: Program, kind: str, *_: Any) -> float:
+        def record(program: Program, kind: str, *_: Any) -> tuple[float, int]:
             made.append(kind)
-            return next(taken[kind])
+            return next(taken[kind]), len(made)
 
         with (
             mock.patch.object(record_time, "resolve", lambda name, device: program),
@@ -406,6 +406,7 @@ class TestRecordTime(TestCase):
         self.assertEqual(found["record_ms"], {"upstream": 4.0, "ours": 5.0})
         self.assertEqual(found["ratio"], 1.5)
         self.assertEqual(found["samples"]["ours"], [90.0, 5.0, 4.0, 6.0])
+        self.assertEqual(found["pool_bytes"], {"upstream": 5, "ours": 6})
 
     def test_a_program_is_compiled_anew_each_time(self):
         program = Program(lambda x: x * 2 + 1, (torch.ones(4),), name="SMALL")

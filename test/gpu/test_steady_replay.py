@@ -19,6 +19,7 @@ from indirection import (
     run,
 )
 from indirection import tensor as given
+from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 from pygraph_trees import tensors
@@ -233,15 +234,22 @@ class TestSteadyReplay(IndirectionTestCase):
             assert_same_bits(output, torch.full((100,), 2.0 * call, device=self.device), f"call {call}: ")
         self.assertLessEqual(counts["steady"], 1)  # the others come behind one whose output is alive
 
+    def are_cached(self, outputs):
+        """Whether each is a tensor that the recording keeps for all of its replays."""
+        kept = cudagraph_trees.get_manager(0).current_node.cached_tensor_outputs
+        return all(any(output is tensor for tensor in kept) for output in outputs)
+
     def test_outputs_are_the_same_tensors(self):
         """As upstream's: nothing is made for them at a replay."""
         graphed = compiled(lambda x: (x * 2, x[0] + 1)).graphed
-        x, seen = torch.ones(100, 3, device=self.device), []
+        x, same = torch.ones(100, 3, device=self.device), []
         with counted() as counts:
-            for _ in range(6):
+            for call in range(6):
                 torch.compiler.cudagraph_mark_step_begin()
-                seen.append([id(output) for output in graphed(x)])
-        self.assertEqual(seen[-1], seen[-2])
+                outputs = graphed(x)
+                same.append(call > 1 and self.are_cached(outputs))
+                del outputs
+        self.assertEqual(same[-2:], [True, True])
         self.assertGreaterEqual(counts["steady"], 2)
 
     def test_views_among_the_outputs(self):
@@ -256,7 +264,7 @@ class TestSteadyReplay(IndirectionTestCase):
             return y.view(2, -1), y, y.t()
 
         for fn, is_recorded in ((alone, True), (beside, False)):
-            ways, seen, finished = compiled(fn), [], set()
+            ways, same, finished = compiled(fn), [], set()
             replay = Manager.replay_steadily
 
             def watched(self, inputs, function_id, replay=replay, finished=finished):
@@ -270,11 +278,10 @@ class TestSteadyReplay(IndirectionTestCase):
                     outputs = ways.graphed(x)
                     assert_same_bits(outputs, ways.plain(x), f"call {call}: ")
                     self.assertEqual([o.stride() for o in outputs], [o.stride() for o in ways.plain(x)])
-                    seen.append([id(output) for output in outputs])
+                    same.append(call > 1 and self.are_cached(outputs))
                     del outputs
             self.assertEqual(finished, {is_recorded})
-            if is_recorded:
-                self.assertEqual(seen[-1], seen[-2])
+            self.assertEqual(same[-2:], [is_recorded] * 2)
 
     def test_gradients_that_are_views(self):
         """Those of what is transposed or seen in another shape, taken by an optimizer."""

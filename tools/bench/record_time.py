@@ -1,11 +1,13 @@
-"""Time to record a function's graph, ours against upstream's, over many recordings.
+"""Time to record a function's graph, ours against upstream's, over many recordings, and the memory of the pools.
 
 usage: python tools/bench/record_time.py [NAMES ...] [--rounds N] [--out FILE]
 
 A recording happens once, so one figure says little. Each round compiles the program anew in both ways, upstream first
 in every second one, and times the calls behind the first, which compiles and warms up. What these calls take more than
 the latest of them is the time to record. The first round, which pays for what a process does once, is left out; the
-figures are medians over the others, and of the ratios of each.
+figures are medians over the others, and of the ratios of each. Beside them stands what the graph pool has reserved:
+all but the first round begin with the same choices of kernels, where in that one the first way takes them by benchmark,
+whose buffers change how its pool is laid out.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 import torch
 
 from bench.figures import has_gpu, write_figures
+from pygraph_trees.comparison import graphs
 from pygraph_trees.comparison.rings import Ring
 from pygraph_trees.comparison.timing import collector_off, median, synchroniser, timed_call
 from pygraph_trees.comparison.tuning import own_cache
@@ -44,6 +47,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     program = resolve(name, torch.device("cuda"))
     ring, wait = Ring(program, 2), synchroniser(program.device)
     samples: dict[str, list[float]] = {kind: [] for kind in _KINDS}
+    pools: dict[str, list[int]] = {kind: [] for kind in _KINDS}
     with (
         torch._dynamo.config.patch(recompile_limit=4 * (rounds + 1)),
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
@@ -51,18 +55,23 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     ):
         for number in range(rounds + 1):
             for kind in _KINDS[:: -1 if number % 2 else 1]:
-                samples[kind].append(_record(program, kind, ring.sets[0], wait))
+                ms, nbytes = _record(program, kind, ring.sets[0], wait)
+                samples[kind].append(ms)
+                pools[kind].append(nbytes)
     kept = {kind: ms[1:] for kind, ms in samples.items()}
     ratios = [ours / theirs for theirs, ours in zip(*(kept[kind] for kind in _KINDS), strict=True)]
     return {
         "workload": name,
         "record_ms": {kind: median(ms) for kind, ms in kept.items()},
         "ratio": median(ratios),
+        "pool_bytes": {kind: median(pools[kind][1:]) for kind in _KINDS},
         "samples": samples,
+        "pool_samples": pools,
     }
 
 
-def _record(program: Program, kind: str, inputs: InputSet, wait: Callable[[], None]) -> float:
+def _record(program: Program, kind: str, inputs: InputSet, wait: Callable[[], None]) -> tuple[float, int]:
+    """Milliseconds to record, and the bytes that the graph pool has reserved then."""
     torch._dynamo.reset()
     gc.collect()
     (way,) = make_ways(program, [kind])
@@ -74,7 +83,7 @@ def _record(program: Program, kind: str, inputs: InputSet, wait: Callable[[], No
         call(None)
         with collector_off():
             durations = [timed_call(call, None, wait)[0] for _ in range(_CALLS)]
-    return excess_ms(durations)
+        return excess_ms(durations), graphs.pool_nbytes(way.managers)
 
 
 def excess_ms(durations_s: Sequence[float]) -> float:
@@ -94,7 +103,8 @@ def main() -> int:
     for name in options.names:
         found.append(result := measure(name, options.rounds))
         figures = ", ".join(f"{way} {ms:.2f} ms" for way, ms in result["record_ms"].items())
-        print(f"{name}: to record, ours {result['ratio']:.2f} of upstream ({figures})", flush=True)
+        pools = ", ".join(f"{way} {nbytes / 1e6:.1f} MB" for way, nbytes in result["pool_bytes"].items())
+        print(f"{name}: to record, ours {result['ratio']:.2f} of upstream ({figures}); pool {pools}", flush=True)
     write_figures(options.out, found, rounds=options.rounds)
     return 0
 
