@@ -53,6 +53,11 @@ def _call(upstream: Callable[..., Any]) -> Callable[..., Any]:
     from torch._inductor import debug
     from torch.autograd import profiler
 
+    from pygraph_trees.tensors import native
+
+    if native is not None:  # the same in C++
+        return native.Call(upstream, vars(profiler), vars(debug))
+
     @functools.wraps(upstream)
     def __call__(self: Any, inputs: Any) -> Any:
         # Around a call upstream ends what compiling left open, and notes the call for the profiler and for debugging.

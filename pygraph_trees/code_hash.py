@@ -31,7 +31,7 @@ def code_hash(root: Path = _ROOT) -> str:
 def covered_files(root: Path = _ROOT) -> list[Path]:
     """The files that the hash is over, in the order in which they are hashed."""
     files = (path for part in _COVERED for path in (root / part).rglob("*"))
-    return sorted(path for path in files if path.suffix in (".py", ".c", ".cpp"))
+    return sorted(path for path in files if path.suffix in (".py", ".c", ".cpp", ".h"))
 
 
 def _pieces(value: object) -> Iterator[str]:

@@ -67,7 +67,8 @@ class Attribute {
     each(generations, generation) each(way, node) each(way, begins) each(way, replay) each(way, mode)                 \
     each(way, compile_id) each(live, _settled) each(live, _pool) each(live, _pool_seen) each(live, prepare)           \
     each(live, temporary) each(pool, changes) each(log, replays) each(recording, _check_what_died)                    \
-    each(recording, _own_outputs) each(recording, replay) each(graph, replay)
+    each(recording, _own_outputs) each(recording, replay) each(graph, replay) each(compiled, current_callable)          \
+    each(callable, steadily) each(profiler, _is_profiler_enabled) each(debug, RECORD_GRAPH_EXECUTION)
 #define DECLARE(owner, name) Attribute owner##_##name;
 struct Attributes {
     ATTRIBUTES(DECLARE)
@@ -167,10 +168,12 @@ struct Mortal {
     void clear();
     /* 1, 0, or -1 with an exception. */
     int are_dead();
-    /* Whether all of them are inputs that were seen to die. */
+    /* Whether those of them that are inputs were seen to die; false where it is not known which are. */
     bool died_as(const std::vector<Watched> &inputs) const;
-    /* Finds out which inputs they are, by where both were at the call that is done. */
-    void find_among(std::vector<Watched> *inputs);
+    /* Whether the others seem dead. */
+    bool others_seem_dead() const;
+    /* Finds out which are inputs, by where both were at the call that is done; whether any are, if it was not known. */
+    bool find_among(std::vector<Watched> *inputs);
 
   private:
     std::vector<size_t> places; // of each one among the inputs, if it is one; empty where that is not known
@@ -189,13 +192,14 @@ struct Replay {
         PyObject *cached = nullptr, *others = nullptr; // what is returned, see outputs() in tensors.cpp
         std::vector<Watched> fixed, asked;
         std::vector<uint64_t> managed; // let go of
+        std::vector<uint64_t> lasting; // of them those that need not be seen to die
         std::vector<Returned> returned; // inputs that are outputs as they are
         bool in_python = false;        // an output is something else of an input
         Mortal before, after;
     } *state;
 };
 
-extern PyType_Spec replay_spec;
+extern PyType_Spec replay_spec, call_spec;
 
 /* The state of a Replay; NULL for any other object. */
 Replay::State *replay_in(PyObject *object);

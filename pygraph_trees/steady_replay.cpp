@@ -9,6 +9,7 @@
 #include <structmember.h>
 
 #include <unordered_map>
+#include <unordered_set>
 
 using namespace pygraph;
 
@@ -62,22 +63,32 @@ static PyObject *item_of(PyObject *list, uint64_t index) {
 bool Mortal::died_as(const std::vector<Watched> &inputs) const {
     if (places.empty())
         return false;
-    size_t number = 0;
+    const size_t *place = places.data();
     for (const Run &run : runs)
         for (const Watched &output : run.outputs) {
-            const size_t place = places[number++];
-            PyObject *object = item_of(run.list, output.index);
-            const bool died = place == NOWHERE ? object != nullptr && object != Py_None && is_dead(object)
-                                               : inputs[place].dies_here && inputs[place].known.object == object;
-            if (!died)
+            const Watched *input = *place == NOWHERE ? nullptr : &inputs[*place];
+            place++;
+            if (input != nullptr && !(input->dies_here && input->known.object == item_of(run.list, output.index)))
                 return false;
         }
     return true;
 }
 
-void Mortal::find_among(std::vector<Watched> *inputs) {
+bool Mortal::others_seem_dead() const {
+    const size_t *place = places.data();
+    for (const Run &run : runs)
+        for (const Watched &output : run.outputs)
+            if (*place++ == NOWHERE) {
+                PyObject *object = item_of(run.list, output.index);
+                if (object == nullptr || object == Py_None || !is_dead(object))
+                    return false;
+            }
+    return true;
+}
+
+bool Mortal::find_among(std::vector<Watched> *inputs) {
     if (runs.empty() || !places.empty())
-        return;
+        return false;
     std::unordered_map<const void *, size_t> by_object;
     for (size_t i = 0; i < inputs->size(); i++)
         by_object.emplace((*inputs)[i].known.object, i);
@@ -88,6 +99,7 @@ void Mortal::find_among(std::vector<Watched> *inputs) {
             if (place != by_object.end())
                 (*inputs)[place->second].dies = true;
         }
+    return true;
 }
 
 bool Mortal::take(PyObject *given) {
@@ -175,6 +187,7 @@ PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keyword
         (returned != Py_None && !unchanged.take(returned)) ||
         !state->before.take(before) || !state->after.take(after))
         return nullptr;
+    state->lasting = state->managed;
     for (Py_ssize_t i = 0; i < fixed.count; i++)
         state->fixed.push_back({fixed[i].index, fixed[i].address, {}});
     for (const uint64_t index : asked)
@@ -300,6 +313,20 @@ Replay::State *pygraph::replay_in(PyObject *object) {
     return Py_TYPE(object)->tp_dealloc == replay_dealloc ? reinterpret_cast<Replay *>(object)->state : nullptr;
 }
 
+/* Lets go of some inputs; false with an exception. */
+static bool let_go(const Inputs &inputs, const std::vector<uint64_t> &indices) {
+    for (const uint64_t index : indices) {
+        PyObject *input = inputs.at(index); // anew each time: code of whoever is let go of may run
+        if (input == nullptr) {
+            PyErr_SetString(PyExc_IndexError, "the inputs have changed");
+            return false;
+        }
+        PyList_SET_ITEM(inputs.list, inputs.place(index), Py_NewRef(Py_None));
+        Py_DECREF(input);
+    }
+    return true;
+}
+
 Answer pygraph::take(Replay::State *state, Inputs &inputs, bool *is_copied) {
     const Answer found = find(state, inputs);
     if (found != Answer::yes)
@@ -319,20 +346,22 @@ Answer pygraph::take(Replay::State *state, Inputs &inputs, bool *is_copied) {
             is_seen = false;
         }
     }
-    if (is_seen && state->after.died_as(state->fixed))
-        return Answer::yes; // they are let go of with the other inputs, behind the launch
-    for (const uint64_t index : state->managed) {
-        PyObject *input = inputs.at(index); // anew each time: code of whoever is let go of may run
-        if (input == nullptr) {
-            PyErr_SetString(PyExc_IndexError, "the inputs have changed");
+    if (is_seen && state->after.died_as(state->fixed)) {
+        if (!let_go(inputs, state->lasting))
             return Answer::error;
-        }
-        PyList_SET_ITEM(inputs.list, inputs.place(index), Py_NewRef(Py_None));
-        Py_DECREF(input);
+        if (state->after.others_seem_dead())
+            return Answer::yes; // what was seen to die is let go of with the other inputs, behind the launch
     }
+    if (!let_go(inputs, state->managed))
+        return Answer::error;
     const int dead = state->after.are_dead();
-    if (dead == 1)
-        state->after.find_among(&state->fixed);
+    if (dead == 1 && state->after.find_among(&state->fixed)) {
+        std::unordered_set<uint64_t> dying;
+        for (const Watched &input : state->fixed)
+            if (input.dies)
+                dying.insert(input.index);
+        std::erase_if(state->lasting, [&](uint64_t index) { return dying.count(index) != 0; });
+    }
     if (dead == 0) {
         Ref recording(PyObject_CallNoArgs(state->recording));
         Ref checked(recording ? PyObject_CallMethodNoArgs(recording.get(), the.recording__check_what_died.name) : nullptr);

@@ -17,7 +17,7 @@ import itertools
 import operator
 import textwrap
 import tokenize
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import CodeType
@@ -128,21 +128,44 @@ def _steadily(runner: Any, code: _Code, finish: _Finish | None, view: Any) -> Ca
 def _with_views_inside(code: _Code, names: dict[str, Any]) -> tuple[_Code, Callable[[Sequence[Any]], Any] | None]:
     """The code for a partition that gives outputs as they are returned, and what makes them so of what it gives."""
     uses = Counter(_name_in(value) for value in code.returned)
+    ways: dict[str, set[str]] = defaultdict(set)
+    for value in code.returned:
+        ways[_name_in(value)].add(ast.unparse(value))
     inside: dict[str, ast.expr] = {}  # views, by output
     for value in code.returned:
         name = _name_in(value)
-        if isinstance(value, ast.Call) and uses[name] == 1 and name in code.made:
+        if (
+            isinstance(value, ast.Call)
+            and name in code.made
+            and (uses[name] == 1 or ways[name] == {ast.unparse(value)})
+        ):
             inside[name] = value
-    returned = [v.args[0] if isinstance(v, ast.Call) and _name_in(v) in inside else v for v in code.returned]
+    returned: list[ast.expr] = []
+    for value in code.returned:
+        name = _name_in(value)
+        uses[name] -= 1
+        # Of several that are seen in the same way the last one is given: what a forward saves, and no user holds.
+        returned.append(value if name not in inside else _name(value) if not uses[name] else _seen_so(value))
     given = [inside.get(name, ast.Name(name)) for name in code.outputs]
     finish = _finish(replace(code, returned=given, kept=[], kept_names=[]), names)
     return replace(code, returned=returned), None if finish is None else lambda outputs: finish.make(outputs, ())
 
 
+def _name(value: ast.expr) -> ast.expr:
+    """What is returned or seen in another way."""
+    return value.args[0] if isinstance(value, ast.Call) else value
+
+
 def _name_in(value: ast.expr) -> str:
-    """The tensor that is returned or seen in another way; "" for a constant."""
-    seen = value.args[0] if isinstance(value, ast.Call) else value
+    """Its name; "" for a constant."""
+    seen = _name(value)
     return seen.id if isinstance(seen, ast.Name) else ""
+
+
+def _seen_so(value: ast.expr) -> ast.expr:
+    """The same view, of a tensor that is seen so already."""
+    assert isinstance(value, ast.Call)
+    return ast.Call(value.func, [*value.args[:3], ast.Constant(0)], [])
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class TestCodeHash(TestCase):
 
     def test_c_is_code_too(self):
         hashes = {code_hash(self.root)}
-        for name in ("a.c", "b.cpp"):
+        for name in ("a.c", "b.cpp", "c.h"):
             (self.root / "pygraph_trees" / name).write_text("int x;")
             hashes.add(code_hash(self.root))
         self.assertEqual(len(hashes), 3)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
@@ -55,6 +57,18 @@ class TestGraphHost(TestCase):
         }
         self.assertEqual(graph_host.spans_us(trace), (17 - 9) + 7)
         self.assertEqual(graph_host.spans_us({"traceEvents": []}), 0.0)
+
+    def test_clocks(self):
+        times: list[int] = []
+        watched = SimpleNamespace(add=lambda a, b: time.sleep(0.002) or a + b)
+        add = watched.add
+        with graph_host.clock(watched, "add", times):
+            self.assertEqual((watched.add(1, 2), watched.add(3, 4)), (3, 7))
+        self.assertIs(watched.add, add)
+        self.assertEqual(len(times), 4)
+        self.assertGreaterEqual(graph_host.between_us(times), 4000)
+        self.assertEqual(graph_host.between_us([1000, 3000, 5000, 6000]), 3.0)
+        self.assertTrue(0 <= graph_host.clock_us() < 1000)
 
     def test_medians(self):
         times = [graph_host.Times(n * 10.0, n * 2.0, n * 1.0, n * 20.0) for n in (1, 5, 2)]

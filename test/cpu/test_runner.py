@@ -338,13 +338,24 @@ class TestViewsInside(RunnerTestCase):
                 self.assertEqual(returned(tensors_numbered(3)), (given_[1], given_[0], None))
 
     def test_what_is_returned_in_several_ways(self):
-        for more in (
-            "buf1",
-            "reinterpret_tensor(buf1, (2, 3), (3, 1), 4)",
-            "reinterpret_tensor(buf1, (1, ), (1, ), 0)",
-        ):
+        for more in ("buf1", "reinterpret_tensor(buf1, (1, ), (1, ), 0)"):
             _, model = self.check(CALL.replace("None", more), 3, Partition(tensors_numbered(2)))
             self.assertIsNone(model.as_returned)
+
+    def test_what_is_returned_twice_in_the_same_way(self):
+        """Seen so by the function, and returned as two tensors all the same; the last is the function's own."""
+        call = CALL.replace("None", "reinterpret_tensor(buf1, (2, 3), (3, 1), 4)")
+        partition = Partition([torch.zeros(64), torch.ones(64)[4:]])
+        found, model = self.check(call, 3, partition)
+        _, buf1 = model(tensors_numbered(3))
+        self.assertEqual((buf1.shape, buf1.storage_offset()), ((2, 3), 8))
+        given_ = [torch.zeros(64), buf1]
+        with mock.patch.object(FunctionModel, "ungraphed", lambda self, inputs: list(given_)):
+            first, _, last = found(tensors_numbered(3))
+        self.assertIs(last, buf1)
+        self.assertIsNot(first, buf1)
+        self.assertEqual((first.shape, first.stride(), first.storage_offset()), ((2, 3), (3, 1), 8))
+        self.assertEqual(first.data_ptr(), buf1.data_ptr())
 
     def test_an_output_that_is_an_input(self):
         """It is the input of each call, which no recording can give."""

@@ -1,7 +1,8 @@
-"""A steady replay in C++, around fakes of what it goes through: a manager, a recording, its graph and its live inputs."""
+"""A steady replay in C++, around fakes of what it goes through: a manager, a recording, a graph and live inputs."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import sys
@@ -20,63 +21,44 @@ from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees import tensors
+from pygraph_trees.trees import manager as trees_manager
 from pygraph_trees.trees import steady
 
 MODE = cudagraph_trees.CompilationMode
 EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
-EXAMPLES = settings(max_examples=200, deadline=None)
-NUMBERS = st.integers(0, 5)
+ORDERS = (None, [2, 0, 1])  # no inverse of its own
 
 
 class Failed(Exception): ...
 
 
-class Plain:
-    """Attributes."""
+def fail(*_):
+    raise Failed
 
+
+class Plain:
     def __init__(self, **attributes):
         self.__dict__.update(attributes)
 
 
-class Manager:
-    __slots__ = (
-        "__weakref__",
-        "_current_node",
-        "_ways",
-        "compile_id",
-        "current_gen",
-        "graph",
-        "has_live_user_visible_output_cloning",
-        "mode",
-        "path_state",
-        "running_forwards_with_pending_backwards",
-    )
+class Slotted:  # of a manager
+    __slots__ = (*trees_manager.Manager.__slots__, "__weakref__", "has_live_user_visible_output_cloning")
 
 
-class OpenManager:
-    """The same without slots."""
-
-
-class Graph:
-    def __init__(self):
-        self.launches = 0
-        self.at_launch = lambda: None
-
+class Graph(Plain):
     def replay(self):
         self.launches += 1
         self.at_launch()
 
 
 class Live:
-    """Live inputs whose addresses a graph is given; it settles on those that it is asked for."""
+    """Live inputs; a graph settles on the addresses that it is asked for, where the answer is None."""
 
-    def __init__(self, patched=(), outputs=None, refuses=False):
+    def __init__(self, patched, settled, outputs=()):
         self.patched = [Plain(index=index) for index in patched]
-        self.outputs = outputs or {}
-        self.temporary = {}
-        self.prepared = []
+        self.outputs, self.temporary, self.prepared = dict(outputs), {}, []
         self.answer = lambda: None
-        self._settled, self._pool, self._pool_seen = None, Plain(changes=3), 3
+        self._settled, self._pool, self._pool_seen = settled, Plain(changes=3), 3
 
     def prepare(self, inputs, seen):
         self.prepared.append((list(inputs), seen))
@@ -87,18 +69,17 @@ class Live:
 
 
 class Recording:
-    def __init__(self, fixed, cached, live=None, before=None, after=None):
-        self.graph, self.log, self.live = Graph(), Plain(replays=0), live
-        self.cached_tensor_outputs = cached
+    are_held = True
+
+    def __init__(self, fixed, cached, *, live=None, before=None, after=None):
+        self.graph, self.log, self.live = Graph(launches=0, at_launch=list), Plain(replays=0), live
+        self.cached_tensor_outputs, self.own, self.calls = cached, list(cached), []
         self.deaths_before, self.deaths_after = before, after
         patched = [] if live is None else [item.index for item in live.patched]
         self.whereabouts = tensors.Whereabouts(list(fixed), [t.data_ptr() for t in fixed.values()], patched)
-        self.calls = []
-        self.own = list(cached)  # as it is reconstructed
-        self.are_held = True
 
     def replay(self, inputs):
-        self.calls.append(("replay", list(inputs)))
+        self.calls.append(list(inputs))
         inputs.clear()
         return list(self.own)
 
@@ -109,32 +90,26 @@ class Recording:
     def _check_what_died(self):
         self.calls.append("check")
         if self.are_held:
-            raise Failed("held")
+            raise Failed
 
 
 class Trees:
     """A function, its manager, and the way to its only recording."""
 
-    def __init__(self, fixed, cached, *, manager=Manager, managed=(), others=None, mode=MODE.INFERENCE, **recording):
+    def __init__(self, fixed, cached, *, manager=Slotted, managed=(), others=None, mode=MODE.INFERENCE, **recording):
         self.recording = Recording(fixed, cached, **recording)
         self.graph, self.log, self.live = self.recording.graph, self.recording.log, self.recording.live
         native = steady.replay(self.recording, managed, [NotImplemented] * len(cached) if others is None else others)
-        self.before = object()  # the recording that is replayed before
-        self.way = Plain(node=self.before, begins=None, replay=native, mode=mode, compile_id=object())
-        self.manager = manager()
-        self.manager.graph = object()
-        self.manager._ways = {7: self.way}
+        self.before, self.answer, self.partition = Plain(), Plain(), Plain()
+        self.way = Plain(node=self.before, begins=None, replay=native, mode=mode, compile_id=Plain())
+        self.manager, self.partitions, self.handed = manager(), [self.partition], []
+        self.manager.graph, self.manager._ways, self.manager.current_gen = Plain(), {7: self.way}, -5
         self.manager.mode = self.manager.compile_id = self.manager.path_state = None
-        self.manager.current_gen = -5
         self.manager.running_forwards_with_pending_backwards = None
         self.function = Plain(manager=lambda: self.manager, function_id=7, was_asked=False)
-        self.handed = []
-        self.answer = object()
-        self.partition = object()
-        self.partitions = [self.partition]
 
     def by_hand(self, inputs):
-        self.handed.append((inputs, list(inputs)))
+        self.handed.append((inputs, list(inputs) if isinstance(inputs, (list, tuple)) else []))
         return self.answer
 
     def entry(self, *, around=False, **arguments):
@@ -143,25 +118,10 @@ class Trees:
         made = steady.entry(self.by_hand, self.function, runner=runner, **arguments)
 
         def call(inputs):
-            if self.manager is not None:
-                self.manager._current_node = self.before
+            self.manager._current_node = self.before
             return made(inputs)
 
         return call
-
-    def state(self):
-        names = ("mode", "compile_id", "_current_node", "path_state", "current_gen")
-        return [getattr(self.manager, name) for name in (*names, "running_forwards_with_pending_backwards")]
-
-
-class Held:
-    """torch's reference to an output: it is held, as far as torch can tell. What C++ sees to be dead is not asked."""
-
-    asked = 0
-
-    def __call__(self):
-        self.asked += 1
-        return 7
 
 
 def some(count):
@@ -171,29 +131,40 @@ def some(count):
     return made
 
 
+def ordered(items, order):
+    return list(items) if order is None else [items[index] for index in order]
+
+
 def deaths(cached, *indices):
-    return tensors.Deaths([(cached, [Held() for _ in cached], index) for index in indices])
+    """Of torch's references each says that its output is held: those that C++ sees to be dead are not asked."""
+    return tensors.Deaths([(cached, [lambda: 7] * len(cached), index) for index in indices])
 
 
-def inverse(order):
-    return [order.index(number) for number in range(len(order))]
+class TestPython(TestCase):
+    def test_without_the_part_in_cpp(self):
+        recording = Recording({}, some(1))
+        with mock.patch.object(tensors, "native", None):
+            self.assertIs(steady.entry(fail, object(), order=[1, 0]), fail)
+            self.assertIsNone(steady.replay(recording, (), [NotImplemented]))
 
 
-def references_to(items):
-    return [sys.getrefcount(item) for item in items]
-
-
-class Case(TestCase):
-    def setUp(self):
-        super().setUp()
-        patch = mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", 0)
-        patch.start()
-        self.addCleanup(patch.stop)
-
+@unittest.skipIf(tensors.load_native() is None, "not built for this torch")
+@mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", 0)
+class TestNative(TestCase):
     def assertAreSame(self, found, expected):
-        self.assertEqual(len(found), len(expected))
-        for one, other in zip(found, expected, strict=True):
-            self.assertIs(one, other)
+        self.assertEqual([id(one) for one in found], [id(one) for one in expected])
+
+    def check_replays(self, call, given_, expected):
+        inputs = list(given_)
+        found = call(inputs)
+        self.assertAreSame(found, expected)
+        self.assertEqual((inputs, found is expected), ([], False))
+
+    def check_none(self, trees, call, given_, was_asked):
+        inputs = list(given_)
+        self.assertIsNone(call(inputs))
+        self.check_untouched(trees, inputs, given_)
+        self.assertEqual((trees.function.was_asked, trees.handed), (was_asked, []))
 
     def check_untouched(self, trees, inputs, given_):
         """Nothing was done."""
@@ -202,568 +173,343 @@ class Case(TestCase):
         self.assertIs(trees.manager._current_node, trees.before)
         self.assertIsNone(trees.manager.mode)
 
-
-class TestPython(Case):
-    def test_without_the_native_module(self):
-        recording = Recording({}, some(1))
-        with mock.patch.object(tensors, "native", None):
-            self.assertIs(steady.entry(len, object(), order=[1, 0]), len)
-            self.assertIsNone(steady.replay(recording, (), [NotImplemented]))
-
-    def test_what_holds_no_graph(self):
-        recording = Recording({}, some(1))
-        recording.graph = None
-        self.assertIsNone(steady.replay(recording, (), [NotImplemented]))
-
-
-@unittest.skipIf(tensors.load_native() is None, "not built for this torch")
-class TestEntry(Case):
     def test_a_steady_call(self):
-        for manager, (mode, pending) in itertools.product(
-            (Manager, OpenManager), ((MODE.FORWARD, True), (MODE.BACKWARD, False), (MODE.INFERENCE, None))
-        ):
+        modes = ((MODE.FORWARD, True), (MODE.BACKWARD, False), (MODE.INFERENCE, None))
+        for manager, (mode, pending) in itertools.product((Slotted, Plain), modes):
             given_, cached = some(2), some(3)
-            trees = Trees({0: given_[0], 1: given_[1]}, cached, manager=manager, mode=mode)
-            call = trees.entry()
+            trees = Trees(dict(enumerate(given_)), cached, manager=manager, mode=mode)
+            call, m = trees.entry(), trees.manager
             for number in range(1, 4):
                 asked, were = tensors.native.counts()
-                inputs = list(given_)
-                found = call(inputs)
-                self.assertIsInstance(found, list)
-                self.assertAreSame(found, cached)
-                self.assertEqual(inputs, [])
-                self.assertEqual((trees.graph.launches, trees.log.replays), (number, number))
-                expected = (mode, trees.way.compile_id, trees.recording, EXECUTION, GenerationTracker.generation)
-                self.assertAreSame(trees.state(), [*expected, pending])
-                self.assertEqual(tensors.native.counts(), (asked + 1, were + 1))
-            self.assertEqual((trees.handed, trees.recording.calls, len(cached)), ([], [], 3))
-            self.assertFalse(trees.function.was_asked)
-
-    def test_what_is_not_cached(self):
-        cached = [None, *some(1), None, None]
-        static = torch.zeros(1)
-        found = Trees({}, cached, others=[3, NotImplemented, None, static]).entry()([])
-        self.assertAreSame(found, [3, cached[1], None, static])
-
-    def test_an_input_that_moved(self):
-        for around, order in itertools.product((False, True), (None, [2, 0, 1])):
-            given_ = some(3)
-            trees = Trees({1: given_[0 if order else 1]}, some(1))
-            call = trees.entry(around=around, order=order, kept=[1], picks=[0])
-            inputs = [t.clone() for t in given_]
-            before = list(inputs)
-            asked, were = tensors.native.counts()
-            self.assertIsNone(call(inputs))
-            self.check_untouched(trees, inputs, before)
-            self.assertEqual((trees.function.was_asked, trees.handed), (around, []))
-            self.assertEqual(tensors.native.counts(), (asked + 1, were))
-            self.assertIsNotNone(call(list(given_)))
-            self.assertEqual(trees.graph.launches, 1)
+                self.check_replays(call, given_, cached)
+                state = (m.mode, m.compile_id, m._current_node, m.path_state, m.running_forwards_with_pending_backwards)
+                self.assertAreSame(state, (mode, trees.way.compile_id, trees.recording, EXECUTION, pending))
+                counts = m.current_gen, trees.graph.launches, trees.log.replays, *tensors.native.counts()
+                self.assertEqual(counts, (GenerationTracker.generation, number, number, asked + 1, were + 1))
+            self.assertEqual((trees.handed, trees.recording.calls, trees.function.was_asked), ([], [], False))
 
     def test_what_is_returned(self):
         """The same as of a row of outputs, kept inputs, views of both, and constants."""
 
-        @EXAMPLES
+        @settings(max_examples=300, deadline=None)
         @given(st.data())
         def check(data):
             order = data.draw(st.none() | st.integers(1, 6).flatmap(lambda n: st.permutations(range(n))))
             given_ = some(4 if order is None else len(order))
-            numbers = st.integers(0, len(given_) - 1)
-            theirs = given_ if order is None else [given_[index] for index in order]  # the function's
-            fixed = {index: theirs[index] for index in data.draw(st.sets(numbers))}
+            numbers, theirs = st.integers(0, len(given_) - 1), ordered(given_, order)
             static = torch.zeros(4)
             kinds = [(torch.zeros(2, 4)[1], NotImplemented), (None, static), (None, 5), (None, None)]
-            outputs = [data.draw(st.sampled_from(kinds)) for _ in range(data.draw(NUMBERS))]
-            cached, others = [kind[0] for kind in outputs], [kind[1] for kind in outputs]
-            returned = {}  # as they are
-            for position in data.draw(st.sets(st.integers(0, 5))):
-                if position < len(outputs):
-                    returned[position] = data.draw(numbers), None
-                    cached[position], others[position] = None, data.draw(st.sampled_from([static, NotImplemented]))
-            live = None
-            if returned:
-                live = Live(outputs=returned)
-                live._settled = []
-            trees = Trees(fixed, cached, live=live, others=others)
-            made = [other if tensor is None else tensor for tensor, other in zip(cached, others, strict=True)]
-            trees.recording.own = [static if one is NotImplemented else one for one in made]
-            for position, (index, _) in returned.items():
-                made[position] = theirs[index]
+            outputs = data.draw(st.lists(st.tuples(st.sampled_from(kinds), st.none() | numbers), max_size=5))
+            returned = {i: (index, None) for i, (_, index) in enumerate(outputs) if index is not None}  # inputs
+            cached = [kind[0] if index is None else None for kind, index in outputs]
+            others = [kind[1] for kind, _ in outputs]
+            fixed = {index: theirs[index] for index in data.draw(st.sets(numbers))}
+            trees = Trees(fixed, cached, live=Live([], [], returned) if returned else None, others=others)
+            trees.recording.own = [b if a is None else a for a, b in zip(cached, others, strict=True)]
+            made = [theirs[returned[i][0]] if i in returned else one for i, one in enumerate(trees.recording.own)]
+            spoilt = data.draw(st.sampled_from(["", "hook", "clear"]))  # torch has to make the outputs
+            if spoilt == "hook":
+                kinds[0][0].requires_grad_().register_hook(fail)
+            elif spoilt == "clear":
+                cached.clear()
+            is_made = spoilt == "clear" or not outputs or any(one is NotImplemented for one in trees.recording.own)
             kept = data.draw(st.lists(numbers, max_size=3))
             constants = data.draw(st.lists(st.sampled_from([None, 7, "constant"]), max_size=2))
-            tensors_ = [*made, *(given_[index] for index in kept)]
-            viewable = [number for number, one in enumerate(tensors_) if isinstance(one, torch.Tensor)]
-            view = st.tuples(st.sampled_from(viewable or [0]), st.sampled_from([(2, 2), (1,), (0,)]), st.integers(-1, 0))
-            drawn = data.draw(st.lists(view, max_size=3)) if viewable else []
-            views = [(n, s, (2, 1)[-len(s) :], o * (tensors_[n].storage_offset() > 0)) for n, s, o in drawn]
-            row = [*tensors_, *views, *constants]
-            picks = data.draw(st.lists(st.integers(0, len(row) - 1), max_size=8)) if row else []
+            row, views, seen = [*made, *ordered(given_, kept)], [], []
+            viewable = [number for number, one in enumerate(row) if isinstance(one, torch.Tensor)]
+            for number in data.draw(st.lists(st.sampled_from(viewable), max_size=3)) if viewable else ():
+                sizes, strides = data.draw(st.sampled_from([((2, 2), (2, 1)), ((1,), (3,)), ((), ()), ((0,), (1,))]))
+                start = row[number].storage_offset()
+                offset = data.draw(st.sampled_from([0, -start]))
+                views.append((number, sizes, strides, offset))
+                seen.append(row[number].as_strided(sizes, strides, start + offset))
+            row += [*seen, *constants]
+            picks = data.draw(st.none() | st.lists(st.integers(0, len(row) - 1), max_size=8)) if row else None
             call = trees.entry(order=order, kept=kept, picks=picks, constants=constants, views=views)
-
             for _ in range(3):
                 inputs = list(given_)
                 found = call(inputs)
-                self.assertEqual(inputs, [])
-                self.assertIsInstance(found, tuple)
-                self.assertEqual(len(found), len(picks))
-                for one, pick in zip(found, picks, strict=True):
-                    if not isinstance(row[pick], tuple):
-                        self.assertIs(one, row[pick])
+                self.assertEqual((inputs, type(found)), ([], list if picks is None else tuple))
+                wanted = made if picks is None else ordered(row, picks)
+                for position, (one, other) in enumerate(zip(found, wanted, strict=True)):
+                    if one is other:
                         continue
-                    number, sizes, strides, offset = row[pick]
-                    base = tensors_[number]
-                    seen = (tuple(one.shape), one.stride(), one.storage_offset(), one.untyped_storage().data_ptr())
-                    storage = base.untyped_storage().data_ptr()
-                    self.assertEqual(seen, (sizes, strides, base.storage_offset() + offset, storage))
-                    self.assertIs(one, found[picks.index(pick)])  # made once
+                    self.assertIn(picks[position] - len(made) - len(kept), range(len(views)))
+                    where = [(t.shape, t.stride(), t.storage_offset(), t.data_ptr()) for t in (one, other)]
+                    self.assertEqual(*where)
+                    self.assertIs(one, found[picks.index(picks[position])])  # made once
             self.assertEqual((trees.graph.launches, trees.handed), (3, []))
+            is_made |= spoilt == "hook" and any(one is kinds[0][0] for one in cached)
+            self.assertEqual(trees.recording.calls, ["own outputs"] * 3 * is_made)
 
         check()
 
-    def test_what_cannot_be_returned(self):
-        for error, arguments in (
-            (IndexError, {"picks": [2]}),
-            (IndexError, {"picks": [0], "views": [(2, (1,), (1,), 0)]}),
-            (TypeError, {"picks": [0], "views": [(1, (1,), (1,), 0)]}),
-            (RuntimeError, {"picks": [0], "views": [(0, (1, 1), (1,), 0)]}),
-        ):
-            with self.subTest(arguments=arguments), self.assertRaises(error):
-                Trees({}, [*some(1), None], others=[None, 3]).entry(**arguments)([])
+    def test_what_is_replayed_in_python(self):
+        """Outputs that are something else of inputs, and inputs that are copied for this call."""
+        for order, picks, is_copied in itertools.product(ORDERS, (None, [1, 2]), (False, True)):
+            given_ = some(3)
+            live = Live([2], None, {} if is_copied else {0: (1, None), 1: (1, "a view")})
+            live.temporary = {2: "a copy"} if is_copied else {}
+            trees = Trees({}, some(2), live=live)
+            call = trees.entry(order=order, kept=[0], picks=picks)
+            self.check_replays(call, given_, ordered([*trees.recording.own, given_[0]], picks or [0, 1]))
+            self.assertAreSame(trees.recording.calls[0], ordered(given_, order))
+            self.assertEqual((len(trees.recording.calls), trees.graph.launches), (1, 0))
+            self.assertIs(trees.manager._current_node, trees.recording)
 
-    def test_outputs_are_inputs(self):
-        given_, cached = some(3), [*some(1), None]
-        for view, order in itertools.product((None, ((1,), (1,), 0, torch.float32)), (None, [2, 0, 1])):
-            live = Live([1], {1: (1, view)})
-            trees = Trees({}, cached, live=live, others=[NotImplemented, torch.empty(0)])
-            trees.recording.own = [cached[0], "of the input"]
-            theirs = given_ if order is None else [given_[index] for index in order]
-            call = trees.entry(order=order, kept=[0], picks=[1, 0, 2])
-            inputs = list(given_)
-            found = call(inputs)
-            self.assertAreSame(found, ["of the input" if view else theirs[1], cached[0], given_[0]])
-            self.assertEqual(inputs, [])
-            if view is None:
-                self.assertEqual((trees.recording.calls, trees.graph.launches), ([], 1))
-            else:
-                ((name, seen),) = trees.recording.calls
-                self.assertEqual((name, trees.graph.launches), ("replay", 0))
-                self.assertAreSame(seen, theirs)
-
-    def test_outputs_that_torch_has_to_make(self):
-        def hook(trees):
-            trees.recording.cached_tensor_outputs[1].requires_grad_().register_hook(lambda gradient: None)
-
-        def clear(trees):
-            trees.recording.cached_tensor_outputs.clear()
-
-        def forget(trees):
-            trees.recording.cached_tensor_outputs[0] = None
-
-        for change, picks, is_input in itertools.product((hook, clear, forget), (None, [2, 0]), (False, True)):
-            given_, cached = some(1), some(2)
-            live = Live([], {0: (0, None)}) if is_input else None
-            if live is not None:
-                live._settled = []
-                change = clear if change is forget else change
-            trees = Trees({}, cached, live=live)
-            call = trees.entry(kept=[0], picks=picks)
-            change(trees)
-            inputs = list(given_)
-            found = call(inputs)
-            first = given_[0] if is_input else trees.recording.own[0]
-            self.assertAreSame(found, [first, trees.recording.own[1]] if picks is None else [given_[0], first])
-            self.assertEqual((inputs, trees.recording.calls, trees.graph.launches), ([], ["own outputs"], 1))
+    def check_by_hand(self, trees, call, inputs):
+        asked, before = tensors.native.counts(), list(inputs) if isinstance(inputs, (list, tuple)) else []
+        self.assertIs(call(inputs), trees.answer)
+        ((handed, seen),) = trees.handed
+        self.assertIs(handed, inputs)
+        self.check_untouched(trees, seen, before)
+        self.assertEqual((trees.function.was_asked, tensors.native.counts()), (False, asked))
 
     def test_who_is_asked_by_hand(self):
-        def change(name, value):
-            return lambda trees: setattr(trees, name, value)
-
-        def of(owner, name, value):
-            return lambda trees: setattr(getattr(trees, owner), name, value)
-
-        def begins(trees):
-            trees.way.begins = False
-
-        def goes_on(trees):
-            trees.way.begins, trees.manager.current_gen = True, GenerationTracker.generation
-
-        def waits(trees):
-            trees.way.begins, trees.manager.running_forwards_with_pending_backwards = True, True
-
-        def clones(trees):
-            trees.manager.has_live_user_visible_output_cloning = True
-
-        def has_died(trees):
-            trees.way.replay = steady.replay(Recording({}, some(1)), (), [NotImplemented])
-
-        cases = {
-            "no manager": lambda trees: setattr(trees.function, "manager", lambda: None),
-            "no graph": of("manager", "graph", None),
-            "no way": of("manager", "_ways", {}),
-            "no dictionary": of("manager", "_ways", None),
-            "no replay": of("way", "replay", None),
-            "something else": of("way", "replay", object()),
-            "behind another one": of("way", "node", object()),
-            "begins": begins,
-            "goes on": goes_on,
-            "waits for a backward": waits,
-            "may clone": clones,
-            "another partition": lambda trees: trees.partitions.__setitem__(0, object()),
-            "more partitions": lambda trees: trees.partitions.append(object()),
-            "no partition": lambda trees: trees.partitions.clear(),
-            "a recording that is gone": has_died,
-            **{f"no {n}": lambda trees, n=n: delattr(trees.manager, n) for n in ("graph", "_ways", "current_gen")},
-            "no begins": lambda trees: delattr(trees.way, "begins"),
-            "no function_id": lambda trees: delattr(trees.function, "function_id"),
-            "no cloning": lambda trees: None,  # that attribute
-        }
-        for (name, prepare), manager in itertools.product(cases.items(), (Manager, OpenManager)):
-            with self.subTest(name), mock.patch.object(steady, "_MAY_CLONE", name in ("may clone", "no cloning")):
+        cases = [("function", "manager", lambda: None), ("manager", "graph", None), ("way", "node", object())]
+        cases += [("manager", "_ways", {}), ("manager", "_ways", None), ("way", "replay", None), ("way", "replay", 3)]
+        cases += [("manager", n, fail) for n in ("graph", "_ways", "current_gen")]  # fail: deleted
+        cases += [("function", "function_id", fail), ("function", "manager", fail), ("way", "begins", fail)]
+        cases.append(("way", "replay", steady.replay(Recording({}, []), (), [])))  # the recording is gone
+        for (owner, name, value), manager in itertools.product(cases, (Slotted, Plain)):
+            with self.subTest(owner=owner, name=name, value=value):
                 given_ = some(2)
                 trees = Trees({0: given_[1]}, some(1), manager=manager)
                 call = trees.entry(around=True, order=[1, 0], kept=[1], picks=[0, 1])
-                prepare(trees)
-                asked = tensors.native.counts()
-                inputs = list(given_)
-                self.assertIs(call(inputs), trees.answer)
-                ((handed, seen),) = trees.handed
-                self.assertIs(handed, inputs)
-                self.assertAreSame(seen, given_)
-                self.check_untouched(trees, inputs, given_)
-                self.assertEqual((trees.function.was_asked, tensors.native.counts()), (False, asked))
+                if value is fail:
+                    delattr(getattr(trees, owner), name)
+                else:
+                    setattr(getattr(trees, owner), name, value)
+                self.check_by_hand(trees, call, list(given_))
 
     def test_inputs_that_python_has_to_see(self):
         a, b = some(2)
-        for inputs in ((a, b), [a], [a, b, a], [], [a, 3], [a, None], 3, type("List", (list,), {})([a, b])):
-            trees = Trees({0: b}, some(1))
-            trees.by_hand = mock.Mock(return_value=trees.answer)
-            self.assertIs(trees.entry(order=[1, 0], picks=[0])(inputs), trees.answer)
-            (seen,) = trees.by_hand.call_args.args
-            self.assertIs(seen, inputs)
-            self.assertEqual((trees.by_hand.call_count, trees.graph.launches), (1, 0))
-        for arguments in ({"kept": [5]}, {}):  # without an order its length is not known
-            trees = Trees({} if arguments else {5: a}, some(1))
-            self.assertIs(trees.entry(picks=[0], **arguments)([a]), trees.answer)
+        subclass = type("List", (list,), {})([a, b])
+        for inputs in ((a, b), [a], [a, b, a], [], [a, 3], [a, None], 3, subclass):
+            trees = Trees({0: b, 1: a}, some(1))
+            self.check_by_hand(trees, trees.entry(order=[1, 0], picks=[0]), inputs)
+        for arguments, fixed in (({"kept": [5]}, {}), ({}, {5: a})):  # without an order their number is not known
+            trees = Trees(fixed, some(1))
+            self.check_by_hand(trees, trees.entry(**arguments), [a])
+        for partitions in ([a], [a, a], []):
+            trees = Trees({}, some(1))
+            call = trees.entry(around=True)
+            trees.partitions[:] = partitions
+            self.check_by_hand(trees, call, [])
 
     def test_when_a_step_begins(self):
         generation = GenerationTracker.generation
-        for marked, current, pending, expected in (
-            (0, generation, False, False),
-            (0, generation - 1, False, True),
-            (0, generation - 1, True, False),
-            (-3, generation, False, True),
-            (-3, generation, True, True),  # the user's word
-            (-3, -3, False, False),
-        ):
-            for begins, clones in itertools.product((None, False, True), repeat=2):
-                with (
-                    self.subTest(marked=marked, current=current, pending=pending, begins=begins, clones=clones),
-                    mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", marked),
-                    mock.patch.object(steady, "_MAY_CLONE", clones is not None),
-                ):
-                    trees = Trees({}, some(1))
-                    trees.way.begins, trees.manager.current_gen = begins, current
-                    trees.manager.running_forwards_with_pending_backwards = pending
-                    trees.manager.has_live_user_visible_output_cloning = clones
-                    found = trees.entry()([])
-                    fits = begins in (None, expected) and not (clones and expected)
-                    self.assertEqual((found is not trees.answer, trees.graph.launches), (fits, int(fits)))
-                    self.assertEqual(trees.manager.current_gen, (marked or generation) if fits else current)
+        steps = [(0, generation, False, False), (0, generation - 1, False, True), (0, generation - 1, True, False)]
+        steps += [(-3, generation, True, True), (-3, -3, False, False)]  # the user's word
+        # Whether outputs may be cloned: not in this torch, no, yes, and what to do was not noted.
+        for step, begins, clones in itertools.product(steps, (None, False, True), (None, False, True, fail)):
+            marked, current, pending, expected = step
+            cudagraph_trees.MarkStepBox.mark_step_counter = marked
+            with self.subTest(step=step, begins=begins), mock.patch.object(steady, "_MAY_CLONE", clones is not None):
+                trees = Trees({}, some(1))
+                trees.way.begins, trees.manager.current_gen = begins, current
+                trees.manager.running_forwards_with_pending_backwards = pending
+                if clones is not fail:
+                    trees.manager.has_live_user_visible_output_cloning = clones is not False
+                call = trees.entry()
+                if begins in (None, expected) and not (clones and expected):
+                    self.check_replays(call, [], trees.recording.own)
+                    self.assertEqual(trees.manager.current_gen, marked or generation)
+                else:
+                    self.check_by_hand(trees, call, [])
 
     def test_it_raises(self):
-        def fail(*_):
-            raise Failed
-
-        given_ = some(1)
-        trees = Trees({0: given_[0]}, some(1))
-        trees.graph.at_launch = fail
-        with self.assertRaises(Failed):
-            trees.entry()(list(given_))
-        self.assertEqual(trees.handed, [])
-        trees = Trees({}, [])
-        trees.recording._own_outputs = fail
-        with self.assertRaises(Failed):
-            trees.entry()([])
-        trees = Trees({}, some(1))
-        trees.function.manager = fail
-        with self.assertRaises(Failed):
-            trees.entry()([])
-        trees = Trees({0: given_[0]}, some(1))
-        inputs = [torch.eye(3).to_sparse()]
-        with self.assertRaises(RuntimeError):
-            trees.entry()(inputs)
-        self.assertEqual(len(inputs), 1)
+        for owner, name in (("graph", "at_launch"), ("recording", "_own_outputs"), ("function", "manager")):
+            trees = Trees({}, [])
+            setattr(getattr(trees, owner), name, fail)
+            self.assertRaises(Failed, trees.entry(), [])
+            self.assertEqual(trees.handed, [])
+        self.assertRaises(RuntimeError, Trees({0: some(1)[0]}, []).entry(), [torch.eye(3).to_sparse()])
+        one = (1,), (1,), 0
+        cases = [(IndexError, [2]), (IndexError, [0], (2, *one)), (TypeError, [0], (1, *one))]
+        for error, picks, *views in [*cases, (RuntimeError, [0], (0, (), (1,), 0))]:  # which are not to be had
+            trees = Trees({}, [*some(1), None], others=[None, 3])
+            self.assertRaises(error, trees.entry(picks=picks, views=views), [])
 
     def test_bad_arguments(self):
-        recording = Recording({}, some(1))
+        recording, native = Recording({}, some(1)), tensors.native
         with mock.patch.object(tensors, "native", Plain(Entry=dict, Replay=dict)):
-            entry = steady.entry(self.fail, object(), order=[1, 0], picks=[0])
+            entry = steady.entry(fail, object(), order=[1, 0], picks=[0])
             replay = steady.replay(recording, (), [NotImplemented])
-        for type_, good, bad in (
-            (tensors.native.Entry, entry, {"order": [b"1", 3, bytes([2, *bytes(15)])], "kept": [None, b"1"]}),
-            (tensors.native.Entry, entry, {"picks": [3, b"1"], "constants": [[], None], "views": [3, [()]]}),
-            (tensors.native.Entry, entry, {"views": [[(0, [1], (1,), 0)], [(0, ("1",), (1,), 0)], [("0", (), (), 0)]]}),
-            (tensors.native.Entry, entry, {"runner": [((), 3), ([],)], "steps": [3], "generations": [3], "more": [3]}),
-            (tensors.native.Replay, replay, {"cached": [(), None], "others": [(), None], "places": [b"12345678", 3]}),
-            (tensors.native.Replay, replay, {"patched": [b"1", None], "managed": [b"1", None], "returned": [bytes(8)]}),
-            (tensors.native.Replay, replay, {"before": [3, (), ([], 3)], "after": [((((), b""),), 3), ((([], 3),), 3)]}),
-        ):
-            type_(**good)
+        of_entry = {"order": (b"1", 3, bytes([2, *bytes(15)])), "kept": (None, b"1"), "picks": (3, b"1"), "more": (3,)}
+        of_entry |= {"constants": ([],), "runner": (((), 3), ([],)), "steps": (3,), "generations": (3,)}
+        of_entry["views"] = (3, [()], [(0, [1], (1,), 0)], [(0, ("1",), (1,), 0)], [("0", (), (), 0)])
+        of_replay = {"cached": ((), None), "others": ((), None), "places": (bytes(8), 3), "patched": (b"1", None)}
+        of_replay |= {"managed": (b"1",), "returned": (bytes(8),), "before": (3, (), ([], 3)), "more": (3,)}
+        of_replay["after"] = (((((), b""),), 3), ((([], 3),), 3))
+        for make, good, bad in ((native.Entry, entry, of_entry), (native.Replay, replay, of_replay)):
             for name, values in bad.items():
                 for value in values:
                     with self.subTest(name=name, value=value), self.assertRaises((TypeError, ValueError)):
-                        type_(**(good | {name: value}))
-                if name in good:
-                    with self.assertRaises(TypeError):
-                        type_(**{key: value for key, value in good.items() if key != name})
-        made = tensors.native.Entry(**entry)
+                        make(**(good | {name: value}))
+            for name in good:
+                self.assertRaises(TypeError, make, **{key: value for key, value in good.items() if key != name})
         for arguments, keywords in (((), {}), (([], []), {}), (([],), {"more": 3}), ((), {"inputs": []})):
-            with self.assertRaises(TypeError):
-                made(*arguments, **keywords)
+            self.assertRaises(TypeError, native.Entry(**entry), *arguments, **keywords)
 
     def test_references(self):
         """As many behind many calls as before, of whatever kind."""
-        given_, cached, earlier, constant = some(3), some(2), some(1), object()
+        given_, cached, earlier, constants = some(3), some(2), some(1), [Plain()]
         moved = [t.clone() for t in given_]
-        for order, returned in itertools.product((None, [2, 0, 1]), ({}, {1: (0, None)})):
-            theirs = given_ if order is None else [given_[index] for index in order]
-            live = Live([2], returned)
-            trees = Trees({1: theirs[1]}, cached, live=live, before=deaths(earlier, 0), managed=[0])
-            views = [(0, (2,), (1,), 1), (2, (1,), (1,), 0)]
-            calls = [
-                trees.entry(order=order, around=True, kept=[1], picks=[0, 1, 2, 3, 4, 5], constants=[constant], views=views),
-                trees.entry(order=order),
-                trees.entry(order=order, kept=[0], picks=[9]),  # raises
-            ]
-            things = [*given_, *cached, *moved, earlier, constant, trees.recording, trees.manager, trees.way, live]
-            things += [trees.before, trees.graph, trees.log, trees.way.mode, trees.way.compile_id, trees.function]
-            before = []
-            for number in range(120):
-                if number == 20:
-                    before = references_to(things)
+        for order, returned in itertools.product(ORDERS, ({}, {1: (0, None)})):
+            live = Live([2], None, returned)
+            fixed = {1: ordered(given_, order)[1]}
+            trees = Trees(fixed, cached, live=live, before=deaths(earlier, 0), managed=[0])
+            more = {"constants": constants, "views": [(0, (2,), (1,), 1), (2, (1,), (1,), 0)]}
+            calls = [trees.entry(order=order, kept=[1], picks=picks, **more) for picks in (None, range(6), [9])]
+            things = [*given_, *cached, *moved, *constants, *vars(trees).values(), trees.way.compile_id, earlier]
+            counted = []
+            for number in range(100):
                 live.answer = (lambda: "no") if number % 4 == 0 else lambda: None
-                live._settled = live._settled if number % 3 else []
-                live.prepared.clear()
                 for call, inputs in itertools.product(calls, (given_, moved, [])):
-                    try:
+                    with contextlib.suppress(IndexError):  # of the last call
                         call(list(inputs))
-                    except IndexError:
-                        self.assertIs(call, calls[2])
-                trees.handed.clear()
-                live.prepared.clear()
+                    live._settled = None if number % 3 == 0 else live._settled
+                    del live.prepared[:], trees.handed[:]
                 trees.manager._current_node = trees.before
-            after = references_to(things)
-            self.assertEqual(after, before)
+                if number in (12, 96):  # of the same kind
+                    counted.append([sys.getrefcount(thing) for thing in things])
+            self.assertEqual(*counted)
             self.assertGreater(trees.graph.launches, 100)
 
     def test_garbage(self):
-        class Part(Live): ...
-
-        given_ = some(1)
         for calls in (0, 3):
-            trees = Trees({0: given_[0]}, some(1), live=Part([0]), after=deaths(some(1), 0))
-            call = trees.entry(around=True, picks=[0])
+            given_ = some(1)
+            trees = Trees({}, some(1), live=Live([0], None), after=deaths(some(1), 0))
+            trees.recording.are_held = False
+            trees.entry = entry = steady.entry(trees.by_hand, trees.function, runner=(trees.partitions, 3), picks=[0])
+            trees.partitions[:] = [3]
+            trees.live.entry = trees.graph.entry = trees.log.entry = trees.function.entry = entry
             for _ in range(calls):
-                call(list(given_))
-            made = next(cell.cell_contents for cell in call.__closure__ if callable(cell.cell_contents))
-            self.assertIsInstance(made, tensors.native.Entry)
-            for part in (trees.graph, trees.live, trees.log, trees.function):
-                part.entry = made
-            parts = (trees, trees.graph, trees.live, trees.manager, trees.recording, trees.function, trees.log)
-            watched = [weakref.ref(part) for part in parts]
-            gc.collect()
-            self.assertTrue(all(reference() is not None for reference in watched))
-            del trees, call, made, part, parts
+                trees.manager._current_node = trees.before
+                entry(list(given_))
+            self.assertEqual(trees.graph.launches, calls)
+            watched = [weakref.ref(part) for part in vars(trees).values() if type(part).__module__ == __name__]
+            self.assertEqual(len(watched), 10)
+            del trees, entry
             gc.collect()
             self.assertEqual([reference() for reference in watched], [None] * len(watched))
 
+    # -- what is asked of the inputs
 
-@unittest.skipIf(tensors.load_native() is None, "not built for this torch")
-class TestReplay(Case):
-    """What it asks of its inputs."""
-
-    def patched(self, order, **arguments):
-        """Two of three inputs are patched; the graph holds their addresses."""
-        given_ = some(3)
-        theirs = given_ if order is None else [given_[index] for index in order]
-        live = Live([2, 0])
-        trees = Trees({1: theirs[1]}, some(1), live=live, **arguments)
-        live._settled = [theirs[2].data_ptr(), theirs[0].data_ptr()]
-        return trees, live, given_, theirs
-
-    def test_patched_inputs(self):
-        for order in (None, [2, 0, 1]):
-            trees, live, given_, theirs = self.patched(order)
-            call = trees.entry(order=order)
-            addresses = list(live._settled)
-
-            def replays(inputs, call=call, trees=trees):
-                given_to = list(inputs)
-                self.assertAreSame(call(given_to), trees.recording.own)
-                self.assertEqual(given_to, [])
-
-            def check_prepared(inputs, seen, live=live):
-                ((found, addresses),) = live.prepared
-                live.prepared.clear()
-                self.assertAreSame(found, inputs)
-                self.assertEqual(addresses, seen)
-
-            replays(given_)
-            replays(given_)
-            self.assertEqual(live.prepared, [])
-            live._pool.changes += 1
-            replays(given_)
-            check_prepared(theirs, addresses)
-            for settled in (None, addresses[:1], addresses[::-1], []):
-                live._settled = settled
-                replays(given_)
-                check_prepared(theirs, addresses)
-            others = [t if t is theirs[1] else t.clone() for t in given_]
-            their_others = others if order is None else [others[index] for index in order]
-            replays(others)
-            check_prepared(their_others, [their_others[2].data_ptr(), their_others[0].data_ptr()])
-            replays(others)
-            self.assertEqual((live.prepared, trees.graph.launches, trees.recording.calls), ([], 9, []))
-
-    def test_patched_inputs_that_are_refused(self):
-        def fail():
-            raise Failed
-
-        for order, refuses in itertools.product((None, [2, 0, 1], [1, 2, 0]), (True, False)):
-            trees, live, given_, theirs = self.patched(order)
-            call = trees.entry(order=order, around=True)
-            live._settled, live.answer = None, (lambda: "why not") if refuses else fail
-            inputs = list(given_)
-            if refuses:
-                self.assertIsNone(call(inputs))
-            else:
-                self.assertRaises(Failed, call, inputs)
-            self.assertAreSame(live.prepared[0][0], theirs)
+    def test_where_inputs_lie(self):
+        """One stays where it is; of two the graph is given the addresses."""
+        for order in ORDERS:
+            given_ = some(3)
+            theirs, others = ordered(given_, order), [t.clone() for t in given_]
+            addresses = [theirs[2].data_ptr(), theirs[0].data_ptr()]
+            trees = Trees({1: theirs[1]}, some(1), live=Live([2, 0], None))
+            call, live, (asked, were) = trees.entry(order=order), trees.live, tensors.native.counts()
+            self.check_none(trees, call, others, False)
+            self.check_none(trees, trees.entry(order=order, around=True, kept=[0], picks=[0]), others, True)
+            trees.function.was_asked = False
+            self.assertEqual((tensors.native.counts(), live.prepared), ((asked + 2, were), []))
+            live.answer = lambda: "why not"
+            self.check_none(trees, call, given_, False)
+            live.answer, inputs = fail, list(given_)
+            self.assertRaises(Failed, call, inputs)
             self.check_untouched(trees, inputs, given_)
-            self.assertEqual((trees.function.was_asked, trees.handed), (refuses, []))
+            live.answer = lambda: None
 
-    def test_patched_inputs_that_are_copied_for_a_call(self):
-        for order, picks in itertools.product((None, [2, 0, 1]), (None, [1, 0])):
-            trees, live, given_, theirs = self.patched(order)
-            live._settled, live.temporary = None, {0: "a copy"}
-            inputs = list(given_)
-            found = trees.entry(order=order, kept=[0], picks=picks)(inputs)
-            own = trees.recording.own
-            self.assertAreSame(found, own if picks is None else [given_[0], own[0]])
-            ((name, seen),) = trees.recording.calls
-            self.assertAreSame(seen, theirs)
-            self.assertEqual((name, inputs, trees.graph.launches), ("replay", [], 0))
-            self.assertIs(trees.manager._current_node, trees.recording)
+            others[1 if order is None else order[1]] = theirs[1]
+            cases = [(addresses, 3, given_, False), (addresses, 4, given_, True), (addresses, 4, given_, False)]
+            cases += [(settled, 4, given_, True) for settled in (None, addresses[:1], addresses[::-1], [])]
+            for settled, changes, inputs, is_prepared in [*cases, (addresses, 4, others, True)]:
+                live._settled, live._pool.changes = settled, changes
+                live.prepared.clear()
+                self.check_replays(call, inputs, trees.recording.own)
+                self.assertEqual(len(live.prepared), is_prepared)
+                for found, seen in live.prepared:
+                    self.assertAreSame(found, ordered(inputs, order))
+                    self.assertEqual(seen, [found[2].data_ptr(), found[0].data_ptr()])
+            self.check_replays(call, others, trees.recording.own)
+            self.assertEqual((len(live.prepared), trees.graph.launches, trees.recording.calls), (1, 9, []))
 
-    def dying(self, order=None, further=0):
-        """Two cached outputs of another recording are inputs around a static one, and have to be dead."""
-        earlier, static = some(2 + further), torch.zeros(3)
-        theirs = [earlier[0], static, earlier[1]]
-        after = deaths(earlier, *range(2 + further))
-        trees = Trees(dict(enumerate(theirs)), some(1), managed=[0, 2], after=after)
-        trees.at_launch = []
-        places = range(3) if order is None else inverse(order)
-        del theirs
+    def dying(self, order=None, live=None):
+        """Two cached outputs of another recording are inputs, and all three have to be dead."""
+        earlier, static = some(3), torch.zeros(3)
+        fixed = {0: earlier[0], 2: earlier[1]}
+        trees = Trees(fixed, some(1), managed=[0, 2], live=live, after=deaths(earlier, 0, 2, 1))
+        back = [0, 1, 2] if order is None else [order.index(number) for number in range(3)]
+        return trees, earlier, lambda: ordered([earlier[0], static, earlier[1]], back)
 
-        def inputs():
-            theirs = [earlier[0], static, earlier[1]]
-            return [theirs[place] for place in places]
-
-        return trees, earlier, inputs
-
-    def test_inputs_that_died(self):
-        for order, further in itertools.product((None, [2, 0, 1]), (0, 1)):
-            trees, _, inputs = self.dying(order, further)
-            call = trees.entry(order=order)
-            seen = []
-            for _ in range(4):
-                given_ = inputs()
-                trees.graph.at_launch = lambda given_=given_: seen.append(sum(value is None for value in given_))
-                self.assertAreSame(call(given_), trees.recording.own)
-                self.assertEqual(given_, [])
-            # They are let go of and looked at; from then on they are looked at, and go with the others.
-            self.assertEqual((seen, trees.recording.calls), ([2, 0, 0, 0], []))
-
-    def test_inputs_that_are_held(self):
-        holds = (
-            lambda earlier, inputs: earlier[0],
-            lambda earlier, inputs: earlier[1].view(2, 2),
-            lambda earlier, inputs: earlier[1].untyped_storage()[:1],
-            lambda earlier, inputs: earlier[0].detach(),
-            lambda earlier, inputs: inputs.append(inputs[0]),  # once more among the inputs
-            lambda earlier, inputs: earlier.__setitem__(1, earlier[1].detach()),  # another object lies there
-        )
-        for hold, before, order in itertools.product(holds[:4], (0, 1, 3), (None, [2, 0, 1])):
+    def test_inputs_that_died_or_are_held(self):
+        """They are let go of and looked at; from then on they are looked at first, and go with the others."""
+        holds = [lambda e: e[0], lambda e: e[1].view(2, 2), lambda e: e[1].untyped_storage()[:1]]
+        holds += [lambda e: e[0].detach(), lambda e: e[2]]  # which is no input
+        for hold, before, order in itertools.product(holds, (0, 1, 3), ORDERS):
+            given_ = []
             trees, earlier, inputs = self.dying(order)
-            call = trees.entry(order=order)
+            call, seen = trees.entry(order=order), []
             for _ in range(before):
-                call(inputs())
-            given_ = inputs()
-            holder = hold(earlier, given_)
-            self.assertRaises(Failed, call, given_)
+                given_ = inputs()
+                trees.graph.at_launch = lambda given_=given_, seen=seen: seen.append(given_.count(None))
+                self.assertIsNotNone(call(given_))
+            self.assertEqual((seen, given_), ([2, 0, 0][:before], []))
+            holder = hold(earlier)
+            self.assertRaises(Failed, call, inputs())
             self.assertEqual((trees.graph.launches, trees.recording.calls), (before, ["check"]))
+            self.assertRaises(Failed, call, inputs())
             trees.recording.are_held = False  # by now
-            self.assertAreSame(call(inputs()), trees.recording.own)
+            self.assertIsNotNone(call(inputs()))
             del holder
-            self.assertAreSame(call(inputs()), trees.recording.own)
-            self.assertEqual((trees.graph.launches, trees.recording.calls), (before + 2, ["check"] * 2))
-        for hold, before in itertools.product(holds[4:], (0, 2)):
+            self.assertIsNotNone(call(inputs()))
+            self.assertEqual((trees.graph.launches, trees.recording.calls), (before + 2, ["check"] * 3))
+
+    def test_inputs_that_are_held_by_the_call(self):
+        for before in (0, 2):
             trees, earlier, inputs = self.dying()
             call = trees.entry()
             for _ in range(before):
                 call(inputs())
-            given_ = inputs()
-            hold(earlier, given_)
-            self.assertRaises(Failed, call, given_)
-            del given_
-            self.assertAreSame(call(inputs()), trees.recording.own)
-
-    def test_inputs_that_are_kept(self):
-        """The caller gets them, so that they are held; so is one that is no input."""
-        for before in (0, 2):
-            trees, earlier, inputs = self.dying(further=1)
-            for _ in range(before):
-                trees.entry()(inputs())
             self.assertRaises(Failed, trees.entry(kept=[0]), inputs())
+            self.assertRaises(Failed, call, [*inputs(), earlier[0]])  # once more
+            held = inputs()
+            earlier[1] = earlier[1].detach()  # another one lies there, and what was given does not die
+            self.assertRaises(Failed, call, list(held))
             self.assertEqual(trees.graph.launches, before)
-            trees.entry(kept=[1])(inputs())
-            held = earlier[2]
-            self.assertRaises(Failed, trees.entry(), inputs())
-            self.assertEqual(trees.graph.launches, before + 1)
-            del held
-            trees.entry()(inputs())
+            self.assertIsNotNone(call(held))  # it does
+            self.assertIsNotNone(call(inputs()))
+            self.assertIsNotNone(trees.entry(kept=[1])(inputs()))
 
-    def test_inputs_that_are_held_while_they_are_prepared(self):
-        trees, earlier, inputs = self.dying()
-        live = Live([1])
-        trees.way.replay = None
-        recording = Recording({0: earlier[0], 2: earlier[1]}, some(1), live=live, after=deaths(earlier, 0, 1))
-        trees.way.replay = steady.replay(recording, [0, 2], [NotImplemented])
-        call = trees.entry()
+    def test_inputs_that_are_held_since_they_were_looked_at(self):
+        trees, earlier, inputs = self.dying(live=Live([1], None))
+        call, live, held = trees.entry(), trees.live, []
+        live.answer = live.prepared.clear  # which holds them
         for _ in range(3):
-            call(inputs())
-        self.assertEqual((recording.graph.launches, len(live.prepared)), (3, 1))
-        live.prepared.clear()
-        live.answer = lambda: held.append(earlier[0])
-        held, live._settled = [], None
+            self.assertIsNotNone(call(inputs()))
+        live._settled, live.answer = None, lambda: live.prepared.clear() or held.append(earlier[0])
         self.assertRaises(Failed, call, inputs())
-        self.assertEqual((recording.graph.launches, recording.calls), (3, ["check"]))
+        self.assertEqual((trees.graph.launches, trees.recording.calls, len(held)), (3, ["check"], 1))
+
+    def test_inputs_that_hold_others(self):
+        """One is a view of an output, which dies with it, and beside another output."""
+        earlier = some(2)
+        after = deaths(earlier, 0, 1)
+        trees = Trees(dict(enumerate(earlier)), some(1), managed=[0, 1], after=after)
+        call = trees.entry()
+        for number in range(1, 5):
+            self.assertIsNotNone(call([earlier[0].view(2, 2), earlier[1]]))
+            held = earlier[0].view(2, 2)
+            self.assertRaises(Failed, call, [held, earlier[1]])
+            del held
+            self.assertEqual((trees.graph.launches, len(trees.recording.calls)), (number, number))
 
     def test_outputs_that_have_to_be_dead_before(self):
         given_, earlier = some(1), some(2)
         trees = Trees({0: given_[0]}, some(1), before=deaths(earlier, 1, 0))
-        call = trees.entry(around=True)
-        held = earlier[0].view(2, 2)
-        inputs = list(given_)
-        self.assertIsNone(call(inputs))
-        self.check_untouched(trees, inputs, given_)
-        self.assertTrue(trees.function.was_asked)
+        call, held = trees.entry(around=True), earlier[0].view(2, 2)
+        self.check_none(trees, call, given_, True)
         del held
-        self.assertIsNotNone(call(inputs))
-        earlier[1] = None  # now torch is asked
-        self.assertIsNone(call(list(given_)))
-        earlier.clear()
-        self.assertIsNone(call(list(given_)))
+        self.assertIsNotNone(call(list(given_)))
+        for cached in ([earlier[0], None], []):  # torch is asked
+            earlier[:] = cached
+            self.assertIsNone(call(list(given_)))
         self.assertEqual(trees.graph.launches, 1)
 
 

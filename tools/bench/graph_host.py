@@ -13,6 +13,8 @@ workloads or the programs of ``sections.py``.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
 import sys
 import tempfile
@@ -20,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
@@ -28,17 +31,13 @@ import torch
 from torch._inductor.output_code import CompiledFxGraph
 
 from bench.figures import has_gpu, write_figures
-from bench.sections import Clocks, program_of
+from bench.sections import program_of
 from pygraph_trees.comparison.program import Program
 from pygraph_trees.comparison.rings import Ring
 from pygraph_trees.comparison.timing import collector_off, median, synchroniser
 from pygraph_trees.comparison.ways import Way, make_ways
 
-_GRAPH, _LAUNCH = "compiled graph", "launch"
-WATCHED: tuple[tuple[Any, str, str], ...] = (
-    (CompiledFxGraph, "__call__", _GRAPH),
-    (torch.cuda.CUDAGraph, "replay", _LAUNCH),
-)
+_GRAPH, _LAUNCH = (CompiledFxGraph, "__call__"), (torch.cuda.CUDAGraph, "replay")
 _SETTLE = 10  # un-timed calls at the start of each block
 _PROFILED = 5  # calls
 _WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -60,11 +59,11 @@ class Times:
 
 def measure(name: str, program: Program, rounds: int, calls: int) -> list[dict[str, Any]]:
     """A record for each way and regime, "same" and "fresh"."""
-    clocks, ring, wait = Clocks(), Ring(program, 8), synchroniser(program.device)
+    ring, wait = Ring(program, 8), synchroniser(program.device)
     samples: dict[tuple[str, str], list[Times]] = {}
     ways = make_ways(program, ["upstream", "ours"])
     with torch._dynamo.config.patch(recompile_limit=64):
-        cost = clocks.cost_ns() / 1e3
+        cost = clock_us()
         for way in ways:
             with way.active():
                 for own in ring.sets * 2:
@@ -73,8 +72,10 @@ def measure(name: str, program: Program, rounds: int, calls: int) -> list[dict[s
             for way in ways[:: -1 if number % 2 else 1]:
                 for regime, feed in (("same", ring.same()), ("fresh", ring.fresh())):
                     # The clocks last: a way's patches are of the same functions.
-                    with way.active(), collector_off(), clocks.watching(WATCHED):
-                        found = _block(program, way, feed, wait, calls, clocks, cost)
+                    graphs: list[int] = []
+                    launches: list[int] = []
+                    with way.active(), collector_off(), clock(*_GRAPH, graphs), clock(*_LAUNCH, launches):
+                        found = _block(program, way, feed, wait, calls, graphs, launches, cost)
                     samples.setdefault((way.name, regime), []).append(found)
     gpu = {}
     for way in ways:
@@ -137,29 +138,72 @@ def _block(
     feed: Iterator[Any],
     wait: Callable[[], None],
     calls: int,
-    clocks: Clocks,
+    graphs: list[int],
+    launches: list[int],
     cost: float,
 ) -> Times:
     found = []
     for number in range(_SETTLE + calls):
         own = next(feed)
         wait()
-        with clocks.noting() as sections:
-            begin = time.perf_counter_ns()
-            outputs = program.step(way.callable, own.args, own.kwargs)
-            returned = time.perf_counter_ns()
+        graphs.clear()
+        launches.clear()
+        begin = time.perf_counter_ns()
+        outputs = program.step(way.callable, own.args, own.kwargs)
+        returned = time.perf_counter_ns()
         wait()
         done = time.perf_counter_ns()
         del outputs
         if number >= _SETTLE:
-            graphs, launches = (sections.get(label) for label in (_GRAPH, _LAUNCH))
-            clocked = sum(s.calls for s in (graphs, launches) if s is not None) * cost
-            launch = 0.0 if launches is None else launches.ns / 1e3
+            clocked = (len(graphs) + len(launches)) / 2 * cost
+            launch = between_us(launches)
             # A clock's cost falls outside of its own section, and so into the section around it.
-            inner = 0.0 if launches is None else launches.calls * cost
-            trees = 0.0 if graphs is None else graphs.ns / 1e3 - launch - inner
+            trees = between_us(graphs) - launch - len(launches) / 2 * cost
             found.append(Times((returned - begin) / 1e3 - clocked, trees, launch, (done - begin) / 1e3 - clocked))
     return middle(found)
+
+
+@contextlib.contextmanager
+def clock(owner: Any, name: str, times: list[int]) -> Iterator[None]:
+    """Notes in ``times`` when each call of a function begins and ends, in ns, and does little else.
+
+    What a clock does is in no cache where a step does much, and counts as part of what is around it.
+    """
+    function, note, now = getattr(owner, name), times.append, time.perf_counter_ns
+
+    @functools.wraps(function)
+    def clocked(*args: Any) -> Any:
+        note(now())
+        result = function(*args)
+        note(now())
+        return result
+
+    setattr(owner, name, clocked)
+    try:
+        yield
+    finally:
+        setattr(owner, name, function)
+
+
+def clock_us() -> float:
+    """What one clock takes outside of its own section."""
+    times: list[int] = []
+    watched = SimpleNamespace(function=lambda: None)
+    begin = time.perf_counter_ns()
+    for _ in range(1000):
+        watched.function()
+    bare = time.perf_counter_ns() - begin
+    with clock(watched, "function", times):
+        begin = time.perf_counter_ns()
+        for _ in range(1000):
+            watched.function()
+        whole = time.perf_counter_ns() - begin
+    return max(0.0, whole - bare - between_us(times) * 1e3) / 1e6
+
+
+def between_us(times: list[int]) -> float:
+    """From each begin to its end, summed; of sections one behind another."""
+    return (sum(times[1::2]) - sum(times[::2])) / 1e3
 
 
 def middle(found: list[Times]) -> Times:
