@@ -32,8 +32,7 @@ ORDERS = (None, [2, 0, 1])  # no inverse of its own
 class Failed(Exception): ...
 
 
-def fail(*_):
-    raise Failed
+fail = mock.Mock(side_effect=Failed)
 
 
 class Plain:
@@ -94,8 +93,6 @@ class Recording:
 
 
 class Trees:
-    """A function, its manager, and the way to its only recording."""
-
     def __init__(self, fixed, cached, *, manager=Slotted, managed=(), others=None, mode=MODE.INFERENCE, **recording):
         self.recording = Recording(fixed, cached, **recording)
         self.graph, self.log, self.live = self.recording.graph, self.recording.log, self.recording.live
@@ -167,7 +164,6 @@ class TestNative(TestCase):
         self.assertEqual((trees.function.was_asked, trees.handed), (was_asked, []))
 
     def check_untouched(self, trees, inputs, given_):
-        """Nothing was done."""
         self.assertAreSame(inputs, given_)
         self.assertEqual((trees.graph.launches, trees.log.replays, trees.recording.calls), (0, 0, []))
         self.assertIs(trees.manager._current_node, trees.before)
@@ -197,8 +193,7 @@ class TestNative(TestCase):
             order = data.draw(st.none() | st.integers(1, 6).flatmap(lambda n: st.permutations(range(n))))
             given_ = some(4 if order is None else len(order))
             numbers, theirs = st.integers(0, len(given_) - 1), ordered(given_, order)
-            static = torch.zeros(4)
-            kinds = [(torch.zeros(2, 4)[1], NotImplemented), (None, static), (None, 5), (None, None)]
+            kinds = [(torch.zeros(2, 4)[1], NotImplemented), (None, torch.zeros(4)), (None, 5), (None, None)]
             outputs = data.draw(st.lists(st.tuples(st.sampled_from(kinds), st.none() | numbers), max_size=5))
             returned = {i: (index, None) for i, (_, index) in enumerate(outputs) if index is not None}  # inputs
             cached = [kind[0] if index is None else None for kind, index in outputs]
@@ -219,10 +214,9 @@ class TestNative(TestCase):
             viewable = [number for number, one in enumerate(row) if isinstance(one, torch.Tensor)]
             for number in data.draw(st.lists(st.sampled_from(viewable), max_size=3)) if viewable else ():
                 sizes, strides = data.draw(st.sampled_from([((2, 2), (2, 1)), ((1,), (3,)), ((), ()), ((0,), (1,))]))
-                start = row[number].storage_offset()
-                offset = data.draw(st.sampled_from([0, -start]))
-                views.append((number, sizes, strides, offset))
-                seen.append(row[number].as_strided(sizes, strides, start + offset))
+                start, offset = row[number].storage_offset(), data.draw(st.sampled_from([0, 1]))
+                views.append((number, sizes, strides, offset - start))
+                seen.append(row[number].as_strided(sizes, strides, offset))
             row += [*seen, *constants]
             picks = data.draw(st.none() | st.lists(st.integers(0, len(row) - 1), max_size=8)) if row else None
             call = trees.entry(order=order, kept=kept, picks=picks, constants=constants, views=views)
@@ -347,13 +341,10 @@ class TestNative(TestCase):
                 for value in values:
                     with self.subTest(name=name, value=value), self.assertRaises((TypeError, ValueError)):
                         make(**(good | {name: value}))
-            for name in good:
-                self.assertRaises(TypeError, make, **{key: value for key, value in good.items() if key != name})
         for arguments, keywords in (((), {}), (([], []), {}), (([],), {"more": 3}), ((), {"inputs": []})):
             self.assertRaises(TypeError, native.Entry(**entry), *arguments, **keywords)
 
     def test_references(self):
-        """As many behind many calls as before, of whatever kind."""
         given_, cached, earlier, constants = some(3), some(2), some(1), [Plain()]
         moved = [t.clone() for t in given_]
         for order, returned in itertools.product(ORDERS, ({}, {1: (0, None)})):
@@ -379,7 +370,6 @@ class TestNative(TestCase):
 
     def test_garbage(self):
         for calls in (0, 3):
-            given_ = some(1)
             trees = Trees({}, some(1), live=Live([0], None), after=deaths(some(1), 0))
             trees.recording.are_held = False
             trees.entry = entry = steady.entry(trees.by_hand, trees.function, runner=(trees.partitions, 3), picks=[0])
@@ -387,7 +377,7 @@ class TestNative(TestCase):
             trees.live.entry = trees.graph.entry = trees.log.entry = trees.function.entry = entry
             for _ in range(calls):
                 trees.manager._current_node = trees.before
-                entry(list(given_))
+                entry(some(1))
             self.assertEqual(trees.graph.launches, calls)
             watched = [weakref.ref(part) for part in vars(trees).values() if type(part).__module__ == __name__]
             self.assertEqual(len(watched), 10)
@@ -415,7 +405,6 @@ class TestNative(TestCase):
             self.assertRaises(Failed, call, inputs)
             self.check_untouched(trees, inputs, given_)
             live.answer = lambda: None
-
             others[1 if order is None else order[1]] = theirs[1]
             cases = [(addresses, 3, given_, False), (addresses, 4, given_, True), (addresses, 4, given_, False)]
             cases += [(settled, 4, given_, True) for settled in (None, addresses[:1], addresses[::-1], [])]
@@ -488,10 +477,8 @@ class TestNative(TestCase):
         self.assertEqual((trees.graph.launches, trees.recording.calls, len(held)), (3, ["check"], 1))
 
     def test_inputs_that_hold_others(self):
-        """One is a view of an output, which dies with it, and beside another output."""
         earlier = some(2)
-        after = deaths(earlier, 0, 1)
-        trees = Trees(dict(enumerate(earlier)), some(1), managed=[0, 1], after=after)
+        trees = Trees(dict(enumerate(earlier)), some(1), managed=[0, 1], after=deaths(earlier, 0, 1))
         call = trees.entry()
         for number in range(1, 5):
             self.assertIsNotNone(call([earlier[0].view(2, 2), earlier[1]]))
