@@ -134,11 +134,7 @@ def _with_views_inside(code: _Code, names: dict[str, Any]) -> tuple[_Code, Calla
     inside: dict[str, ast.expr] = {}  # views, by output
     for value in code.returned:
         name = _name_in(value)
-        if (
-            isinstance(value, ast.Call)
-            and name in code.made
-            and (uses[name] == 1 or ways[name] == {ast.unparse(value)})
-        ):
+        if isinstance(value, ast.Call) and name in code.made and ways[name] == {ast.unparse(value)}:
             inside[name] = value
     returned: list[ast.expr] = []
     for value in code.returned:
