@@ -241,8 +241,8 @@ class TestNative(TestCase):
     def test_what_is_replayed_in_python(self):
         """Outputs that are something else of inputs, and inputs that are copied for this call."""
         for order, picks, is_copied in itertools.product(ORDERS, (None, [1, 2]), (False, True)):
-            given_, outputs = some(3), {} if is_copied else {0: (1, None), 1: (1, "a view")}
-            trees = Trees({}, some(2), live=Live([2], None, outputs))
+            given_, views = some(3), {0: (1, None), 1: (1, "a view")}
+            trees = Trees({}, some(2), live=Live([2], None) if is_copied else Live([], [], views))
             trees.live.temporary = {2: "a copy"} if is_copied else {}
             call = trees.entry(order=order, kept=[0], picks=picks)
             self.check_replays(call, given_, ordered([*trees.recording.own, given_[0]], picks or [0, 1]))
@@ -368,10 +368,10 @@ class TestNative(TestCase):
     def test_garbage(self):
         for calls in (0, 3):
             trees = Trees({}, some(1), live=Live([0], None), after=deaths(some(1), 0))
-            trees.recording.are_held = False
             trees.entry = entry = steady.entry(trees.by_hand, trees.function, runner=(trees.partitions, 3), picks=[0])
             trees.partitions[:] = [3]
-            trees.live.entry = trees.graph.entry = trees.log.entry = trees.function.entry = entry
+            trees.live.entry = trees.graph.entry = trees.log.entry = trees.recording.deaths_after.entry = entry
+            trees.function.entry = entry
             for _ in range(calls):
                 trees.manager._current_node = trees.before
                 entry(some(1))
@@ -382,10 +382,7 @@ class TestNative(TestCase):
             gc.collect()
             self.assertEqual([reference() for reference in watched], [None] * len(watched))
 
-    # -- what is asked of the inputs
-
     def test_where_inputs_lie(self):
-        """One stays where it is; of two the graph is given the addresses."""
         for order in ORDERS:
             given_ = some(3)
             theirs, others = ordered(given_, order), [t.clone() for t in given_]
@@ -426,7 +423,6 @@ class TestNative(TestCase):
         return trees, earlier, lambda: ordered([earlier[0], static, earlier[1]], back)
 
     def test_inputs_that_died_or_are_held(self):
-        """They are let go of and looked at; from then on they are looked at first, and go with the others."""
         holds = [lambda e: e[0], lambda e: e[1].view(2, 2), lambda e: e[1].untyped_storage()[:1]]
         holds += [lambda e: e[0].detach(), lambda e: e[2]]  # which is no input
         for hold, before, order in itertools.product(holds, (0, 1, 3), ORDERS):
@@ -459,8 +455,11 @@ class TestNative(TestCase):
             self.assertRaises(Failed, call, list(held))
             self.assertEqual(trees.graph.launches, before)
             self.assertIsNotNone(call(held))  # it does
-            self.assertIsNotNone(call(inputs()))
             self.assertIsNotNone(trees.entry(kept=[1])(inputs()))
+            given_, old = inputs(), earlier[1]
+            holder = earlier[1] = some(1)[0]  # which is no input
+            self.assertRaises(Failed, call, given_)
+            del old, holder
 
     def test_inputs_that_are_held_since_they_were_looked_at(self):
         trees, earlier, inputs = self.dying(live=Live([1], None))
@@ -485,7 +484,7 @@ class TestNative(TestCase):
 
     def test_outputs_that_have_to_be_dead_before(self):
         given_, earlier = some(1), some(2)
-        trees = Trees({0: given_[0]}, some(1), before=deaths(earlier, 1, 0))
+        trees = Trees({}, some(1), before=deaths(earlier, 1, 0))
         call, held = trees.entry(around=True), earlier[0].view(2, 2)
         self.check_none(trees, call, given_, True)
         del held
