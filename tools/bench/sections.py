@@ -4,9 +4,9 @@ usage: python tools/bench/sections.py [NAMES ...] [--recording] [--calls N] [--o
 
 Clocks are read around named sections: functions of torch and of this project, wrapped while they are watched. A
 section's own time is what it takes without the sections inside of it; time outside of all is Dynamo's, AOTAutograd's
-and Inductor's. The clocks cost time themselves, mostly in the section around: each call is also measured without them,
-and what one clock costs is printed. NAMES are workloads, or MLP, CHAIN (three partitions in one step) and RESNET18
-(a training step), which are only measured here.
+and Inductor's. The clocks cost time themselves, mostly in the section around: each call is also measured without
+them, and what one clock costs is printed. A replay in C++ has no sections: it is the compiled graph's own. NAMES are
+workloads, or MLP, CHAIN (three partitions in one step) and RESNET18 (a training step), which are only measured here.
 """
 
 from __future__ import annotations
