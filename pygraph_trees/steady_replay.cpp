@@ -114,8 +114,7 @@ bool Mortal::take(PyObject *given) {
     for (Py_ssize_t g = 0; g < PyTuple_GET_SIZE(groups); g++) {
         PyObject *list = nullptr, *bytes = nullptr;
         std::vector<uint64_t> indices;
-        if (!is_tuple(PyTuple_GET_ITEM(groups, g)) ||
-            !PyArg_ParseTuple(PyTuple_GET_ITEM(groups, g), "O!O", &PyList_Type, &list, &bytes) ||
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(groups, g), "O!O", &PyList_Type, &list, &bytes) ||
             !unpack(bytes, &indices))
             return false;
         runs.push_back({Py_NewRef(list), {}});
@@ -139,12 +138,11 @@ void Mortal::clear() {
     runs.clear();
 }
 
-int Mortal::are_dead(bool *asked) {
+int Mortal::are_dead() {
     if (ask == nullptr || seem_dead())
         return 1;
     if (PyErr_Occurred())
         return -1;
-    *asked = true;
     Ref answer(PyObject_CallNoArgs(ask));
     return answer ? PyObject_IsTrue(answer.get()) : -1;
 }
@@ -333,8 +331,8 @@ Answer pygraph::take(Replay::State *state, Inputs &inputs, bool *is_copied) {
     const Answer found = find(state, inputs);
     if (found != Answer::yes)
         return found;
-    bool has_run = false; // code that may have changed what was seen of the inputs
-    const int died = state->before.are_dead(&has_run);
+    bool is_seen = true; // what was seen of the inputs: only C++ ran in between
+    const int died = state->before.are_dead();
     if (died <= 0)
         return died < 0 ? Answer::error : Answer::no;
     if (state->live != nullptr) {
@@ -345,10 +343,10 @@ Answer pygraph::take(Replay::State *state, Inputs &inputs, bool *is_copied) {
             const Answer prepared = prepare(state, inputs, is_copied);
             if (prepared != Answer::yes)
                 return prepared;
-            has_run = true;
+            is_seen = false;
         }
     }
-    if (!has_run && state->after.died_as(state->fixed)) {
+    if (is_seen && state->after.died_as(state->fixed)) {
         if (!let_go(inputs, state->lasting))
             return Answer::error;
         if (state->after.others_seem_dead())
@@ -356,7 +354,7 @@ Answer pygraph::take(Replay::State *state, Inputs &inputs, bool *is_copied) {
     }
     if (!let_go(inputs, state->managed))
         return Answer::error;
-    const int dead = state->after.are_dead(&has_run);
+    const int dead = state->after.are_dead();
     if (dead == 1 && state->after.find_among(&state->fixed)) {
         std::unordered_set<uint64_t> dying;
         for (const Watched &input : state->fixed)
