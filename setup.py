@@ -22,15 +22,9 @@ def torch_folder() -> Path | None:
 
 
 def tensors_extension(torch: Path) -> list[Extension]:
-    """Good for this very torch; the module says so, and is not used with another one.
-
-    None from torch 2.15 on, where the counter of steps that it reads is no class any longer; Python does it there.
-    """
+    """Good for this very torch; the module says so, and is not used with another one."""
     found = re.search(r"^__version__ = '(.+)'", (torch / "version.py").read_text(encoding="utf-8"), re.M)
     version = found[1] if found else "unknown"
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers is None or (int(numbers[1]), int(numbers[2])) >= (2, 15):
-        return []
     return [
         Extension(
             "pygraph_trees._tensors",

@@ -150,6 +150,13 @@ struct Inputs {
     }
 };
 
+/* False with an exception. */
+inline bool is_tuple(PyObject *object) {
+    if (!PyTuple_Check(object))
+        PyErr_Format(PyExc_TypeError, "expected a tuple, got %s", Py_TYPE(object)->tp_name);
+    return PyTuple_Check(object);
+}
+
 /* Numbers that are packed in bytes; false with an exception. */
 bool unpack(PyObject *bytes, std::vector<uint64_t> *numbers);
 
@@ -166,8 +173,8 @@ struct Mortal {
     bool take(PyObject *given);
     int visit(visitproc visit, void *arg) const;
     void clear();
-    /* 1, 0, or -1 with an exception. */
-    int are_dead();
+    /* 1, 0, or -1 with an exception; `asked` becomes true where Python had to be asked, and so other code may have run. */
+    int are_dead(bool *asked);
     /* Whether those of them that are inputs were seen to die; false where it is not known which are. */
     bool died_as(const std::vector<Watched> &inputs) const;
     /* Whether the others seem dead. */

@@ -68,7 +68,8 @@ bool take_views(PyObject *sequence, std::vector<View> *views) {
         unsigned long long number = 0;
         long long offset = 0;
         View view;
-        if (!PyArg_ParseTuple(given.at[i], "KO!O!L", &number, &PyTuple_Type, &sizes, &PyTuple_Type, &strides, &offset) ||
+        if (!is_tuple(given.at[i]) ||
+            !PyArg_ParseTuple(given.at[i], "KO!O!L", &number, &PyTuple_Type, &sizes, &PyTuple_Type, &strides, &offset) ||
             !take_numbers(sizes, &view.sizes) || !take_numbers(strides, &view.strides))
             return false;
         view.number = number;
@@ -85,9 +86,10 @@ PyObject *make_entry(PyTypeObject *type, PyObject *arguments, PyObject *keywords
     PyObject *by_hand, *function, *runner, *order, *kept, *picks, *constants, *views, *steps, *generations, *execution,
         *forward, *backward, *partitions = nullptr, *partition = nullptr;
     int clones = 0;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOO!OO!O!OOOp", const_cast<char **>(known), &by_hand,
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOO!OO!OOOOp", const_cast<char **>(known), &by_hand,
                                      &function, &runner, &order, &kept, &picks, &PyTuple_Type, &constants, &views,
-                                     &PyType_Type, &steps, &PyType_Type, &generations, &execution, &forward, &backward, &clones) ||
+                                     &PyType_Type, &steps, &generations, &execution, &forward, &backward, &clones) ||
+        (runner != Py_None && !is_tuple(runner)) ||
         (runner != Py_None && !PyArg_ParseTuple(runner, "O!O", &PyList_Type, &partitions, &partition)))
         return nullptr;
     Ref made(type->tp_alloc(type, 0));
@@ -109,11 +111,14 @@ PyObject *make_entry(PyTypeObject *type, PyObject *arguments, PyObject *keywords
     if ((order != Py_None && !unpack(order, &state->order)) || !unpack(kept, &state->kept) || !take_views(views, &state->views) ||
         (picks != Py_None && !unpack(picks, &state->picks)))
         return nullptr;
-    for (const uint64_t place : state->order)
-        if (place >= state->order.size()) {
+    std::vector<bool> is_taken(state->order.size());
+    for (const uint64_t place : state->order) {
+        if (place >= state->order.size() || is_taken[place]) {
             PyErr_SetString(PyExc_ValueError, "expected each index of the inputs once");
             return nullptr;
         }
+        is_taken[place] = true;
+    }
     return made.release();
 }
 
@@ -151,7 +156,9 @@ struct Found {
 };
 
 /* An attribute of a class that is set at each step, which no cache of the interpreter then has; NULL with an exception. */
-Ref of_class(PyObject *type, const Attribute &attribute) {
+Ref of_class(PyObject *type, Attribute &attribute) {
+    if (!PyType_Check(type)) // the counter of generations, since 2.15
+        return attribute.of(type);
     PyObject *value = PyDict_GetItemWithError(reinterpret_cast<PyTypeObject *>(type)->tp_dict, attribute.name);
     return value == nullptr && !PyErr_Occurred() ? Ref(PyObject_GetAttr(type, attribute.name)) : Ref::dup(value);
 }

@@ -114,7 +114,8 @@ bool Mortal::take(PyObject *given) {
     for (Py_ssize_t g = 0; g < PyTuple_GET_SIZE(groups); g++) {
         PyObject *list = nullptr, *bytes = nullptr;
         std::vector<uint64_t> indices;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(groups, g), "O!O", &PyList_Type, &list, &bytes) ||
+        if (!is_tuple(PyTuple_GET_ITEM(groups, g)) ||
+            !PyArg_ParseTuple(PyTuple_GET_ITEM(groups, g), "O!O", &PyList_Type, &list, &bytes) ||
             !unpack(bytes, &indices))
             return false;
         runs.push_back({Py_NewRef(list), {}});
@@ -138,11 +139,12 @@ void Mortal::clear() {
     runs.clear();
 }
 
-int Mortal::are_dead() {
+int Mortal::are_dead(bool *asked) {
     if (ask == nullptr || seem_dead())
         return 1;
     if (PyErr_Occurred())
         return -1;
+    *asked = true;
     Ref answer(PyObject_CallNoArgs(ask));
     return answer ? PyObject_IsTrue(answer.get()) : -1;
 }
@@ -331,8 +333,8 @@ Answer pygraph::take(Replay::State *state, Inputs &inputs, bool *is_copied) {
     const Answer found = find(state, inputs);
     if (found != Answer::yes)
         return found;
-    bool is_seen = true; // what was seen of the inputs: only C++ ran in between
-    const int died = state->before.are_dead();
+    bool has_run = false; // code that may have changed what was seen of the inputs
+    const int died = state->before.are_dead(&has_run);
     if (died <= 0)
         return died < 0 ? Answer::error : Answer::no;
     if (state->live != nullptr) {
@@ -343,10 +345,10 @@ Answer pygraph::take(Replay::State *state, Inputs &inputs, bool *is_copied) {
             const Answer prepared = prepare(state, inputs, is_copied);
             if (prepared != Answer::yes)
                 return prepared;
-            is_seen = false;
+            has_run = true;
         }
     }
-    if (is_seen && state->after.died_as(state->fixed)) {
+    if (!has_run && state->after.died_as(state->fixed)) {
         if (!let_go(inputs, state->lasting))
             return Answer::error;
         if (state->after.others_seem_dead())
@@ -354,7 +356,7 @@ Answer pygraph::take(Replay::State *state, Inputs &inputs, bool *is_copied) {
     }
     if (!let_go(inputs, state->managed))
         return Answer::error;
-    const int dead = state->after.are_dead();
+    const int dead = state->after.are_dead(&has_run);
     if (dead == 1 && state->after.find_among(&state->fixed)) {
         std::unordered_set<uint64_t> dying;
         for (const Watched &input : state->fixed)

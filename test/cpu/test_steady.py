@@ -29,6 +29,9 @@ EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
 ORDERS = (None, [2, 0, 1])  # no inverse of its own
 
 
+MAY_CLONE = steady._MAY_CLONE  # since 2.14
+
+
 class Failed(Exception): ...
 
 
@@ -103,6 +106,8 @@ class Trees:
         self.manager.graph, self.manager._ways, self.manager.current_gen = Plain(), {7: self.way}, -5
         self.manager.mode = self.manager.compile_id = self.manager.path_state = None
         self.manager.running_forwards_with_pending_backwards = None
+        if MAY_CLONE:
+            self.manager.has_live_user_visible_output_cloning = False
         self.function = Plain(manager=lambda: self.manager, function_id=7, was_asked=False)
 
     def by_hand(self, inputs):
@@ -303,6 +308,8 @@ class TestNative(TestCase):
                 trees.manager.running_forwards_with_pending_backwards = pending
                 if clones is not fail:
                     trees.manager.has_live_user_visible_output_cloning = clones is not False
+                elif MAY_CLONE:
+                    del trees.manager.has_live_user_visible_output_cloning
                 call = trees.entry()
                 if begins in (None, expected) and not (clones and expected):
                     self.check_replays(call, [], trees.recording.own)
@@ -328,12 +335,17 @@ class TestNative(TestCase):
         with mock.patch.object(tensors, "native", Plain(Entry=dict, Replay=dict)):
             entry = steady.entry(fail, object(), order=[1, 0], picks=[0])
             replay = steady.replay(recording, (), [NotImplemented])
-        of_entry = {"order": (b"1", 3, bytes([2, *bytes(15)])), "kept": (None, b"1"), "picks": (3, b"1"), "more": (3,)}
-        of_entry |= {"constants": ([],), "runner": (((), 3), ([],)), "steps": (3,), "generations": (3,)}
-        of_entry["views"] = (3, [()], [(0, [1], (1,), 0)], [(0, ("1",), (1,), 0)], [("0", (), (), 0)])
+        of_entry = {
+            "order": (b"1", 3, bytes([2, *bytes(15)]), bytes(16)),
+            "kept": (None, b"1"),
+            "picks": (3, b"1"),
+            "more": (3,),
+        }
+        of_entry |= {"constants": ([],), "runner": (3, ((), 3), ([],))}
+        of_entry["views"] = (3, [3], [()], [(0, [1], (1,), 0)], [(0, ("1",), (1,), 0)], [("0", (), (), 0)])
         of_replay = {"cached": ((), None), "others": ((), None), "places": (bytes(8), 3), "patched": (b"1", None)}
-        of_replay |= {"managed": (b"1",), "returned": (bytes(8),), "before": (3, (), ([], 3)), "more": (3,)}
-        of_replay["after"] = (((((), b""),), 3), ((([], 3),), 3))
+        of_replay |= {"managed": (b"1",), "returned": (bytes(8),), "before": (3, (), ([], 3), ((3,), 3)), "more": (3,)}
+        of_replay["after"] = (((((), b""),), 3), (([],), 3), ((([], 3),), 3))
         for make, good, bad in ((native.Entry, entry, of_entry), (native.Replay, replay, of_replay)):
             for name, values in bad.items():
                 for value in values:
@@ -493,6 +505,19 @@ class TestNative(TestCase):
             earlier[:] = cached
             self.assertIsNone(call(list(given_)))
         self.assertEqual(trees.graph.launches, 1)
+
+    def test_an_input_that_is_taken_while_python_is_asked(self):
+        """Behind the inputs were looked at, and seen to die."""
+        earlier, held, taken = some(1), [], [False]
+        before = tensors.Deaths([([None], [lambda: None], 0)])
+        before.ask = lambda: (held.append(earlier[0]) if taken[0] else None) or True
+        trees = Trees({0: earlier[0]}, some(1), managed=[0], before=before, after=deaths(earlier, 0))
+        call = trees.entry()
+        for _ in range(3):
+            self.assertIsNotNone(call([earlier[0]]))
+        taken[0] = True
+        self.assertRaises(Failed, call, [earlier[0]])
+        self.assertEqual(trees.graph.launches, 3)
 
 
 if __name__ == "__main__":
