@@ -77,6 +77,7 @@ class Driver:
         names = {kind: f"CU_GRAPH_NODE_TYPE_{kind.name}" for kind in NodeKind if kind is not NodeKind.OTHER}
         self._kinds = {int(getattr(api.CUgraphNodeType, name)): kind for kind, name in names.items()}
         self.success = api.CUresult.CUDA_SUCCESS
+        self._accesses: dict[int, Any] = {}  # to memory, by device
 
     def find(self, name: str) -> Any:
         try:
@@ -249,10 +250,13 @@ class Driver:
 
     def allow_access(self, address: int, nbytes: int, device: int) -> None:
         """Lets a device read and write a range of whole mappings without gaps."""
-        # A location is a bare pointer into its owner: the owner must live until the location was copied.
-        access, memory = self.api.CUmemAccessDesc(), self._memory_on(device)
-        access.location = memory.location
-        access.flags = self.api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        access = self._accesses.get(device)
+        if access is None:
+            # A location is a bare pointer into its owner: the owner must live until the location was copied.
+            access, memory = self.api.CUmemAccessDesc(), self._memory_on(device)
+            access.location = memory.location
+            access.flags = self.api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            self._accesses[device] = access
         self.call("cuMemSetAccess", address, nbytes, [access], 1)
 
     def unmap(self, address: int, nbytes: int) -> None:

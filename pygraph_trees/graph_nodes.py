@@ -64,6 +64,10 @@ class Layout:
         """The addresses of the parameters of a block."""
         return self._pointers.from_buffer_copy(self._words.pack(*[start + offset for offset in self.offsets]))
 
+    def pointers_at(self, given: int) -> ctypes.Array[ctypes.c_uint64]:
+        """A copy of the pointers at an address."""
+        return self._pointers.from_buffer_copy(ctypes.string_at(given, 8 * len(self.offsets)))
+
     def read(self, given: int) -> bytes:
         """The block with what the pointers at an address point to, zeros between; mostly it lies there in one piece."""
         pointers: tuple[int, ...] = self._words.unpack(ctypes.string_at(given, 8 * len(self.offsets)))
@@ -130,6 +134,8 @@ class KernelNode(GraphNode):
         self.function, self.kernel = int(self._params.func), int(self._params.kern)  # one of them is 0
         self._layout: Layout | None = None  # None where they are passed in one piece
         self._block: ctypes.Array[ctypes.c_char] | None = None  # what is written to, once something is
+        self._pointers: ctypes.Array[ctypes.c_uint64] | None = None  # ours, once the struct points to it
+        self._taken: list[int] = []  # parameters that are taken from a table
         # The struct points to memory of the node, which is read here and not written to.
         self._recorded = self._read_packed() if self._params.extra else self._read_plain(layouts, block)
         self.nbytes = len(self._recorded)
@@ -142,7 +148,7 @@ class KernelNode(GraphNode):
         return ctypes.string_at(entries[_BUFFER], _word(entries[_SIZE]))
 
     def _read_plain(self, layouts: Layouts, block: bytes | None) -> bytes:
-        given = int(self._params.kernelParams)
+        self._given = given = int(self._params.kernelParams)
         key = self.function, self.kernel
         layout = layouts.get(key)
         if layout is None:
@@ -166,7 +172,7 @@ class KernelNode(GraphNode):
         return self._own()
 
     def _own(self) -> ctypes.Array[ctypes.c_char]:
-        """Memory of ours, which the struct points to from now on. Most nodes are only read and do without."""
+        """Memory of ours, which the struct points to from now on. Most nodes do without."""
         if self._block is None:
             self._block = _aligned_block(self._recorded)
             start = ctypes.addressof(self._block)
@@ -175,14 +181,16 @@ class KernelNode(GraphNode):
                 pairs = (_BUFFER, start, _SIZE, ctypes.addressof(self._nbytes), _END)
                 self._pointers = (ctypes.c_uint64 * 5)(*pairs)
                 self._params.extra = ctypes.addressof(self._pointers)
-            else:
-                self._pointers = self._layout.pointers_into(start)
-                self._params.kernelParams = ctypes.addressof(self._pointers) if self._layout.offsets else 0
+            elif self._layout.offsets:
+                pointers = self._layout.pointers_into(start)
+                for parameter in self._taken if self._pointers is not None else ():
+                    pointers[parameter] = self._pointers[parameter]
+                self._point_to(pointers)
         return self._block
 
-    def bind(self, exec_: int, context: Any) -> None:
-        self._own()
-        super().bind(exec_, context)
+    def _point_to(self, pointers: ctypes.Array[ctypes.c_uint64]) -> None:
+        self._pointers = pointers
+        self._params.kernelParams = ctypes.addressof(pointers)
 
     def words(self) -> bytes:
         """The parameters as they were recorded, zeros up to a multiple of 8 bytes added."""
@@ -197,11 +205,15 @@ class KernelNode(GraphNode):
 
         False, and nothing is changed, where no parameter of 8 bytes is passed by itself there.
         """
-        parameter = None if self._layout is None else self._layout.words.get(offset)
-        if parameter is None:
+        layout = self._layout
+        parameter = None if layout is None else layout.words.get(offset)
+        if layout is None or parameter is None:
             return False
-        self._own()
-        self._pointers[parameter] = ctypes.addressof(table) + 8 * index
+        pointers = self._pointers
+        if pointers is None:  # the other parameters are read where the node has them
+            self._point_to(pointers := layout.pointers_at(self._given))
+        pointers[parameter] = ctypes.addressof(table) + 8 * index
+        self._taken.append(parameter)
         self._table = table  # the struct holds nothing
         return True
 

@@ -31,7 +31,7 @@ def copied_nbytes(node: Any) -> int:
     """Bytes of GPU inputs that a replay of ``node`` copies into the recording."""
     log = getattr(node, "log", None)
     if log is not None:
-        return sum(i.copied_bytes for i in log.inputs if i.device is not None and i.device.startswith("cuda"))
+        return sum(i.copied_bytes for i in log.record().inputs if i.device is not None and i.device.startswith("cuda"))
     copied: Iterable[int] = getattr(node, "input_copy_idxs", node.non_static_input_idx)
     return sum(_dense_nbytes(node.reconstructed_inputs[i], node.expanded_dims[i] or ()) for i in copied)
 

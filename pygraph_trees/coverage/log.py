@@ -12,11 +12,14 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from .records import Cause, FunctionRecord, GraphRecord, InputRecord, Partition, PartitionInput, RecordingRecord
 
 _log = logging.getLogger("pygraph_trees.coverage")
+
+_COPIED_BYTES = [f.name for f in fields(InputRecord)].index("copied_bytes")
 
 
 @dataclass(slots=True)
@@ -24,7 +27,7 @@ class RecordingLog:
     number: int = -1
     parent: int | None = None
     reason: str = ""
-    inputs: tuple[InputRecord, ...] = ()
+    inputs: tuple[tuple[Any, ...], ...] = ()  # the fields of an :class:`InputRecord` each, which is made when asked for
     kernels: int | None = None
     other_nodes: int | None = None
     record_s: float = 0.0
@@ -32,12 +35,17 @@ class RecordingLog:
     replays: int = 0
     extra_copies: int = 0
 
+    @property
+    def copied_bytes(self) -> int:
+        """That each replay copies."""
+        return sum(given[_COPIED_BYTES] for given in self.inputs)
+
     def record(self) -> RecordingRecord:
         return RecordingRecord(
             number=self.number,
             parent=self.parent,
             reason=self.reason,
-            inputs=self.inputs,
+            inputs=tuple(InputRecord(*given) for given in self.inputs),
             kernels=self.kernels,
             other_nodes=self.other_nodes,
             record_s=self.record_s,
@@ -73,11 +81,11 @@ class FunctionLog:
             recording.number,
             recording.reason,
             "?" if recording.kernels is None else recording.kernels,
-            sum(i.copied_bytes for i in recording.inputs),
+            recording.copied_bytes,
             recording.record_s,
         )
-        for item in recording.inputs:
-            _log.debug("%s: recording %d: input %s", self.name, recording.number, item)
+        for given in recording.inputs if _log.isEnabledFor(logging.DEBUG) else ():
+            _log.debug("%s: recording %d: input %s", self.name, recording.number, InputRecord(*given))
 
     def not_graphed(self, reason: str) -> None:
         """Notes why calls of the function run un-graphed."""
@@ -189,8 +197,8 @@ def partition_to_json(partition: Partition) -> dict[str, object]:
 
 def partition_from_json(data: dict[str, object]) -> Partition:
     """The inverse of :func:`partition_to_json`."""
-    fields: dict[str, object] = dict(data)
-    fields["causes"] = tuple(Cause(**c) for c in fields["causes"])  # type: ignore[attr-defined]
-    fields["outputs"] = tuple(fields["outputs"])  # type: ignore[arg-type]
-    fields["inputs"] = tuple(PartitionInput(**i) for i in fields["inputs"])  # type: ignore[attr-defined]
-    return Partition(**fields)  # type: ignore[arg-type]
+    found: dict[str, object] = dict(data)
+    found["causes"] = tuple(Cause(**c) for c in found["causes"])  # type: ignore[attr-defined]
+    found["outputs"] = tuple(found["outputs"])  # type: ignore[arg-type]
+    found["inputs"] = tuple(PartitionInput(**i) for i in found["inputs"])  # type: ignore[attr-defined]
+    return Partition(**found)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from pygraph_trees.driver_error import DriverError
 
@@ -52,16 +52,14 @@ _ARENA_NBYTES = (1 << 40, 1 << 36)  # asked for in turn, then just what a record
 _WINDOW = 1 << 32
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """What one input's storage needs."""
 
     nbytes: int
     residue: int  # address modulo 512 that the ghost's start must have
 
 
-@dataclass(frozen=True, slots=True)
-class Ghost:
+class Ghost(NamedTuple):
     """One input's range: [start, end) is the storage's extent, [low, high) that and its guards."""
 
     start: int
@@ -110,15 +108,19 @@ class Arena:
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
+        self._granularities: dict[int, int] = {}  # by device
         self._start = 0  # a multiple of the window
         self._used = 0  # from there on
         self._nbytes = 0
 
     @classmethod
-    def place(cls, driver: Driver, extents: Sequence[Extent], granularity: int, budget: int = 0) -> _Plan:
+    def place(cls, driver: Driver, device: int, extents: Sequence[Extent], budget: int = 0) -> _Plan:
         """Addresses for the extents that nobody had before. Raises :class:`DriverError` where none can be reserved."""
         with cls._lock:
             arena = cls._of.setdefault(driver, Arena())
+            granularity = arena._granularities.get(device)
+            if granularity is None:
+                granularity = arena._granularities[device] = driver.granularity(device)
             plan = _plan(extents, granularity, arena._used, budget)
             if plan.high > arena._nbytes:
                 plan = _plan(extents, granularity, 0, budget)
@@ -159,7 +161,7 @@ class Ghosts:
         self._plan: _Plan | None = None
         self.ghosts = ()
         if extents:
-            self._plan = plan = Arena.place(driver, extents, driver.granularity(device), budget)
+            self._plan = plan = Arena.place(driver, device, extents, budget)
             self.ghosts = plan.ghosts
             self._blocks = tuple(_Block(*block, plan.piece) for block in plan.blocks)
             try:
@@ -172,14 +174,12 @@ class Ghosts:
         self.high = max((ghost.high for ghost in self.ghosts), default=0)
         self._sorted = sorted(range(len(self.ghosts)), key=lambda index: self.ghosts[index].low)
         self._lows = [self.ghosts[index].low for index in self._sorted]
+        self._highs = [self.ghosts[index].high for index in self._sorted]
 
     def find(self, address: int) -> int | None:
         """The index of the ghost whose [low, high) holds an address, guards included."""
         position = bisect.bisect_right(self._lows, address) - 1
-        if position < 0:
-            return None
-        index = self._sorted[position]
-        return index if address < self.ghosts[index].high else None
+        return self._sorted[position] if position >= 0 and address < self._highs[position] else None
 
     def materialise(self, index: int) -> None:
         """Gives a ghost memory of its own, kept until ``close``: what hid its address reads and writes there.

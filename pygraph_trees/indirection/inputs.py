@@ -19,8 +19,7 @@ import logging
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -53,8 +52,7 @@ _MUTATED_IN_POOL = "a mutated input lies in the graph pool"
 _retired: deque[tuple[int, Ghosts]] = deque()
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """A live input with its stand-in."""
 
     index: int  # among the function's inputs
@@ -146,8 +144,9 @@ class LiveInputs:
             budget=sum(t.numel() * t.element_size() for index, t in tensors.items() if index not in mutated),
         )
         try:
+            place = torch.device("cuda", device)
             on_ghosts = [
-                _item(index, tensor, span, ghost.start, device, index in mutated, index in managed)
+                _item(index, tensor, span, ghost.start, place, index in mutated, index in managed)
                 for (index, tensor), span, ghost in zip(tensors.items(), spans, self._ghosts.ghosts, strict=True)
             ]
             in_memory = [_held_item(index, tensor) for index, (tensor, _) in held.items()]
@@ -155,6 +154,7 @@ class LiveInputs:
             _give_back(self._ghosts.close)
             raise
         self.items = (*on_ghosts, *in_memory)  # the position of one with a ghost is the ghost's
+        self.storages = {item.stand_in.untyped_storage().data_ptr(): item for item in self.items}  # of the stand-ins
         self._held = [Decision(Route.COPY, why) for _, why in held.values()]
         self.decisions: dict[int, Decision] = {}  # by index, once set up
         # Of this call, by index.
@@ -194,10 +194,6 @@ class LiveInputs:
     def given(self, index: int) -> torch.Tensor:
         """The tensor of this call."""
         return self._given[index]
-
-    def stand_in_for(self, storage: int) -> Item | None:
-        """The input whose stand-in lies in the storage at an address."""
-        return next((i for i in self.items if i.stand_in.untyped_storage().data_ptr() == storage), None)
 
     def reaches(self, address: int) -> bool:
         """Whether an address lies in what stood for an input at the latest call, copies apart."""
@@ -491,7 +487,9 @@ class LiveInputs:
 _NOTHING = Scan(nodes=(), sites=(), refused={}, opaque=None, kinds=Counter())
 
 
-def _item(index: int, tensor: torch.Tensor, span: Span, start: int, device: int, mutated: bool, managed: bool) -> Item:
+def _item(
+    index: int, tensor: torch.Tensor, span: Span, start: int, device: torch.device, mutated: bool, managed: bool
+) -> Item:
     stood_for = stand_in(start, span, tensor, device)
     return Item(index, span.lead, span.nbytes, stood_for, start + span.lead, mutated, managed)
 

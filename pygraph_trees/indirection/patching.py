@@ -94,9 +94,13 @@ class Patches:
         self.set_calls = 0
         self._inputs = tuple(inputs)
         positions = {index: position for position, index in enumerate(inputs)}
-        own = [(site, positions[site.input]) for site in sites if site.input in positions]
         # Addresses as most kernels take them, position in inputs and what is added: written once, whoever reads them.
-        entries = {entry: i for i, entry in enumerate(dict.fromkeys((position, site.delta) for site, position in own))}
+        entries: dict[tuple[int, int], int] = {}
+        own: list[tuple[int, int, int, int, int]] = []  # a site with its input's position and its entry
+        for number, offset, index, delta in sites:
+            position = positions.get(index)
+            if position is not None:
+                own.append((number, offset, position, delta, entries.setdefault((position, delta), len(entries))))
         self._entries = tuple(entries)
         self._table = (ctypes.c_uint64 * len(self._entries))()
         self._pack = struct.Struct(f"{len(self._entries)}Q").pack_into
@@ -105,22 +109,24 @@ class Patches:
         self._words: list[list[tuple[Word, int]]] = [[] for _ in inputs]
         self._nodes: list[set[int]] = [set() for _ in inputs]
         self._always: set[int] = set()
-        for site, position in own:
-            node = scan_nodes[site.node]
-            entry = entries[position, site.delta]
-            if not (isinstance(node, KernelNode) and node.take_from(site.offset, self._table, entry)):
-                self._words[position].append((_word(node, site.offset), site.delta))
-            self._nodes[position].add(site.node)
-            if not isinstance(node, KernelNode):
-                self._always.add(site.node)
+        kernels: dict[int, KernelNode] = {}
+        for number, offset, position, delta, entry in own:
+            node = scan_nodes[number]
+            self._nodes[position].add(number)
+            if isinstance(node, KernelNode):
+                kernels[number] = node
+                if node.take_from(offset, self._table, entry):
+                    continue
+            else:
+                self._always.add(number)
+            self._words[position].append((_word(node, offset), delta))
         self._has_words = any(self._words)
         self._positions = range(len(inputs))
         self._all = set().union(*self._nodes)
-        for i in self._all:
-            scan_nodes[i].bind(exec_, context)
-        self._setters = {i: scan_nodes[i].set for i in self._all}
+        for number in self._all:
+            scan_nodes[number].bind(exec_, context)
+        self._setters = {number: scan_nodes[number].set for number in self._all}
         # Mostly all have changed: kernels are set at once then, where that can be.
-        kernels = {i: node for i in self._all if isinstance(node := scan_nodes[i], KernelNode)}
         self._kernels = tuple(kernels)
         self._set_kernels = driver.set_kernels(exec_, tuple(kernels.values())) if kernels else None
         self._others = self._all.difference(kernels) if self._set_kernels is not None else self._all

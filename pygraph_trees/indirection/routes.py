@@ -39,7 +39,7 @@ def why_not_ghost(tensor: torch.Tensor, device: int, in_pool: bool) -> str | Non
     Args:
         in_pool: whether its memory lies in the graph pool, which a replay overwrites.
     """
-    if tensor.device != torch.device("cuda", device):
+    if not tensor.is_cuda or tensor.get_device() != device:
         return f"it is on {tensor.device}"
     if tensor.layout is not torch.strided:
         return f"its layout is {tensor.layout}"

@@ -22,7 +22,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -45,8 +45,7 @@ _HOST_CHUNK = 16 << 20  # bytes of host memory read at once; a multiple of 8
 _COLLECTIVE = re.compile(r"(_ZN?\d+)?nccl\w*Kernel")
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
+class Site(NamedTuple):
     """Where a graph holds an input's address."""
 
     node: int  # index into Scan.nodes
@@ -157,11 +156,14 @@ class _Reader:
 
     def take(self, search: Search) -> None:
         """What was found in all kernels at once; the other nodes are read one by one."""
+        kernels = 0
         for position, (handle, kind) in enumerate(search.nodes):
             if kind is NodeKind.KERNEL:
-                self._kinds[kind] += 1
+                kernels += 1
             else:
                 self.read(position, kind, handle)
+        if kernels:
+            self._kinds[NodeKind.KERNEL] += kernels
         for kernel in search.kernels:
             self._look_at_name(*kernel)
         self._layouts |= search.layouts
@@ -173,8 +175,9 @@ class _Reader:
             except DriverError:
                 self._hide(self._readers[NodeKind.KERNEL][1])
                 continue
+            collective = self._look_at_name(hits.function, hits.kernel)
             for offset, address in hits.words:
-                self._word(hits.position, node, self._look_at_name(hits.function, hits.kernel), offset, address)
+                self._word(hits.position, node, collective, offset, address)
 
     def _word(self, position: int, node: KernelNode, collective: bool, offset: int, address: int) -> None:
         found = self._input_at(address)

@@ -5,8 +5,7 @@ None of them has autograd; addresses and sizes are in bytes, offsets and strides
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,8 +14,7 @@ from ..extent import extent, flat
 WHOLE_STORAGE = 64 << 20  # bytes up to which a ghost stands for the whole storage of a view
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """What a ghost stands for."""
 
     nbytes: int
@@ -26,10 +24,12 @@ class Span:
 
 def span_of(tensor: torch.Tensor) -> Span:
     """The whole storage, which code may reach behind a view's back, unless it is much larger than the view."""
-    storage, reached = tensor.untyped_storage().nbytes(), extent(tensor) * tensor.element_size()
-    if storage <= max(WHOLE_STORAGE, 4 * reached):
-        return Span(storage, tensor.storage_offset() * tensor.element_size(), True)
-    return Span(reached, 0, False)
+    storage = tensor.untyped_storage().nbytes()
+    if storage > WHOLE_STORAGE:
+        reached = extent(tensor) * tensor.element_size()
+        if storage > 4 * reached:
+            return Span(reached, 0, False)
+    return Span(storage, tensor.storage_offset() * tensor.element_size(), True)
 
 
 def tensor_in(storage: torch.UntypedStorage, size: Any, stride: Any, dtype: torch.dtype, offset: int) -> torch.Tensor:
@@ -37,7 +37,7 @@ def tensor_in(storage: torch.UntypedStorage, size: Any, stride: Any, dtype: torc
     metadata = {
         "nbytes": storage.nbytes(),
         "data_ptr": storage.data_ptr(),
-        "size": torch.Size(size),
+        "size": size if isinstance(size, torch.Size) else torch.Size(size),
         "stride": stride,
         "dtype": dtype,
         "device": storage.device,
@@ -51,9 +51,9 @@ def memory_at(address: int, nbytes: int, device: torch.device) -> torch.UntypedS
     return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
 
 
-def stand_in(start: int, span: Span, tensor: torch.Tensor, device: int) -> torch.Tensor:
+def stand_in(start: int, span: Span, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor like ``tensor`` in memory at an address, which it does not own."""
-    storage = memory_at(start, span.nbytes, torch.device("cuda", device))
+    storage = memory_at(start, span.nbytes, device)
     offset = tensor.storage_offset() if span.whole_storage else 0
     return tensor_in(storage, tensor.shape, tensor.stride(), tensor.dtype, offset)
 

@@ -30,7 +30,6 @@ from torch._inductor import cudagraph_trees
 from torch._inductor.output_code import index_expanded_dims
 
 from pygraph_trees.coverage.log import RecordingLog
-from pygraph_trees.coverage.records import InputRecord
 from pygraph_trees.driver import driver
 from pygraph_trees.driver_error import DriverError
 from pygraph_trees.exc import PygraphError
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
 
 Upstream: type = cudagraph_trees.CUDAGraphNode
 _UPSTREAM_INIT: Any = cudagraph_trees.CUDAGraphNode.__init__
+_IS_RECORDED: Any = cudagraph_trees.CUDAGraphNode._is_cuda_graph_recorded_tensor  # asked twice an input
 
 
 # Since 2.15, behind the copies; before, with all inputs still there.
@@ -120,7 +120,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             and not _is_debugged()
         )
         self.log.inputs = tuple(self._describe_inputs())
-        self.copies = any(item.copied_bytes for item in self.log.inputs)
+        self.copies = self.log.copied_bytes > 0
         # Whether nothing is done around the launch of a replay, but for copies of that call alone.
         copies_some = self.copies or (self._live is not None and self._live.copies_some)
         done_around = _RUN_CHECKS_WHAT_DIED or copies_some or getattr(wrapped_function, "kernel_free_cudagraph", False)
@@ -204,7 +204,9 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
     def _is_cuda_graph_recorded_tensor(self, t: torch.Tensor) -> Any:
         """As upstream's; while this recording is made, no for the managed inputs that move: they are live ones."""
-        return not any(t is moving for moving in self._moving.values()) and super()._is_cuda_graph_recorded_tensor(t)
+        if self._moving and any(t is moving for moving in self._moving.values()):
+            return False
+        return _IS_RECORDED(self, t)
 
     def _managed_and_moving(self) -> set[int]:
         """The indices of those; that they are alive keeps this recording off their memory."""
@@ -276,13 +278,11 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             super()._add_first_outputs(outputs, static_input_persistent_storage_ptrs)
             return
         # Upstream neither frees nor checks what lies on a persistent input.
-        persistent = dict(static_input_persistent_storage_ptrs)
-        for item in live.items:
-            storage = item.stand_in.untyped_storage().data_ptr()
-            persistent[storage] = cudagraph_trees.StorageWeakRefWrapper(item.stand_in)
+        # It asks its references whether they are alive, as the stand-ins are.
+        persistent = static_input_persistent_storage_ptrs | dict.fromkeys(live.storages, _is_alive)
         super()._add_first_outputs(outputs, persistent)
         for position, output in enumerate(outputs):
-            item_ = live.stand_in_for(output.untyped_storage().data_ptr()) if _is_cuda(output) else None
+            item_ = live.storages.get(output.untyped_storage().data_ptr()) if _is_cuda(output) else None
             if item_ is None:
                 continue
             live.outputs[position] = item_.index, None if output is item_.stand_in else _view_of(output, item_.stand_in)
@@ -442,17 +442,19 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
     # -- what the report says
 
-    def _describe_inputs(self) -> Iterator[InputRecord]:
+    def _describe_inputs(self) -> Iterator[tuple[Any, ...]]:
+        """The fields of an :class:`~pygraph_trees.coverage.records.InputRecord` each."""
         placeholders, mutated = self.wrapped_function.placeholders, set(self.wrapped_function.mutated_input_idxs)
         static, managed = set(self.static_input_idxs), set(self.cudagraph_managed_idxs)
         copied = set(self._copied_indices())
         stand_ins = {} if self._live is None else {item.index: item.stand_in for item in self._live.items}
         decisions = {} if self._live is None else self._live.decisions
+        devices: dict[torch.device, str] = {}
         for index, value in enumerate(self.reconstructed_inputs):
             name = placeholders[index].name if index < len(placeholders) else None
             value = stand_ins.get(index, value)
             if not isinstance(value, torch.Tensor):
-                yield InputRecord(index, name, "value", None, 0, 0, index in mutated)
+                yield index, name, "value", None, 0, 0, index in mutated
                 continue
             kind = "managed" if index in managed else "static" if index in static else "live"
             decision = decisions.get(index)
@@ -460,18 +462,19 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 is_copied, why = decision.route is Route.COPY, decision.reason
             else:
                 is_copied, why = index in copied, self._why_copied.get(index)
-            dense = index_expanded_dims(value, self.expanded_dims[index]) if is_copied else None
-            yield InputRecord(
-                index=index,
-                name=name,
-                kind=kind,
-                device=str(value.device),
-                nbytes=value.numel() * value.element_size(),
-                copied_bytes=0 if dense is None else dense.numel() * dense.element_size(),
-                mutated=index in mutated,
-                route=None if kind != "live" else "copy" if is_copied else "patch",
-                why_copied=why if is_copied else None,
+            device = value.device
+            yield (
+                *(index, name, kind, devices.get(device) or devices.setdefault(device, str(device))),
+                _nbytes(value),
+                _nbytes(index_expanded_dims(value, self.expanded_dims[index])) if is_copied else 0,
+                index in mutated,
+                None if kind != "live" else "copy" if is_copied else "patch",
+                why if is_copied else None,
             )
+
+
+def _is_alive() -> bool:
+    return True
 
 
 def _is_debugged() -> bool:
@@ -489,6 +492,10 @@ def _forget_frames(error: BaseException | None) -> None:
 
 def _is_cuda(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_cuda
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _view_of(output: torch.Tensor, stand_in: torch.Tensor) -> tuple[Any, ...]:

@@ -54,9 +54,9 @@ def function(**fields):
 
 def recording(number, reason="first call", **fields):
     inputs = (
-        InputRecord(0, "arg0_1", "static", "cuda:0", 4096, 0, False),
-        InputRecord(1, "arg1_1", "live", "cuda:0", 2048, 2048, False),
-        InputRecord(2, "s0", "value", None, 0, 0, False),
+        (0, "arg0_1", "static", "cuda:0", 4096, 0, False),
+        (1, "arg1_1", "live", "cuda:0", 2048, 2048, False),
+        (2, "s0", "value", None, 0, 0, False),
     )
     return RecordingLog(number=number, reason=reason, inputs=inputs, kernels=12, other_nodes=1, record_s=0.25, **fields)
 

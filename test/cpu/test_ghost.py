@@ -463,7 +463,7 @@ class TestArena(TestCase):
         def record() -> None:
             barrier.wait()
             for _ in range(40):
-                plan = Arena.place(self.driver, SOME, GRANULE)
+                plan = Arena.place(self.driver, 0, SOME)
                 ranges.append((min(ghost.low for ghost in plan.ghosts), plan.high))
 
         interval = sys.getswitchinterval()

@@ -327,8 +327,8 @@ class TestAddresses(LiveInputsTestCase):
         self.assertEqual([i.recorded % 512 for i in live.items], [0, 16, 132, 508])
         self.assertEqual([i.stand_in.data_ptr() for i in live.items], [i.recorded for i in live.items])
         for item in live.items:
-            self.assertIs(live.stand_in_for(item.stand_in.untyped_storage().data_ptr()), item)
-        self.assertIsNone(live.stand_in_for(tensors[0].untyped_storage().data_ptr()))
+            self.assertIs(live.storages[item.stand_in.untyped_storage().data_ptr()], item)
+        self.assertNotIn(tensors[0].untyped_storage().data_ptr(), live.storages)
         live.release()
 
     def test_a_view_is_recorded_with_its_storage_or_without(self):
