@@ -21,7 +21,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .driver_error import NOT_FOUND, DriverError, InvalidValue, refused
 from .graph_nodes import KernelNode, Layout, Layouts, MemcpyNode, MemsetNode, NodeKind
@@ -45,15 +45,15 @@ class SetRefused(DriverError):
     """With the position of the node among those that were to be set."""
 
 
-@dataclass(frozen=True, slots=True)
-class KernelHits:
+class KernelHits(NamedTuple):
     """A kernel node with words that were searched for."""
 
     position: int  # in the graph
     function: int  # the kernel's handles, one of them 0
     kernel: int
-    block: bytes | None  # the parameters; None where they cannot be read
-    words: list[tuple[int, int]]  # offset in the parameters and value
+    block: bytes | None  # the parameters; None, as are the next two, where they cannot be read
+    words: list[tuple[int, int]] | None  # offset in the parameters and value
+    launch: bytes | None  # the node's CUDA_KERNEL_NODE_PARAMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,18 +134,14 @@ class Driver:
             raise DriverError(call=self._library, code=NOT_FOUND) from error
         kinds = self._kinds
         layouts: Layouts = {}
-        needed = {(function, kernel) for _, function, kernel, block, _ in found if block is not None}
         for function, kernel, places in kernels:
-            if places is not None and (function, kernel) in needed:
+            if places is not None:
                 with contextlib.suppress(ValueError):  # :meth:`kernel_node` will say so
                     layouts[function, kernel] = Layout(places)
         return Search(
             [(handle, kinds.get(code, NodeKind.OTHER)) for handle, code in nodes],
             [(function, kernel) for function, kernel, _ in kernels],
-            [
-                KernelHits(position, function, kernel, block, words or [])
-                for position, function, kernel, block, words in found
-            ],
+            list(map(KernelHits._make, found)),
             layouts,
         )
 
@@ -169,7 +165,9 @@ class Driver:
             set_kernels(library, handle, b"")
         except (RuntimeError, OSError):  # the library lacks the call
             return None
-        packed = b"".join(struct.pack("QQ", node.handle, node.address) for node in nodes)
+        packed = struct.pack(
+            f"{2 * len(nodes)}Q", *(number for node in nodes for number in (node.handle, node.address))
+        )
 
         def set_all() -> None:
             refusal = set_kernels(library, handle, packed)
@@ -200,14 +198,17 @@ class Driver:
             else:
                 yield kind
 
-    def kernel_node(self, node: int, layouts: Layouts | None = None, block: bytes | None = None) -> KernelNode:
+    def kernel_node(self, node: int, layouts: Layouts | None = None, found: KernelHits | None = None) -> KernelNode:
         """Raises :class:`DriverError` also where the layout of the kernel's parameters cannot be told.
 
         Args:
             layouts: those that were asked for already, of kernels whose module is still loaded.
-            block: the node's parameters, where they were read already.
+            found: what a search found in the node, which is not read again then.
         """
-        return KernelNode(self, node, {} if layouts is None else layouts, block)
+        layouts = {} if layouts is None else layouts
+        if found is None or found.block is None or found.launch is None:
+            return KernelNode(self, node, layouts)
+        return KernelNode(self, node, layouts, (found.block, found.launch))
 
     def memcpy_node(self, node: int) -> MemcpyNode:
         return MemcpyNode(self, node)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import struct
+import functools
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .driver_error import NOT_FOUND, DriverError, refused
@@ -42,35 +42,45 @@ class Layout:
 
     def __init__(self, places: list[tuple[int, int]]) -> None:
         """Raises :class:`ValueError` where they are not in order."""
-        self.offsets = tuple(offset for offset, _ in places)
+        self._places = places
         self.nbytes = 0
-        self.words = {offset: i for i, (offset, nbytes) in enumerate(places) if nbytes == 8}
-        # Parameters without gaps between them: how many bytes to leave out, the first one, where each lies from there.
-        self._runs: list[tuple[int, int, list[int]]] = []
-        self._sizes = tuple(nbytes for _, nbytes in places)
-        self._words = struct.Struct(f"{len(places)}Q")
-        self._pointers: type[ctypes.Array[ctypes.c_uint64]] = ctypes.c_uint64 * len(places)
         for i, (offset, nbytes) in enumerate(places):
             if offset < self.nbytes:
                 raise ValueError(f"parameter {i} begins inside of another one")
-            if offset > self.nbytes or not self._runs:
-                self._runs.append((offset - self.nbytes, i, [0]))
-            else:
-                _, first, ahead = self._runs[-1]
-                ahead.append(offset - self.offsets[first])
             self.nbytes = offset + nbytes
+        self.words = {offset: i for i, (offset, nbytes) in enumerate(places) if nbytes == 8}
+        self._pointers: type[ctypes.Array[ctypes.c_uint64]] = ctypes.c_uint64 * len(places)
+
+    def __len__(self) -> int:
+        """How many parameters there are."""
+        return len(self._places)
+
+    @functools.cached_property
+    def _runs(self) -> list[tuple[int, int, list[int]]]:
+        """Parameters without gaps between them: how many bytes to leave out, the first, where each lies from there."""
+        runs: list[tuple[int, int, list[int]]] = []
+        end = 0
+        for i, (offset, nbytes) in enumerate(self._places):
+            if offset > end or not runs:
+                runs.append((offset - end, i, [0]))
+            else:
+                _, first, ahead = runs[-1]
+                ahead.append(offset - self._places[first][0])
+            end = offset + nbytes
+        return runs
 
     def pointers_into(self, start: int) -> ctypes.Array[ctypes.c_uint64]:
         """The addresses of the parameters of a block."""
-        return self._pointers.from_buffer_copy(self._words.pack(*[start + offset for offset in self.offsets]))
+        return self._pointers(*[start + offset for offset, _ in self._places])
 
     def pointers_at(self, given: int) -> ctypes.Array[ctypes.c_uint64]:
         """A copy of the pointers at an address."""
-        return self._pointers.from_buffer_copy(ctypes.string_at(given, 8 * len(self.offsets)))
+        return self._pointers.from_buffer_copy(ctypes.string_at(given, 8 * len(self)))
 
     def read(self, given: int) -> bytes:
         """The block with what the pointers at an address point to, zeros between; mostly it lies there in one piece."""
-        pointers: tuple[int, ...] = self._words.unpack(ctypes.string_at(given, 8 * len(self.offsets)))
+        pointers = self._pointers.from_address(given)[:]
+        sizes = [nbytes for _, nbytes in self._places]
         parts = []
         for gap, first, ahead in self._runs:
             last = first + len(ahead) - 1
@@ -78,13 +88,27 @@ class Layout:
             if gap:
                 parts.append(bytes(gap))
             if [pointer - begin for pointer in pointers[first : last + 1]] == ahead:
-                parts.append(ctypes.string_at(begin, ahead[-1] + self._sizes[last]))
+                parts.append(ctypes.string_at(begin, ahead[-1] + sizes[last]))
             else:
-                parts += map(ctypes.string_at, pointers[first : last + 1], self._sizes[first : last + 1])
+                parts += map(ctypes.string_at, pointers[first : last + 1], sizes[first : last + 1])
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 Layouts = dict[tuple[int, int], Layout]  # by a kernel's handles
+
+
+class _Launch(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2, the same since CUDA 12.0, by the names that the bindings have."""
+
+    _fields_ = (
+        ("func", ctypes.c_uint64),
+        *((name, ctypes.c_uint32) for name in ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY")),
+        *((name, ctypes.c_uint32) for name in ("blockDimZ", "sharedMemBytes")),
+        *((name, ctypes.c_uint64) for name in ("kernelParams", "extra", "kern", "ctx")),
+    )
+
+    def getPtr(self) -> int:
+        return ctypes.addressof(self)
 
 
 class GraphNode:
@@ -129,14 +153,21 @@ class KernelNode(GraphNode):
     _in_context = False
     nbytes: int  # of the parameters, at the offsets that the kernel sees
 
-    def __init__(self, driver: Driver, handle: int, layouts: Layouts, block: bytes | None = None) -> None:
-        super().__init__(driver, handle)
+    def __init__(self, driver: Driver, handle: int, layouts: Layouts, found: tuple[bytes, bytes] | None = None) -> None:
+        """``found``: the parameters and the struct, where they were read already."""
+        if found is None:
+            super().__init__(driver, handle)
+        else:
+            self.handle, self._driver, self._params = handle, driver, _Launch.from_buffer_copy(found[1])
+        self._structs = [self._params]  # a copy of ours where there is one, and the bindings' once it is needed
+        self._exec = 0  # that it is bound to
         self.function, self.kernel = int(self._params.func), int(self._params.kern)  # one of them is 0
         self._layout: Layout | None = None  # None where they are passed in one piece
         self._block: ctypes.Array[ctypes.c_char] | None = None  # what is written to, once something is
         self._pointers: ctypes.Array[ctypes.c_uint64] | None = None  # ours, once the struct points to it
         self._taken: list[int] = []  # parameters that are taken from a table
         # The struct points to memory of the node, which is read here and not written to.
+        block = None if found is None else found[0]
         self._recorded = self._read_packed() if self._params.extra else self._read_plain(layouts, block)
         self.nbytes = len(self._recorded)
 
@@ -153,7 +184,7 @@ class KernelNode(GraphNode):
         layout = layouts.get(key)
         if layout is None:
             layout = layouts[key] = self._driver.layout(*key)
-        count = len(layout.offsets)
+        count = len(layout)
         if bool(given) != bool(count):  # a handle that the driver does not know looks like no parameters
             raise DriverError(call=self._get, code="parameters of unknown layout")
         self._layout = layout
@@ -164,7 +195,7 @@ class KernelNode(GraphNode):
     @property
     def address(self) -> int:
         """Where the struct lies that :meth:`set` gives to the driver; it stays there as long as the node lives."""
-        return int(self._params.getPtr())
+        return int(self._structs[0].getPtr())
 
     @property
     def block(self) -> ctypes.Array[ctypes.c_char]:
@@ -179,18 +210,35 @@ class KernelNode(GraphNode):
             if self._layout is None:
                 self._nbytes = ctypes.c_size_t(self.nbytes)
                 pairs = (_BUFFER, start, _SIZE, ctypes.addressof(self._nbytes), _END)
-                self._pointers = (ctypes.c_uint64 * 5)(*pairs)
-                self._params.extra = ctypes.addressof(self._pointers)
-            elif self._layout.offsets:
+                self._point_to((ctypes.c_uint64 * 5)(*pairs))
+            elif len(self._layout):
                 pointers = self._layout.pointers_into(start)
-                for parameter in self._taken if self._pointers is not None else ():
-                    pointers[parameter] = self._pointers[parameter]
+                if self._pointers is not None:
+                    for parameter in self._taken:
+                        pointers[parameter] = self._pointers[parameter]
                 self._point_to(pointers)
         return self._block
 
-    def _point_to(self, pointers: ctypes.Array[ctypes.c_uint64]) -> None:
+    def _point_to(self, pointers: ctypes.Array[ctypes.c_uint64]) -> ctypes.Array[ctypes.c_uint64]:
         self._pointers = pointers
-        self._params.kernelParams = ctypes.addressof(pointers)
+        for struct in self._structs:
+            setattr(struct, "extra" if self._layout is None else "kernelParams", ctypes.addressof(pointers))
+        return pointers
+
+    def bind(self, exec_: int, context: Any) -> None:
+        if not isinstance(self._params, _Launch):
+            super().bind(exec_, context)
+        self._exec = exec_
+
+    def set(self) -> None:
+        if isinstance(self._params, _Launch):
+            # Most often all kernels are set at once, which takes any struct.
+            (self._params,) = self._driver.call(self._get, self.handle)
+            self._structs.append(self._params)
+            if self._pointers is not None:
+                self._point_to(self._pointers)
+            super().bind(self._exec, None)
+        super().set()
 
     def words(self) -> bytes:
         """The parameters as they were recorded, zeros up to a multiple of 8 bytes added."""
@@ -209,9 +257,7 @@ class KernelNode(GraphNode):
         parameter = None if layout is None else layout.words.get(offset)
         if layout is None or parameter is None:
             return False
-        pointers = self._pointers
-        if pointers is None:  # the other parameters are read where the node has them
-            self._point_to(pointers := layout.pointers_at(self._given))
+        pointers = self._pointers or self._point_to(layout.pointers_at(self._given))  # the others as the node has them
         pointers[parameter] = ctypes.addressof(table) + 8 * index
         self._taken.append(parameter)
         self._table = table  # the struct holds nothing

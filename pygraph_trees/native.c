@@ -7,9 +7,10 @@
 
    nodes:   one (handle, type) a node, in the graph's order; type as CUgraphNodeType has it
    kernels: one (function, kernel, layout) a kernel, whichever of the two handles is not 0; layout has (offset, bytes) of
-            each parameter, None where it was not asked for or not told
-   found:   one (position in nodes, function, kernel, block, hits) for each kernel node that has such a word or cannot be
-            read; block has the bytes of its parameters, hits (offset, word) in order, both None where it cannot be read
+            each parameter where a node of it has such a word, and None where it was not asked for or not told
+   found:   one (position in nodes, function, kernel, block, hits, launch) for each kernel node that has such a word or
+            cannot be read; block has the bytes of its parameters, hits (offset, word) in order, launch its
+            CUDA_KERNEL_NODE_PARAMS_v2, all None where it cannot be read
 
    It changes nothing and keeps nothing. A word at the end that is not whole counts as followed by zeros, as do gaps
    between parameters. It raises RuntimeError("call", code) where the nodes cannot be listed.
@@ -52,7 +53,7 @@ typedef struct {
 /* A kernel, with where each of its parameters lies. */
 typedef struct {
     void *function, *kernel;
-    int asked, readable;
+    int asked, readable, needed;
     size_t count, nbytes;
     size_t *offsets, *sizes;
 } Kernel;
@@ -150,24 +151,23 @@ static Kernel *kernel_of(Reader *reader, const Parameters *parameters) {
 }
 
 /* Puts a node's parameters in the block; their bytes, or -1 where they cannot be read, -2 without memory. */
-static Py_ssize_t read_block(Reader *reader, void *node, Kernel **kernel) {
-    Parameters parameters;
-    memset(&parameters, 0, sizeof(parameters));
+static Py_ssize_t read_block(Reader *reader, void *node, Kernel **kernel, Parameters *launch) {
+    memset(launch, 0, sizeof(*launch));
     *kernel = NULL;
-    if (reader->calls.parameters(node, &parameters) != 0)
+    if (reader->calls.parameters(node, launch) != 0)
         return -1;
-    Kernel *found = *kernel = kernel_of(reader, &parameters);
+    Kernel *found = *kernel = kernel_of(reader, launch);
     if (found == NULL)
         return -2;
-    if (parameters.extra != NULL) {
+    if (launch->extra != NULL) {
         /* Two pairs in either order: 1, where they lie; 2, where their bytes are counted. */
         void *at = NULL;
         size_t nbytes = 0;
         for (int i = 0; i < 4; i += 2) {
-            if (parameters.extra[i] == (void *)1)
-                at = parameters.extra[i + 1];
-            else if (parameters.extra[i] == (void *)2)
-                nbytes = *(size_t *)parameters.extra[i + 1];
+            if (launch->extra[i] == (void *)1)
+                at = launch->extra[i + 1];
+            else if (launch->extra[i] == (void *)2)
+                nbytes = *(size_t *)launch->extra[i + 1];
             else
                 return -1;
         }
@@ -181,11 +181,11 @@ static Py_ssize_t read_block(Reader *reader, void *node, Kernel **kernel) {
         return -2;
     found->asked = 1;
     /* A handle that the driver does not know looks like no parameters. */
-    if (!found->readable || (parameters.parameters != NULL) != (found->count != 0))
+    if (!found->readable || (launch->parameters != NULL) != (found->count != 0))
         return -1;
     memset(reader->block, 0, found->nbytes + 8);
     for (size_t i = 0; i < found->count; i++)
-        memcpy(reader->block + found->offsets[i], parameters.parameters[i], found->sizes[i]);
+        memcpy(reader->block + found->offsets[i], launch->parameters[i], found->sizes[i]);
     return (Py_ssize_t)found->nbytes;
 }
 
@@ -225,7 +225,8 @@ static int search_node(Reader *reader, void *node, Py_ssize_t position, uint64_t
     if (type != KERNEL)
         return 0;
     Kernel *kernel;
-    Py_ssize_t nbytes = read_block(reader, node, &kernel);
+    Parameters launch;
+    Py_ssize_t nbytes = read_block(reader, node, &kernel, &launch);
     if (nbytes == -2) {
         PyErr_NoMemory();
         return -1;
@@ -233,7 +234,7 @@ static int search_node(Reader *reader, void *node, Py_ssize_t position, uint64_t
     unsigned long long function = kernel == NULL ? 0 : number(kernel->function);
     unsigned long long handle = kernel == NULL ? 0 : number(kernel->kernel);
     if (nbytes == -1)
-        return append(found, Py_BuildValue("(nKKOO)", position, function, handle, Py_None, Py_None));
+        return append(found, Py_BuildValue("(nKKOOO)", position, function, handle, Py_None, Py_None, Py_None));
     PyObject *words = hits(reader->block, nbytes, low, high);
     if (words == NULL)
         return -1;
@@ -241,12 +242,14 @@ static int search_node(Reader *reader, void *node, Py_ssize_t position, uint64_t
         Py_DECREF(words);
         return 0;
     }
-    return append(found, Py_BuildValue("(nKKy#N)", position, function, handle, reader->block, nbytes, words));
+    kernel->needed = 1;
+    return append(found, Py_BuildValue("(nKKy#Ny#)", position, function, handle, reader->block, nbytes, words, &launch,
+                                       (Py_ssize_t)sizeof launch));
 }
 
 /* A list of (offset, bytes), None where the layout is not known; NULL with an exception. */
 static PyObject *layout_of(const Kernel *kernel) {
-    if (!kernel->readable) {
+    if (!kernel->readable || !kernel->needed) {
         Py_INCREF(Py_None);
         return Py_None;
     }

@@ -34,8 +34,9 @@ def load_native() -> Any:
 native = load_native()
 
 
-def _packed(indices: Sequence[int]) -> bytes:
-    return struct.pack(f"{len(indices)}Q", *indices)
+def packed(numbers: Sequence[int]) -> bytes:
+    """As uint64 one behind another, which is how the part in C++ takes them."""
+    return struct.pack(f"{len(numbers)}Q", *numbers)
 
 
 class Whereabouts:
@@ -46,10 +47,10 @@ class Whereabouts:
 
     def __init__(self, fixed: Sequence[int], addresses: Sequence[int], asked: Sequence[int] = ()) -> None:
         """``addresses``: where the tensors at the indices ``fixed`` should lie, one for each."""
-        self.places = b"".join(struct.pack("QQ", *place) for place in zip(fixed, addresses, strict=True))
+        self.places = packed(list(itertools.chain.from_iterable(zip(fixed, addresses, strict=True))))
         if native is not None:
             self.ask: Callable[[Sequence[Any]], list[int] | None] = partial(
-                native.addresses, self.places, _packed(asked)
+                native.addresses, self.places, packed(asked)
             )
             return
         by_index: list[int | None] = [None] * (max(fixed, default=-1) + 1)
@@ -77,7 +78,7 @@ class Deaths:
         self._places = tuple(places)
         # Runs of outputs of one recording, as the part in C++ takes them.
         runs = [list(run) for _, run in itertools.groupby(self._places, key=lambda place: id(place[0]))]
-        self.groups = tuple((run[0][0], _packed([index for _, _, index in run])) for run in runs)
+        self.groups = tuple((run[0][0], packed([index for _, _, index in run])) for run in runs)
         self.ask: Callable[[], bool] = self._ask_each if native is None else self._ask
 
     def _ask(self) -> bool:
@@ -121,7 +122,7 @@ def once_more(cached: list[Any], others: Sequence[Any]) -> Callable[[], list[Any
 def released(indices: Sequence[int]) -> Callable[[list[Any]], None]:
     """Puts None in these places of a list."""
     if native is not None:
-        return partial(native.release, _packed(indices))
+        return partial(native.release, packed(indices))
 
     def release(items: list[Any]) -> None:
         for index in indices:
@@ -135,7 +136,7 @@ def chosen(indices: Sequence[int], count: int) -> Callable[[list[Any]], None] | 
     if list(indices) == list(range(count)):
         return None
     if native is not None and sorted(indices) == list(range(count)):
-        return partial(native.permute, _packed(indices))
+        return partial(native.permute, packed(indices))
 
     def choose(items: list[Any]) -> None:
         items[:] = [items[index] for index in indices]

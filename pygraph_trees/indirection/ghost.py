@@ -85,20 +85,14 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Where everything of one recording lies, from the arena's start."""
+    """Where everything of one recording lies."""
 
-    high: int
+    high: int  # all is below
     piece: int  # bytes of the memory behind it
     ghosts: tuple[Ghost, ...]
     units: tuple[tuple[int, int], ...]  # by ghost: start and bytes of its page, or of its own granules
     block_of: tuple[int, ...]  # by ghost
     blocks: tuple[tuple[int, int], ...]  # start and bytes
-
-    def moved(self, by: int) -> _Plan:
-        ghosts = tuple(Ghost(g.start + by, g.nbytes, g.low + by, g.high + by) for g in self.ghosts)
-        units = tuple((start + by, nbytes) for start, nbytes in self.units)
-        blocks = tuple((start + by, nbytes) for start, nbytes in self.blocks)
-        return _Plan(self.high + by, self.piece, ghosts, units, self.block_of, blocks)
 
 
 class Arena:
@@ -109,9 +103,8 @@ class Arena:
 
     def __init__(self) -> None:
         self._granularities: dict[int, int] = {}  # by device
-        self._start = 0  # a multiple of the window
-        self._used = 0  # from there on
-        self._nbytes = 0
+        self._next = 0  # what is free begins here
+        self._end = 0
 
     @classmethod
     def place(cls, driver: Driver, device: int, extents: Sequence[Extent], budget: int = 0) -> _Plan:
@@ -121,12 +114,12 @@ class Arena:
             granularity = arena._granularities.get(device)
             if granularity is None:
                 granularity = arena._granularities[device] = driver.granularity(device)
-            plan = _plan(extents, granularity, arena._used, budget)
-            if plan.high > arena._nbytes:
-                plan = _plan(extents, granularity, 0, budget)
-                arena._reserve(driver, plan.high)
-            arena._used = plan.high
-            return plan.moved(arena._start)
+            plan = _plan(extents, granularity, arena._next, budget)
+            if plan.high > arena._end:
+                arena._reserve(driver, _plan(extents, granularity, 0, budget).high)
+                plan = _plan(extents, granularity, arena._next, budget)
+            arena._next = plan.high
+            return plan
 
     def _reserve(self, driver: Driver, needed: int) -> None:
         least = _round_up(needed, PAGE_NBYTES)
@@ -137,7 +130,8 @@ class Arena:
                 if nbytes == least:
                     raise
                 continue
-            self._start, self._used, self._nbytes = _round_up(address, _WINDOW), 0, nbytes
+            self._next = _round_up(address, _WINDOW)
+            self._end = self._next + nbytes
             return
 
 
@@ -170,11 +164,11 @@ class Ghosts:
                 with contextlib.suppress(DriverError):
                     self.close()
                 raise
-        self.low = min((ghost.low for ghost in self.ghosts), default=0)
-        self.high = max((ghost.high for ghost in self.ghosts), default=0)
-        self._sorted = sorted(range(len(self.ghosts)), key=lambda index: self.ghosts[index].low)
-        self._lows = [self.ghosts[index].low for index in self._sorted]
-        self._highs = [self.ghosts[index].high for index in self._sorted]
+        bounds = sorted((ghost.low, ghost.high, index) for index, ghost in enumerate(self.ghosts))
+        self._lows = [low for low, _, _ in bounds]
+        self._highs = [high for _, high, _ in bounds]
+        self._sorted = [index for _, _, index in bounds]
+        self.low, self.high = (self._lows[0], self._highs[-1]) if bounds else (0, 0)
 
     def find(self, address: int) -> int | None:
         """The index of the ghost whose [low, high) holds an address, guards included."""
@@ -264,13 +258,12 @@ class Ghosts:
                 raise
 
 
-@dataclass(frozen=True, slots=True)
-class _Unit:
+class _Unit(NamedTuple):
     """What lies together: a page of small ghosts, or a large one with its guards; all from the unit's own start."""
 
     nbytes: int  # a page, or a large ghost's granules
     guard: int  # bytes in front of them and behind
-    members: tuple[tuple[int, Ghost], ...]  # with the index of the extent
+    members: list[tuple[int, Ghost]]  # with the index of the extent
 
 
 def _units(extents: Sequence[Extent], granularity: int) -> list[_Unit]:
@@ -283,22 +276,23 @@ def _units(extents: Sequence[Extent], granularity: int) -> list[_Unit]:
         if extent.nbytes >= SMALL_NBYTES:
             nbytes, start = _round_up(extent.residue + extent.nbytes, granularity), granularity + extent.residue
             ghost = Ghost(start, extent.nbytes, 0, nbytes + 2 * granularity)
-            large.append(_Unit(nbytes, granularity, ((index, ghost),)))
+            large.append(_Unit(nbytes, granularity, [(index, ghost)]))
             continue
         ghost = _small_ghost(extent, end)
         if ghost.high > page:
-            units.append(_Unit(page, 0, tuple(members)))
+            units.append(_Unit(page, 0, members))
             members, ghost = [], _small_ghost(extent, 0)
         members.append((index, ghost))
         end = ghost.high
     if members:
-        units.append(_Unit(page, 0, tuple(members)))
+        units.append(_Unit(page, 0, members))
     return units + large
 
 
 def _plan(extents: Sequence[Extent], granularity: int, frontier: int, budget: int) -> _Plan:
-    """Plans above a place that is told from the start of a window."""
+    """Plans from an address on: the larger ones first, each where there is room."""
     units = _units(extents, granularity)
+    units.sort(key=lambda unit: unit.nbytes + 2 * unit.guard, reverse=True)
     most = sum(unit.nbytes + 2 * unit.guard for unit in units)
     least = max(-(-unit.nbytes // MAX_MAPPINGS) for unit in units)
     piece = _round_up(max(least, min(most, budget, MAX_PIECE_NBYTES)), granularity)
@@ -306,25 +300,29 @@ def _plan(extents: Sequence[Extent], granularity: int, frontier: int, budget: in
     places: dict[int, tuple[int, int]] = {}
     block_of: dict[int, int] = {}
     blocks: list[tuple[int, int]] = []
-    cursor = room = 0  # where a block goes on, and how many bytes of it are left
+    free: list[tuple[int, int, int]] = []  # of blocks that are shared: where they go on, the bytes left, their number
     end = _round_up(frontier, granularity)
     for unit in units:
         needed = unit.nbytes + 2 * unit.guard
-        if needed > room and needed <= min(piece, MAX_PIECE_NBYTES):
-            cursor, room = _with_low_half(end, piece, granularity), min(piece, MAX_PIECE_NBYTES)
-            blocks.append((cursor, piece))
-            end = cursor + piece
-        if needed <= room:
-            low, cursor, room = cursor, cursor + needed, room - needed
+        found = next((i for i, (_, room, _) in enumerate(free) if room >= needed), None)
+        if found is None and needed <= min(piece, MAX_PIECE_NBYTES):
+            found, low = len(free), _with_low_half(end, piece, granularity)
+            free.append((low, min(piece, MAX_PIECE_NBYTES), len(blocks)))
+            blocks.append((low, piece))
+            end = low + piece
+        if found is not None:
+            low, room, block = free[found]
+            free[found] = low + needed, room - needed, block
         else:
-            nbytes = _round_up(unit.nbytes, piece)
-            low, room = _with_low_half(end, nbytes + 2 * unit.guard, granularity), 0
+            nbytes, block = _round_up(unit.nbytes, piece), len(blocks)
+            low = _with_low_half(end, nbytes + 2 * unit.guard, granularity)
             blocks.append((low + unit.guard, nbytes))
             end = low + nbytes + 2 * unit.guard
-        for index, ghost in unit.members:
-            ghosts[index] = Ghost(low + ghost.start, ghost.nbytes, low + ghost.low, low + ghost.high)
-            places[index] = low + unit.guard, unit.nbytes
-            block_of[index] = len(blocks) - 1
+        place = low + unit.guard, unit.nbytes
+        for index, (start, nbytes, begin, behind) in unit.members:
+            ghosts[index] = Ghost(low + start, nbytes, low + begin, low + behind)
+            places[index] = place
+            block_of[index] = block
     order = range(len(extents))
     return _Plan(
         high=end,

@@ -33,6 +33,9 @@ class Decision:
     reason: str | None  # why it is copied; None for a patch
 
 
+_PATCH = Decision(Route.PATCH, None)
+
+
 def why_not_ghost(tensor: torch.Tensor, device: int, in_pool: bool) -> str | None:
     """Why a live input cannot be recorded at a ghost address on a CUDA device, None where it can.
 
@@ -65,7 +68,7 @@ def decide(scan: Scan, count: int, passed_through: Collection[int]) -> list[Deci
             why = f"{scan.opaque} may hide its address"
         if why is None and index not in with_site and index not in passed_through:
             why = "no node holds its address"
-        decisions.append(Decision(Route.PATCH if why is None else Route.COPY, why))
+        decisions.append(_PATCH if why is None else Decision(Route.COPY, why))
     return decisions
 
 

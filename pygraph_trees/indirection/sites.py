@@ -169,9 +169,9 @@ class _Reader:
         self._layouts |= search.layouts
         for hits in search.found:
             try:
-                if hits.block is None:
+                if hits.words is None:
                     raise DriverError(call="search", code="parameters of unknown layout")
-                node = self._driver.kernel_node(search.nodes[hits.position][0], self._layouts, hits.block)
+                node = self._driver.kernel_node(search.nodes[hits.position][0], self._layouts, hits)
             except DriverError:
                 self._hide(self._readers[NodeKind.KERNEL][1])
                 continue

@@ -14,7 +14,6 @@ and 91 where other work has filled them.
 
 from __future__ import annotations
 
-import struct
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from torch._dynamo.mutation_guard import GenerationTracker
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees import tensors
+from pygraph_trees.tensors import packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -68,9 +68,9 @@ def entry(
         by_hand=by_hand,
         function=function,
         runner=runner,
-        order=None if order is None else _packed(order),
-        kept=_packed(kept),
-        picks=None if picks is None else _packed(picks),
+        order=None if order is None else packed(order),
+        kept=packed(kept),
+        picks=None if picks is None else packed(picks),
         constants=tuple(constants),
         views=list(views),
         steps=cudagraph_trees.MarkStepBox,
@@ -101,8 +101,8 @@ def replay(recording: Recording, managed: Sequence[int], others: Sequence[Any]) 
         cached=recording.cached_tensor_outputs,
         others=list(others),
         places=recording.whereabouts.places,
-        patched=_packed([] if live is None else [item.index for item in live.patched]),
-        managed=_packed(managed),
+        patched=packed([] if live is None else [item.index for item in live.patched]),
+        managed=packed(managed),
         returned=_returned(live),
         before=_to_ask(recording.deaths_before),
         after=_to_ask(recording.deaths_after),
@@ -114,12 +114,8 @@ def _returned(live: LiveInputs | None) -> bytes | None:
     outputs = {} if live is None else live.outputs
     if any(view is not None for _, view in outputs.values()):
         return None
-    return _packed([number for position, (index, _) in outputs.items() for number in (index, position)])
+    return packed([number for position, (index, _) in outputs.items() for number in (index, position)])
 
 
 def _to_ask(deaths: tensors.Deaths | None) -> tuple[Any, Any] | None:
     return None if deaths is None else (deaths.groups, deaths.ask)
-
-
-def _packed(indices: Sequence[int]) -> bytes:
-    return struct.pack(f"{len(indices)}Q", *indices)

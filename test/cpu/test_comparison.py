@@ -41,6 +41,7 @@ from pygraph_trees.comparison.timing import collector_off, is_steady, median, pe
 from pygraph_trees.comparison.trace import GpuWork, profile_call, read_trace
 from pygraph_trees.comparison.tuning import own_cache
 from pygraph_trees.comparison.ways import OwnInductor, UnknownWayError, Way, make_ways, patches_on
+from pygraph_trees.coverage.log import RecordingLog
 
 FAST = Plan(rounds=2, block_s=0.0, calls=(2, 2), settle_calls=1, warm_calls=(5, 8), ring=3, fresh_caches=False)
 
@@ -297,12 +298,12 @@ class TestGraphs(TestCase):
         self.assertEqual(copied_nbytes(node), 4 * 8 * 4 + 4 * 8)
         node.input_copy_idxs = [0, 4]
         self.assertEqual(copied_nbytes(node), 2 * 4 * 8 * 4)
-        node.log = SimpleNamespace(
-            inputs=[
-                SimpleNamespace(copied_bytes=5, device="cuda:0"),
-                SimpleNamespace(copied_bytes=6, device="cpu"),
-                SimpleNamespace(copied_bytes=0, device=None),
-            ]
+        node.log = RecordingLog(
+            inputs=(
+                (0, "x", "live", "cuda:0", 5, 5, False),
+                (1, "table", "live", "cpu", 6, 6, False),
+                (2, "s0", "value", None, 0, 0, False),
+            )
         )
         self.assertEqual(copied_nbytes(node), 5)
 

@@ -27,7 +27,7 @@ from pygraph_trees.coverage.log import (
 )
 from pygraph_trees.coverage.naming import program_name
 from pygraph_trees.coverage.partitions import source_line
-from pygraph_trees.coverage.records import Cause, Environment, FeatureState, InputRecord, Partition, PartitionInput
+from pygraph_trees.coverage.records import Cause, Environment, FeatureState, Partition, PartitionInput
 from pygraph_trees.coverage.report import Report
 from pygraph_trees.coverage.text import nbytes, render, table
 

@@ -318,7 +318,9 @@ class TestAddresses(LiveInputsTestCase):
         self.assertEqual(list(live.refused), [0])
 
     def test_the_context_is_that_of_the_device(self):
-        self.record(self.one_kernel(), at(0), device=3)
+        self.record(lambda addresses: [self.api.make_memset(addresses[0], 16)], at(0), device=3)
+        self.assertEqual(self.entered, [3])
+        self.record(self.one_kernel(), at(0), device=3)  # which needs none
         self.assertEqual(self.entered, [3])
 
     def test_stand_ins_are_as_aligned_as_the_inputs(self):

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import test_patching
 import test_sites
 from fake_driver import CUresult, FakeApi
-from fake_native import library, native_over
+from fake_native import Launch, library, native_over
 from hypothesis import given, strategies
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -69,18 +69,6 @@ class TestPatching(test_patching.Patching, TestCase):
 class TestSetKernels(TestCase):
     """The call in C, over a library that tells what it was given."""
 
-    class Parameters(ctypes.Structure):
-        _fields_ = (
-            ("function", ctypes.c_void_p),
-            ("grid", ctypes.c_uint * 3),
-            ("block", ctypes.c_uint * 3),
-            ("shared", ctypes.c_uint),
-            ("parameters", ctypes.c_void_p),
-            ("extra", ctypes.c_void_p),
-            ("kernel", ctypes.c_void_p),
-            ("context", ctypes.c_void_p),
-        )
-
     def setUp(self):
         super().setUp()
         native_over(FakeApi())  # skips where there is none
@@ -91,7 +79,7 @@ class TestSetKernels(TestCase):
         self.fake.fake_refuse.argtypes = [ctypes.c_size_t, ctypes.c_int]
         self.fake.fake_set.restype = ctypes.c_size_t
         self.set_kernels = _native.set_kernels
-        self.structs = [self.Parameters(shared=100 + n) for n in range(4)]
+        self.structs = [Launch(shared=100 + n) for n in range(4)]
         pairs = [struct.pack("QQ", 0x9000 + n, ctypes.addressof(s)) for n, s in enumerate(self.structs)]
         self.packed = b"".join(pairs)
 

@@ -116,6 +116,10 @@ class Setup:
             if held.input is not None
         ]
         made = [makers[specs[i].kind](self.handles[i]) for i in nodes]
+        everywhere = self.driver.search(self.graph, 0, (1 << 64) - 1)  # None without the native part
+        for hits in () if everywhere is None else everywhere.found:
+            if hits.position in nodes:
+                made[nodes.index(hits.position)] = driver.kernel_node(self.handles[hits.position], found=hits)
         self.api.calls.clear()
         return made, order(sites, key=lambda site: (site.node, site.offset))
 
@@ -197,7 +201,10 @@ class Patching:
             setup.api.calls.clear()
             count = patches.apply(new)
             self.assertEqual(setup.held(), setup.expected(new))
-            self.assertEqual(Counter(setup.api.calls), due)
+            called = Counter(setup.api.calls)
+            if self.native:  # read before it is set alone for the first time
+                del called["cuGraphKernelNodeGetParams"]
+            self.assertEqual(called, due)
             self.assertEqual(count, due.total())
             now, total = new, total + count
             self.assertEqual((patches.addresses, patches.set_calls, patches.broken), (new, total, False))

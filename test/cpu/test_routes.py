@@ -61,8 +61,11 @@ class TestWhyNotGhost(TestCase):
 class TestSparse(TestCase):
     def test_layout(self):
         class OnGpu:  # a fake tensor cannot be sparse and on a GPU that is not there
-            device = torch.device("cuda", 0)
+            is_cuda = True
             layout = torch.sparse_csr
+
+            def get_device(self):
+                return 0
 
         self.assertEqual(why_not_ghost(OnGpu(), 0, in_pool=False), "its layout is torch.sparse_csr")
 
