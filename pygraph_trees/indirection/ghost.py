@@ -290,12 +290,13 @@ def _units(extents: Sequence[Extent], granularity: int) -> list[_Unit]:
 
 
 def _plan(extents: Sequence[Extent], granularity: int, frontier: int, budget: int) -> _Plan:
-    """Plans from an address on: the larger ones first, each where there is room."""
+    """Plans from an address on: what shares blocks by size, the larger ones first, then what has its own."""
     units = _units(extents, granularity)
-    units.sort(key=lambda unit: unit.nbytes + 2 * unit.guard, reverse=True)
     most = sum(unit.nbytes + 2 * unit.guard for unit in units)
     least = max(-(-unit.nbytes // MAX_MAPPINGS) for unit in units)
     piece = _round_up(max(least, min(most, budget, MAX_PIECE_NBYTES)), granularity)
+    shared = min(piece, MAX_PIECE_NBYTES)
+    units.sort(key=lambda unit: (unit.nbytes + 2 * unit.guard > shared, -unit.nbytes))
     ghosts: dict[int, Ghost] = {}
     places: dict[int, tuple[int, int]] = {}
     block_of: dict[int, int] = {}
@@ -305,9 +306,9 @@ def _plan(extents: Sequence[Extent], granularity: int, frontier: int, budget: in
     for unit in units:
         needed = unit.nbytes + 2 * unit.guard
         found = next((i for i, (_, room, _) in enumerate(free) if room >= needed), None)
-        if found is None and needed <= min(piece, MAX_PIECE_NBYTES):
+        if found is None and needed <= shared:
             found, low = len(free), _with_low_half(end, piece, granularity)
-            free.append((low, min(piece, MAX_PIECE_NBYTES), len(blocks)))
+            free.append((low, shared, len(blocks)))
             blocks.append((low, piece))
             end = low + piece
         if found is not None:

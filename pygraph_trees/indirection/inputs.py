@@ -204,9 +204,8 @@ class LiveInputs:
 
     def set_up(self, graph: Any) -> None:
         """Reads a captured graph, decides, instantiates it, and gives it the addresses it was recorded for."""
-        passed = {
-            position for position, item in enumerate(self.items) if item.index in {i for i, _ in self.outputs.values()}
-        }
+        returned = {index for index, _ in self.outputs.values()}
+        passed = {position for position, item in enumerate(self.items) if item.index in returned}
         try:
             found = scan(self._driver, int(graph.raw_cuda_graph()), self._ghosts)
             decisions = decide(found, len(self._ghosts.ghosts), passed)

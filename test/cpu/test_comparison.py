@@ -462,7 +462,7 @@ class TestInspection(TestCase):
     def test_figures_of_the_gpu(self):
         program = Program(lambda x: x * 2, (torch.ones(3),))
         node = TestGraphs.LoggedNode()
-        node.log = SimpleNamespace(replays=0, inputs=(SimpleNamespace(copied_bytes=12, device="cuda:0"),))
+        node.log = RecordingLog(inputs=((0, "x", "live", "cuda:0", 12, 12, False),))
         manager = SimpleNamespace(roots={0: [node]}, cuda_graphs_thread_pool=(0, 1))
 
         def replayed(x: torch.Tensor) -> torch.Tensor:

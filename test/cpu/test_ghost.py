@@ -193,6 +193,18 @@ class TestGhosts(TestCase):
             ghosts.close()
             self.assertEqual(self.api.leaks(), [])
 
+    def test_the_larger_ones_are_placed_first(self):
+        # Pages of 2 MiB, 4 and 2 MiB with guards of 2 MiB: 8 and a page, 6 and two pages; as given it would be three.
+        extents = [*[Extent(128 << 10, 0)] * 16, Extent(4 * MIB, 0), Extent(2 * MIB, 0)]
+        for order in (extents, extents[::-1]):
+            self.setUp()
+            ghosts = Ghosts(self.driver, 0, order, 9 * MIB)
+            self.assertEqual([memory.nbytes for memory in self.api.memories.values()], [10 * MIB])
+            self.assertEqual(self.api.calls.count("cuMemMap"), 2)
+            for ghost, extent in zip(ghosts.ghosts, order, strict=True):
+                self.assertEqual(ghost.nbytes, extent.nbytes)
+            ghosts.close()
+
     def test_a_piece_has_a_limit(self):
         self.ghosts_with(1 << 40, Extent(200 * MIB, 0))
         self.assertEqual([memory.nbytes for memory in self.api.memories.values()], [64 * MIB])
