@@ -266,6 +266,10 @@ class _Unit(NamedTuple):
     members: list[tuple[int, Ghost]]  # with the index of the extent
 
 
+def _needed(unit: _Unit) -> int:
+    return unit.nbytes + 2 * unit.guard
+
+
 def _units(extents: Sequence[Extent], granularity: int) -> list[_Unit]:
     page = _round_up(PAGE_NBYTES, granularity)
     units: list[_Unit] = []
@@ -292,11 +296,11 @@ def _units(extents: Sequence[Extent], granularity: int) -> list[_Unit]:
 def _plan(extents: Sequence[Extent], granularity: int, frontier: int, budget: int) -> _Plan:
     """Plans from an address on: what shares blocks by size, the larger ones first, then what has its own."""
     units = _units(extents, granularity)
-    most = sum(unit.nbytes + 2 * unit.guard for unit in units)
+    most = sum(map(_needed, units))
     least = max(-(-unit.nbytes // MAX_MAPPINGS) for unit in units)
     piece = _round_up(max(least, min(most, budget, MAX_PIECE_NBYTES)), granularity)
     shared = min(piece, MAX_PIECE_NBYTES)
-    units.sort(key=lambda unit: (unit.nbytes + 2 * unit.guard > shared, -unit.nbytes))
+    units.sort(key=lambda unit: (_needed(unit) > shared, -_needed(unit)))
     ghosts: dict[int, Ghost] = {}
     places: dict[int, tuple[int, int]] = {}
     block_of: dict[int, int] = {}
@@ -304,7 +308,7 @@ def _plan(extents: Sequence[Extent], granularity: int, frontier: int, budget: in
     free: list[tuple[int, int, int]] = []  # of blocks that are shared: where they go on, the bytes left, their number
     end = _round_up(frontier, granularity)
     for unit in units:
-        needed = unit.nbytes + 2 * unit.guard
+        needed = _needed(unit)
         found = next((i for i, (_, room, _) in enumerate(free) if room >= needed), None)
         if found is None and needed <= shared:
             found, low = len(free), _with_low_half(end, piece, granularity)
