@@ -43,7 +43,7 @@ SMALL_NBYTES = 1 << 20
 SMALL_GUARD_NBYTES = 64 << 10
 PAGE_NBYTES = 2 << 20
 MAX_MAPPINGS = 32  # of one input
-MAX_PIECE_NBYTES = 64 << 20  # but where 32 of them do not make up an input
+MAX_PIECE_NBYTES = 128 << 20  # but where 32 of them do not make up an input
 
 LOW_HALF_START, LOW_HALF_END = 0x9000_0000, 0xF000_0000
 
@@ -102,18 +102,14 @@ class Arena:
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
-        self._granularities: dict[int, int] = {}  # by device
         self._next = 0  # what is free begins here
         self._end = 0
 
     @classmethod
-    def place(cls, driver: Driver, device: int, extents: Sequence[Extent], budget: int = 0) -> _Plan:
+    def place(cls, driver: Driver, extents: Sequence[Extent], granularity: int, budget: int = 0) -> _Plan:
         """Addresses for the extents that nobody had before. Raises :class:`DriverError` where none can be reserved."""
         with cls._lock:
             arena = cls._of.setdefault(driver, Arena())
-            granularity = arena._granularities.get(device)
-            if granularity is None:
-                granularity = arena._granularities[device] = driver.granularity(device)
             plan = _plan(extents, granularity, arena._next, budget)
             if plan.high > arena._end:
                 arena._reserve(driver, _plan(extents, granularity, 0, budget).high)
@@ -155,7 +151,7 @@ class Ghosts:
         self._plan: _Plan | None = None
         self.ghosts = ()
         if extents:
-            self._plan = plan = Arena.place(driver, device, extents, budget)
+            self._plan = plan = Arena.place(driver, extents, driver.granularity(device), budget)
             self.ghosts = plan.ghosts
             self._blocks = tuple(_Block(*block, plan.piece) for block in plan.blocks)
             try:

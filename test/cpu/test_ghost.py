@@ -22,7 +22,15 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.driver import Driver
 from pygraph_trees.driver_error import DriverError
-from pygraph_trees.indirection.ghost import LOW_HALF_END, LOW_HALF_START, SMALL_GUARD_NBYTES, Arena, Extent, Ghosts
+from pygraph_trees.indirection.ghost import (
+    LOW_HALF_END,
+    LOW_HALF_START,
+    MAX_PIECE_NBYTES,
+    SMALL_GUARD_NBYTES,
+    Arena,
+    Extent,
+    Ghosts,
+)
 
 MIB, GIB, TIB = 1 << 20, 1 << 30, 1 << 40
 WINDOW = 4 * GIB  # what an arena takes more, to begin at a multiple of it
@@ -184,7 +192,7 @@ class TestGhosts(TestCase):
             (0, 2 * MIB, 20 * 5 + 1),
             (5 * MIB, 6 * MIB, 20 * 2 + 1),
             (30 * MIB, 30 * MIB, 20 / 2),  # the page has room beside two of them
-            (160 * MIB, 64 * MIB, 20 / 4),
+            (160 * MIB, MAX_PIECE_NBYTES, 3),  # nine of them each
         ):
             self.setUp()
             ghosts = Ghosts(self.driver, 0, extents, budget)
@@ -207,7 +215,7 @@ class TestGhosts(TestCase):
 
     def test_a_piece_has_a_limit(self):
         self.ghosts_with(1 << 40, Extent(200 * MIB, 0))
-        self.assertEqual([memory.nbytes for memory in self.api.memories.values()], [64 * MIB])
+        self.assertEqual([memory.nbytes for memory in self.api.memories.values()], [MAX_PIECE_NBYTES])
 
     def ghosts_with(self, budget: int, *extents: Extent) -> Ghosts:
         return Ghosts(self.driver, 0, extents, budget)
@@ -475,7 +483,7 @@ class TestArena(TestCase):
         def record() -> None:
             barrier.wait()
             for _ in range(40):
-                plan = Arena.place(self.driver, 0, SOME)
+                plan = Arena.place(self.driver, SOME, GRANULE)
                 ranges.append((min(ghost.low for ghost in plan.ghosts), plan.high))
 
         interval = sys.getswitchinterval()

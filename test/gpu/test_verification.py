@@ -117,7 +117,7 @@ def mistaken(ghost, other):
 
     def scan(driver, graph, ghosts):
         found = original(driver, graph, ghosts)
-        sites = tuple(dataclasses.replace(s, input=other) if s.input == ghost else s for s in found.sites)
+        sites = tuple(s._replace(input=other) if s.input == ghost else s for s in found.sites)
         return dataclasses.replace(found, sites=sites)
 
     with mock.patch.object(inputs_module, "scan", scan):
