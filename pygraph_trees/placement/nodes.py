@@ -34,6 +34,9 @@ _MOVES_ELEMENTS = frozenset(
         prims.view_of,
     }
 )  # fmt: skip
+# What they read depends on numbers among their inputs. One that is out of bounds is an error on the CPU, after which the
+# program goes on; on the GPU it ends all work of the process.
+_LOOKS_UP = {aten.index: 1, aten.index_select: 2, aten.gather: 2, aten.embedding: 1}  # by which argument
 _TYPES = frozenset({aten._to_copy, prims.convert_element_type})  # and perhaps to another device
 
 
@@ -111,7 +114,9 @@ def why_not_elsewhere(node: fx.Node, *, exact: bool) -> str | None:
         target
     ):  # seeds, and what is made of them
         return "it is random"
-    if torch.Tag.dynamic_output_shape in target.tags or torch.Tag.data_dependent_output in target.tags:
+    if torch.Tag.data_dependent_output in target.tags or (
+        torch.Tag.dynamic_output_shape in target.tags and not _is_by_integers(node)
+    ):
         return "its size or its result is a number that the CPU needs"
     if not tensors_of(node) or any(device.type != "cpu" for device in {t.device for t in tensors_of(node)}):
         return "its result does not lie on the CPU"
@@ -135,6 +140,21 @@ def is_exact(node: fx.Node) -> bool:
         # To a type with fewer numbers CPU and GPU round alike; what does not fit into an integer is another matter.
         return all(_is_integral(t) for t in tensors_of(node)) <= all(_is_integral(t) for t in inputs)
     return all(_is_integral(tensor) for tensor in [*inputs, *tensors_of(node)])
+
+
+def _is_by_integers(node: fx.Node) -> bool:
+    """Whether it is an index that gives as many elements whatever its numbers are."""
+    return node.target is aten.index.Tensor and all(
+        index is None or index.meta["val"].dtype not in (torch.bool, torch.uint8) for index in node.args[1]
+    )
+
+
+def indices_of(node: fx.Node) -> list[fx.Node]:
+    """The inputs whose numbers say which elements it gives."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.overloadpacket not in _LOOKS_UP:
+        return []
+    given = node.args[_LOOKS_UP[node.target.overloadpacket]]
+    return [index for index in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(index, fx.Node)]
 
 
 def _is_integral(tensor: torch.Tensor) -> bool:

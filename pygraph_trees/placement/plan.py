@@ -14,6 +14,7 @@ from pygraph_trees.coverage import records
 from .nodes import (
     aten,
     cpu_inputs,
+    indices_of,
     is_constructor,
     is_copy_between_devices,
     is_on_cpu,
@@ -129,6 +130,8 @@ class Plan:
         nbytes = sum(nbytes_of(leaf) for leaf in leaves)
         if stuck is not None:
             self.why[node] = f"it is computed of {stuck.name}: {self.why[stuck]}"
+        elif any(self._leaves.get(index) for index in indices_of(node)):
+            self.why[node] = "it looks up what inputs say, and an index that is out of bounds is an error of the CPU's"
         elif nbytes > MOST_NBYTES and nbytes > nbytes_of(node):
             self.why[node] = f"what it is computed of is larger: {nbytes} bytes"
         else:

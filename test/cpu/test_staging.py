@@ -136,7 +136,7 @@ class TestLiveInputs(StagingTestCase):
         a, b = torch.full((4,), 1.0), torch.full((4,), 2.0)
         live, graph = self.record(self.copies, a, b)
         self.assertEqual([d.route for d in live.decisions.values()], [Route.STAGE] * 2)
-        self.assertFalse(live.is_plain)
+        self.assertTrue(live.copies_some)
         self.assertEqual(self.read(graph.launch()), [[1.0] * 4, [2.0] * 4])
         self.queue.queued += 1
         live.finish()
