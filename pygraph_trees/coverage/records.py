@@ -146,6 +146,14 @@ class FunctionRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class GraphBreak:
+    """What Dynamo did not trace: what stands before and behind it is compiled apart, if at all."""
+
+    reason: str  # as Dynamo words it
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class FeatureState:
     """A feature of the package: whether its patches are on, and if not, why."""
 

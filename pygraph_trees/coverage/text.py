@@ -6,7 +6,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from .records import Cause, Environment, FunctionRecord, GraphRecord, Placed
+from .records import Cause, Environment, FunctionRecord, GraphBreak, GraphRecord, Placed
 
 _MOST_CAUSES = 6  # of one graph
 _MOST_REASONS = 4  # of one function
@@ -37,7 +37,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str
 
 
 def render(
-    environment: Environment, graphs: Sequence[GraphRecord], functions: Sequence[FunctionRecord], width: int
+    environment: Environment,
+    graphs: Sequence[GraphRecord],
+    functions: Sequence[FunctionRecord],
+    width: int,
+    breaks: Sequence[GraphBreak] = (),
 ) -> str:
     parts = [_head(environment)]
     if not functions and not graphs:
@@ -46,6 +50,7 @@ def render(
         parts.append(_functions(functions, width))
     parts.extend(_lines(list(_function_notes(functions)), width))
     parts.extend(_lines(list(_graph_notes(graphs)), width))
+    parts.extend(_lines([f"broken by Dynamo, {b.count}x: {b.reason}" for b in breaks], width))
     return "\n\n".join(part for part in parts if part)
 
 

@@ -3,7 +3,8 @@
 Where a program is traced the number is not there, so torch breaks the graph at such a line, and nothing behind it is
 graphed. ``aten.index`` gives the same values, or the same error for an index that is out of bounds; but it gives a
 copy, where ``table[t]`` is a view of the table. So a graph is left alone in which anything is written to, as is what
-may be returned. The graph is Dynamo's own, before anything was made of it, whose nodes have fake values.
+may be returned. The graph is Dynamo's own, before anything was made of it, whose nodes have fake values; an index that
+is computed, or of another type than int64, is asked for by Dynamo itself, which breaks the graph there.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import fx
-
-_INDICES = (torch.int64, torch.int32)
 
 
 def as_operators(graph: fx.Graph) -> int:
@@ -46,7 +45,7 @@ def _is_by_number(node: fx.Node) -> bool:
         and type(table) is type(index)  # no subclass, which may look things up in its own way
         and table.dim() > 0
         and index.dim() == 0
-        and index.dtype in _INDICES
+        and index.dtype == torch.int64
     )
 
 
@@ -88,12 +87,10 @@ def _may_be_returned(node: fx.Node) -> bool:
 
 
 _ONLY_READ = frozenset(
-    "getitem getattr add sub mul truediv floordiv mod pow matmul neg pos abs invert and_ or_ xor lshift rshift eq ne lt "
-    "le gt ge not_ truth is_ is_not index contains min max int float bool len round".split()
+    ["getitem", "getattr", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "neg", "pos", "abs", "invert", "and_", "or_", "xor", "lshift", "rshift", "eq", "ne", "lt", "le", "gt", "ge", "not_", "truth", "is_", "is_not", "index", "contains", "min", "max", "int", "float", "bool", "len", "round"]
 )
 _NEW = frozenset(
-    "sqrt rsqrt exp exp2 log log2 sin cos tanh sigmoid relu softmax neg abs pow add sub rsub mul div truediv reciprocal "
-    "square clamp maximum minimum sum mean max min where clone lerp eq ne lt le gt ge".split()
+    ["sqrt", "rsqrt", "exp", "exp2", "log", "log2", "sin", "cos", "tanh", "sigmoid", "relu", "softmax", "neg", "abs", "pow", "add", "sub", "rsub", "mul", "div", "truediv", "reciprocal", "square", "clamp", "maximum", "minimum", "sum", "mean", "max", "min", "where", "clone", "lerp", "eq", "ne", "lt", "le", "gt", "ge"]
 )
 
 

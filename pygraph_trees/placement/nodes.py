@@ -34,8 +34,8 @@ _MOVES_ELEMENTS = frozenset(
         prims.view_of,
     }
 )  # fmt: skip
-# What they read depends on numbers among their inputs. One that is out of bounds is an error on the CPU, after which the
-# program goes on; on the GPU it ends all work of the process.
+# What they read depends on numbers among their inputs. One that is out of bounds is an error on the CPU, after which
+# the program goes on; on the GPU it ends all work of the process.
 _LOOKS_UP = {aten.index: 1, aten.index_select: 2, aten.gather: 2, aten.embedding: 1}  # by which argument
 _TYPES = frozenset({aten._to_copy, prims.convert_element_type})  # and perhaps to another device
 

@@ -205,9 +205,25 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
     def test_json(self):
         graphs, functions = self.records()
         data = json.loads(Report(ENVIRONMENT, graphs, functions).to_json())
-        self.assertEqual(sorted(data), ["environment", "functions", "graphs"])
+        self.assertEqual(sorted(data), ["breaks", "environment", "functions", "graphs"])
         self.assertEqual(data["functions"][0]["recordings"][0]["inputs"][1]["copied_bytes"], 2048)
         self.assertEqual(data["graphs"][0]["partitions"][1]["causes"][0]["op"], "prims.device_put.default")
+
+    def test_graph_breaks(self):
+        table = torch.arange(8.0)
+
+        def program(x, t):
+            return x * table[t + 1]  # Dynamo asks for the number
+
+        pygraph_trees.coverage.report.clear()
+        torch.compile(program, backend="eager")(torch.ones(4), torch.tensor(3))
+        found = pygraph_trees.report()
+        (broken,) = found.breaks
+        self.assertEqual(broken.count, 1)
+        self.assertIn("aten._local_scalar_dense", broken.reason)
+        self.assertIn("broken by Dynamo, 1x: Data dependent operator: ", " ".join(str(found).split()))
+        pygraph_trees.coverage.report.clear()
+        self.assertEqual(pygraph_trees.report().breaks, ())
 
     def test_report_of_this_process(self):
         found = pygraph_trees.report()

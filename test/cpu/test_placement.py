@@ -11,7 +11,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placement_programs import PROGRAMS
+from placement_programs import PROGRAMS, TABLE
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -20,6 +20,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.absent_gpu import absent_gpu, lower
 from pygraph_trees.coverage.compiled import partitions_of
 from pygraph_trees.placement import place
+from pygraph_trees.placement.lookups import as_operators
 from pygraph_trees.placement.nodes import is_copy_between_devices, is_on_cpu, is_on_gpu
 
 GPU = torch.device("cuda", 0)
@@ -155,6 +156,74 @@ class TestPlacement(TestCase):
                         self.assertFalse(is_on_cpu(node.args[0]) and node.args[0].op == "placeholder", node)
 
         check()
+
+
+class TestLookups(TestCase):
+    """``table[t]`` without the number."""
+
+    def check(self, program, *inputs, expected=1):
+        """How many were rewritten; gives the graph, which does what the program does."""
+        found = []
+
+        def backend(gm, _):
+            found.append((as_operators(gm.graph), gm))
+            gm.recompile()
+            return gm.forward
+
+        torch._dynamo.reset()
+        compiled = torch.compile(program, backend=backend)
+        wanted, given_ = program(*copy.deepcopy(inputs)), compiled(*copy.deepcopy(inputs))
+        self.assertEqual(given_, wanted, rtol=0, atol=0)
+        self.assertEqual([count for count, _ in found], [expected])
+        return compiled
+
+    def test_one_number(self):
+        table = torch.arange(12.0).view(4, 3)
+        for index in (0, 3, -1, -4):
+            self.check(lambda x, t: x * table[t].sqrt() + 1, torch.ones(3), torch.tensor(index))
+
+    def test_out_of_bounds(self):
+        compiled = self.check(lambda x, t: x * TABLE[t].sqrt(), torch.ones(3), torch.tensor(1))
+        for index in (64, -65):
+            with self.assertRaisesRegex(IndexError, "out of bounds"):
+                compiled(torch.ones(3), torch.tensor(index))
+
+    def test_gradients(self):
+        table, x = torch.rand(5, requires_grad=True), torch.rand(3, requires_grad=True)
+        compiled = self.check(lambda x, t: x * table[t].sqrt(), torch.ones(3), torch.tensor(1))
+        wanted = torch.autograd.grad((x * table[torch.tensor(2)].sqrt()).sum(), (x, table))
+        self.assertEqual(torch.autograd.grad(compiled(x, torch.tensor(2)).sum(), (x, table)), wanted)
+
+    def test_left_alone(self):
+        def written(x, t):
+            y = x + TABLE[t]
+            y.mul_(2)
+            return y
+
+        def into_the_table(x, t):
+            row = TABLE.view(8, 8)[t]
+            x[0] = 1
+            return x + row
+
+        def inplace(x, t):
+            return torch.nn.functional.relu(x + TABLE[t], True)
+
+        def out(x, t):
+            return torch.add(x, TABLE[t], out=torch.empty(8))
+
+        x, t = torch.ones(8), torch.tensor(3)
+        for program in (written, into_the_table, inplace, out):
+            with self.subTest(program.__name__):
+                self.check(program, x, t, expected=0)
+        with self.subTest("returned"):
+            self.check(lambda x, t: (x, TABLE.view(8, 8)[t]), x, t, expected=0)
+            self.check(lambda x, t: (x, TABLE.view(8, 8)[t].view(2, 4).t()), x, t, expected=0)
+            self.check(lambda x, t: (x, TABLE.view(8, 8)[t].float()), x, t, expected=0)
+            self.check(lambda x, t: (x, TABLE.view(8, 8)[t].double()), x, t, expected=0)
+        with self.subTest("another kind of index"):
+            self.check(lambda x, t: x + TABLE.view(8, 8)[t], x, torch.tensor([3]), expected=0)
+            self.check(lambda x: x + TABLE.view(8, 8)[3], x, expected=0)
+            self.check(lambda x, t: x + TABLE.view(8, 8)[:, t], x, t, expected=0)
 
 
 class TestLowered(TestCase):
