@@ -12,12 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_programs import PROGRAMS, TABLE
+from real_programs import REAL, noise_schedule
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.absent_gpu import absent_gpu, lower
+from pygraph_trees.absent_gpu import ValueNeededError, absent_gpu, lower
 from pygraph_trees.coverage.compiled import partitions_of
 from pygraph_trees.placement import place
 from pygraph_trees.placement.lookups import as_operators
@@ -243,6 +244,19 @@ class TestLowered(TestCase):
                 with self.subTest(program.family, name=program.name, how=how):
                     _, found = self.partitions(program.fn, inputs, how)
                     self.assertEqual(found, wanted)
+
+    def test_real_programs(self):
+        for build in REAL:
+            with self.subTest(build.__name__):
+                program, inputs = build("meta", small=True)
+                _, (graphed, outside) = self.partitions(program, inputs, "full")
+                # The step of the noise schedule is looked up by the CPU, where an error of it can be told.
+                self.assertEqual((graphed, outside), (1, int(build is noise_schedule)))
+                if build is noise_schedule:
+                    with self.assertRaises(ValueNeededError):  # a graph break
+                        self.partitions(program, inputs, "off")
+                else:
+                    self.assertEqual(self.partitions(program, inputs, "off")[1], (1, 1))
 
     def test_outputs_are_where_eager_has_them(self):
         def program(x, v):

@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from indirection import Facts, IndirectionTestCase
 from placement_programs import CALLS, PROGRAMS, TABLE, Mixed
+from real_programs import REAL, noise_schedule
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 import pygraph_trees
@@ -99,6 +100,23 @@ class TestPlacement(IndirectionTestCase):
             self.assertEqual(graphed(torch.zeros(4, device=self.device), v)[0].item(), v.sum().item())
 
 
+class TestRealPrograms(IndirectionTestCase):
+    @parametrize("build", REAL, name_fn=lambda build: build.__name__)
+    def test_one_graph(self, build):
+        program, inputs = build(self.device, small=True)
+        graphed = torch.compile(program, mode="reduce-overhead")
+        for call in range(CALLS_EACH):
+            # Numbers on the CPU are other ones at each call, and as valid.
+            given_ = [t - call if t.device.type == "cpu" and t.dim() == 0 else t.clone() for t in inputs]
+            torch.compiler.cudagraph_mark_step_begin()
+            self.assertEqual(graphed(*given_), program(*given_), atol=1e-4, rtol=1e-4)
+        (graph,) = pygraph_trees.report().graphs
+        self.assertEqual(sum(p.graphed for p in graph.partitions), 1)
+        self.assertEqual(len(graph.partitions), 2 if build is noise_schedule else 1)
+        self.assertEqual(pygraph_trees.report().breaks, ())
+        self.assertGraphed(Facts.now(), CALLS_EACH)
+
+
 def aliases(outputs, inputs):
     """Which share their memory, by number."""
     memory = [t.untyped_storage().data_ptr() for t in [*inputs, *outputs]]
@@ -106,6 +124,7 @@ def aliases(outputs, inputs):
 
 
 instantiate_parametrized_tests(TestPlacement)
+instantiate_parametrized_tests(TestRealPrograms)
 
 if __name__ == "__main__":
     run_tests()
