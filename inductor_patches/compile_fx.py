@@ -1,7 +1,7 @@
-"""Patches of ``torch._inductor.compile_fx``: ``cudagraphify``, through which every whole graph and every partition
-passes, and what is done with Dynamo's graph before it is traced.
+"""Patch of ``torch._inductor.compile_fx``: ``cudagraphify``, through which every whole graph and every partition
+passes.
 
-Both run while compiling, where values given by ``mode=`` and ``options=`` hold, so the settings of a function are
+It runs while compiling, where values given by ``mode=`` and ``options=`` hold, so the settings of a function are
 taken here.
 """
 
@@ -27,35 +27,7 @@ def _cudagraphify(upstream: Callable[..., Any]) -> Callable[..., Any]:
     return cudagraphify
 
 
-def _compile_fx_main(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    from pygraph_trees.placement import prepare_for_graphs
-
-    @functools.wraps(upstream)
-    def compile_fx_main(model_: Any, *args: Any, **kwargs: Any) -> Any:
-        prepare_for_graphs(model_)
-        return upstream(model_, *args, **kwargs)
-
-    return compile_fx_main
-
-
 PATCHES: tuple[Patch, ...] = (
-    Rebind(
-        feature="placement",
-        module=_MODULE,
-        name="_compile_fx_main",
-        replace=_compile_fx_main,
-        fingerprints=(
-            Fingerprint(
-                (2, 11),
-                (2, 15),
-                (
-                    Expectation(_MODULE, "_compile_fx_main", ("model_", "example_inputs_"), ("aot_autograd",)),
-                    Expectation(_MODULE, "_maybe_wrap_and_compile_fx_main", None, ("_compile_fx_main",)),
-                ),
-            ),
-        ),
-        removable="torch traces a look-up by a number of the CPU without asking for the number",
-    ),
     Rebind(
         feature="trees",
         module=_MODULE,

@@ -44,7 +44,6 @@ class Mixed:
 X = Input()
 V = Input(where="cpu")
 NUMBER = Input((), where="cpu")
-STEP = Input((), where="cpu", below=8)
 IDS = Input((16,), where="cpu", below=8)
 TABLE = torch.arange(64.0)
 COUNTS = numpy.arange(64, dtype=numpy.float32)
@@ -96,11 +95,8 @@ PROGRAMS = [
     Mixed("closed over", "indexed", lambda x, i: x.sin() * TABLE.to(GPU)[i], (X, Input((64,), below=64))),
     Mixed("closed over", "used twice", lambda x: (x + TABLE.to(GPU)) * TABLE.to(GPU).sum(), (X,)),
     Mixed("closed over", "parameter", lambda x: x * SCALE.to(GPU) + SCALE.sum().to(GPU), (X,), exact=OUTSIDE),
-    Mixed("look-up", "number", lambda x, t: x * TABLE[t].sqrt().to(GPU) + TABLE[t], (X, STEP), OUTSIDE),
-    Mixed("look-up", "row", lambda x, t: x.view(8, 8) + TABLE.view(8, 8)[t].to(GPU), (X, STEP), OUTSIDE),
     Mixed("look-up", "several", lambda x, i: x.view(16, 4) * TABLE[i].to(GPU)[:, None], (X, IDS), OUTSIDE),
     Mixed("look-up", "literal", lambda x: x * TABLE[torch.arange(63, -1, -1)].to(GPU), (X,)),
-    Mixed("look-up", "returned", lambda x, t: (x + TABLE[t].to(GPU), TABLE[t] * 2), (X, STEP), OUTSIDE),
     Mixed("input", "vector", lambda x, v: x.sin() * v.to(GPU) + x.sum(), (X, V)),
     Mixed("input", "ids", lambda x, i: torch.nn.functional.embedding(i.to(GPU), x.view(8, 8)), (X, IDS)),
     Mixed("input", "index", lambda x, i: x.sin()[i] + 1, (X, IDS)),

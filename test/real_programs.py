@@ -60,8 +60,8 @@ class _Denoiser(nn.Module):
         betas = torch.linspace(0.0001, 0.02, 1000)
         self.alphas_cumprod = (1.0 - betas).cumprod(0)  # a plain attribute, which stays on the CPU
 
-    def forward(self, images, noise, timestep):
-        alpha = self.alphas_cumprod[timestep]
+    def forward(self, images, noise, steps):
+        alpha = self.alphas_cumprod[steps].view(-1, 1, 1, 1)
         kept = alpha.sqrt().to(images.device)
         added = (1 - alpha).sqrt().to(images.device)
         noisy = kept * images + added * noise
@@ -69,18 +69,18 @@ class _Denoiser(nn.Module):
 
 
 def noise_schedule(device: torch.device | str = "cuda", *, small: bool = False) -> Program:
-    """A noise schedule on the CPU, looked up by a step that is a number of the CPU."""
+    """A noise schedule on the CPU, looked up by a step for each image, drawn on the CPU."""
     torch.manual_seed(0)
     model = _Denoiser(8 if small else 64).to(device).eval()
     images, noise = (
         torch.randn(1, 3, 16, 16).to(device) if small else torch.randn(4, 3, 64, 64).to(device) for _ in "ab"
     )
 
-    def predict(images, noise, timestep):
+    def predict(images, noise, steps):
         with torch.no_grad():
-            return model(images, noise, timestep)
+            return model(images, noise, steps)
 
-    return predict, (images, noise, torch.tensor(7))
+    return predict, (images, noise, torch.randint(1000, (len(images),)))
 
 
 def mask_of_lengths(device: torch.device | str = "cuda", *, small: bool = False) -> Program:

@@ -1,8 +1,7 @@
 """Values that the CPU computes and the GPU needs are computed on the GPU, where that changes no result.
 
 :func:`place` rewrites one graph, as it stands behind Inductor's post-grad passes; :func:`place_for_graphs` does so
-where the flags ask for it, and leaves what was done with the graph's module. :func:`prepare_for_graphs` does before,
-with Dynamo's graph, what tracing would fail at.
+where the flags ask for it, and leaves what was done with the graph's module.
 """
 
 from __future__ import annotations
@@ -13,39 +12,23 @@ from typing import TYPE_CHECKING
 from pygraph_trees.coverage.compiled import PLACED, WHY_NOT_PLACED
 from pygraph_trees.settings import Settings
 
-from .lookups import as_operators
 from .moves import place
 from .plan import Move, Placed, Stay
 
 if TYPE_CHECKING:
     from torch import fx
 
-__all__ = ["Move", "Placed", "Stay", "place", "place_for_graphs", "prepare_for_graphs"]
+__all__ = ["Move", "Placed", "Stay", "place", "place_for_graphs"]
 
 _log = logging.getLogger("pygraph_trees.placement")
 
 
-def _how() -> str:
-    """What the flag says, "off" also where nothing is to be graphed."""
-    from torch._inductor import config
-
-    return Settings.current().placement if config.triton.cudagraphs else "off"
-
-
-def prepare_for_graphs(gm: fx.GraphModule) -> None:
-    """Rewrites Dynamo's graph, where it is compiled for CUDA graphs, such that it can be traced as a whole."""
-    if _how() == "off":
-        return
-    count = as_operators(gm.graph)
-    if count:
-        gm.recompile()
-        _log.debug("%d look-ups by a number of the CPU", count)
-
-
 def place_for_graphs(graph: fx.Graph) -> bool:
     """Rewrites a graph that is compiled for CUDA graphs; False where placement is off or nothing is to be graphed."""
-    how = _how()
-    if how == "off":
+    from torch._inductor import config
+
+    how = Settings.current().placement
+    if how == "off" or not config.triton.cudagraphs:
         return False
     placed = Placed()
     try:

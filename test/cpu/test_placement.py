@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import sys
+import unittest
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
@@ -11,17 +13,16 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placement_programs import PROGRAMS, TABLE
-from real_programs import REAL, noise_schedule
+from placement_programs import PROGRAMS
+from real_programs import REAL, noise_schedule, tokens
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.absent_gpu import ValueNeededError, absent_gpu, lower
+from pygraph_trees.absent_gpu import absent_gpu, lower
 from pygraph_trees.coverage.compiled import partitions_of
 from pygraph_trees.placement import place
-from pygraph_trees.placement.lookups import as_operators
 from pygraph_trees.placement.nodes import is_copy_between_devices, is_on_cpu, is_on_gpu
 
 GPU = torch.device("cuda", 0)
@@ -159,74 +160,6 @@ class TestPlacement(TestCase):
         check()
 
 
-class TestLookups(TestCase):
-    """``table[t]`` without the number."""
-
-    def check(self, program, *inputs, expected=1):
-        """How many were rewritten; gives the graph, which does what the program does."""
-        found = []
-
-        def backend(gm, _):
-            found.append((as_operators(gm.graph), gm))
-            gm.recompile()
-            return gm.forward
-
-        torch._dynamo.reset()
-        compiled = torch.compile(program, backend=backend)
-        wanted, given_ = program(*copy.deepcopy(inputs)), compiled(*copy.deepcopy(inputs))
-        self.assertEqual(given_, wanted, rtol=0, atol=0)
-        self.assertEqual([count for count, _ in found], [expected])
-        return compiled
-
-    def test_one_number(self):
-        table = torch.arange(12.0).view(4, 3)
-        for index in (0, 3, -1, -4):
-            self.check(lambda x, t: x * table[t].sqrt() + 1, torch.ones(3), torch.tensor(index))
-
-    def test_out_of_bounds(self):
-        compiled = self.check(lambda x, t: x * TABLE[t].sqrt(), torch.ones(3), torch.tensor(1))
-        for index in (64, -65):
-            with self.assertRaisesRegex(IndexError, "out of bounds"):
-                compiled(torch.ones(3), torch.tensor(index))
-
-    def test_gradients(self):
-        table, x = torch.rand(5, requires_grad=True), torch.rand(3, requires_grad=True)
-        compiled = self.check(lambda x, t: x * table[t].sqrt(), torch.ones(3), torch.tensor(1))
-        wanted = torch.autograd.grad((x * table[torch.tensor(2)].sqrt()).sum(), (x, table))
-        self.assertEqual(torch.autograd.grad(compiled(x, torch.tensor(2)).sum(), (x, table)), wanted)
-
-    def test_left_alone(self):
-        def written(x, t):
-            y = x + TABLE[t]
-            y.mul_(2)
-            return y
-
-        def into_the_table(x, t):
-            row = TABLE.view(8, 8)[t]
-            x[0] = 1
-            return x + row
-
-        def inplace(x, t):
-            return torch.nn.functional.relu(x + TABLE[t], True)
-
-        def out(x, t):
-            return torch.add(x, TABLE[t], out=torch.empty(8))
-
-        x, t = torch.ones(8), torch.tensor(3)
-        for program in (written, into_the_table, inplace, out):
-            with self.subTest(program.__name__):
-                self.check(program, x, t, expected=0)
-        with self.subTest("returned"):
-            self.check(lambda x, t: (x, TABLE.view(8, 8)[t]), x, t, expected=0)
-            self.check(lambda x, t: (x, TABLE.view(8, 8)[t].view(2, 4).t()), x, t, expected=0)
-            self.check(lambda x, t: (x, TABLE.view(8, 8)[t].float()), x, t, expected=0)
-            self.check(lambda x, t: (x, TABLE.view(8, 8)[t].double()), x, t, expected=0)
-        with self.subTest("another kind of index"):
-            self.check(lambda x, t: x + TABLE.view(8, 8)[t], x, torch.tensor([3]), expected=0)
-            self.check(lambda x: x + TABLE.view(8, 8)[3], x, expected=0)
-            self.check(lambda x, t: x + TABLE.view(8, 8)[:, t], x, t, expected=0)
-
-
 class TestLowered(TestCase):
     """Partitions of what Inductor makes for a GPU that is not there."""
 
@@ -248,15 +181,13 @@ class TestLowered(TestCase):
     def test_real_programs(self):
         for build in REAL:
             with self.subTest(build.__name__):
+                if build is tokens and importlib.util.find_spec("transformers") is None:
+                    raise unittest.SkipTest("transformers is not installed")
                 program, inputs = build("meta", small=True)
-                _, (graphed, outside) = self.partitions(program, inputs, "full")
-                # The step of the noise schedule is looked up by the CPU, where an error of it can be told.
-                self.assertEqual((graphed, outside), (1, int(build is noise_schedule)))
-                if build is noise_schedule:
-                    with self.assertRaises(ValueNeededError):  # a graph break
-                        self.partitions(program, inputs, "off")
-                else:
-                    self.assertEqual(self.partitions(program, inputs, "off")[1], (1, 1))
+                self.assertEqual(self.partitions(program, inputs, "off")[1], (1, 1))
+                # Steps of the noise schedule are looked up by the CPU, which says so where one is out of bounds.
+                wanted = (1, int(build is noise_schedule))
+                self.assertEqual(self.partitions(program, inputs, "full")[1], wanted)
 
     def test_outputs_are_where_eager_has_them(self):
         def program(x, v):

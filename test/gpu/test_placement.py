@@ -106,8 +106,8 @@ class TestRealPrograms(IndirectionTestCase):
         program, inputs = build(self.device, small=True)
         graphed = torch.compile(program, mode="reduce-overhead")
         for call in range(CALLS_EACH):
-            # Numbers on the CPU are other ones at each call, and as valid.
-            given_ = [t - call if t.device.type == "cpu" and t.dim() == 0 else t.clone() for t in inputs]
+            # Those on the CPU are others at each call.
+            given_ = [t.flip(0).clone() if t.device.type == "cpu" and call % 2 else t.clone() for t in inputs]
             torch.compiler.cudagraph_mark_step_begin()
             self.assertEqual(graphed(*given_), program(*given_), atol=1e-4, rtol=1e-4)
         (graph,) = pygraph_trees.report().graphs
