@@ -150,6 +150,7 @@ class GraphBreak:
     """What Dynamo did not trace: what stands before and behind it is compiled apart, if at all."""
 
     reason: str  # as Dynamo words it
+    source: str | None  # line of the program, where Dynamo says it
     count: int
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from .log import journal
+from .partitions import source_line
 from .records import Environment, FeatureState, FunctionRecord, GraphBreak, GraphRecord
 from .text import render
 
@@ -64,14 +65,16 @@ _breaks_before: Counter[str] = Counter()  # those that a new report leaves out
 def _counted_breaks() -> Counter[str]:
     from torch._dynamo.utils import counters
 
-    return Counter(counters["graph_break"])
+    # What a compiler could not do stands in the second alone.
+    return Counter(counters["graph_break"]) | Counter(counters["unimplemented"])
 
 
 def _breaks() -> Iterator[GraphBreak]:
     for text, count in (_counted_breaks() - _breaks_before).items():
         lines = [line.strip() for line in text.splitlines()]
         why = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), None)
-        yield GraphBreak(lines[0] if why is None else f"{lines[0]}: {why}", count)
+        trace = text.partition("Original traceback:")[2].partition("\n\n")[0]
+        yield GraphBreak(lines[0] if why is None else f"{lines[0]}: {why}", source_line(trace), count)
 
 
 def _environment() -> Environment:

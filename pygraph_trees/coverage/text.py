@@ -50,7 +50,8 @@ def render(
         parts.append(_functions(functions, width))
     parts.extend(_lines(list(_function_notes(functions)), width))
     parts.extend(_lines(list(_graph_notes(graphs)), width))
-    parts.extend(_lines([f"broken by Dynamo, {b.count}x: {b.reason}" for b in breaks], width))
+    broken = [f"broken by Dynamo, {b.count}x: {b.reason}{f' at {b.source}' if b.source else ''}" for b in breaks]
+    parts.extend(_lines(broken, width))
     return "\n\n".join(part for part in parts if part)
 
 

@@ -91,6 +91,16 @@ class TestPlacement(IndirectionTestCase):
         for call, found in enumerate(kept):
             self.assertEqual(found, torch.full((64,), call + call / 64, device=self.device))
 
+    def test_a_look_up_by_a_number_is_reported(self):
+        """Dynamo breaks the graph there, or compiles it for each number."""
+        graphed = torch.compile(lambda x, t: x * TABLE[t].to("cuda"), mode="reduce-overhead")
+        for call in range(3):
+            x, t = torch.ones(64, device=self.device), torch.tensor(call)
+            torch.compiler.cudagraph_mark_step_begin()
+            self.assertEqual(graphed(x, t), x * TABLE[t].to("cuda"))
+        (broken,) = pygraph_trees.report().breaks
+        self.assertIn("TABLE[t]", broken.source)
+
     def test_large_inputs_are_copied_outside(self):
         graphed = torch.compile(lambda x, v: x + v.to("cuda").sum(), mode="reduce-overhead")
         v = torch.ones(8 << 20)
