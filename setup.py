@@ -21,27 +21,21 @@ def torch_folder() -> Path | None:
     return next((torch for torch in found if all((torch / name).is_file() for name in needed)), None)
 
 
-def tensors_extension(torch: Path) -> list[Extension]:
+def tensors_extension(torch: Path) -> Extension:
     """Good for this very torch; the module says so, and is not used with another one."""
-    found = re.search(r"^__version__ = '(.+)'", (torch / "version.py").read_text(encoding="utf-8"), re.M)
-    version = found[1] if found else "unknown"
-    return [
-        Extension(
-            "pygraph_trees._tensors",
-            [
-                "pygraph_trees/tensors.cpp",
-                *(f"pygraph_trees/steady_{part}.cpp" for part in ("entry", "replay", "call")),
-            ],
-            depends=["pygraph_trees/steady.h", "pygraph_trees/tensors.h"],
-            define_macros=[("PYGRAPH_TORCH_VERSION", f'"{version}"')],
-            include_dirs=[str(torch / "include"), str(torch / "include" / "torch" / "csrc" / "api" / "include")],
-            library_dirs=[str(torch / "lib")],
-            libraries=["torch_python", "torch_cpu", "c10"],  # loaded by torch by the time this is
-            extra_compile_args=["-std=c++20"],
-            language="c++",
-            optional=True,
-        )
-    ]
+    version = re.search(r"^__version__ = '(.+)'", (torch / "version.py").read_text(encoding="utf-8"), re.M)
+    return Extension(
+        "pygraph_trees._tensors",
+        ["pygraph_trees/tensors.cpp", *(f"pygraph_trees/steady_{part}.cpp" for part in ("entry", "replay", "call"))],
+        depends=["pygraph_trees/steady.h", "pygraph_trees/tensors.h"],
+        define_macros=[("PYGRAPH_TORCH_VERSION", f'"{version[1] if version else "unknown"}"')],
+        include_dirs=[str(torch / "include"), str(torch / "include" / "torch" / "csrc" / "api" / "include")],
+        library_dirs=[str(torch / "lib")],
+        libraries=["torch_python", "torch_cpu", "c10"],  # loaded by torch by the time this is
+        extra_compile_args=["-std=c++20"],
+        language="c++",
+        optional=True,
+    )
 
 
 torch = torch_folder()
@@ -64,7 +58,7 @@ setup(
             py_limited_api=True,
             optional=True,  # without a compiler Python does the same, more slowly
         ),
-        *([] if torch is None else tensors_extension(torch)),
+        *([] if torch is None else [tensors_extension(torch)]),
     ],
     install_requires=["torch>=2.11", 'triton>=3.6; platform_system == "Linux"'],
     extras_require={
