@@ -52,7 +52,7 @@ _MUTATED_IN_POOL = "a mutated input lies in the graph pool"
 _retired: deque[tuple[int, Ghosts]] = deque()
 
 
-@dataclass(slots=True)  # a frozen one takes three times as long to make
+@dataclass(slots=True)  # a frozen one takes four times as long to make
 class Item:
     """A live input with its stand-in."""
 
