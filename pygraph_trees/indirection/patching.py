@@ -240,4 +240,6 @@ def _word(node: GraphNode, offset: int) -> Word:
     """A site's place in its node (see ``Site.offset``)."""
     if isinstance(node, KernelNode):
         return node.word(offset)
-    return _Field(node, "source" if isinstance(node, MemcpyNode) and offset == 0 else "target")
+    return _Field(
+        node, {0: "source", 16: "host_source"}.get(offset, "target") if isinstance(node, MemcpyNode) else "target"
+    )

@@ -35,7 +35,7 @@ from pygraph_trees.driver_error import DriverError
 from pygraph_trees.exc import PygraphError
 from pygraph_trees.graph_nodes import NodeKind
 from pygraph_trees.indirection.availability import usable_driver
-from pygraph_trees.indirection.inputs import LiveInputs, choose
+from pygraph_trees.indirection.inputs import LiveInputs, NotStaged, choose
 from pygraph_trees.indirection.routes import Route
 from pygraph_trees.tensors import Deaths, Whereabouts, once_more, released
 
@@ -172,7 +172,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             if live is not None:
                 live.release()
                 why = f"recording it at a ghost address failed: {type(error).__name__}: {error}"
-                self._refused |= {item.index: why for item in live.items}
+                refused = [error.fields["index"]] if isinstance(error, NotStaged) else [i.index for i in live.items]
+                self._refused |= dict.fromkeys(refused, why)
                 self._live = None
             raise
 
@@ -193,9 +194,10 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 ranges_of(self.device, self.cuda_graphs_pool),
                 self._refused,
                 self._managed_and_moving(),
+                stage=self.wrapped_function.model.settings.placement != "off",
             )
             if self._live is not None:
-                if self._live.has_ghosts and self._may_be_kept(inputs):
+                if (self._live.has_ghosts or self._live.has_staged) and self._may_be_kept(inputs):
                     self._kept = list(inputs)
                 for item in self._live.items:
                     inputs[item.index] = 0
@@ -458,8 +460,9 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 continue
             kind = "managed" if index in managed else "static" if index in static else "live"
             decision = decisions.get(index)
+            route = Route.PATCH if decision is None else decision.route
             if decision is not None:
-                is_copied, why = decision.route is Route.COPY, decision.reason
+                is_copied, why = route is Route.COPY, decision.reason
             else:
                 is_copied, why = index in copied, self._why_copied.get(index)
             device = value.device
@@ -468,7 +471,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 _nbytes(value),
                 _nbytes(index_expanded_dims(value, self.expanded_dims[index])) if is_copied else 0,
                 index in mutated,
-                None if kind != "live" else "copy" if is_copied else "patch",
+                None if kind != "live" else "copy" if is_copied else route.value,
                 why if is_copied else None,
             )
 

@@ -1,0 +1,209 @@
+"""Graphs that mix CPU and GPU, rewritten: the same values in the same places, and less for the GPU to wait for."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+import unittest
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from placement_programs import PROGRAMS
+from real_programs import REAL, noise_schedule, tokens
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.absent_gpu import absent_gpu, lower
+from pygraph_trees.coverage.compiled import partitions_of
+from pygraph_trees.placement import place
+from pygraph_trees.placement.nodes import is_copy_between_devices, is_on_cpu, is_on_gpu
+
+GPU = torch.device("cuda", 0)
+EXAMPLES = settings(max_examples=300, deadline=None)
+
+
+class OnCpu(fx.Interpreter):
+    """Runs a graph with both devices on the CPU."""
+
+    def call_function(self, target, args, kwargs):
+        args, kwargs = fx.node.map_aggregate(
+            (args, kwargs), lambda a: torch.device("cpu") if isinstance(a, torch.device) else a
+        )
+        found = super().call_function(target, args, kwargs)
+        # A copy between devices is never its source.
+        return found.clone() if target is torch.ops.prims.device_put.default else found
+
+
+def traced(program, inputs):
+    """The graph of a program for inputs on either device, with what it returns as it would lie there."""
+    with absent_gpu("sm_90"), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [
+            mode.from_tensor(x)
+            if place_ == "cpu"
+            else torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=GPU)
+            for x, place_ in inputs
+        ]
+        return make_fx(program, tracing_mode="real")(*fakes)
+
+
+UNARY = {
+    "neg": torch.neg,
+    "plus": lambda x: x + 1,
+    "times": lambda x: x * 2,
+    "flip": lambda x: x.flip(0),
+    "cumsum": lambda x: x.cumsum(0),
+    "float": lambda x: x.float(),
+    "long": lambda x: x.long(),
+    "view": lambda x: x.view(2, 2).t().reshape(4),
+    "first": lambda x: x[0],
+    "sin": lambda x: x.float().sin(),
+}
+BINARY = {"add": torch.add, "mul": torch.mul, "max": torch.maximum, "less": lambda x, y: (x < y).long()}
+
+
+@st.composite
+def programs(draw):
+    """Steps of a program, and its inputs: four numbers each, or one."""
+    inputs = [
+        (
+            torch.arange(1, 5) * (n + 1) if draw(st.booleans()) else torch.tensor(n + 2),
+            draw(st.sampled_from(["cpu", "gpu"])),
+        )
+        for n in range(draw(st.integers(1, 4)))
+    ]
+    steps = []
+    count = len(inputs)
+    for _ in range(draw(st.integers(1, 12))):
+        kind = draw(st.sampled_from(["unary", "binary", "move", "make", "index", "mutate"]))
+        one, other = draw(st.integers(0, count - 1)), draw(st.integers(0, count - 1))
+        name = draw(st.sampled_from(sorted(UNARY if kind == "unary" else BINARY)))
+        steps.append((kind, one, other, name, draw(st.sampled_from(["cpu", "gpu"]))))
+        count += 1
+    outputs = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=4, unique=True))
+    return inputs, steps, outputs
+
+
+def run_steps(steps, outputs):
+    def program(*inputs):
+        values = list(inputs)
+        for kind, one, other, name, where in steps:
+            x, y = values[one], values[other]
+            device = GPU if where == "gpu" else torch.device("cpu")
+            if kind == "unary":
+                usable = x.dim() == 1 or name not in ("flip", "cumsum", "view", "first")
+                values.append(UNARY[name](x) if usable else x + 0)
+            elif kind == "binary":
+                on_cpu, on_gpu = (x, y) if x.device.type == "cpu" else (y, x)
+                if x.device != y.device and (on_cpu.dim() or not on_gpu.dim()):
+                    y = y.to(x.device)
+                values.append(BINARY[name](x, y.to(x.device) if name == "max" else y))
+            elif kind == "move":
+                values.append(torch.ops.prims.device_put(x, device) if x.device != device else x + 0)
+            elif kind == "make":
+                values.append(torch.arange(4, device=device) if name < "max" else torch.full((), 3, device=device))
+            elif kind == "index":
+                index = (y.long() % 4).abs().expand(4)
+                values.append(
+                    x[index] if x.dim() and (index.device == x.device or index.device.type == "cpu") else x + 1
+                )
+            else:
+                values.append(torch.where(x > 2, x, 0))
+        return [values[n] if n >= len(inputs) else values[n] + 0 for n in outputs]
+
+    return program
+
+
+class TestPlacement(TestCase):
+    def check(self, program, inputs, **how):
+        """Both graphs on the CPU; gives the rewritten one and what was done."""
+        before = traced(program, inputs)
+        after = copy.deepcopy(before)
+        with absent_gpu("sm_90"):
+            placed = place(after.graph, **how)
+            after.recompile()
+        real = [x.clone() for x, _ in inputs]
+        wanted = OnCpu(before).run(*[x.clone() for x in real])
+        found = OnCpu(after).run(*[x.clone() for x in real])
+        self.assertEqual(len(found), len(wanted))
+        for one, other in zip(found, wanted, strict=True):
+            self.assertEqual(one, other, rtol=0, atol=0, exact_dtype=True)
+            self.assertEqual(one.stride(), other.stride())
+        for one, other in zip(after.graph.output_node().args[0], before.graph.output_node().args[0], strict=True):
+            for what in ("device", "dtype", "shape"):
+                self.assertEqual(getattr(one.meta["val"], what), getattr(other.meta["val"], what))
+            self.assertEqual(one.meta["val"].stride(), other.meta["val"].stride())
+        memory = [t.untyped_storage().data_ptr() for t in found]
+        self.assertEqual(
+            [memory.index(m) for m in memory],
+            [[t.untyped_storage().data_ptr() for t in wanted].index(t.untyped_storage().data_ptr()) for t in wanted],
+        )
+        return after, placed
+
+    def test_any_program(self):
+        @EXAMPLES
+        @given(programs(), st.booleans())
+        def check(drawn, exact):
+            inputs, steps, outputs = drawn
+            after, placed = self.check(run_steps(steps, outputs), inputs, exact=exact)
+            if placed.why_not is None:
+                for node in after.graph.nodes:
+                    if is_copy_between_devices(node) and is_on_gpu(node):
+                        self.assertFalse(is_on_cpu(node.args[0]) and node.args[0].op == "placeholder", node)
+
+        check()
+
+
+class TestLowered(TestCase):
+    """Partitions of what Inductor makes for a GPU that is not there."""
+
+    def partitions(self, program, inputs, how):
+        torch._dynamo.reset()
+        with torch._inductor.config.patch({"triton.pygraph_placement": how}):
+            (graph,) = lower(program, inputs)
+        found = [part.graphed for part in partitions_of(graph.graph.scheduler)]
+        return graph, (sum(found), len(found) - sum(found))
+
+    def test_families(self):
+        for program in PROGRAMS:
+            inputs = [item.make("meta", 0) for item in program.inputs]
+            for how, wanted in (("full", program.full), ("exact", program.exact or program.full)):
+                with self.subTest(program.family, name=program.name, how=how):
+                    _, found = self.partitions(program.fn, inputs, how)
+                    self.assertEqual(found, wanted)
+
+    def test_real_programs(self):
+        for build in REAL:
+            with self.subTest(build.__name__):
+                if build is tokens and importlib.util.find_spec("transformers") is None:
+                    raise unittest.SkipTest("transformers is not installed")
+                program, inputs = build("meta", small=True)
+                self.assertEqual(self.partitions(program, inputs, "off")[1], (1, 1))
+                # Steps of the noise schedule are looked up by the CPU, which says so where one is out of bounds.
+                wanted = (1, int(build is noise_schedule))
+                self.assertEqual(self.partitions(program, inputs, "full")[1], wanted)
+
+    def test_outputs_are_where_eager_has_them(self):
+        def program(x, v):
+            return torch.arange(4), v + 1, x + torch.arange(64).to("cuda"), (v * 2).to("cuda"), torch.arange(4) * 2
+
+        graph, _ = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
+        devices = [node.meta["val"].device.type for node in graph.gm.graph.output_node().args[0]]
+        self.assertEqual(devices, ["cpu", "cpu", "cuda", "cuda", "cpu"])
+
+    def test_nothing_to_do(self):
+        """The same code as without placement."""
+        for program in (lambda x: x.sin() @ x, lambda x: torch.arange(64, device="cuda") + x):
+            graphs = [self.partitions(program, (torch.empty(64, device="meta"),), how)[0] for how in ("off", "full")]
+            codes = [graph.source_code.partition("\n")[2] for graph in graphs]  # the first line has a number
+            self.assertEqual(codes[0], codes[1])
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,63 @@
+"""Programs that mix CPU and GPU, all that can be done on the GPU done there; and what is staged."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from placement import PlacementTestCase, name_of
+from placement_programs import PROGRAMS, TABLE
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+import pygraph_trees
+
+
+class TestPlacement(PlacementTestCase):
+    @parametrize("program", PROGRAMS, name_fn=name_of)
+    def test_family(self, program):
+        self.check_family(program, "full")
+
+    def test_queued_replays_read_their_own_inputs(self):
+        """None waits for the GPU, which is busy; each has its number."""
+        busy = torch.randn(4096, 4096, device=self.device)
+        graphed = torch.compile(lambda x, s, v: x * s + v.to("cuda"), mode="reduce-overhead")
+        x, v = torch.ones(64, device=self.device), torch.zeros(64)
+        s = torch.tensor(0.0)
+        kept = []
+        for call in range(40):
+            if call == 10:
+                for _ in range(20):
+                    busy = (busy @ busy).clamp(-1, 1)
+            s.fill_(call)
+            v.numpy()[:] = call / 64
+            torch.compiler.cudagraph_mark_step_begin()
+            kept.append(graphed(x, s, v).clone())
+        for call, found in enumerate(kept):
+            self.assertEqual(found, torch.full((64,), call + call / 64, device=self.device))
+
+    def test_a_look_up_by_a_number_is_reported(self):
+        """Dynamo breaks the graph there, or compiles it for each number."""
+        graphed = torch.compile(lambda x, t: x * TABLE[t].to("cuda"), mode="reduce-overhead")
+        for call in range(3):
+            x, t = torch.ones(64, device=self.device), torch.tensor(call)
+            torch.compiler.cudagraph_mark_step_begin()
+            self.assertEqual(graphed(x, t), x * TABLE[t].to("cuda"))
+        (broken,) = pygraph_trees.report().breaks
+        self.assertIn("TABLE[t]", broken.source)
+
+    def test_large_inputs_are_copied_outside(self):
+        graphed = torch.compile(lambda x, v: x + v.to("cuda").sum(), mode="reduce-overhead")
+        v = torch.ones(8 << 20)
+        for call in range(5):
+            v[0] = call
+            torch.compiler.cudagraph_mark_step_begin()
+            self.assertEqual(graphed(torch.zeros(4, device=self.device), v)[0].item(), v.sum().item())
+
+
+instantiate_parametrized_tests(TestPlacement)
+
+if __name__ == "__main__":
+    run_tests()
