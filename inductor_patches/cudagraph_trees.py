@@ -52,8 +52,11 @@ def _cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
             function.log.not_graphed(reason)
             return _ungraphed(function, kwargs["device_index"])
         if function.settings.placement != "off":
-            # Inductor takes buffers for static; what lies on the CPU is staged at each call, whatever its address.
+            # Inductor takes buffers for static; what lies on the CPU is staged at each call, whatever its address. And
+            # it says of each partition what the graph writes to, where only code outside of it writes to the CPU's.
             static_input_idxs = [index for index in static_input_idxs if not _is_on_cpu(inputs[index])]
+            mutated = kwargs.get("mutated_input_idxs", ())
+            kwargs["mutated_input_idxs"] = tuple(index for index in mutated if not _is_on_cpu(inputs[index]))
         run = upstream(function, inputs, static_input_idxs, *args, **kwargs)
         if function.settings.indirection == "off":
             return run

@@ -20,10 +20,21 @@ def _move_constructors_to_gpu(upstream: Callable[..., Any]) -> Callable[..., Any
 
     @functools.wraps(upstream)
     def move_constructors_to_gpu(graph: Any) -> None:
-        if not place_for_graphs(graph):
+        if not place_for_graphs(graph, _has_addresses):
             upstream(graph)
 
     return move_constructors_to_gpu
+
+
+def _has_addresses() -> bool:
+    """Whether recordings are given addresses, or would be if there were a GPU."""
+    from torch._inductor import cudagraph_trees
+
+    from pygraph_trees.absent_gpu.presence import is_absent
+    from pygraph_trees.indirection.availability import usable_driver
+    from pygraph_trees.trees.recording import Recording
+
+    return cudagraph_trees.CUDAGraphNode is Recording and (is_absent() or usable_driver() is not None)
 
 
 PATCHES: tuple[Patch, ...] = (

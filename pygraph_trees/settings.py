@@ -61,7 +61,7 @@ FLAGS: tuple[Flag, ...] = (
         name="pygraph_indirection",
         values=("auto", "patch", "off"),
         default="auto",
-        changes_artifacts=False,
+        changes_artifacts=True,  # without it nothing is staged
         help="How a replay gets its inputs. `patch`: by address, copied only where a rule demands it; `auto` means the "
         "same as yet. `off`: every live input is copied, as upstream.",
     ),

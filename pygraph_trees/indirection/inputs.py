@@ -217,6 +217,11 @@ class LiveInputs:
     def has_staged(self) -> bool:
         return bool(self._staging)
 
+    @property
+    def in_place(self) -> list[int]:
+        """The indices of all but those that are staged."""
+        return [item.index for item in self.items if item.index not in self._staging]
+
     def given(self, index: int) -> torch.Tensor:
         """The tensor of this call."""
         return self._given[index]
@@ -236,7 +241,7 @@ class LiveInputs:
             buffers = [(s.stand_in.data_ptr(), s.stand_in.nbytes) for s in self._staging.values()]
             found = scan(self._driver, int(graph.raw_cuda_graph()), self._ghosts, buffers)
             decisions = decide(found, len(self._ghosts.ghosts), passed)
-            self._check_staged(found)
+            self._check_staged(found, returned)
         except DriverError as error:
             found, decisions = _NOTHING, self._all_copied(f"the graph could not be read: {error}")
         self.kinds = found.kinds
@@ -260,11 +265,14 @@ class LiveInputs:
             _give_back(self._ghosts.close)
         self.copy_in()
 
-    def _check_staged(self, found: Scan) -> None:
-        """That the graph reads each staged input: else what it was may have been read while it was recorded."""
+    def _check_staged(self, found: Scan, returned: Collection[int]) -> None:
+        """That the graph reads each staged input: else what it was may have been read while it was recorded.
+
+        One that is returned and not read is what a later partition needs.
+        """
         read = {site.input for site in found.sites}
         for number, index in enumerate(self._staging):
-            if len(self._ghosts.ghosts) + number not in read:
+            if len(self._ghosts.ghosts) + number not in read and index not in returned:
                 raise NotStaged(index=index)
 
     def _all_copied(self, why: str) -> list[Decision]:
@@ -285,21 +293,22 @@ class LiveInputs:
                 self._materialise(position)
         point_copies()
         graph.instantiate()
-        first = len(self._ghosts.ghosts)
-        buffers = range(first, first + len(self._staging)) if found is not _NOTHING else ()
-        for staging in self._staging.values():
+        # By number; one that is only returned is in no buffer that a node reads.
+        read = {site.input for site in found.sites}
+        staged = {n: s for n, s in enumerate(self._staging.items(), len(self._ghosts.ghosts)) if n in read}
+        self._stagings = tuple(self._staging.items() if found is _NOTHING else staged.values())
+        for _, staging in self._stagings:
             staging.is_fixed = found is _NOTHING
         self._patches = Patches(
             self._driver,
             found.nodes,
             found.sites,
-            [*patched, *buffers],
+            [*patched, *staged],
             int(graph.raw_cuda_graph_exec()),
             self._context() if any(not isinstance(node, KernelNode) for node in found.nodes) else None,
             [self._ghosts.ghosts[p].start for p in patched]
-            + [staging.stand_in.data_ptr() for staging in self._staging.values() if buffers],
+            + [staging.stand_in.data_ptr() for _, staging in staged.values()],
         )
-        self._stagings = tuple(self._staging.items())
         self._complex = tuple(item.index for item in self._patched if item.stand_in.is_complex())
         self._seen, self._settled = [], None
         self._again = any(item.managed for item in self._patched)
@@ -374,7 +383,9 @@ class LiveInputs:
             self._hold(seen, inputs)
         except PatchFailed as error:
             self.temporary, self._again = {}, False
-            self.refused[self.items[error.fields["index"]].index] = f"the driver refused its address: {error}"
+            position, ghosts = error.fields["index"], len(self._ghosts.ghosts)
+            index = self.items[position].index if position < ghosts else list(self._staging)[position - ghosts]
+            self.refused[index] = f"the driver refused its address: {error}"
             return str(error)
         return None
 
@@ -541,7 +552,7 @@ def _item(
 
 def may_be_staged(tensor: torch.Tensor) -> bool:
     """Whether an input lies on the CPU and a copy from there to the GPU is one row of bytes."""
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided and 0 < tensor.nbytes <= _MOST_STAGED_NBYTES
+    return tensor.is_cpu and tensor.layout is torch.strided and 0 < tensor.nbytes <= _MOST_STAGED_NBYTES
 
 
 def _staged_item(index: int, staging: Staging) -> Item:

@@ -16,6 +16,8 @@ from .moves import place
 from .plan import Move, Placed, Stay
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import fx
 
 __all__ = ["Move", "Placed", "Stay", "place", "place_for_graphs"]
@@ -23,16 +25,21 @@ __all__ = ["Move", "Placed", "Stay", "place", "place_for_graphs"]
 _log = logging.getLogger("pygraph_trees.placement")
 
 
-def place_for_graphs(graph: fx.Graph) -> bool:
-    """Rewrites a graph that is compiled for CUDA graphs; False where placement is off or nothing is to be graphed."""
+def place_for_graphs(graph: fx.Graph, has_addresses: Callable[[], bool]) -> bool:
+    """Rewrites a graph that is compiled for CUDA graphs; False where placement is off or nothing is to be graphed.
+
+    Args:
+        has_addresses: whether a CUDA graph can be given the address of what it copies at each replay.
+    """
     from torch._inductor import config
 
-    how = Settings.current().placement
-    if how == "off" or not config.triton.cudagraphs:
+    settings = Settings.current()
+    if settings.placement == "off" or not config.triton.cudagraphs:
         return False
     placed = Placed()
     try:
-        place(graph, exact=how == "exact", placed=placed)
+        stages = settings.indirection != "off" and has_addresses()
+        place(graph, exact=settings.placement == "exact", stages=stages, placed=placed)
     except Exception:
         # Each step leaves the graph as good as it was, so what was done so far stays.
         _log.warning("a graph could not be rewritten any further", exc_info=True)

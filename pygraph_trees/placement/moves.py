@@ -29,11 +29,12 @@ from .plan import MOST_STAGED_NBYTES, How, Move, Placed, Plan, needs, stay
 from .staging import staged
 
 
-def place(graph: fx.Graph, *, exact: bool = False, placed: Placed | None = None) -> Placed:
+def place(graph: fx.Graph, *, exact: bool = False, stages: bool = True, placed: Placed | None = None) -> Placed:
     """Rewrites a functional graph whose nodes have their values under "val"; says what was moved and what was not.
 
     Args:
         exact: leave computations with floating-point numbers, whose results may differ in the last place, to the CPU.
+        stages: whether what is copied at each call may be copied by the CUDA graph itself.
         placed: where to say so, also of what was done before an error.
     """
     placed = Placed() if placed is None else placed
@@ -44,13 +45,13 @@ def place(graph: fx.Graph, *, exact: bool = False, placed: Placed | None = None)
         return placed
     if torch.device("cpu") not in devices:
         return placed
-    _Rewriting(graph, gpus.pop(), Plan(exact=exact), placed).run()
+    _Rewriting(graph, gpus.pop(), Plan(exact=exact), placed, stages).run()
     return placed
 
 
 class _Rewriting:
-    def __init__(self, graph: fx.Graph, gpu: torch.device, plan: Plan, placed: Placed) -> None:
-        self._graph, self._gpu, self._plan, self._placed = graph, gpu, plan, placed
+    def __init__(self, graph: fx.Graph, gpu: torch.device, plan: Plan, placed: Placed, stages: bool) -> None:
+        self._graph, self._gpu, self._plan, self._placed, self._stages = graph, gpu, plan, placed, stages
         self._mode = detect_fake_mode([tensor for node in graph.nodes for tensor in tensors_of(node)])
         self._anchor: fx.Node | None = None  # a tensor on the GPU, behind the inputs
         self._there: dict[fx.Node, fx.Node] = {}  # the same value on the GPU, by that on the CPU
@@ -105,12 +106,10 @@ class _Rewriting:
         return self._there[node]
 
     def _put(self, node: fx.Node, how: How) -> fx.Node:
+        why_not_staged = None if how is not How.COPIED else self._why_not_staged(node)
         if how is How.COPIED:
-            is_large = nbytes_of(node) > MOST_STAGED_NBYTES
-            why = self._plan.why[node] + (
-                f", and {nbytes_of(node)} bytes are too many to be staged" if is_large else ""
-            )
-            self._placed.stays.append(stay(node, why, "copied" if is_large else "staged"))
+            why = self._plan.why[node] + (f", and {why_not_staged}" if why_not_staged else "")
+            self._placed.stays.append(stay(node, why, "copied" if why_not_staged else "staged"))
         else:
             self._placed.moves.append(Move(node.name, how, source_of(node)))
         if how is How.MADE:
@@ -122,7 +121,7 @@ class _Rewriting:
                 return source
             with self._graph.inserting_after(node):
                 return self._call(prims.convert_element_type.default, (source, node.meta["val"].dtype), node)
-        if how is How.CONSTANT or nbytes_of(node) > MOST_STAGED_NBYTES:
+        if how is How.CONSTANT or why_not_staged:
             with self._graph.inserting_after(_behind_inputs(node)):
                 return self._call(prims.device_put.default, (node, self._gpu, True), node)
         if self._anchor is None:
@@ -130,6 +129,12 @@ class _Rewriting:
                 self._anchor = self._call(aten.empty.memory_format, ([0],), node, {"device": self._gpu})
         with self._graph.inserting_after(max(self._anchor, node)):
             return self._call(staged, (self._anchor, node), node)
+
+    def _why_not_staged(self, node: fx.Node) -> str | None:
+        if not self._stages:
+            return "graphs are given no addresses"
+        nbytes = nbytes_of(node)
+        return f"{nbytes} bytes are too many to be staged" if nbytes > MOST_STAGED_NBYTES else None
 
     def _made_there(self, node: fx.Node) -> fx.Node:
         args, given = fx.map_arg((node.args, node.kwargs), lambda n: self._there.get(n, n))

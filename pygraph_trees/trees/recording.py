@@ -44,7 +44,7 @@ from .function import FunctionModel
 from .pools import ranges_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from pygraph_trees.driver import Driver
 
@@ -94,18 +94,21 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         self._why_copied: dict[int, str] = {}
         self._refused: dict[int, str] = dict(getattr(wrapped_function.model, "refused", ()))
         self._moving = {index: inputs[index] for index in getattr(wrapped_function.model, "moving", ())}
+        refused = dict(self._refused)
         failure: Exception | None = None
         try:
             self._make(wrapped_function, id, parent, inputs, *args, **kwargs)
         except Exception as error:
-            if not self._kept:
+            if not self._kept or isinstance(error, NotStaged) or self._refused == refused:
                 # It cannot be tried once more at this call, so the next ones go without ghosts.
                 getattr(wrapped_function.model, "refused", {}).update(self._refused)
+                if isinstance(error, NotStaged):
+                    inputs[:], self._kept = self._kept, []
                 raise
             failure = error
         if failure is not None:
             # The model or the driver may not bear ghost addresses: once more, on memory.
-            _forget_frames(failure)
+            forget_frames(failure)
             del failure
             inputs[:], self._kept = self._kept, []
             self._make(wrapped_function, id, parent, inputs, *args, **kwargs)
@@ -172,7 +175,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             if live is not None:
                 live.release()
                 why = f"recording it at a ghost address failed: {type(error).__name__}: {error}"
-                refused = [error.fields["index"]] if isinstance(error, NotStaged) else [i.index for i in live.items]
+                # Without them it is tried once more; torch does not record what lies on the CPU.
+                refused = [error.fields["index"]] if isinstance(error, NotStaged) else live.in_place
                 self._refused |= dict.fromkeys(refused, why)
                 self._live = None
             raise
@@ -255,6 +259,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             outputs = model(model_inputs)
             if live is None:
                 self._count_nodes(self._captured_nodes())
+            elif live.has_staged:
+                outputs = _without_staged(outputs, live)
             return outputs
 
         outputs = super()._record(on_stand_ins, inputs)
@@ -476,6 +482,17 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             )
 
 
+def _without_staged(outputs: Sequence[Any], live: LiveInputs) -> list[Any]:
+    """The outputs for upstream, which bears none on the CPU: those that lie on staged inputs are made at each call."""
+    shown = list(outputs)
+    for position, output in enumerate(outputs):
+        item = live.storages.get(output.untyped_storage().data_ptr()) if _is_on_cpu(output) else None
+        if item is not None:
+            live.outputs[position] = item.index, None if output is item.stand_in else _view_of(output, item.stand_in)
+            shown[position] = None
+    return shown
+
+
 def _is_alive() -> bool:
     return True
 
@@ -486,7 +503,7 @@ def _is_debugged() -> bool:
     return options.fast_path_cudagraph_asserts or options.force_cudagraph_sync or options.force_cudagraphs_warmup
 
 
-def _forget_frames(error: BaseException | None) -> None:
+def forget_frames(error: BaseException | None) -> None:
     """Lets go of what was captured: memory of the pool that nobody accounts for."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
@@ -495,6 +512,10 @@ def _forget_frames(error: BaseException | None) -> None:
 
 def _is_cuda(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_cuda
+
+
+def _is_on_cpu(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_cpu
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

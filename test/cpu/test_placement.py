@@ -13,11 +13,10 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mixed_programs import programs, run_steps, traced
 from placement_programs import PROGRAMS
 from real_programs import REAL, noise_schedule, tokens
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.absent_gpu import absent_gpu, lower
@@ -25,7 +24,6 @@ from pygraph_trees.coverage.compiled import partitions_of
 from pygraph_trees.placement import place
 from pygraph_trees.placement.nodes import is_copy_between_devices, is_on_cpu, is_on_gpu
 
-GPU = torch.device("cuda", 0)
 EXAMPLES = settings(max_examples=300, deadline=None)
 
 
@@ -41,91 +39,12 @@ class OnCpu(fx.Interpreter):
         return found.clone() if target is torch.ops.prims.device_put.default else found
 
 
-def traced(program, inputs):
-    """The graph of a program for inputs on either device, with what it returns as it would lie there."""
-    with absent_gpu("sm_90"), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fakes = [
-            mode.from_tensor(x)
-            if place_ == "cpu"
-            else torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=GPU)
-            for x, place_ in inputs
-        ]
-        return make_fx(program, tracing_mode="real")(*fakes)
-
-
-UNARY = {
-    "neg": torch.neg,
-    "plus": lambda x: x + 1,
-    "times": lambda x: x * 2,
-    "flip": lambda x: x.flip(0),
-    "cumsum": lambda x: x.cumsum(0),
-    "float": lambda x: x.float(),
-    "long": lambda x: x.long(),
-    "view": lambda x: x.view(2, 2).t().reshape(4),
-    "first": lambda x: x[0],
-    "sin": lambda x: x.float().sin(),
-}
-BINARY = {"add": torch.add, "mul": torch.mul, "max": torch.maximum, "less": lambda x, y: (x < y).long()}
-
-
-@st.composite
-def programs(draw):
-    """Steps of a program, and its inputs: four numbers each, or one."""
-    inputs = [
-        (
-            torch.arange(1, 5) * (n + 1) if draw(st.booleans()) else torch.tensor(n + 2),
-            draw(st.sampled_from(["cpu", "gpu"])),
-        )
-        for n in range(draw(st.integers(1, 4)))
-    ]
-    steps = []
-    count = len(inputs)
-    for _ in range(draw(st.integers(1, 12))):
-        kind = draw(st.sampled_from(["unary", "binary", "move", "make", "index", "mutate"]))
-        one, other = draw(st.integers(0, count - 1)), draw(st.integers(0, count - 1))
-        name = draw(st.sampled_from(sorted(UNARY if kind == "unary" else BINARY)))
-        steps.append((kind, one, other, name, draw(st.sampled_from(["cpu", "gpu"]))))
-        count += 1
-    outputs = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=4, unique=True))
-    return inputs, steps, outputs
-
-
-def run_steps(steps, outputs):
-    def program(*inputs):
-        values = list(inputs)
-        for kind, one, other, name, where in steps:
-            x, y = values[one], values[other]
-            device = GPU if where == "gpu" else torch.device("cpu")
-            if kind == "unary":
-                usable = x.dim() == 1 or name not in ("flip", "cumsum", "view", "first")
-                values.append(UNARY[name](x) if usable else x + 0)
-            elif kind == "binary":
-                on_cpu, on_gpu = (x, y) if x.device.type == "cpu" else (y, x)
-                if x.device != y.device and (on_cpu.dim() or not on_gpu.dim()):
-                    y = y.to(x.device)
-                values.append(BINARY[name](x, y.to(x.device) if name == "max" else y))
-            elif kind == "move":
-                values.append(torch.ops.prims.device_put(x, device) if x.device != device else x + 0)
-            elif kind == "make":
-                values.append(torch.arange(4, device=device) if name < "max" else torch.full((), 3, device=device))
-            elif kind == "index":
-                index = (y.long() % 4).abs().expand(4)
-                values.append(
-                    x[index] if x.dim() and (index.device == x.device or index.device.type == "cpu") else x + 1
-                )
-            else:
-                values.append(torch.where(x > 2, x, 0))
-        return [values[n] if n >= len(inputs) else values[n] + 0 for n in outputs]
-
-    return program
-
-
 class TestPlacement(TestCase):
     def check(self, program, inputs, **how):
         """Both graphs on the CPU; gives the rewritten one and what was done."""
-        before = traced(program, inputs)
-        after = copy.deepcopy(before)
         with absent_gpu("sm_90"):
+            before = traced(program, inputs)
+            after = copy.deepcopy(before)
             placed = place(after.graph, **how)
             after.recompile()
         real = [x.clone() for x, _ in inputs]
@@ -196,6 +115,14 @@ class TestLowered(TestCase):
         graph, _ = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
         devices = [node.meta["val"].device.type for node in graph.gm.graph.output_node().args[0]]
         self.assertEqual(devices, ["cpu", "cpu", "cuda", "cuda", "cpu"])
+
+    def test_without_addresses(self):
+        """What graphs cannot copy themselves is copied outside of them."""
+        with torch._inductor.config.patch({"triton.pygraph_indirection": "off"}):
+            for program in (lambda x, v: x * v.to("cuda"), lambda x, v: x * (v + 1).to("cuda")):
+                graph, found = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
+                self.assertEqual(found, (1, 1))
+                self.assertNotIn("pygraph_trees.staged", graph.source_code)
 
     def test_nothing_to_do(self):
         """The same code as without placement."""

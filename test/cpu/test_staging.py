@@ -116,11 +116,10 @@ class TestBuffers(StagingTestCase):
 
 
 class TestLiveInputs(StagingTestCase):
-    def record(self, nodes, *inputs, refused=()):
-        live, reasons = choose(
-            self.driver, 0, list(inputs), range(len(inputs)), set(), self.pool, dict.fromkeys(refused, "x"), stage=True
-        )
+    def record(self, nodes, *inputs, returned=()):
+        live, reasons = choose(self.driver, 0, list(inputs), range(len(inputs)), set(), self.pool, {}, stage=True)
         self.assertEqual(reasons, {})
+        live.outputs.update({number: (index, None) for number, index in enumerate(returned)})
         graph = self.capture(nodes, live)
         live.set_up(graph)
         return live, graph
@@ -152,6 +151,27 @@ class TestLiveInputs(StagingTestCase):
         """Its value may have been read while the graph was recorded, and every replay would have that one."""
         with self.assertRaisesRegex(NotStaged, "input 1 lies on the CPU"):
             self.record(lambda addresses: self.copies(addresses[:1]), torch.zeros(4), torch.zeros(4))
+
+    def test_returned_alone(self):
+        """A later partition needs it; it is not copied, and is the call's own."""
+        a, b = torch.ones(4), torch.zeros(4)
+        live, graph = self.record(lambda addresses: self.copies(addresses[:1]), a, b, returned=[1])
+        self.assertIs(live.output(*live.outputs[0]), b)
+        self.assertEqual(self.read(graph.launch()), [[1.0] * 4])
+        live.finish()
+        other = torch.full((4,), 7.0)
+        self.assertIsNone(live.prepare([a.mul_(2), other]))
+        live.take([a, other])
+        self.assertIs(live.output(*live.outputs[0]), other)
+        self.assertEqual(self.read(graph.launch()), [[2.0] * 4])
+
+    def test_a_refused_buffer(self):
+        """The input is named whose copy the driver does not set."""
+        live, _ = self.record(self.copies, torch.ones(4), torch.zeros(4))
+        live.finish()
+        self.api.fail(CALL, 1, CUresult.CUDA_ERROR_INVALID_VALUE)
+        self.assertRegex(live.prepare([torch.ones(4), torch.zeros(4)]), "refused an address")
+        self.assertEqual(list(live.refused), [1])
 
     def test_a_graph_that_cannot_be_read(self):
         """The graph reads one buffer always: a call waits until the launch before has read it."""

@@ -8,6 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from indirection import FLAG, VERIFY, reset
 from placement import PlacementTestCase, name_of
 from placement_programs import PROGRAMS, TABLE
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
@@ -19,6 +20,22 @@ class TestPlacement(PlacementTestCase):
     @parametrize("program", PROGRAMS, name_fn=name_of)
     def test_family(self, program):
         self.check_family(program, "full")
+
+    def test_under_verification(self):
+        for program in PROGRAMS:
+            if program.family in ("input", "number", "closed over"):
+                with self.subTest(name_of(program)), torch._inductor.config.patch({VERIFY: "on"}):
+                    reset()
+                    self.check_family(program, "full")
+
+    def test_without_addresses(self):
+        """Nothing can be staged: what is copied at each call is copied outside."""
+        with torch._inductor.config.patch({FLAG: "off"}):
+            for program in PROGRAMS:
+                if program.family in ("input", "number", "constructors") and program.name != "for the CPU too":
+                    with self.subTest(name_of(program)):
+                        reset()
+                        self.assertEqual(self.check(program, "full").ungraphed_calls, 0)
 
     def test_queued_replays_read_their_own_inputs(self):
         """None waits for the GPU, which is busy; each has its number."""
