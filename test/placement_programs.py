@@ -96,6 +96,7 @@ PROGRAMS = [
     Mixed("closed over", "used twice", lambda x: (x + TABLE.to(GPU)) * TABLE.to(GPU).sum(), (X,)),
     Mixed("closed over", "parameter", lambda x: x * SCALE.to(GPU) + SCALE.sum().to(GPU), (X,), exact=OUTSIDE),
     Mixed("look-up", "several", lambda x, i: x.view(16, 4) * TABLE[i].to(GPU)[:, None], (X, IDS), OUTSIDE),
+    Mixed("look-up", "one, computed with", lambda x, i: x * TABLE[i[:1]].sqrt().to(GPU), (X, IDS), OUTSIDE),
     Mixed("look-up", "literal", lambda x: x * TABLE[torch.arange(63, -1, -1)].to(GPU), (X,)),
     Mixed("input", "vector", lambda x, v: x.sin() * v.to(GPU) + x.sum(), (X, V)),
     Mixed("input", "ids", lambda x, i: torch.nn.functional.embedding(i.to(GPU), x.view(8, 8)), (X, IDS)),

@@ -13,10 +13,11 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mixed_programs import programs, run_steps, traced
+from mixed_programs import GPU, programs, run_steps, traced
 from placement_programs import PROGRAMS
 from real_programs import REAL, noise_schedule, tokens
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.absent_gpu import absent_gpu, lower
@@ -77,6 +78,21 @@ class TestPlacement(TestCase):
                         self.assertFalse(is_on_cpu(node.args[0]) and node.args[0].op == "placeholder", node)
 
         check()
+
+    def test_several_gpus(self):
+        """The graph is left alone, and says why."""
+        with absent_gpu("sm_90"), FakeTensorMode() as mode:
+            graph = fx.Graph()
+            on_cpu, *on_gpus = (graph.placeholder(name) for name in "cab")
+            on_cpu.meta["val"] = torch.empty(4)
+            for index, node in enumerate(on_gpus):
+                node.meta["val"] = FakeTensor(mode, torch.empty(4, device="meta"), torch.device("cuda", index))
+            moved = graph.call_function(torch.ops.prims.device_put.default, (on_cpu, GPU))
+            moved.meta["val"] = torch.empty(4, device=GPU)
+            graph.output((moved, *on_gpus))
+            before = str(graph)
+            placed = place(graph)
+        self.assertEqual((str(graph), placed.why_not, placed.moves), (before, "it has several GPUs", []))
 
 
 class TestLowered(TestCase):

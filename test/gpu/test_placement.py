@@ -7,9 +7,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy
 import torch
-from indirection import FLAG, VERIFY, reset
-from placement import PlacementTestCase, name_of
+from indirection import FLAG, VERIFY, Facts, reset
+from placement import CALLS_EACH, PlacementTestCase, name_of
 from placement_programs import PROGRAMS, TABLE
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
@@ -36,6 +37,57 @@ class TestPlacement(PlacementTestCase):
                     with self.subTest(name_of(program)):
                         reset()
                         self.assertEqual(self.check(program, "full").ungraphed_calls, 0)
+
+    def test_any_memory_of_the_cpu(self):
+        """Whatever lies on the CPU at a call, and however: the graph reads what it says then."""
+        wide = torch.arange(4096.0).view(64, 64)
+        kinds = {
+            "pageable": lambda call: torch.full((64, 64), float(call)),
+            "pinned": lambda call: torch.full((64, 64), float(call)).pin_memory(),
+            "transposed": lambda call: (wide + call).t(),
+            "a slice": lambda call: (wide + call)[:, 3:35],
+            "every second one": lambda call: (wide + call)[::2],
+            "expanded": lambda call: torch.full((64, 1), float(call)).expand(64, 64),
+            "one element": lambda call: torch.full((1,), float(call)),
+            "empty": lambda call: torch.empty(0, 64),
+            "of booleans": lambda call: torch.arange(64) % (call + 2) == 0,
+            "of halves": lambda call: torch.arange(64.0).to(torch.bfloat16) * call,
+            "complex": lambda call: torch.full((64,), complex(call, 1)),
+            "misaligned": lambda call: torch.arange(65.0)[1:] + call,
+            "changed in place": lambda call: wide.add_(1),
+            "changed by NumPy": lambda call: torch.from_numpy(numpy.add(wide.numpy(), 1, out=wide.numpy())),
+        }
+        for name, make in kinds.items():
+            with self.subTest(name):
+                reset()
+                graphed = torch.compile(lambda x, v: (x.sin(), v.to("cuda") * 2), mode="reduce-overhead", dynamic=False)
+                x = torch.rand(64, device=self.device)
+                for call in range(CALLS_EACH):
+                    v = make(call)
+                    torch.compiler.cudagraph_mark_step_begin()
+                    found = graphed(x, v)[1].clone()
+                    self.assertEqual(found, v.to("cuda") * 2, rtol=0, atol=0)
+                facts = Facts.now()
+                self.assertGraphed(facts, CALLS_EACH)
+
+    def test_freed_inputs(self):
+        """No replay reads or writes what a call gave once it is gone."""
+        busy = torch.randn(4096, 4096, device=self.device)
+        graphed = torch.compile(lambda x, v: x + v.to("cuda"), mode="reduce-overhead")
+        x, found = torch.zeros(1 << 16, device=self.device), []
+        for call in range(30):
+            for _ in range(5):
+                busy = (busy @ busy).clamp(-1, 1)
+            v = torch.full((1 << 16,), float(call))
+            torch.compiler.cudagraph_mark_step_begin()
+            found.append(graphed(x, v).clone())
+            del v
+            reused = torch.full((1 << 16,), -1.0)
+            self.assertEqual(reused.min().item(), -1.0)
+        torch.cuda.synchronize()
+        self.assertEqual(reused, torch.full((1 << 16,), -1.0))
+        for call, one in enumerate(found):
+            self.assertEqual((one.min().item(), one.max().item()), (call, call))
 
     def test_queued_replays_read_their_own_inputs(self):
         """None waits for the GPU, which is busy; each has its number."""
