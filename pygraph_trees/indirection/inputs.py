@@ -510,8 +510,10 @@ class LiveInputs:
 
     def finish(self) -> None:
         """Behind the launch: copies back what was mutated in a copy, and lets go of the inputs."""
-        for _, staging in self._stagings:
-            staging.launched()
+        if self._stagings:
+            stream = torch.cuda.current_stream(self._device)  # where a graph of that device is launched
+            for _, staging in self._stagings:
+                staging.launched(stream)
         for item in self._copied_back:
             self._given[item.index].copy_(item.stand_in)
         for index, copy in self.temporary.items() if self.temporary else ():

@@ -6,6 +6,7 @@ launch still reads, and the copy is given that buffer's address: nothing is wait
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,19 +27,27 @@ class Staging:
     def __init__(self, like: torch.Tensor) -> None:
         """``like``: the input of the call that is recorded, on the CPU; its value is in the first buffer."""
         self._like = torch.empty_like(like, device="meta")
-        self._stand_in = pinned_like(self._like)
-        self._buffers = [_Buffer(self._stand_in)]
-        self._next = self._buffers[0]
+        self._next = self._buffer()
+        self._stand_in = self._next.memory
+        self._buffers = [self._next]
         self.is_fixed = False  # the graph reads the first buffer at each launch
-        self.stand_in.copy_(like)
+        self.stand_in.copy_(like.detach())
+        # torch hands pinned memory on at once where it does not know who reads it.
+        weakref.finalize(self, _wait_for, self._buffers).atexit = False
 
     @property
     def stand_in(self) -> torch.Tensor:
         """What is recorded; it is a buffer like all others afterwards."""
         return self._stand_in
 
+    def _buffer(self) -> _Buffer:
+        with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
+            return _Buffer(pinned_like(self._like))
+
     def put(self, value: torch.Tensor) -> int:
         """Writes the input of a call to a buffer; gives its address. Until :meth:`launched` it may be written again."""
+        if value.requires_grad:
+            value = value.detach()
         if self.is_fixed:
             if self._next.read is not None:
                 self._next.read.synchronize()
@@ -46,7 +55,7 @@ class Staging:
             return self._next.memory.data_ptr()
         buffer = next((b for b in self._buffers if b.read is None or b.read.query()), None)
         if buffer is None and len(self._buffers) < MOST_BUFFERS:
-            buffer = _Buffer(pinned_like(self._like))
+            buffer = self._buffer()
             self._buffers.append(buffer)
         elif buffer is None:
             buffer = self._buffers[0]
@@ -58,11 +67,17 @@ class Staging:
         self._next = buffer
         return buffer.memory.data_ptr()
 
-    def launched(self) -> None:
-        """Behind a launch that reads what was put, on the current stream."""
+    def launched(self, stream: Any) -> None:
+        """Behind a launch on that stream, which reads what was put."""
         if self._next.read is None:
             self._next.read = torch.cuda.Event()
-        self._next.read.record()
+        self._next.read.record(stream)
+
+
+def _wait_for(buffers: list[_Buffer]) -> None:
+    for buffer in buffers:
+        if buffer.read is not None:
+            buffer.read.synchronize()
 
 
 def pinned_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ class Event:
     def __init__(self, queue):
         self.queue = queue
 
-    def record(self):
+    def record(self, stream):
         self.behind = self.queue.queued
 
     def query(self):
@@ -59,6 +59,7 @@ class StagingTestCase(LiveInputsTestCase):
         for target, name, value in (
             (staging, "pinned_like", lambda tensor: torch.empty_like(tensor, device="cpu")),
             (torch.cuda, "Event", self.queue.event),
+            (torch.cuda, "current_stream", lambda device: None),
         ):
             patch = mock.patch.object(target, name, value)
             patch.start()
@@ -83,7 +84,7 @@ class TestBuffers(StagingTestCase):
                     self.assertEqual(list((ctypes.c_float * 4).from_address(address)), value.tolist())
                     if step == "launch":
                         self.queue.queued += 1
-                        buffers.launched()
+                        buffers.launched(None)
                         queued.append((address, value.tolist()))
                 for address, value in queued[self.queue.done :]:
                     self.assertEqual(list((ctypes.c_float * 4).from_address(address)), value)
@@ -96,15 +97,33 @@ class TestBuffers(StagingTestCase):
         for number in range(MOST_BUFFERS + 2):
             buffers.put(torch.full((4,), float(number)))
             self.queue.queued += 1
-            buffers.launched()
+            buffers.launched(None)
             self.assertEqual(self.queue.waits, max(0, number + 1 - MOST_BUFFERS))
+
+    def test_it_outlives_what_is_queued(self):
+        """Its memory is somebody else's when it is gone."""
+        buffers = Staging(torch.zeros(4))
+        self.queue.queued = 1
+        buffers.launched(None)
+        del buffers
+        self.assertEqual((self.queue.done, self.queue.waits), (1, 1))
+
+    def test_any_mode(self):
+        parameter = torch.nn.Parameter(torch.ones(4))
+        with torch.inference_mode():
+            buffers = Staging(torch.zeros(4))
+        buffers.put(parameter)
+        self.assertFalse(buffers._next.memory.requires_grad)
+        with torch.inference_mode():
+            buffers.put(torch.ones(4))
+        self.assertEqual(buffers._next.memory, torch.ones(4))
 
     def test_one_buffer_where_the_gpu_keeps_up(self):
         buffers = Staging(torch.zeros(4))
         for number in range(5):
             buffers.put(torch.full((4,), float(number)))
             self.queue.queued = self.queue.done = number
-            buffers.launched()
+            buffers.launched(None)
         self.assertEqual((len(buffers._buffers), self.queue.waits), (1, 0))
 
     def test_strides(self):

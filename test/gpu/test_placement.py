@@ -16,6 +16,9 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 
 import pygraph_trees
 
+VERIFIED = (("input", "vector"), ("number", "as it is"), ("number", "for the CPU too"), ("closed over", "indexed"))
+UNSTAGED = (("input", "vector"), ("number", "as it is"), ("number", "for the CPU alone"), ("constructors", "integers"))
+
 
 class TestPlacement(PlacementTestCase):
     @parametrize("program", PROGRAMS, name_fn=name_of)
@@ -24,7 +27,7 @@ class TestPlacement(PlacementTestCase):
 
     def test_under_verification(self):
         for program in PROGRAMS:
-            if program.family in ("input", "number", "closed over"):
+            if (program.family, program.name) in VERIFIED:
                 with self.subTest(name_of(program)), torch._inductor.config.patch({VERIFY: "on"}):
                     reset()
                     self.check_family(program, "full")
@@ -33,7 +36,7 @@ class TestPlacement(PlacementTestCase):
         """Nothing can be staged: what is copied at each call is copied outside."""
         with torch._inductor.config.patch({FLAG: "off"}):
             for program in PROGRAMS:
-                if program.family in ("input", "number", "constructors") and program.name != "for the CPU too":
+                if (program.family, program.name) in UNSTAGED:
                     with self.subTest(name_of(program)):
                         reset()
                         self.assertEqual(self.check(program, "full").ungraphed_calls, 0)
@@ -69,6 +72,25 @@ class TestPlacement(PlacementTestCase):
                     self.assertEqual(found, v.to("cuda") * 2, rtol=0, atol=0)
                 facts = Facts.now()
                 self.assertGraphed(facts, CALLS_EACH)
+
+    def test_in_inference_mode_and_outside(self):
+        graphed = torch.compile(lambda x, v: x * v.to("cuda"), mode="reduce-overhead")
+        x = torch.rand(64, device=self.device)
+        for call in range(9):
+            with torch.inference_mode() if call % 3 else torch.no_grad():
+                v = torch.full((64,), float(call))
+                torch.compiler.cudagraph_mark_step_begin()
+                self.assertEqual(graphed(x, v), x * call)
+
+    def test_gradients_of_inputs_on_the_cpu(self):
+        graphed = torch.compile(lambda x, w: (x * w.to("cuda")).sin().sum(), mode="reduce-overhead")
+        for _ in range(6):
+            x, w = torch.rand(64, device=self.device), torch.rand(64).requires_grad_()
+            own = w.detach().clone().requires_grad_()
+            torch.compiler.cudagraph_mark_step_begin()
+            graphed(x, w).backward()
+            (x * own.to("cuda")).sin().sum().backward()
+            self.assertEqual(w.grad, own.grad)
 
     def test_freed_inputs(self):
         """No replay reads or writes what a call gave once it is gone."""
