@@ -12,6 +12,7 @@ import torch
 from indirection import FLAG, VERIFY, Facts, reset
 from placement import CALLS_EACH, PlacementTestCase, name_of
 from placement_programs import PROGRAMS, TABLE
+from torch._inductor.utils import fresh_cache
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 import pygraph_trees
@@ -91,6 +92,27 @@ class TestPlacement(PlacementTestCase):
             graphed(x, w).backward()
             (x * own.to("cuda")).sin().sum().backward()
             self.assertEqual(w.grad, own.grad)
+
+    def test_cached_artifacts(self):
+        """A graph that comes from Inductor's cache has its copies, and the report what was placed."""
+
+        def fn(x, v):
+            return x * v.to("cuda") + TABLE.to("cuda")
+
+        x, placed = torch.rand(64, device=self.device), []
+        with fresh_cache(), torch._inductor.config.patch({"fx_graph_cache": True}):
+            for _ in range(2):
+                torch._dynamo.reset()
+                reset()
+                graphed = torch.compile(fn, mode="reduce-overhead")
+                for call in range(CALLS_EACH):
+                    v = torch.full((64,), float(call))
+                    torch.compiler.cudagraph_mark_step_begin()
+                    self.assertEqual(graphed(x, v), fn(x, v))
+                self.assertGraphed(Facts.now(), CALLS_EACH)
+                placed.append([g.placed for g in pygraph_trees.report().graphs])
+            self.assertEqual(placed[0], placed[1])
+            self.assertEqual(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"], 1)
 
     def test_freed_inputs(self):
         """No replay reads or writes what a call gave once it is gone."""
