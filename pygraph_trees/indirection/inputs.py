@@ -169,11 +169,13 @@ class LiveInputs:
                 for (index, tensor), span, ghost in zip(tensors.items(), spans, self._ghosts.ghosts, strict=True)
             ]
             in_memory = [_held_item(index, tensor) for index, (tensor, _) in held.items()]
-            self._staging = {index: Staging(tensor) for index, tensor in (staged or {}).items()}
+            self._staged = dict(staged or {})
+            self._staging = Staging(list(self._staged.values())) if staged else None
         except BaseException:
             _give_back(self._ghosts.close)
             raise
-        on_cpu = [_staged_item(index, staging) for index, staging in self._staging.items()]
+        memories = () if self._staging is None else self._staging.stand_ins
+        on_cpu = [_staged_item(index, memory) for index, memory in zip(self._staged, memories, strict=True)]
         self.items = (*on_ghosts, *in_memory, *on_cpu)  # the position of one with a ghost is the ghost's
         self.storages = {item.stand_in.untyped_storage().data_ptr(): item for item in self.items}  # of the stand-ins
         self._held = [Decision(Route.COPY, why) for _, why in held.values()]
@@ -192,7 +194,7 @@ class LiveInputs:
         self._copied: dict[int, Item] = {}  # by index
         self._copied_back: tuple[Item, ...] = ()
         self._complex: tuple[int, ...] = ()  # of those whose address does not carry that they are conjugated
-        self._stagings: tuple[tuple[int, Staging], ...] = ()  # those of an instantiated graph
+        self._put: tuple[int, ...] = ()  # of the staged ones those that the instantiated graph copies
         self._seen: list[int] = []
         self._settled: list[int] | None = None  # the same, where all that a call at these is asked has been answered
         # By position: addresses that fit, and what the graph is given for them. Good for one state of the pool.
@@ -215,12 +217,12 @@ class LiveInputs:
 
     @property
     def has_staged(self) -> bool:
-        return bool(self._staging)
+        return bool(self._staged)
 
     @property
     def in_place(self) -> list[int]:
         """The indices of all but those that are staged."""
-        return [item.index for item in self.items if item.index not in self._staging]
+        return [item.index for item in self.items if item.index not in self._staged]
 
     def given(self, index: int) -> torch.Tensor:
         """The tensor of this call."""
@@ -238,7 +240,7 @@ class LiveInputs:
         returned = {index for index, _ in self.outputs.values()}
         passed = {position for position, item in enumerate(self.items) if item.index in returned}
         try:
-            buffers = [(s.stand_in.data_ptr(), s.stand_in.nbytes) for s in self._staging.values()]
+            buffers = [(item.recorded, item.nbytes) for item in self.items if item.index in self._staged]
             found = scan(self._driver, int(graph.raw_cuda_graph()), self._ghosts, buffers)
             decisions = decide(found, len(self._ghosts.ghosts), passed)
             self._check_staged(found, returned)
@@ -271,7 +273,7 @@ class LiveInputs:
         One that is returned and not read is what a later partition needs.
         """
         read = {site.input for site in found.sites}
-        for number, index in enumerate(self._staging):
+        for number, index in enumerate(self._staged):
             if len(self._ghosts.ghosts) + number not in read and index not in returned:
                 raise NotStaged(index=index)
 
@@ -281,7 +283,7 @@ class LiveInputs:
     def _instantiate(
         self, graph: Any, found: Scan, decisions: Sequence[Decision], point_copies: Callable[[], None]
     ) -> None:
-        routes = [*decisions, *self._held, *(Decision(Route.STAGE, None) for _ in self._staging)]
+        routes = [*decisions, *self._held, *(Decision(Route.STAGE, None) for _ in self._staged)]
         self.decisions = {item.index: decision for item, decision in zip(self.items, routes, strict=True)}
         patched = [p for p, d in enumerate(decisions) if d.route is Route.PATCH]
         self._nodes, self._sites = found.nodes, found.sites
@@ -293,21 +295,15 @@ class LiveInputs:
                 self._materialise(position)
         point_copies()
         graph.instantiate()
-        # By number; one that is only returned is in no buffer that a node reads.
-        read = {site.input for site in found.sites}
-        staged = {n: s for n, s in enumerate(self._staging.items(), len(self._ghosts.ghosts)) if n in read}
-        self._stagings = tuple(self._staging.items() if found is _NOTHING else staged.values())
-        for _, staging in self._stagings:
-            staging.is_fixed = found is _NOTHING
+        buffers = self._buffers_of(found)
         self._patches = Patches(
             self._driver,
             found.nodes,
             found.sites,
-            [*patched, *staged],
+            [*patched, *buffers],
             int(graph.raw_cuda_graph_exec()),
             self._context() if any(not isinstance(node, KernelNode) for node in found.nodes) else None,
-            [self._ghosts.ghosts[p].start for p in patched]
-            + [staging.stand_in.data_ptr() for _, staging in staged.values()],
+            [self._ghosts.ghosts[p].start for p in patched] + [self.items[p].recorded for p in buffers.values()],
         )
         self._complex = tuple(item.index for item in self._patched if item.stand_in.is_complex())
         self._seen, self._settled = [], None
@@ -315,9 +311,24 @@ class LiveInputs:
         # Whether addresses that were found good once are good again.
         self._is_simple = not (self._copied_back or self._complex or self._again)
         # And whether a graph that holds them needs nothing more.
-        self._settles = self._is_simple and not (self._patches.sets_always or self._staging)
+        self._settles = self._is_simple and not (self._patches.sets_always or self._staged)
         self._fitting = tuple({} for _ in patched)
         self._addresses = self._patches.addresses[: len(patched)]
+
+    def _buffers_of(self, found: Scan) -> dict[int, int]:
+        """What is staged in the buffers that a graph is given: by number in its sites, the item's position.
+
+        An input that is only returned is in none that a node reads. A graph that could not be read is given nothing.
+        """
+        if self._staging is None:
+            return {}
+        read = {site.input for site in found.sites}
+        first, behind = len(self._ghosts.ghosts), len(self.items) - len(self._staged)
+        numbers = [n for n in range(len(self._staged)) if found is _NOTHING or first + n in read]
+        self._put = tuple(self.items[behind + n].index for n in numbers)
+        self._staging.take(numbers)
+        self._staging.is_fixed = found is _NOTHING
+        return {} if found is _NOTHING else {first + n: behind + n for n in numbers}
 
     def _materialise(self, position: int) -> None:
         try:
@@ -384,7 +395,7 @@ class LiveInputs:
         except PatchFailed as error:
             self.temporary, self._again = {}, False
             position, ghosts = error.fields["index"], len(self._ghosts.ghosts)
-            index = self.items[position].index if position < ghosts else list(self._staging)[position - ghosts]
+            index = self.items[position].index if position < ghosts else list(self._staged)[position - ghosts]
             self.refused[index] = f"the driver refused its address: {error}"
             return str(error)
         return None
@@ -402,9 +413,10 @@ class LiveInputs:
     def _hold(self, seen: list[int], inputs: Any) -> None:
         """Makes the graph hold what was found for inputs at these addresses, and where those of the CPU are staged."""
         assert self._patches is not None
-        if self._stagings:
-            buffers = [staging.put(inputs[index]) for index, staging in self._stagings]
-            self._patches.apply([*self._addresses, *buffers] if self._patches.sets_always else self._addresses)
+        if self._put:
+            assert self._staging is not None
+            buffers = self._staging.put([inputs[index] for index in self._put])
+            self._patches.apply(self._addresses if self._staging.is_fixed else [*self._addresses, *buffers])
         else:
             self._patches.apply(self._addresses)
         self._seen = seen
@@ -476,7 +488,7 @@ class LiveInputs:
     @property
     def copies_some(self) -> bool:
         """Whether an input is given by copy at each call."""
-        return bool(self._copied or self._staging)
+        return bool(self._copied or self._staged)
 
     @property
     def is_copied(self) -> bool:
@@ -510,10 +522,9 @@ class LiveInputs:
 
     def finish(self) -> None:
         """Behind the launch: copies back what was mutated in a copy, and lets go of the inputs."""
-        if self._stagings:
-            stream = torch.cuda.current_stream(self._device)  # where a graph of that device is launched
-            for _, staging in self._stagings:
-                staging.launched(stream)
+        if self._put:
+            assert self._staging is not None
+            self._staging.launched(torch.cuda.current_stream(self._device))  # where its graph is launched
         for item in self._copied_back:
             self._given[item.index].copy_(item.stand_in)
         for index, copy in self.temporary.items() if self.temporary else ():
@@ -557,8 +568,7 @@ def may_be_staged(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.layout is torch.strided and 0 < tensor.nbytes <= _MOST_STAGED_NBYTES
 
 
-def _staged_item(index: int, staging: Staging) -> Item:
-    memory = staging.stand_in
+def _staged_item(index: int, memory: torch.Tensor) -> Item:
     return Item(index, 0, memory.nbytes, memory, memory.data_ptr(), mutated=False, managed=False)
 
 

@@ -31,6 +31,7 @@ from ..driver import SetRefused
 from ..driver_error import DriverError
 from ..exc import PygraphError
 from ..graph_nodes import CopyNode, GraphNode, KernelNode, MemcpyNode
+from .sites import HOST_SOURCE, SOURCE
 
 if TYPE_CHECKING:
     from ..driver import Driver
@@ -133,7 +134,7 @@ class Patches:
                 kernels[number] = node
                 if node.take_from(offset, self._table, entry):
                     continue
-            else:
+            elif offset != HOST_SOURCE:  # a staging buffer's memory is the same whenever it is at an address
                 self._always.add(number)
             self._words[position].append((_word(node, offset), delta))
         self._has_words = any(self._words)
@@ -266,6 +267,5 @@ def _word(node: GraphNode, offset: int) -> Word:
     """A site's place in its node (see ``Site.offset``)."""
     if isinstance(node, KernelNode):
         return node.word(offset)
-    return _Field(
-        node, {0: "source", 16: "host_source"}.get(offset, "target") if isinstance(node, MemcpyNode) else "target"
-    )
+    name = {SOURCE: "source", HOST_SOURCE: "host_source"}.get(offset, "target")
+    return _Field(node, name if isinstance(node, MemcpyNode) else "target")

@@ -45,11 +45,14 @@ _HOST_CHUNK = 16 << 20  # bytes of host memory read at once; a multiple of 8
 _COLLECTIVE = re.compile(r"(_ZN?\d+)?nccl\w*Kernel")
 
 
+SOURCE, TARGET, HOST_SOURCE = 0, 8, 16  # of a memcpy: what stands for an offset
+
+
 class Site(NamedTuple):
     """Where a graph holds an input's address."""
 
     node: int  # index into Scan.nodes
-    offset: int  # bytes into a kernel's parameter block; of a memcpy 0 source, 8 target, 16 host source; of a memset 0
+    offset: int  # bytes into a kernel's parameter block; of a memcpy one of those above; of a memset 0
     input: int  # index of the ghost; behind those, of the staging buffer
     delta: int  # bytes from the start; in a ghost's guards negative, or not less than its size
 
@@ -126,14 +129,16 @@ class _Reader:
         if not node.plain:
             self._hide("a copy of rows or arrays")
             return
-        for offset, address in ((0, node.source), (8, node.target)):
+        for offset, address in ((SOURCE, node.source), (TARGET, node.target)):
             if address is not None and (found := self._input_at(address)) is not None:
                 self._site(position, node, offset, found, address)
         if node.host_source is not None:
             for number, (start, nbytes) in enumerate(self._staged):
                 if start <= node.host_source < start + nbytes:
                     self._nodes[position] = node
-                    self._sites.append((position, 16, len(self._ghosts.ghosts) + number, node.host_source - start))
+                    self._sites.append(
+                        (position, HOST_SOURCE, len(self._ghosts.ghosts) + number, node.host_source - start)
+                    )
             try:
                 for address in _host_words(node.host_source, node.nbytes, node.target or 0, self._ghosts):
                     self._refuse(self._input_at(address), "its address is in a host array")

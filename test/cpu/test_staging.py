@@ -72,7 +72,7 @@ class TestBuffers(StagingTestCase):
         @given(st.lists(st.sampled_from(["launch", "launch", "put", "done"]), max_size=60), st.booleans())
         def check(steps, fixed):
             self.queue.done = self.queue.queued = 0
-            buffers = Staging(torch.zeros(4))
+            buffers = Staging([torch.zeros(4)])
             buffers.is_fixed = fixed
             queued = []  # address and what the launch is to read
             for number, step in enumerate(steps, 1):
@@ -80,7 +80,7 @@ class TestBuffers(StagingTestCase):
                     self.queue.done = min(self.queue.done + 1, self.queue.queued)
                 else:
                     value = torch.full((4,), float(number))
-                    address = buffers.put(value)
+                    (address,) = buffers.put([value])
                     self.assertEqual(list((ctypes.c_float * 4).from_address(address)), value.tolist())
                     if step == "launch":
                         self.queue.queued += 1
@@ -93,16 +93,16 @@ class TestBuffers(StagingTestCase):
         check()
 
     def test_it_waits_where_all_are_queued(self):
-        buffers = Staging(torch.zeros(4))
+        buffers = Staging([torch.zeros(4)])
         for number in range(MOST_BUFFERS + 2):
-            buffers.put(torch.full((4,), float(number)))
+            buffers.put([torch.full((4,), float(number))])
             self.queue.queued += 1
             buffers.launched(None)
             self.assertEqual(self.queue.waits, max(0, number + 1 - MOST_BUFFERS))
 
     def test_it_outlives_what_is_queued(self):
         """Its memory is somebody else's when it is gone."""
-        buffers = Staging(torch.zeros(4))
+        buffers = Staging([torch.zeros(4)])
         self.queue.queued = 1
         buffers.launched(None)
         del buffers
@@ -111,27 +111,27 @@ class TestBuffers(StagingTestCase):
     def test_any_mode(self):
         parameter = torch.nn.Parameter(torch.ones(4))
         with torch.inference_mode():
-            buffers = Staging(torch.zeros(4))
-        buffers.put(parameter)
-        self.assertFalse(buffers._next.memory.requires_grad)
+            buffers = Staging([torch.zeros(4)])
+        buffers.put([parameter])
+        self.assertFalse(buffers._next.memories[0].requires_grad)
         with torch.inference_mode():
-            buffers.put(torch.ones(4))
-        self.assertEqual(buffers._next.memory, torch.ones(4))
+            buffers.put([torch.ones(4)])
+        self.assertEqual(buffers._next.memories[0], torch.ones(4))
 
     def test_one_buffer_where_the_gpu_keeps_up(self):
-        buffers = Staging(torch.zeros(4))
+        buffers = Staging([torch.zeros(4)])
         for number in range(5):
-            buffers.put(torch.full((4,), float(number)))
+            buffers.put([torch.full((4,), float(number))])
             self.queue.queued = self.queue.done = number
             buffers.launched(None)
         self.assertEqual((len(buffers._buffers), self.queue.waits), (1, 0))
 
     def test_strides(self):
         for value in (torch.rand(3, 4).t(), torch.rand(4, 1).expand(4, 3), torch.rand(4, 6)[:, ::2], torch.tensor(2)):
-            buffers = Staging(value)
-            self.assertEqual(buffers.stand_in, value)
-            buffers.put(value * 2)
-            self.assertEqual(buffers._next.memory, value * 2)
+            buffers = Staging([value])
+            self.assertEqual(buffers.stand_ins[0], value)
+            buffers.put([value * 2])
+            self.assertEqual(buffers._next.memories[0], value * 2)
 
 
 class TestLiveInputs(StagingTestCase):
@@ -184,9 +184,21 @@ class TestLiveInputs(StagingTestCase):
         self.assertIs(live.output(*live.outputs[0]), other)
         self.assertEqual(self.read(graph.launch()), [[2.0] * 4])
 
+    def test_no_call_where_the_gpu_keeps_up(self):
+        live, graph = self.record(self.copies, torch.zeros(4), torch.zeros(4))
+        self.queue.queued = self.queue.done = 1
+        live.finish()
+        del self.api.calls[:]
+        for call in range(4):
+            launched = self.call(live, graph, torch.full((4,), float(call)), torch.full((4,), -float(call)))
+            self.assertEqual(self.read(launched), [[float(call)] * 4, [-float(call)] * 4])
+            self.queue.queued = self.queue.done = self.queue.queued + 1
+        self.assertNotIn(CALL, self.api.calls)
+
     def test_a_refused_buffer(self):
         """The input is named whose copy the driver does not set."""
         live, _ = self.record(self.copies, torch.ones(4), torch.zeros(4))
+        self.queue.queued += 1
         live.finish()
         self.api.fail(CALL, 1, CUresult.CUDA_ERROR_INVALID_VALUE)
         self.assertRegex(live.prepare([torch.ones(4), torch.zeros(4)]), "refused an address")
