@@ -41,10 +41,14 @@ SMALL: dict[str, dict[str, Any]] = {
     "DLRM": {"batch": 8, "rows": 100},
     "EOS": {"shape": (8, 8, 8)},
     "TKE": {"shape": (16, 16, 8)},
+    "MMC": {"size": 32, "layers": 1, "width": 96},
+    "ST": {"time": 16, "count": 6, "layers": 1, "width": 64},
     "XLNET-I": {"sequence": 32, "layers": 1, "hidden": 64},
+    "XLNET-T": {"batch": 2, "sequence": 32, "layers": 1, "hidden": 64},
 }
-TRANSFORMERS = ("BERT", "BERT-I", "XLNET-I")
-INPUTS = {"ALNET": 1, "BERT": 2, "BERT-I": 3, "DR-I": 1, "DR-T": 1, "DLRM": 28, "EOS": 3, "TKE": 21, "XLNET-I": 1}
+TRANSFORMERS = ("BERT", "BERT-I", "XLNET-I", "XLNET-T")
+INPUTS = {"ALNET": 1, "BERT": 2, "BERT-I": 3, "DR-I": 1, "DR-T": 1, "DLRM": 28, "EOS": 3, "MMC": 2, "ST": 3, "TKE": 21}
+INPUTS |= {"XLNET-I": 1, "XLNET-T": 2}
 
 
 def _available(name: str) -> bool:
@@ -74,7 +78,8 @@ class TestWorkloads(TestCase):
             inputs = [t for t in pytree.tree_leaves((program.args, dict(program.kwargs)))]
             self.assertEqual(len(inputs), INPUTS[name], name)
             state = [*program.fn.parameters(), *program.fn.buffers()] if isinstance(program.fn, torch.nn.Module) else []
-            self.assertEqual({t.device.type for t in [*inputs, *state]}, {"meta"}, name)
+            self.assertEqual({t.device.type for t in state}, {"meta"} if state else set(), name)
+            self.assertEqual(sum(t.device.type == "cpu" for t in inputs), name in ("MMC", "ST"), name)
 
     def test_sizes(self):
         parameters = {

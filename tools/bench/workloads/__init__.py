@@ -5,7 +5,19 @@ To add one, write a file with a builder under :func:`registry.workload`, and nam
 
 from __future__ import annotations
 
-from . import alexnet, bert, deep_recommender, dlrm, ocean_eos, ocean_tke, xlnet
+from . import alexnet, bert, clip, deep_recommender, dlrm, ocean_eos, ocean_tke, speech, xlnet
 from .registry import WORKLOADS, Workload
 
-__all__ = ["WORKLOADS", "Workload", "alexnet", "bert", "deep_recommender", "dlrm", "ocean_eos", "ocean_tke", "xlnet"]
+__all__ = [
+    "WORKLOADS",
+    "Workload",
+    "alexnet",
+    "bert",
+    "clip",
+    "deep_recommender",
+    "dlrm",
+    "ocean_eos",
+    "ocean_tke",
+    "speech",
+    "xlnet",
+]

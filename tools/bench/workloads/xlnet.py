@@ -10,7 +10,7 @@ import torch
 
 from pygraph_trees.comparison.program import Program
 
-from .registry import inference, seeded, workload
+from .registry import DROPS_NOTHING, inference, seeded, training, workload
 
 
 @workload("XLNET-I", mode="inference", batch=1)
@@ -25,3 +25,25 @@ def build(
         model = XLNetLMHeadModel(config).to(device).eval()  # some parameters ignore the default device
         tokens = torch.randint(config.vocab_size, (batch, sequence))
     return Program(model, kwargs={"input_ids": tokens}, context=inference(device), name="XLNET-I", batch=batch)
+
+
+@workload("XLNET-T", mode="training", batch=8)
+def build_training(
+    device: torch.device | str, *, batch: int = 8, sequence: int = 512, layers: int = 12, hidden: int = 768
+) -> Program:
+    """XLNet base, language modelling step, 512 tokens"""
+    from transformers import XLNetConfig, XLNetLMHeadModel
+
+    config = XLNetConfig(
+        d_model=hidden,
+        n_layer=layers,
+        n_head=hidden // 64,
+        d_inner=4 * hidden,
+        dropout=DROPS_NOTHING,
+        use_mems_train=False,
+    )
+    with seeded(device):
+        model = XLNetLMHeadModel(config).to(device).train()  # some parameters ignore the default device
+        tokens = torch.randint(config.vocab_size, (batch, sequence))
+    inputs = {"input_ids": tokens, "labels": tokens.clone()}
+    return Program(model, kwargs=inputs, training=True, context=training(device), name="XLNET-T", batch=batch)
