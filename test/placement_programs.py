@@ -70,6 +70,16 @@ def _causal(x):
     return (x[:, None] * x).masked_fill(mask, -1e9).softmax(1)
 
 
+def _product(x, ids):
+    """Of integers: the GPU has none."""
+    return x.sin() * (ids.view(4, 4) @ ids.view(4, 4)).sum().to(GPU)
+
+
+def _last(x, ids):
+    """Of what is written to a place the CPU keeps the last."""
+    return x * torch.zeros(64).index_put((ids,), torch.arange(16.0)).to(GPU)
+
+
 def _relative(x):
     position = torch.arange(16)[:, None] - torch.arange(16)
     bucket = position.abs().clamp(max=7)
@@ -94,7 +104,7 @@ PROGRAMS = [
     Mixed("closed over", "vector", lambda x: x.sin() * TABLE.to(GPU) + 1, (X,)),
     Mixed("closed over", "indexed", lambda x, i: x.sin() * TABLE.to(GPU)[i], (X, Input((64,), below=64))),
     Mixed("closed over", "used twice", lambda x: (x + TABLE.to(GPU)) * TABLE.to(GPU).sum(), (X,)),
-    Mixed("closed over", "parameter", lambda x: x * SCALE.to(GPU) + SCALE.sum().to(GPU), (X,), exact=OUTSIDE),
+    Mixed("closed over", "parameter", lambda x: x * SCALE.to(GPU) + SCALE.exp().to(GPU), (X,), exact=OUTSIDE),
     Mixed("look-up", "several", lambda x, i: x.view(16, 4) * TABLE[i].to(GPU)[:, None], (X, IDS), OUTSIDE),
     Mixed("look-up", "one, computed with", lambda x, i: x * TABLE[i[:1]].sqrt().to(GPU), (X, IDS), OUTSIDE),
     Mixed("look-up", "literal", lambda x: x * TABLE[torch.arange(63, -1, -1)].to(GPU), (X,)),
@@ -123,5 +133,9 @@ PROGRAMS = [
     Mixed("to the CPU", "one of two", lambda x: (x.cos(), x.sin().cpu()), (X,), OUTSIDE),
     Mixed("stays", "randomness", lambda x: x.sin() * torch.rand(64).to(GPU), (X,), OUTSIDE),
     Mixed("stays", "what is written to", lambda x, v: x.sin() * v.add_(1).to(GPU), (X, V), OUTSIDE),
+    Mixed("stays", "the last of several", _last, (X, IDS), OUTSIDE),
+    Mixed("stays", "one of equals", lambda x, i: x[i.sort().indices.to(GPU)].sin(), (X, IDS), OUTSIDE),
+    Mixed("stays", "a sum of fractions", lambda x, v: x.sin() * v.cumsum(0).to(GPU), (X, V), OUTSIDE),
+    Mixed("stays", "a product of matrices", _product, (X, IDS), OUTSIDE),
     Mixed("stays", "a side effect", lambda x, v: x.sin() * loud(v).to(GPU), (X, V), OUTSIDE),
 ]

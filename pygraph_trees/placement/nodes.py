@@ -31,12 +31,21 @@ _MOVES_ELEMENTS = frozenset(
         aten.constant_pad_nd, aten.select_scatter, aten.slice_scatter, aten.diagonal_scatter,
         aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.isnan, aten.isinf, aten.logical_not,
         aten.logical_and, aten.logical_or, aten.logical_xor, aten.neg, aten.abs, aten.minimum, aten.maximum,
+        aten.amax, aten.amin, aten.empty_like, aten.new_empty,
         prims.view_of,
     }
 )  # fmt: skip
 # What they read depends on numbers among their inputs. One that is out of bounds is an error on the CPU, after which
 # the program goes on; on the GPU it ends all work of the process.
-_LOOKS_UP = {aten.index: 1, aten.index_select: 2, aten.gather: 2, aten.embedding: 1}  # by which argument
+_LOOKS_UP = {aten.index: 1, aten.index_select: 2, aten.gather: 2, aten.embedding: 1, aten.index_put: 1}  # argument
+# Of integers, which every device adds up to the same; sums of others depend on their order.
+_REDUCES = frozenset(
+    {
+        aten.sum, aten.prod, aten.cumsum, aten.cumprod, aten.max, aten.min, aten.argmax, aten.argmin, aten.all,
+        aten.any,
+    }
+)  # fmt: skip
+_DIVIDES = frozenset({aten.div, aten.floor_divide, aten.remainder, aten.fmod})
 _TYPES = frozenset({aten._to_copy, prims.convert_element_type})  # and perhaps to another device
 
 
@@ -122,9 +131,42 @@ def why_not_elsewhere(node: fx.Node, *, exact: bool) -> str | None:
         return "its result does not lie on the CPU"
     if any(t.layout != torch.strided for t in tensors_of(node)):
         return "it is sparse"
+    if not (is_constructor(node) or _is_known(node)):
+        return "it may give something else on the GPU"
+    if _may_divide_by_zero(node):
+        return "it divides integers, and a division by zero is an error of the CPU's"
     if exact and not is_exact(node):
         return "its result may differ in the last place"
     return None
+
+
+def _is_known(node: fx.Node) -> bool:
+    """Whether it is known that every device gives the same, but for how it rounds each number.
+
+    Not so are products of matrices, which have other precisions or do not exist for integers; sums of floating-point
+    numbers; what chooses among equal elements, or among several that are written to one place; decompositions.
+    """
+    target: Any = node.target
+    if target is aten.index_put.default:
+        return _writes_one_number(node)
+    packet = target.overloadpacket
+    if packet in _MOVES_ELEMENTS or packet in _TYPES or torch.Tag.pointwise in target.tags:
+        return True
+    inputs = [tensor for source in node.all_input_nodes for tensor in tensors_of(source)]
+    return packet in _REDUCES | _DIVIDES and all(_is_integral(tensor) for tensor in [*inputs, *tensors_of(node)])
+
+
+def _writes_one_number(node: fx.Node) -> bool:
+    """Whether it is the same to ``index_put`` which comes last of what it writes to a place."""
+    values, *accumulates = node.args[2:]
+    return not any(accumulates) and isinstance(values, fx.Node) and all(t.numel() == 1 for t in tensors_of(values))
+
+
+def _may_divide_by_zero(node: fx.Node) -> bool:
+    target: Any = node.target
+    if target.overloadpacket not in _DIVIDES or not isinstance(node.args[1], fx.Node):
+        return False
+    return all(_is_integral(tensor) for tensor in tensors_of(node))  # a quotient that is a fraction is infinite
 
 
 def is_exact(node: fx.Node) -> bool:

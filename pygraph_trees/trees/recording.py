@@ -260,7 +260,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             if live is None:
                 self._count_nodes(self._captured_nodes())
             elif live.has_staged:
-                outputs = _without_staged(outputs, live)
+                outputs = without_staged(outputs, live)
             return outputs
 
         outputs = super()._record(on_stand_ins, inputs)
@@ -482,7 +482,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             )
 
 
-def _without_staged(outputs: Sequence[Any], live: LiveInputs) -> list[Any]:
+def without_staged(outputs: Sequence[Any], live: LiveInputs) -> list[Any]:
     """The outputs for upstream, which bears none on the CPU: those that lie on staged inputs are made at each call."""
     shown = list(outputs)
     for position, output in enumerate(outputs):

@@ -21,6 +21,7 @@ from pygraph_trees.indirection import staging
 from pygraph_trees.indirection.inputs import NotStaged, choose
 from pygraph_trees.indirection.routes import Route
 from pygraph_trees.indirection.staging import MOST_BUFFERS, Staging
+from pygraph_trees.trees.recording import without_staged
 
 TARGET = 0x7B00_0000_0000  # memory of the graph's own
 CALL = "cuGraphExecMemcpyNodeSetParams"
@@ -183,6 +184,22 @@ class TestLiveInputs(StagingTestCase):
         live.take([a, other])
         self.assertIs(live.output(*live.outputs[0]), other)
         self.assertEqual(self.read(graph.launch()), [[2.0] * 4])
+
+    def test_outputs_that_lie_on_it(self):
+        """Upstream is shown none of them; each call's are made of its own input."""
+        live, _ = choose(self.driver, 0, [torch.arange(8.0)], [0], set(), self.pool, {}, stage=True)
+        (item,) = live.items
+        other = torch.zeros(2)
+        shown = without_staged([item.stand_in, 3, item.stand_in[2:6], other], live)
+        self.assertEqual([value if value is None else type(value) for value in shown], [None, int, None, torch.Tensor])
+        self.assertIs(shown[3], other)
+        live.set_up(self.capture(self.copies, live))
+        live.finish()
+        value = torch.arange(8.0) * 2
+        live.take([value])
+        made = {position: live.output(*made_of) for position, made_of in live.outputs.items()}
+        self.assertIs(made[0], value)
+        self.assertEqual((made[2], made[2].data_ptr()), (value[2:6], value[2:6].data_ptr()))
 
     def test_no_call_where_the_gpu_keeps_up(self):
         live, graph = self.record(self.copies, torch.zeros(4), torch.zeros(4))
