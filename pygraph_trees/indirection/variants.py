@@ -185,7 +185,7 @@ def _load(language: str, slot: str, ty: str, divisibility: int | None) -> ast.st
 
 def _text(tree: ast.FunctionDef, slots: Collection[str], prologue: list[ast.stmt]) -> str:
     """The variant's source; the docstring stays first, and annotations of slots, which are of another type, go."""
-    for parameter in (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs):
+    for parameter in tree.args.args:
         if parameter.arg in slots:
             parameter.annotation = None
     begin = 0 if ast.get_docstring(tree, clean=False) is None else 1
@@ -201,10 +201,9 @@ def _rebuilt(fn: Any, text: str, language: str, slots: Collection[str]) -> Any:
     import triton
 
     original = fn.fn
-    if hasattr(fn, "cache_key"):
-        # A key holds the constants that helpers use only where these have their keys already: give them theirs, so that
-        # the variant's is the same whether the original was compiled in this process or not.
-        _ = fn.cache_key
+    # A key holds the constants that helpers use only where these have their keys already: this gives them theirs, so
+    # that the variant's is the same whether or not the original was compiled in this process.
+    getattr(fn, "cache_key", None)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     path = f"<variant {digest} of {original.__name__}>"
     # Where triton.jit finds the source; no time of change, so that nobody looks for a file.
@@ -215,10 +214,10 @@ def _rebuilt(fn: Any, text: str, language: str, slots: Collection[str]) -> Any:
     codes = (c for c in compile(text, path, "exec", dont_inherit=True).co_consts if isinstance(c, types.CodeType))
     code = next(c for c in codes if c.co_name == original.__name__)
     function = types.FunctionType(code, names, original.__name__, original.__defaults__)
-    function.__kwdefaults__ = original.__kwdefaults__
     function.__annotations__ = {key: ty for key, ty in inspect.get_annotations(original).items() if key not in slots}
     function.__module__ = original.__module__
-    # Triton finds functions again by module and qualified name, and calls the kernel by what follows the last dot.
+    # Triton finds functions again by module and qualified name, and calls the kernel by what follows the last dot;
+    # Inductor's static launcher looks for a kernel of the function's name.
     function.__qualname__ = f"{digest}.{original.__name__}"
     return triton.jit(function, **_jit_options(fn))
 
