@@ -4,6 +4,4 @@ A function is recorded with its live inputs at ghost addresses (``ghost``), rang
 that each word of the captured graph inside one is a place where the graph holds that input's address (``sites``). For
 each input that decides how a replay gets it: patched, or copied with a reason (``routes``). Before a replay the
 addresses that changed are written into the instantiated graph (``patching``).
-
-``variants`` rebuilds a Triton kernel so that it loads pointers from memory, where one write serves many kernels.
 """
