@@ -5,7 +5,29 @@ To add one, write a file with a builder under :func:`registry.workload`, and nam
 
 from __future__ import annotations
 
-from . import alexnet, bert, clip, deep_recommender, dlrm, ocean_eos, ocean_tke, speech, xlnet
+from . import (
+    alexnet,
+    bert,
+    blenderbot,
+    clip,
+    dalle2,
+    dcgan,
+    deberta,
+    deep_recommender,
+    densenet,
+    dlrm,
+    efficientdet,
+    gpt2,
+    lcnet,
+    mask_rcnn,
+    mobilebert,
+    mt5,
+    ocean_eos,
+    ocean_tke,
+    speech,
+    speech_decoder,
+    xlnet,
+)
 from .registry import WORKLOADS, Workload
 
 __all__ = [
@@ -13,11 +35,23 @@ __all__ = [
     "Workload",
     "alexnet",
     "bert",
+    "blenderbot",
     "clip",
+    "dalle2",
+    "dcgan",
+    "deberta",
     "deep_recommender",
+    "densenet",
     "dlrm",
+    "efficientdet",
+    "gpt2",
+    "lcnet",
+    "mask_rcnn",
+    "mobilebert",
+    "mt5",
     "ocean_eos",
     "ocean_tke",
     "speech",
+    "speech_decoder",
     "xlnet",
 ]

@@ -1,0 +1,46 @@
+"""Blenderbot small from transformers: predicting an answer, 128 tokens to 128 tokens.
+
+The sizes are those of blenderbot_small-90M: 8 layers of 512 in the encoder and the decoder, 16 heads, vocabulary 54944.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pygraph_trees.comparison.program import Program
+
+from .registry import DROPS_NOTHING, seeded, training, workload
+
+
+@workload("BSCG", mode="training", batch=64)
+def build(
+    device: torch.device | str,
+    *,
+    batch: int = 64,
+    sequence: int = 128,
+    layers: int = 8,
+    hidden: int = 512,
+    vocabulary: int = 54944,
+) -> Program:
+    """Blenderbot small, training step, 128 tokens to 128 tokens"""
+    from transformers import BlenderbotSmallConfig, BlenderbotSmallForConditionalGeneration
+
+    config = BlenderbotSmallConfig(
+        vocab_size=vocabulary,
+        d_model=hidden,
+        encoder_layers=layers,
+        decoder_layers=layers,
+        encoder_attention_heads=hidden // 32,
+        decoder_attention_heads=hidden // 32,
+        encoder_ffn_dim=4 * hidden,
+        decoder_ffn_dim=4 * hidden,
+        dropout=DROPS_NOTHING,
+        use_cache=False,
+    )
+    with seeded(device):
+        model = BlenderbotSmallForConditionalGeneration(config).train()
+        inputs = {
+            "input_ids": torch.randint(vocabulary, (batch, sequence)),
+            "labels": torch.randint(vocabulary, (batch, sequence)),
+        }
+    return Program(model, kwargs=inputs, training=True, context=training(device), name="BSCG", batch=batch)

@@ -1,0 +1,49 @@
+"""The discriminator of DCGAN in training: a step on images of 64x64.
+
+Our own definition, after "Unsupervised Representation Learning with Deep Convolutional Generative Adversarial Networks"
+(arXiv 1511.06434): four convolutions of stride 2, from 64 to 512 channels, with batch norm behind all but the first and
+leaky ReLU of slope 0.2, and a last one to a single score. As torchbench's DCGAN does, it leaves the generator out:
+the images are random and all taken for real. Weights are drawn as in the paper, with a deviation of 0.02. The
+sigmoid is part of the loss, which autocast asks for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pygraph_trees.comparison.program import Program
+
+from .registry import seeded, training, workload
+
+_SLOPE, _DEVIATION = 0.2, 0.02
+
+
+class Discriminator(nn.Module):
+    """Images [batch, 3, 64, 64] and what they are, 1 for real, to a loss."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Conv2d(3, width, 4, 2, 1, bias=False), nn.LeakyReLU(_SLOPE, inplace=True)]
+        for n in (width, 2 * width, 4 * width):
+            layers += [nn.Conv2d(n, 2 * n, 4, 2, 1, bias=False), nn.BatchNorm2d(2 * n), nn.LeakyReLU(_SLOPE, True)]
+        self.layers = nn.Sequential(*layers, nn.Conv2d(8 * width, 1, 4, bias=False))
+        for layer in self.layers:
+            if isinstance(layer, nn.Conv2d):
+                nn.init.normal_(layer.weight, 0.0, _DEVIATION)
+            elif isinstance(layer, nn.BatchNorm2d):
+                nn.init.normal_(layer.weight, 1.0, _DEVIATION)
+
+    def forward(self, images: torch.Tensor, real: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores = self.layers(images).flatten()
+        return {"loss": F.binary_cross_entropy_with_logits(scores.float(), real)}
+
+
+@workload("DCGAN", mode="training", batch=32)
+def build(device: torch.device | str, *, batch: int = 32, width: int = 64) -> Program:
+    """DCGAN's discriminator, training step, images of 64x64"""
+    with seeded(device):
+        model = Discriminator(width).train()
+        images, real = torch.randn(batch, 3, 64, 64), torch.ones(batch)
+    return Program(model, (images, real), training=True, context=training(device), name="DCGAN", batch=batch)

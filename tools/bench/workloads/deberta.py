@@ -1,0 +1,83 @@
+"""DeBERTa from transformers: masked language modelling in training, question answering by its second version.
+
+Training has the sizes of deberta-base: 12 layers of 768, vocabulary 50265. Inference has those of deberta-v2-xlarge,
+the smallest checkpoint of the second version, whose sizes are the defaults of its configuration: 24 layers of 1536,
+vocabulary 128100, positions in 256 buckets, a convolution beside the first layer. Both have 512 tokens a sequence, and
+attend to relative positions both ways, as their checkpoints do. Each attention takes a square root of a number that it
+puts into a tensor on the CPU.
+
+The first version masks scores with the least number that its queries can hold. Under autocast the queries would be
+float32, because a bias of that type is added to them, and the scores bfloat16, which that number does not fit. So the
+biases of queries and values are bfloat16 here.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pygraph_trees.comparison.program import Program
+
+from .registry import DROPS_NOTHING, inference, seeded, training, workload
+
+
+@workload("DMLM", mode="training", batch=8)
+def build_training(
+    device: torch.device | str, *, batch: int = 8, sequence: int = 512, layers: int = 12, hidden: int = 768
+) -> Program:
+    """DeBERTa base, masked language modelling step, 512 tokens"""
+    from transformers import DebertaConfig, DebertaForMaskedLM
+
+    config = DebertaConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=hidden // 64,
+        intermediate_size=4 * hidden,
+        relative_attention=True,
+        pos_att_type=["c2p", "p2c"],
+        position_biased_input=False,
+        hidden_dropout_prob=DROPS_NOTHING,
+        attention_probs_dropout_prob=DROPS_NOTHING,
+    )
+    with seeded(device):
+        model = DebertaForMaskedLM(config).train()
+        for layer in model.deberta.encoder.layer:
+            layer.attention.self.q_bias.data = layer.attention.self.q_bias.data.bfloat16()
+            layer.attention.self.v_bias.data = layer.attention.self.v_bias.data.bfloat16()
+        inputs = {
+            "input_ids": torch.randint(config.vocab_size, (batch, sequence)),
+            "labels": torch.randint(config.vocab_size, (batch, sequence)),
+        }
+    return Program(model, kwargs=inputs, training=True, context=training(device), name="DMLM", batch=batch)
+
+
+@workload("DBV2", mode="inference", batch=1)
+def build_inference(
+    device: torch.device | str, *, batch: int = 1, sequence: int = 512, layers: int = 24, hidden: int = 1536
+) -> Program:
+    """DeBERTa v2 xlarge, question answering, 512 tokens"""
+    from transformers import DebertaV2Config, DebertaV2ForQuestionAnswering
+
+    config = DebertaV2Config(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=hidden // 64,
+        attention_head_size=64,
+        intermediate_size=4 * hidden,
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        position_biased_input=False,
+        position_buckets=256,
+        share_att_key=True,
+        norm_rel_ebd="layer_norm",
+        conv_kernel_size=3,
+        conv_act="gelu",
+    )
+    with seeded(device):
+        model = DebertaV2ForQuestionAnswering(config).eval()
+        question = sequence // 16
+        inputs = {
+            "input_ids": torch.randint(config.vocab_size, (batch, sequence)),
+            "attention_mask": torch.ones(batch, sequence, dtype=torch.int64),
+            "token_type_ids": (torch.arange(sequence) >= question).long().repeat(batch, 1),
+        }
+    return Program(model, kwargs=inputs, context=inference(device), name="DBV2", batch=batch)

@@ -1,0 +1,33 @@
+"""GPT-2 language modelling from transformers, with the sizes of distilgpt2: 6 layers of 768, vocabulary 50257."""
+
+from __future__ import annotations
+
+import torch
+
+from pygraph_trees.comparison.program import Program
+
+from .registry import DROPS_NOTHING, seeded, training, workload
+
+
+@workload("DGPT2", mode="training", batch=16)
+def build(
+    device: torch.device | str, *, batch: int = 16, sequence: int = 512, layers: int = 6, hidden: int = 768
+) -> Program:
+    """DistilGPT2, language modelling step, 512 tokens"""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=layers,
+        n_embd=hidden,
+        n_head=hidden // 64,
+        embd_pdrop=DROPS_NOTHING,
+        attn_pdrop=DROPS_NOTHING,
+        resid_pdrop=DROPS_NOTHING,
+        use_cache=False,
+    )
+    with seeded(device):
+        model = GPT2LMHeadModel(config).train()
+        model.loss_type = "ForCausalLM"  # what it takes anyway, with a warning, which would break the graph
+        tokens = torch.randint(config.vocab_size, (batch, sequence))
+    inputs = {"input_ids": tokens, "labels": tokens.clone()}
+    return Program(model, kwargs=inputs, training=True, context=training(device), name="DGPT2", batch=batch)

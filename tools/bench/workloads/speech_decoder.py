@@ -1,0 +1,54 @@
+"""The decoder of Speech2Text2 in training, without an encoder, 128 tokens.
+
+transformers has that model no longer. TrOCR's decoder, which it has, is the same one under these settings: sinusoidal
+positions, no norm of the embeddings, norms behind the sums, ReLU, embeddings scaled by the root of their width and
+shared with the output layer. The sizes are the defaults of Speech2Text2's configuration: 6 layers of 256 with 4 heads,
+2048 between them, vocabulary 10000. The attention to an encoder has weights, and is left out where there is none. The
+table of positions, a plain attribute there, is made a buffer, so that it belongs to the model's state.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pygraph_trees.comparison.program import Program
+
+from .registry import DROPS_NOTHING, seeded, training, workload
+
+
+@workload("STCLM", mode="training", batch=256)
+def build(
+    device: torch.device | str,
+    *,
+    batch: int = 256,
+    sequence: int = 128,
+    layers: int = 6,
+    hidden: int = 256,
+    vocabulary: int = 10000,
+) -> Program:
+    """Decoder of Speech2Text2, language modelling step, 128 tokens"""
+    from transformers import TrOCRConfig, TrOCRForCausalLM
+
+    config = TrOCRConfig(
+        vocab_size=vocabulary,
+        d_model=hidden,
+        decoder_layers=layers,
+        decoder_attention_heads=hidden // 64,
+        decoder_ffn_dim=8 * hidden,
+        activation_function="relu",
+        max_position_embeddings=1024,
+        dropout=DROPS_NOTHING,
+        use_cache=False,
+        scale_embedding=True,
+        use_learned_position_embeddings=False,
+        layernorm_embedding=False,
+    )
+    with seeded(device):
+        model = TrOCRForCausalLM(config).train()
+        positions = model.model.decoder.embed_positions
+        table = positions.get_embedding(config.max_position_embeddings, hidden, config.pad_token_id)
+        del positions.weights
+        positions.register_buffer("weights", table)
+        tokens = torch.randint(vocabulary, (batch, sequence))
+    inputs = {"input_ids": tokens, "labels": tokens.clone()}
+    return Program(model, kwargs=inputs, training=True, context=training(device), name="STCLM", batch=batch)
