@@ -13,6 +13,7 @@ import torch
 from pygraph_trees.comparison.program import Program
 
 from .registry import DROPS_NOTHING, inference, seeded, training, workload
+from .texts import labelled, question
 
 
 def _config(layers: int, hidden: int, **settings: Any) -> Any:
@@ -38,10 +39,7 @@ def build_training(
     config = _config(layers, hidden, hidden_dropout_prob=DROPS_NOTHING, attention_probs_dropout_prob=DROPS_NOTHING)
     with seeded(device):
         model = BertForMaskedLM(config).train()
-        inputs = {
-            "input_ids": torch.randint(config.vocab_size, (batch, sequence)),
-            "labels": torch.randint(config.vocab_size, (batch, sequence)),
-        }
+        inputs = labelled(config.vocab_size, batch, sequence)
     return Program(model, kwargs=inputs, training=True, context=training(device), name="BERT", batch=batch)
 
 
@@ -55,10 +53,5 @@ def build_inference(
     config = _config(layers, hidden)
     with seeded(device):
         model = BertForQuestionAnswering(config).eval()
-        question = sequence // 16
-        inputs = {
-            "input_ids": torch.randint(config.vocab_size, (batch, sequence)),
-            "attention_mask": torch.ones(batch, sequence, dtype=torch.int64),
-            "token_type_ids": (torch.arange(sequence) >= question).long().repeat(batch, 1),
-        }
+        inputs = question(config.vocab_size, batch, sequence)
     return Program(model, kwargs=inputs, context=inference(device), name="BERT-I", batch=batch)

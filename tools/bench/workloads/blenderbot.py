@@ -10,6 +10,7 @@ import torch
 from pygraph_trees.comparison.program import Program
 
 from .registry import DROPS_NOTHING, seeded, training, workload
+from .texts import labelled
 
 
 @workload("BSCG", mode="training", batch=64)
@@ -39,8 +40,5 @@ def build(
     )
     with seeded(device):
         model = BlenderbotSmallForConditionalGeneration(config).train()
-        inputs = {
-            "input_ids": torch.randint(vocabulary, (batch, sequence)),
-            "labels": torch.randint(vocabulary, (batch, sequence)),
-        }
+        inputs = labelled(vocabulary, batch, sequence)
     return Program(model, kwargs=inputs, training=True, context=training(device), name="BSCG", batch=batch)

@@ -18,6 +18,7 @@ import torch
 from pygraph_trees.comparison.program import Program
 
 from .registry import DROPS_NOTHING, inference, seeded, training, workload
+from .texts import labelled, question
 
 
 @workload("DMLM", mode="training", batch=8)
@@ -43,10 +44,7 @@ def build_training(
         for layer in model.deberta.encoder.layer:
             layer.attention.self.q_bias.data = layer.attention.self.q_bias.data.bfloat16()
             layer.attention.self.v_bias.data = layer.attention.self.v_bias.data.bfloat16()
-        inputs = {
-            "input_ids": torch.randint(config.vocab_size, (batch, sequence)),
-            "labels": torch.randint(config.vocab_size, (batch, sequence)),
-        }
+        inputs = labelled(config.vocab_size, batch, sequence)
     return Program(model, kwargs=inputs, training=True, context=training(device), name="DMLM", batch=batch)
 
 
@@ -74,10 +72,5 @@ def build_inference(
     )
     with seeded(device):
         model = DebertaV2ForQuestionAnswering(config).eval()
-        question = sequence // 16
-        inputs = {
-            "input_ids": torch.randint(config.vocab_size, (batch, sequence)),
-            "attention_mask": torch.ones(batch, sequence, dtype=torch.int64),
-            "token_type_ids": (torch.arange(sequence) >= question).long().repeat(batch, 1),
-        }
+        inputs = question(config.vocab_size, batch, sequence)
     return Program(model, kwargs=inputs, context=inference(device), name="DBV2", batch=batch)

@@ -7,6 +7,7 @@ import torch
 from pygraph_trees.comparison.program import Program
 
 from .registry import DROPS_NOTHING, seeded, training, workload
+from .texts import continued
 
 
 @workload("DGPT2", mode="training", batch=16)
@@ -28,6 +29,5 @@ def build(
     with seeded(device):
         model = GPT2LMHeadModel(config).train()
         model.loss_type = "ForCausalLM"  # what it takes anyway, with a warning, which would break the graph
-        tokens = torch.randint(config.vocab_size, (batch, sequence))
-    inputs = {"input_ids": tokens, "labels": tokens.clone()}
+        inputs = continued(config.vocab_size, batch, sequence)
     return Program(model, kwargs=inputs, training=True, context=training(device), name="DGPT2", batch=batch)

@@ -10,6 +10,7 @@ import torch
 from pygraph_trees.comparison.program import Program
 
 from .registry import inference, seeded, workload
+from .texts import question
 
 
 @workload("MBERT", mode="inference", batch=128)
@@ -20,10 +21,5 @@ def build(device: torch.device | str, *, batch: int = 128, sequence: int = 128, 
     config = MobileBertConfig(num_hidden_layers=layers)
     with seeded(device):
         model = MobileBertForQuestionAnswering(config).eval()
-        question = sequence // 16
-        inputs = {
-            "input_ids": torch.randint(config.vocab_size, (batch, sequence)),
-            "attention_mask": torch.ones(batch, sequence, dtype=torch.int64),
-            "token_type_ids": (torch.arange(sequence) >= question).long().repeat(batch, 1),
-        }
+        inputs = question(config.vocab_size, batch, sequence)
     return Program(model, kwargs=inputs, context=inference(device), name="MBERT", batch=batch)

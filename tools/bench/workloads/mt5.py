@@ -8,16 +8,25 @@ and values is returned.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from pygraph_trees.comparison.program import Program
 
 from .registry import DROPS_NOTHING, inference, seeded, training, workload
+from .texts import labelled
 
 
-def _model(layers: int, hidden: int, vocabulary: int, **settings: Any) -> torch.nn.Module:
+def _program(
+    device: torch.device | str,
+    name: str,
+    *,
+    trains: bool,
+    batch: int = 16,
+    sequence: int = 128,
+    layers: int = 8,
+    hidden: int = 512,
+    vocabulary: int = 250112,
+) -> Program:
     from transformers import MT5Config, MT5ForConditionalGeneration
 
     config = MT5Config(
@@ -26,49 +35,26 @@ def _model(layers: int, hidden: int, vocabulary: int, **settings: Any) -> torch.
         d_ff=2 * hidden,
         num_layers=layers,
         num_decoder_layers=layers,
+        dropout_rate=DROPS_NOTHING,
         use_cache=False,
-        **settings,
     )
-    model = MT5ForConditionalGeneration(config)
-    model.lm_head = torch.nn.Linear(hidden, vocabulary, bias=False)
-    return model
+    with seeded(device):
+        model = MT5ForConditionalGeneration(config).train(trains)
+        model.lm_head = torch.nn.Linear(hidden, vocabulary, bias=False)
+        inputs = labelled(vocabulary, batch, sequence)
+    if not trains:
+        inputs["decoder_input_ids"] = inputs.pop("labels")
+    context = training(device) if trains else inference(device)
+    return Program(model, kwargs=inputs, training=trains, context=context, name=name, batch=batch)
 
 
 @workload("MTCG-T", mode="training", batch=16)
-def build_training(
-    device: torch.device | str,
-    *,
-    batch: int = 16,
-    sequence: int = 128,
-    layers: int = 8,
-    hidden: int = 512,
-    vocabulary: int = 250112,
-) -> Program:
+def build_training(device: torch.device | str, **sizes: int) -> Program:
     """MT5 small, training step, 128 tokens to 128 tokens"""
-    with seeded(device):
-        model = _model(layers, hidden, vocabulary, dropout_rate=DROPS_NOTHING).train()
-        inputs = {
-            "input_ids": torch.randint(vocabulary, (batch, sequence)),
-            "labels": torch.randint(vocabulary, (batch, sequence)),
-        }
-    return Program(model, kwargs=inputs, training=True, context=training(device), name="MTCG-T", batch=batch)
+    return _program(device, "MTCG-T", trains=True, **sizes)
 
 
 @workload("MTCG-I", mode="inference", batch=16)
-def build_inference(
-    device: torch.device | str,
-    *,
-    batch: int = 16,
-    sequence: int = 128,
-    layers: int = 8,
-    hidden: int = 512,
-    vocabulary: int = 250112,
-) -> Program:
+def build_inference(device: torch.device | str, **sizes: int) -> Program:
     """MT5 small, scores of 128 tokens given 128 tokens"""
-    with seeded(device):
-        model = _model(layers, hidden, vocabulary).eval()
-        inputs = {
-            "input_ids": torch.randint(vocabulary, (batch, sequence)),
-            "decoder_input_ids": torch.randint(vocabulary, (batch, sequence)),
-        }
-    return Program(model, kwargs=inputs, context=inference(device), name="MTCG-I", batch=batch)
+    return _program(device, "MTCG-I", trains=False, **sizes)

@@ -14,6 +14,7 @@ import torch
 from pygraph_trees.comparison.program import Program
 
 from .registry import DROPS_NOTHING, seeded, training, workload
+from .texts import continued
 
 
 @workload("STCLM", mode="training", batch=256)
@@ -49,6 +50,5 @@ def build(
         table = positions.get_embedding(config.max_position_embeddings, hidden, config.pad_token_id)
         del positions.weights
         positions.register_buffer("weights", table)
-        tokens = torch.randint(vocabulary, (batch, sequence))
-    inputs = {"input_ids": tokens, "labels": tokens.clone()}
+        inputs = continued(vocabulary, batch, sequence)
     return Program(model, kwargs=inputs, training=True, context=training(device), name="STCLM", batch=batch)

@@ -11,6 +11,7 @@ import torch
 from pygraph_trees.comparison.program import Program
 
 from .registry import DROPS_NOTHING, inference, seeded, training, workload
+from .texts import continued
 
 
 @workload("XLNET-I", mode="inference", batch=1)
@@ -44,6 +45,5 @@ def build_training(
     )
     with seeded(device):
         model = XLNetLMHeadModel(config).to(device).train()  # some parameters ignore the default device
-        tokens = torch.randint(config.vocab_size, (batch, sequence))
-    inputs = {"input_ids": tokens, "labels": tokens.clone()}
+        inputs = continued(config.vocab_size, batch, sequence)
     return Program(model, kwargs=inputs, training=True, context=training(device), name="XLNET-T", batch=batch)

@@ -1,0 +1,28 @@
+"""What language models are given: random tokens, in the form in which a tokenizer or a data set gives them.
+
+Each is a dictionary of the names that transformers has for its models' arguments, to integers [batch, sequence].
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def labelled(vocabulary: int, batch: int, sequence: int) -> dict[str, torch.Tensor]:
+    """Tokens, and others to be predicted."""
+    return {name: torch.randint(vocabulary, (batch, sequence)) for name in ("input_ids", "labels")}
+
+
+def continued(vocabulary: int, batch: int, sequence: int) -> dict[str, torch.Tensor]:
+    """Tokens, each of which is to be predicted from those before it."""
+    tokens = torch.randint(vocabulary, (batch, sequence))
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def question(vocabulary: int, batch: int, sequence: int) -> dict[str, torch.Tensor]:
+    """A question, a 16th of the tokens, and a text that answers it."""
+    return {
+        "input_ids": torch.randint(vocabulary, (batch, sequence)),
+        "attention_mask": torch.ones(batch, sequence, dtype=torch.int64),
+        "token_type_ids": (torch.arange(sequence) >= sequence // 16).long().repeat(batch, 1),
+    }
