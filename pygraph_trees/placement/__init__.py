@@ -1,0 +1,54 @@
+"""Values that the CPU computes and the GPU needs are computed on the GPU, where that changes no result.
+
+:func:`place` rewrites one graph, as it stands behind Inductor's post-grad passes; :func:`place_for_graphs` does so
+where the flags ask for it, and leaves what was done with the graph's module.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from pygraph_trees.coverage.compiled import PLACED, WHY_NOT_PLACED
+from pygraph_trees.settings import Settings
+
+from .moves import place
+from .plan import Move, Placed, Stay
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import fx
+
+__all__ = ["Move", "Placed", "Stay", "place", "place_for_graphs"]
+
+_log = logging.getLogger("pygraph_trees.placement")
+
+
+def place_for_graphs(graph: fx.Graph, has_addresses: Callable[[], bool]) -> bool:
+    """Rewrites a graph that is compiled for CUDA graphs; False where placement is off or nothing is to be graphed.
+
+    Args:
+        has_addresses: whether a CUDA graph can be given the address of what it copies at each replay.
+    """
+    from torch._inductor import config
+
+    settings = Settings.current()
+    if settings.placement == "off" or not config.triton.cudagraphs:
+        return False
+    placed = Placed()
+    try:
+        stages = settings.indirection != "off" and has_addresses()
+        place(graph, exact=settings.placement == "exact", stages=stages, placed=placed)
+    except Exception:
+        # Each step leaves the graph as good as it was, so what was done so far stays.
+        _log.warning("a graph could not be rewritten any further", exc_info=True)
+        placed.why_not = "an error; see the log"
+    if graph.owning_module is not None:
+        graph.owning_module.meta[PLACED] = tuple(placed.records())
+        graph.owning_module.meta[WHY_NOT_PLACED] = placed.why_not
+    for move in placed.moves:
+        _log.debug("%s: %s: %s", move.node, move.how.value, move.source)
+    for stay in placed.stays:
+        _log.debug("%s: stays: %s: %s", stay.node, stay.why, stay.source)
+    return True

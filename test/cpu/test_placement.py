@@ -1,0 +1,152 @@
+"""Graphs that mix CPU and GPU, rewritten: the same values in the same places, and less for the GPU to wait for."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+import unittest
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mixed_programs import GPU, programs, run_steps, traced
+from placement_programs import PROGRAMS
+from real_programs import REAL, noise_schedule, tokens
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.absent_gpu import absent_gpu, lower
+from pygraph_trees.coverage.compiled import partitions_of
+from pygraph_trees.placement import place
+from pygraph_trees.placement.nodes import is_copy_between_devices, is_on_cpu, is_on_gpu
+
+EXAMPLES = settings(max_examples=300, deadline=None)
+
+
+class OnCpu(fx.Interpreter):
+    """Runs a graph with both devices on the CPU."""
+
+    def call_function(self, target, args, kwargs):
+        args, kwargs = fx.node.map_aggregate(
+            (args, kwargs), lambda a: torch.device("cpu") if isinstance(a, torch.device) else a
+        )
+        found = super().call_function(target, args, kwargs)
+        # A copy between devices is never its source.
+        return found.clone() if target is torch.ops.prims.device_put.default else found
+
+
+class TestPlacement(TestCase):
+    def check(self, program, inputs, **how):
+        """Both graphs on the CPU; gives the rewritten one and what was done."""
+        with absent_gpu("sm_90"):
+            before = traced(program, inputs)
+            after = copy.deepcopy(before)
+            placed = place(after.graph, **how)
+            after.recompile()
+        real = [x.clone() for x, _ in inputs]
+        wanted = OnCpu(before).run(*[x.clone() for x in real])
+        found = OnCpu(after).run(*[x.clone() for x in real])
+        self.assertEqual(len(found), len(wanted))
+        for one, other in zip(found, wanted, strict=True):
+            self.assertEqual(one, other, rtol=0, atol=0, exact_dtype=True)
+            self.assertEqual(one.stride(), other.stride())
+        for one, other in zip(after.graph.output_node().args[0], before.graph.output_node().args[0], strict=True):
+            for what in ("device", "dtype", "shape"):
+                self.assertEqual(getattr(one.meta["val"], what), getattr(other.meta["val"], what))
+            self.assertEqual(one.meta["val"].stride(), other.meta["val"].stride())
+        memory = [t.untyped_storage().data_ptr() for t in found]
+        self.assertEqual(
+            [memory.index(m) for m in memory],
+            [[t.untyped_storage().data_ptr() for t in wanted].index(t.untyped_storage().data_ptr()) for t in wanted],
+        )
+        return after, placed
+
+    def test_any_program(self):
+        @EXAMPLES
+        @given(programs(), st.booleans())
+        def check(drawn, exact):
+            inputs, steps, outputs = drawn
+            after, placed = self.check(run_steps(steps, outputs), inputs, exact=exact)
+            if placed.why_not is None:
+                for node in after.graph.nodes:
+                    if is_copy_between_devices(node) and is_on_gpu(node):
+                        self.assertFalse(is_on_cpu(node.args[0]) and node.args[0].op == "placeholder", node)
+
+        check()
+
+    def test_several_gpus(self):
+        """The graph is left alone, and says why."""
+        with absent_gpu("sm_90"), FakeTensorMode() as mode:
+            graph = fx.Graph()
+            on_cpu, *on_gpus = (graph.placeholder(name) for name in "cab")
+            on_cpu.meta["val"] = torch.empty(4)
+            for index, node in enumerate(on_gpus):
+                node.meta["val"] = FakeTensor(mode, torch.empty(4, device="meta"), torch.device("cuda", index))
+            moved = graph.call_function(torch.ops.prims.device_put.default, (on_cpu, GPU))
+            moved.meta["val"] = torch.empty(4, device=GPU)
+            graph.output((moved, *on_gpus))
+            before = str(graph)
+            placed = place(graph)
+        self.assertEqual((str(graph), placed.why_not, placed.moves), (before, "it has several GPUs", []))
+
+
+class TestLowered(TestCase):
+    """Partitions of what Inductor makes for a GPU that is not there."""
+
+    def partitions(self, program, inputs, how):
+        torch._dynamo.reset()
+        with torch._inductor.config.patch({"triton.pygraph_placement": how}):
+            (graph,) = lower(program, inputs)
+        found = [part.graphed for part in partitions_of(graph.graph.scheduler)]
+        return graph, (sum(found), len(found) - sum(found))
+
+    def test_families(self):
+        for program in PROGRAMS:
+            inputs = [item.make("meta", 0) for item in program.inputs]
+            for how, wanted in (("full", program.full), ("exact", program.exact or program.full)):
+                with self.subTest(program.family, name=program.name, how=how):
+                    _, found = self.partitions(program.fn, inputs, how)
+                    self.assertEqual(found, wanted)
+
+    def test_real_programs(self):
+        for build in REAL:
+            with self.subTest(build.__name__):
+                if build is tokens and importlib.util.find_spec("transformers") is None:
+                    raise unittest.SkipTest("transformers is not installed")
+                program, inputs = build("meta", small=True)
+                self.assertEqual(self.partitions(program, inputs, "off")[1], (1, 1))
+                # Steps of the noise schedule are looked up by the CPU, which says so where one is out of bounds.
+                wanted = (1, int(build is noise_schedule))
+                self.assertEqual(self.partitions(program, inputs, "full")[1], wanted)
+
+    def test_outputs_are_where_eager_has_them(self):
+        def program(x, v):
+            return torch.arange(4), v + 1, x + torch.arange(64).to("cuda"), (v * 2).to("cuda"), torch.arange(4) * 2
+
+        graph, _ = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
+        devices = [node.meta["val"].device.type for node in graph.gm.graph.output_node().args[0]]
+        self.assertEqual(devices, ["cpu", "cpu", "cuda", "cuda", "cpu"])
+
+    def test_without_addresses(self):
+        """What graphs cannot copy themselves is copied outside of them."""
+        with torch._inductor.config.patch({"triton.pygraph_indirection": "off"}):
+            for program in (lambda x, v: x * v.to("cuda"), lambda x, v: x * (v + 1).to("cuda")):
+                graph, found = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
+                self.assertEqual(found, (1, 1))
+                self.assertNotIn("pygraph_trees.staged", graph.source_code)
+
+    def test_nothing_to_do(self):
+        """The same code as without placement."""
+        for program in (lambda x: x.sin() @ x, lambda x: torch.arange(64, device="cuda") + x):
+            graphs = [self.partitions(program, (torch.empty(64, device="meta"),), how)[0] for how in ("off", "full")]
+            codes = [graph.source_code.partition("\n")[2] for graph in graphs]  # the first line has a number
+            self.assertEqual(codes[0], codes[1])
+
+
+if __name__ == "__main__":
+    run_tests()
