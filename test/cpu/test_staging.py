@@ -68,6 +68,29 @@ class StagingTestCase(LiveInputsTestCase):
 
 
 class TestBuffers(StagingTestCase):
+    def test_any_size_and_layout(self):
+        """Whatever the layout of the first value and of the next one: each is read in the layout of the buffer."""
+        for side in (4, 300):
+            wide = torch.arange(float(side * side)).view(side, side)
+            layouts = {
+                "dense": wide,
+                "transposed": wide.t(),
+                "every second one": torch.arange(2.0 * side * side).view(side, 2 * side)[:, ::2],
+                "expanded": torch.arange(float(side)).expand(side, side),
+                "negated": torch._neg_view(wide),
+                "of booleans": wide % 3 == 0,
+                "conjugated": torch.complex(wide, wide).conj(),
+                "a gradient's": wide.clone().requires_grad_(),
+            }
+            for first_name, first in layouts.items():
+                for name, value in layouts.items():
+                    if value.dtype == first.dtype:
+                        with self.subTest(first_name, then=name, side=side):
+                            buffers = Staging([first.detach()])
+                            buffers.put([value])
+                            (memory,) = buffers.stand_ins
+                            self.assertEqual(memory, value.detach().resolve_neg().resolve_conj(), rtol=0, atol=0)
+
     def test_what_is_queued_is_not_written_to(self):
         @settings(max_examples=200, deadline=None)
         @given(st.lists(st.sampled_from(["launch", "launch", "put", "done"]), max_size=60), st.booleans())
