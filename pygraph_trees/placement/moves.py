@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
+from torch.utils._pytree import tree_map
 
 from .nodes import (
     aten,
+    computes_in_double,
     cpu_inputs,
     is_copy_between_devices,
     is_on_cpu,
@@ -27,6 +29,9 @@ from .nodes import (
 )
 from .plan import MOST_STAGED_NBYTES, How, Move, Placed, Plan, needs, stay
 from .staging import staged
+
+# What is made of numbers alone is computed in its own type where it is larger, as upstream does.
+_MOST_IN_DOUBLE_NBYTES = 4 << 20
 
 
 def place(graph: fx.Graph, *, exact: bool = False, stages: bool = True, placed: Placed | None = None) -> Placed:
@@ -45,7 +50,7 @@ def place(graph: fx.Graph, *, exact: bool = False, stages: bool = True, placed: 
         return placed
     if torch.device("cpu") not in devices:
         return placed
-    _Rewriting(graph, gpus.pop(), Plan(exact=exact), placed, stages).run()
+    _Rewriting(graph, gpus.pop(), Plan(graph, exact=exact), placed, stages).run()
     return placed
 
 
@@ -117,10 +122,8 @@ class _Rewriting:
         if how is How.KEPT:
             source = node.args[0]
             assert isinstance(source, fx.Node)
-            if source.meta["val"].dtype == node.meta["val"].dtype:
-                return source
             with self._graph.inserting_after(node):
-                return self._call(prims.convert_element_type.default, (source, node.meta["val"].dtype), node)
+                return self._converted(source, node.meta["val"].dtype, node)
         if how is How.CONSTANT or why_not_staged:
             with self._graph.inserting_after(_behind_inputs(node)):
                 return self._call(prims.device_put.default, (node, self._gpu, True), node)
@@ -143,8 +146,28 @@ class _Rewriting:
             kwargs |= {"device": self._gpu}
         if kwargs.get("pin_memory"):
             kwargs |= {"pin_memory": False}
-        with self._graph.inserting_after(max([node, *(self._there[source] for source in cpu_inputs(node))])):
-            return self._call(node.target, args, node, kwargs)
+        in_double = computes_in_double(node)
+        if node in self._plan.of_numbers and nbytes_of(node) > _MOST_IN_DOUBLE_NBYTES:
+            in_double = False
+        behind = max([node, *(self._there[source] for source in cpu_inputs(node))])
+        with self._graph.inserting_before(behind.next):
+            if not in_double:
+                return self._call(node.target, args, node, kwargs)
+            args, kwargs = tree_map(lambda value: self._in_double(value, node), (args, kwargs))
+            return self._converted(self._call(node.target, args, node, kwargs), torch.float32, node)
+
+    def _in_double(self, value: Any, like: fx.Node) -> Any:
+        """An argument: what the CPU computes with, in double precision."""
+        if isinstance(value, float):
+            return torch.tensor(value, dtype=torch.float32).item()
+        if not isinstance(value, fx.Node) or not isinstance(value.meta["val"], torch.Tensor):
+            return value
+        return self._converted(self._converted(value, torch.float32, like), torch.float64, like)
+
+    def _converted(self, node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+        if node.meta["val"].dtype == dtype:
+            return node
+        return self._call(prims.convert_element_type.default, (node, dtype), like)
 
     def _call(self, target: Any, args: Any, like: fx.Node, kwargs: Any = None) -> fx.Node:
         node = self._graph.call_function(target, args, kwargs or {})

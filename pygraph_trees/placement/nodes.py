@@ -32,12 +32,40 @@ _MOVES_ELEMENTS = frozenset(
         aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.isnan, aten.isinf, aten.logical_not,
         aten.logical_and, aten.logical_or, aten.logical_xor, aten.neg, aten.abs, aten.minimum, aten.maximum,
         aten.amax, aten.amin, aten.empty_like, aten.new_empty,
-        prims.view_of,
+        prims.view_of, prims.rev,
     }
 )  # fmt: skip
 # What they read depends on numbers among their inputs. One that is out of bounds is an error on the CPU, after which
 # the program goes on; on the GPU it ends all work of the process.
 _LOOKS_UP = {aten.index: 1, aten.index_select: 2, aten.gather: 2, aten.embedding: 1, aten.index_put: 1}  # argument
+_COMPARES = frozenset(
+    {
+        aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.isnan, aten.isinf, aten.logical_not,
+        aten.logical_and, aten.logical_or, aten.logical_xor,
+    }
+)  # fmt: skip
+# What IEEE 754 says to the bit, for numbers of single precision that are computed with in double precision and rounded.
+_COMPUTES = frozenset(
+    {
+        aten.add, aten.sub, aten.mul, aten.div, aten.reciprocal, aten.square, aten.fmod, aten.relu,
+        aten.clamp, aten.clamp_min, aten.clamp_max, aten.ceil, aten.floor, aten.trunc, aten.round, aten.sign,
+        aten.copysign,
+    }
+)  # fmt: skip
+# The same with double precision's own error, which may be the last place of what the CPU finds in single precision.
+# Measured: other functions differ by more, for the CPU's are not that near.
+_COMPUTES_NEARLY = frozenset(
+    {
+        aten.sqrt, aten.rsqrt, aten.pow, aten.exp, aten.exp2, aten.expm1, aten.log, aten.log2, aten.log10, aten.log1p,
+        aten.sin, aten.cos, aten.tan, aten.tanh, aten.asin, aten.acos, aten.atan, aten.atan2, aten.erf, aten.erfc,
+    }
+)  # fmt: skip
+_COMPUTES_INTEGERS = frozenset(
+    {
+        aten.add, aten.sub, aten.mul, aten.square, aten.relu, aten.clamp, aten.clamp_min, aten.clamp_max, aten.sign,
+        aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor, aten.bitwise_not,
+    }
+)  # fmt: skip
 # Of integers, which every device adds up to the same; sums of others depend on their order.
 _REDUCES = frozenset(
     {
@@ -108,8 +136,13 @@ def is_constructor(node: fx.Node) -> bool:
     )
 
 
-def why_not_elsewhere(node: fx.Node, *, exact: bool) -> str | None:
-    """Why a call cannot be made on another device with the same result; None where it can."""
+def why_not_elsewhere(node: fx.Node, *, exact: bool, of_numbers: bool = False) -> str | None:
+    """Why a call cannot be made on another device with the same result; None where it can.
+
+    Args:
+        exact: leave what rounds to the CPU.
+        of_numbers: whether it is computed of constructors alone. Upstream moves all of that, however it rounds.
+    """
     target = node.target
     if node.op != "call_function":
         return f"it is a {node.op}"
@@ -131,7 +164,7 @@ def why_not_elsewhere(node: fx.Node, *, exact: bool) -> str | None:
         return "its result does not lie on the CPU"
     if any(t.layout != torch.strided for t in tensors_of(node)):
         return "it is sparse"
-    if not (is_constructor(node) or _is_known(node)):
+    if not (is_constructor(node) or (of_numbers and not exact) or _is_known(node)):
         return "it may give something else on the GPU"
     if _may_divide_by_zero(node):
         return "it divides integers, and a division by zero is an error of the CPU's"
@@ -141,7 +174,7 @@ def why_not_elsewhere(node: fx.Node, *, exact: bool) -> str | None:
 
 
 def _is_known(node: fx.Node) -> bool:
-    """Whether it is known that every device gives the same, but for how it rounds each number.
+    """Whether it is known that every device gives the same, or the next number to it where :func:`rounds_nearly`.
 
     Not so are products of matrices, which have other precisions or do not exist for integers; sums of floating-point
     numbers; what chooses among equal elements, or among several that are written to one place; decompositions.
@@ -150,10 +183,65 @@ def _is_known(node: fx.Node) -> bool:
     if target is aten.index_put.default:
         return _writes_one_number(node)
     packet = target.overloadpacket
-    if packet in _MOVES_ELEMENTS or packet in _TYPES or torch.Tag.pointwise in target.tags:
+    if packet in _MOVES_ELEMENTS:
         return True
-    inputs = [tensor for source in node.all_input_nodes for tensor in tensors_of(source)]
-    return packet in _REDUCES | _DIVIDES and all(_is_integral(tensor) for tensor in [*inputs, *tensors_of(node)])
+    if packet in _TYPES:
+        return _converts_alike(node)
+    if all(_is_integral(tensor) for tensor in [*_tensors_given(node), *tensors_of(node)]):
+        return packet in _COMPUTES_INTEGERS | _REDUCES | _DIVIDES or _is_small_power(node)
+    return computes_in_double(node)
+
+
+def computes_in_double(node: fx.Node) -> bool:
+    """Whether the CPU computes it in single precision, and the GPU finds the same by double precision, rounded."""
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.overloadpacket not in _COMPUTES | _COMPUTES_NEARLY:
+        return False
+    if "rounding_mode" in node.kwargs or node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("decimals"):
+        return False
+    for arg in pytree.tree_leaves((node.args, node.kwargs)):
+        if isinstance(arg, fx.Node):
+            if isinstance(arg.meta.get("val"), torch.SymFloat):
+                return False
+        elif not (arg is None or isinstance(arg, float) or (isinstance(arg, int) and abs(arg) <= 1 << 24)):
+            return False
+    return {t.dtype for t in tensors_of(node)} == {torch.float32} and {t.dtype for t in _tensors_given(node)} <= _SINGLE
+
+
+def rounds_nearly(node: fx.Node) -> bool:
+    """Whether its last place may differ, so that nothing but its elements is to be had of it."""
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload) or all(_is_integral(tensor) for tensor in tensors_of(node)):
+        return False
+    return target.overloadpacket in _COMPUTES_NEARLY or not (is_constructor(node) or _is_known(node))
+
+
+def keeps_elements(node: fx.Node) -> bool:
+    """Whether it gives nothing but elements of its inputs, or numbers that it is given."""
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return True  # an item of several
+    return target.overloadpacket in _MOVES_ELEMENTS - _COMPARES
+
+
+# What a CPU computes with in single precision, and makes that of before.
+_SINGLE = frozenset({torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
+_NUMBERS = _SINGLE | {torch.float64, torch.float16, torch.bfloat16}
+
+
+def _tensors_given(node: fx.Node) -> list[torch.Tensor]:
+    return [tensor for source in node.all_input_nodes for tensor in tensors_of(source)]
+
+
+def _converts_alike(node: fx.Node) -> bool:
+    """All round alike; what does not fit into an integer is another number on each device."""
+    types = {tensor.dtype for tensor in [*_tensors_given(node), *tensors_of(node)]}
+    to_integer = all(_is_integral(t) and t.dtype != torch.bool for t in tensors_of(node))
+    return types <= _NUMBERS and (not to_integer or all(_is_integral(t) for t in _tensors_given(node)))
+
+
+def _is_small_power(node: fx.Node) -> bool:
+    return node.target is aten.pow.Tensor_Scalar and isinstance(node.args[1], int) and 0 <= node.args[1] < 32
 
 
 def _writes_one_number(node: fx.Node) -> bool:
@@ -177,7 +265,7 @@ def is_exact(node: fx.Node) -> bool:
     packet = target.overloadpacket
     if packet in _MOVES_ELEMENTS:
         return True
-    inputs = [tensor for source in node.all_input_nodes for tensor in tensors_of(source)]
+    inputs = _tensors_given(node)
     if packet in _TYPES:
         # To a type with fewer numbers CPU and GPU round alike; what does not fit into an integer is another matter.
         return all(_is_integral(t) for t in tensors_of(node)) <= all(_is_integral(t) for t in inputs)

@@ -13,6 +13,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from last_place import COUNT, EQUAL, NEXT, STAYS, numbers, places_apart
 from mixed_programs import GPU, programs, run_steps, traced
 from placement_programs import PROGRAMS
 from real_programs import REAL, noise_schedule, tokens
@@ -78,6 +79,44 @@ class TestPlacement(TestCase):
                         self.assertFalse(is_on_cpu(node.args[0]) and node.args[0].op == "placeholder", node)
 
         check()
+
+    def test_last_place(self):
+        """Single precision by double precision: as near as is said, of the CPU's own functions."""
+        for functions, most in ((EQUAL, 0), (NEXT, 1)):
+            for name, function in functions.items():
+                with self.subTest(name):
+                    module, placed = self.placed_function(function)
+                    self.assertTrue(all(stay.how == "staged" and "input" in stay.why for stay in placed.stays))
+                    values = numbers()
+                    found = OnCpu(module).run(values, torch.zeros(1))
+                    self.assertEqual(found.dtype, torch.float32)
+                    self.assertLessEqual(places_apart(found, function(values)), most)
+
+    def test_what_may_be_further_apart_stays(self):
+        for name, function in STAYS.items():
+            with self.subTest(name):
+                _, placed = self.placed_function(function)
+                self.assertTrue(any("input" not in stay.why for stay in placed.stays), placed.stays)
+
+    def test_of_numbers_alone(self):
+        """As upstream has it, however it rounds; as near as may be where it is not large."""
+        program = lambda v, x: (torch.linspace(0, 1, 1000).cumsum(0).sin() * 3).to(GPU)  # noqa: E731
+        module, placed = self.placed_function(program)
+        self.assertEqual(placed.stays, [])
+        self.assertIn(torch.float64, [node.meta["val"].dtype for node in module.graph.nodes if "val" in node.meta])
+        large = lambda v, x: (torch.arange(2 << 20) * 0.5).to(GPU)  # noqa: E731
+        module, _ = self.placed_function(large)
+        self.assertNotIn(torch.float64, [node.meta["val"].dtype for node in module.graph.nodes if "val" in node.meta])
+
+    def placed_function(self, function):
+        """The graph of a function of a CPU tensor, whose result goes to the GPU, rewritten."""
+        takes = function.__code__.co_argcount if hasattr(function, "__code__") else 1
+        program = function if takes == 2 else lambda v, x: torch.ops.prims.device_put(function(v), GPU)
+        with absent_gpu("sm_90"):
+            module = traced(program, [(torch.zeros(COUNT), "cpu"), (torch.zeros(1), "gpu")])
+            placed = place(module.graph)
+            module.recompile()
+        return module, placed
 
     def test_several_gpus(self):
         """The graph is left alone, and says why."""
