@@ -50,6 +50,9 @@ PATCHES: tuple[Patch, ...] = (
                 (
                     Expectation(_MODULE, "move_constructors_to_gpu", ("graph",), ("ConstructorMoverPass",)),
                     Expectation(_MODULE, "post_grad_passes", ("gm", "is_inference"), ("move_constructors_to_gpu",)),
+                    Expectation("torch._inductor.lowering", "register_lowering", ("aten_fn", "broadcast")),
+                    Expectation("torch._inductor.lowering", "make_pointwise", ("fn",)),
+                    Expectation("torch._inductor.ops_handler", "OpsHandler.mul_rn", ("self", "x", "y")),
                 ),
             ),
         ),

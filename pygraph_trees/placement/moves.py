@@ -18,6 +18,7 @@ from .nodes import (
     aten,
     computes_in_double,
     cpu_inputs,
+    factors_of,
     is_copy_between_devices,
     is_on_cpu,
     is_on_gpu,
@@ -28,6 +29,7 @@ from .nodes import (
     tensors_of,
 )
 from .plan import MOST_STAGED_NBYTES, How, Move, Placed, Plan, needs, stay
+from .product import lower_rounded_product, rounded_product
 from .staging import staged
 
 # What is made of numbers alone is computed in its own type where it is larger, as upstream does.
@@ -50,6 +52,7 @@ def place(graph: fx.Graph, *, exact: bool = False, stages: bool = True, placed: 
         return placed
     if torch.device("cpu") not in devices:
         return placed
+    lower_rounded_product()
     _Rewriting(graph, gpus.pop(), Plan(graph, exact=exact), placed, stages).run()
     return placed
 
@@ -154,7 +157,17 @@ class _Rewriting:
             if not in_double:
                 return self._call(node.target, args, node, kwargs)
             args, kwargs = tree_map(lambda value: self._in_double(value, node), (args, kwargs))
-            return self._converted(self._call(node.target, args, node, kwargs), torch.float32, node)
+            factors = factors_of(node, args)
+            if factors is None:
+                result = self._call(node.target, args, node, kwargs)
+            else:
+                result = self._call(rounded_product, tuple(self._tensor(factor, node) for factor in factors), node)
+            return self._converted(result, torch.float32, node)
+
+    def _tensor(self, value: Any, like: fx.Node) -> fx.Node:
+        if isinstance(value, fx.Node) and isinstance(value.meta["val"], torch.Tensor):
+            return value
+        return self._call(aten.full.default, ([], value), like, {"dtype": torch.float64, "device": self._gpu})
 
     def _in_double(self, value: Any, like: fx.Node) -> Any:
         """An argument: what the CPU computes with, in double precision."""

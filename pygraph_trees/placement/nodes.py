@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -206,6 +206,16 @@ def computes_in_double(node: fx.Node) -> bool:
         elif not (arg is None or isinstance(arg, float) or (isinstance(arg, int) and abs(arg) <= 1 << 24)):
             return False
     return {t.dtype for t in tensors_of(node)} == {torch.float32} and {t.dtype for t in _tensors_given(node)} <= _SINGLE
+
+
+def factors_of(node: fx.Node, args: Sequence[Any]) -> tuple[Any, Any] | None:
+    """Of those arguments, what the node multiplies; None where it is no product."""
+    target: Any = node.target
+    if target.overloadpacket is aten.mul:
+        return args[0], args[1]
+    if target.overloadpacket is aten.square or (target is aten.pow.Tensor_Scalar and args[1] == 2):
+        return args[0], args[0]
+    return None
 
 
 def rounds_nearly(node: fx.Node) -> bool:

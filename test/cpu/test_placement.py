@@ -163,6 +163,14 @@ class TestLowered(TestCase):
                 wanted = (1, int(build is noise_schedule))
                 self.assertEqual(self.partitions(program, inputs, "full")[1], wanted)
 
+    def test_products_are_rounded(self):
+        """No compiler makes one operation of them and a sum, which would round once."""
+        for function in (lambda v: v * 0.1, lambda v: v * v, torch.square, lambda v: v**2):
+            program = lambda x, v: x + function(v).to("cuda")  # noqa: B023, E731
+            graph, found = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
+            self.assertEqual(found, (1, 0))
+            self.assertIn("libdevice.mul_rn", graph.source_code)
+
     def test_outputs_are_where_eager_has_them(self):
         def program(x, v):
             return torch.arange(4), v + 1, x + torch.arange(64).to("cuda"), (v * 2).to("cuda"), torch.arange(4) * 2
