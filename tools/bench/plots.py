@@ -1,0 +1,211 @@
+"""Plots of a summary: SVG and PNG, light and dark. Needs matplotlib, which nothing else here does."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pygraph_trees.coverage.text import nbytes
+
+from .paper import GEOMETRIC_MEAN
+
+if TYPE_CHECKING:
+    from .summary import Summary, Workload
+
+
+@dataclass(frozen=True)
+class Colours:
+    ground: str
+    text: str
+    faint: str  # of the grid
+    first: str  # same inputs, ours
+    second: str  # fresh inputs
+    other: str  # upstream
+
+
+THEMES = {
+    "light": Colours("#ffffff", "#24292f", "#d8dee4", "#0969da", "#1a7f64", "#8c959f"),
+    "dark": Colours("#0d1117", "#e6edf3", "#30363d", "#58a6ff", "#3fb996", "#8b949e"),
+}
+_ROW = 0.36  # inches a workload
+_WIDTH = 8.0
+
+
+def draw(summary: Summary, folder: Path) -> list[str]:
+    """Writes all plots into a folder; gives their names, which the files begin with.
+
+    Raises:
+        SystemExit: matplotlib is not installed.
+    """
+    try:
+        matplotlib = importlib.import_module("matplotlib")
+    except ImportError:
+        raise SystemExit("plots need matplotlib: install it, or take --no-plots") from None
+    matplotlib.use("Agg")
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, make in _PLOTS.items():
+        for theme, colours in THEMES.items():
+            # Text stays text, and nothing depends on when the file was made.
+            with pyplot.rc_context({**_settings(colours), "svg.fonttype": "none", "svg.hashsalt": name}):
+                figure = make(pyplot, summary, colours)
+                for kind, metadata in (("svg", {"Date": None}), ("png", {"Software": None})):
+                    figure.savefig(folder / f"{name}-{theme}.{kind}", metadata=metadata, bbox_inches="tight", dpi=160)
+                pyplot.close(figure)
+    return list(_PLOTS)
+
+
+def _settings(colours: Colours) -> dict[str, Any]:
+    return {
+        "figure.facecolor": colours.ground,
+        "savefig.facecolor": colours.ground,
+        "axes.facecolor": colours.ground,
+        "axes.edgecolor": colours.faint,
+        "axes.labelcolor": colours.text,
+        "axes.titlecolor": colours.text,
+        "text.color": colours.text,
+        "xtick.color": colours.text,
+        "ytick.color": colours.text,
+        "grid.color": colours.faint,
+        "font.size": 9.5,
+        "font.family": "sans-serif",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.spines.left": False,
+        "axes.axisbelow": True,
+        "legend.frameon": False,
+    }
+
+
+def _axes(pyplot: Any, names: Sequence[str], title: str, label: str) -> tuple[Any, Any]:
+    figure, axes = pyplot.subplots(figsize=(_WIDTH, 1.1 + _ROW * len(names)))
+    axes.set_title(title, loc="left", fontsize=11, pad=22)
+    axes.set_xlabel(label)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", linewidth=0.7)
+    return figure, axes
+
+
+def _legend(axes: Any) -> None:
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, borderaxespad=0, handletextpad=0.5, columnspacing=1.4)
+
+
+def _speedup(pyplot: Any, summary: Summary, colours: Colours) -> Any:
+    from pygraph_trees.comparison.table import geometric_mean
+
+    both = {w.name: [w.ratio("latency_ms", regime) for regime in ("same", "fresh")] for w in summary.workloads}
+    rows = sorted(((n, r) for n, r in both.items() if any(r)), key=lambda row: -(row[1][0] or row[1][1] or 0))
+    mean = [geometric_mean(summary.ratios("latency_ms", regime)) for regime in ("same", "fresh")]
+    rows.append(("geometric mean", mean))
+    figure, axes = _axes(
+        pyplot,
+        [name for name, _ in rows],
+        "How many times as fast as upstream's CUDA graphs",
+        f"latency, upstream / ours (the paper's mean: {GEOMETRIC_MEAN}x, on other hardware and another PyTorch)",
+    )
+    for number, (regime, colour) in enumerate((("same", colours.first), ("fresh", colours.second))):
+        places = [row - 0.19 + 0.38 * number for row in range(len(rows))]
+        values = [ratios[number] or 0 for _, ratios in rows]
+        axes.barh(places, values, height=0.34, color=colour, label=f"{regime} inputs")
+        for place, value in zip(places, values, strict=True):
+            if value:
+                axes.text(value + 0.01, place, f"{value:.2f}", va="center", fontsize=7.5)
+    axes.axvline(1, color=colours.text, linewidth=1)
+    axes.axhline(len(rows) - 1.5, color=colours.faint, linewidth=0.8)
+    axes.set_xlim(0, max(value or 0 for _, ratios in rows for value in ratios) * 1.08)
+    _legend(axes)
+    return figure
+
+
+def _pairs(
+    pyplot: Any,
+    summary: Summary,
+    colours: Colours,
+    value: Callable[[Workload, str], float | None],
+    show: Callable[[float], str],
+    texts: Mapping[str, str],
+    least: float | None = None,
+) -> Any:
+    """Upstream's figure and ours on a line each.
+
+    The scale is logarithmic where there is a ``least``, at which stands what is below, and begins at 1 otherwise.
+    """
+    found = [(w.name, value(w, "upstream"), value(w, "ours")) for w in summary.workloads]
+    rows = sorted(((n, u, o) for n, u, o in found if u is not None and o is not None), key=lambda row: -row[1])
+    figure, axes = _axes(pyplot, [name for name, _, _ in rows], texts["title"], texts["label"])
+    floor = 0.0 if least is None else least
+    if least is not None:
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_formatter(lambda x, _: "")
+    axes.xaxis.set_major_formatter(lambda x, _: show(x) if x > floor else show(0))
+    for row, (_, upstream, ours) in enumerate(rows):
+        ends = sorted([upstream, ours])
+        axes.plot([max(end, floor) for end in ends], [row] * 2, color=colours.faint, linewidth=2.5, zorder=1)
+        for end, side in zip(ends, (-1, 1), strict=True):
+            place, align = (max(end, floor), row), "right" if side < 0 else "left"
+            style = {"textcoords": "offset points", "va": "center", "ha": align, "fontsize": 7.5}
+            around = {"facecolor": colours.ground, "edgecolor": "none", "pad": 0.8}
+            axes.annotate(show(end), place, (7 * side, 0), bbox=around, **style)
+    for number, (label, colour) in enumerate((("upstream", colours.other), ("ours", colours.first)), 1):
+        points = [max(row[number], floor) for row in rows]
+        axes.scatter(points, range(len(rows)), s=42, color=colour, label=label, zorder=2)
+    low, high = axes.get_xlim()
+    if least is None:
+        axes.axvline(1, color=colours.text, linewidth=1)
+        axes.set_xlim(1 - 0.12 * (high - 1), high + 0.05 * (high - 1))
+    else:
+        axes.set_xlim(low / (high / low) ** 0.08, high * (high / low) ** 0.08)
+    _legend(axes)
+    return figure
+
+
+def _host(pyplot: Any, summary: Summary, colours: Colours) -> Any:
+    return _pairs(
+        pyplot,
+        summary,
+        colours,
+        lambda w, way: w.get(way, "fresh", "host_us"),
+        lambda us: f"{us:.0f} µs" if us < 1000 else f"{us / 1000:.1f} ms",
+        {"title": "What a call costs the host", "label": "until a call returns, fresh inputs"},
+        least=1.0,
+    )
+
+
+def _copied(pyplot: Any, summary: Summary, colours: Colours) -> Any:
+    return _pairs(
+        pyplot,
+        summary,
+        colours,
+        lambda w, way: w.get(way, "fresh", "copied_bytes"),
+        lambda count: nbytes(int(count)) if count >= 1 else "0",
+        {"title": "What each replay copies", "label": "bytes of inputs, fresh ones"},
+        least=100.0,
+    )
+
+
+def _limit(pyplot: Any, summary: Summary, colours: Colours) -> Any:
+    def ratio(w: Workload, way: str) -> float | None:
+        latency, inside = w.get(way, "fresh", "latency_ms"), w.get(way, "fresh", "gpu_ms")
+        return latency / inside if latency and inside else None
+
+    return _pairs(
+        pyplot,
+        summary,
+        colours,
+        ratio,
+        lambda times: f"{times:.2f}x",
+        {"title": "How far from the limit", "label": "latency by the GPU's time inside of graphs, fresh inputs"},
+    )
+
+
+_PLOTS: Mapping[str, Callable[[Any, Summary, Colours], Any]] = {
+    "speedup": _speedup,
+    "host-time": _host,
+    "bytes-copied": _copied,
+    "distance-to-the-limit": _limit,
+}
