@@ -6,7 +6,10 @@ where the flags ask for it, and leaves what was done with the graph's module.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from pygraph_trees.coverage.compiled import PLACED, WHY_NOT_PLACED
@@ -20,13 +23,26 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-__all__ = ["Move", "Placed", "Stay", "place", "place_for_graphs"]
+__all__ = ["Move", "Placed", "Stay", "one_graph_deeper", "place", "place_for_graphs"]
 
 _log = logging.getLogger("pygraph_trees.placement")
+_depth: ContextVar[int] = ContextVar("pygraph_placement_depth", default=0)  # of graphs inside of graphs
+
+
+@contextlib.contextmanager
+def one_graph_deeper() -> Iterator[None]:
+    """Inside, passes run over a graph and, again inside, over the branches and loops that it calls."""
+    token = _depth.set(_depth.get() + 1)
+    try:
+        yield
+    finally:
+        _depth.reset(token)
 
 
 def place_for_graphs(graph: fx.Graph, has_addresses: Callable[[], bool]) -> bool:
     """Rewrites a graph that is compiled for CUDA graphs; False where placement is off or nothing is to be graphed.
+
+    A branch or a loop's body is no such graph: its nodes are nobody's to give addresses to.
 
     Args:
         has_addresses: whether a CUDA graph can be given the address of what it copies at each replay.
@@ -34,11 +50,11 @@ def place_for_graphs(graph: fx.Graph, has_addresses: Callable[[], bool]) -> bool
     from torch._inductor import config
 
     settings = Settings.current()
-    if settings.placement == "off" or not config.triton.cudagraphs:
+    if settings.placement == "off" or not config.triton.cudagraphs or _depth.get() > 1:
         return False
     placed = Placed()
     try:
-        stages = settings.indirection != "off" and has_addresses()
+        stages = settings.indirection != "off" and not config.cpp_wrapper and has_addresses()
         place(graph, exact=settings.placement == "exact", stages=stages, placed=placed)
     except Exception:
         # Each step leaves the graph as good as it was, so what was done so far stays.

@@ -129,7 +129,7 @@ class _Rewriting:
                 return self._converted(source, node.meta["val"].dtype, node)
         if how is How.CONSTANT or why_not_staged:
             with self._graph.inserting_after(_behind_inputs(node)):
-                return self._call(prims.device_put.default, (node, self._gpu, True), node)
+                return self._call(prims.device_put.default, (node, self._gpu, _may_be_late(node)), node)
         if self._anchor is None:
             with self._graph.inserting_after(_behind_inputs(next(iter(self._graph.nodes)))):
                 self._anchor = self._call(aten.empty.memory_format, ([0],), node, {"device": self._gpu})
@@ -190,6 +190,16 @@ class _Rewriting:
         with contextlib.nullcontext() if self._mode is None else self._mode:
             node.meta["val"] = target(*args, **kwargs)
         return node
+
+
+def _may_be_late(node: fx.Node) -> bool:
+    """Whether the program asks of all copies of it that nobody waits for them."""
+    return all(is_copy_between_devices(user) and _is_non_blocking(user) for user in node.users)
+
+
+def _is_non_blocking(copy: fx.Node) -> bool:
+    given = copy.args[2] if copy.target is prims.device_put.default and len(copy.args) > 2 else None
+    return bool(copy.kwargs.get("non_blocking", given))
 
 
 def _may_be_returned(node: fx.Node) -> bool:

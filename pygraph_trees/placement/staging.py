@@ -15,8 +15,13 @@ _library.define("staged(Tensor there, Tensor host) -> Tensor", tags=(torch.Tag.p
 
 
 def _staged(there: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
-    # A tensor that lies on the GPU already is an input that was copied while a graph was recorded.
-    return _like(there, host).copy_(host, non_blocking=True)
+    # A tensor that lies on the GPU already is an input that was copied while a graph was recorded. Outside of graphs
+    # the copy is waited for: the program may write to its tensor as soon as the call is done.
+    return _like(there, host).copy_(host, non_blocking=_is_captured(there))
+
+
+def _is_captured(there: torch.Tensor) -> bool:
+    return there.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _like(there: torch.Tensor, host: torch.Tensor) -> torch.Tensor:

@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.absent_gpu import absent_gpu, lower
-from pygraph_trees.coverage.compiled import partitions_of
-from pygraph_trees.placement import place
+from pygraph_trees.coverage.compiled import PLACED, partitions_of
+from pygraph_trees.placement import place, place_for_graphs
 from pygraph_trees.placement.nodes import is_copy_between_devices, is_on_cpu, is_on_gpu
 
 EXAMPLES = settings(max_examples=300, deadline=None)
@@ -170,6 +170,34 @@ class TestLowered(TestCase):
             graph, found = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
             self.assertEqual(found, (1, 0))
             self.assertIn("libdevice.mul_rn", graph.source_code)
+
+    def test_branches_are_left_as_they_are(self):
+        """What is in a branch or in a loop is in no node of the graph that could be given an address."""
+
+        def program(x, v):
+            branches = (lambda x, v: x * v.to("cuda"), lambda x, v: x - v.to("cuda"))
+            return torch.cond(x.sum() > 0, *branches, (x, v)) + v.to("cuda")
+
+        graph, _ = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
+        self.assertEqual(graph.source_code.count("pygraph_trees.staged.default("), 1)
+
+    def test_copies_outside_are_waited_for_as_in_the_program(self):
+        """It may write to its tensor then."""
+        for blocking in (True, False):
+            program = lambda x, v: x * v.to("cuda", non_blocking=not blocking)  # noqa: B023, E731
+            shape = (1 << 20,)
+            graph, found = self.partitions(program, (torch.empty(shape, device="meta"), torch.rand(shape)), "full")
+            self.assertEqual(found, (1, 1))
+            self.assertIn(f".copy_(arg0_1, {not blocking})", graph.source_code.replace("arg1_1", "arg0_1"))
+
+    def test_a_wrapper_in_cpp_stages_nothing(self):
+        with torch._inductor.config.patch({"cpp_wrapper": True}), absent_gpu("sm_90"):
+            module = traced(
+                lambda x, v: x * torch.ops.prims.device_put(v, GPU), [(torch.rand(4), "gpu"), (torch.rand(4), "cpu")]
+            )
+            with torch._inductor.config.patch({"triton.cudagraphs": True, "triton.pygraph_placement": "full"}):
+                self.assertTrue(place_for_graphs(module.graph, lambda: True))
+        self.assertEqual([record.how for record in module.meta[PLACED]], ["copied"])
 
     def test_outputs_are_where_eager_has_them(self):
         def program(x, v):

@@ -21,6 +21,7 @@ from pygraph_trees.indirection import staging
 from pygraph_trees.indirection.inputs import NotStaged, choose
 from pygraph_trees.indirection.routes import Route
 from pygraph_trees.indirection.staging import MOST_BUFFERS, Staging
+from pygraph_trees.placement import staging as operator
 from pygraph_trees.trees.recording import without_staged
 
 TARGET = 0x7B00_0000_0000  # memory of the graph's own
@@ -90,6 +91,16 @@ class TestBuffers(StagingTestCase):
                             buffers.put([value])
                             (memory,) = buffers.stand_ins
                             self.assertEqual(memory, value.detach().resolve_neg().resolve_conj(), rtol=0, atol=0)
+
+    def test_outside_of_graphs_the_copy_is_waited_for(self):
+        """The program may write to its tensor as soon as the call is done; what is captured waits for nothing."""
+        for capturing in (True, False):
+            with (
+                mock.patch.object(operator, "_is_captured", lambda _: capturing),  # noqa: B023
+                mock.patch.object(torch.Tensor, "copy_", autospec=True, side_effect=lambda t, *a, **k: t) as copy,
+            ):
+                torch.ops.pygraph_trees.staged(torch.empty(0), torch.zeros(4))
+            self.assertEqual(copy.call_args.kwargs, {"non_blocking": capturing})
 
     def test_what_is_queued_is_not_written_to(self):
         @settings(max_examples=200, deadline=None)

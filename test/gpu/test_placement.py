@@ -134,6 +134,41 @@ class TestPlacement(PlacementTestCase):
         for call, one in enumerate(found):
             self.assertEqual((one.min().item(), one.max().item()), (call, call))
 
+    def test_a_program_may_write_to_its_tensor_as_soon_as_a_call_is_done(self):
+        """Of pinned memory too, which the GPU could read later: staged, copied outside, where nothing is graphed."""
+        busy = torch.randn(4096, 4096, device=self.device)
+        for count, selective in ((64, "always"), (1 << 18, "always"), (64, "never")):
+            with (
+                self.subTest(count=count, selective=selective),
+                torch._inductor.config.patch({"triton.pygraph_selective": selective}),
+            ):
+                reset()
+                graphed = torch.compile(lambda x, v: x + v.to("cuda"), mode="reduce-overhead", dynamic=False)
+                x, v, found = torch.zeros(count, device=self.device), torch.zeros(count).pin_memory(), []
+                for call in range(CALLS_EACH):
+                    if call:  # the first one is compiled, meanwhile the GPU would be done
+                        for _ in range(20):
+                            busy = (busy @ busy).clamp(-1, 1)
+                    v.fill_(call)
+                    torch.compiler.cudagraph_mark_step_begin()
+                    found.append(graphed(x, v).clone())
+                v.fill_(-1)
+                for call, one in enumerate(found):
+                    self.assertEqual((one.min().item(), one.max().item()), (call, call))
+
+    def test_branches_are_left_as_they_are(self):
+        graphed = torch.compile(
+            lambda x, v: (
+                torch.cond(x.sum() > 0, lambda x, v: x * v.to("cuda"), lambda x, v: x - v.to("cuda"), (x, v)) + 1
+            ),
+            mode="reduce-overhead",
+        )
+        for call in range(CALLS_EACH):
+            x, v = torch.full((64,), call - 2.5, device=self.device), torch.full((64,), float(call))
+            torch.compiler.cudagraph_mark_step_begin()
+            wanted = (x * call if call > 2 else x - call) + 1
+            self.assertEqual(graphed(x, v), wanted)
+
     def test_queued_replays_read_their_own_inputs(self):
         """None waits for the GPU, which is busy; each has its number."""
         busy = torch.randn(4096, 4096, device=self.device)
