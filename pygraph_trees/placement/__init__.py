@@ -42,7 +42,7 @@ def one_graph_deeper() -> Iterator[None]:
 def place_for_graphs(graph: fx.Graph, has_addresses: Callable[[], bool]) -> bool:
     """Rewrites a graph that is compiled for CUDA graphs; False where placement is off or nothing is to be graphed.
 
-    A branch or a loop's body is no such graph: its nodes are nobody's to give addresses to.
+    In a branch or a loop's body nothing is staged: there are no nodes that could be given addresses.
 
     Args:
         has_addresses: whether a CUDA graph can be given the address of what it copies at each replay.
@@ -50,11 +50,12 @@ def place_for_graphs(graph: fx.Graph, has_addresses: Callable[[], bool]) -> bool
     from torch._inductor import config
 
     settings = Settings.current()
-    if settings.placement == "off" or not config.triton.cudagraphs or _depth.get() > 1:
+    if settings.placement == "off" or not config.triton.cudagraphs:
         return False
     placed = Placed()
     try:
-        stages = settings.indirection != "off" and not config.cpp_wrapper and has_addresses()
+        inside = _depth.get() > 1
+        stages = not inside and settings.indirection != "off" and not config.cpp_wrapper and has_addresses()
         place(graph, exact=settings.placement == "exact", stages=stages, placed=placed)
     except Exception:
         # Each step leaves the graph as good as it was, so what was done so far stays.

@@ -18,6 +18,7 @@ from mixed_programs import GPU, programs, run_steps, traced
 from placement_programs import PROGRAMS
 from real_programs import REAL, noise_schedule, tokens
 from torch import fx
+from torch._higher_order_ops.while_loop import while_loop
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -134,6 +135,10 @@ class TestPlacement(TestCase):
         self.assertEqual((str(graph), placed.why_not, placed.moves), (before, "it has several GPUs", []))
 
 
+def outputs_of(graph):
+    return graph.gm.graph.output_node().args[0]
+
+
 class TestLowered(TestCase):
     """Partitions of what Inductor makes for a GPU that is not there."""
 
@@ -171,8 +176,8 @@ class TestLowered(TestCase):
             self.assertEqual(found, (1, 0))
             self.assertIn("libdevice.mul_rn", graph.source_code)
 
-    def test_branches_are_left_as_they_are(self):
-        """What is in a branch or in a loop is in no node of the graph that could be given an address."""
+    def test_nothing_is_staged_in_branches_and_loops(self):
+        """What is copied there is in no node of the graph that could be given an address."""
 
         def program(x, v):
             branches = (lambda x, v: x * v.to("cuda"), lambda x, v: x - v.to("cuda"))
@@ -180,6 +185,13 @@ class TestLowered(TestCase):
 
         graph, _ = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
         self.assertEqual(graph.source_code.count("pygraph_trees.staged.default("), 1)
+
+        def loop(x, v):
+            return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * v.to("cuda")), (torch.tensor(0), x))
+
+        graph, _ = self.partitions(loop, (torch.empty(64, device="meta"), torch.rand(64)), "full")
+        self.assertNotIn("pygraph_trees.staged", graph.source_code)
+        self.assertEqual([node.meta["val"].device.type for node in outputs_of(graph)], ["cpu", "cuda"])
 
     def test_copies_outside_are_waited_for_as_in_the_program(self):
         """It may write to its tensor then."""
@@ -204,7 +216,7 @@ class TestLowered(TestCase):
             return torch.arange(4), v + 1, x + torch.arange(64).to("cuda"), (v * 2).to("cuda"), torch.arange(4) * 2
 
         graph, _ = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
-        devices = [node.meta["val"].device.type for node in graph.gm.graph.output_node().args[0]]
+        devices = [node.meta["val"].device.type for node in outputs_of(graph)]
         self.assertEqual(devices, ["cpu", "cpu", "cuda", "cuda", "cpu"])
 
     def test_without_addresses(self):

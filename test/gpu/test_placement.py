@@ -156,7 +156,7 @@ class TestPlacement(PlacementTestCase):
                 for call, one in enumerate(found):
                     self.assertEqual((one.min().item(), one.max().item()), (call, call))
 
-    def test_branches_are_left_as_they_are(self):
+    def test_branches(self):
         graphed = torch.compile(
             lambda x, v: (
                 torch.cond(x.sum() > 0, lambda x, v: x * v.to("cuda"), lambda x, v: x - v.to("cuda"), (x, v)) + 1
