@@ -26,7 +26,7 @@ _MOVES_ELEMENTS = frozenset(
         aten.lift_fresh_copy, aten.clone, aten.alias, aten.detach,
         aten.view, aten._unsafe_view, aten.reshape, aten.expand, aten.permute, aten.t, aten.transpose, aten.squeeze,
         aten.unsqueeze, aten.select, aten.slice, aten.split, aten.split_with_sizes, aten.unbind, aten.diagonal,
-        aten.as_strided, aten.unfold, aten.flip, aten.roll, aten.repeat, aten.cat, aten.stack, aten.tril, aten.triu,
+        aten.unfold, aten.flip, aten.roll, aten.repeat, aten.cat, aten.stack, aten.tril, aten.triu,
         aten.index, aten.index_select, aten.gather, aten.embedding, aten.where, aten.masked_fill,
         aten.constant_pad_nd, aten.select_scatter, aten.slice_scatter, aten.diagonal_scatter,
         aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.isnan, aten.isinf, aten.logical_not,

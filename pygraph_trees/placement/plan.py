@@ -124,7 +124,7 @@ class Plan:
         why = why_not_elsewhere(node, exact=self._exact, of_numbers=node in self.of_numbers)
         if is_constructor(node) and why is None:
             return How.MADE
-        if why is None and any(not is_on_cpu(source) for source in node.all_input_nodes if _has_tensors(source)):
+        if why is None and any(not is_on_cpu(source) for source in node.all_input_nodes if tensors_of(source)):
             why = "it is computed of values of several devices"
         if why is not None:
             self.why[node] = why
@@ -164,10 +164,6 @@ def _of_numbers(graph: fx.Graph) -> frozenset[fx.Node]:
         if is_constructor(node) or (is_on_cpu(node) and sources and found.issuperset(sources)):
             found.add(node)
     return frozenset(found)
-
-
-def _has_tensors(node: fx.Node) -> bool:
-    return is_on_cpu(node) or is_on_gpu(node)
 
 
 def needs(node: fx.Node) -> list[fx.Node]:

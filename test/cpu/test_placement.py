@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.absent_gpu import absent_gpu, lower
-from pygraph_trees.coverage.compiled import PLACED, partitions_of
+from pygraph_trees.coverage.compiled import PLACED, WHY_NOT_PLACED, partitions_of
 from pygraph_trees.placement import place, place_for_graphs
 from pygraph_trees.placement.nodes import is_copy_between_devices, is_on_cpu, is_on_gpu
 
@@ -192,6 +192,18 @@ class TestLowered(TestCase):
         graph, _ = self.partitions(loop, (torch.empty(64, device="meta"), torch.rand(64)), "full")
         self.assertNotIn("pygraph_trees.staged", graph.source_code)
         self.assertEqual([node.meta["val"].device.type for node in outputs_of(graph)], ["cpu", "cuda"])
+
+    def test_one_of_several_values_on_several_devices(self):
+        """It lies on the CPU, though what it is one of does not."""
+
+        def program(x):
+            count, x = while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x + 1), (torch.tensor(0), x))
+            return x * count.to("cuda")
+
+        graph, _ = self.partitions(program, (torch.empty(64, device="meta"),), "full")
+        self.assertIsNone(graph.gm.meta[WHY_NOT_PLACED])
+        (count,) = [record for record in graph.gm.meta[PLACED] if record.value.startswith("getitem")]
+        self.assertEqual((count.how, count.why), ("staged", "it is computed of values of several devices"))
 
     def test_copies_outside_are_waited_for_as_in_the_program(self):
         """It may write to its tensor then."""
