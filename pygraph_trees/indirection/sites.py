@@ -20,7 +20,7 @@ import ctypes
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -45,16 +45,13 @@ _HOST_CHUNK = 16 << 20  # bytes of host memory read at once; a multiple of 8
 _COLLECTIVE = re.compile(r"(_ZN?\d+)?nccl\w*Kernel")
 
 
-SOURCE, TARGET, HOST_SOURCE = 0, 8, 16  # of a memcpy: what stands for an offset
-
-
 class Site(NamedTuple):
     """Where a graph holds an input's address."""
 
     node: int  # index into Scan.nodes
-    offset: int  # bytes into a kernel's parameter block; of a memcpy one of those above; of a memset 0
-    input: int  # index of the ghost; behind those, of the staging buffer
-    delta: int  # bytes from the start; in a ghost's guards negative, or not less than its size
+    offset: int  # bytes into a kernel's parameter block; of a memcpy 0 source, 8 target; of a memset 0
+    input: int  # index of the ghost
+    delta: int  # bytes from the ghost's start; in its guards negative, or not less than its size
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +65,9 @@ class Scan:
     kinds: Counter[NodeKind]  # of all nodes, without those of child graphs
 
 
-def scan(driver: Driver, graph: int, ghosts: Ghosts, staged: Sequence[tuple[int, int]] = ()) -> Scan:
-    """Finds the sites of a captured graph. Raises :class:`DriverError` where the graph's nodes cannot be listed.
-
-    Args:
-        staged: address and size in bytes of each staging buffer.
-    """
-    reader = _Reader(driver, ghosts, staged)
+def scan(driver: Driver, graph: int, ghosts: Ghosts) -> Scan:
+    """Finds the sites of a captured graph. Raises :class:`DriverError` where the graph's nodes cannot be listed."""
+    reader = _Reader(driver, ghosts)
     found = driver.search(graph, ghosts.low, ghosts.high)
     if found is not None:
         reader.take(found)
@@ -88,10 +81,9 @@ def scan(driver: Driver, graph: int, ghosts: Ghosts, staged: Sequence[tuple[int,
 class _Reader:
     """What was found so far in one graph; positions are those of its nodes."""
 
-    def __init__(self, driver: Driver, ghosts: Ghosts, staged: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(self, driver: Driver, ghosts: Ghosts) -> None:
         self._driver = driver
         self._ghosts = ghosts
-        self._staged = staged
         self._kernels: list[tuple[int, KernelNode, bool]] = []  # position, node, whether it is a collective
         self._nodes: dict[int, GraphNode] = {}  # by position
         self._sites: list[tuple[int, int, int, int]] = []  # position, offset, input, delta
@@ -129,16 +121,10 @@ class _Reader:
         if not node.plain:
             self._hide("a copy of rows or arrays")
             return
-        for offset, address in ((SOURCE, node.source), (TARGET, node.target)):
+        for offset, address in ((0, node.source), (8, node.target)):
             if address is not None and (found := self._input_at(address)) is not None:
                 self._site(position, node, offset, found, address)
         if node.host_source is not None:
-            for number, (start, nbytes) in enumerate(self._staged):
-                if start <= node.host_source < start + nbytes:
-                    self._nodes[position] = node
-                    self._sites.append(
-                        (position, HOST_SOURCE, len(self._ghosts.ghosts) + number, node.host_source - start)
-                    )
             try:
                 for address in _host_words(node.host_source, node.nbytes, node.target or 0, self._ghosts):
                     self._refuse(self._input_at(address), "its address is in a host array")
