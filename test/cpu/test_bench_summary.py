@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import sys
 import tempfile
@@ -112,6 +114,11 @@ class TestSummary(TestCase):
             bad.write_text("{")
             with self.assertRaises(ResultsFormatError):
                 pages.read_all([bad])
+            for path, wanted in ((bad, "zbad.json is no result file"), (bad.with_name("none.json"), "No such file")):
+                said = io.StringIO()
+                with self.assertRaises(SystemExit), contextlib.redirect_stderr(said):
+                    pages.main([str(path), "--out", folder])
+                self.assertIn(wanted, said.getvalue())
         with self.assertRaisesRegex(ValueError, "no result file"):
             pages.summarise({}, [])
 

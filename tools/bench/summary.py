@@ -23,7 +23,7 @@ from bench import paper
 from bench.command_line import RESULTS_FOLDER
 from bench.loading import WORKLOADS_FOLDER, load_workloads
 from pygraph_trees.comparison import WAYS, Results
-from pygraph_trees.comparison.results import REGIMES
+from pygraph_trees.comparison.results import REGIMES, ResultsFormatError
 from pygraph_trees.comparison.table import geometric_mean
 from pygraph_trees.coverage.text import nbytes
 
@@ -317,7 +317,10 @@ def main(arguments: Sequence[str]) -> int:
     parse.add_argument("--out", type=Path, default=RESULTS_FOLDER, metavar="DIR", help="where to write")
     parse.add_argument("--no-plots", action="store_true", help="write the page alone")
     options = parse.parse_args(arguments)
-    files = read_all(options.files or RESULTS_FOLDER.glob("*.json"))
+    try:
+        files = read_all(options.files or RESULTS_FOLDER.glob("*.json"))
+    except (OSError, ResultsFormatError) as error:
+        parse.error(str(error))
     if not files:
         parse.error("there is no result file")
     summary = summarise(files, list(load_workloads(WORKLOADS_FOLDER)))
