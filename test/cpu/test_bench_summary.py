@@ -111,9 +111,10 @@ class TestSummary(TestCase):
             self.assertEqual(list(pages.read_all([good, other])), [good])
             self.assertEqual(pages.main([str(good), "--out", str(Path(folder) / "out"), "--no-plots"]), 0)
             self.assertIn("| A |", (Path(folder) / "out" / "README.md").read_text(encoding="utf-8"))
-            bad.write_text("{")
-            with self.assertRaises(ResultsFormatError):
-                pages.read_all([bad])
+            for text in ("{", "5"):
+                bad.write_text(text)
+                with self.assertRaises(ResultsFormatError):
+                    pages.read_all([bad])
             for path, wanted in ((bad, "zbad.json is no result file"), (bad.with_name("none.json"), "No such file")):
                 said = io.StringIO()
                 with self.assertRaises(SystemExit), contextlib.redirect_stderr(said):

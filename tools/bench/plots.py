@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,22 +123,25 @@ def _speedup(pyplot: Any, summary: Summary, colours: Colours) -> Any:
     return figure
 
 
-def _pairs(
-    pyplot: Any,
-    summary: Summary,
-    colours: Colours,
-    value: Callable[[Workload, str], float | None],
-    show: Callable[[float], str],
-    texts: Mapping[str, str],
-    least: float | None = None,
-) -> Any:
-    """Upstream's figure and ours on a line each.
+@dataclass(frozen=True)
+class _Pair:
+    """Upstream's figure and ours of each workload, on a line each.
 
     The scale is logarithmic where there is a ``least``, at which stands what is below, and begins at 1 otherwise.
     """
-    found = [(w.name, value(w, "upstream"), value(w, "ours")) for w in summary.workloads]
+
+    value: Callable[[Workload, str], float | None]  # of a way
+    show: Callable[[float], str]
+    title: str
+    label: str
+    least: float | None = None
+
+
+def _draw_pair(pair: _Pair, pyplot: Any, summary: Summary, colours: Colours) -> Any:
+    show, least = pair.show, pair.least
+    found = [(w.name, *(pair.value(w, way) for way in ("upstream", "ours"))) for w in summary.workloads]
     rows = sorted(((n, u, o) for n, u, o in found if u is not None and o is not None), key=lambda row: -row[1])
-    figure, axes = _axes(pyplot, [name for name, _, _ in rows], texts["title"], texts["label"])
+    figure, axes = _axes(pyplot, [name for name, _, _ in rows], pair.title, pair.label)
     floor = 0.0 if least is None else least
     if least is not None:
         axes.set_xscale("log")
@@ -164,48 +168,33 @@ def _pairs(
     return figure
 
 
-def _host(pyplot: Any, summary: Summary, colours: Colours) -> Any:
-    return _pairs(
-        pyplot,
-        summary,
-        colours,
+def _time(us: float) -> str:
+    return f"{us:.0f} µs" if us < 1000 else f"{us / 1000:.1f} ms"
+
+
+_PAIRS = {
+    "host-time": _Pair(
         lambda w, way: w.get(way, "fresh", "host_us"),
-        lambda us: f"{us:.0f} µs" if us < 1000 else f"{us / 1000:.1f} ms",
-        {"title": "What a call costs the host", "label": "until a call returns, fresh inputs"},
+        _time,
+        "What a call costs the host",
+        "until a call returns, fresh inputs",
         least=1.0,
-    )
-
-
-def _copied(pyplot: Any, summary: Summary, colours: Colours) -> Any:
-    return _pairs(
-        pyplot,
-        summary,
-        colours,
+    ),
+    "bytes-copied": _Pair(
         lambda w, way: w.get(way, "fresh", "copied_bytes"),
         lambda count: nbytes(int(count)) if count >= 1 else "0",
-        {"title": "What each replay copies", "label": "bytes of inputs, fresh ones"},
+        "What each replay copies",
+        "bytes of inputs, fresh ones",
         least=100.0,
-    )
-
-
-def _limit(pyplot: Any, summary: Summary, colours: Colours) -> Any:
-    def ratio(w: Workload, way: str) -> float | None:
-        latency, inside = w.get(way, "fresh", "latency_ms"), w.get(way, "fresh", "gpu_ms")
-        return latency / inside if latency and inside else None
-
-    return _pairs(
-        pyplot,
-        summary,
-        colours,
-        ratio,
+    ),
+    "distance-to-the-limit": _Pair(
+        lambda w, way: w.limit(way, "fresh"),
         lambda times: f"{times:.2f}x",
-        {"title": "How far from the limit", "label": "latency by the GPU's time inside of graphs, fresh inputs"},
-    )
-
-
+        "How far from the limit",
+        "latency by the GPU's time inside of graphs, fresh inputs",
+    ),
+}
 _PLOTS: Mapping[str, Callable[[Any, Summary, Colours], Any]] = {
     "speedup": _speedup,
-    "host-time": _host,
-    "bytes-copied": _copied,
-    "distance-to-the-limit": _limit,
+    **{name: functools.partial(_draw_pair, pair) for name, pair in _PAIRS.items()},
 }

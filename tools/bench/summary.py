@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 SLOWER = 1.02  # than the better of upstream's graphs and no graphs
 LONGER = 1.15  # to compile and record, than upstream
+LARGER_NBYTES = 4 << 20  # than upstream's memory
 _NAMES = {"eager": "eager", "compile": "no graphs", "upstream": "upstream", "ours": "ours"}
 
 
@@ -49,10 +50,15 @@ class Workload:
         found = self.by_way.get((way, regime))
         return None if found is None else getattr(found, figure)
 
-    def ratio(self, figure: str, regime: str, way: str = "ours", over: str = "upstream") -> float | None:
-        """How many times as good as ``over``: that one's figure by this way's; less is better."""
-        one, other = self.get(way, regime, figure), self.get(over, regime, figure)
-        return other / one if one and other else None
+    def ratio(self, figure: str, regime: str) -> float | None:
+        """Upstream's figure by ours, of those of which less is better."""
+        ours, upstream = (self.get(way, regime, figure) for way in ("ours", "upstream"))
+        return upstream / ours if ours and upstream else None
+
+    def limit(self, way: str, regime: str) -> float | None:
+        """Latency by the GPU's time inside of graphs, which is the least that it can be."""
+        latency, inside = (self.get(way, regime, figure) for figure in ("latency_ms", "gpu_ms"))
+        return latency / inside if latency and inside else None
 
     def best_other(self, figure: str, regime: str) -> tuple[str, float] | None:
         """The better one of upstream's graphs and no graphs, of those that were measured."""
@@ -84,10 +90,10 @@ def read_all(paths: Iterable[Path]) -> dict[Path, Results]:
     found = {}
     for path in sorted(paths):
         try:
-            other = "results" in json.loads(path.read_text(encoding="utf-8"))
+            body = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
-            other = False  # let its reader say what is wrong
-        if not other:
+            body = None  # let its reader say what is wrong
+        if not (isinstance(body, dict) and "results" in body):
             found[path] = Results.read(path)
     return found
 
@@ -149,7 +155,7 @@ def regressions(summary: Summary) -> Iterator[str]:
             yield f"**{w.name}**: {nbytes(int(copied))} copied at each replay"
     for w in summary.workloads:
         ours, upstream = (w.get(way, "same", "peak_bytes") for way in ("ours", "upstream"))
-        if ours and upstream and ours > upstream + (4 << 20):
+        if ours and upstream and ours > upstream + LARGER_NBYTES:
             yield f"**{w.name}**: {nbytes(int(ours))} of GPU memory at a call's peak, upstream {nbytes(int(upstream))}"
     for w in summary.workloads:
         ours, upstream = (_to_start(w, way) for way in ("ours", "upstream"))
@@ -194,12 +200,6 @@ def _pair(w: Workload, regime: str, figure: str, show: Callable[[float | None], 
 def _graphed(w: Workload, way: str) -> str:
     graphed, total = (w.get(way, "same", f"kernels_{which}") for which in ("graphed", "total"))
     return "-" if total is None else f"{graphed:.0f}/{total:.0f}"
-
-
-def _limit(w: Workload, way: str, regime: str) -> float | None:
-    """Latency by the GPU's time inside graphs."""
-    latency, inside = w.get(way, regime, "latency_ms"), w.get(way, regime, "gpu_ms")
-    return latency / inside if latency and inside else None
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -252,7 +252,7 @@ def page(summary: Summary, plots: Sequence[str] = ()) -> str:
                     *(w.name, w.mode, str(w.batch)),
                     *(_pair(w, regime, "host_us", _us) for regime in REGIMES),
                     _pair(w, "fresh", "gpu_ms", _ms),
-                    " → ".join(_times(_limit(w, way, "fresh")) for way in ("upstream", "ours")),
+                    " → ".join(_times(w.limit(way, "fresh")) for way in ("upstream", "ours")),
                     _pair(w, "fresh", "copied_bytes", _bytes),
                     " → ".join(_graphed(w, way) for way in ("upstream", "ours")),
                 ]
