@@ -29,6 +29,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "trees": ("cudagraph_trees", "compile_fx", "output_code"),
     "coverage": ("scheduler", "output_code"),
     "calls": ("dynamo",),
+    "placement": ("post_grad", "compile_fx", "scheduler"),
 }
 
 

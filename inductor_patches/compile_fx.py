@@ -1,8 +1,8 @@
-"""Patch of ``torch._inductor.compile_fx``: ``cudagraphify``, through which every whole graph and every partition
-passes.
+"""Patches of ``torch._inductor.compile_fx``: ``cudagraphify``, through which every whole graph and every partition
+passes, and the passes over a graph and the graphs inside of it, which placement tells apart.
 
-It runs while compiling, where values given by ``mode=`` and ``options=`` hold, so the settings of a function are
-taken here.
+``cudagraphify`` runs while compiling, where values given by ``mode=`` and ``options=`` hold, so the settings of a
+function are taken here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,39 @@ def _cudagraphify(upstream: Callable[..., Any]) -> Callable[..., Any]:
     return cudagraphify
 
 
+def _recursive_post_grad_passes(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    from pygraph_trees.placement import one_graph_deeper
+
+    @functools.wraps(upstream)
+    def recursive_post_grad_passes(gm: Any, *args: Any, **kwargs: Any) -> None:
+        with one_graph_deeper():
+            upstream(gm, *args, **kwargs)
+
+    return recursive_post_grad_passes
+
+
 PATCHES: tuple[Patch, ...] = (
+    Rebind(
+        feature="placement",
+        module=_MODULE,
+        name="_recursive_post_grad_passes",
+        replace=_recursive_post_grad_passes,
+        fingerprints=(
+            Fingerprint(
+                (2, 11),
+                (2, 15),
+                (
+                    Expectation(
+                        _MODULE,
+                        "_recursive_post_grad_passes",
+                        ("gm", "is_inference"),
+                        ("_recursive_post_grad_passes", "post_grad_passes"),
+                    ),
+                ),
+            ),
+        ),
+        removable="torch moves what the CPU computes for the GPU, and leaves what is returned where it is",
+    ),
     Rebind(
         feature="trees",
         module=_MODULE,

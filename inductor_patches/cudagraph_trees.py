@@ -51,6 +51,12 @@ def _cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
         if reason is not None:
             function.log.not_graphed(reason)
             return _ungraphed(function, kwargs["device_index"])
+        if function.settings.placement != "off":
+            # Inductor takes buffers for static; what lies on the CPU is staged at each call, whatever its address. And
+            # it says of each partition what the graph writes to, where only code outside of it writes to the CPU's.
+            static_input_idxs = [index for index in static_input_idxs if not _is_on_cpu(inputs[index])]
+            mutated = kwargs.get("mutated_input_idxs", ())
+            kwargs["mutated_input_idxs"] = tuple(index for index in mutated if not _is_on_cpu(inputs[index]))
         run = upstream(function, inputs, static_input_idxs, *args, **kwargs)
         if function.settings.indirection == "off":
             return run
@@ -79,6 +85,12 @@ def _keeps_writes(run: Any, static_input_idxs: Any, mutated: set[int]) -> Callab
         return aligned(inputs)
 
     return call
+
+
+def _is_on_cpu(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
 
 
 def _ungraphed(function: Any, device_index: int) -> Callable[[list[Any]], Any]:

@@ -1,4 +1,5 @@
-"""Patch of ``torch._inductor.scheduler``: what ``graph_partition`` decided is described for the coverage report."""
+"""Patches of ``torch._inductor.scheduler``: what ``graph_partition`` decided is described for the coverage report, and
+what reads values of the CPU is no part of a CUDA graph."""
 
 from __future__ import annotations
 
@@ -23,7 +24,45 @@ def _graph_partition(upstream: Callable[..., Any]) -> Callable[..., Any]:
     return graph_partition
 
 
+def _should_partition(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._inductor.scheduler import FusedSchedulerNode
+
+    from pygraph_trees.placement.scheduled import why_outside
+
+    @functools.wraps(upstream)
+    def should_partition(self: Any, node: Any) -> Any:
+        reason = upstream(self, node)
+        # Of a fused node upstream asks this for each of its parts.
+        return reason if isinstance(node, FusedSchedulerNode) else why_outside(node, reason)
+
+    return should_partition
+
+
 PATCHES: tuple[Patch, ...] = (
+    Rebind(
+        feature="placement",
+        module=_MODULE,
+        name="Scheduler.should_partition",
+        replace=_should_partition,
+        fingerprints=(
+            Fingerprint(
+                (2, 11),
+                (2, 15),
+                (
+                    Expectation(
+                        _MODULE,
+                        "Scheduler.should_partition",
+                        ("self", "node"),
+                        ("FusedSchedulerNode", "snodes", "is_gpu", "DeviceCopy"),
+                    ),
+                    Expectation(_MODULE, "FusedSchedulerNode"),
+                    Expectation("torch._inductor.ir", "FallbackKernel"),
+                    Expectation("torch._inductor.graph", "GraphLowering.try_get_buffer", ("self", "buffer_name")),
+                ),
+            ),
+        ),
+        removable="torch keeps what reads values of the CPU out of CUDA graphs",
+    ),
     Rebind(
         feature="coverage",
         module=_MODULE,

@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("compare", help="run a target as eager, compile, upstream and ours, and measure")
     compare.add_argument("target", nargs="?", default=target.DEFAULT, metavar="TARGET", help=help_target)
     compare.add_argument("--rounds", type=_positive, default=5, help="rounds over the ways (default 5)")
+    compare.add_argument("--ways", metavar="A,B", help="some of eager,compile,upstream,ours; all by default")
     compare.add_argument("--json", type=Path, metavar="FILE", help="also write measurements and report to FILE")
     compare.set_defaults(command=_compare)
 
@@ -77,10 +78,11 @@ def _compare(options: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print("compare needs a GPU and this machine has none that torch can use; this is `explain` instead.\n")
         return _explain(options)
-    from .comparison import Plan, compare, text_table
+    from .comparison import WAYS, Plan, compare, text_table
 
     program = target.resolve(options.target, torch.device("cuda"))
-    measurements = compare(program, plan=Plan(rounds=options.rounds), progress=Progress())
+    ways = options.ways.split(",") if options.ways else WAYS
+    measurements = compare(program, ways, Plan(rounds=options.rounds), Progress())
     found = report()
     print(text_table(measurements))
     print(f"\n{_agreement(measurements)}\n\n{found}")

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from .absent_gpu import absent_gpu, lower
-from .coverage.compiled import partitions_of
+from .coverage.compiled import PLACED, WHY_NOT_PLACED, partitions_of
 from .coverage.records import Partition, PartitionInput
-from .coverage.text import cause_line, nbytes, table
+from .coverage.text import cause_line, nbytes, placed_lines, table
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -48,13 +48,22 @@ class ExplainedPartition:
         return sum(i.read.nbytes or 0 for i in self.inputs if i.kind == kind)
 
 
+Explained = Sequence[tuple["LoweredGraph", list[ExplainedPartition]]]
+
+
 def explain(program: Program, arch: str = "sm_90") -> str:
     """The text for a program whose GPU tensors are on ``meta``; raises what the program raises."""
+    before = None
     with absent_gpu(arch), program.context():
+        if Settings.current().placement != "off":
+            with torch._inductor.config.patch({"triton.pygraph_placement": "off"}):
+                before = lower(program.fn, program.args, program.kwargs, arch, training=program.training)
+            torch._dynamo.reset()
         graphs = lower(program.fn, program.args, program.kwargs, arch, training=program.training)
     explained = [(graph, list(partitions(graph))) for graph in graphs]
+    unplaced = None if before is None else [(graph, list(partitions(graph))) for graph in before]
     head = f"{program.name} for {arch}, torch {torch.__version__}: {_count(len(graphs), 'graph')}"
-    return "\n\n".join([head, *(_graph(*both) for both in explained), _features(explained)])
+    return "\n\n".join([head, *(_graph(*both) for both in explained), _features(explained, unplaced)])
 
 
 def partitions(graph: LoweredGraph) -> Iterator[ExplainedPartition]:
@@ -65,12 +74,12 @@ def partitions(graph: LoweredGraph) -> Iterator[ExplainedPartition]:
     for partition in partitions_of(graph.graph.scheduler):
         inputs = []
         for read in partition.inputs if partition.graphed else ():
-            if read.name in static:
+            if not read.device.startswith("cuda"):
+                kind = "cpu"
+            elif read.name in static:
                 kind = "static"
-            elif read.name in managed:
-                kind = "managed"
             else:
-                kind = "live" if read.device.startswith("cuda") else "cpu"
+                kind = "managed" if read.name in managed else "live"
             inputs.append(Input(names.get(read.name, read.name), kind, read))
         managed = managed | {*partition.outputs} if partition.graphed else managed - {*partition.outputs}
         yield ExplainedPartition(partition, tuple(inputs))
@@ -122,18 +131,37 @@ def _kernels(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "no kernels"
 
 
-def _features(explained: Sequence[tuple[LoweredGraph, list[ExplainedPartition]]]) -> str:
+def _split(explained: Explained) -> tuple[int, int]:
+    """How many partitions there are, and how many of them are outside."""
+    parts = [p for graph, some in explained if not graph.disabled_reason for p in some]
+    return len(parts), sum(not p.partition.graphed for p in parts)
+
+
+def _placement(explained: Explained, before: Explained | None) -> Iterator[str]:
+    parts, outside = _split(explained)
+    now = f"{_count(parts, 'partition')}, {outside or 'none'} outside of CUDA graphs"
+    if before is None or _split(before) == (parts, outside):
+        yield now
+    else:
+        parts, outside = _split(before)
+        yield f"{now}; without it {parts}, {outside or 'none'} outside"
+    for graph, _ in explained:
+        yield from placed_lines(graph.gm.meta.get(PLACED, ()))
+        if graph.gm.meta.get(WHY_NOT_PLACED):
+            yield f"{graph.name} is left alone, because {graph.gm.meta[WHY_NOT_PLACED]}"
+
+
+def _features(explained: Explained, before: Explained | None = None) -> str:
     settings = Settings.current()
     graphed = [p for graph, parts in explained if not graph.disabled_reason for p in parts if p.partition.graphed]
-    splits = sum(not p.partition.graphed for graph, parts in explained if not graph.disabled_reason for p in parts)
-    stay = "stays" if splits == 1 else "stay"
     done = "not graphed" if settings.selective == "never" else "graphed"
-    placement = f"{_count(splits, 'partition')} {stay} outside of CUDA graphs"
+    placement, *moves = _placement(explained, before)
     indirection = "; ".join(_given(graphed, by_address=settings.indirection != "off")) or "no live inputs"
     return "\n".join(
         [
             "What the features do about it:",
             f"  placement {settings.placement}: {placement}",
+            *(textwrap.fill(move, _WIDTH, initial_indent="    ", subsequent_indent="      ") for move in moves),
             f"  indirection {settings.indirection}: {indirection}",
             f"  selective {settings.selective}: {_count(len(graphed), 'function')} {done}",
         ]
@@ -142,7 +170,7 @@ def _features(explained: Sequence[tuple[LoweredGraph, list[ExplainedPartition]]]
 
 def _given(graphed: Sequence[ExplainedPartition], *, by_address: bool) -> Iterator[str]:
     """How the live inputs are given to replays, as far as their device tells."""
-    ways: dict[str, tuple[str, ...]] = {"given by address": ("live",), "copied at each replay": ("cpu",)}
+    ways: dict[str, tuple[str, ...]] = {"given by address": ("live",), "staged at each replay": ("cpu",)}
     if not by_address:
         ways = {"copied at each replay": ("live", "cpu")}
     for how, kinds in ways.items():

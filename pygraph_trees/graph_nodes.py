@@ -282,6 +282,7 @@ class MemcpyNode(CopyNode):
     """A copy. ``source`` and ``target`` are addresses of device memory: assign to them, then :meth:`set`.
 
     A side is None, and must not be assigned to, where it is host memory or an array or where the copy is not ``plain``.
+    So is ``host_source``, pageable memory included, where the source is none in host memory.
     """
 
     kind = NodeKind.MEMCPY
@@ -289,18 +290,19 @@ class MemcpyNode(CopyNode):
     _set_captured = "cuGraphMemcpyNodeSetParams"
     plain: bool  # one row, and nothing is added to the addresses: what the driver lets change
     nbytes: int
-    host_source: int | None  # the address of a source in host memory, pageable memory included
 
     def __init__(self, driver: Driver, handle: int) -> None:
         super().__init__(driver, handle)
         params, types = self._params, driver.api.CUmemorytype
         host, device = int(types.CU_MEMORYTYPE_HOST), int(types.CU_MEMORYTYPE_DEVICE)
         rows, layers = max(1, int(params.Height)), max(1, int(params.Depth))
-        (from_type, source), (to_type, _) = self._side("src"), self._side("dst")
+        (from_type, _), (to_type, _) = self._side("src"), self._side("dst")
         offsets = (getattr(params, side + name) for side in ("src", "dst") for name in ("XInBytes", "Y", "Z", "LOD"))
         self.nbytes = int(params.WidthInBytes) * rows * layers
         self.plain = rows == layers == 1 and not any(offsets) and {from_type, to_type} <= {host, device}
-        self.host_source = source if from_type == host else None
+        # Memory that the driver knows may be given by an address of either kind.
+        self._host_field = "srcHost" if int(params.srcMemoryType) == host else "srcDevice"
+        self._from_host = from_type == host
         self._from_device = self.plain and from_type == device
         self._to_device = self.plain and to_type == device
 
@@ -320,6 +322,14 @@ class MemcpyNode(CopyNode):
     @source.setter
     def source(self, address: int | None) -> None:
         self._params.srcDevice = address
+
+    @property
+    def host_source(self) -> int | None:
+        return int(getattr(self._params, self._host_field)) if self._from_host else None
+
+    @host_source.setter
+    def host_source(self, address: int | None) -> None:
+        setattr(self._params, self._host_field, address)
 
     @property
     def target(self) -> int | None:

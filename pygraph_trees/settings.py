@@ -50,16 +50,18 @@ class Flag:
 FLAGS: tuple[Flag, ...] = (
     Flag(
         name="pygraph_placement",
-        values=("off",),
-        default="off",
+        values=("full", "exact", "off"),
+        default="full",
         changes_artifacts=True,
-        help="Whether CPU tensors that feed the GPU are moved there. `off`: nothing is moved, as upstream.",
+        help="Whether what the CPU computes for the GPU is computed there. `full`: also floating-point numbers, "
+        "element by element; they may differ in the last place. `exact`: constructors, integers, indices and copies, "
+        "the same to the bit. `off`: as upstream.",
     ),
     Flag(
         name="pygraph_indirection",
         values=("auto", "patch", "off"),
         default="auto",
-        changes_artifacts=False,
+        changes_artifacts=True,  # without it nothing is staged
         help="How a replay gets its inputs. `patch`: by address, copied only where a rule demands it; `auto` means the "
         "same as yet. `off`: every live input is copied, as upstream.",
     ),

@@ -270,6 +270,11 @@ class _Active:
 _active = _Active()
 
 
+def is_absent() -> bool:
+    """Whether torch is made to believe in a GPU just now."""
+    return bool(_active.depth)
+
+
 @contextlib.contextmanager
 def absent_gpu(arch: str = "sm_90") -> Iterator[None]:
     """Believe in one CUDA GPU ``cuda:0`` of architecture ``arch`` inside the ``with``; see the module's contract.

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import CellType
 from typing import Any
 
 import torch
@@ -92,8 +93,9 @@ class Program:
 
     @property
     def device(self) -> torch.device:
-        """The first CUDA device among inputs, parameters and buffers, else the CPU."""
-        for tensor in [*_tensors((self.args, dict(self.kwargs))), *self._state()]:
+        """The first CUDA device among inputs, parameters and buffers, also of what a function closes over, else the
+        CPU."""
+        for tensor in [*_tensors((self.args, dict(self.kwargs))), *self._state(), *_closed_over(self.fn)]:
             if tensor.device.type == "cuda":
                 return tensor.device
         return torch.device("cpu")
@@ -134,6 +136,14 @@ class Program:
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _closed_over(fn: Callable[..., Any]) -> list[torch.Tensor]:
+    """Tensors, and those of modules, in the closure of a function or of a method's."""
+    cells = getattr(fn, "__closure__", None) or ()
+    values = [cell.cell_contents for cell in cells if cell != CellType()]  # one may be empty yet
+    modules = [value for value in values if isinstance(value, torch.nn.Module)]
+    return _tensors(values) + [t for module in modules for t in (*module.parameters(), *module.buffers())]
 
 
 def _differentiable(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:

@@ -14,11 +14,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from . import partitions
 from .log import GraphLog, journal, partition_from_json, partition_to_json
 from .naming import compile_id, mode_name, program_name
+from .records import Placed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from .records import Partition
 
 _log = logging.getLogger("pygraph_trees.coverage")
+PLACED, WHY_NOT_PLACED = "pygraph_placed", "pygraph_why_not_placed"  # of a module: what was done to its graph
 _ATTRIBUTE = "pygraph_coverage"  # of a Scheduler: partitions; of a CompiledFxGraph: their JSON and the model's name
 # Operations after which a tensor lies elsewhere: a replay does not repeat them.
 _REBINDING = ("aten.set_.", "aten.resize_.", "aten.shallow_copy_data_", "inductor.resize_storage_bytes_")
@@ -55,6 +58,8 @@ def attach(artifact: Any, graph: Any, gm: torch.fx.GraphModule) -> None:
         known = {
             "model": partitions.model_name(gm),
             "partitions": [partition_to_json(p) for p in found],
+            "placed": [asdict(placed) for placed in gm.meta.get(PLACED, ())],
+            "why_not_placed": gm.meta.get(WHY_NOT_PLACED),
             "rebinds_storage": any(str(node.target).startswith(_REBINDING) for node in gm.graph.nodes),
         }
         setattr(artifact, _ATTRIBUTE, known)
@@ -77,6 +82,8 @@ def put_to_use(artifact: Any, graph_kwargs: Any, *, wanted: bool, dropped: str |
         mode=mode_name(is_backward=graph_kwargs["is_backward"], is_inference=graph_kwargs["is_inference"]),
         partitions=tuple(partition_from_json(p) for p in known["partitions"]),
         rebinds_storage=known.get("rebinds_storage", True),
+        placed=tuple(Placed(**placed) for placed in known.get("placed", ())),
+        why_not_placed=known.get("why_not_placed"),
     )
     with journal.compiling(log):
         yield

@@ -15,7 +15,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from .records import Cause, FunctionRecord, GraphRecord, InputRecord, Partition, PartitionInput, RecordingRecord
+from .records import (
+    Cause,
+    FunctionRecord,
+    GraphRecord,
+    InputRecord,
+    Partition,
+    PartitionInput,
+    Placed,
+    RecordingRecord,
+)
 
 _log = logging.getLogger("pygraph_trees.coverage")
 
@@ -119,9 +128,13 @@ class GraphLog:
     dropped: str | None = None
     rebinds_storage: bool = False  # an operation gives an input other memory, which no replay can repeat
     functions: int = 0  # handed out for cudagraphify so far
+    placed: tuple[Placed, ...] = ()
+    why_not_placed: str | None = None
 
     def record(self) -> GraphRecord:
-        return GraphRecord(self.model, self.compile_id, self.mode, self.partitions, self.dropped)
+        return GraphRecord(
+            self.model, self.compile_id, self.mode, self.partitions, self.dropped, self.placed, self.why_not_placed
+        )
 
 
 class Journal:

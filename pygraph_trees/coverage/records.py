@@ -46,6 +46,16 @@ class Partition:
 
 
 @dataclass(frozen=True, slots=True)
+class Placed:
+    """A value of the CPU that the GPU needs."""
+
+    value: str  # the operation's name
+    how: str  # "made on the GPU", "a constant on the GPU", "taken where it came from", "staged", "copied"
+    why: str | None  # why it is copied or staged at each call; None where it is not
+    source: str | None  # "model.py:31 in forward: y = table.to(x.device)"
+
+
+@dataclass(frozen=True, slots=True)
 class GraphRecord:
     """One compiled graph: how it was split, or why it is not graphed."""
 
@@ -54,6 +64,8 @@ class GraphRecord:
     mode: str  # "inference", "forward", "backward"
     partitions: tuple[Partition, ...]
     dropped: str | None  # why none of it is graphed, None where something is
+    placed: tuple[Placed, ...] = ()  # what placement did about values of the CPU
+    why_not_placed: str | None = None  # why it left the graph alone
 
     @property
     def kernels_outside(self) -> int:
@@ -131,6 +143,15 @@ class FunctionRecord:
     def pool_bytes(self) -> int:
         """By how much warming up and recording made the graph pool grow."""
         return self.warmup_pool_bytes + sum(r.pool_bytes for r in self.recordings)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphBreak:
+    """What Dynamo did not trace: what stands before and behind it is compiled apart, if at all."""
+
+    reason: str  # as Dynamo words it
+    source: str | None  # line of the program, where Dynamo says it
+    count: int
 
 
 @dataclass(frozen=True, slots=True)

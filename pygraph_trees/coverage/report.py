@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from .log import journal
-from .records import Environment, FeatureState, FunctionRecord, GraphRecord
+from .partitions import source_line
+from .records import Environment, FeatureState, FunctionRecord, GraphBreak, GraphRecord
 from .text import render
 
 
@@ -20,6 +23,7 @@ class Report:
     environment: Environment
     graphs: tuple[GraphRecord, ...]
     functions: tuple[FunctionRecord, ...]
+    breaks: tuple[GraphBreak, ...] = ()
 
     @property
     def recordings(self) -> int:
@@ -30,13 +34,13 @@ class Report:
         return sum(f.replays for f in self.functions)
 
     def to_json(self) -> str:
-        """All records as a JSON object with the keys ``environment``, ``graphs`` and ``functions``."""
+        """All records as a JSON object with the keys ``environment``, ``graphs``, ``functions`` and ``breaks``."""
         return json.dumps(asdict(self), indent=1)
 
     def to_text(self, width: int | None = None) -> str:
         """Tables of at most ``width`` columns (80 at least), the terminal's where it is not given."""
         columns = width or shutil.get_terminal_size((100, 24)).columns
-        return render(self.environment, self.graphs, self.functions, max(80, columns))
+        return render(self.environment, self.graphs, self.functions, max(80, columns), self.breaks)
 
     def __str__(self) -> str:
         return self.to_text()
@@ -45,12 +49,32 @@ class Report:
 def report() -> Report:
     """What happened so far to every graph and function that was compiled for CUDA graphs in this process."""
     graphs, functions = journal.records()
-    return Report(_environment(), graphs, functions)
+    return Report(_environment(), graphs, functions, tuple(_breaks()))
 
 
 def clear() -> None:
     """Begins a new report: what was noted so far is forgotten, also of functions that are still in use."""
     journal.clear()
+    _breaks_before.clear()
+    _breaks_before.update(_counted_breaks())
+
+
+_breaks_before: Counter[str] = Counter()  # those that a new report leaves out
+
+
+def _counted_breaks() -> Counter[str]:
+    from torch._dynamo.utils import counters
+
+    # What a compiler could not do stands in the second alone.
+    return Counter(counters["graph_break"]) | Counter(counters["unimplemented"])
+
+
+def _breaks() -> Iterator[GraphBreak]:
+    for text, count in (_counted_breaks() - _breaks_before).items():
+        lines = [line.strip() for line in text.splitlines()]
+        why = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), None)
+        trace = text.partition("Original traceback:")[2].partition("\n\n")[0]
+        yield GraphBreak(lines[0] if why is None else f"{lines[0]}: {why}", source_line(trace), count)
 
 
 def _environment() -> Environment:

@@ -6,7 +6,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from .records import Cause, Environment, FunctionRecord, GraphRecord
+from .records import Cause, Environment, FunctionRecord, GraphBreak, GraphRecord, Placed
 
 _MOST_CAUSES = 6  # of one graph
 _MOST_REASONS = 4  # of one function
@@ -37,7 +37,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str
 
 
 def render(
-    environment: Environment, graphs: Sequence[GraphRecord], functions: Sequence[FunctionRecord], width: int
+    environment: Environment,
+    graphs: Sequence[GraphRecord],
+    functions: Sequence[FunctionRecord],
+    width: int,
+    breaks: Sequence[GraphBreak] = (),
 ) -> str:
     parts = [_head(environment)]
     if not functions and not graphs:
@@ -46,6 +50,8 @@ def render(
         parts.append(_functions(functions, width))
     parts.extend(_lines(list(_function_notes(functions)), width))
     parts.extend(_lines(list(_graph_notes(graphs)), width))
+    broken = [f"broken by Dynamo, {b.count}x: {b.reason}{f' at {b.source}' if b.source else ''}" for b in breaks]
+    parts.extend(_lines(broken, width))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -142,6 +148,7 @@ def _graph_notes(graphs: Sequence[GraphRecord]) -> Iterator[str]:
         if g.dropped:
             yield f"{title(g)}, {g.mode}: not graphed, {kernels(g.kernels_outside)}: {' '.join(g.dropped.split())}"
             continue
+        yield from _placed(g)
         if not g.causes:
             continue
         yield f"{title(g)}, {g.mode}: {kernels(g.kernels_outside)} outside of CUDA graphs"
@@ -149,6 +156,28 @@ def _graph_notes(graphs: Sequence[GraphRecord]) -> Iterator[str]:
             yield f"  {cause_line(cause)}"
         if len(g.causes) > _MOST_CAUSES:
             yield f"  and {len(g.causes) - _MOST_CAUSES} more"
+
+
+def _placed(graph: GraphRecord) -> Iterator[str]:
+    if graph.why_not_placed:
+        yield f"{title(graph)}, {graph.mode}: values of the CPU stay there, because {graph.why_not_placed}"
+    by_how = Counter(placed.how for placed in graph.placed)
+    if by_how:
+        done = ", ".join(f"{count} {how}" for how, count in by_how.items())
+        yield f"{title(graph)}, {graph.mode}: of values of the CPU {done}"
+        yield from (f"  {line}" for line in placed_lines(graph.placed))
+
+
+def placed_lines(placed: Sequence[Placed]) -> Iterator[str]:
+    """What became of each value, those of the same line of the program together."""
+    groups: dict[tuple[str, str | None, str | None], list[str]] = {}
+    for value in placed:
+        groups.setdefault((value.how, value.why, value.source), []).append(value.value)
+    for (how, why, source), values in list(groups.items())[:_MOST_CAUSES]:
+        because = f", because {why}" if why else ""
+        yield f"{how}: {', '.join(values)}{because}{f', at {source}' if source else ''}"
+    if len(groups) > _MOST_CAUSES:
+        yield f"and {len(groups) - _MOST_CAUSES} more"
 
 
 def kernels(count: int) -> str:

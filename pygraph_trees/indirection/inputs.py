@@ -27,11 +27,13 @@ import torch
 from pygraph_trees.driver_error import DriverError
 from pygraph_trees.graph_nodes import KernelNode
 
+from ..exc import PygraphError
 from ..extent import flat
 from .ghost import Extent, Ghosts
 from .patching import CapturedCopies, Patches, PatchFailed
 from .routes import Decision, Route, decide, fits, why_not_ghost
 from .sites import Scan, Site, scan
+from .staging import Staging
 from .stand_ins import Span, copy_at, seen_as, span_of, stand_in
 
 if TYPE_CHECKING:
@@ -45,11 +47,17 @@ _log = logging.getLogger("pygraph_trees.indirection")
 _MOST_FITTING = 256  # addresses of an input that are remembered: more than an allocator has in turn
 _MOST_KNOWN = 64  # sets of addresses of all inputs: more than buffers are used in turn
 
+_MOST_STAGED_NBYTES = 16 << 20  # larger inputs of the CPU are copied as torch does
+
 _MUTATED_IN_POOL = "a mutated input lies in the graph pool"
 
 # Ghosts with memory of their own whose graph is gone, with their device. Queued launches may still read that memory. No
 # lock: a finalizer that the garbage collector runs may come while the same thread holds it.
 _retired: deque[tuple[int, Ghosts]] = deque()
+
+
+class NotStaged(PygraphError, RuntimeError):
+    template = "input {index} lies on the CPU, and no node of the graph reads it from there"
 
 
 @dataclass(slots=True)  # a frozen one takes four times as long to make
@@ -78,24 +86,32 @@ def choose(
     pool: PoolRanges,
     refused: Mapping[int, str],
     managed: Collection[int] = (),
+    *,
+    stage: bool = False,
 ) -> tuple[LiveInputs | None, dict[int, str]]:
     """What can be recorded at ghost addresses, and for each other candidate why it is copied.
 
     Changes nothing of ``inputs``; no driver call that fails leaves anything behind.
 
     Args:
+        stage: whether inputs on the CPU are read by copies in the graph, and may be staged.
         managed: inputs that may lie in the graph pool, because they are alive while the function is recorded.
     """
     _release_retired()
     reasons: dict[int, str] = {}
     chosen: dict[int, torch.Tensor] = {}
     held: dict[int, tuple[torch.Tensor, str]] = {}  # mutated inputs without a ghost
+    staged: dict[int, torch.Tensor] = {}
     for index in candidates:
         value = inputs[index]
         if not isinstance(value, torch.Tensor):
             continue
+        if stage and index not in refused and may_be_staged(value):
+            staged[index] = value
+            continue
         in_pool = index not in managed and value.is_cuda and pool.holds(value.data_ptr())
-        why = why_not_ghost(value, device, in_pool)
+        why = refused.get(index) if stage and value.device.type == "cpu" else None
+        why = why or why_not_ghost(value, device, in_pool)
         if why is not None:
             reasons[index] = why
         elif index not in refused:
@@ -105,12 +121,13 @@ def choose(
         else:
             reasons[index] = refused[index]
     try:
-        live = LiveInputs(driver, device, chosen, mutated, pool, held, managed) if chosen or held else None
+        some = chosen or held or staged
+        live = LiveInputs(driver, device, chosen, mutated, pool, held, managed, staged) if some else None
     except DriverError as error:
         why = f"no addresses could be reserved: {error}"
         reasons |= {index: why for index in chosen if index not in mutated}
         held |= {index: (value, why) for index, value in chosen.items() if index in mutated}
-        live = LiveInputs(driver, device, {}, mutated, pool, held) if held else None
+        live = LiveInputs(driver, device, {}, mutated, pool, held, (), staged) if held or staged else None
     return live, reasons
 
 
@@ -132,6 +149,7 @@ class LiveInputs:
         pool: PoolRanges,
         held: Mapping[int, tuple[torch.Tensor, str]],
         managed: Collection[int] = (),
+        staged: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         self._driver = driver
         self._device = device
@@ -151,10 +169,14 @@ class LiveInputs:
                 for (index, tensor), span, ghost in zip(tensors.items(), spans, self._ghosts.ghosts, strict=True)
             ]
             in_memory = [_held_item(index, tensor) for index, (tensor, _) in held.items()]
+            self._staged = dict(staged or {})
+            self._staging = Staging(list(self._staged.values())) if staged else None
         except BaseException:
             _give_back(self._ghosts.close)
             raise
-        self.items = (*on_ghosts, *in_memory)  # the position of one with a ghost is the ghost's
+        memories = () if self._staging is None else self._staging.stand_ins
+        on_cpu = [_staged_item(index, memory) for index, memory in zip(self._staged, memories, strict=True)]
+        self.items = (*on_ghosts, *in_memory, *on_cpu)  # the position of one with a ghost is the ghost's
         self.storages = {item.stand_in.untyped_storage().data_ptr(): item for item in self.items}  # of the stand-ins
         self._held = [Decision(Route.COPY, why) for _, why in held.values()]
         self.decisions: dict[int, Decision] = {}  # by index, once set up
@@ -162,6 +184,7 @@ class LiveInputs:
         self._given: dict[int, torch.Tensor] | Sequence[Any] = {
             **tensors,
             **{index: tensor for index, (tensor, _) in held.items()},
+            **(staged or {}),
         }
         self.kinds: Counter[NodeKind] = Counter()  # how many nodes the graph has; none where it could not be read
         self._nodes: Sequence[GraphNode] = ()
@@ -171,6 +194,7 @@ class LiveInputs:
         self._copied: dict[int, Item] = {}  # by index
         self._copied_back: tuple[Item, ...] = ()
         self._complex: tuple[int, ...] = ()  # of those whose address does not carry that they are conjugated
+        self._put: tuple[int, ...] = ()  # of the staged ones those that the instantiated graph copies
         self._seen: list[int] = []
         self._settled: list[int] | None = None  # the same, where all that a call at these is asked has been answered
         # By position: addresses that fit, and what the graph is given for them. Good for one state of the pool.
@@ -191,6 +215,15 @@ class LiveInputs:
     def has_ghosts(self) -> bool:
         return bool(self._ghosts.ghosts)
 
+    @property
+    def has_staged(self) -> bool:
+        return bool(self._staged)
+
+    @property
+    def in_place(self) -> list[int]:
+        """The indices of all but those that are staged."""
+        return [item.index for item in self.items if item.index not in self._staged]
+
     def given(self, index: int) -> torch.Tensor:
         """The tensor of this call."""
         return self._given[index]
@@ -207,8 +240,10 @@ class LiveInputs:
         returned = {index for index, _ in self.outputs.values()}
         passed = {position for position, item in enumerate(self.items) if item.index in returned}
         try:
-            found = scan(self._driver, int(graph.raw_cuda_graph()), self._ghosts)
+            buffers = [(item.recorded, item.nbytes) for item in self.items if item.index in self._staged]
+            found = scan(self._driver, int(graph.raw_cuda_graph()), self._ghosts, buffers)
             decisions = decide(found, len(self._ghosts.ghosts), passed)
+            self._check_staged(found, returned)
         except DriverError as error:
             found, decisions = _NOTHING, self._all_copied(f"the graph could not be read: {error}")
         self.kinds = found.kinds
@@ -219,7 +254,7 @@ class LiveInputs:
             self._instantiate(graph, found, decisions, lambda: copies.point(given))
             seen = [self._given[item.index].data_ptr() for item in self._patched]
             self._addresses = [address - item.lead for address, item in zip(seen, self._patched, strict=True)]
-            self._hold(seen)
+            self._hold(seen, self._given)
         except (DriverError, PatchFailed) as error:
             # Nothing was launched. A graph that is instantiated anew holds the ghost addresses again.
             decisions = self._all_copied(f"the graph could not be given its address: {error}")
@@ -232,13 +267,23 @@ class LiveInputs:
             _give_back(self._ghosts.close)
         self.copy_in()
 
+    def _check_staged(self, found: Scan, returned: Collection[int]) -> None:
+        """That the graph reads each staged input: else what it was may have been read while it was recorded.
+
+        One that is returned and not read is what a later partition needs.
+        """
+        read = {site.input for site in found.sites}
+        for number, index in enumerate(self._staged):
+            if len(self._ghosts.ghosts) + number not in read and index not in returned:
+                raise NotStaged(index=index)
+
     def _all_copied(self, why: str) -> list[Decision]:
         return [Decision(Route.COPY, why) for _ in self._ghosts.ghosts]
 
     def _instantiate(
         self, graph: Any, found: Scan, decisions: Sequence[Decision], point_copies: Callable[[], None]
     ) -> None:
-        routes = [*decisions, *self._held]
+        routes = [*decisions, *self._held, *(Decision(Route.STAGE, None) for _ in self._staged)]
         self.decisions = {item.index: decision for item, decision in zip(self.items, routes, strict=True)}
         patched = [p for p, d in enumerate(decisions) if d.route is Route.PATCH]
         self._nodes, self._sites = found.nodes, found.sites
@@ -250,14 +295,15 @@ class LiveInputs:
                 self._materialise(position)
         point_copies()
         graph.instantiate()
+        buffers = self._buffers_of(found)
         self._patches = Patches(
             self._driver,
             found.nodes,
             found.sites,
-            patched,
+            [*patched, *buffers],
             int(graph.raw_cuda_graph_exec()),
-            None if all(isinstance(node, KernelNode) for node in found.nodes) else self._context(),
-            [self._ghosts.ghosts[p].start for p in patched],
+            self._context() if any(not isinstance(node, KernelNode) for node in found.nodes) else None,
+            [self._ghosts.ghosts[p].start for p in patched] + [self.items[p].recorded for p in buffers.values()],
         )
         self._complex = tuple(item.index for item in self._patched if item.stand_in.is_complex())
         self._seen, self._settled = [], None
@@ -265,9 +311,24 @@ class LiveInputs:
         # Whether addresses that were found good once are good again.
         self._is_simple = not (self._copied_back or self._complex or self._again)
         # And whether a graph that holds them needs nothing more.
-        self._settles = self._is_simple and not self._patches.sets_always
+        self._settles = self._is_simple and not (self._patches.sets_always or self._staged)
         self._fitting = tuple({} for _ in patched)
-        self._addresses = list(self._patches.addresses)
+        self._addresses = self._patches.addresses[: len(patched)]
+
+    def _buffers_of(self, found: Scan) -> dict[int, int]:
+        """What is staged in the buffers that a graph is given: by number in its sites, the item's position.
+
+        An input that is only returned is in none that a node reads. A graph that could not be read is given nothing.
+        """
+        if self._staging is None:
+            return {}
+        read = {site.input for site in found.sites}
+        first, behind = len(self._ghosts.ghosts), len(self.items) - len(self._staged)
+        numbers = [n for n in range(len(self._staged)) if found is _NOTHING or first + n in read]
+        self._put = tuple(self.items[behind + n].index for n in numbers)
+        self._staging.take(numbers)
+        self._staging.is_fixed = found is _NOTHING
+        return {} if found is _NOTHING else {first + n: behind + n for n in numbers}
 
     def _materialise(self, position: int) -> None:
         try:
@@ -330,10 +391,12 @@ class LiveInputs:
             if why is not None:
                 return why
         try:
-            self._hold(seen)
+            self._hold(seen, inputs)
         except PatchFailed as error:
             self.temporary, self._again = {}, False
-            self.refused[self.items[error.fields["index"]].index] = f"the driver refused its address: {error}"
+            position, ghosts = error.fields["index"], len(self._ghosts.ghosts)
+            index = self.items[position].index if position < ghosts else list(self._staged)[position - ghosts]
+            self.refused[index] = f"the driver refused its address: {error}"
             return str(error)
         return None
 
@@ -347,10 +410,15 @@ class LiveInputs:
                 return "an input is a conjugate view"
         return None
 
-    def _hold(self, seen: list[int]) -> None:
-        """Makes the graph hold what was found for inputs at these addresses."""
+    def _hold(self, seen: list[int], inputs: Any) -> None:
+        """Makes the graph hold what was found for inputs at these addresses, and where those of the CPU are staged."""
         assert self._patches is not None
-        self._patches.apply(self._addresses)
+        if self._put:
+            assert self._staging is not None
+            buffers = self._staging.put([inputs[index] for index in self._put])
+            self._patches.apply(self._addresses if self._staging.is_fixed else [*self._addresses, *buffers])
+        else:
+            self._patches.apply(self._addresses)
         self._seen = seen
         if self._settles and not self._again:
             self._settled = seen
@@ -420,7 +488,7 @@ class LiveInputs:
     @property
     def copies_some(self) -> bool:
         """Whether an input is given by copy at each call."""
-        return bool(self._copied)
+        return bool(self._copied or self._staged)
 
     @property
     def is_copied(self) -> bool:
@@ -454,6 +522,9 @@ class LiveInputs:
 
     def finish(self) -> None:
         """Behind the launch: copies back what was mutated in a copy, and lets go of the inputs."""
+        if self._put:
+            assert self._staging is not None
+            self._staging.launched(torch.cuda.current_stream(self._device))  # where its graph is launched
         for item in self._copied_back:
             self._given[item.index].copy_(item.stand_in)
         for index, copy in self.temporary.items() if self.temporary else ():
@@ -490,6 +561,15 @@ def _item(
 ) -> Item:
     stood_for = stand_in(start, span, tensor, device)
     return Item(index, span.lead, span.nbytes, stood_for, start + span.lead, mutated, managed)
+
+
+def may_be_staged(tensor: torch.Tensor) -> bool:
+    """Whether an input lies on the CPU and a copy from there to the GPU is one row of bytes."""
+    return tensor.is_cpu and tensor.layout is torch.strided and 0 < tensor.nbytes <= _MOST_STAGED_NBYTES
+
+
+def _staged_item(index: int, memory: torch.Tensor) -> Item:
+    return Item(index, 0, memory.nbytes, memory, memory.data_ptr(), mutated=False, managed=False)
 
 
 def _held_item(index: int, tensor: torch.Tensor) -> Item:

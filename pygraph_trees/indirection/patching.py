@@ -19,19 +19,26 @@ Addresses are device addresses in bytes, as integers; node handles belong to the
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
 import operator
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..driver import SetRefused
 from ..driver_error import DriverError
 from ..exc import PygraphError
 from ..graph_nodes import CopyNode, GraphNode, KernelNode, MemcpyNode
+from .sites import HOST_SOURCE, SOURCE
 
 if TYPE_CHECKING:
     from ..driver import Driver
     from .sites import Site
+
+
+_MOST_CHANGES = 64  # sets of inputs that change together
 
 
 class PatchFailed(PygraphError):
@@ -63,6 +70,16 @@ class _Field:
     @value.setter
     def value(self, address: Any) -> None:
         setattr(self._node, self._name, address)
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """The nodes that are set where some inputs change."""
+
+    count: int
+    set_kernels: Callable[[], None] | None  # sets those of ``kernels``
+    kernels: tuple[int, ...]  # positions in the scan
+    others: tuple[int, ...]  # set one by one
 
 
 class Patches:
@@ -117,7 +134,7 @@ class Patches:
                 kernels[number] = node
                 if node.take_from(offset, self._table, entry):
                     continue
-            else:
+            elif offset != HOST_SOURCE:  # a staging buffer's memory is the same whenever it is at an address
                 self._always.add(number)
             self._words[position].append((_word(node, offset), delta))
         self._has_words = any(self._words)
@@ -126,13 +143,21 @@ class Patches:
         for number in self._all:
             scan_nodes[number].bind(exec_, context)
         self._setters = {number: scan_nodes[number].set for number in self._all}
-        # Mostly all have changed: kernels are set at once then, where that can be.
-        self._kernels = tuple(kernels)
-        self._set_kernels = driver.set_kernels(exec_, tuple(kernels.values())) if kernels else None
-        self._others = self._all.difference(kernels) if self._set_kernels is not None else self._all
+        self._kernels = kernels
+        self._set_at_once = functools.partial(driver.set_kernels, exec_)
+        # By what changes, positions in inputs: most often it is the same again. All have a place of their own.
+        self._changes: dict[tuple[int, ...], _Change] = {}
+        self._all_changed = self._change(self._all)
         # Whether new addresses for all inputs are written and set by one call each.
-        self._at_once = self._set_kernels is not None and self._is_table and not (self._has_words or self._others)
+        self._at_once = self._is_table and not (self._has_words or self._all_changed.others)
         self._write(range(len(inputs)), recorded)
+
+    def _change(self, nodes: Collection[int]) -> _Change:
+        """How these are set: kernels at once, where that can be."""
+        kernels = tuple(number for number in self._kernels if number in nodes)
+        set_kernels = self._set_at_once(tuple(self._kernels[number] for number in kernels)) if kernels else None
+        others = [number for number in nodes if set_kernels is None or number not in self._kernels]
+        return _Change(len(nodes), set_kernels, kernels, tuple(others))
 
     @property
     def sets_always(self) -> bool:
@@ -152,37 +177,39 @@ class Patches:
         if len(addresses) != len(self.addresses):
             raise ValueError(f"{len(self.addresses)} addresses, not {len(addresses)}")
         self.broken = True  # until all is done: an interrupt may come anywhere
-        all_moved = all(map(operator.ne, addresses, self.addresses))  # most often
-        nodes = self._all
-        if all_moved and self._at_once:
-            self._pack(self._table, 0, *addresses)
-            self._set(addresses, self._set_kernels, ())
-        else:
-            changed: Sequence[int] = self._positions
-            if not all_moved:
-                changed = [p for p, (new, old) in enumerate(zip(addresses, self.addresses, strict=True)) if new != old]
-                nodes = self._always.union(*(self._nodes[position] for position in changed))
+        change = self._all_changed
+        if not all(map(operator.ne, addresses, self.addresses)):
+            moved = map(operator.ne, addresses, self.addresses)
+            changed = tuple(itertools.compress(self._positions, moved))
+            change = self._changes.get(changed) or self._remember(changed)
             self._write(changed, addresses)
-            if nodes is self._all:
-                self._set(addresses, self._set_kernels, self._others)
-            else:
-                self._set(addresses, None, nodes)
+        elif self._at_once:
+            self._pack(self._table, 0, *addresses)
+        else:
+            self._write(self._positions, addresses)
+        self._set(addresses, change)
         self.addresses[:] = addresses
-        self.set_calls += len(nodes)
+        self.set_calls += change.count
         self.broken = False
-        return len(nodes)
+        return change.count
 
-    def _set(self, addresses: Sequence[int], set_kernels: Callable[[], None] | None, one_by_one: Iterable[int]) -> None:
-        """Sets all kernels at once, if that is given, and then these nodes."""
+    def _remember(self, changed: tuple[int, ...]) -> _Change:
+        if len(self._changes) == _MOST_CHANGES:
+            self._changes.clear()
+        nodes = self._always.union(*(self._nodes[position] for position in changed))
+        found = self._changes[changed] = self._change(nodes)
+        return found
+
+    def _set(self, addresses: Sequence[int], change: _Change) -> None:
         node = -1
         try:
-            if set_kernels is not None:
-                set_kernels()
-            for node in one_by_one:
+            if change.set_kernels is not None:
+                change.set_kernels()
+            for node in change.others:
                 self._setters[node]()
         except DriverError as error:
             if isinstance(error, SetRefused):
-                node = self._kernels[error.fields["position"]]
+                node = change.kernels[error.fields["position"]]
             index = self._input_of(node, addresses)
             raise PatchFailed(index=index, call=error.fields["call"], code=error.fields["code"]) from error
 
@@ -240,4 +267,5 @@ def _word(node: GraphNode, offset: int) -> Word:
     """A site's place in its node (see ``Site.offset``)."""
     if isinstance(node, KernelNode):
         return node.word(offset)
-    return _Field(node, "source" if isinstance(node, MemcpyNode) and offset == 0 else "target")
+    name = {SOURCE: "source", HOST_SOURCE: "host_source"}.get(offset, "target")
+    return _Field(node, name if isinstance(node, MemcpyNode) else "target")

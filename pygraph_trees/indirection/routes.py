@@ -25,6 +25,7 @@ _VECTOR = 16  # bytes that one load moves at most
 class Route(enum.Enum):
     PATCH = "patch"
     COPY = "copy"
+    STAGE = "stage"  # through pinned memory, by a copy in the graph
 
 
 @dataclass(frozen=True, slots=True)

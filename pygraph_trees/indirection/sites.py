@@ -20,7 +20,7 @@ import ctypes
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -45,13 +45,16 @@ _HOST_CHUNK = 16 << 20  # bytes of host memory read at once; a multiple of 8
 _COLLECTIVE = re.compile(r"(_ZN?\d+)?nccl\w*Kernel")
 
 
+SOURCE, TARGET, HOST_SOURCE = 0, 8, 16  # of a memcpy: what stands for an offset
+
+
 class Site(NamedTuple):
     """Where a graph holds an input's address."""
 
     node: int  # index into Scan.nodes
-    offset: int  # bytes into a kernel's parameter block; of a memcpy 0 source, 8 target; of a memset 0
-    input: int  # index of the ghost
-    delta: int  # bytes from the ghost's start; in its guards negative, or not less than its size
+    offset: int  # bytes into a kernel's parameter block; of a memcpy one of those above; of a memset 0
+    input: int  # index of the ghost; behind those, of the staging buffer
+    delta: int  # bytes from the start; in a ghost's guards negative, or not less than its size
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +68,13 @@ class Scan:
     kinds: Counter[NodeKind]  # of all nodes, without those of child graphs
 
 
-def scan(driver: Driver, graph: int, ghosts: Ghosts) -> Scan:
-    """Finds the sites of a captured graph. Raises :class:`DriverError` where the graph's nodes cannot be listed."""
-    reader = _Reader(driver, ghosts)
+def scan(driver: Driver, graph: int, ghosts: Ghosts, staged: Sequence[tuple[int, int]] = ()) -> Scan:
+    """Finds the sites of a captured graph. Raises :class:`DriverError` where the graph's nodes cannot be listed.
+
+    Args:
+        staged: address and size in bytes of each staging buffer.
+    """
+    reader = _Reader(driver, ghosts, staged)
     found = driver.search(graph, ghosts.low, ghosts.high)
     if found is not None:
         reader.take(found)
@@ -81,9 +88,10 @@ def scan(driver: Driver, graph: int, ghosts: Ghosts) -> Scan:
 class _Reader:
     """What was found so far in one graph; positions are those of its nodes."""
 
-    def __init__(self, driver: Driver, ghosts: Ghosts) -> None:
+    def __init__(self, driver: Driver, ghosts: Ghosts, staged: Sequence[tuple[int, int]] = ()) -> None:
         self._driver = driver
         self._ghosts = ghosts
+        self._staged = staged
         self._kernels: list[tuple[int, KernelNode, bool]] = []  # position, node, whether it is a collective
         self._nodes: dict[int, GraphNode] = {}  # by position
         self._sites: list[tuple[int, int, int, int]] = []  # position, offset, input, delta
@@ -121,10 +129,16 @@ class _Reader:
         if not node.plain:
             self._hide("a copy of rows or arrays")
             return
-        for offset, address in ((0, node.source), (8, node.target)):
+        for offset, address in ((SOURCE, node.source), (TARGET, node.target)):
             if address is not None and (found := self._input_at(address)) is not None:
                 self._site(position, node, offset, found, address)
         if node.host_source is not None:
+            for number, (start, nbytes) in enumerate(self._staged):
+                if start <= node.host_source < start + nbytes:
+                    self._nodes[position] = node
+                    self._sites.append(
+                        (position, HOST_SOURCE, len(self._ghosts.ghosts) + number, node.host_source - start)
+                    )
             try:
                 for address in _host_words(node.host_source, node.nbytes, node.target or 0, self._ghosts):
                     self._refuse(self._input_at(address), "its address is in a host array")

@@ -18,12 +18,13 @@ import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.indirection.availability import usable_driver
+from pygraph_trees.indirection.inputs import NotStaged, may_be_staged
 from pygraph_trees.indirection.routes import why_not_ghost
 from pygraph_trees.tensors import first_fit
 
 from .function import FunctionModel
 from .pools import ranges_of
-from .recording import Recording
+from .recording import Recording, forget_frames
 from .rerecord import moved, why_recorded
 from .verification import Verification
 
@@ -248,6 +249,10 @@ class Manager(Upstream):
         ):
             function.not_graphed("mutates an input that lies in the graph pool and is no output of this step")
             return self.ids_to_funcs[function_id].model(new_inputs)
+        why_not = self._why_not_staged(new_inputs, function_id)
+        if why_not is not None:
+            function.not_graphed(why_not)
+            return self.ids_to_funcs[function_id].model(new_inputs)
         reason = why_recorded(self, new_inputs, function_id, function)
         self._demote_saved_inputs(new_inputs, function_id)
         self._demote_moved_inputs(new_inputs, function_id)
@@ -256,8 +261,16 @@ class Manager(Upstream):
         start = time.perf_counter()
         try:
             outputs = super().record_function(new_inputs, function_id)
+        except NotStaged as error:
+            if not new_inputs:
+                raise
+            forget_frames(error)
+            why_not = str(error)
         finally:
             self._pool.forget()
+        if why_not is not None:
+            function.not_graphed(why_not)
+            return self.ids_to_funcs[function_id].model(new_inputs)
         record_s = time.perf_counter() - start
         log = getattr(self.current_node, "log", None)
         if log is None:  # the patches went off, and upstream's own recording was made
@@ -269,6 +282,21 @@ class Manager(Upstream):
         if verification is not None:
             verification.check(self.current_node, outputs, function.name)
         return outputs
+
+    def _why_not_staged(self, inputs: list[Any], function_id: Any) -> str | None:
+        """Why an input on the CPU, which torch does not record, cannot be staged either; None where all can."""
+        model = self.ids_to_funcs[function_id].model
+        if not isinstance(model, FunctionModel) or model.settings.placement == "off":
+            return None
+        on_cpu = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.is_cpu]
+        for index in on_cpu:
+            if not self._uses_addresses(model):
+                return f"input {index} lies on the CPU, and graphs are given no addresses"
+            if index in model.refused:
+                return model.refused[index]
+            if inputs[index].numel() and not may_be_staged(inputs[index]):
+                return f"input {index} lies on the CPU, and its {inputs[index].nbytes} bytes are too many to be staged"
+        return None
 
     def _verification(self, inputs: list[Any], function_id: Any) -> Verification | None:
         model = self.ids_to_funcs[function_id].model

@@ -35,7 +35,7 @@ from pygraph_trees.driver_error import DriverError
 from pygraph_trees.exc import PygraphError
 from pygraph_trees.graph_nodes import NodeKind
 from pygraph_trees.indirection.availability import usable_driver
-from pygraph_trees.indirection.inputs import LiveInputs, choose
+from pygraph_trees.indirection.inputs import LiveInputs, NotStaged, choose
 from pygraph_trees.indirection.routes import Route
 from pygraph_trees.tensors import Deaths, Whereabouts, once_more, released
 
@@ -44,7 +44,7 @@ from .function import FunctionModel
 from .pools import ranges_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from pygraph_trees.driver import Driver
 
@@ -94,18 +94,21 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         self._why_copied: dict[int, str] = {}
         self._refused: dict[int, str] = dict(getattr(wrapped_function.model, "refused", ()))
         self._moving = {index: inputs[index] for index in getattr(wrapped_function.model, "moving", ())}
+        refused = dict(self._refused)
         failure: Exception | None = None
         try:
             self._make(wrapped_function, id, parent, inputs, *args, **kwargs)
         except Exception as error:
-            if not self._kept:
+            if not self._kept or isinstance(error, NotStaged) or self._refused == refused:
                 # It cannot be tried once more at this call, so the next ones go without ghosts.
                 getattr(wrapped_function.model, "refused", {}).update(self._refused)
+                if isinstance(error, NotStaged):
+                    inputs[:], self._kept = self._kept, []
                 raise
             failure = error
         if failure is not None:
             # The model or the driver may not bear ghost addresses: once more, on memory.
-            _forget_frames(failure)
+            forget_frames(failure)
             del failure
             inputs[:], self._kept = self._kept, []
             self._make(wrapped_function, id, parent, inputs, *args, **kwargs)
@@ -172,7 +175,9 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             if live is not None:
                 live.release()
                 why = f"recording it at a ghost address failed: {type(error).__name__}: {error}"
-                self._refused |= {item.index: why for item in live.items}
+                # Without them it is tried once more; torch does not record what lies on the CPU.
+                refused = [error.fields["index"]] if isinstance(error, NotStaged) else live.in_place
+                self._refused |= dict.fromkeys(refused, why)
                 self._live = None
             raise
 
@@ -193,9 +198,10 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 ranges_of(self.device, self.cuda_graphs_pool),
                 self._refused,
                 self._managed_and_moving(),
+                stage=self.wrapped_function.model.settings.placement != "off",
             )
             if self._live is not None:
-                if self._live.has_ghosts and self._may_be_kept(inputs):
+                if (self._live.has_ghosts or self._live.has_staged) and self._may_be_kept(inputs):
                     self._kept = list(inputs)
                 for item in self._live.items:
                     inputs[item.index] = 0
@@ -253,6 +259,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             outputs = model(model_inputs)
             if live is None:
                 self._count_nodes(self._captured_nodes())
+            elif live.has_staged:
+                outputs = without_staged(outputs, live)
             return outputs
 
         outputs = super()._record(on_stand_ins, inputs)
@@ -458,8 +466,9 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 continue
             kind = "managed" if index in managed else "static" if index in static else "live"
             decision = decisions.get(index)
+            route = Route.PATCH if decision is None else decision.route
             if decision is not None:
-                is_copied, why = decision.route is Route.COPY, decision.reason
+                is_copied, why = route is Route.COPY, decision.reason
             else:
                 is_copied, why = index in copied, self._why_copied.get(index)
             device = value.device
@@ -468,9 +477,20 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 _nbytes(value),
                 _nbytes(index_expanded_dims(value, self.expanded_dims[index])) if is_copied else 0,
                 index in mutated,
-                None if kind != "live" else "copy" if is_copied else "patch",
+                None if kind != "live" else "copy" if is_copied else route.value,
                 why if is_copied else None,
             )
+
+
+def without_staged(outputs: Sequence[Any], live: LiveInputs) -> list[Any]:
+    """The outputs for upstream, which bears none on the CPU: those that lie on staged inputs are made at each call."""
+    shown = list(outputs)
+    for position, output in enumerate(outputs):
+        item = live.storages.get(output.untyped_storage().data_ptr()) if _is_on_cpu(output) else None
+        if item is not None:
+            live.outputs[position] = item.index, None if output is item.stand_in else _view_of(output, item.stand_in)
+            shown[position] = None
+    return shown
 
 
 def _is_alive() -> bool:
@@ -483,7 +503,7 @@ def _is_debugged() -> bool:
     return options.fast_path_cudagraph_asserts or options.force_cudagraph_sync or options.force_cudagraphs_warmup
 
 
-def _forget_frames(error: BaseException | None) -> None:
+def forget_frames(error: BaseException | None) -> None:
     """Lets go of what was captured: memory of the pool that nobody accounts for."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
@@ -492,6 +512,10 @@ def _forget_frames(error: BaseException | None) -> None:
 
 def _is_cuda(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_cuda
+
+
+def _is_on_cpu(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_cpu
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -85,7 +85,9 @@ class Verification:
         left = [place.memory().clone() for place in touched]
         copied_so_far = live.extra_copies
         try:
-            unfit, wrong = self._replay(recording, outputs, wanted, wanted_inputs, {i.index for i in live.items})
+            # Those on the CPU are staged anew at each launch, wherever they lie.
+            moved = [item.index for item in live.items if item.index in self._places]
+            unfit, wrong = self._replay(recording, outputs, wanted, wanted_inputs, moved)
             if unfit is not None:
                 _log.info("%s: not verified: %s", name, unfit)
                 return
@@ -96,9 +98,9 @@ class Verification:
                 _log.info("%s: not verified: it does not give the same twice", name)
                 return
             alone = [
-                item.index
-                for item in live.items
-                if self._replay(recording, outputs, wanted, wanted_inputs, {item.index})[1] is not None
+                index
+                for index in moved
+                if self._replay(recording, outputs, wanted, wanted_inputs, [index])[1] is not None
             ]
             at_fault = ", ".join(_described(recording, i) for i in alone) or "no single input"
             raise VerificationFailed(function=name, what=wrong[0], detail=wrong[1], inputs=at_fault)

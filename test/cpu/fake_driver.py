@@ -425,7 +425,7 @@ class FakeApi(FakeMemory):
     def cuGraphExecMemcpyNodeSetParams(self, exec_, node, params, context):
         self._node(node, "MEMCPY")
         assert params.Height <= 1 and params.Depth <= 1 and params.WidthInBytes > 0, "not of one row"
-        changeable = {"srcDevice", "dstDevice"}
+        changeable = {"srcDevice", "dstDevice", "srcHost"}
         return self._set_fields("cuGraphExecMemcpyNodeSetParams", exec_, node, params, context, changeable)
 
     def cuGraphExecMemsetNodeSetParams(self, exec_, node, params, context):

@@ -207,6 +207,12 @@ class TestPresence(TestCase):
 
 
 class TestPartitions(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        config = torch._inductor.config.patch({"triton.pygraph_placement": "off"})  # upstream's partitions
+        config.__enter__()
+        self.addCleanup(config.__exit__, None, None, None)
+
     def check(self, fn: Any, args: Any, expected: list[bool], **options: Any) -> LoweredGraph:
         (graph,) = lower(fn, args, {}, **options)
         self.assertEqual(graphed(graph), expected)
@@ -311,6 +317,12 @@ class Attributes(nn.Module):
 
 
 class TestLower(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        config = torch._inductor.config.patch({"triton.pygraph_placement": "off"})  # upstream's partitions
+        config.__enter__()
+        self.addCleanup(config.__exit__, None, None, None)
+
     def test_devices_names_and_static_inputs_of_a_module(self) -> None:
         with torch.device("meta"):
             on_meta = Attributes()

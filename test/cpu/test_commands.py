@@ -158,22 +158,20 @@ class TestExplain(Folder):
             """\
 net for sm_90, torch 2: 1 graph
 
-Net [0/0], inference: 3 partitions, 1 graphed
-  partition 1, outside of CUDA graphs: 2 copy
-    because of DeviceCopy ops: prims.device_put.default at program.py:12 in forward: table = self.table.to(x.device)
-    because of DeviceCopy ops: prims.device_put.default at program.py:14 in forward: factor = scale.to(x.device)
-  partition 2, graphed: 1 extern, 2 triton
-    inputs: 2 static (1.1 kB), 3 live (640 B)
+Net [0/0], inference: 2 partitions, 1 graphed
+  partition 1, graphed: 3 extern, 2 triton
+    inputs: 2 static (1.1 kB), 1 live (512 B), 2 cpu (128 B)
       live input      on    dtype  bytes   read by
       x           cuda:0  float32  512 B  1 extern
-      buf1        cuda:0  float32   64 B  2 triton
-      buf5        cuda:0  float32   64 B  1 triton
-  partition 3, outside of CUDA graphs: 1 copy
+      scale          cpu  float32   64 B  1 extern
+      table          cpu  float32   64 B  1 extern
+  partition 2, outside of CUDA graphs: 1 copy
     because of cpu ops: prims.device_put.default at program.py:15 in forward: total = (y * factor).sum().cpu()
 
 What the features do about it:
-  placement off: 2 partitions stay outside of CUDA graphs
-  indirection auto: 3 live inputs, 640 B, given by address
+  placement full: 2 partitions, 1 outside of CUDA graphs; without it 3, 2 outside
+    staged: arg0_1, arg4_1, because it is an input
+  indirection auto: 1 live input, 512 B, given by address; 2 live inputs, 128 B, staged at each replay
   selective always: 1 function graphed
 """,
         )

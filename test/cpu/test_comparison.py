@@ -21,6 +21,7 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import inductor_patches
+from pygraph_trees.absent_gpu import absent_gpu
 from pygraph_trees.comparison import (
     Comparison,
     Measurement,
@@ -108,6 +109,14 @@ class TestProgram(TestCase):
     def test_resident_bytes_count_shared_storage_once(self):
         x = torch.zeros(100)
         self.assertEqual(Program(lambda *a: None, (x, x[50:])).resident_nbytes, 400)
+
+    def test_device_of_what_a_function_closes_over(self):
+        """It is waited for, though all that the function is given lies elsewhere."""
+        with absent_gpu("sm_90"), FakeTensorMode():
+            model, table = torch.nn.Linear(2, 2, device="cuda"), torch.ones(2, device="cuda")
+            for fn, device in ((lambda: model, "cuda"), (lambda: table, "cuda"), (lambda: later, "cpu")):
+                self.assertEqual(Program(fn, (torch.ones(2),)).device.type, device)
+        later = None
 
 
 class TestRing(TestCase):

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import threading
+import unittest
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.backends.common import aot_autograd
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import pygraph_trees
@@ -205,13 +207,43 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
     def test_json(self):
         graphs, functions = self.records()
         data = json.loads(Report(ENVIRONMENT, graphs, functions).to_json())
-        self.assertEqual(sorted(data), ["environment", "functions", "graphs"])
+        self.assertEqual(sorted(data), ["breaks", "environment", "functions", "graphs"])
         self.assertEqual(data["functions"][0]["recordings"][0]["inputs"][1]["copied_bytes"], 2048)
         self.assertEqual(data["graphs"][0]["partitions"][1]["causes"][0]["op"], "prims.device_put.default")
 
+    def test_graph_breaks(self):
+        table = torch.arange(8.0)
+
+        def program(x, t):
+            return x * table[t + 1]  # Dynamo asks for the number
+
+        pygraph_trees.coverage.report.clear()
+        torch.compile(program, backend="eager")(torch.ones(4), torch.tensor(3))
+        found = pygraph_trees.report()
+        (broken,) = found.breaks
+        self.assertEqual(broken.count, 1)
+        self.assertIn("aten._local_scalar_dense", broken.reason)
+        self.assertIn("broken by Dynamo, 1x: Data dependent operator: ", " ".join(str(found).split()))
+        pygraph_trees.coverage.report.clear()
+        self.assertEqual(pygraph_trees.report().breaks, ())
+
+    def test_what_a_compiler_could_not_do(self):
+        table = torch.arange(8.0)
+        pygraph_trees.coverage.report.clear()
+        torch._dynamo.reset()
+        aot = aot_autograd(fw_compiler=lambda gm, _: gm.forward)
+        torch.compile(lambda x, t: x * table[t], backend=aot)(torch.ones(4), torch.tensor(3))
+        found = pygraph_trees.report().breaks
+        if not found and torch.__version__ >= (2, 15):
+            raise unittest.SkipTest("this torch asks for no number there")
+        self.assertIn("x * table[t]", found[0].source)
+        self.assertIn("Backend compiler exception: ", found[0].reason)
+
     def test_report_of_this_process(self):
         found = pygraph_trees.report()
-        self.assertEqual([f.name for f in found.environment.features], ["flags", "trees", "coverage", "calls"])
+        self.assertEqual(
+            [f.name for f in found.environment.features], ["flags", "trees", "coverage", "calls", "placement"]
+        )
         self.assertIsInstance(str(found), str)
 
     def test_kernels_outside(self):

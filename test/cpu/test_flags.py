@@ -31,7 +31,7 @@ def run_python(code, **environment):
 
 class TestFlags(TestCase):
     def test_defaults(self):
-        self.assertEqual(Settings.current(), Settings(placement="off", indirection="auto", selective="always"))
+        self.assertEqual(Settings.current(), Settings(placement="full", indirection="auto", selective="always"))
 
     def test_patch_and_set(self):
         with config.patch({"triton.pygraph_selective": "never"}):
@@ -87,7 +87,7 @@ class TestFlags(TestCase):
         inductor_patches.uninstall()
         try:
             self.assertFalse(hasattr(config.triton, "pygraph_selective"))
-            self.assertEqual(Settings.current(), Settings(placement="off", indirection="auto", selective="always"))
+            self.assertEqual(Settings.current(), Settings(placement="full", indirection="auto", selective="always"))
         finally:
             inductor_patches.install()
 

@@ -703,6 +703,12 @@ def on_gpu(*size):
 class TestInductor(RunnerTestCase):
     """On what Inductor writes for a GPU that is not there."""
 
+    def setUp(self):
+        super().setUp()
+        config = torch._inductor.config.patch({"triton.pygraph_placement": "off"})  # so that there is more than one
+        config.__enter__()
+        self.addCleanup(config.__exit__, None, None, None)
+
     def parts(self, graph):
         """The source of the runner's class, and how many partitions it gets."""
         source = graph.source_code

@@ -27,17 +27,26 @@ def net(device):
 
 @unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
 class TestCompare(TestCase):
-    def test_compare(self):
+    def compare(self, *options):
+        """The measurements by way and regime, all that was written, and the process."""
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / "program.py").write_text(PROGRAM)
-            command = [sys.executable, "-m", "pygraph_trees", "compare", f"{folder}/program.py:net", "--rounds", "2"]
+            command = [sys.executable, "-m", "pygraph_trees", "compare", f"{folder}/program.py:net", *options]
             done = subprocess.run(
                 [*command, "--json", str(folder / "out.json")], cwd=ROOT, capture_output=True, text=True, timeout=400
             )
             self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
             data = json.loads((folder / "out.json").read_text())
-        found = {(m["way"], m["regime"]): m for m in data["measurements"]}
+        return {(m["way"], m["regime"]): m for m in data["measurements"]}, data, done
+
+    def test_some_ways(self):
+        found, _, done = self.compare("--rounds", "1", "--ways", "upstream,ours")
+        self.assertEqual(sorted({way for way, _ in found}), ["ours", "upstream"])
+        self.assertIn("not compared; ours and upstream are bit-equal", done.stdout)
+
+    def test_compare(self):
+        found, data, done = self.compare("--rounds", "2")
         self.assertEqual(len(found), 8)
         self.assertTrue(all(m["error"] is None and m["latency_ms"] > 0 for m in found.values()), found)
         for regime in ("same", "fresh"):

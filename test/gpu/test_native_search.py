@@ -37,8 +37,8 @@ class TestNativeSearch(IndirectionTestCase):
     def test_both_find_the_same(self, program):
         searched = []
 
-        def scan(api, graph, ghosts):
-            found, expected = sites.scan(api, graph, ghosts), sites.scan(Driver(api.api), graph, ghosts)
+        def scan(api, *captured):
+            found, expected = sites.scan(api, *captured), sites.scan(Driver(api.api), *captured)
             self.assertEqual([node.handle for node in found.nodes], [node.handle for node in expected.nodes])
             self.assertEqual((found.sites, found.refused), (expected.sites, expected.refused))
             self.assertEqual((found.opaque, found.kinds), (expected.opaque, expected.kinds))

@@ -115,8 +115,8 @@ def mistaken(ghost, other):
     """Nodes that read one input are given the address of another."""
     original = inputs_module.scan
 
-    def scan(driver, graph, ghosts):
-        found = original(driver, graph, ghosts)
+    def scan(*captured):
+        found = original(*captured)
         sites = tuple(s._replace(input=other) if s.input == ghost else s for s in found.sites)
         return dataclasses.replace(found, sites=sites)
 

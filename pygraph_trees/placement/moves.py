@@ -1,0 +1,222 @@
+"""Rewrites a graph such that the GPU waits for the CPU as little as may be.
+
+What the CPU computes stays as it is for whoever else uses it; what nobody uses any longer goes. So a value that is
+returned is still on the CPU, and a call with a side effect is still made, once and in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch.utils._pytree import tree_map
+
+from .nodes import (
+    aten,
+    computes_in_double,
+    cpu_inputs,
+    factors_of,
+    is_copy_between_devices,
+    is_on_cpu,
+    is_on_gpu,
+    is_view,
+    nbytes_of,
+    prims,
+    source_of,
+    tensors_of,
+)
+from .plan import MOST_STAGED_NBYTES, How, Move, Placed, Plan, needs, stay
+from .product import lower_rounded_product, rounded_product
+from .staging import staged
+
+# What is made of numbers alone is computed in its own type where it is larger, as upstream does.
+_MOST_IN_DOUBLE_NBYTES = 4 << 20
+
+
+def place(graph: fx.Graph, *, exact: bool = False, stages: bool = True, placed: Placed | None = None) -> Placed:
+    """Rewrites a functional graph whose nodes have their values under "val"; says what was moved and what was not.
+
+    Args:
+        exact: leave computations with floating-point numbers, whose results may differ in the last place, to the CPU.
+        stages: whether what is copied at each call may be copied by the CUDA graph itself.
+        placed: where to say so, also of what was done before an error.
+    """
+    placed = Placed() if placed is None else placed
+    devices = {tensor.device for node in graph.nodes for tensor in tensors_of(node)}
+    gpus = {device for device in devices if device.type == "cuda"}
+    if len(gpus) != 1:
+        placed.why_not = "it has several GPUs" if gpus else "it has no GPU"
+        return placed
+    if torch.device("cpu") not in devices:
+        return placed
+    lower_rounded_product()
+    _Rewriting(graph, gpus.pop(), Plan(graph, exact=exact), placed, stages).run()
+    return placed
+
+
+class _Rewriting:
+    def __init__(self, graph: fx.Graph, gpu: torch.device, plan: Plan, placed: Placed, stages: bool) -> None:
+        self._graph, self._gpu, self._plan, self._placed, self._stages = graph, gpu, plan, placed, stages
+        self._mode = detect_fake_mode([tensor for node in graph.nodes for tensor in tensors_of(node)])
+        self._anchor: fx.Node | None = None  # a tensor on the GPU, behind the inputs
+        self._there: dict[fx.Node, fx.Node] = {}  # the same value on the GPU, by that on the CPU
+
+    def run(self) -> None:
+        for node in list(self._graph.nodes):
+            if is_copy_between_devices(node) and is_on_gpu(node) and is_on_cpu(node.args[0]):
+                self._replace_copy(node)
+                continue
+            for source in needs(node):
+                there = self._on_gpu(source)
+                node.replace_input_with(source, there)
+        self._erase_unused()
+        self._graph.lint()
+
+    def _erase_unused(self) -> None:
+        """What is on the GPU now and was needed there alone; whatever else nobody uses was there before."""
+        for node in sorted(self._there, reverse=True):
+            if not node.users and self._plan.how(node) is not How.COPIED and node.op != "get_attr":
+                self._graph.erase_node(node)
+
+    def _replace_copy(self, copy: fx.Node) -> None:
+        source = copy.args[0]
+        assert isinstance(source, fx.Node)
+        there = self._on_gpu(source)
+        wanted = copy.meta["val"]
+        if wanted.stride() != there.meta["val"].stride():
+            self._placed.stays.append(stay(copy, "its copy has other strides"))
+            return
+        with self._graph.inserting_before(copy):
+            if wanted.dtype != there.meta["val"].dtype:
+                there = self._call(prims.convert_element_type.default, (there, wanted.dtype), copy)
+            elif _may_be_returned(copy):
+                there = self._call(aten.clone.default, (there,), copy)  # a copy is nobody else's memory
+        copy.replace_all_uses_with(there)
+        self._graph.erase_node(copy)
+
+    def _on_gpu(self, node: fx.Node) -> fx.Node:
+        """The value of a node on the GPU."""
+        todo = [node]
+        while todo:
+            current = todo[-1]
+            if current in self._there:
+                todo.pop()
+                continue
+            how = self._plan.how(current)
+            missing = [s for s in cpu_inputs(current) if s not in self._there] if how is How.MADE else []
+            if missing:
+                todo += missing
+            else:
+                self._there[current] = self._put(current, how)
+        return self._there[node]
+
+    def _put(self, node: fx.Node, how: How) -> fx.Node:
+        why_not_staged = None if how is not How.COPIED else self._why_not_staged(node)
+        if how is How.COPIED:
+            why = self._plan.why[node] + (f", and {why_not_staged}" if why_not_staged else "")
+            self._placed.stays.append(stay(node, why, "copied" if why_not_staged else "staged"))
+        else:
+            self._placed.moves.append(Move(node.name, how, source_of(node)))
+        if how is How.MADE:
+            return self._made_there(node)
+        if how is How.KEPT:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            with self._graph.inserting_after(node):
+                return self._converted(source, node.meta["val"].dtype, node)
+        if how is How.CONSTANT or why_not_staged:
+            with self._graph.inserting_after(_behind_inputs(node)):
+                return self._call(prims.device_put.default, (node, self._gpu, _may_be_late(node)), node)
+        if self._anchor is None:
+            with self._graph.inserting_after(_behind_inputs(next(iter(self._graph.nodes)))):
+                self._anchor = self._call(aten.empty.memory_format, ([0],), node, {"device": self._gpu})
+        with self._graph.inserting_after(max(self._anchor, node)):
+            return self._call(staged, (self._anchor, node), node)
+
+    def _why_not_staged(self, node: fx.Node) -> str | None:
+        if not self._stages:
+            return "graphs are given no addresses"
+        nbytes = nbytes_of(node)
+        return f"{nbytes} bytes are too many to be staged" if nbytes > MOST_STAGED_NBYTES else None
+
+    def _made_there(self, node: fx.Node) -> fx.Node:
+        args, given = fx.map_arg((node.args, node.kwargs), lambda n: self._there.get(n, n))
+        kwargs = dict(given)
+        if "device" in kwargs:
+            kwargs |= {"device": self._gpu}
+        if kwargs.get("pin_memory"):
+            kwargs |= {"pin_memory": False}
+        in_double = computes_in_double(node)
+        if node in self._plan.of_numbers and nbytes_of(node) > _MOST_IN_DOUBLE_NBYTES:
+            in_double = False
+        behind = max([node, *(self._there[source] for source in cpu_inputs(node))])
+        with self._graph.inserting_before(behind.next):
+            if not in_double:
+                return self._call(node.target, args, node, kwargs)
+            args, kwargs = tree_map(lambda value: self._in_double(value, node), (args, kwargs))
+            factors = factors_of(node, args)
+            if factors is None:
+                result = self._call(node.target, args, node, kwargs)
+            else:
+                result = self._call(rounded_product, tuple(self._tensor(factor, node) for factor in factors), node)
+            return self._converted(result, torch.float32, node)
+
+    def _tensor(self, value: Any, like: fx.Node) -> fx.Node:
+        if isinstance(value, fx.Node) and isinstance(value.meta["val"], torch.Tensor):
+            return value
+        return self._call(aten.full.default, ([], value), like, {"dtype": torch.float64, "device": self._gpu})
+
+    def _in_double(self, value: Any, like: fx.Node) -> Any:
+        """An argument: what the CPU computes with, in double precision."""
+        if isinstance(value, float):
+            return torch.tensor(value, dtype=torch.float32).item()
+        if not isinstance(value, fx.Node) or not isinstance(value.meta["val"], torch.Tensor):
+            return value
+        return self._converted(self._converted(value, torch.float32, like), torch.float64, like)
+
+    def _converted(self, node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+        if node.meta["val"].dtype == dtype:
+            return node
+        return self._call(prims.convert_element_type.default, (node, dtype), like)
+
+    def _call(self, target: Any, args: Any, like: fx.Node, kwargs: Any = None) -> fx.Node:
+        node = self._graph.call_function(target, args, kwargs or {})
+        if "stack_trace" in like.meta:
+            node.meta["stack_trace"] = like.meta["stack_trace"]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with contextlib.nullcontext() if self._mode is None else self._mode:
+            node.meta["val"] = target(*args, **kwargs)
+        return node
+
+
+def _may_be_late(node: fx.Node) -> bool:
+    """Whether the program asks of all copies of it that nobody waits for them."""
+    return all(is_copy_between_devices(user) and _is_non_blocking(user) for user in node.users)
+
+
+def _is_non_blocking(copy: fx.Node) -> bool:
+    given = copy.args[2] if copy.target is prims.device_put.default and len(copy.args) > 2 else None
+    return bool(copy.kwargs.get("non_blocking", given))
+
+
+def _may_be_returned(node: fx.Node) -> bool:
+    """Whether its memory may be an output's: through views."""
+    todo, seen = [node], {node}
+    while todo:
+        for user in todo.pop().users:
+            if user.op == "output":
+                return True
+            if user not in seen and is_view(user):
+                seen.add(user)
+                todo.append(user)
+    return False
+
+
+def _behind_inputs(node: fx.Node) -> fx.Node:
+    """Where something can be put right behind a node: behind all inputs of the graph where it is one of them."""
+    while node.op == "placeholder" and node.next.op == "placeholder":
+        node = node.next
+    return node

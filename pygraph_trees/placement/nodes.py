@@ -1,0 +1,325 @@
+"""What a node of a post-grad graph is: where its value lies, and whether it is the same on another device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from pygraph_trees.coverage.partitions import source_line
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+# Of a tensor: to another device, perhaps of another type.
+_COPIES = (aten._to_copy.default, prims.device_put.default, aten.to.device)
+
+# What comes out does not depend on how a device computes, whatever the type: nothing but elements of inputs, or numbers
+# that are given.
+_MOVES_ELEMENTS = frozenset(
+    {
+        aten.full, aten.zeros, aten.ones, aten.scalar_tensor, aten.full_like, aten.zeros_like, aten.ones_like,
+        aten.new_full, aten.new_zeros, aten.new_ones, aten.eye, aten.tril_indices, aten.triu_indices,
+        aten.lift_fresh_copy, aten.clone, aten.alias, aten.detach,
+        aten.view, aten._unsafe_view, aten.reshape, aten.expand, aten.permute, aten.t, aten.transpose, aten.squeeze,
+        aten.unsqueeze, aten.select, aten.slice, aten.split, aten.split_with_sizes, aten.unbind, aten.diagonal,
+        aten.unfold, aten.flip, aten.roll, aten.repeat, aten.cat, aten.stack, aten.tril, aten.triu,
+        aten.index, aten.index_select, aten.gather, aten.embedding, aten.where, aten.masked_fill,
+        aten.constant_pad_nd, aten.select_scatter, aten.slice_scatter, aten.diagonal_scatter,
+        aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.isnan, aten.isinf, aten.logical_not,
+        aten.logical_and, aten.logical_or, aten.logical_xor, aten.neg, aten.abs, aten.minimum, aten.maximum,
+        aten.amax, aten.amin, aten.empty_like, aten.new_empty,
+        prims.view_of, prims.rev,
+    }
+)  # fmt: skip
+# What they read depends on numbers among their inputs. One that is out of bounds is an error on the CPU, after which
+# the program goes on; on the GPU it ends all work of the process.
+_LOOKS_UP = {aten.index: 1, aten.index_select: 2, aten.gather: 2, aten.embedding: 1, aten.index_put: 1}  # argument
+_COMPARES = frozenset(
+    {
+        aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.isnan, aten.isinf, aten.logical_not,
+        aten.logical_and, aten.logical_or, aten.logical_xor,
+    }
+)  # fmt: skip
+# What IEEE 754 says to the bit, for numbers of single precision that are computed with in double precision and rounded.
+_COMPUTES = frozenset(
+    {
+        aten.add, aten.sub, aten.mul, aten.div, aten.reciprocal, aten.square, aten.fmod, aten.relu,
+        aten.clamp, aten.clamp_min, aten.clamp_max, aten.ceil, aten.floor, aten.trunc, aten.round, aten.sign,
+        aten.copysign,
+    }
+)  # fmt: skip
+# The same with double precision's own error, which may be the last place of what the CPU finds in single precision.
+# Measured: other functions differ by more, for the CPU's are not that near.
+_COMPUTES_NEARLY = frozenset(
+    {
+        aten.sqrt, aten.rsqrt, aten.pow, aten.exp, aten.exp2, aten.expm1, aten.log, aten.log2, aten.log10, aten.log1p,
+        aten.sin, aten.cos, aten.tan, aten.tanh, aten.asin, aten.acos, aten.atan, aten.atan2, aten.erf, aten.erfc,
+    }
+)  # fmt: skip
+_COMPUTES_INTEGERS = frozenset(
+    {
+        aten.add, aten.sub, aten.mul, aten.square, aten.relu, aten.clamp, aten.clamp_min, aten.clamp_max, aten.sign,
+        aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor, aten.bitwise_not,
+    }
+)  # fmt: skip
+# Of integers, which every device adds up to the same; sums of others depend on their order.
+_REDUCES = frozenset(
+    {
+        aten.sum, aten.prod, aten.cumsum, aten.cumprod, aten.max, aten.min, aten.argmax, aten.argmin, aten.all,
+        aten.any,
+    }
+)  # fmt: skip
+_DIVIDES = frozenset({aten.div, aten.floor_divide, aten.remainder, aten.fmod})
+_TYPES = frozenset({aten._to_copy, prims.convert_element_type})  # and perhaps to another device
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors of its value."""
+    return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
+
+
+def device_of(node: fx.Node) -> torch.device | None:
+    """Where its value lies; None where it has no tensors or lies in several places."""
+    devices = {tensor.device for tensor in tensors_of(node)}
+    return devices.pop() if len(devices) == 1 else None
+
+
+def is_on_cpu(node: fx.Node) -> bool:
+    device = device_of(node)
+    return device is not None and device.type == "cpu"
+
+
+def is_on_gpu(node: fx.Node) -> bool:
+    device = device_of(node)
+    return device is not None and device.type == "cuda"
+
+
+def nbytes_of(node: fx.Node) -> int | float:
+    """Of its tensors; infinity where a size is not known."""
+    total = 0
+    for tensor in tensors_of(node):
+        try:
+            total += int(tensor.numel()) * tensor.element_size() if isinstance(tensor.numel(), int) else _hinted(tensor)
+        except Exception:
+            return math.inf
+    return total
+
+
+def _hinted(tensor: torch.Tensor) -> int:
+    size: Any = tensor.numel()
+    return int(size.node.hint) * tensor.element_size()
+
+
+def is_copy_between_devices(node: fx.Node) -> bool:
+    """Whether it gives a tensor that lies elsewhere than the one it is given."""
+    if node.op != "call_function" or node.target not in _COPIES or not node.args:
+        return False
+    source = node.args[0]
+    return (
+        isinstance(source, fx.Node)
+        and None not in (device_of(source), device_of(node))
+        and (device_of(source) != device_of(node))
+    )
+
+
+def is_constructor(node: fx.Node) -> bool:
+    """Whether it makes a tensor of numbers alone."""
+    return (
+        node.op == "call_function"
+        and isinstance(node.target, torch._ops.OpOverload)
+        and "device" in node.kwargs
+        and not any(tensors_of(source) for source in node.all_input_nodes)
+    )
+
+
+def why_not_elsewhere(node: fx.Node, *, exact: bool, of_numbers: bool = False) -> str | None:
+    """Why a call cannot be made on another device with the same result; None where it can.
+
+    Args:
+        exact: leave what rounds to the CPU.
+        of_numbers: whether it is computed of constructors alone. Upstream moves all of that, however it rounds.
+    """
+    target = node.target
+    if node.op != "call_function":
+        return f"it is a {node.op}"
+    if str(target) == "<built-in function getitem>":
+        return None
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+        return "it is a custom operator"
+    if target._schema.is_mutable:
+        return "it writes to a tensor"
+    if torch.Tag.nondeterministic_seeded in target.tags or "inductor_" in str(
+        target
+    ):  # seeds, and what is made of them
+        return "it is random"
+    if torch.Tag.data_dependent_output in target.tags or (
+        torch.Tag.dynamic_output_shape in target.tags and not _is_by_integers(node)
+    ):
+        return "its size or its result is a number that the CPU needs"
+    if not tensors_of(node) or any(device.type != "cpu" for device in {t.device for t in tensors_of(node)}):
+        return "its result does not lie on the CPU"
+    if any(t.layout != torch.strided for t in tensors_of(node)):
+        return "it is sparse"
+    if not (is_constructor(node) or (of_numbers and not exact) or _is_known(node)):
+        return "it may give something else on the GPU"
+    if _may_divide_by_zero(node):
+        return "it divides integers, and a division by zero is an error of the CPU's"
+    if exact and not is_exact(node):
+        return "its result may differ in the last place"
+    return None
+
+
+def _is_known(node: fx.Node) -> bool:
+    """Whether it is known that every device gives the same, or the next number to it where :func:`rounds_nearly`.
+
+    Not so are products of matrices, which have other precisions or do not exist for integers; sums of floating-point
+    numbers; what chooses among equal elements, or among several that are written to one place; decompositions.
+    """
+    target: Any = node.target
+    if target is aten.index_put.default:
+        return _writes_one_number(node)
+    packet = target.overloadpacket
+    if packet in _MOVES_ELEMENTS:
+        return True
+    if packet in _TYPES:
+        return _converts_alike(node)
+    if all(_is_integral(tensor) for tensor in [*_tensors_given(node), *tensors_of(node)]):
+        return packet in _COMPUTES_INTEGERS | _REDUCES | _DIVIDES or _is_small_power(node)
+    return computes_in_double(node)
+
+
+def computes_in_double(node: fx.Node) -> bool:
+    """Whether the CPU computes it in single precision, and the GPU finds the same by double precision, rounded."""
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.overloadpacket not in _COMPUTES | _COMPUTES_NEARLY:
+        return False
+    if "rounding_mode" in node.kwargs or node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("decimals"):
+        return False
+    for arg in pytree.tree_leaves((node.args, node.kwargs)):
+        if isinstance(arg, fx.Node):
+            if isinstance(arg.meta.get("val"), torch.SymFloat):
+                return False
+        elif not (arg is None or isinstance(arg, float) or (isinstance(arg, int) and abs(arg) <= 1 << 24)):
+            return False
+    return {t.dtype for t in tensors_of(node)} == {torch.float32} and {t.dtype for t in _tensors_given(node)} <= _SINGLE
+
+
+def factors_of(node: fx.Node, args: Sequence[Any]) -> tuple[Any, Any] | None:
+    """Of those arguments, what the node multiplies; None where it is no product."""
+    target: Any = node.target
+    if target.overloadpacket is aten.mul:
+        return args[0], args[1]
+    if target.overloadpacket is aten.square or (target is aten.pow.Tensor_Scalar and args[1] == 2):
+        return args[0], args[0]
+    return None
+
+
+def rounds_nearly(node: fx.Node) -> bool:
+    """Whether its last place may differ, so that nothing but its elements is to be had of it."""
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload) or all(_is_integral(tensor) for tensor in tensors_of(node)):
+        return False
+    return target.overloadpacket in _COMPUTES_NEARLY or not (is_constructor(node) or _is_known(node))
+
+
+def keeps_elements(node: fx.Node) -> bool:
+    """Whether it gives nothing but elements of its inputs, or numbers that it is given."""
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return True  # an item of several
+    return target.overloadpacket in _MOVES_ELEMENTS - _COMPARES
+
+
+# What a CPU computes with in single precision, and makes that of before.
+_SINGLE = frozenset({torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
+_NUMBERS = _SINGLE | {torch.float64, torch.float16, torch.bfloat16}
+
+
+def _tensors_given(node: fx.Node) -> list[torch.Tensor]:
+    return [tensor for source in node.all_input_nodes for tensor in tensors_of(source)]
+
+
+def _converts_alike(node: fx.Node) -> bool:
+    """All round alike; what does not fit into an integer is another number on each device."""
+    types = {tensor.dtype for tensor in [*_tensors_given(node), *tensors_of(node)]}
+    to_integer = all(_is_integral(t) and t.dtype != torch.bool for t in tensors_of(node))
+    return types <= _NUMBERS and (not to_integer or all(_is_integral(t) for t in _tensors_given(node)))
+
+
+def _is_small_power(node: fx.Node) -> bool:
+    return node.target is aten.pow.Tensor_Scalar and isinstance(node.args[1], int) and 0 <= node.args[1] < 32
+
+
+def _writes_one_number(node: fx.Node) -> bool:
+    """Whether it is the same to ``index_put`` which comes last of what it writes to a place."""
+    values, *accumulates = node.args[2:]
+    return not any(accumulates) and isinstance(values, fx.Node) and all(t.numel() == 1 for t in tensors_of(values))
+
+
+def _may_divide_by_zero(node: fx.Node) -> bool:
+    target: Any = node.target
+    if target.overloadpacket not in _DIVIDES or not isinstance(node.args[1], fx.Node):
+        return False
+    return all(_is_integral(tensor) for tensor in tensors_of(node))  # a quotient that is a fraction is infinite
+
+
+def is_exact(node: fx.Node) -> bool:
+    """Whether every device computes the same bits."""
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return True
+    packet = target.overloadpacket
+    if packet in _MOVES_ELEMENTS:
+        return True
+    inputs = _tensors_given(node)
+    if packet in _TYPES:
+        # To a type with fewer numbers CPU and GPU round alike; what does not fit into an integer is another matter.
+        return all(_is_integral(t) for t in tensors_of(node)) <= all(_is_integral(t) for t in inputs)
+    return all(_is_integral(tensor) for tensor in [*inputs, *tensors_of(node)])
+
+
+def _is_by_integers(node: fx.Node) -> bool:
+    """Whether it is an index that gives as many elements whatever its numbers are."""
+    return node.target is aten.index.Tensor and all(
+        index is None or index.meta["val"].dtype not in (torch.bool, torch.uint8) for index in node.args[1]
+    )
+
+
+def indices_of(node: fx.Node) -> list[fx.Node]:
+    """The inputs whose numbers say which elements it gives."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.overloadpacket not in _LOOKS_UP:
+        return []
+    given = node.args[_LOOKS_UP[node.target.overloadpacket]]
+    return [index for index in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(index, fx.Node)]
+
+
+def _is_integral(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def source_of(node: fx.Node) -> str | None:
+    """The line of the user's code that it came from."""
+    return source_line(node.meta.get("stack_trace"))
+
+
+def cpu_inputs(node: fx.Node) -> Iterator[fx.Node]:
+    """Those of its inputs that lie on the CPU, each once."""
+    return (source for source in node.all_input_nodes if is_on_cpu(source))
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether what it gives may be the memory that it is given."""
+    target = node.target
+    if node.op != "call_function":
+        return False
+    if not isinstance(target, torch._ops.OpOverload):
+        return True  # an item of several, or something that is not known
+    return any(a.alias_info is not None for a in target._schema.arguments) or target in (
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.contiguous.default,
+    )

@@ -1,0 +1,194 @@
+"""Which values of the CPU are computed on the GPU as well, which are copied there, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import fx
+
+from pygraph_trees.coverage import records
+
+from .nodes import (
+    aten,
+    cpu_inputs,
+    indices_of,
+    is_constructor,
+    is_copy_between_devices,
+    is_on_cpu,
+    is_on_gpu,
+    keeps_elements,
+    nbytes_of,
+    rounds_nearly,
+    source_of,
+    tensors_of,
+    why_not_elsewhere,
+)
+
+_WRITES = (aten.index_put.default, aten.index_put_.default)
+_INDEX = (*_WRITES, aten.index.Tensor, aten.copy.default, aten.slice_scatter.default, aten._unsafe_index.Tensor)
+
+# What is larger is copied outside of the CUDA graph: twice, to memory that the GPU can read and to the GPU.
+# Of pinned memory upstream copies once, which takes as long at about this size as to split the graph (measured: 98 us
+# against 80 a call for 4 KiB, and the host copies 12 to 16 GB/s).
+MOST_STAGED_NBYTES = 320 << 10
+# Inputs up to this size are copied for a smaller value that is computed of them: a transfer of it takes about as long
+# as the least one, and the value's own is one as well.
+MOST_NBYTES = 64 << 10
+
+
+class How(Enum):
+    """How the GPU gets what a node of the CPU gives."""
+
+    MADE = "made on the GPU"  # the same call there
+    KEPT = "taken where it came from"  # it is a copy of something on the GPU
+    CONSTANT = "a constant on the GPU"
+    COPIED = "copied"  # at each call
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A value that the GPU no longer waits for the CPU for."""
+
+    node: str
+    how: How
+    source: str | None  # line of the user's code
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """A value that the GPU needs and the CPU goes on computing, or that is copied at each call."""
+
+    node: str
+    why: str
+    source: str | None
+    how: str = "copied"  # or "staged": by a copy that is part of the graph
+
+
+@dataclass(slots=True)
+class Placed:
+    """What became of a graph."""
+
+    moves: list[Move] = field(default_factory=list)
+    stays: list[Stay] = field(default_factory=list)
+    why_not: str | None = None  # why the graph was left alone
+
+    def records(self) -> Iterator[records.Placed]:
+        """As the report has it."""
+        for move in self.moves:
+            yield records.Placed(move.node, move.how.value, None, move.source)
+        for stay in self.stays:
+            yield records.Placed(stay.node, stay.how, stay.why, stay.source)
+
+
+class Plan:
+    """Decides for values of the CPU, and for what they are computed of."""
+
+    def __init__(self, graph: fx.Graph, *, exact: bool) -> None:
+        self._exact = exact
+        self.of_numbers = _of_numbers(graph)
+        self._rounded: set[fx.Node] = set()  # what is made on the GPU and may differ in its last place
+        self._how: dict[fx.Node, How] = {}
+        self.why: dict[fx.Node, str] = {}  # of those that are copied
+        self._leaves: dict[fx.Node, frozenset[fx.Node]] = {}  # what has to be copied for each
+
+    def how(self, node: fx.Node) -> How:
+        """For a value on the CPU that the GPU needs."""
+        todo = [node]
+        while todo:
+            current = todo[-1]
+            if current in self._how:
+                todo.pop()
+                continue
+            first = self._without_inputs(current)
+            if first is not None:
+                self._set(current, first, frozenset([current]) if first is How.COPIED else frozenset())
+                continue
+            missing = [source for source in cpu_inputs(current) if source not in self._how]
+            if missing:
+                todo += missing
+                continue
+            self._decide(current)
+        return self._how[node]
+
+    def _without_inputs(self, node: fx.Node) -> How | None:
+        if node.op == "get_attr" or (node.target is aten.lift_fresh_copy.default and node.args[0].op == "get_attr"):
+            return How.CONSTANT
+        if node.op == "placeholder":
+            self.why[node] = "it is an input"
+            return How.COPIED
+        if is_copy_between_devices(node) and is_on_gpu(node.args[0]):
+            return How.KEPT
+        why = why_not_elsewhere(node, exact=self._exact, of_numbers=node in self.of_numbers)
+        if is_constructor(node) and why is None:
+            return How.MADE
+        if why is None and any(not is_on_cpu(source) for source in node.all_input_nodes if tensors_of(source)):
+            why = "it is computed of values of several devices"
+        if why is not None:
+            self.why[node] = why
+            return How.COPIED
+        return None
+
+    def _decide(self, node: fx.Node) -> None:
+        leaves = frozenset().union(*(self._leaves[source] for source in cpu_inputs(node)))
+        stuck = next((leaf for leaf in leaves if leaf.op != "placeholder"), None)
+        nbytes = sum(nbytes_of(leaf) for leaf in leaves)
+        rounded = next((source for source in cpu_inputs(node) if source in self._rounded), None)
+        if stuck is not None:
+            self.why[node] = f"it is computed of {stuck.name}: {self.why[stuck]}"
+        elif any(self._leaves.get(index) for index in indices_of(node)):
+            self.why[node] = "it looks up what inputs say, and an index that is out of bounds is an error of the CPU's"
+        elif rounded is not None and not (node in self.of_numbers or keeps_elements(node)):
+            self.why[node] = f"it is computed of {rounded.name}, whose last place may differ"
+        elif nbytes > MOST_NBYTES and nbytes > nbytes_of(node):
+            self.why[node] = f"what it is computed of is larger: {nbytes} bytes"
+        else:
+            self._set(node, How.MADE, leaves)
+            return
+        self._set(node, How.COPIED, frozenset([node]))
+
+    def _set(self, node: fx.Node, how: How, leaves: frozenset[fx.Node]) -> None:
+        self._how[node] = how
+        self._leaves[node] = leaves
+        if how is How.MADE and (rounds_nearly(node) or any(source in self._rounded for source in cpu_inputs(node))):
+            self._rounded.add(node)
+
+
+def _of_numbers(graph: fx.Graph) -> frozenset[fx.Node]:
+    """What the CPU computes of constructors alone."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        sources = [source for source in node.all_input_nodes if tensors_of(source)]
+        if is_constructor(node) or (is_on_cpu(node) and sources and found.issuperset(sources)):
+            found.add(node)
+    return frozenset(found)
+
+
+def needs(node: fx.Node) -> list[fx.Node]:
+    """The values of the CPU that a node of the GPU reads where it may find them on either."""
+    if node.op != "call_function" or not is_on_gpu(node):
+        return []
+    return [source for source in cpu_inputs(node) if may_be_anywhere(node, source)]
+
+
+def may_be_anywhere(node: fx.Node, source: fx.Node) -> bool:
+    """Whether an operator of the GPU does the same with a value of the CPU and with one of the GPU.
+
+    That is so for one number in a pointwise operator, and for indices. Other operators may want it on the CPU, and so
+    does a write of one number under a mask, for which torch waits for the GPU otherwise.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+        return False
+    if target in _WRITES and source is node.args[2]:
+        masks = [index for index in node.args[1] if isinstance(index, fx.Node)]
+        return all(mask.meta["val"].dtype not in (torch.bool, torch.uint8, torch.int8) for mask in masks)
+    if target in _INDEX:
+        return True
+    return torch.Tag.pointwise in target.tags and source.meta["val"].dim() == 0
+
+
+def stay(node: fx.Node, why: str, how: str = "copied") -> Stay:
+    return Stay(node.name, why, source_of(node), how)

@@ -1,0 +1,35 @@
+"""The operator by which a compiled graph takes a tensor of the CPU: Inductor leaves it in the graph's GPU part.
+
+``pygraph_trees::staged`` copies a tensor to the GPU on which another one lies. Inductor cuts a graph at its own copies
+between devices; it does not know what this one does, so the copy is part of the partition that needs it, and of the
+CUDA graph that is captured.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_library = torch.library.Library("pygraph_trees", "DEF")
+# Inductor takes the first tensor's device for the operator's.
+_library.define("staged(Tensor there, Tensor host) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _staged(there: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
+    # A tensor that lies on the GPU already is an input that was copied while a graph was recorded. Outside of graphs
+    # the copy is waited for: the program may write to its tensor as soon as the call is done.
+    return _like(there, host).copy_(host, non_blocking=_is_captured(there))
+
+
+def _is_captured(there: torch.Tensor) -> bool:
+    return there.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _like(there: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(host, device=there.device)  # of the same strides where they are dense
+
+
+_library.impl("staged", _staged, "CPU")
+_library.impl("staged", _staged, "CUDA")
+torch.library.register_fake("pygraph_trees::staged", _like, lib=_library)
+
+staged = torch.ops.pygraph_trees.staged.default

@@ -1,0 +1,251 @@
+"""Graphs that mix CPU and GPU, rewritten: the same values in the same places, and less for the GPU to wait for."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+import unittest
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from last_place import COUNT, EQUAL, NEXT, STAYS, numbers, places_apart
+from mixed_programs import GPU, programs, run_steps, traced
+from placement_programs import PROGRAMS
+from real_programs import REAL, noise_schedule, tokens
+from torch import fx
+from torch._higher_order_ops.while_loop import while_loop
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.absent_gpu import absent_gpu, lower
+from pygraph_trees.coverage.compiled import PLACED, WHY_NOT_PLACED, partitions_of
+from pygraph_trees.placement import place, place_for_graphs
+from pygraph_trees.placement.nodes import is_copy_between_devices, is_on_cpu, is_on_gpu
+
+EXAMPLES = settings(max_examples=300, deadline=None)
+
+
+class OnCpu(fx.Interpreter):
+    """Runs a graph with both devices on the CPU."""
+
+    def call_function(self, target, args, kwargs):
+        args, kwargs = fx.node.map_aggregate(
+            (args, kwargs), lambda a: torch.device("cpu") if isinstance(a, torch.device) else a
+        )
+        found = super().call_function(target, args, kwargs)
+        # A copy between devices is never its source.
+        return found.clone() if target is torch.ops.prims.device_put.default else found
+
+
+class TestPlacement(TestCase):
+    def check(self, program, inputs, **how):
+        """Both graphs on the CPU; gives the rewritten one and what was done."""
+        with absent_gpu("sm_90"):
+            before = traced(program, inputs)
+            after = copy.deepcopy(before)
+            placed = place(after.graph, **how)
+            after.recompile()
+        real = [x.clone() for x, _ in inputs]
+        wanted = OnCpu(before).run(*[x.clone() for x in real])
+        found = OnCpu(after).run(*[x.clone() for x in real])
+        self.assertEqual(len(found), len(wanted))
+        for one, other in zip(found, wanted, strict=True):
+            self.assertEqual(one, other, rtol=0, atol=0, exact_dtype=True)
+            self.assertEqual(one.stride(), other.stride())
+        for one, other in zip(after.graph.output_node().args[0], before.graph.output_node().args[0], strict=True):
+            for what in ("device", "dtype", "shape"):
+                self.assertEqual(getattr(one.meta["val"], what), getattr(other.meta["val"], what))
+            self.assertEqual(one.meta["val"].stride(), other.meta["val"].stride())
+        memory = [t.untyped_storage().data_ptr() for t in found]
+        self.assertEqual(
+            [memory.index(m) for m in memory],
+            [[t.untyped_storage().data_ptr() for t in wanted].index(t.untyped_storage().data_ptr()) for t in wanted],
+        )
+        return after, placed
+
+    def test_any_program(self):
+        @EXAMPLES
+        @given(programs(), st.booleans())
+        def check(drawn, exact):
+            inputs, steps, outputs = drawn
+            after, placed = self.check(run_steps(steps, outputs), inputs, exact=exact)
+            if placed.why_not is None:
+                for node in after.graph.nodes:
+                    if is_copy_between_devices(node) and is_on_gpu(node):
+                        self.assertFalse(is_on_cpu(node.args[0]) and node.args[0].op == "placeholder", node)
+
+        check()
+
+    def test_last_place(self):
+        """Single precision by double precision: as near as is said, of the CPU's own functions."""
+        for functions, most in ((EQUAL, 0), (NEXT, 1)):
+            for name, function in functions.items():
+                with self.subTest(name):
+                    module, placed = self.placed_function(function)
+                    self.assertTrue(all(stay.how == "staged" and "input" in stay.why for stay in placed.stays))
+                    values = numbers()
+                    found = OnCpu(module).run(values, torch.zeros(1))
+                    self.assertEqual(found.dtype, torch.float32)
+                    self.assertLessEqual(places_apart(found, function(values)), most)
+
+    def test_what_may_be_further_apart_stays(self):
+        for name, function in STAYS.items():
+            with self.subTest(name):
+                _, placed = self.placed_function(function)
+                self.assertTrue(any("input" not in stay.why for stay in placed.stays), placed.stays)
+
+    def test_of_numbers_alone(self):
+        """As upstream has it, however it rounds; as near as may be where it is not large."""
+        program = lambda v, x: (torch.linspace(0, 1, 1000).cumsum(0).sin() * 3).to(GPU)  # noqa: E731
+        module, placed = self.placed_function(program)
+        self.assertEqual(placed.stays, [])
+        self.assertIn(torch.float64, [node.meta["val"].dtype for node in module.graph.nodes if "val" in node.meta])
+        large = lambda v, x: (torch.arange(2 << 20) * 0.5).to(GPU)  # noqa: E731
+        module, _ = self.placed_function(large)
+        self.assertNotIn(torch.float64, [node.meta["val"].dtype for node in module.graph.nodes if "val" in node.meta])
+
+    def placed_function(self, function):
+        """The graph of a function of a CPU tensor, whose result goes to the GPU, rewritten."""
+        takes = function.__code__.co_argcount if hasattr(function, "__code__") else 1
+        program = function if takes == 2 else lambda v, x: torch.ops.prims.device_put(function(v), GPU)
+        with absent_gpu("sm_90"):
+            module = traced(program, [(torch.zeros(COUNT), "cpu"), (torch.zeros(1), "gpu")])
+            placed = place(module.graph)
+            module.recompile()
+        return module, placed
+
+    def test_several_gpus(self):
+        """The graph is left alone, and says why."""
+        with absent_gpu("sm_90"), FakeTensorMode() as mode:
+            graph = fx.Graph()
+            on_cpu, *on_gpus = (graph.placeholder(name) for name in "cab")
+            on_cpu.meta["val"] = torch.empty(4)
+            for index, node in enumerate(on_gpus):
+                node.meta["val"] = FakeTensor(mode, torch.empty(4, device="meta"), torch.device("cuda", index))
+            moved = graph.call_function(torch.ops.prims.device_put.default, (on_cpu, GPU))
+            moved.meta["val"] = torch.empty(4, device=GPU)
+            graph.output((moved, *on_gpus))
+            before = str(graph)
+            placed = place(graph)
+        self.assertEqual((str(graph), placed.why_not, placed.moves), (before, "it has several GPUs", []))
+
+
+def outputs_of(graph):
+    return graph.gm.graph.output_node().args[0]
+
+
+class TestLowered(TestCase):
+    """Partitions of what Inductor makes for a GPU that is not there."""
+
+    def partitions(self, program, inputs, how):
+        torch._dynamo.reset()
+        with torch._inductor.config.patch({"triton.pygraph_placement": how}):
+            (graph,) = lower(program, inputs)
+        found = [part.graphed for part in partitions_of(graph.graph.scheduler)]
+        return graph, (sum(found), len(found) - sum(found))
+
+    def test_families(self):
+        for program in PROGRAMS:
+            inputs = [item.make("meta", 0) for item in program.inputs]
+            for how, wanted in (("full", program.full), ("exact", program.exact or program.full)):
+                with self.subTest(program.family, name=program.name, how=how):
+                    _, found = self.partitions(program.fn, inputs, how)
+                    self.assertEqual(found, wanted)
+
+    def test_real_programs(self):
+        for build in REAL:
+            with self.subTest(build.__name__):
+                if build is tokens and importlib.util.find_spec("transformers") is None:
+                    raise unittest.SkipTest("transformers is not installed")
+                program, inputs = build("meta", small=True)
+                self.assertEqual(self.partitions(program, inputs, "off")[1], (1, 1))
+                # Steps of the noise schedule are looked up by the CPU, which says so where one is out of bounds.
+                wanted = (1, int(build is noise_schedule))
+                self.assertEqual(self.partitions(program, inputs, "full")[1], wanted)
+
+    def test_products_are_rounded(self):
+        """No compiler makes one operation of them and a sum, which would round once."""
+        for function in (lambda v: v * 0.1, lambda v: v * v, torch.square, lambda v: v**2):
+            program = lambda x, v: x + function(v).to("cuda")  # noqa: B023, E731
+            graph, found = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
+            self.assertEqual(found, (1, 0))
+            self.assertIn("libdevice.mul_rn", graph.source_code)
+
+    def test_nothing_is_staged_in_branches_and_loops(self):
+        """What is copied there is in no node of the graph that could be given an address."""
+
+        def program(x, v):
+            branches = (lambda x, v: x * v.to("cuda"), lambda x, v: x - v.to("cuda"))
+            return torch.cond(x.sum() > 0, *branches, (x, v)) + v.to("cuda")
+
+        graph, _ = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
+        self.assertEqual(graph.source_code.count("pygraph_trees.staged.default("), 1)
+
+        def loop(x, v):
+            return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * v.to("cuda")), (torch.tensor(0), x))
+
+        graph, _ = self.partitions(loop, (torch.empty(64, device="meta"), torch.rand(64)), "full")
+        self.assertNotIn("pygraph_trees.staged", graph.source_code)
+        self.assertEqual([node.meta["val"].device.type for node in outputs_of(graph)], ["cpu", "cuda"])
+
+    def test_one_of_several_values_on_several_devices(self):
+        """It lies on the CPU, though what it is one of does not."""
+
+        def program(x):
+            count, x = while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x + 1), (torch.tensor(0), x))
+            return x * count.to("cuda")
+
+        graph, _ = self.partitions(program, (torch.empty(64, device="meta"),), "full")
+        self.assertIsNone(graph.gm.meta[WHY_NOT_PLACED])
+        (count,) = [record for record in graph.gm.meta[PLACED] if record.value.startswith("getitem")]
+        self.assertEqual((count.how, count.why), ("staged", "it is computed of values of several devices"))
+
+    def test_copies_outside_are_waited_for_as_in_the_program(self):
+        """It may write to its tensor then."""
+        for blocking in (True, False):
+            program = lambda x, v: x * v.to("cuda", non_blocking=not blocking)  # noqa: B023, E731
+            shape = (1 << 20,)
+            graph, found = self.partitions(program, (torch.empty(shape, device="meta"), torch.rand(shape)), "full")
+            self.assertEqual(found, (1, 1))
+            self.assertIn(f".copy_(arg0_1, {not blocking})", graph.source_code.replace("arg1_1", "arg0_1"))
+
+    def test_a_wrapper_in_cpp_stages_nothing(self):
+        with torch._inductor.config.patch({"cpp_wrapper": True}), absent_gpu("sm_90"):
+            module = traced(
+                lambda x, v: x * torch.ops.prims.device_put(v, GPU), [(torch.rand(4), "gpu"), (torch.rand(4), "cpu")]
+            )
+            with torch._inductor.config.patch({"triton.cudagraphs": True, "triton.pygraph_placement": "full"}):
+                self.assertTrue(place_for_graphs(module.graph, lambda: True))
+        self.assertEqual([record.how for record in module.meta[PLACED]], ["copied"])
+
+    def test_outputs_are_where_eager_has_them(self):
+        def program(x, v):
+            return torch.arange(4), v + 1, x + torch.arange(64).to("cuda"), (v * 2).to("cuda"), torch.arange(4) * 2
+
+        graph, _ = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
+        devices = [node.meta["val"].device.type for node in outputs_of(graph)]
+        self.assertEqual(devices, ["cpu", "cpu", "cuda", "cuda", "cpu"])
+
+    def test_without_addresses(self):
+        """What graphs cannot copy themselves is copied outside of them."""
+        with torch._inductor.config.patch({"triton.pygraph_indirection": "off"}):
+            for program in (lambda x, v: x * v.to("cuda"), lambda x, v: x * (v + 1).to("cuda")):
+                graph, found = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
+                self.assertEqual(found, (1, 1))
+                self.assertNotIn("pygraph_trees.staged", graph.source_code)
+
+    def test_nothing_to_do(self):
+        """The same code as without placement."""
+        for program in (lambda x: x.sin() @ x, lambda x: torch.arange(64, device="cuda") + x):
+            graphs = [self.partitions(program, (torch.empty(64, device="meta"),), how)[0] for how in ("off", "full")]
+            codes = [graph.source_code.partition("\n")[2] for graph in graphs]  # the first line has a number
+            self.assertEqual(codes[0], codes[1])
+
+
+if __name__ == "__main__":
+    run_tests()

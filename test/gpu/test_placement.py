@@ -1,0 +1,212 @@
+"""Programs that mix CPU and GPU, all that can be done on the GPU done there; and what is staged."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy
+import torch
+from indirection import FLAG, VERIFY, Facts, reset
+from placement import CALLS_EACH, PlacementTestCase, name_of
+from placement_programs import PROGRAMS, TABLE
+from torch._inductor.utils import fresh_cache
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+import pygraph_trees
+
+VERIFIED = (("input", "vector"), ("number", "as it is"), ("number", "for the CPU too"), ("closed over", "indexed"))
+UNSTAGED = (("input", "vector"), ("number", "as it is"), ("number", "for the CPU alone"), ("constructors", "integers"))
+
+
+class TestPlacement(PlacementTestCase):
+    @parametrize("program", PROGRAMS, name_fn=name_of)
+    def test_family(self, program):
+        self.check_family(program, "full")
+
+    def test_under_verification(self):
+        for program in PROGRAMS:
+            if (program.family, program.name) in VERIFIED:
+                with self.subTest(name_of(program)), torch._inductor.config.patch({VERIFY: "on"}):
+                    reset()
+                    self.check_family(program, "full")
+
+    def test_without_addresses(self):
+        """Nothing can be staged: what is copied at each call is copied outside."""
+        with torch._inductor.config.patch({FLAG: "off"}):
+            for program in PROGRAMS:
+                if (program.family, program.name) in UNSTAGED:
+                    with self.subTest(name_of(program)):
+                        reset()
+                        self.assertEqual(self.check(program, "full").ungraphed_calls, 0)
+
+    def test_any_memory_of_the_cpu(self):
+        """Whatever lies on the CPU at a call, and however: the graph reads what it says then."""
+        wide = torch.arange(4096.0).view(64, 64)
+        kinds = {
+            "pageable": lambda call: torch.full((64, 64), float(call)),
+            "pinned": lambda call: torch.full((64, 64), float(call)).pin_memory(),
+            "transposed": lambda call: (wide + call).t(),
+            "a slice": lambda call: (wide + call)[:, 3:35],
+            "every second one": lambda call: (wide + call)[::2],
+            "expanded": lambda call: torch.full((64, 1), float(call)).expand(64, 64),
+            "one element": lambda call: torch.full((1,), float(call)),
+            "empty": lambda call: torch.empty(0, 64),
+            "of booleans": lambda call: torch.arange(64) % (call + 2) == 0,
+            "of halves": lambda call: torch.arange(64.0).to(torch.bfloat16) * call,
+            "complex": lambda call: torch.full((64,), complex(call, 1)),
+            "misaligned": lambda call: torch.arange(65.0)[1:] + call,
+            "changed in place": lambda call: wide.add_(1),
+            "changed by NumPy": lambda call: torch.from_numpy(numpy.add(wide.numpy(), 1, out=wide.numpy())),
+        }
+        for name, make in kinds.items():
+            with self.subTest(name):
+                reset()
+                graphed = torch.compile(lambda x, v: (x.sin(), v.to("cuda") * 2), mode="reduce-overhead", dynamic=False)
+                x = torch.rand(64, device=self.device)
+                for call in range(CALLS_EACH):
+                    v = make(call)
+                    torch.compiler.cudagraph_mark_step_begin()
+                    found = graphed(x, v)[1].clone()
+                    self.assertEqual(found, v.to("cuda") * 2, rtol=0, atol=0)
+                facts = Facts.now()
+                self.assertGraphed(facts, CALLS_EACH)
+
+    def test_in_inference_mode_and_outside(self):
+        graphed = torch.compile(lambda x, v: x * v.to("cuda"), mode="reduce-overhead")
+        x = torch.rand(64, device=self.device)
+        for call in range(9):
+            with torch.inference_mode() if call % 3 else torch.no_grad():
+                v = torch.full((64,), float(call))
+                torch.compiler.cudagraph_mark_step_begin()
+                self.assertEqual(graphed(x, v), x * call)
+
+    def test_gradients_of_inputs_on_the_cpu(self):
+        graphed = torch.compile(lambda x, w: (x * w.to("cuda")).sin().sum(), mode="reduce-overhead")
+        for _ in range(6):
+            x, w = torch.rand(64, device=self.device), torch.rand(64).requires_grad_()
+            own = w.detach().clone().requires_grad_()
+            torch.compiler.cudagraph_mark_step_begin()
+            graphed(x, w).backward()
+            (x * own.to("cuda")).sin().sum().backward()
+            self.assertEqual(w.grad, own.grad)
+
+    def test_cached_artifacts(self):
+        """A graph that comes from Inductor's cache has its copies, and the report what was placed."""
+
+        def fn(x, v):
+            return x * v.to("cuda") + TABLE.to("cuda")
+
+        x, placed = torch.rand(64, device=self.device), []
+        # Under "deterministic" upstream finds nothing in its cache.
+        with fresh_cache(), torch._inductor.config.patch({"fx_graph_cache": True, "deterministic": False}):
+            for _ in range(2):
+                torch._dynamo.reset()
+                reset()
+                graphed = torch.compile(fn, mode="reduce-overhead")
+                for call in range(CALLS_EACH):
+                    v = torch.full((64,), float(call))
+                    torch.compiler.cudagraph_mark_step_begin()
+                    self.assertEqual(graphed(x, v), fn(x, v))
+                self.assertGraphed(Facts.now(), CALLS_EACH)
+                placed.append([g.placed for g in pygraph_trees.report().graphs])
+            self.assertEqual(placed[0], placed[1])
+            self.assertEqual(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"], 1)
+
+    def test_freed_inputs(self):
+        """No replay reads or writes what a call gave once it is gone."""
+        busy = torch.randn(4096, 4096, device=self.device)
+        graphed = torch.compile(lambda x, v: x + v.to("cuda"), mode="reduce-overhead")
+        x, found = torch.zeros(1 << 16, device=self.device), []
+        for call in range(30):
+            for _ in range(5):
+                busy = (busy @ busy).clamp(-1, 1)
+            v = torch.full((1 << 16,), float(call))
+            torch.compiler.cudagraph_mark_step_begin()
+            found.append(graphed(x, v).clone())
+            del v
+            reused = torch.full((1 << 16,), -1.0)
+            self.assertEqual(reused.min().item(), -1.0)
+        torch.cuda.synchronize()
+        self.assertEqual(reused, torch.full((1 << 16,), -1.0))
+        for call, one in enumerate(found):
+            self.assertEqual((one.min().item(), one.max().item()), (call, call))
+
+    def test_a_program_may_write_to_its_tensor_as_soon_as_a_call_is_done(self):
+        """Of pinned memory too, which the GPU could read later: staged, copied outside, where nothing is graphed."""
+        busy = torch.randn(4096, 4096, device=self.device)
+        for count, selective in ((64, "always"), (1 << 18, "always"), (64, "never")):
+            with (
+                self.subTest(count=count, selective=selective),
+                torch._inductor.config.patch({"triton.pygraph_selective": selective}),
+            ):
+                reset()
+                graphed = torch.compile(lambda x, v: x + v.to("cuda"), mode="reduce-overhead", dynamic=False)
+                x, v, found = torch.zeros(count, device=self.device), torch.zeros(count).pin_memory(), []
+                for call in range(CALLS_EACH):
+                    if call:  # the first one is compiled, meanwhile the GPU would be done
+                        for _ in range(20):
+                            busy = (busy @ busy).clamp(-1, 1)
+                    v.fill_(call)
+                    torch.compiler.cudagraph_mark_step_begin()
+                    found.append(graphed(x, v).clone())
+                v.fill_(-1)
+                for call, one in enumerate(found):
+                    self.assertEqual((one.min().item(), one.max().item()), (call, call))
+
+    def test_branches(self):
+        graphed = torch.compile(
+            lambda x, v: (
+                torch.cond(x.sum() > 0, lambda x, v: x * v.to("cuda"), lambda x, v: x - v.to("cuda"), (x, v)) + 1
+            ),
+            mode="reduce-overhead",
+        )
+        for call in range(CALLS_EACH):
+            x, v = torch.full((64,), call - 2.5, device=self.device), torch.full((64,), float(call))
+            torch.compiler.cudagraph_mark_step_begin()
+            wanted = (x * call if call > 2 else x - call) + 1
+            self.assertEqual(graphed(x, v), wanted)
+
+    def test_queued_replays_read_their_own_inputs(self):
+        """None waits for the GPU, which is busy; each has its number."""
+        busy = torch.randn(4096, 4096, device=self.device)
+        graphed = torch.compile(lambda x, s, v: x * s + v.to("cuda"), mode="reduce-overhead")
+        x, v = torch.ones(64, device=self.device), torch.zeros(64)
+        s = torch.tensor(0.0)
+        kept = []
+        for call in range(40):
+            if call == 10:
+                for _ in range(20):
+                    busy = (busy @ busy).clamp(-1, 1)
+            s.fill_(call)
+            v.numpy()[:] = call / 64
+            torch.compiler.cudagraph_mark_step_begin()
+            kept.append(graphed(x, s, v).clone())
+        for call, found in enumerate(kept):
+            self.assertEqual(found, torch.full((64,), call + call / 64, device=self.device))
+
+    def test_a_look_up_by_a_number_is_reported(self):
+        """Dynamo breaks the graph there, or compiles it for each number."""
+        graphed = torch.compile(lambda x, t: x * TABLE[t].to("cuda"), mode="reduce-overhead")
+        for call in range(3):
+            x, t = torch.ones(64, device=self.device), torch.tensor(call)
+            torch.compiler.cudagraph_mark_step_begin()
+            self.assertEqual(graphed(x, t), x * TABLE[t].to("cuda"))
+        (broken,) = pygraph_trees.report().breaks
+        self.assertIn("TABLE[t]", broken.source)
+
+    def test_large_inputs_are_copied_outside(self):
+        graphed = torch.compile(lambda x, v: x + v.to("cuda").sum(), mode="reduce-overhead")
+        v = torch.ones(8 << 20)
+        for call in range(5):
+            v[0] = call
+            torch.compiler.cudagraph_mark_step_begin()
+            self.assertEqual(graphed(torch.zeros(4, device=self.device), v)[0].item(), v.sum().item())
+
+
+instantiate_parametrized_tests(TestPlacement)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,52 @@
+"""Programs that mix CPU and GPU, with floating-point numbers left to the CPU; and how near those are that are not."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from indirection import Facts
+from last_place import EQUAL, NEXT, numbers, places_apart
+from placement import CALLS_EACH, PlacementTestCase, name_of
+from placement_programs import PROGRAMS
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+import pygraph_trees
+
+# One of each family, and all whose partitions are others than with floating-point numbers moved.
+SOME = [p for n, p in enumerate(PROGRAMS) if p.exact or p.family not in [q.family for q in PROGRAMS[:n]]]
+
+
+class TestExactPlacement(PlacementTestCase):
+    @parametrize("program", SOME, name_fn=name_of)
+    def test_family(self, program):
+        self.check_family(program, "exact")
+
+    def test_last_place(self):
+        """What the GPU computes instead of the CPU is the same, or the next number to it."""
+        functions = {**EQUAL, **NEXT}
+
+        def program(x, v):
+            return x + 1, [function(v).to(x.device) for function in functions.values()]
+
+        graphed = torch.compile(program, mode="reduce-overhead")
+        x = torch.rand(4, device=self.device)
+        for call in range(CALLS_EACH):
+            v = numbers().roll(call) * (1 + call / 10)
+            torch.compiler.cudagraph_mark_step_begin()
+            _, found = graphed(x, v)
+            for (name, function), one in zip(functions.items(), found, strict=True):
+                with self.subTest(name):
+                    self.assertLessEqual(places_apart(one, function(v)), 0 if name in EQUAL else 1)
+        (graph,) = pygraph_trees.report().graphs
+        self.assertEqual([part.graphed for part in graph.partitions], [True])
+        self.assertGraphed(Facts.now(), CALLS_EACH)
+
+
+instantiate_parametrized_tests(TestExactPlacement)
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,95 @@
+"""Functions of floating-point numbers that the CPU computes and the GPU may compute in its place, and how near."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+COUNT = 1 << 14
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+# Bit for bit what the CPU finds.
+EQUAL: dict[str, Function] = {
+    "plus": lambda v: v + 0.1,
+    "minus": lambda v: v - v.flip(0),
+    "times": lambda v: v * 0.1,
+    "times and plus": lambda v: v * 0.1 + 0.3,  # one rounding where the GPU fuses them
+    "over": lambda v: v / 3,
+    "over itself": lambda v: v / v.flip(0),
+    "reciprocal": torch.reciprocal,
+    "square": torch.square,
+    "clamp": lambda v: v.clamp(-0.1, 0.1),
+    "rectified": torch.relu,
+    "ceiling": torch.ceil,
+    "floor": torch.floor,
+    "truncated": torch.trunc,
+    "rounded": torch.round,
+    "sign": torch.sign,
+    "remainder": lambda v: v.fmod(0.3),
+    "of integers": lambda v: torch.arange(COUNT) * 0.1 + v,
+    "of booleans": lambda v: (v > 0) * 0.1,
+    "several": lambda v: (v * v - v.flip(0)) / (v.abs() + 1e-5),
+}
+# The same, or the next number to it.
+NEXT: dict[str, Function] = {
+    "square root": lambda v: (v * v + 1).sqrt(),
+    "reciprocal square root": lambda v: (v.abs() + 1e-6).rsqrt(),
+    "power": lambda v: v.abs() ** -0.5,
+    "power of a number": lambda v: 10000.0 ** v.clamp(-5, 5),
+    "exponential": torch.exp,
+    "of two": torch.exp2,
+    "less one": torch.expm1,
+    "logarithm": lambda v: v.abs().log(),
+    "of base 2": lambda v: v.abs().log2(),
+    "of base 10": lambda v: v.abs().log10(),
+    "of one more": lambda v: v.abs().log1p(),
+    "sine": torch.sin,
+    "cosine": torch.cos,
+    "tangent": torch.tan,
+    "hyperbolic tangent": torch.tanh,
+    "arcsine": lambda v: v.clamp(-1, 1).asin(),
+    "arccosine": lambda v: v.clamp(-1, 1).acos(),
+    "arctangent": torch.atan,
+    "of two numbers": lambda v: torch.atan2(v, v.flip(0)),
+    "error function": torch.erf,
+    "its complement": torch.erfc,
+    "computed before": lambda v: (v * 2 + 1).exp().view(2, -1).t().reshape(-1),
+}
+# The CPU's, for nothing is known of it or its last place is computed with.
+STAYS: dict[str, Function] = {
+    "computed with": lambda v: v.sin() + 1,
+    "compared": lambda v: (v.exp() > 1.0).float(),
+    "double precision": lambda v: v.double() * 0.1,
+    "half precision": lambda v: v.bfloat16() * 0.1,
+    "sigmoid": torch.sigmoid,
+    "a sum": lambda v: v.cumsum(0),
+    "an integer of it": lambda v: v.long(),
+    "floored quotient": lambda v: torch.div(v, 0.3, rounding_mode="floor"),
+    "alpha": lambda v: torch.add(v, v, alpha=0.3),
+}
+
+
+def numbers() -> torch.Tensor:
+    """Large, small and in between, of both signs; no two of them zero."""
+    draw = torch.Generator().manual_seed(0)
+    quarter = COUNT // 4
+    return torch.cat(
+        [
+            torch.linspace(-20, 20, quarter),
+            torch.randn(quarter, generator=draw),
+            torch.randn(quarter, generator=draw) * 1e-4,
+            torch.exp(torch.randn(quarter, generator=draw) * 10),
+        ]
+    )[torch.randperm(COUNT, generator=draw)]
+
+
+def places_apart(one: torch.Tensor, other: torch.Tensor) -> int:
+    """How many numbers of single precision lie between two tensors' at most, and one; NaN is NaN."""
+    codes = []
+    for tensor in (one, other):
+        bits = tensor.detach().cpu().contiguous().view(torch.int32).long()
+        codes.append(torch.where(bits < 0, -(1 << 31) - bits, bits))
+    apart = (codes[0] - codes[1]).abs()
+    apart[one.detach().cpu().isnan() & other.detach().cpu().isnan()] = 0
+    return int(apart.max())

@@ -1,0 +1,141 @@
+"""Programs that mix CPU and GPU, at least three of a family, and how many partitions become of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+
+GPU = "cuda"
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor of some size, on the GPU or the CPU; integers are below ``below``."""
+
+    size: tuple[int, ...] = (64,)
+    where: str = "gpu"
+    below: int | None = None
+
+    def make(self, device: Any, seed: int) -> torch.Tensor:
+        """``device`` stands for the GPU: "meta" will do."""
+        generator = torch.Generator().manual_seed(seed)
+        if self.below is None:
+            made = torch.rand(self.size, generator=generator)
+        else:
+            made = torch.randint(0, self.below, self.size, generator=generator)
+        return made if self.where == "cpu" else made.to(device)
+
+
+@dataclass(frozen=True)
+class Mixed:
+    family: str
+    name: str
+    fn: Callable[..., Any]
+    inputs: tuple[Input, ...]
+    full: tuple[int, int] = (1, 0)  # partitions that are graphed and that are not
+    exact: tuple[int, int] | None = None  # the same with floating-point numbers left to the CPU; None: as full
+    rounds: bool = True  # whether the last place may differ from eager's
+
+
+X = Input()
+V = Input(where="cpu")
+NUMBER = Input((), where="cpu")
+IDS = Input((16,), where="cpu", below=8)
+TABLE = torch.arange(64.0)
+COUNTS = numpy.arange(64, dtype=numpy.float32)
+SCALE = torch.nn.Parameter(torch.full((64,), 0.5), requires_grad=False)
+
+LIBRARY = torch.library.Library("pygraph_test_placement", "DEF")
+for _schema, _fn, _fake in (
+    (
+        "at_least(Tensor x, Tensor bound) -> Tensor",
+        lambda x, bound: x.clamp(min=bound.item()),
+        lambda x, _: torch.empty_like(x),
+    ),
+    ("loud(Tensor x) -> Tensor", lambda x: (CALLS.append(1), x.clone())[1], torch.empty_like),
+):
+    LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(_schema.split("(")[0], _fn, "CompositeExplicitAutograd")
+    torch.library.register_fake("pygraph_test_placement::" + _schema.split("(")[0], _fake, lib=LIBRARY)
+CALLS: list[int] = []  # of an operator that has a side effect
+at_least, loud = torch.ops.pygraph_test_placement.at_least, torch.ops.pygraph_test_placement.loud
+
+
+def _causal(x):
+    mask = torch.ones(64, 64, dtype=torch.bool).triu(1).to(GPU)
+    return (x[:, None] * x).masked_fill(mask, -1e9).softmax(1)
+
+
+def _product(x, ids):
+    """Of integers: the GPU has none."""
+    return x.sin() * (ids.view(4, 4) @ ids.view(4, 4)).sum().to(GPU)
+
+
+def _last(x, ids):
+    """Of what is written to a place the CPU keeps the last."""
+    return x * torch.zeros(64).index_put((ids,), torch.arange(16.0)).to(GPU)
+
+
+def _relative(x):
+    position = torch.arange(16)[:, None] - torch.arange(16)
+    bucket = position.abs().clamp(max=7)
+    return x.view(16, 4) @ x.view(4, 16) + TABLE.to(GPU)[bucket.to(GPU)]
+
+
+OUTSIDE = (1, 1)
+PROGRAMS = [
+    Mixed("literal", "index", lambda x: x.view(8, 8)[:, torch.tensor([0, 3, 5])] * 2, (X,)),
+    Mixed("literal", "list", lambda x: x.view(8, 8)[:, [0, 3, 5, 1, 2, 6, 7, 4, 0, 1]] * 2, (X,)),
+    Mixed("literal", "table", lambda x: x + torch.tensor([[1.0] * 64, [2.0] * 64]).to(GPU), (X,)),
+    Mixed(
+        "constructors",
+        "chain",
+        lambda x: x * (torch.arange(64) + 1).float().pow(-0.5).exp().to(GPU),
+        (X,),
+        exact=OUTSIDE,
+    ),
+    Mixed("constructors", "integers", lambda x: x * (torch.arange(64) % 3 + 1).to(GPU), (X,)),
+    Mixed("constructors", "causal mask", _causal, (X,)),
+    Mixed("constructors", "relative positions", _relative, (X,)),
+    Mixed("closed over", "vector", lambda x: x.sin() * TABLE.to(GPU) + 1, (X,)),
+    Mixed("closed over", "indexed", lambda x, i: x.sin() * TABLE.to(GPU)[i], (X, Input((64,), below=64))),
+    Mixed("closed over", "used twice", lambda x: (x + TABLE.to(GPU)) * TABLE.to(GPU).sum(), (X,)),
+    Mixed("closed over", "parameter", lambda x: x * SCALE.to(GPU) + SCALE.exp().to(GPU), (X,), exact=OUTSIDE),
+    Mixed("look-up", "several", lambda x, i: x.view(16, 4) * TABLE[i].to(GPU)[:, None], (X, IDS), OUTSIDE),
+    Mixed("look-up", "one, computed with", lambda x, i: x * TABLE[i[:1]].sqrt().to(GPU), (X, IDS), OUTSIDE),
+    Mixed("look-up", "literal", lambda x: x * TABLE[torch.arange(63, -1, -1)].to(GPU), (X,)),
+    Mixed("input", "vector", lambda x, v: x.sin() * v.to(GPU) + x.sum(), (X, V)),
+    Mixed("input", "ids", lambda x, i: torch.nn.functional.embedding(i.to(GPU), x.view(8, 8)), (X, IDS)),
+    Mixed("input", "index", lambda x, i: x.sin()[i] + 1, (X, IDS)),
+    Mixed("input", "mask", lambda x, i: x.where((i > 3).to(GPU)[:, None], 0.0), (Input((16, 4)), IDS)),
+    Mixed("input", "math before the copy", lambda x, v: x * (v * 2 + 1).exp().to(GPU), (X, V), exact=OUTSIDE),
+    Mixed("input", "integers before the copy", lambda x, i: x[(i * 2 % 7).to(GPU)] + 1, (X, IDS)),
+    Mixed("number", "as it is", lambda x, s: x.sin() * s + x, (X, NUMBER)),
+    Mixed("number", "computed with", lambda x, s: x.sin() * (s + 1).sqrt(), (X, NUMBER), exact=OUTSIDE),
+    Mixed("number", "one element", lambda x, s: x.sin() * s.to(GPU) + x, (X, Input((1,), where="cpu"))),
+    Mixed("number", "NumPy array", lambda x: x * torch.from_numpy(COUNTS).to(GPU), (X,)),
+    Mixed("number", "for the CPU too", lambda x, s: at_least(x.sin(), s) * s + x.cos(), (X, NUMBER), (2, 1)),
+    Mixed("number", "for the CPU alone", lambda x, s: at_least(x.sin(), s).cos(), (X, NUMBER), (2, 1)),
+    Mixed("number", "for the CPU, computed with", lambda x, s: at_least(x, s + 1) * s, (X, NUMBER), (1, 1)),
+    Mixed("round trip", "alone", lambda x: (x.sin().cpu().to(GPU) * 2).cos(), (X,)),
+    Mixed("round trip", "with math", lambda x: ((x.sin().cpu() + 1).to(GPU) * 2).cos(), (X,), exact=(2, 1)),
+    Mixed("round trip", "another type", lambda x: (x.sin().cpu().double().to(GPU) * 2).cos(), (X,)),
+    Mixed("round trip", "returned", lambda x: (x, x.cpu().to(GPU), x + 1), (X,)),
+    Mixed("returned", "constructor", lambda x: (x + torch.arange(64).to(GPU), torch.arange(64)), (X,), OUTSIDE),
+    Mixed("returned", "computed of one", lambda x: (x + 1, torch.arange(64) * 2 + 1), (X,), OUTSIDE),
+    Mixed("returned", "computed of an input", lambda x, v: (x * v.to(GPU), v + 1), (X, V), OUTSIDE),
+    Mixed("to the CPU", "a sum", lambda x: (x.sin() * 2).sum().cpu(), (X,), OUTSIDE),
+    Mixed("to the CPU", "and computed with there", lambda x: (x.sin() * 2).cpu() + 1, (X,), OUTSIDE),
+    Mixed("to the CPU", "one of two", lambda x: (x.cos(), x.sin().cpu()), (X,), OUTSIDE),
+    Mixed("stays", "randomness", lambda x: x.sin() * torch.rand(64).to(GPU), (X,), OUTSIDE),
+    Mixed("stays", "what is written to", lambda x, v: x.sin() * v.add_(1).to(GPU), (X, V), OUTSIDE),
+    Mixed("stays", "the last of several", _last, (X, IDS), OUTSIDE),
+    Mixed("stays", "one of equals", lambda x, i: x[i.sort().indices.to(GPU)].sin(), (X, IDS), OUTSIDE),
+    Mixed("stays", "a sum of fractions", lambda x, v: x.sin() * v.cumsum(0).to(GPU), (X, V), OUTSIDE),
+    Mixed("stays", "a product of matrices", _product, (X, IDS), OUTSIDE),
+    Mixed("stays", "a side effect", lambda x, v: x.sin() * loud(v).to(GPU), (X, V), OUTSIDE),
+]
