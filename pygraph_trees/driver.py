@@ -77,7 +77,10 @@ class Driver:
         names = {kind: f"CU_GRAPH_NODE_TYPE_{kind.name}" for kind in NodeKind if kind is not NodeKind.OTHER}
         self._kinds = {int(getattr(api.CUgraphNodeType, name)): kind for kind, name in names.items()}
         self.success = api.CUresult.CUDA_SUCCESS
-        self._accesses: dict[int, Any] = {}  # to memory, by device
+        # By device: what memory on it is asked for with, access to that, and what sizes must be multiples of.
+        self._memories: dict[int, Any] = {}
+        self._accesses: dict[int, Any] = {}
+        self._granularities: dict[int, int] = {}
 
     def find(self, name: str) -> Any:
         try:
@@ -227,9 +230,11 @@ class Driver:
 
     def granularity(self, device: int) -> int:
         """What sizes and addresses of memory that is mapped must be multiples of."""
-        minimum = self.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        (nbytes,) = self.call("cuMemGetAllocationGranularity", self._memory_on(device), minimum)
-        return int(nbytes)
+        if device not in self._granularities:
+            minimum = self.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+            (nbytes,) = self.call("cuMemGetAllocationGranularity", self._memory_on(device), minimum)
+            self._granularities[device] = int(nbytes)
+        return self._granularities[device]
 
     def reserve(self, nbytes: int) -> int:
         """The start of a new range of addresses without memory, where the driver likes."""
@@ -265,11 +270,14 @@ class Driver:
         self.call("cuMemUnmap", address, nbytes)
 
     def _memory_on(self, device: int) -> Any:
-        api = self.api
-        properties = api.CUmemAllocationProp()
-        properties.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        properties.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        properties.location.id = device
+        properties = self._memories.get(device)
+        if properties is None:
+            api = self.api
+            properties = api.CUmemAllocationProp()
+            properties.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+            properties.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+            properties.location.id = device
+            self._memories[device] = properties
         return properties
 
     def memory_type(self, address: int) -> int:

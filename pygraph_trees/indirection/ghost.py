@@ -43,7 +43,7 @@ SMALL_NBYTES = 1 << 20
 SMALL_GUARD_NBYTES = 64 << 10
 PAGE_NBYTES = 2 << 20
 MAX_MAPPINGS = 32  # of one input
-MAX_PIECE_NBYTES = 128 << 20  # but where 32 of them do not make up an input
+MAX_PIECE_NBYTES = 256 << 20  # but where 32 of them do not make up an input
 
 LOW_HALF_START, LOW_HALF_END = 0x9000_0000, 0xF000_0000
 

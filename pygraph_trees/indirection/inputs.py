@@ -178,6 +178,11 @@ class LiveInputs:
         on_cpu = [_staged_item(index, memory) for index, memory in zip(self._staged, memories, strict=True)]
         self.items = (*on_ghosts, *in_memory, *on_cpu)  # the position of one with a ghost is the ghost's
         self.storages = {item.stand_in.untyped_storage().data_ptr(): item for item in self.items}  # of the stand-ins
+        # What lies on one of them has an address from the first to the last of these.
+        self._stand_at = (
+            min(self.storages, default=0),
+            max((item.recorded - item.lead + item.nbytes for item in self.items), default=0),
+        )
         self._held = [Decision(Route.COPY, why) for _, why in held.values()]
         self.decisions: dict[int, Decision] = {}  # by index, once set up
         # Of this call, by index.
@@ -224,16 +229,23 @@ class LiveInputs:
         """The indices of all but those that are staged."""
         return [item.index for item in self.items if item.index not in self._staged]
 
+    def item_under(self, tensor: torch.Tensor) -> Item | None:
+        """The input on whose stand-in a tensor lies."""
+        first, last = self._stand_at
+        if first <= tensor.data_ptr() <= last or not tensor.numel():  # of one without elements the address is 0
+            return self.storages.get(tensor.untyped_storage().data_ptr())
+        return None
+
     def given(self, index: int) -> torch.Tensor:
         """The tensor of this call."""
         return self._given[index]
 
     def reaches(self, address: int) -> bool:
         """Whether an address lies in what stood for an input at the latest call, copies apart."""
-        return any(
-            0 <= address - (seen - item.lead) < item.nbytes
-            for item, seen in zip(self._patched, self._seen, strict=False)  # none are seen where that call failed
-        )
+        for item, seen in zip(self._patched, self._seen, strict=False):  # none are seen where that call failed
+            if 0 <= address - (seen - item.lead) < item.nbytes:
+                return True
+        return False
 
     def set_up(self, graph: Any) -> None:
         """Reads a captured graph, decides, instantiates it, and gives it the addresses it was recorded for."""

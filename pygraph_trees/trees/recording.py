@@ -290,10 +290,10 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         persistent = static_input_persistent_storage_ptrs | dict.fromkeys(live.storages, _is_alive)
         super()._add_first_outputs(outputs, persistent)
         for position, output in enumerate(outputs):
-            item_ = live.storages.get(output.untyped_storage().data_ptr()) if _is_cuda(output) else None
-            if item_ is None:
+            item = live.item_under(output) if _is_cuda(output) else None
+            if item is None:
                 continue
-            live.outputs[position] = item_.index, None if output is item_.stand_in else _view_of(output, item_.stand_in)
+            live.outputs[position] = item.index, None if output is item.stand_in else _view_of(output, item.stand_in)
             self.static_output_tensors[position] = torch.empty(0)  # rebuilt from the input of each call instead
 
     def _finish_first_call(self, live: LiveInputs) -> None:
@@ -486,7 +486,7 @@ def without_staged(outputs: Sequence[Any], live: LiveInputs) -> list[Any]:
     """The outputs for upstream, which bears none on the CPU: those that lie on staged inputs are made at each call."""
     shown = list(outputs)
     for position, output in enumerate(outputs):
-        item = live.storages.get(output.untyped_storage().data_ptr()) if _is_on_cpu(output) else None
+        item = live.item_under(output) if _is_on_cpu(output) else None
         if item is not None:
             live.outputs[position] = item.index, None if output is item.stand_in else _view_of(output, item.stand_in)
             shown[position] = None

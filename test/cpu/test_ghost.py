@@ -192,7 +192,7 @@ class TestGhosts(TestCase):
             (0, 2 * MIB, 20 * 5 + 1),
             (5 * MIB, 6 * MIB, 20 * 2 + 1),
             (30 * MIB, 30 * MIB, 20 / 2),  # the page has room beside two of them
-            (160 * MIB, MAX_PIECE_NBYTES, 3),  # nine of them each
+            (320 * MIB, MAX_PIECE_NBYTES, 2),  # eighteen of them at most
         ):
             self.setUp()
             ghosts = Ghosts(self.driver, 0, extents, budget)
@@ -214,7 +214,7 @@ class TestGhosts(TestCase):
             ghosts.close()
 
     def test_a_piece_has_a_limit(self):
-        self.ghosts_with(1 << 40, Extent(200 * MIB, 0))
+        self.ghosts_with(1 << 40, Extent(400 * MIB, 0))
         self.assertEqual([memory.nbytes for memory in self.api.memories.values()], [MAX_PIECE_NBYTES])
 
     def ghosts_with(self, budget: int, *extents: Extent) -> Ghosts:
