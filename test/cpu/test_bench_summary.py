@@ -156,6 +156,22 @@ class TestSummary(TestCase):
             for end in ("light.svg", "dark.svg", "light.png", "dark.png"):
                 self.assertTrue((folder / "plots" / f"{name}-{end}").is_file(), f"{name}-{end}")
         self.assertEqual(text, pages.page(found, plots))
+        readme = pages.README.read_text(encoding="utf-8")
+        self.assertEqual(readme, pages.with_table(readme, pages.short_table(found)))
+
+    def test_table_of_the_readme(self):
+        alone = [measured("C", "ours")]  # without upstream there is nothing to compare
+        records = [*both("A", {"latency_ms": 1.0}), *both("B", {"latency_ms": 0.5, "copied_bytes": 2000}), *alone]
+        table = pages.short_table(pages.summarise({Path("a.json"): results(*records)}, []))
+        self.assertEqual(len(table.splitlines()), 5)
+        row = "| B, inference | 2.000 → 0.500 | 4.00x | 2.000 → 0.500 | 4.00x | 50 → 50 | 50 → 50 | 0 B → 2.0 kB |"
+        self.assertIn(row, table)
+        self.assertIn("| geometric mean of 2 |  | 2.83x |  | 2.83x |", table)
+        text = f"before\n{pages.BEGIN}\nold\n{pages.END}\nbehind\n"
+        self.assertEqual(pages.with_table(text, "new"), text.replace("old", "new"))
+        for broken in ("no marks", pages.BEGIN):
+            with self.assertRaisesRegex(ValueError, "has no lines"):
+                pages.with_table(broken, table)
 
 
 if __name__ == "__main__":
