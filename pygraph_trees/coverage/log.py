@@ -84,6 +84,8 @@ class FunctionLog:
     warmups: int = 0
     warmup_pool_bytes: int = 0
     ungraphed_reason: str | None = None
+    trial_runs: int = 0  # of the compiled code, un-graphed for the sake of a measurement
+    decision: str | None = None  # what was measured, and which way was taken
 
     @property
     def name(self) -> str:
@@ -122,8 +124,9 @@ class FunctionLog:
             recordings=recordings,
             warmups=self.warmups,
             warmup_pool_bytes=self.warmup_pool_bytes,
-            ungraphed_calls=max(0, self.runs - self.warmups - len(recordings)),
+            ungraphed_calls=max(0, self.runs - self.warmups - len(recordings) - self.trial_runs),
             ungraphed_reason=self.ungraphed_reason,
+            decision=self.decision,
         )
 
 

@@ -148,6 +148,8 @@ def _function(function: FunctionRecord) -> str:
         why = function.ungraphed_reason or "the limit of re-recordings, or capture failed"
         body += f'<p class="bad">{_count(function.ungraphed_calls, "call")} un-graphed: {escaped(why)}</p>'
         summary += ' <strong class="bad">un-graphed calls</strong>'
+    if function.decision:
+        body += f"<p>Measured: {escaped(function.decision)}.</p>"
     costs = [_count(function.warmups, "warm-up"), f"{function.record_s:.3f} s to record"]
     body += f"<p>{'; '.join([*costs, f'{nbytes(function.pool_bytes)} of the graph pool'])}.</p>"
     if function.recordings:
