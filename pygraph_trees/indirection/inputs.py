@@ -28,7 +28,7 @@ from pygraph_trees.driver_error import DriverError
 from pygraph_trees.graph_nodes import KernelNode
 
 from ..exc import PygraphError
-from ..extent import flat
+from ..extent import extent, flat
 from .ghost import Extent, Ghosts
 from .patching import CapturedCopies, Patches, PatchFailed
 from .routes import Decision, Route, decide, fits, why_not_ghost
@@ -586,7 +586,8 @@ def _staged_item(index: int, memory: torch.Tensor) -> Item:
 
 def _held_item(index: int, tensor: torch.Tensor) -> Item:
     copy = copy_at(tensor, tensor.data_ptr() % 512)
-    return Item(index, 0, copy.nbytes, copy, copy.data_ptr(), mutated=True, managed=False)
+    nbytes = extent(copy) * copy.element_size()  # gaps between rows included: views of it lie there
+    return Item(index, 0, nbytes, copy, copy.data_ptr(), mutated=True, managed=False)
 
 
 def _retire(device: int, ghosts: Ghosts) -> None:

@@ -756,6 +756,17 @@ class TestChoice(LiveInputsTestCase):
         self.assertEqual(([i.index for i in live.items], reasons), ([1], {0: "the driver refused its address"}))
         live.release()
 
+    def test_outputs_are_found_anywhere_in_the_memory_of_an_input(self):
+        """With gaps between its rows that is more than its elements take."""
+        gaps = torch.rand(40)[3:].as_strided((4, 2), (8, 1))
+        live, _ = self.record(self.one_kernel(), gaps, at(0), at(0), mutated=[0], refused={0: "told so"})
+        (held,) = (item for item in live.items if item.index == 0)
+        for part in (held.stand_in, held.stand_in[0], held.stand_in[3], held.stand_in[3, 1:], held.stand_in[:0]):
+            self.assertIs(live.item_under(part), held)
+        for other in (torch.ones(3), torch.empty(0)):
+            self.assertIsNone(live.item_under(other))
+        live.release()
+
     def test_refused_inputs_that_are_mutated_are_copied_both_ways(self):
         # Upstream would copy nothing back.
         a, b, c = at(4), at(0), torch.rand(1, 6).expand(3, 6)
