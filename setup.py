@@ -49,7 +49,7 @@ setup(
     license="BSD-3-Clause",
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["pygraph_trees", "pygraph_trees.*", "inductor_patches", "inductor_patches.*"]),
-    package_data={"pygraph_trees": ["py.typed", "*.txt"], "inductor_patches": ["py.typed"]},
+    package_data={"pygraph_trees": ["py.typed", "*.txt", "coverage/*.css"], "inductor_patches": ["py.typed"]},
     ext_modules=[
         Extension(
             "pygraph_trees._native",

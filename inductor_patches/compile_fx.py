@@ -17,12 +17,19 @@ _MODULE = "torch._inductor.compile_fx"
 
 
 def _cudagraphify(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    from pygraph_trees.trees.choice import chooser
     from pygraph_trees.trees.function import FunctionModel, entered
 
     @functools.wraps(upstream)
-    def cudagraphify(model: Any, *args: Any, **kwargs: Any) -> Any:
+    def cudagraphify(model: Any, static_input_idxs: Any = (), *args: Any, **kwargs: Any) -> Any:
         function = FunctionModel.of(model, is_backward=kwargs["is_backward"], is_inference=kwargs["is_inference"])
-        return entered(function, upstream(function, *args, **kwargs))
+        choose = chooser(
+            static_input_idxs,
+            kwargs.get("mutated_input_idxs", ()),
+            kwargs["device_index"],
+            is_backward=kwargs["is_backward"],
+        )
+        return entered(function, upstream(function, static_input_idxs, *args, **kwargs), choose)
 
     return cudagraphify
 

@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--rounds", type=_positive, default=5, help="rounds over the ways (default 5)")
     compare.add_argument("--ways", metavar="A,B", help="some of eager,compile,upstream,ours; all by default")
     compare.add_argument("--json", type=Path, metavar="FILE", help="also write measurements and report to FILE")
+    compare.add_argument("--html", type=Path, metavar="FILE", help="also write both, with drawings, as a page to FILE")
     compare.set_defaults(command=_compare)
 
     explain = commands.add_parser("explain", help="show partitions, their causes and the inputs; needs no GPU")
@@ -85,10 +86,15 @@ def _compare(options: argparse.Namespace) -> int:
     measurements = compare(program, ways, Plan(rounds=options.rounds), Progress())
     found = report()
     print(text_table(measurements))
-    print(f"\n{_agreement(measurements)}\n\n{found}")
+    agreement = _agreement(measurements)
+    print(f"\n{agreement}\n\n{found}")
     if options.json:
         content = {"measurements": [asdict(m) for m in measurements], "report": json.loads(found.to_json())}
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if options.html:
+        from .comparison.page import write_page
+
+        write_page(options.html, measurements, found, agreement)
     return 1 if any(m.error for m in measurements) else 0
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .absent_gpu import absent_gpu, lower
+from .absent_gpu import ValueNeededError, absent_gpu, lower
 from .coverage.compiled import PLACED, WHY_NOT_PLACED, partitions_of
 from .coverage.records import Partition, PartitionInput
 from .coverage.text import cause_line, nbytes, placed_lines, table
@@ -53,17 +53,31 @@ Explained = Sequence[tuple["LoweredGraph", list[ExplainedPartition]]]
 
 def explain(program: Program, arch: str = "sm_90") -> str:
     """The text for a program whose GPU tensors are on ``meta``; raises what the program raises."""
-    before = None
+    before: Sequence[LoweredGraph] | None = None
     with absent_gpu(arch), program.context():
-        if Settings.current().placement != "off":
-            with torch._inductor.config.patch({"triton.pygraph_placement": "off"}):
-                before = lower(program.fn, program.args, program.kwargs, arch, training=program.training)
+        graphs, stop = _lowered(program, arch)
+        if stop is None and any(graph.gm.meta.get(PLACED) for graph in graphs):
             torch._dynamo.reset()
-        graphs = lower(program.fn, program.args, program.kwargs, arch, training=program.training)
+            with torch._inductor.config.patch({"triton.pygraph_placement": "off"}):
+                before, incomplete = _lowered(program, arch)
+                before = None if incomplete else before  # no figure to compare with
     explained = [(graph, list(partitions(graph))) for graph in graphs]
     unplaced = None if before is None else [(graph, list(partitions(graph))) for graph in before]
     head = f"{program.name} for {arch}, torch {torch.__version__}: {_count(len(graphs), 'graph')}"
-    return "\n\n".join([head, *(_graph(*both) for both in explained), _features(explained, unplaced)])
+    parts = [head, *(_graph(*both) for both in explained)]
+    if stop is not None:
+        parts.append(textwrap.fill(f"What comes behind cannot be told: {stop}", _WIDTH))
+    return "\n\n".join([*parts, _features(explained, unplaced)])
+
+
+def _lowered(program: Program, arch: str) -> tuple[Sequence[LoweredGraph], str | None]:
+    """The graphs of a program, and why there are no more than these, if that cannot be told."""
+    try:
+        return lower(program.fn, program.args, program.kwargs, arch, training=program.training), None
+    except ValueNeededError as error:
+        if not error.graphs:
+            raise
+        return error.graphs, str(error)
 
 
 def partitions(graph: LoweredGraph) -> Iterator[ExplainedPartition]:

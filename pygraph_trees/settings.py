@@ -75,11 +75,19 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         name="pygraph_selective",
-        values=("always", "never"),
+        values=("auto", "always", "never"),
         default="always",
         changes_artifacts=False,
-        help="Which functions are graphed. `always`: every one that can be, as upstream. `never`: none; "
-        "they run as compiled, and the report says so.",
+        help="Which functions are graphed. `auto`: those that were measured to be faster so, in their first calls. "
+        "`always`: every one that can be, as upstream. `never`: none; they run as compiled, and the report says so.",
+    ),
+    Flag(
+        name="pygraph_objective",
+        values=("latency", "throughput"),
+        default="latency",
+        changes_artifacts=False,
+        help="What is faster, where functions are chosen by measurement. `latency`: a step that is waited for. "
+        "`throughput`: steps one after another, without a wait.",
     ),
 )
 
@@ -92,6 +100,7 @@ class Settings:
     indirection: str
     selective: str
     verify: str = "off"
+    objective: str = "latency"
 
     @staticmethod
     def current() -> Settings:

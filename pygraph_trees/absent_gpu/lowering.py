@@ -26,6 +26,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import Scheduler
 from torch._inductor.utils import BoxedBool, set_tracing_context_output_strides
 from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from ..exc import PygraphError
 from .replacing import replaced
@@ -82,6 +83,52 @@ def _sizes_from(placeholders: Sequence[torch.fx.Node], args: Sequence[Any]) -> d
     return known
 
 
+def _number_of(output: torch.fx.Node) -> torch.Tensor | None:
+    """A number that a graph makes on the CPU of others that stand in the program: a fake tensor that has its value.
+
+    Code behind a graph break may look at it, on a machine with a GPU as on one without.
+    """
+    mode, value = torch._guards.active_fake_mode(), output.meta["val"]
+    if mode is None or not value.is_cpu or value.numel() != 1 or isinstance(value.numel(), torch.SymInt):
+        return None
+    module = output.graph.owning_module
+    known: dict[torch.fx.Node, Any] = {}
+
+    def evaluated(node: torch.fx.Node) -> Any:
+        if node not in known:
+            if node.op == "get_attr":
+                found = getattr(module, str(node.target))
+            elif node.op != "call_function" or not _gives_the_same(node):
+                raise LookupError
+            else:
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), evaluated)
+                found = node.target(*args, **kwargs)
+            if isinstance(found, FakeTensor):
+                raise LookupError
+            known[node] = found
+        return known[node]
+
+    try:
+        with unset_fake_temporarily():
+            number = evaluated(output)
+    except (LookupError, RecursionError):
+        return None
+    return mode.fake_tensor_converter.from_real_tensor(mode, number, make_constant=True)
+
+
+def _gives_the_same(node: torch.fx.Node) -> bool:
+    """Whether it is an operator of the CPU that gives the same each time."""
+    target, value = node.target, node.meta.get("val")
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace in ("aten", "prims")
+        and not target._schema.is_mutable
+        and torch.Tag.nondeterministic_seeded not in target.tags
+        and isinstance(value, torch.Tensor)
+        and value.is_cpu
+    )
+
+
 class _Unexecuted:
     """Stands for the module that Inductor would load: its ``call`` answers with fake outputs."""
 
@@ -117,6 +164,9 @@ class _Unexecuted:
             value = node.meta["val"] if isinstance(node, torch.fx.Node) else node
             if not isinstance(value, torch.Tensor):
                 return concrete(value, index)
+            number = _number_of(node) if isinstance(node, torch.fx.Node) else None
+            if number is not None:
+                return number
             size, stride = ([concrete(n, index) for n in numbers] for numbers in (value.shape, value.stride()))
             return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
 

@@ -274,6 +274,7 @@ class Comparison:
             ring=1 if run.regime == "same" else len(self.ring),
             calls=run.calls,
             samples={name: tuple(values) for name, values in run.samples.items()},
+            timeline=work.timeline if work is not None else (),
         )
         return measurement if run.error is None else measurement.failed(run.error)
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ..exc import PygraphError
+from .trace import Span
 
 REGIMES = ("same", "fresh")
 
@@ -63,6 +64,7 @@ class Measurement:
     samples: Mapping[str, Sequence[float]] = field(
         default_factory=dict
     )  # what the medians are of, by figure, a round each
+    timeline: tuple[Span, ...] = ()  # of one call; no part of a result file
 
     def failed(self, error: str) -> Measurement:
         """The same measurement without figures, for the reason given."""
@@ -71,7 +73,7 @@ class Measurement:
         )
 
     def to_record(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "timeline"}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Measurement:

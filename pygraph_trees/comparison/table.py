@@ -34,6 +34,16 @@ def markdown_table(measurements: Iterable[Measurement]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def cells(measurements: Sequence[Measurement]) -> list[tuple[list[str], list[list[str]]]]:
+    """Of one workload: the head and the rows of the table of times, and of that of costs."""
+    done = [m for m in measurements if m.error is None]
+    found = []
+    for columns in (_TIMES, _COSTS) if done else ():
+        shown = _columns(done, columns)
+        found.append(([head for head, _ in shown], [[show(m) for _, show in shown] for m in done]))
+    return found
+
+
 def speedup(measurement: Measurement, group: Iterable[Measurement], over: str = "upstream") -> float | None:
     """Latency of the way ``over`` in the same regime divided by this one's."""
     for other in group:

@@ -10,13 +10,14 @@ Tried and lost: timing ``graph.replay()`` alone. A replay has side effects and m
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +26,19 @@ log = logging.getLogger(__name__)
 _WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _CALLS = frozenset({"cuda_runtime", "cuda_driver"})
 _LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
+_WAITS = ("cudaDeviceSynchronize", "cuCtxSynchronize")  # behind the call that is looked at
+
+
+_MOST_SPANS = 200  # of one lane: what lies nearest together becomes one
+
+
+class Span(NamedTuple):
+    """A time in which something was done, in µs since the first of all."""
+
+    lane: str  # "host", in calls of CUDA, or "gpu"
+    graphed: bool  # a launch of a graph, or work inside of one
+    start_us: float
+    us: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +50,7 @@ class GpuWork:
     graph_ms: float  # time in which something inside a graph ran; overlaps count once
     total_ms: float  # the same for everything
     graph_launches: int
+    timeline: tuple[Span, ...] = ()
 
 
 def read_trace(trace: Mapping[str, Any]) -> GpuWork:
@@ -44,9 +59,7 @@ def read_trace(trace: Mapping[str, Any]) -> GpuWork:
     launches = [
         event["args"]["correlation"]
         for event in events
-        if event.get("cat") in _CALLS
-        and str(event.get("name", "")).startswith(_LAUNCHES)
-        and "correlation" in event.get("args", {})
+        if event.get("cat") in _CALLS and _is_launch(event) and "correlation" in event.get("args", {})
     ]
     launched = frozenset(launches)
     work = [event for event in events if event.get("cat") in _WORK]
@@ -57,7 +70,50 @@ def read_trace(trace: Mapping[str, Any]) -> GpuWork:
         graph_ms=_busy_us(graphed) / 1e3,
         total_ms=_busy_us(work) / 1e3,
         graph_launches=len(launches),
+        timeline=_timeline(events, work, launched),
     )
+
+
+def _timeline(
+    events: Sequence[Mapping[str, Any]], work: Sequence[Mapping[str, Any]], launched: frozenset[Any]
+) -> tuple[Span, ...]:
+    calls = [event for event in events if event.get("cat") in _CALLS and event.get("name") not in _WAITS]
+    if not work:
+        return ()
+    begin = min(float(event["ts"]) for event in (*calls, *work))
+    spans: list[Span] = []
+    for lane, some in (("host", calls), ("gpu", work)):
+        own = sorted(
+            Span(
+                lane,
+                _is_graphed(event.get("args", {}), launched) if lane == "gpu" else _is_launch(event),
+                float(event["ts"]) - begin,
+                float(event.get("dur", 0)),
+            )
+            for event in some
+        )
+        spans += _joined(own)
+    return tuple(spans)
+
+
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    """Spans of one lane; those of a kind that follow one another are one where the gap is small."""
+    spans = sorted(spans, key=lambda span: span.start_us)
+    gaps = sorted(b.start_us - a.start_us - a.us for a, b in itertools.pairwise(spans))
+    most = max(1.0, gaps[-_MOST_SPANS] if len(gaps) >= _MOST_SPANS else 0.0)
+    joined: list[Span] = []
+    for span in spans:
+        before = joined[-1] if joined else None
+        if before and before.graphed == span.graphed and span.start_us - before.start_us - before.us <= most:
+            end = max(before.start_us + before.us, span.start_us + span.us)
+            joined[-1] = before._replace(us=end - before.start_us)
+        else:
+            joined.append(span)
+    return joined
+
+
+def _is_launch(call: Mapping[str, Any]) -> bool:
+    return str(call.get("name", "")).startswith(_LAUNCHES)
 
 
 def _is_graphed(args: Mapping[str, Any], launched: frozenset[Any]) -> bool:

@@ -4,16 +4,23 @@ one :class:`RecordingLog` a recording.
 Logs hold plain data and counters, no tensors and no models, so they stay when what they speak of is gone. The process's
 logs are in :data:`journal`; :mod:`.report` turns them into frozen records. The one thing that the replay path does is
 ``log.replays += 1``. Each fact is also written to the logger ``pygraph_trees``, which ``TORCH_LOGS="+pygraph"`` shows.
+
+Where torch writes structured traces (``TORCH_TRACE``), each compiled graph and each recording adds a record in JSON, as
+tlparse shows them: artifacts ``pygraph_graph`` and ``pygraph_function``.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
+
+from torch._guards import CompileId
+from torch._logging import trace_structured
 
 from .records import (
     Cause,
@@ -77,6 +84,8 @@ class FunctionLog:
     warmups: int = 0
     warmup_pool_bytes: int = 0
     ungraphed_reason: str | None = None
+    trial_runs: int = 0  # of the compiled code, un-graphed for the sake of a measurement
+    decision: str | None = None  # what was measured, and which way was taken
 
     @property
     def name(self) -> str:
@@ -93,6 +102,7 @@ class FunctionLog:
             recording.copied_bytes,
             recording.record_s,
         )
+        _trace("pygraph_function", self)
         for given in recording.inputs if _log.isEnabledFor(logging.DEBUG) else ():
             _log.debug("%s: recording %d: input %s", self.name, recording.number, InputRecord(*given))
 
@@ -114,8 +124,9 @@ class FunctionLog:
             recordings=recordings,
             warmups=self.warmups,
             warmup_pool_bytes=self.warmup_pool_bytes,
-            ungraphed_calls=max(0, self.runs - self.warmups - len(recordings)),
+            ungraphed_calls=max(0, self.runs - self.warmups - len(recordings) - self.trial_runs),
             ungraphed_reason=self.ungraphed_reason,
+            decision=self.decision,
         )
 
 
@@ -135,6 +146,17 @@ class GraphLog:
         return GraphRecord(
             self.model, self.compile_id, self.mode, self.partitions, self.dropped, self.placed, self.why_not_placed
         )
+
+
+def _trace(name: str, log: FunctionLog | GraphLog) -> None:
+    """Adds the record of a log, as it is now, to torch's structured trace; nothing is made where there is none."""
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "json"},
+        payload_fn=lambda: json.dumps(asdict(log.record()), indent=1),
+        expect_trace_id=False,  # a recording is made when the program runs
+        compile_id=CompileId.from_string(log.compile_id),
+    )
 
 
 class Journal:
@@ -180,6 +202,7 @@ class Journal:
             if graph.dropped
             else f"{graphed} graphed of {len(graph.partitions)} partitions",
         )
+        _trace("pygraph_graph", graph)
         for cause in graph.record().causes:
             _log.debug(
                 "%s %s: outside: %s, %s, %s", graph.model, graph.compile_id or "-", cause.reason, cause.op, cause.source

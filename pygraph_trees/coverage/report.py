@@ -11,6 +11,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from .log import journal
 from .partitions import source_line
@@ -41,6 +42,15 @@ class Report:
         """Tables of at most ``width`` columns (80 at least), the terminal's where it is not given."""
         columns = width or shutil.get_terminal_size((100, 24)).columns
         return render(self.environment, self.graphs, self.functions, max(80, columns), self.breaks)
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """The same as a page for a browser, which needs nothing else; also written to ``path`` where one is given."""
+        from .page import page
+
+        text = page(self)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
 
     def __str__(self) -> str:
         return self.to_text()

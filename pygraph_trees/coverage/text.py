@@ -117,6 +117,8 @@ def _function_notes(functions: Sequence[FunctionRecord]) -> Iterator[str]:
         if len(reasons) > _MOST_REASONS:
             yield f"{_place(f)}: recorded again for {len(reasons) - _MOST_REASONS} other reasons"
         yield from _copies(f)
+        if f.decision:
+            yield f"{_place(f)}: {f.decision}"
         if f.ungraphed_calls:
             why = f.ungraphed_reason or "the limit of re-recordings, or capture failed"
             yield f"{_place(f)}: {f.ungraphed_calls} calls un-graphed: {why}"

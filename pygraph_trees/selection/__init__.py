@@ -1,16 +1,45 @@
 """Which functions are graphed.
 
-:func:`why_not_graphed` is asked once for each compiled graph, before any of it is graphed.
+:func:`why_not_graphed` is asked once for each compiled graph, before any of it is graphed; where functions are chosen
+by measurement, :func:`trial_of` gives each the :class:`~.trial.Trial` that decides.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
+from .decision import Objective
+from .trial import Trial
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pygraph_trees.settings import Settings
+
+_trials: dict[str, tuple[object, Trial]] = {}  # the newest one of a compile id, with the graph that began it
+_lock = threading.Lock()
 
 
 def why_not_graphed(settings: Settings) -> str | None:
     """The reason why the settings keep a graph un-graphed, None where they do not."""
     return "pygraph_selective is 'never'" if settings.selective == "never" else None
+
+
+def trial_of(
+    graph: object, compile_id: str | None, settings: Settings, *, is_backward: bool, may_change: Callable[[], bool]
+) -> Trial | None:
+    """The trial of a function of a compiled graph; None where functions are not chosen by measurement.
+
+    Partitions of a graph have one together, and a backward, which is compiled later, has that of its forward.
+    """
+    if settings.selective != "auto":
+        return None
+    with _lock:
+        known = None if compile_id is None else _trials.get(compile_id)
+        if known is not None and (is_backward or (graph is not None and known[0] is graph)):
+            return known[1]
+        trial = Trial(Objective(settings.objective), may_change=may_change)
+        if compile_id is not None:
+            _trials[compile_id] = graph, trial
+        return trial

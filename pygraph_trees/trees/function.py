@@ -32,7 +32,7 @@ class FunctionModel:
     """The compiled code of one function, with its settings and its log."""
 
     # Slots for what is looked at in each call.
-    __slots__ = ("__dict__", "__weakref__", "function_id", "manager", "was_asked")
+    __slots__ = ("__dict__", "__weakref__", "function_id", "instead", "manager", "was_asked")
 
     def __init__(self, model: Callable[[list[Any]], Any], settings: Settings, log: FunctionLog) -> None:
         self.model = model
@@ -43,6 +43,8 @@ class FunctionModel:
         # Who may replay it without a look at what else could be recorded; a manager must not outlive its functions.
         self.manager: Callable[[], Manager | None] = _nobody
         self.function_id: Any = None
+        self._steady_in: Callable[[], Manager | None] = _nobody  # the same, while who replays it is kept back
+        self.instead: Callable[[list[Any]], Any] | None = None  # called in its place, by who enters it
         self.as_returned: Callable[[Sequence[Any]], Any] | None = None  # makes the outputs of what the model gives
         self.is_entered = False  # by :func:`entered`
         self.was_asked = False  # for a steady replay, in vain, by who calls it next
@@ -64,17 +66,23 @@ class FunctionModel:
         """It was added to a manager: once, but for a function of integers, which is once for each value of theirs."""
         self._added += 1
         self._of_integers |= of_integers
-        self.manager = _nobody
+        self.manager = self._steady_in = _nobody
 
     def is_steady_in(self, manager: Manager, function_id: Any) -> None:
         """It begins a step there, and replays what it replayed the last time."""
         if self._added == 1 and not self._of_integers and self.settings.indirection != "off":
-            self.manager, self.function_id = weakref.ref(manager), function_id
+            self._steady_in, self.function_id = weakref.ref(manager), function_id
+            if self.instead is None:
+                self.manager = self._steady_in
 
     def steadily(self, inputs: list[Any]) -> Any:
         """The outputs of a steady replay, for which the inputs are consumed; None where there is none."""
         manager = self.manager()
         return None if manager is None else manager.replay_steadily(inputs, self.function_id)
+
+    def may_replay(self, *, may: bool) -> None:
+        """Whether it may be replayed without a look at what else could be done."""
+        self.manager = self._steady_in if may else _nobody
 
     @staticmethod
     def of(model: Callable[[list[Any]], Any], *, is_backward: bool, is_inference: bool) -> FunctionModel:
@@ -101,17 +109,39 @@ class FunctionModel:
         return FunctionModel(model, settings, log)
 
 
-def entered(function: FunctionModel, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+def entered(
+    function: FunctionModel,
+    run: Callable[[list[Any]], Any],
+    choose: Callable[[FunctionModel, Callable[[list[Any]], Any]], None] | None = None,
+) -> Callable[[list[Any]], Any]:
     """``run``, but past it and all that it calls where a steady replay will do.
 
     A function is entered in one place, the outermost. What comes back says of which ``function`` it is.
+
+    Args:
+        choose: given the function and what graphs it; may set what is called :attr:`~FunctionModel.instead`.
     """
     if function.is_entered or function.settings.indirection == "off":
         return run
     function.is_entered = True
     steadily = entry(function.steadily, function)
 
+    def graphed(inputs: list[Any]) -> Any:
+        function.may_replay(may=True)
+        try:
+            outputs = steadily(inputs)
+        finally:
+            if function.instead is not None:
+                function.may_replay(may=False)
+        return run(inputs) if outputs is None else outputs
+
+    if choose is not None:
+        choose(function, graphed)
+
     def call(inputs: list[Any]) -> Any:
+        if function.instead is not None:
+            function.was_asked = False
+            return function.instead(inputs)
         if function.was_asked:
             function.was_asked = False
         else:

@@ -221,6 +221,21 @@ class Manager(Upstream):
         self._ways.clear()
         super().shutdown()
 
+    def forget(self, model: FunctionModel) -> None:
+        """Gives back what a function's recordings hold, and those behind them; where a path is open nothing is done."""
+        self._ways.clear()
+        if self.path_state is _EXECUTION:
+            self.try_end_curr_execution()
+        if self.current_node is not None:
+            return
+        ids = [function_id for function_id, function in self.ids_to_funcs.items() if function.model is model]
+        todo = [self.roots]
+        while todo:
+            below = todo.pop()
+            for function_id in ids:
+                below.pop(function_id, None)
+            todo += [node.children for nodes in below.values() for node in nodes]
+
     def _run(self, new_inputs: list[Any], function_id: Any) -> Any:
         # At the begin of a step upstream looks for a child of the last step's recording, finds none, ends the path and
         # starts over. Where there is none to be found the path is ended at once.

@@ -483,6 +483,30 @@ class TestLower(TestCase):
         self.assertEqual(len(e.exception.graphs), 1)
         self.assertEqual(graphed(e.exception.graphs[0]), [True])
 
+    def test_numbers_of_the_program_are_known_outside_of_graphs(self) -> None:
+        def program(x: torch.Tensor) -> torch.Tensor:
+            length = torch.tensor(min(x.size(0), 3)) * 2 - 1
+            y = x * 2
+            torch._dynamo.graph_break()
+            return y[: int(length)] + 1
+
+        with torch._inductor.config.patch({"triton.pygraph_placement": "full"}):  # upstream returns it on the GPU
+            graphs = lower(program, (on_gpu(9),))
+        self.assertEqual(len(graphs), 2)
+        (output,) = graphs[1].gm.graph.output_node().args[0]
+        self.assertEqual(tuple(output.meta["val"].shape), (5,))
+
+    def test_numbers_that_are_drawn_are_not_known(self) -> None:
+        def program(x: torch.Tensor) -> torch.Tensor:
+            length = torch.randint(3, ())
+            y = x * 2
+            torch._dynamo.graph_break()
+            return y[: int(length)] + 1
+
+        full = torch._inductor.config.patch({"triton.pygraph_placement": "full"})
+        with self.assertRaises(ValueNeededError), full:
+            lower(program, (on_gpu(9),))
+
     def test_nothing_to_lower(self) -> None:
         with self.assertRaisesRegex(NothingToLowerError, "idle ran without any operation"):
 

@@ -194,6 +194,35 @@ What the features do about it:
         self.assertIn(", backward: 1 partition, all graphed", found)
         self.assertIn("2 functions graphed", found)
 
+    def explained(self, fn):
+        from dataclasses import replace
+
+        from pygraph_trees.explain import explain
+
+        program = target.resolve(f"{self.file}:plain", META)
+        return explain(replace(program, fn=fn, args=(torch.ones(4, 4, device="meta"),)))
+
+    def test_what_comes_behind_a_value_cannot_be_told(self):
+        found = self.explained(lambda x: x.sin() if (x * 2).sum() > 0 else x.cos())
+        self.assertIn(": 1 graph\n", found)
+        self.assertRegex(found, r"What comes behind cannot be told: .* reads the value of a tensor")
+        self.assertIn("1 function graphed", found)
+
+    def test_lowered_twice_only_where_something_was_placed(self):
+        from pygraph_trees import explain
+
+        lowered = []
+
+        def lower(*args, **kwargs):
+            lowered.append(torch._inductor.config.triton.pygraph_placement)
+            return original(*args, **kwargs)
+
+        original = explain.lower
+        with mock.patch.object(explain, "lower", lower):
+            self.explained(lambda x: x.sin())
+            self.explained(lambda x: x + torch.arange(4).to(x.device))
+        self.assertEqual(lowered, ["full", "full", "off"])
+
     def test_never(self):
         from torch._inductor import config
 

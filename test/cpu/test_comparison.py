@@ -231,7 +231,7 @@ class TestTrace(TestCase):
             ]
         }
         self.assertEqual(
-            read_trace(trace),
+            dataclasses.replace(read_trace(trace), timeline=()),
             GpuWork(kernels_total=5, kernels_graphed=3, graph_ms=0.020, total_ms=0.028, graph_launches=2),
         )
 

@@ -44,7 +44,7 @@ class TestFlags(TestCase):
             config.triton.pygraph_selective = "always"
 
     def test_wrong_value(self):
-        message = "^pygraph_selective must be one of 'always', 'never'; got 'nevr'. Did you mean 'never'\\?$"
+        message = "^pygraph_selective must be one of 'auto', 'always', 'never'; got 'nevr'. Did you mean 'never'\\?$"
         with self.assertRaisesRegex(InvalidFlag, message):
             config.triton.pygraph_selective = "nevr"
         with self.assertRaisesRegex(InvalidFlag, message), config.patch({"triton.pygraph_selective": "nevr"}):
@@ -79,7 +79,7 @@ class TestFlags(TestCase):
         self.assertIn("selective='never'", done.stdout, done.stderr)
         done = run_python(code, PYGRAPH_SELECTIVE="nevr")
         self.assertIn(
-            "environment variable PYGRAPH_SELECTIVE must be one of 'always', 'never'; got 'nevr'", done.stderr
+            "environment variable PYGRAPH_SELECTIVE must be one of 'auto', 'always', 'never'; got 'nevr'", done.stderr
         )
         self.assertEqual(done.stdout, "")
 

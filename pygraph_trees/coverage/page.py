@@ -1,0 +1,309 @@
+"""The report as one page of HTML that needs nothing else: no network, no script, light and dark, wide and narrow.
+
+:func:`page` makes it of a report's records and, where a program was measured, of sections that :mod:`..comparison`
+adds. Everything that can be opened is a ``details`` element, so a keyboard is enough. The records are in the page as
+JSON too, in the element ``#report``, for tools. All that comes from a program is escaped.
+"""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .records import FunctionRecord, GraphRecord, InputRecord, Partition, RecordingRecord
+from .text import kernels, nbytes, title
+
+if TYPE_CHECKING:
+    from .report import Report
+
+_MOST_ROWS = 400  # of one table of inputs
+_MOST_STEPS = 8  # ways through the trees
+_CSS = Path(__file__).with_name("page.css")
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of the page."""
+
+    anchor: str
+    title: str
+    body: str  # HTML
+
+
+def page(report: Report, first: Sequence[Section] = (), *, name: str = "CUDA graphs") -> str:
+    """The page. ``first``: sections that come before those of the report."""
+    sections = [
+        *first,
+        Section("functions", "Functions", _functions(report.functions)),
+        Section("step", "Steps, as they were recorded", _steps(report.functions)),
+        Section("graphs", "Compiled graphs", _graphs(report.graphs)),
+    ]
+    if report.breaks:
+        rows = [[str(b.count), b.reason, b.source or "-"] for b in report.breaks]
+        body = table(["times", "what Dynamo did not trace", "where"], rows, words=(1, 2))
+        sections.append(Section("breaks", "Graph breaks", body))
+    links = "".join(f'<li><a href="#{s.anchor}">{escaped(s.title)}</a></li>' for s in sections)
+    parts = "".join(f'<section id="{s.anchor}"><h2>{escaped(s.title)}</h2>{s.body}</section>' for s in sections)
+    # What could end the element is written in another way, which JSON reads as the same.
+    data = report.to_json().replace("<", "\\u003c")
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escaped(name)}: pygraph_trees</title>\n"
+        f"<style>\n{_CSS.read_text(encoding='utf-8')}</style>\n</head>\n<body>\n"
+        '<a class="skip" href="#content">To the content</a>\n'
+        f'<header><h1>{escaped(name)}</h1>{_environment(report)}<nav aria-label="Sections"><ul>{links}</ul></nav>'
+        f'</header>\n<main id="content" tabindex="-1">{_facts(report)}{parts}</main>\n'
+        f'<script type="application/json" id="report">{data}</script>\n</body>\n</html>\n'
+    )
+
+
+def escaped(text: object) -> str:
+    return html.escape(str(text))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[int] = (), label: str = "") -> str:
+    """Rows of plain text; ``words``: columns of sentences, which are broken into lines."""
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        kinds = (' class="words"' if number in words else "" for number in range(len(cells)))
+        return "<tr>" + "".join(f"<{tag}{k}>{escaped(c)}</{tag}>" for c, k in zip(cells, kinds, strict=True)) + "</tr>"
+
+    body = "".join(row(cells, "td") for cells in rows)
+    name = escaped(label or "table: " + ", ".join(cell for cell in head if cell))
+    return (
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{name}"><table><thead>'
+        f"{row(head, 'th')}</thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def opened(summary: str, body: str) -> str:
+    """Something that can be opened; both are HTML."""
+    return f"<details><summary>{summary}</summary><div>{body}</div></details>"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _environment(report: Report) -> str:
+    found = report.environment
+    on = ", ".join(f.name for f in found.features if f.state == "on") or "none"
+    lines = [
+        f"pygraph_trees {found.pygraph_trees}, torch {found.torch}, triton {found.triton or 'none'}, "
+        f"{found.gpu or 'no GPU'}; patches on: {on}"
+    ]
+    lines += [
+        f"patches {f.state}: {f.name}{f', {f.reason}' if f.reason else ''}" for f in found.features if f.state != "on"
+    ]
+    return "".join(f'<p class="quiet">{escaped(line)}</p>' for line in lines)
+
+
+def _facts(report: Report) -> str:
+    newest = [f.recordings[-1] for f in report.functions if f.recordings]
+    inside = sum(r.kernels or 0 for r in newest)
+    facts = {
+        "functions": str(len(report.functions)),
+        "recordings": str(report.recordings),
+        "replays": f"{report.replays:,}",
+        "kernels in graphs": str(inside) if any(r.kernels is not None for r in newest) else "-",
+        "kernels outside": str(sum(g.kernels_outside for g in report.graphs)),
+        "copied at each replay": nbytes(sum(r.copied_bytes for r in newest)),
+        "graph pool": nbytes(sum(f.pool_bytes for f in report.functions)),
+    }
+    if not report.functions and not report.graphs:
+        use = '<code>torch.compile(model, mode="reduce-overhead")</code>'
+        return f"<p>Nothing was compiled for CUDA graphs yet. Use {use}.</p>"
+    cells = "".join(f"<div><dt>{escaped(k)}</dt><dd>{escaped(v)}</dd></div>" for k, v in facts.items())
+    return f'<dl class="facts">{cells}</dl>'
+
+
+# -- functions
+
+
+def _functions(functions: Sequence[FunctionRecord]) -> str:
+    if not functions:
+        return "<p>There are none.</p>"
+    return "".join(map(_function, functions))
+
+
+def _function(function: FunctionRecord) -> str:
+    part = f", partition {function.partition} of {function.partitions}" if function.partitions > 1 else ""
+    last = function.recordings[-1] if function.recordings else None
+    summary = (
+        f"<strong>{escaped(title(function))}</strong> {function.mode}{part} "
+        f'<span class="quiet">{_count(len(function.recordings), "recording")}, {_count(function.replays, "replay")}'
+    )
+    if last is not None:
+        summary += (
+            f", {'?' if last.kernels is None else last.kernels} kernels, {nbytes(last.copied_bytes)} copied a replay"
+        )
+    summary += "</span>"
+    body = ""
+    if function.ungraphed_calls:
+        why = function.ungraphed_reason or "the limit of re-recordings, or capture failed"
+        body += f'<p class="bad">{_count(function.ungraphed_calls, "call")} un-graphed: {escaped(why)}</p>'
+        summary += ' <strong class="bad">un-graphed calls</strong>'
+    if function.decision:
+        body += f"<p>Measured: {escaped(function.decision)}.</p>"
+    costs = [_count(function.warmups, "warm-up"), f"{function.record_s:.3f} s to record"]
+    body += f"<p>{'; '.join([*costs, f'{nbytes(function.pool_bytes)} of the graph pool'])}.</p>"
+    if function.recordings:
+        body += f"<h3>Tree of recordings</h3>{_tree(function.recordings)}"
+    if last is not None:
+        body += f"<h3>Inputs of recording {last.number}</h3>{_inputs(last.inputs)}"
+    settings = ", ".join(f"{name} {value}" for name, value in function.settings.items())
+    return opened(summary, f'{body}<p class="quiet">Compiled with: {escaped(settings)}.</p>')
+
+
+def _tree(recordings: Sequence[RecordingRecord]) -> str:
+    """Each recording below the one that it follows, if that is of the same function."""
+    numbers = {r.number for r in recordings}
+    below: dict[int | None, list[RecordingRecord]] = {}
+    for recording in recordings:
+        below.setdefault(recording.parent if recording.parent in numbers else None, []).append(recording)
+
+    def branch(parent: int | None) -> str:
+        found = "".join(f"<li>{_node(r)}{branch(r.number)}</li>" for r in below.get(parent, ()))
+        return f"<ul>{found}</ul>" if found else ""
+
+    return branch(None).replace("<ul>", '<ul class="tree">', 1)
+
+
+def _node(recording: RecordingRecord) -> str:
+    behind = "" if recording.parent is None else f", behind recording {recording.parent}"
+    count = "?" if recording.kernels is None else str(recording.kernels)
+    extra = f", {recording.extra_copies} inputs copied for one call" if recording.extra_copies else ""
+    facts = [
+        f"{count} kernels",
+        _count(recording.replays, "replay"),
+        f"{recording.record_s * 1e3:.1f} ms to record{extra}",
+    ]
+    why = f'<span class="quiet">{escaped(recording.reason)}{behind}</span>'
+    return f'<span class="node">recording {recording.number}</span> {", ".join(facts)}; {why}'
+
+
+def _inputs(inputs: Sequence[InputRecord]) -> str:
+    # What a reader looks for first: copied ones, then live ones.
+    order = sorted(inputs, key=lambda i: (-i.copied_bytes, i.kind != "live", i.index))
+    rows = [
+        [
+            i.name or str(i.index),
+            i.kind + (", written to" if i.mutated else ""),
+            {"patch": "by address", "copy": "copied", "stage": "staged"}.get(i.route or "", "-"),
+            nbytes(i.nbytes),
+            nbytes(i.copied_bytes) if i.copied_bytes else "-",
+            i.device or "-",
+            i.why_copied or "",
+        ]
+        for i in order[:_MOST_ROWS]
+    ]
+    by_kind = ", ".join(f"{count} {kind}" for kind, count in Counter(i.kind for i in inputs).items())
+    more = f"<p>The first {_MOST_ROWS} of {len(inputs)}.</p>" if len(inputs) > _MOST_ROWS else ""
+    head = ["input", "kind", "given", "size", "copied", "device", "because"]
+    shown = table(head, rows, words=(6,), label="inputs")
+    # Hundreds of parameters are no news.
+    return f"<p>{escaped(by_kind)}</p>" + (opened(f"all {len(inputs)}", shown + more) if len(inputs) > 24 else shown)
+
+
+# -- steps
+
+
+def _steps(functions: Sequence[FunctionRecord]) -> str:
+    """The paths through the trees that were replayed most, each recording as wide as it has kernels."""
+    counts = Counter(r.number for f in functions for r in f.recordings)
+    if any(count > 1 for count in counts.values()):
+        return "<p>There are trees of several threads, devices or ways, whose recordings have the same numbers.</p>"
+    nodes = {r.number: (f, r) for f in functions for r in f.recordings}
+    # Replays of a recording behind which none of its children was replayed.
+    ended = Counter({number: r.replays for number, (_, r) in nodes.items()})
+    for _, r in nodes.values():
+        if r.parent in nodes:
+            ended[r.parent] -= r.replays
+    ends = [number for number, steps in ended.most_common() if steps > 0]
+    strips = []
+    for end in ends[:_MOST_STEPS]:
+        path: list[int] = []
+        number: int | None = end
+        while number in nodes and number not in path:
+            path.append(number)
+            number = nodes[number][1].parent
+        strips.append(_step([nodes[number] for number in reversed(path)], ended[end]))
+    if not strips:
+        return "<p>Nothing was replayed.</p>"
+    left = len(ends) - _MOST_STEPS
+    more = f"<p>And {_count(left, 'way')} more, which steps took less often.</p>" if left > 0 else ""
+    return "<p>One row a step: its graphs in the order in which they are launched.</p>" + "".join(strips) + more
+
+
+def _step(path: Sequence[tuple[FunctionRecord, RecordingRecord]], steps: int) -> str:
+    spans = "".join(
+        f'<span class="in" style="flex-grow:{max(1, r.kernels or 1)}" title="{escaped(_what(f, r))}">{r.number}</span>'
+        for f, r in path
+    )
+    label = "; ".join(_what(f, r) for f, r in path)
+    drawn = f'<div class="strip" role="img" aria-label="{escaped(label)}">{spans}</div>'
+    return f'<h3>{_count(steps, "step")}</h3>{drawn}<p class="quiet">{escaped(label)}</p>'
+
+
+def _what(function: FunctionRecord, recording: RecordingRecord) -> str:
+    count = "?" if recording.kernels is None else recording.kernels
+    return f"recording {recording.number}: {title(function)} {function.mode}, {count} kernels"
+
+
+# -- graphs
+
+
+def _graphs(graphs: Sequence[GraphRecord]) -> str:
+    legend = (
+        '<p><span class="key in"></span> inside of a CUDA graph, <span class="key out"></span> outside; '
+        "a part's number is that of its GPU kernels.</p>"
+    )
+    return legend + "".join(map(_graph, graphs)) if graphs else "<p>There are none.</p>"
+
+
+def _graph(graph: GraphRecord) -> str:
+    outside = graph.kernels_outside
+    state = (
+        '<strong class="bad">not graphed</strong>'
+        if graph.dropped
+        else f'<span class="{"bad" if outside else "good"}">{escaped(kernels(outside))} outside</span>'
+    )
+    summary = f"<strong>{escaped(title(graph))}</strong> {graph.mode} {state}"
+    body = "".join(_graph_body(graph))
+    return opened(summary, body)
+
+
+def _graph_body(graph: GraphRecord) -> Iterator[str]:
+    if graph.dropped:
+        yield f'<p class="bad">Not graphed: {escaped(" ".join(graph.dropped.split()))}</p>'
+    if graph.partitions:
+        yield _strip(graph)
+    if graph.causes:
+        rows = [[cause.reason, cause.op, cause.source or "-"] for cause in graph.causes]
+        yield "<h3>What keeps a part outside</h3>" + table(["because of", "operation", "where"], rows, words=(1, 2))
+    if graph.why_not_placed:
+        yield f"<p>Values of the CPU stay there, because {escaped(graph.why_not_placed)}.</p>"
+    if graph.placed:
+        rows = [[p.value, p.how, p.why or "", p.source or "-"] for p in graph.placed]
+        head = ["value of the CPU", "what became of it", "because", "where"]
+        yield "<h3>Values of the CPU</h3>" + table(head, rows, words=(1, 2, 3))
+
+
+def _strip(graph: GraphRecord) -> str:
+    parts = "".join(
+        f'<span class="{"in" if p.graphed and not graph.dropped else "out"}" '
+        f'style="flex-grow:{max(1, p.gpu_kernels)}" title="{escaped(_partition(number, p))}">{p.gpu_kernels}</span>'
+        for number, p in enumerate(graph.partitions, 1)
+    )
+    label = "; ".join(_partition(number, p) for number, p in enumerate(graph.partitions, 1))
+    return f'<div class="strip" role="img" aria-label="{escaped(label)}">{parts}</div>'
+
+
+def _partition(number: int, part: Partition) -> str:
+    by_kind = ", ".join(f"{count} {kind}" for kind, count in part.kernels.items()) or "nothing"
+    return f"part {number}, {'graphed' if part.graphed else 'outside'}: {by_kind}"

@@ -1,0 +1,236 @@
+"""A trial: the first calls of a compiled graph, run un-graphed and then graphed, until it is known which is better.
+
+A :class:`Trial` is that of one compiled graph, its backward and all of their partitions, each of which is a
+:class:`Contestant`. All go the same way in a step; which one that is changes where the first of them is called, and
+never between a forward that is graphed and its backward. Each call of the program is made once, whatever is measured.
+
+Un-graphed calls come first, and until they are done torch's trees do not know of the function: nothing was recorded
+that would have to be taken back. Then it is graphed as torch would have it, and replays are measured. The host's time
+is a clock's around the call; the GPU's lies between two events, of which nobody waits: they are looked at later. Where
+the GPU is idle when a replay begins, what the host does before the launch lies between them too, and is taken off; of
+an un-graphed call it cannot be, so no more than the graph's own time is believed.
+
+Where it takes too long (a backward that hardly ever comes), or another thread calls, the function is graphed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .decision import Comparison, Decision, Objective, Part, Rules, Sample, Way, compare, decide, next_way
+
+if TYPE_CHECKING:
+    from pygraph_trees.coverage.log import FunctionLog
+
+    Run = Callable[[list[Any]], Any]
+
+_log = logging.getLogger("pygraph_trees.selection")
+
+_LEFT_OUT = {
+    Way.UNGRAPHED: 2,
+    Way.GRAPHED: 1,
+}  # calls of each way that are not measured: kernels are chosen, caches fill
+_MOST_STEPS = 100  # of a trial
+
+
+class Watch(Protocol):
+    """Clocks of the host and of the GPU's current stream."""
+
+    def is_idle(self) -> bool:
+        """Whether the GPU has done all that the stream was given."""
+
+    def mark(self) -> Any:
+        """A place in the stream."""
+
+    def us_between(self, begin: Any, end: Any) -> float | None:
+        """The GPU's time from one place to another; None where it has not come by."""
+
+
+class GpuWatch:
+    """Of a CUDA device."""
+
+    def __init__(self, device: int) -> None:
+        import torch
+
+        self._cuda, self._device = torch.cuda, device
+
+    def is_idle(self) -> bool:
+        idle: bool = self._cuda.current_stream(self._device).query()
+        return idle
+
+    def mark(self) -> Any:
+        event = self._cuda.Event(enable_timing=True)
+        event.record(self._cuda.current_stream(self._device))
+        return event
+
+    def us_between(self, begin: Any, end: Any) -> float | None:
+        return begin.elapsed_time(end) * 1e3 if end.query() else None
+
+
+@dataclass(slots=True)
+class _Calls:
+    """Measured calls of one way."""
+
+    left_out: int  # calls that are still to be made before
+    host_us: list[float] = field(default_factory=list)
+    gpu_us: list[float] = field(default_factory=list)
+
+    def sample(self, launches: int) -> Sample:
+        return Sample.of(self.host_us, self.gpu_us, launches)
+
+
+class Contestant:
+    """One function in a trial: called in its place, it gives what the function gives."""
+
+    def __init__(
+        self, trial: Trial, log: FunctionLog, graphed: Run, ungraphed: Run, watch: Watch, ended: Callable[[Way], None]
+    ) -> None:
+        """
+        Args:
+            graphed: warms up, records and replays; consumes its inputs.
+            ungraphed: runs the compiled code; consumes its inputs.
+            ended: told the way that is taken from then on, once.
+        """
+        self._trial, self._log, self._watch, self._ended = trial, log, watch, ended
+        self._run = {Way.GRAPHED: graphed, Way.UNGRAPHED: ungraphed}
+        self._calls = {way: _Calls(left_out) for way, left_out in _LEFT_OUT.items()}
+        self._pending: deque[tuple[Way, bool, float, Any, Any]] = deque()
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        way = self._trial.way_of(self)
+        run = self._run[way]
+        if self._trial.is_over:
+            return run(inputs)
+        self._log.trial_runs += way is Way.UNGRAPHED
+        before = self._counts()
+        idle, begin = self._watch.is_idle(), self._watch.mark()
+        start = time.perf_counter_ns()
+        outputs = run(inputs)
+        host_us = (time.perf_counter_ns() - start) / 1e3
+        if way is Way.UNGRAPHED or self._counts() == (before[0], before[1] + 1):  # a replay and nothing else
+            calls = self._calls[way]
+            if calls.left_out:
+                calls.left_out -= 1
+            else:
+                self._pending.append((way, idle, host_us, begin, self._watch.mark()))
+        return outputs
+
+    def _counts(self) -> tuple[int, int]:
+        recordings = self._log.recordings
+        return len(recordings), sum(recording.replays for recording in recordings)
+
+    def collect(self) -> None:
+        """Takes what the GPU is done with."""
+        while self._pending:
+            way, idle, host_us, begin, end = self._pending[0]
+            gpu_us = self._watch.us_between(begin, end)
+            if gpu_us is None:
+                return
+            self._pending.popleft()
+            if way is Way.GRAPHED and idle:
+                gpu_us = max(0.0, gpu_us - host_us)
+            self._calls[way].host_us.append(host_us)
+            self._calls[way].gpu_us.append(gpu_us)
+
+    def measured(self, way: Way) -> int:
+        return len(self._calls[way].host_us)
+
+    def made(self, way: Way) -> int:
+        """Measured calls and those that the GPU is not done with."""
+        return self.measured(way) + sum(pending[0] is way for pending in self._pending)
+
+    def part(self) -> Part:
+        last = self._log.recordings[-1]
+        launches = (last.kernels or 0) + (last.other_nodes or 0)
+        graphed = self._calls[Way.GRAPHED].sample(1)
+        ungraphed = self._calls[Way.UNGRAPHED].sample(max(1, launches)).without_waits(graphed.gpu_us)
+        return Part(ungraphed, graphed, kernels=last.kernels or 0, copied_bytes=last.copied_bytes)
+
+    def end(self, way: Way, decision: Decision | None) -> None:
+        self._pending.clear()
+        self._log.decision = None if decision is None else decision.text
+        self._ended(way)
+
+
+class Trial:
+    """The functions that are decided together."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        *,
+        may_change: Callable[[], bool] = lambda: True,
+        rules: Rules = Rules(),  # noqa: B008
+    ) -> None:
+        """``may_change``: whether no forward that was graphed waits for its backward."""
+        self._objective, self._rules, self._may_change = objective, rules, may_change
+        self._contestants: list[Contestant] = []
+        self._way = Way.UNGRAPHED
+        self._first: Contestant | None = None  # the one whose calls begin steps
+        self._steps = 0
+        self._thread: int | None = None
+        self.decision: Decision | None = None
+        self.is_over = False
+
+    def join(self, contestant: Contestant) -> None:
+        """One more function; one that comes late goes the way of the others."""
+        self._contestants.append(contestant)
+        if self.is_over:
+            contestant.end(self._way, self.decision)
+
+    def way_of(self, contestant: Contestant) -> Way:
+        """The way of a function's call that is about to be made."""
+        if self.is_over:
+            return self._way
+        thread = threading.get_ident()
+        self._thread = self._thread or thread
+        if thread != self._thread:
+            self._end(Way.GRAPHED, None)
+            return self._way
+        if self._first is None:
+            self._first = contestant
+        if contestant is self._first:
+            self._step()
+        return self._way
+
+    def _step(self) -> None:
+        self._steps += 1
+        for contestant in self._contestants:
+            contestant.collect()
+        wanted = self._next_way()
+        if wanted is self._way or not self._may_change():
+            if self._steps > _MOST_STEPS:
+                self._end(Way.GRAPHED, None)
+        elif wanted is not None:
+            self._way = wanted
+        else:
+            self._decide()
+
+    def _next_way(self) -> Way | None:
+        """Of the next measured call; None where there were enough."""
+        made = {way: min(c.made(way) for c in self._contestants) for way in Way}
+        enough = min(c.measured(way) for c in self._contestants for way in Way) >= self._rules.fewest_calls
+        clear = enough and self._compare().clear
+        found = next_way(made[Way.UNGRAPHED], made[Way.GRAPHED], clear, self._rules)
+        if found is None and not enough:
+            return self._way  # the GPU is behind
+        return found
+
+    def _compare(self) -> Comparison:
+        return compare([c.part() for c in self._contestants], self._objective, self._rules)
+
+    def _decide(self) -> None:
+        decision = decide(self._compare(), None, self._rules)
+        self._end(decision.way, decision)
+
+    def _end(self, way: Way, decision: Decision | None) -> None:
+        self._way, self.decision, self.is_over = way, decision, True
+        for contestant in self._contestants:
+            contestant.end(way, decision)
+        _log.info("%s", decision.text if decision else f"{way.value}: not enough calls could be measured")

@@ -1,0 +1,90 @@
+"""Where a function is chosen by measurement: who is called in its place until it is known, and behind that.
+
+Un-graphed, a function is run as Inductor runs a graph without CUDA graphs: inputs that its kernels take to be aligned
+and that are not are copied first, and copied back where they are written to.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch._inductor import cudagraph_trees
+
+from pygraph_trees.selection import trial_of
+from pygraph_trees.selection.decision import Way
+from pygraph_trees.selection.trial import Contestant, GpuWatch
+
+from .manager import Manager
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from .function import FunctionModel
+
+    Run = Callable[[list[Any]], Any]
+
+
+def chooser(
+    static_input_idxs: Sequence[int], mutated: Collection[int], device: int, *, is_backward: bool
+) -> Callable[[FunctionModel, Run], None]:
+    """What makes a function take part in its graph's trial, if there is one."""
+
+    def choose(function: FunctionModel, graphed: Run) -> None:
+        log = function.log
+        trial = trial_of(
+            log.graph,
+            log.compile_id,
+            function.settings,
+            is_backward=is_backward,
+            may_change=lambda: not _awaits_backward(device),
+        )
+        if trial is None:
+            return
+        ungraphed = _aligned(function, static_input_idxs, mutated)
+
+        def ended(way: Way) -> None:
+            if way is Way.GRAPHED:
+                function.instead = None
+                function.may_replay(may=True)
+            else:
+                function.instead = ungraphed
+                function.may_replay(may=False)
+                log.not_graphed("it was measured to be faster so")
+                manager = _manager(device)
+                if manager is not None:
+                    manager.forget(function)
+
+        function.instead = contestant = Contestant(trial, log, graphed, ungraphed, GpuWatch(device), ended)
+        trial.join(contestant)
+
+    return choose
+
+
+def _manager(device: int) -> Manager | None:
+    """This thread's, if there is one of ours."""
+    found = cudagraph_trees.get_manager(device, create_if_none_exists=False)
+    return found if isinstance(found, Manager) else None
+
+
+def _awaits_backward(device: int) -> bool:
+    """Whether a forward was graphed whose backward is to come."""
+    manager = _manager(device)
+    return manager is not None and manager.running_forwards_with_pending_backwards
+
+
+def _aligned(function: FunctionModel, static_input_idxs: Sequence[int], mutated: Collection[int]) -> Run:
+    """The compiled code; which inputs have to be aligned is asked at the first call, where there are real ones."""
+    from torch._inductor.compile_fx import get_input_idxs_to_check
+    from torch._inductor.utils import align_inputs_from_check_idxs
+    from torch.utils._ordered_set import OrderedSet
+
+    run: Run | None = None
+
+    def ungraphed(inputs: list[Any]) -> Any:
+        nonlocal run
+        if run is None:
+            checked = get_input_idxs_to_check(inputs, static_input_idxs)
+            run = align_inputs_from_check_idxs(function, checked, OrderedSet(mutated) & OrderedSet(checked))
+        return run(inputs)
+
+    return ungraphed

@@ -1,0 +1,370 @@
+"""Rules that decide whether a function is graphed: the model of a step, margins, and what measured programs get."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.selection.decision import (
+    Comparison,
+    Costs,
+    Decision,
+    Handed,
+    Load,
+    Objective,
+    Part,
+    Rules,
+    Sample,
+    TooFewCalls,
+    Way,
+    compare,
+    decide,
+    next_way,
+    step_us,
+)
+
+LATENCY, THROUGHPUT = Objective.LATENCY, Objective.THROUGHPUT
+GRAPHED, UNGRAPHED = Way.GRAPHED, Way.UNGRAPHED
+RULES = Rules()
+
+times = st.floats(0, 1e5)
+grown = st.floats(0, 1e4)
+loads = st.builds(Load, times, times, st.integers(1, 40))
+samples = st.builds(Sample, times, times, st.integers(1, 40), st.integers(5, 10), st.floats(0, 50))
+handed = st.builds(Handed, st.integers(0, 50), st.integers(0, 50), st.integers(0, 10**9))
+parts = st.builds(Part, samples, samples, handed)
+steps = st.lists(st.one_of(parts, loads), min_size=1, max_size=5)
+objectives = st.sampled_from(Objective)
+
+
+def sample(host_us: float, gpu_us: float, launches: int = 1, calls: int = 8, spread_us: float = 0.0) -> Sample:
+    return Sample(host_us, gpu_us, launches, calls, spread_us)
+
+
+def first(step, objective: Objective) -> Way:
+    return decide(compare(step, objective)).way
+
+
+def compared(ungraphed_us: float, graphed_us: float, margin_us: float = 2.0) -> Comparison:
+    return Comparison(LATENCY, ungraphed_us, graphed_us, margin_us, 10, 2, 0)
+
+
+def grow(record, **by):
+    return dataclasses.replace(record, **{name: getattr(record, name) + more for name, more in by.items()})
+
+
+class TestStep(TestCase):
+    @given(st.lists(loads, max_size=5))
+    def test_latency_is_what_a_simulation_of_each_piece_gives(self, work):
+        host = gpu = 0.0
+        for load in work:
+            for _ in range(load.launches):
+                host += load.host_us / load.launches
+                gpu = max(gpu, host) + load.gpu_us / load.launches
+        self.assertEqual(step_us(work, LATENCY), max(host, gpu), rtol=1e-9, atol=1e-6)
+
+    @given(loads)
+    def test_one_call(self, load):
+        more, less = max(load.host_us, load.gpu_us), min(load.host_us, load.gpu_us)
+        self.assertEqual(step_us([load], LATENCY), more + less / load.launches, rtol=1e-9, atol=1e-6)
+        self.assertEqual(step_us([load], THROUGHPUT), more)
+
+    @given(st.lists(loads, max_size=5))
+    def test_throughput_is_at_best_and_latency_at_worst(self, work):
+        alone = sum(step_us([load], LATENCY) for load in work)
+        tolerance = 1e-6
+        self.assertLessEqual(step_us(work, THROUGHPUT), step_us(work, LATENCY) + tolerance)
+        self.assertLessEqual(step_us(work, LATENCY), alone + tolerance)
+
+    @given(st.lists(loads, min_size=1, max_size=5), st.data(), grown, grown, objectives)
+    def test_more_work_takes_no_less(self, work, data, host_us, gpu_us, objective):
+        at = data.draw(st.integers(0, len(work) - 1))
+        more = [*work[:at], grow(work[at], host_us=host_us, gpu_us=gpu_us), *work[at + 1 :]]
+        self.assertGreaterEqual(step_us(more, objective), step_us(work, objective) - 1e-6)
+
+    def test_measured_replays(self):
+        # (host, time in the graph, latency, a call without waiting) in us, of tools/bench/results/h200-torch2.11.md
+        for name, host_us, gpu_us, latency_us, throughput_us in (
+            ("EOS", 38.8, 43, 80, 43),
+            ("TKE", 64.4, 238, 299, 238),
+            ("DLRM", 81.6, 345, 438, 366),
+            ("DR-I", 87.8, 10493, 10404, 10625),
+            ("ALNET", 69.9, 239, 313, 251),
+        ):
+            replay = [sample(host_us, gpu_us).load]
+            self.assertEqual(step_us(replay, LATENCY), latency_us, rtol=0.03, atol=0, msg=name)
+            self.assertEqual(step_us(replay, THROUGHPUT), throughput_us, rtol=0.06, atol=0, msg=name)
+
+
+class TestSample(TestCase):
+    def test_medians_and_spread(self):
+        found = Sample.of([10, 12, 11, 90, 10.5], [5, 5, 5, 5, 6], 3)
+        self.assertEqual(found, Sample(11, 5, 3, 5, 1.5))
+        self.assertEqual(Sample.of([10.0], [4.0], 1), Sample(10, 4, 1, 1, 0))
+        self.assertEqual(Sample.of([10, 14, 12], [4, 4, 9], 1).spread_us, 9)
+
+    @given(st.lists(st.tuples(times, times), min_size=1, max_size=20), st.randoms())
+    def test_order_does_not_matter(self, calls, random):
+        shuffled = random.sample(calls, len(calls))
+        self.assertEqual(Sample.of(*zip(*calls, strict=True), 1), Sample.of(*zip(*shuffled, strict=True), 1))
+
+    def test_one_slow_call_does_not_matter(self):
+        calls = [100.0] * 8
+        self.assertEqual(Sample.of([*calls[1:], 9000.0], calls, 1), Sample.of(calls, calls, 1))
+
+    def test_waits_of_the_gpu_are_no_work(self):
+        # an idle GPU: the first event is passed at once, the only kernel is launched after 44 us and takes 10
+        found = sample(44, 54).without_waits(10.0)
+        self.assertEqual(found, sample(44, 10))
+        self.assertEqual(step_us([found.load], LATENCY), 54)
+        busy = sample(44, 10)
+        self.assertEqual(busy.without_waits(11.5), busy)
+
+
+class TestCosts(TestCase):
+    def test_handed_on(self):
+        self.assertEqual(Costs().of(Handed()), Load(0, 0))
+        self.assertEqual(Costs().of(Handed(patched=10)), Load(9, 0))
+        copied = Costs().of(Handed(copied=16, copied_bytes=64 << 20))
+        self.assertEqual((copied.host_us, copied.gpu_us), (7.82, 38.0), atol=0.1, rtol=0)
+
+    def test_copies_downstream_keep_a_function_graphed(self):
+        alone, reader = Part(sample(20, 10), sample(20, 20)), Load(10, 30)
+        self.assertIs(first([alone, reader], LATENCY), UNGRAPHED)
+        for outputs in (Handed(copied=1, copied_bytes=25_000_000), Handed(patched=12)):
+            handing = dataclasses.replace(alone, handed=outputs)
+            self.assertIs(first([handing, reader], LATENCY), GRAPHED)
+            self.assertIs(first([handing, Load(0, 500), reader], LATENCY), GRAPHED if outputs.copied else UNGRAPHED)
+
+
+class TestKinds(TestCase):
+    """Programs bound by the host, by the GPU, and by both."""
+
+    def both(self, ungraphed: Sample, graphed: Sample) -> tuple[Way, Way]:
+        part = Part(ungraphed, graphed)
+        return first([part], LATENCY), first([part], THROUGHPUT)
+
+    def test_bound_by_the_host(self):
+        self.assertEqual(self.both(sample(500, 100, 50), sample(15, 100)), (GRAPHED, GRAPHED))
+        # upstream's replay with its checks and copies, of one kernel
+        self.assertEqual(self.both(sample(30, 5), sample(70, 12)), (UNGRAPHED, UNGRAPHED))
+
+    def test_bound_by_the_gpu(self):
+        # launches run ahead; the replay adds copies to what the GPU does
+        self.assertEqual(self.both(sample(400, 1450, 100), sample(100, 1800)), (UNGRAPHED, UNGRAPHED))
+        # the same without copies: nothing to gain, nothing to lose
+        self.assertEqual(self.both(sample(400, 1450, 100), sample(5, 1450)), (GRAPHED, GRAPHED))
+
+    def test_mixed(self):
+        # what copies add to the GPU's time, a wait for each call makes up for; without waits it counts where it is most
+        self.assertEqual(self.both(sample(120, 90, 2), sample(15, 105)), (GRAPHED, GRAPHED))
+        self.assertEqual(self.both(sample(80, 100, 2), sample(15, 115)), (GRAPHED, UNGRAPHED))
+
+    def test_what_else_the_step_does_decides_too(self):
+        copies = Part(sample(50, 100, 10), sample(10, 110))
+        self.assertIs(first([copies], THROUGHPUT), UNGRAPHED)
+        self.assertIs(first([copies, Load(500, 100, 50)], THROUGHPUT), GRAPHED)
+        launches = Part(sample(100, 30, 10), sample(10, 40))
+        self.assertIs(first([launches], LATENCY), GRAPHED)
+        # behind a long kernel the launches are free, and the replay's copies are not
+        self.assertIs(first([Load(10, 150), launches], LATENCY), UNGRAPHED)
+        self.assertIs(first([Load(10, 150), launches], THROUGHPUT), UNGRAPHED)
+
+    def test_forward_and_backward_go_together(self):
+        loses, gains = Part(sample(20, 10), sample(30, 35)), Part(sample(400, 100, 40), sample(20, 110))
+        self.assertIs(first([loses], LATENCY), UNGRAPHED)
+        self.assertIs(first([gains], LATENCY), GRAPHED)
+        self.assertIs(first([loses, gains], LATENCY), GRAPHED)
+        gains_little = Part(sample(25, 10), sample(20, 5))
+        self.assertIs(first([gains_little], LATENCY), GRAPHED)
+        self.assertIs(first([loses, gains_little], LATENCY), UNGRAPHED)
+
+    @given(st.lists(parts, min_size=1, max_size=3), st.lists(parts, min_size=1, max_size=3))
+    def test_throughput_is_the_sum_of_both(self, some, others):
+        def total(step, way, what):
+            return sum(getattr(part.sample(way), what) for part in step)
+
+        bare = [dataclasses.replace(part, handed=Handed()) for part in [*some, *others]]
+        found = compare(bare, THROUGHPUT)
+        for way in Way:
+            expected = max(total(bare, way, "host_us"), total(bare, way, "gpu_us"))
+            self.assertEqual(found.step_us(way), expected, rtol=1e-9, atol=1e-6)
+
+
+class TestMeasuredPrograms(TestCase):
+    """An H200, torch 2.11: un-graphed against upstream's graphs, and against graphs that are given addresses."""
+
+    def check(self, ungraphed_us: float, graphed_us: float, expected: Way, objective=LATENCY, kernels: int = 1):
+        # However the measured time is shared between host and GPU.
+        for share in (0.1, 0.5, 0.9):
+            ways = []
+            for time_us in (ungraphed_us, graphed_us):
+                pieces = (share * time_us, (1 - share) * time_us)
+                ways.append(sample(*pieces) if objective is LATENCY else sample(time_us, time_us * share))
+            found = compare([Part(*ways, kernels=kernels)], objective)
+            self.assertEqual((found.ungraphed_us, found.graphed_us), (ungraphed_us, graphed_us), rtol=1e-9, atol=0)
+            self.assertIs(decide(found).way, expected)
+
+    def test_copied_inputs(self):
+        for ungraphed_us, upstream_us in ((54, 91), (322, 463), (1450, 1800)):
+            for objective in Objective:
+                self.check(ungraphed_us, upstream_us, UNGRAPHED, objective)
+
+    def test_given_by_address(self):
+        self.check(54, 77, UNGRAPHED)  # equation of state, where the replay itself was still slow
+        self.check(54, 45, GRAPHED)
+        self.check(322, 332, UNGRAPHED, kernels=7)  # turbulent kinetic energy, 3 %
+        self.check(322, 330, GRAPHED, kernels=7)
+        self.check(1450, 1444, GRAPHED)  # recommender, batch 8192
+
+    def test_equation_of_state(self):
+        # 10 us of kernel; 25 MB in copies that take 16; what is said of it
+        part = Part(sample(44, 10), sample(65, 26), kernels=1, copied_bytes=25_165_824)
+        found = decide(compare([part], LATENCY))
+        self.assertEqual(found.text, "un-graphed: 54 us a call against 91 us (1 kernel, 25 MB copied)")
+        patched = dataclasses.replace(part, graphed=sample(8, 10), copied_bytes=0)
+        self.assertEqual(decide(compare([patched], LATENCY)).text, "graphed: 18 us a call against 54 us (1 kernel)")
+
+
+class TestMargin(TestCase):
+    def test_size(self):
+        def margin(step_us, spread_us=0.0, calls=8):
+            part = Part(sample(step_us, 0), sample(0, 0, 1, calls, spread_us))
+            found = compare([part, Load(1e5, 1e5)], LATENCY)  # what else the step does makes it no larger
+            return found.margin_us
+
+        self.assertEqual(margin(10), 2.0)
+        self.assertEqual(margin(1000), 30.0)
+        self.assertEqual(margin(1000, spread_us=30, calls=9), 40.0)
+        self.assertEqual(margin(1000, spread_us=30, calls=900), 31.0)
+
+    def test_needed_for_ungraphed_alone(self):
+        self.assertIs(decide(compared(98.0, 100.0)).way, GRAPHED)
+        self.assertIs(decide(compared(97.9, 100.0)).way, UNGRAPHED)
+        self.assertIs(decide(compared(100.0, 100.0)).way, GRAPHED)
+
+    @given(samples, objectives)
+    def test_the_same_both_ways_is_graphed(self, same, objective):
+        self.assertIs(first([Part(same, same)], objective), GRAPHED)
+
+    @given(samples, samples, objectives)
+    def test_symmetric(self, one, other, objective):
+        found, turned = (compare([Part(*pair)], objective) for pair in ((one, other), (other, one)))
+        self.assertEqual((found.ungraphed_us, found.graphed_us), (turned.graphed_us, turned.ungraphed_us))
+        self.assertEqual(found.gain_us(GRAPHED), turned.gain_us(UNGRAPHED))
+        ways = [decide(c).way for c in (found, turned)]
+        self.assertIn(GRAPHED, ways)
+        self.assertEqual(
+            UNGRAPHED in ways,
+            found.gain_us(UNGRAPHED) > found.margin_us or turned.gain_us(UNGRAPHED) > turned.margin_us,
+        )
+
+    @given(steps, st.data(), grown, grown, st.integers(0, 20), st.integers(0, 10**8), objectives)
+    def test_monotone(self, step, data, host_us, gpu_us, count, nbytes, objective):
+        where = [index for index, part in enumerate(step) if isinstance(part, Part)]
+        assume(where)
+        at = data.draw(st.sampled_from(where))
+        part, before = step[at], first(step, objective)
+
+        def after(**fields):
+            return first([*step[:at], dataclasses.replace(part, **fields), *step[at + 1 :]], objective)
+
+        if before is GRAPHED:
+            self.assertIs(after(ungraphed=grow(part.ungraphed, host_us=host_us, gpu_us=gpu_us)), GRAPHED)
+            self.assertIs(after(handed=grow(part.handed, patched=count, copied=count, copied_bytes=nbytes)), GRAPHED)
+            for way in ("ungraphed", "graphed"):
+                self.assertIs(after(**{way: grow(getattr(part, way), spread_us=host_us)}), GRAPHED)
+        else:
+            self.assertIs(after(graphed=grow(part.graphed, host_us=host_us, gpu_us=gpu_us)), UNGRAPHED)
+
+    def test_too_few_calls(self):
+        with self.assertRaisesRegex(
+            TooFewCalls, "needs 5 calls each way of every part; got 8 un-graphed and 4 graphed"
+        ):
+            compare([Part(sample(1, 1), sample(1, 1, calls=4))], LATENCY)
+        with self.assertRaises(TooFewCalls):
+            compare([Part(sample(1, 1), sample(1, 1)), Part(sample(1, 1, calls=0), sample(1, 1))], LATENCY)
+
+
+class TestStanding(TestCase):
+    def run_through(self, measurements, standing=None):
+        ways = []
+        for ungraphed_us, graphed_us in measurements:
+            standing = decide(compared(ungraphed_us, graphed_us), standing)
+            ways.append(standing.way)
+        return standing, ways
+
+    def test_changes_after_three_in_a_row(self):
+        _, ways = self.run_through([(100, 100), (90, 100), (90, 100), (90, 100), (90, 100)])
+        self.assertEqual(ways, [GRAPHED, GRAPHED, GRAPHED, UNGRAPHED, UNGRAPHED])
+        _, ways = self.run_through([(90, 100), (100, 90), (100, 90), (100, 90)])
+        self.assertEqual(ways, [UNGRAPHED, UNGRAPHED, UNGRAPHED, GRAPHED])
+
+    def test_one_that_does_not_speak_against_it_begins_anew(self):
+        standing, ways = self.run_through([(100, 100), (90, 100), (90, 100), (96, 100), (90, 100), (90, 100)])
+        self.assertEqual(set(ways), {GRAPHED})
+        self.assertEqual(standing.against, 2)
+        self.assertIn("not yet changed: 2 in a row speak against it", standing.text)
+
+    @given(st.sampled_from(Way), st.lists(st.floats(-4, 4), max_size=40))
+    def test_never_changes_within_twice_the_margin(self, way, noise):
+        _, ways = self.run_through([(100.0, 100.0 + n) for n in noise], Decision(way, compared(100, 100)))
+        self.assertLessEqual(set(ways), {way})
+
+    @given(st.floats(-50, 50), st.lists(st.floats(-2, 2), min_size=1, max_size=40))
+    def test_noise_of_a_margin_changes_it_once_at_most(self, difference, noise):
+        _, ways = self.run_through([(100.0, 100.0 + difference + n) for n in noise])
+        self.assertLessEqual(sum(a is not b for a, b in itertools.pairwise(ways)), 1)
+
+    @given(st.sampled_from(Way), st.floats(4.01, 90))
+    def test_a_steady_gain_arrives(self, way, gain_us):
+        measurement = (100.0 - gain_us, 100.0) if way is GRAPHED else (100.0, 100.0 - gain_us)
+        _, ways = self.run_through([measurement] * RULES.flips_after, Decision(way, compared(100, 100)))
+        self.assertEqual(ways, [way, way, way.other])
+
+
+class TestNextWay(TestCase):
+    @given(st.booleans())
+    def test_calls_are_few_and_in_order(self, clear):
+        counts = {UNGRAPHED: 0, GRAPHED: 0}
+        order = []
+        while (way := next_way(counts[UNGRAPHED], counts[GRAPHED], clear)) is not None:
+            counts[way] += 1
+            order.append(way)
+        self.assertEqual(order, sorted(order, key=lambda way: way is GRAPHED))
+        self.assertEqual(len(order), 2 * RULES.fewest_calls if clear else RULES.most_calls)
+
+    @given(st.integers(0, 100), st.integers(0, 100), st.booleans())
+    def test_enough_is_enough(self, ungraphed_calls, graphed_calls, clear):
+        way = next_way(ungraphed_calls, graphed_calls, clear)
+        if way is None:
+            self.assertGreaterEqual(min(ungraphed_calls, graphed_calls), RULES.fewest_calls)
+        elif min(ungraphed_calls, graphed_calls) >= RULES.fewest_calls:
+            self.assertLess(ungraphed_calls + graphed_calls, RULES.most_calls)
+
+
+class TestText(TestCase):
+    def test_lines(self):
+        big = dataclasses.replace(compared(41.2, 58.4), copied_bytes=25_000_000)
+        lines = [decide(c).text for c in (big, compared(3.0, 2.0), dataclasses.replace(big, copied_bytes=4096))]
+        lines.append(decide(dataclasses.replace(compared(1500.0, 1400.0), copied_bytes=1_200_000, kernels=1)).text)
+        self.assertExpectedInline(
+            "\n".join(lines),
+            """\
+un-graphed: 41 us a call against 58 us (2 kernels, 25 MB copied)
+graphed: 2.0 us a call against 3.0 us (2 kernels, margin 2 us)
+un-graphed: 41 us a call against 58 us (2 kernels, under 0.1 MB copied)
+graphed: 1400 us a call against 1500 us (1 kernel, 1.2 MB copied)""",
+        )
+
+
+if __name__ == "__main__":
+    run_tests()

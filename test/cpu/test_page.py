@@ -1,0 +1,331 @@
+"""The report as a page: what is on it, that nothing of a program becomes markup, and that a browser shows it."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import logging
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.comparison.page import sections, write_page
+from pygraph_trees.comparison.results import Measurement
+from pygraph_trees.comparison.trace import Span, read_trace
+from pygraph_trees.coverage.log import FunctionLog, GraphLog, RecordingLog, journal
+from pygraph_trees.coverage.page import page
+from pygraph_trees.coverage.records import (
+    Cause,
+    Environment,
+    FeatureState,
+    FunctionRecord,
+    GraphBreak,
+    GraphRecord,
+    InputRecord,
+    Partition,
+    Placed,
+    RecordingRecord,
+)
+from pygraph_trees.coverage.report import Report
+
+EVIL = '</script><b onclick="x()">&'
+ENVIRONMENT = Environment("0.1.0", "2.13.0", "3.7.0", "NVIDIA H200", (FeatureState("flags", "on"),))
+SETTINGS = {"placement": "full", "indirection": "auto"}
+INPUTS = (
+    *(InputRecord(i, f"arg{i}_1", "static", "cuda:0", 4096, 0, False) for i in range(30)),
+    InputRecord(30, "arg30_1", "live", "cuda:0", 8, 8, True, "copy", "its address is in a host array"),
+    InputRecord(31, "arg31_1", "live", "cpu", 16, 0, False, "stage"),
+    InputRecord(32, "arg32_1", "live", "cuda:0", 32, 0, False, "patch"),
+)
+
+
+def recording(number, parent=None, reason="first call", replays=1):
+    return RecordingRecord(number, parent, reason, INPUTS, 7, 0, 0.0125, 1000, replays)
+
+
+def function(*recordings, mode="inference", **fields):
+    given = {"warmups": 1, "warmup_pool_bytes": 0, "ungraphed_calls": 0, "ungraphed_reason": None, **fields}
+    return FunctionRecord("Net", "0/0", mode, 1, 1, SETTINGS, recordings, **given)
+
+
+def graph():
+    cause = Cause("cpu ops", "aten.index.Tensor", f"model.py:31 in forward: {EVIL}")
+    parts = (Partition(True, {"triton": 3}), Partition(False, {"cpu": 2, "copy": 1}, (cause,)))
+    placed = (Placed("arange", "made on the GPU", None, None), Placed("arg0_1", "staged", "it is an input", None))
+    return GraphRecord("Net", "0/0", "inference", parts, None, placed)
+
+
+def report(functions=(), graphs=(), breaks=()):
+    return Report(ENVIRONMENT, tuple(graphs), tuple(functions), tuple(breaks))
+
+
+def measurement(way, regime="same", latency_ms=1.0, **fields):
+    return Measurement("Net", "inference", 1, way, regime, latency_ms=latency_ms, **fields)
+
+
+FULL = report(
+    [
+        function(recording(0, replays=90), recording(2, 1, "static input arg3_1 moved", 4), mode="forward"),
+        function(recording(1, 0, replays=90), mode="backward", ungraphed_calls=3, ungraphed_reason=EVIL),
+    ],
+    [graph(), GraphRecord("other", None, "inference", (), EVIL)],
+    [GraphBreak(f"data: {EVIL}", None, 2)],
+)
+MEASURED = [
+    measurement(way, regime, latency, timeline=(Span("host", True, 0.0, 5.0), Span("gpu", True, 6.0, 40.0)))
+    for regime in ("same", "fresh")
+    for way, latency in (("upstream", 2.0), ("ours", 1.0))
+]
+
+
+class _Elements(html.parser.HTMLParser):
+    """All elements with their attributes, and whether each one that was opened is closed where it should be."""
+
+    VOID = frozenset({"meta"})
+
+    def __init__(self, text):
+        super().__init__()
+        self.found, self.open = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag, tag
+
+
+class TestPage(TestCase):
+    def elements(self, text):
+        found = _Elements(text)
+        self.assertEqual(found.open, [])
+        return found.found
+
+    def test_nothing_was_compiled(self):
+        text = report().to_html()
+        self.elements(text)
+        self.assertIn("Nothing was compiled for CUDA graphs yet", text)
+
+    def test_everything_is_there(self):
+        text = FULL.to_html()
+        self.elements(text)
+        for wanted in (
+            "pygraph_trees 0.1.0, torch 2.13.0",
+            "<dt>replays</dt><dd>184</dd>",
+            "<dt>kernels outside</dt><dd>1</dd>",
+            "<dt>copied at each replay</dt><dd>16 B</dd>",
+            "3 calls un-graphed",
+            "static input arg3_1 moved, behind recording 1",
+            "its address is in a host array",
+            "<td>staged</td>",
+            "<td>by address</td>",
+            "30 static, 3 live",
+            "12.5 ms to record",
+            "recording 0: Net 0/0 forward, 7 kernels; recording 1: Net 0/0 backward, 7 kernels",
+            "aten.index.Tensor",
+            "made on the GPU",
+            "part 2, outside: 2 cpu, 1 copy",
+            "Graph breaks",
+        ):
+            with self.subTest(wanted):
+                self.assertIn(wanted, text)
+
+    def test_nothing_of_a_program_is_markup(self):
+        text = FULL.to_html()
+        self.assertNotIn(EVIL, text)
+        self.assertNotIn('onclick="', text)
+        tags = [tag for tag, _ in self.elements(text)]
+        self.assertEqual((tags.count("script"), tags.count("b")), (1, 0))
+
+    def test_the_records_are_in_it(self):
+        data = FULL.to_html().partition('id="report">')[2].partition("</script>")[0]
+        self.assertEqual(json.loads(data), json.loads(FULL.to_json()))
+
+    def test_it_needs_nothing_else(self):
+        text = page(FULL, sections(MEASURED))
+        for tag, attributes in self.elements(text):
+            self.assertNotIn("src", attributes)
+            if "href" in attributes:
+                self.assertTrue(attributes["href"].startswith("#"), tag)
+        self.assertNotRegex(text.partition("<script")[0], r"https?://|@import|url\(")
+
+    def test_links_lead_somewhere(self):
+        found = self.elements(page(FULL, sections(MEASURED)))
+        anchors = [attributes.get("id") for _, attributes in found if attributes.get("id")]
+        self.assertEqual(len(anchors), len(set(anchors)))
+        for _, attributes in found:
+            if attributes.get("href", "").startswith("#"):
+                self.assertIn(attributes["href"][1:], anchors)
+
+    def test_a_keyboard_is_enough(self):
+        for tag, attributes in self.elements(page(FULL, sections(MEASURED))):
+            if attributes.get("class") == "scroll":
+                self.assertEqual((attributes["tabindex"], attributes["role"]), ("0", "region"), tag)
+                self.assertTrue(attributes["aria-label"])
+            if attributes.get("role") == "img":
+                self.assertTrue(attributes["aria-label"])
+
+    def test_trees(self):
+        tree = function(*[recording(n, p) for n, p in ((0, None), (1, 0), (2, 1), (3, 0), (4, 9))])
+        text = report([tree]).to_html()
+        branches = text.partition('<ul class="tree">')[2].partition("<h3>")[0]
+        shape = re.sub(r"<span class=.node.>recording (\d)</span>.*?(?=</?(?:li|ul))", r"\1", branches)
+        wanted = "<li>0<ul><li>1<ul><li>2</li></ul></li><li>3</li></ul></li><li>4</li></ul>"
+        self.assertEqual(shape, wanted)
+
+    def test_steps(self):
+        text = FULL.to_html()
+        wanted = ["86 steps", "4 steps"]
+        self.assertEqual(re.findall(r"<h3>(\d+ steps?)</h3>", text), wanted)
+        many = report([function(*[recording(n) for n in range(9)])]).to_html()
+        self.assertIn("And 1 way more", many)
+        twice = report([function(recording(0)), function(recording(0))]).to_html()
+        self.assertIn("recordings have the same numbers", twice)
+        endless = report([function(recording(0, 1), recording(1, 0), recording(2, 0, replays=5))]).to_html()
+        self.assertIn("recording 1: Net 0/0 inference, 7 kernels; recording 0: Net", endless)
+        self.assertIn("Nothing was replayed", report([function(recording(0, replays=0))]).to_html())
+
+    def test_many_inputs(self):
+        many = tuple(InputRecord(i, None, "live", "cuda:0", 4, 4, False, "copy", "why") for i in range(900))
+        shown = report([function(RecordingRecord(0, None, "first call", many, 1, 0, 0.1, 0, 1))]).to_html()
+        self.assertIn("The first 400 of 900.", shown)
+
+    def test_figures(self):
+        failed = measurement("compile", latency_ms=None, error=EVIL)
+        (figures,) = sections([measurement("ours"), failed])
+        self.elements(figures.body)
+        self.assertIn("compile, same inputs, failed", figures.body)
+        self.assertIn("1.000 ms", figures.body)
+        bars, _ = sections(MEASURED)
+        self.assertIn("1.000 ms, 2.00x", bars.body)
+        self.assertEqual(sections([]), [])
+        (nothing,) = sections([failed])
+        self.assertIn("Nothing was measured", nothing.body)
+
+    def test_bars_are_as_long_as_what_they_show(self):
+        (figures,) = sections([measurement("upstream", latency_ms=2.0), measurement("ours", latency_ms=0.5)])
+        widths = [float(a["width"]) for tag, a in self.elements(figures.body) if tag == "rect"]
+        self.assertEqual(widths[0], 4 * widths[1])
+
+    def test_timeline(self):
+        _, timeline = sections(MEASURED)
+        rects = [a for tag, a in self.elements(timeline.body) if tag == "rect" and a["class"] == "graph"]
+        self.assertEqual(len(rects), 4)  # of the fresh inputs, two ways
+        self.assertEqual(float(rects[1]["width"]), 8 * float(rects[0]["width"]), rtol=1e-3, atol=0)
+        self.assertIn("6.0 to 46.0 us", timeline.body)
+
+    def test_spans_of_a_trace(self):
+        def event(cat, name, ts, dur, **args):
+            return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args}
+
+        work = read_trace(
+            {
+                "traceEvents": [
+                    event("cuda_runtime", "cudaLaunchKernel", 100, 4, correlation=1),
+                    event("cuda_runtime", "cudaGraphLaunch", 110, 6, correlation=2),
+                    event("cuda_runtime", "cudaDeviceSynchronize", 120, 500),
+                    event("kernel", "a", 105, 3, correlation=1),
+                    event("kernel", "b", 120, 10, correlation=2),
+                    event("kernel", "c", 130.5, 10, correlation=2),
+                    event("kernel", "d", 150, 10, correlation=2),
+                ]
+            }
+        )
+        wanted = [
+            *[("host", False, 0.0, 4.0), ("host", True, 10.0, 6.0)],
+            *[("gpu", False, 5.0, 3.0), ("gpu", True, 20.0, 20.5), ("gpu", True, 50.0, 10.0)],
+        ]
+        self.assertEqual([tuple(span) for span in work.timeline], wanted)
+        many = {"traceEvents": [event("kernel", "k", 10 * i + i % 7, 1, correlation=2) for i in range(5000)]}
+        shown = read_trace(many).timeline
+        self.assertLessEqual(len(shown), 200)
+        self.assertEqual(shown[-1].start_us + shown[-1].us, 49990 + 4999 % 7 + 1)
+        self.assertEqual(read_trace({}).timeline, ())
+
+    def test_a_result_file_has_no_timeline(self):
+        self.assertNotIn("timeline", MEASURED[0].to_record())
+
+    def test_files(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "report.html"
+            self.assertEqual(FULL.to_html(path), path.read_text(encoding="utf-8"))
+            write_page(path, MEASURED, FULL, "ours and upstream are bit-equal")
+            text = path.read_text(encoding="utf-8")
+            self.assertIn("<title>Net: pygraph_trees</title>", text)
+            self.assertIn("ours and upstream are bit-equal", text)
+
+    @unittest.skipUnless(shutil.which("chromium"), "chromium is not installed")
+    def test_a_browser_shows_it(self):
+        """On a phone nothing but what can be scrolled by itself is wider than the screen, opened or not."""
+        look = """<script>addEventListener("load", () => {
+            const found = {};
+            for (const open of [false, true]) {
+                document.querySelectorAll("details").forEach(d => { d.open = open; });
+                const tables = document.querySelectorAll("table").length;
+                found[open] = [document.documentElement.scrollWidth, innerWidth, tables];
+            }
+            const first = document.querySelector("summary");
+            first.focus();
+            found.focus = document.activeElement === first;
+            found.dark = getComputedStyle(document.body).backgroundColor;
+            document.title = JSON.stringify(found);
+        });</script></body>"""
+        text = page(FULL, sections(MEASURED)).replace("</body>", look)
+        grounds = set()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "page.html"
+            path.write_text(text, encoding="utf-8")
+            for scheme in (0, 1):
+                options = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync"
+                options += (
+                    " --disable-background-networking --disable-component-update --window-size=500,900 --dump-dom"
+                )
+                command = ["chromium", *options.split(), f"--user-data-dir={folder}/{scheme}"]
+                command += [f"--blink-settings=preferredColorScheme={scheme}", path.as_uri()]
+                shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+                found = json.loads(re.search("<title>(.*?)</title>", shown)[1])
+                for open_ in ("false", "true"):
+                    width, screen, tables = found[open_]
+                    self.assertLessEqual(width, screen)
+                    self.assertGreater(tables, 5)
+                self.assertTrue(found["focus"])
+                grounds.add(found["dark"])
+        self.assertEqual(len(grounds), 2)
+
+
+class TestTrace(TestCase):
+    def test_graphs_and_recordings_are_in_structured_traces(self):
+        trace_log = logging.getLogger("torch.__trace")
+        records = []
+        handler = logging.Handler()
+        handler.emit = lambda record: records.append((record.metadata, record.payload))
+        log = FunctionLog("Net", "3/1", "inference", 1, dict(SETTINGS))
+        log.recorded(RecordingLog(number=0))  # nobody listens
+        trace_log.addHandler(handler)
+        try:
+            journal.add_graph(GraphLog("Net", "3/1", "inference", (Partition(True, {"triton": 1}),)))
+            log.recorded(RecordingLog(number=1, reason="again"))
+        finally:
+            trace_log.removeHandler(handler)
+        graph, function = (entry for entry in records if "artifact" in entry[0])
+        self.assertEqual(graph[0]["artifact"], {"name": "pygraph_graph", "encoding": "json"})
+        self.assertEqual((function[0]["frame_id"], function[0]["frame_compile_id"]), (3, 1))
+        self.assertEqual(json.loads(graph[1])["model"], "Net")
+        self.assertEqual([r["reason"] for r in json.loads(function[1])["recordings"]], ["", "again"])
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,398 @@
+"""Trials: which way each call goes, what is measured of it, and that every call is made once."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._inductor import cudagraph_trees
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees import selection
+from pygraph_trees.coverage.log import FunctionLog, GraphLog, RecordingLog, journal
+from pygraph_trees.selection import trial as trials
+from pygraph_trees.selection.decision import Objective, Rules, Way
+from pygraph_trees.selection.trial import Contestant, Trial
+from pygraph_trees.settings import InvalidFlag, Settings
+from pygraph_trees.trees import choice
+from pygraph_trees.trees.function import FunctionModel, entered
+from pygraph_trees.trees.manager import Manager, Upstream
+
+RULES = Rules()
+
+
+class World:
+    """A host and a GPU whose times are what the tests say."""
+
+    def __init__(self):
+        self.now_ns = 0
+        self.gpu_until_us = 0.0
+        self.behind = False  # whether the GPU is never seen to be done
+
+    @property
+    def now_us(self):
+        return self.now_ns / 1e3
+
+    def is_idle(self):
+        return self.gpu_until_us <= self.now_us
+
+    def mark(self):
+        return max(self.now_us, self.gpu_until_us)
+
+    def us_between(self, begin, end):
+        return None if self.behind or end > self.now_us else end - begin
+
+    def work(self, host_us, gpu_us):
+        self.now_ns += int(host_us * 1e3)
+        self.gpu_until_us = max(self.now_us, self.gpu_until_us) + gpu_us
+
+    def wait(self):
+        self.now_ns = max(self.now_ns, int(self.gpu_until_us * 1e3) + 1)
+
+
+class Function:
+    """A function that takes as long as it is said to, graphed from its third graphed call on."""
+
+    def __init__(self, world, trial, ungraphed=(100.0, 50.0), graphed=(10.0, 40.0), kernels=4):
+        self.world, self.times, self.kernels = world, {Way.UNGRAPHED: ungraphed, Way.GRAPHED: graphed}, kernels
+        self.log = FunctionLog("Net", "0/0", "inference", 1, {})
+        self.went, self.graphed_calls = [], 0
+        self.contestant = Contestant(trial, self.log, self.graph, self.ungraph, world, self.went.append)
+        trial.join(self.contestant)
+        self.calls = []
+
+    def ungraph(self, inputs):
+        self.calls.append("u")
+        self.log.runs += 1
+        self.world.work(*self.times[Way.UNGRAPHED])
+        return [x + 1 for x in inputs]
+
+    def graph(self, inputs):
+        self.calls.append("g")
+        self.graphed_calls += 1
+        if self.graphed_calls == 1:
+            self.log.warmups += 1
+            self.log.runs += 1
+            self.world.work(1e4, 1e3)
+        elif self.graphed_calls == 2:
+            self.log.recordings.append(RecordingLog(number=0, kernels=self.kernels, other_nodes=0, replays=1))
+            self.log.runs += 1
+            self.world.work(1e5, 1e3)
+        else:
+            self.log.recordings[-1].replays += 1
+            self.world.work(*self.times[Way.GRAPHED])
+        return [x + 1 for x in inputs]
+
+    def __call__(self, *inputs):
+        return self.contestant(list(inputs))
+
+
+class TrialTestCase(TestCase):
+    def setUp(self):
+        self.world = World()
+        patcher = mock.patch.object(trials.time, "perf_counter_ns", lambda: self.world.now_ns)
+        patcher.start()
+        self.addCleanup(patcher.stop)
+
+    def steps(self, count, *functions, wait=True):
+        for number in range(count):
+            for function in functions:
+                self.assertEqual(function(number), [number + 1])
+            if wait:
+                self.world.wait()
+
+
+class TestTrial(TrialTestCase):
+    def test_graphs_that_pay(self):
+        trial = Trial(Objective.LATENCY)
+        function = Function(self.world, trial)
+        self.steps(30, function)
+        ways = "".join(function.calls)
+        self.assertEqual(ways, "u" * 7 + "g" * 23)
+        self.assertEqual((trial.is_over, function.went, trial.decision.way), (True, [Way.GRAPHED], Way.GRAPHED))
+        # From idle: the GPU's 50 us are over 12.5 after the last of four launches of 100; a replay takes 10 and 40.
+        found = trial.decision.compared
+        self.assertEqual((found.graphed_us, found.ungraphed_us), (50.0, 110.0))
+        self.assertEqual(function.log.decision, "graphed: 50 us a call against 110 us (4 kernels)")
+        self.assertEqual(function.log.record().ungraphed_calls, 0)
+
+    def test_graphs_that_do_not(self):
+        trial = Trial(Objective.LATENCY)
+        function = Function(self.world, trial, ungraphed=(20.0, 40.0), graphed=(90.0, 40.0), kernels=1)
+        self.steps(30, function)
+        self.assertEqual((function.went, trial.decision.way), ([Way.UNGRAPHED], Way.UNGRAPHED))
+        self.assertEqual("".join(function.calls)[-5:], "uuuuu")
+        self.assertRegex(function.log.decision, "^un-graphed: 60 us a call against 130 us")
+
+    def test_throughput_is_another_question(self):
+        ways = {}
+        for objective in Objective:
+            trial = Trial(objective)
+            self.steps(60, Function(self.world, trial, ungraphed=(60.0, 40.0), graphed=(50.0, 40.0), kernels=9))
+            ways[objective] = trial.decision.way
+        self.assertEqual(ways, {Objective.LATENCY: Way.UNGRAPHED, Objective.THROUGHPUT: Way.GRAPHED})
+
+    def test_few_calls_are_measured(self):
+        for noise in (0.0, 30.0):
+            trial = Trial(Objective.LATENCY)
+            function = Function(self.world, trial)
+            contestant, times = function.contestant, dict(function.times)
+            for number in range(80):
+                shift = noise * (number % 3)
+                function.times = {way: (host + shift, gpu) for way, (host, gpu) in times.items()}
+                self.steps(1, function)
+                measured = sum(contestant.made(way) for way in Way)
+                self.assertLessEqual(measured, RULES.most_calls)
+            self.assertTrue(trial.is_over)
+
+    def test_nobody_waits_for_the_gpu(self):
+        """Calls of a GPU that is behind go on the way they go, for so long."""
+        trial = Trial(Objective.LATENCY)
+        function = Function(self.world, trial)
+        self.world.behind = True
+        self.steps(trials._MOST_STEPS + 2, function)
+        self.assertEqual((trial.is_over, trial.decision, function.went), (True, None, [Way.GRAPHED]))
+        self.assertIsNone(function.log.decision)
+
+    def test_what_the_gpu_is_done_with_later(self):
+        trial = Trial(Objective.THROUGHPUT)
+        function = Function(self.world, trial, ungraphed=(10.0, 100.0), graphed=(5.0, 90.0))
+        self.steps(60, function, wait=False)
+        self.world.wait()
+        self.steps(2, function)
+        self.assertEqual(trial.decision.way, Way.GRAPHED)
+        self.assertEqual((trial.decision.compared.graphed_us, trial.decision.compared.ungraphed_us), (90.0, 90.0))
+
+    def test_a_step_goes_one_way(self):
+        trial = Trial(Objective.LATENCY)
+        forward = Function(self.world, trial)
+        backward = None
+        for number in range(40):
+            forward(number)
+            if backward is None:
+                backward = Function(self.world, trial, graphed=(5.0, 20.0))
+            backward(number)
+            self.world.wait()
+        self.assertEqual(forward.calls, backward.calls)
+        self.assertEqual(forward.went, backward.went)
+        self.assertEqual(forward.log.decision, backward.log.decision)
+        self.assertEqual(trial.decision.compared.kernels, 8)
+
+    def test_it_changes_where_it_may(self):
+        waiting = [True]
+        trial = Trial(Objective.LATENCY, may_change=lambda: not waiting[0])
+        function = Function(self.world, trial)
+        self.steps(20, function)
+        self.assertEqual(set(function.calls), {"u"})
+        waiting[0] = False
+        self.steps(20, function)
+        self.assertTrue(trial.is_over)
+
+    def test_one_that_comes_late_follows(self):
+        trial = Trial(Objective.LATENCY)
+        self.steps(30, Function(self.world, trial))
+        late = Function(self.world, trial)
+        self.assertEqual((late.went, late.log.decision), ([Way.GRAPHED], trial.decision.text))
+        self.steps(3, late)
+        self.assertEqual(late.calls, ["g"] * 3)
+
+    def test_a_backward_that_never_comes(self):
+        trial = Trial(Objective.LATENCY)
+        forward, backward = Function(self.world, trial), Function(self.world, trial)
+        self.steps(1, forward, backward)
+        self.steps(trials._MOST_STEPS + 1, forward)
+        self.assertEqual((trial.is_over, forward.went, backward.went), (True, [Way.GRAPHED], [Way.GRAPHED]))
+
+    def test_what_is_recorded_again_is_not_measured(self):
+        trial = Trial(Objective.LATENCY)
+        function = Function(self.world, trial)
+        self.steps(11, function)
+        before = function.contestant.made(Way.GRAPHED)
+        original = function.graph
+
+        def again(inputs):
+            function.log.recordings.append(RecordingLog(number=1, kernels=4, other_nodes=0))
+            return original(inputs)
+
+        function.contestant._run[Way.GRAPHED] = again
+        self.steps(1, function)
+        self.assertEqual(function.contestant.made(Way.GRAPHED), before)
+
+    def test_another_thread_ends_it(self):
+        trial = Trial(Objective.LATENCY)
+        function = Function(self.world, trial)
+        self.steps(2, function)
+        thread = threading.Thread(target=lambda: function(5))
+        thread.start()
+        thread.join()
+        self.assertEqual((function.went, function.calls), ([Way.GRAPHED], ["u", "u", "g"]))
+
+    def test_an_error_of_the_program(self):
+        trial = Trial(Objective.LATENCY)
+        function = Function(self.world, trial)
+        self.steps(3, function)
+        broken = SimpleNamespace(work=mock.Mock(side_effect=ValueError("theirs")))
+        with mock.patch.object(function, "world", broken), self.assertRaisesRegex(ValueError, "theirs"):
+            function(1)
+        self.steps(30, function)
+        self.assertTrue(trial.is_over)
+
+    @given(st.lists(st.tuples(st.booleans(), st.floats(1, 500), st.floats(1, 500)), min_size=60, max_size=150))
+    def test_every_call_is_made_once(self, drawn):
+        self.world = World()
+        trial = Trial(Objective.LATENCY)
+        function = Function(self.world, trial)
+        for number, (wait, host_us, gpu_us) in enumerate(drawn):
+            function.times = {Way.UNGRAPHED: (host_us, gpu_us), Way.GRAPHED: (gpu_us, host_us)}
+            self.assertEqual(function(number), [number + 1])
+            self.assertEqual(len(function.calls), number + 1)
+            if wait:
+                self.world.wait()
+        self.assertLessEqual(len(function.went), 1)
+        self.assertLessEqual("".join(function.calls).count("ug") + "".join(function.calls).count("gu"), 2)
+
+
+class TestTrialOf(TestCase):
+    AUTO = Settings("off", "auto", "auto")
+
+    def of(self, graph, compile_id, settings=AUTO, *, is_backward=False):
+        return selection.trial_of(graph, compile_id, settings, is_backward=is_backward, may_change=lambda: True)
+
+    def test_who_is_decided_together(self):
+        one, other = object(), object()
+        first = self.of(one, "7/0")
+        self.assertIs(self.of(one, "7/0"), first)  # another partition
+        self.assertIs(self.of(other, "7/0", is_backward=True), first)
+        self.assertIsNot(self.of(other, "7/1"), first)
+        self.assertIsNot(self.of(other, "7/0"), first)  # compiled anew
+        self.assertIsNot(self.of(None, None), self.of(None, None))
+
+    def test_only_where_it_is_asked_for(self):
+        for way in ("always", "never"):
+            self.assertIsNone(self.of(object(), "8/0", replace(self.AUTO, selective=way)))
+
+    def test_objective(self):
+        found = self.of(object(), "9/0", replace(self.AUTO, objective="throughput"))
+        self.assertIs(found._objective, Objective.THROUGHPUT)
+        from torch._inductor import config
+
+        wrong = config.patch({"triton.pygraph_objective": "latencies"})
+        with self.assertRaisesRegex(InvalidFlag, "Did you mean 'latency'"), wrong:
+            pass
+
+
+class TestChoice(TrialTestCase):
+    def model(self, fn=lambda inputs: [x * 2 for x in inputs]):
+        graph = GraphLog("Net", "5/0", "inference", ())
+        with journal.compiling(graph):
+            model = FunctionModel.of(fn, is_backward=False, is_inference=True)
+        model.log.compile_id = "5/0"
+        model.settings = Settings("off", "auto", "auto")
+        return model
+
+    def enter(self, model, run, mutated=()):
+        with mock.patch.object(choice, "GpuWatch", lambda device: self.world):
+            return entered(model, run, choice.chooser((), mutated, 0, is_backward=False))
+
+    def test_always_has_no_trial(self):
+        model = self.model()
+        model.settings = replace(model.settings, selective="always")
+        run = self.enter(model, lambda inputs: ["graphed"])
+        self.assertIsNone(model.instead)
+        self.assertEqual(run([torch.ones(2)]), ["graphed"])
+
+    def test_from_the_first_call_to_steady_replays(self):
+        calls = []
+
+        def compiled(inputs):
+            self.world.work(100.0, 50.0)
+            return [x * 2 for x in inputs]
+
+        def replay(inputs, function_id):
+            calls.append("steady")
+            model.log.recordings[0].replays += 1
+            self.world.work(5.0, 5.0)
+            return ["steady"]
+
+        class Replayer:  # what can be referred to weakly
+            replay_steadily = staticmethod(replay)
+
+        model, manager = self.model(compiled), Replayer()
+
+        def run(inputs):
+            calls.append("run")
+            if len(calls) == 2:  # recorded, and steady from now on
+                model.log.recordings.append(RecordingLog(number=0, kernels=1, other_nodes=0))
+                model.add(of_integers=False)
+                model.is_steady_in(manager, 3)
+            return ["graphed"]
+
+        call = self.enter(model, run)
+        x = torch.ones(2)
+        for _ in range(7):
+            self.assertEqual(call([x]), [x * 2])
+            self.world.wait()
+        self.assertEqual((call([x]), call([x])), (["graphed"], ["graphed"]))
+        self.assertIsNone(model.manager())  # kept back, for who looks for it elsewhere
+        for _ in range(30):
+            self.assertEqual(call([x]), ["steady"])
+            self.world.wait()
+        self.assertIsNone(model.instead)
+        self.assertIs(model.manager(), manager)
+        self.assertEqual(calls.count("run"), 2)
+
+    def test_ungraphed_from_then_on(self):
+        model = self.model()
+        call = self.enter(model, lambda inputs: self.fail("graphed"))
+        forgotten = []
+        with mock.patch.object(choice, "_manager", lambda device: SimpleNamespace(forget=forgotten.append)):
+            model.instead._ended(Way.UNGRAPHED)
+        x = torch.ones(2)
+        self.assertEqual(call([x]), [x * 2])
+        self.assertEqual(forgotten, [model])
+        self.assertRegex(model.log.ungraphed_reason, "measured to be faster")
+
+    def test_misaligned_inputs_are_written_to_as_well(self):
+        def write(inputs):
+            (x,) = inputs
+            self.assertEqual(x.data_ptr() % 16, 0)
+            x.add_(1)
+            return []
+
+        base = torch.zeros(9)
+        with mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda inputs, static: [0]):
+            call = self.enter(self.model(write), lambda inputs: self.fail("graphed"), mutated=(0,))
+            call([base[1:]])
+        self.assertEqual(base, torch.tensor([0.0] + [1.0] * 8))
+
+
+class TestForget(TestCase):
+    def test_recordings_and_those_behind_them(self):
+        model, other = object(), object()
+        manager = Manager.__new__(Manager)
+        manager._ways = {}
+        manager.ids_to_funcs = {1: SimpleNamespace(model=model), 2: SimpleNamespace(model=other)}
+        leaf = SimpleNamespace(children={1: [SimpleNamespace(children={})]})
+        manager.roots = {1: [SimpleNamespace(children={2: ["gone"]})], 2: [leaf]}
+        manager.path_state = cudagraph_trees.ExecutionState.EXECUTION
+        manager._current_node = SimpleNamespace(children={})
+        with mock.patch.object(Upstream, "try_end_curr_execution", lambda manager: None):
+            manager.forget(model)
+            self.assertEqual(set(manager.roots), {1, 2})  # a path is open
+        ended = lambda manager: setattr(manager, "_current_node", None)  # noqa: E731
+        with mock.patch.object(Upstream, "try_end_curr_execution", ended):
+            manager.forget(model)
+        self.assertEqual((set(manager.roots), leaf.children), ({2}, {}))
+
+
+if __name__ == "__main__":
+    run_tests()
