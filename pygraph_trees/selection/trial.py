@@ -10,7 +10,8 @@ is a clock's around the call; the GPU's lies between two events, of which nobody
 the GPU is idle when a replay begins, what the host does before the launch lies between them too, and is taken off; of
 an un-graphed call it cannot be, so no more than the graph's own time is believed.
 
-Where it takes too long (a backward that hardly ever comes), or another thread calls, the function is graphed.
+Where it takes too long (a backward that hardly ever comes), or a function is called by a second thread, it is graphed.
+A backward is called by a thread of autograd's, so each function has a thread of its own.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ class Contestant:
         self._run = {Way.GRAPHED: graphed, Way.UNGRAPHED: ungraphed}
         self._calls = {way: _Calls(left_out) for way, left_out in _LEFT_OUT.items()}
         self._pending: deque[tuple[Way, bool, float, Any, Any]] = deque()
+        self._thread: int | None = None
 
     def __call__(self, inputs: list[Any]) -> Any:
         way = self._trial.way_of(self)
@@ -120,6 +122,12 @@ class Contestant:
             else:
                 self._pending.append((way, idle, host_us, begin, self._watch.mark()))
         return outputs
+
+    def is_in_its_thread(self) -> bool:
+        """Whether the thread that calls is the one that called first."""
+        thread = threading.get_ident()
+        self._thread = self._thread or thread
+        return thread == self._thread
 
     def _counts(self) -> tuple[int, int]:
         recordings = self._log.recordings
@@ -174,7 +182,6 @@ class Trial:
         self._way = Way.UNGRAPHED
         self._first: Contestant | None = None  # the one whose calls begin steps
         self._steps = 0
-        self._thread: int | None = None
         self.decision: Decision | None = None
         self.is_over = False
 
@@ -188,9 +195,7 @@ class Trial:
         """The way of a function's call that is about to be made."""
         if self.is_over:
             return self._way
-        thread = threading.get_ident()
-        self._thread = self._thread or thread
-        if thread != self._thread:
+        if not contestant.is_in_its_thread():
             self._end(Way.GRAPHED, None)
             return self._way
         if self._first is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -235,6 +236,14 @@ class TestTrial(TrialTestCase):
         thread.start()
         thread.join()
         self.assertEqual((function.went, function.calls), ([Way.GRAPHED], ["u", "u", "g"]))
+
+    def test_a_backward_has_a_thread_of_its_own(self):
+        trial = Trial(Objective.LATENCY)
+        forward, backward = Function(self.world, trial), Function(self.world, trial)
+        with ThreadPoolExecutor(1) as other:
+            self.steps(30, forward, lambda x: other.submit(backward, x).result())
+        self.assertEqual((forward.went, backward.went), ([Way.GRAPHED], [Way.GRAPHED]))
+        self.assertIsNotNone(trial.decision)
 
     def test_an_error_of_the_program(self):
         trial = Trial(Objective.LATENCY)
