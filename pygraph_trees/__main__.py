@@ -1,15 +1,18 @@
-"""The command line: ``python -m pygraph_trees compare`` and ``explain``.
+"""The command line: ``python -m pygraph_trees compare``, ``explain`` and ``profiles``.
 
 ``compare`` runs a target four ways and prints times, costs and the coverage report; ``explain`` shows, without a GPU,
-how a target would be split and what each input costs. Exit status: 0, 1 where a way failed or its outputs were not
-eager's, 2 for a command that could not be carried out as given.
+how a target would be split and what each input costs; ``profiles`` lists or removes what is kept on disk of what was
+measured. Exit status: 0, 1 where a way failed or its outputs were not eager's, 2 for a command that could not be
+carried out as given.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +27,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .comparison import Measurement
+    from .selection.profiles import Profile
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,6 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_arch(explain)
     explain.set_defaults(command=_explain)
     _add_arch(compare)
+
+    profiles = commands.add_parser("profiles", help="list what was decided of functions in earlier processes")
+    profiles.add_argument("--clear", action="store_true", help="remove all of it, so that functions are measured again")
+    profiles.set_defaults(command=_profiles)
     return parser
 
 
@@ -118,6 +126,47 @@ def _explain(options: argparse.Namespace) -> int:
     program = target.resolve(options.target, torch.device("meta"))
     print(explain(program, options.arch))
     return 0
+
+
+def _profiles(options: argparse.Namespace) -> int:
+    from .coverage.text import table
+    from .selection.profiles import Profiles
+
+    profiles = Profiles.default()
+    if options.clear:
+        print(f"{_count_profiles(profiles.clear())} removed from {profiles.folder}")
+        return 0
+    found, now_s = profiles.list(), time.time()
+    if found:
+        head = ("function", "decision", "us", "against us", "for", "uses", "age")
+        rows = [_profile_row(profile, now_s) for profile in found]
+        print(table(head, rows, max(80, shutil.get_terminal_size((100, 24)).columns)) + "\n")
+    print(f"{_count_profiles(len(found))} in {profiles.folder}")
+    return 0
+
+
+def _profile_row(profile: Profile, now_s: float) -> tuple[str, ...]:
+    decision = profile.decision
+    return (
+        profile.what,
+        decision.way.value,
+        *(f"{decision.compared.step_us(way):.1f}" for way in (decision.way, decision.way.other)),
+        decision.compared.objective.value,
+        str(profile.uses),
+        _age(profile.age_s(now_s)) + (", stale" if profile.is_stale(now_s) else ""),
+    )
+
+
+def _count_profiles(count: int) -> str:
+    return f"{count} profile{'' if count == 1 else 's'}"
+
+
+def _age(seconds: float) -> str:
+    """``3 min``, ``5 h``, ``12 d``."""
+    for size, unit in ((86400, "d"), (3600, "h")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds) / 60:.0f} min"
 
 
 if __name__ == "__main__":

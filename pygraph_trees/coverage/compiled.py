@@ -11,6 +11,7 @@ without partitions.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,6 +61,7 @@ def attach(artifact: Any, graph: Any, gm: torch.fx.GraphModule) -> None:
             "partitions": [partition_to_json(p) for p in found],
             "placed": [asdict(placed) for placed in gm.meta.get(PLACED, ())],
             "why_not_placed": gm.meta.get(WHY_NOT_PLACED),
+            "code": _code(getattr(artifact, "source_code", "")),
             "rebinds_storage": any(str(node.target).startswith(_REBINDING) for node in gm.graph.nodes),
         }
         setattr(artifact, _ATTRIBUTE, known)
@@ -84,11 +86,18 @@ def put_to_use(artifact: Any, graph_kwargs: Any, *, wanted: bool, dropped: str |
         rebinds_storage=known.get("rebinds_storage", True),
         placed=tuple(Placed(**placed) for placed in known.get("placed", ())),
         why_not_placed=known.get("why_not_placed"),
+        code=known.get("code"),
     )
     with journal.compiling(log):
         yield
     log.dropped = dropped or (_why_dropped(artifact) if log.functions == 0 else None)
     journal.add_graph(log)
+
+
+def _code(source: str) -> str | None:
+    """A key of generated code, the same in each process: a comment counts what was compiled before."""
+    lines = (line for line in source.splitlines() if not line.lstrip().startswith("#"))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest() if source else None
 
 
 def _why_dropped(artifact: Any) -> str:

@@ -141,6 +141,7 @@ class GraphLog:
     functions: int = 0  # handed out for cudagraphify so far
     placed: tuple[Placed, ...] = ()
     why_not_placed: str | None = None
+    code: str | None = None  # a key of its generated code, the same in each process
 
     def record(self) -> GraphRecord:
         return GraphRecord(

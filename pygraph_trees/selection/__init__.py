@@ -10,11 +10,13 @@ import threading
 from typing import TYPE_CHECKING
 
 from .decision import Objective
+from .profiles import Kept
 from .trial import Trial
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pygraph_trees.coverage.log import FunctionLog
     from pygraph_trees.settings import Settings
 
 _trials: dict[str, tuple[object, Trial]] = {}  # the newest one of a compile id, with the graph that began it
@@ -27,7 +29,7 @@ def why_not_graphed(settings: Settings) -> str | None:
 
 
 def trial_of(
-    graph: object, compile_id: str | None, settings: Settings, *, is_backward: bool, may_change: Callable[[], bool]
+    log: FunctionLog, settings: Settings, device: int, *, is_backward: bool, may_change: Callable[[], bool]
 ) -> Trial | None:
     """The trial of a function of a compiled graph; None where functions are not chosen by measurement.
 
@@ -35,11 +37,18 @@ def trial_of(
     """
     if settings.selective != "auto":
         return None
+    graph, compile_id = log.graph, log.compile_id
     with _lock:
         known = None if compile_id is None else _trials.get(compile_id)
         if known is not None and (is_backward or (graph is not None and known[0] is graph)):
             return known[1]
-        trial = Trial(Objective(settings.objective), may_change=may_change)
+        code = None if graph is None else graph.code
+        memory = None if code is None else Kept(code, log.name, device, _what_matters(settings))
+        trial = Trial(Objective(settings.objective), may_change=may_change, memory=memory)
         if compile_id is not None:
             _trials[compile_id] = graph, trial
         return trial
+
+
+def _what_matters(settings: Settings) -> dict[str, str]:
+    return {"objective": settings.objective, "indirection": settings.indirection, "placement": settings.placement}

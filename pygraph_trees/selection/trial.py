@@ -10,6 +10,9 @@ is a clock's around the call; the GPU's lies between two events, of which nobody
 the GPU is idle when a replay begins, what the host does before the launch lies between them too, and is taken off; of
 an un-graphed call it cannot be, so no more than the graph's own time is believed.
 
+Where an earlier process measured the same graph with inputs of the same shapes, what it decided holds from the first
+call on, and nothing is measured.
+
 Where it takes too long (a backward that hardly ever comes), or a function is called by a second thread, it is graphed.
 A backward is called by a thread of autograd's, so each function has a thread of its own.
 """
@@ -20,7 +23,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +31,8 @@ from .decision import Comparison, Decision, Objective, Part, Rules, Sample, Way,
 
 if TYPE_CHECKING:
     from pygraph_trees.coverage.log import FunctionLog
+
+    from .profiles import Profile
 
     Run = Callable[[list[Any]], Any]
 
@@ -51,6 +56,16 @@ class Watch(Protocol):
 
     def us_between(self, begin: Any, end: Any) -> float | None:
         """The GPU's time from one place to another; None where it has not come by."""
+
+
+class Memory(Protocol):
+    """What is known of the graph from earlier processes."""
+
+    def find(self, inputs: Sequence[object]) -> Profile | None:
+        """What was decided, for such inputs of the function that is called first."""
+
+    def store(self, decision: Decision) -> None:
+        """Keeps what was decided for the inputs that were asked for."""
 
 
 class GpuWatch:
@@ -105,7 +120,7 @@ class Contestant:
         self._thread: int | None = None
 
     def __call__(self, inputs: list[Any]) -> Any:
-        way = self._trial.way_of(self)
+        way = self._trial.way_of(self, inputs)
         run = self._run[way]
         if self._trial.is_over:
             return run(inputs)
@@ -160,9 +175,9 @@ class Contestant:
         ungraphed = self._calls[Way.UNGRAPHED].sample(max(1, launches)).without_waits(graphed.gpu_us)
         return Part(ungraphed, graphed, kernels=last.kernels or 0, copied_bytes=last.copied_bytes)
 
-    def end(self, way: Way, decision: Decision | None) -> None:
+    def end(self, way: Way, why: str | None) -> None:
         self._pending.clear()
-        self._log.decision = None if decision is None else decision.text
+        self._log.decision = why
         self._ended(way)
 
 
@@ -174,14 +189,16 @@ class Trial:
         objective: Objective,
         *,
         may_change: Callable[[], bool] = lambda: True,
+        memory: Memory | None = None,
         rules: Rules = Rules(),  # noqa: B008
     ) -> None:
         """``may_change``: whether no forward that was graphed waits for its backward."""
-        self._objective, self._rules, self._may_change = objective, rules, may_change
+        self._objective, self._rules, self._may_change, self._memory = objective, rules, may_change, memory
         self._contestants: list[Contestant] = []
         self._way = Way.UNGRAPHED
         self._first: Contestant | None = None  # the one whose calls begin steps
         self._steps = 0
+        self._why: str | None = None  # the way that was taken in the end, in numbers
         self.decision: Decision | None = None
         self.is_over = False
 
@@ -189,20 +206,30 @@ class Trial:
         """One more function; one that comes late goes the way of the others."""
         self._contestants.append(contestant)
         if self.is_over:
-            contestant.end(self._way, self.decision)
+            contestant.end(self._way, self._why)
 
-    def way_of(self, contestant: Contestant) -> Way:
+    def way_of(self, contestant: Contestant, inputs: Sequence[object]) -> Way:
         """The way of a function's call that is about to be made."""
         if self.is_over:
             return self._way
         if not contestant.is_in_its_thread():
-            self._end(Way.GRAPHED, None)
+            self._end(Way.GRAPHED, None, None)
             return self._way
         if self._first is None:
             self._first = contestant
+            if self._recalls(inputs):
+                return self._way
         if contestant is self._first:
             self._step()
         return self._way
+
+    def _recalls(self, inputs: Sequence[object]) -> bool:
+        """Ends the trial before it begins, where it was decided by an earlier process."""
+        profile = None if self._memory is None else self._memory.find(inputs)
+        if profile is not None:
+            decision = profile.decision
+            self._end(decision.way, decision, f"{decision.text}, as measured {_ago(profile.age_s())}")
+        return profile is not None
 
     def _step(self) -> None:
         self._steps += 1
@@ -211,7 +238,7 @@ class Trial:
         wanted = self._next_way()
         if wanted is self._way or not self._may_change():
             if self._steps > _MOST_STEPS:
-                self._end(Way.GRAPHED, None)
+                self._end(Way.GRAPHED, None, None)
         elif wanted is not None:
             self._way = wanted
         else:
@@ -232,10 +259,18 @@ class Trial:
 
     def _decide(self) -> None:
         decision = decide(self._compare(), None, self._rules)
-        self._end(decision.way, decision)
+        self._end(decision.way, decision, decision.text)
+        if self._memory is not None:
+            self._memory.store(decision)
 
-    def _end(self, way: Way, decision: Decision | None) -> None:
-        self._way, self.decision, self.is_over = way, decision, True
+    def _end(self, way: Way, decision: Decision | None, why: str | None) -> None:
+        self._way, self._why, self.decision, self.is_over = way, why, decision, True
         for contestant in self._contestants:
-            contestant.end(way, decision)
-        _log.info("%s", decision.text if decision else f"{way.value}: not enough calls could be measured")
+            contestant.end(way, why)
+        _log.info("%s", why or f"{way.value}: not enough calls could be measured")
+
+
+def _ago(age_s: float) -> str:
+    """``3 days ago``."""
+    days = max(0.0, age_s) / 86400
+    return "today" if days < 1 else f"{days:.0f} day{'s' if days >= 1.5 else ''} ago"

@@ -32,11 +32,7 @@ def chooser(
     def choose(function: FunctionModel, graphed: Run) -> None:
         log = function.log
         trial = trial_of(
-            log.graph,
-            log.compile_id,
-            function.settings,
-            is_backward=is_backward,
-            may_change=lambda: not _awaits_backward(device),
+            log, function.settings, device, is_backward=is_backward, may_change=lambda: not _awaits_backward(device)
         )
         if trial is None:
             return

@@ -212,6 +212,28 @@ class TestPutToUse(TestCase):
         (graph,) = self.put(artifact, functions=1)
         self.assertEqual((graph.model, graph.partitions), ("unknown", ()))
 
+    def test_code_is_known_again(self):
+        """Whatever was compiled before it, and in another process too; other code is not."""
+        keys = []
+        attach = compiled.attach
+
+        def look(artifact, graph, gm):
+            attach(artifact, graph, gm)
+            keys.append(artifact.pygraph_coverage["code"])
+
+        one, other = (lambda x: x.sin() + 1), (lambda x: x.sin() + 2)
+        with mock.patch.object(compiled, "attach", look), config.patch({"force_disable_caches": True}):
+            for fn in (one, other, one):
+                torch.compile(fn)(torch.ones(4))
+                torch._dynamo.reset()
+        self.assertEqual(keys[0], keys[2])
+        self.assertNotEqual(keys[0], keys[1])
+        self.assertRegex(keys[0], "^[0-9a-f]{64}$")
+        artifact = self.artifact(pygraph_coverage={"model": "Net", "partitions": [], "code": "c"})
+        kwargs = {"is_backward": False, "is_inference": True, "cudagraphs": True}
+        with compiled.put_to_use(artifact, kwargs, wanted=True, dropped=None):
+            self.assertEqual(journal.graph.code, "c")
+
     def test_a_failing_description_does_not_fail_the_compilation(self):
         with self.assertLogs("pygraph_trees.coverage", "WARNING"):
             compiled.partitioned(SimpleNamespace(), [[object()]], [object()])

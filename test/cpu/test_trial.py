@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,8 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees import selection
 from pygraph_trees.coverage.log import FunctionLog, GraphLog, RecordingLog, journal
 from pygraph_trees.selection import trial as trials
-from pygraph_trees.selection.decision import Objective, Rules, Way
+from pygraph_trees.selection.decision import Comparison, Decision, Objective, Rules, Way
+from pygraph_trees.selection.profiles import Profile
 from pygraph_trees.selection.trial import Contestant, Trial
 from pygraph_trees.settings import InvalidFlag, Settings
 from pygraph_trees.trees import choice
@@ -270,14 +272,56 @@ class TestTrial(TrialTestCase):
         self.assertLessEqual("".join(function.calls).count("ug") + "".join(function.calls).count("gu"), 2)
 
 
+class TestMemory(TrialTestCase):
+    """Decisions of earlier processes."""
+
+    def memory(self, profile=None):
+        return mock.Mock(find=mock.Mock(return_value=profile))
+
+    def profile(self, way, age_s=0.0):
+        decision = Decision(way, Comparison(Objective.LATENCY, 54.0, 91.0, 2.0, 10, 1, 0))
+        return Profile("key", "Net", "GPU", time.time() - age_s, decision)
+
+    def test_nothing_is_measured(self):
+        for way in Way:
+            memory = self.memory(self.profile(way, 86400 * 2))
+            trial = Trial(Objective.LATENCY, memory=memory)
+            functions = [Function(self.world, trial), Function(self.world, trial)]
+            self.steps(4, *functions)
+            late = Function(self.world, trial)
+            for function in functions:
+                self.assertEqual(function.calls, ["g" if way is Way.GRAPHED else "u"] * 4)
+                self.assertRegex(function.log.decision, f"^{way.value}: .* as measured 2 days ago$")
+                self.assertEqual((function.went, function.log.trial_runs), ([way], 0))
+            self.assertEqual((late.went, late.log.decision), ([way], functions[0].log.decision))
+            memory.find.assert_called_once_with([0])
+            memory.store.assert_not_called()
+
+    def test_what_was_decided_is_kept(self):
+        memory = self.memory()
+        trial = Trial(Objective.LATENCY, memory=memory)
+        self.steps(40, Function(self.world, trial))
+        memory.find.assert_called_once()
+        memory.store.assert_called_once_with(trial.decision)
+
+    def test_what_was_not_measured_is_not(self):
+        memory = self.memory()
+        trial = Trial(Objective.LATENCY, memory=memory)
+        self.world.behind = True
+        self.steps(200, Function(self.world, trial))
+        self.assertTrue(trial.is_over)
+        memory.store.assert_not_called()
+
+
 class TestTrialOf(TestCase):
     AUTO = Settings("off", "auto", "auto")
 
     def of(self, graph, compile_id, settings=AUTO, *, is_backward=False):
-        return selection.trial_of(graph, compile_id, settings, is_backward=is_backward, may_change=lambda: True)
+        log = FunctionLog("Net", compile_id, "inference", 1, {}, graph=graph)
+        return selection.trial_of(log, settings, 0, is_backward=is_backward, may_change=lambda: True)
 
     def test_who_is_decided_together(self):
-        one, other = object(), object()
+        one, other = (GraphLog("Net", "7/0", "inference", ()) for _ in range(2))
         first = self.of(one, "7/0")
         self.assertIs(self.of(one, "7/0"), first)  # another partition
         self.assertIs(self.of(other, "7/0", is_backward=True), first)
@@ -287,10 +331,17 @@ class TestTrialOf(TestCase):
 
     def test_only_where_it_is_asked_for(self):
         for way in ("always", "never"):
-            self.assertIsNone(self.of(object(), "8/0", replace(self.AUTO, selective=way)))
+            self.assertIsNone(self.of(None, "8/0", replace(self.AUTO, selective=way)))
+
+    def test_what_is_kept_is_that_of_the_code(self):
+        graph = GraphLog("Net", "7/2", "inference", (), code="cabc")
+        memory = self.of(graph, "7/2")._memory
+        self.assertEqual((memory._code, memory._what), ("cabc", "Net 7/2 inference 1"))
+        self.assertEqual(memory._settings, {"objective": "latency", "indirection": "auto", "placement": "off"})
+        self.assertIsNone(self.of(GraphLog("Net", "7/3", "inference", ()), "7/3")._memory)
 
     def test_objective(self):
-        found = self.of(object(), "9/0", replace(self.AUTO, objective="throughput"))
+        found = self.of(None, "9/0", replace(self.AUTO, objective="throughput"))
         self.assertIs(found._objective, Objective.THROUGHPUT)
         from torch._inductor import config
 

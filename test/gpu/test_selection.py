@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import tempfile
 from pathlib import Path
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from indirection import Facts, IndirectionTestCase, Program, by_name, compiled, run, tensor
+from indirection import Facts, IndirectionTestCase, Program, by_name, compiled, reset, run, tensor
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 import pygraph_trees
 from pygraph_trees.selection import trial
 from pygraph_trees.selection.decision import Decision, Rules, Way
+from pygraph_trees.selection.profiles import Profiles
 
 CALLS = 40  # more than a trial takes
 
@@ -57,6 +59,8 @@ class SelectionTestCase(IndirectionTestCase):
         stack = contextlib.ExitStack()
         self.addCleanup(stack.close)
         stack.enter_context(torch._inductor.config.patch({"triton.pygraph_selective": "auto"}))
+        profiles = Profiles(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        stack.enter_context(mock.patch.object(Profiles, "default", staticmethod(lambda: profiles)))
 
     def functions(self):
         return pygraph_trees.report().functions
@@ -186,6 +190,26 @@ class TestTrials(SelectionTestCase):
             x = torch.ones(8 + number % 3, device=self.device)
             torch.compiler.cudagraph_mark_step_begin()
             self.assertEqual(graphed(x, number % 4 + 2), x * (number % 4 + 2))
+
+    def test_what_was_decided_holds_for_the_next_process(self):
+        """But for what is compiled anew: a reset stands for the other process."""
+        graphed = torch.compile(lambda x: x.sin() + 1, mode="reduce-overhead")
+        for way in (Way.UNGRAPHED, Way.GRAPHED):
+            Profiles.default().clear()
+            for number, calls in enumerate((CALLS, 5)):
+                reset()
+                torch._dynamo.reset()
+                with decided(way):
+                    for _ in range(calls):
+                        torch.compiler.cudagraph_mark_step_begin()
+                        x = torch.randn(64, device=self.device)
+                        self.assertEqual(graphed(x), x.sin() + 1)
+                (function,) = self.functions()
+                self.assertRegex(str(function.decision), f"^{way.value}: ")
+                self.assertEqual("as measured today" in function.decision, number == 1)
+            self.assertEqual(function.ungraphed_calls, 5 if way is Way.UNGRAPHED else 0)
+            (profile,) = Profiles.default().list()
+            self.assertEqual(profile.uses, 1)
 
     def test_always_measures_nothing(self):
         with torch._inductor.config.patch({"triton.pygraph_selective": "always"}):

@@ -1,0 +1,694 @@
+"""Profiles on disk: round trips, many writers and readers, damage of every kind, and the command that lists them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import io
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees import __main__ as command_line
+from pygraph_trees.selection import profiles as module
+from pygraph_trees.selection.decision import Comparison, Decision, Objective, Way
+from pygraph_trees.selection.profiles import (
+    FORMAT,
+    DamagedProfiles,
+    Kept,
+    Machine,
+    NoCacheFolder,
+    Profiles,
+    ProfilesNotKept,
+    ProfilesNotRemoved,
+    Subject,
+    describe,
+)
+
+MACHINE = Machine("NVIDIA H200", "13000", "2.11.0+cu130", "3.6.0", "0.1.0")
+SUBJECT = Subject("graph", ("float32[8, 16]",), MACHINE, {"indirection": "auto"})
+DECISION = Decision(Way.UNGRAPHED, Comparison(Objective.LATENCY, 54.25, 91.5, 2.0, 10, 1, 25_165_824), 1)
+DAY_S = 86400.0
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+fork = multiprocessing.get_context("fork")
+
+
+def subject(number: int) -> Subject:
+    return dataclasses.replace(SUBJECT, graph=f"graph {number}")
+
+
+def decision(number: int) -> Decision:
+    """One whose fields tell whether they were written together."""
+    compared = dataclasses.replace(DECISION.compared, ungraphed_us=float(number), kernels=number, calls=number)
+    return Decision(Way.GRAPHED if number % 2 else Way.UNGRAPHED, compared, number)
+
+
+def whole(found: Decision) -> bool:
+    return found == decision(found.against)
+
+
+def processes(target, arguments) -> list[int | None]:
+    """Runs ``target`` once for each of the arguments, all at once; returns their exit codes."""
+    running = [fork.Process(target=target, args=args) for args in arguments]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join(60)
+    return [process.exitcode for process in running]
+
+
+class Folder(TestCase):
+    def setUp(self):
+        super().setUp()
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.profiles = Profiles(Path(folder.name) / "cache" / "pygraph_trees")
+        self.file = self.profiles.folder / f"{SUBJECT.key}.json"
+        self.enterContext(mock.patch.object(module, "_warned", {}))
+
+    def put(self, content: bytes) -> None:
+        self.profiles.folder.mkdir(parents=True, exist_ok=True)
+        self.file.write_bytes(content)
+
+    def data(self) -> dict:
+        return json.loads(self.file.read_text())
+
+    @contextlib.contextmanager
+    def warned(self, *kinds):
+        """Exactly these warnings are given, in any thread; and again none where they were."""
+        module._warned.clear()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            yield found
+        self.assertEqual([w.category for w in found], list(kinds))
+
+
+class TestKey(TestCase):
+    def test_all_of_it_matters(self):
+        others = [
+            dataclasses.replace(SUBJECT, graph="Graph"),
+            dataclasses.replace(SUBJECT, inputs=("float32[8, 17]",)),
+            dataclasses.replace(SUBJECT, inputs=SUBJECT.inputs * 2),
+            dataclasses.replace(SUBJECT, inputs=()),
+            dataclasses.replace(SUBJECT, settings={"indirection": "off"}),
+            dataclasses.replace(SUBJECT, settings={}),
+        ]
+        for field in dataclasses.fields(Machine):
+            others.append(dataclasses.replace(SUBJECT, machine=dataclasses.replace(MACHINE, **{field.name: "x"})))
+        keys = {SUBJECT.key, *(other.key for other in others)}
+        self.assertEqual(len(keys), 1 + len(others))
+        for key in keys:
+            self.assertRegex(key, "^[0-9a-f]{64}$")
+
+    @given(st.permutations(["a", "b", "c"]))
+    def test_order_of_settings_does_not(self, names):
+        found = dataclasses.replace(SUBJECT, settings={name: name for name in names})
+        self.assertEqual(found.key, dataclasses.replace(SUBJECT, settings={"a": "a", "b": "b", "c": "c"}).key)
+
+    @given(st.text(), st.lists(st.text()), st.text(), st.lists(st.text()))
+    def test_texts_do_not_run_together(self, graph, inputs, other_graph, other_inputs):
+        one = dataclasses.replace(SUBJECT, graph=graph, inputs=tuple(inputs))
+        other = dataclasses.replace(SUBJECT, graph=other_graph, inputs=tuple(other_inputs))
+        self.assertEqual(one.key == other.key, (graph, inputs) == (other_graph, other_inputs))
+
+    def test_describe(self):
+        values = (torch.ones(8, 16), torch.tensor(1, dtype=torch.int64), torch.ones(0, dtype=torch.bool), 8, True, None)
+        found = [describe(value) for value in values]
+        self.assertEqual(found, ["float32[8, 16]", "int64[]", "bool[0]", "int 8", "bool", "NoneType"])
+
+    def test_machine(self):
+        with (
+            mock.patch.object(torch.cuda, "get_device_name", lambda device: f"GPU {device}"),
+            mock.patch.object(torch._C, "_cuda_getDriverVersion", lambda: 13000, create=True),
+        ):
+            found = Machine.current(1)
+            self.assertEqual((found.gpu, found.driver, found.torch), ("GPU 1", "13000", torch.__version__))
+            with mock.patch.dict(sys.modules, triton=None):
+                self.assertEqual(Machine.current(0).triton, "none")
+
+
+class TestRoundTrip(Folder):
+    def test_store_and_use(self):
+        with self.warned():
+            self.assertIsNone(self.profiles.use(SUBJECT.key))
+            self.assertEqual(self.profiles.list(), ())
+            self.profiles.store(SUBJECT, "net [0/0]", DECISION, now_s=1e9)
+            found = [self.profiles.use(SUBJECT.key) for _ in range(3)]
+        self.assertEqual([p.uses for p in found], [0, 1, 2])
+        first = found[0]
+        self.assertEqual(
+            (first.key, first.what, first.gpu, first.decided_s), (SUBJECT.key, "net [0/0]", MACHINE.gpu, 1e9)
+        )
+        self.assertEqual(first.decision, DECISION)
+        self.assertIsNone(self.profiles.use(subject(1).key))
+        self.assertEqual([p.uses for p in self.profiles.list()], [3])
+
+    def test_file(self):
+        self.profiles.store(SUBJECT, "net", DECISION, now_s=1e9)
+        self.profiles.use(SUBJECT.key)
+        self.assertEqual([path.name for path in self.profiles.folder.iterdir()], [self.file.name])
+        self.assertLess(self.file.stat().st_size, 1000)
+        umask = os.umask(0)
+        os.umask(umask)
+        self.assertEqual(self.file.stat().st_mode & 0o777, 0o666 & ~umask)
+        found = self.data()
+        self.assertEqual((found["format"], found["decision"]["way"]), (FORMAT, "un-graphed"))
+
+    @given(
+        st.builds(
+            Decision,
+            st.sampled_from(Way),
+            st.builds(
+                Comparison,
+                st.sampled_from(Objective),
+                *[st.floats(0, 1e15)] * 3,
+                *[st.integers(0, 2**62)] * 3,
+            ),
+            st.integers(0, 3),
+        ),
+        st.text(),
+    )
+    @settings(max_examples=50, deadline=None)
+    def test_any_decision(self, found, what):
+        with self.warned():
+            self.profiles.store(SUBJECT, what, found)
+            back = self.profiles.use(SUBJECT.key)
+        self.assertEqual(back.decision, found)
+        self.assertTrue(back.what.isprintable())
+        self.assertEqual(len(back.what), min(len(what), 200))
+
+    def test_a_new_decision_replaces_and_counts_anew(self):
+        self.profiles.store(SUBJECT, "net", DECISION)
+        self.profiles.use(SUBJECT.key)
+        self.profiles.store(SUBJECT, "net", decision(7))
+        found = self.profiles.use(SUBJECT.key)
+        self.assertEqual((found.decision, found.uses), (decision(7), 0))
+
+    def test_uses_have_an_end(self):
+        self.profiles.store(SUBJECT, "net", DECISION)
+        with open(self.file, "ab") as file:
+            file.write(b"\n" * 65536)
+        size = self.file.stat().st_size
+        with self.warned():
+            self.assertEqual(self.profiles.use(SUBJECT.key).uses, 65536)
+        self.assertEqual(self.file.stat().st_size, size)
+
+    def test_ages(self):
+        self.profiles.store(SUBJECT, "net", DECISION, now_s=100 * DAY_S)
+        found = self.profiles.use(SUBJECT.key)
+        stale = {day: found.is_stale(day * DAY_S) for day in (98.9, 99.5, 100, 101, 129.9, 130.1, 1000)}
+        self.assertEqual([day for day, is_stale in stale.items() if is_stale], [98.9, 130.1, 1000])
+        self.assertEqual(found.age_s(101 * DAY_S), DAY_S)
+        self.profiles.store(SUBJECT, "net", DECISION)
+        self.assertFalse(self.profiles.use(SUBJECT.key).is_stale())
+
+    def test_default_folder(self):
+        with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(self.profiles.folder.parent)):
+            self.assertEqual(Profiles.default(), self.profiles)
+
+    def test_many(self):
+        with self.warned():
+            for number in range(300):
+                self.profiles.store(subject(number), f"net {number}", decision(number), now_s=number)
+            found = self.profiles.list()
+            self.assertEqual([p.what for p in found], [f"net {number}" for number in reversed(range(300))])
+            self.assertTrue(all(whole(p.decision) for p in found))
+            self.assertEqual(self.profiles.clear(), 300)
+            self.assertEqual(self.profiles.list(), ())
+            self.assertEqual(self.profiles.clear(), 0)
+
+
+class TestDamage(Folder):
+    def check(self, content: bytes, why: str = "") -> None:
+        """It is no profile, one warning says so, and it can be replaced and cleared."""
+        self.put(content)
+        with self.warned(DamagedProfiles) as found:
+            self.assertIsNone(self.profiles.use(SUBJECT.key))
+            self.assertIsNone(self.profiles.use(SUBJECT.key))
+            self.assertEqual(self.profiles.list(), ())
+        text = str(found[0].message)
+        self.assertIn(str(self.profiles.folder), text)
+        self.assertIn("`python -m pygraph_trees profiles --clear`", text)
+        self.assertIn(why, text)
+        self.assertTrue(self.file.read_bytes() == content)
+        self.profiles.store(SUBJECT, "net", DECISION)
+        self.assertEqual(self.profiles.use(SUBJECT.key).decision, DECISION)
+
+    def stored(self) -> bytes:
+        self.profiles.store(SUBJECT, "net", DECISION, now_s=1e9)
+        return self.file.read_bytes()
+
+    @given(st.binary(max_size=2000))
+    @settings(max_examples=50, deadline=None)
+    def test_any_bytes(self, content):
+        self.check(content, "it is not JSON" if not content.strip() else "")
+
+    @given(st.data())
+    @settings(max_examples=50, deadline=None)
+    def test_truncated(self, data):
+        content = self.stored()
+        self.check(content[: data.draw(st.integers(0, len(content) - 1))], "it is not JSON")
+
+    @given(st.data())
+    @settings(max_examples=100, deadline=None)
+    def test_one_byte_differs(self, data):
+        content = bytearray(self.stored())
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+        self.put(bytes(content))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = self.profiles.use(SUBJECT.key)
+        self.assertTrue(found is None or (found.key == SUBJECT.key and found.decision.text))
+
+    @given(json_values)
+    @settings(max_examples=50, deadline=None)
+    def test_any_json(self, value):
+        self.check(json.dumps(value).encode())
+
+    def places(self):
+        """Each field of a file, as the object that holds it and its name."""
+        self.stored()
+        data = self.data()
+        compared = data["decision"]["compared"]
+        for inner in (data, data["decision"], compared):
+            yield from ((data, inner, name) for name in inner if name != "uses")
+
+    def test_missing_fields(self):
+        for data, inner, name in list(self.places()):
+            value = inner.pop(name)
+            self.check(json.dumps(data).encode(), "" if name == "format" else f"has no {name}")
+            inner[name] = value
+
+    def test_wrong_types_and_values(self):
+        for data, inner, name in list(self.places()):
+            value = inner[name]
+            for wrong in (None, [], {}, [value], True, -1, float("nan"), float("inf"), 10**400, "\ud800", "\x1b[2J"):
+                inner[name] = wrong
+                self.check(
+                    json.dumps(data).encode(),
+                    f"{name} has no" if wrong == {} and isinstance(value, dict) else f"{name} is no",
+                )
+            inner[name] = value
+
+    def test_another_key(self):
+        self.profiles.store(subject(1), "other", DECISION)
+        (path,) = self.profiles.folder.iterdir()
+        content = path.read_bytes()
+        path.unlink()
+        self.check(content, "it is another function's")
+
+    def test_deep_and_large(self):
+        self.check(b"[" * 100_000, "it is not JSON")
+        self.check(b'{"format": 1, "key": ' + b"[" * 900 + b"]" * 900 + b"}")
+        self.check(b" " * 200_000, "it is too large")
+        self.check(b"\n" * 200_000, "it is too large")
+        self.check(b'{"format": ' + b"9" * 5000 + b"}", "it is not JSON")
+
+    def test_a_folder_in_its_place(self):
+        self.file.mkdir(parents=True)
+        with self.warned(DamagedProfiles, ProfilesNotKept):
+            self.assertIsNone(self.profiles.use(SUBJECT.key))
+            self.profiles.store(SUBJECT, "net", DECISION)
+        self.assertEqual(list(self.profiles.folder.iterdir()), [self.file])
+        with self.assertRaisesRegex(ProfilesNotRemoved, "^1 of the files in .* could not be removed: "):
+            self.profiles.clear()
+
+    def test_a_later_version(self):
+        self.stored()
+        data = self.data()
+        data["new"] = data["decision"]["new"] = {"a": 1}
+        self.put(json.dumps(data).encode())
+        with self.warned():
+            self.assertEqual(self.profiles.use(SUBJECT.key).decision, DECISION)
+        self.put(json.dumps({"format": FORMAT + 1, "key": 3}).encode())
+        with self.warned():
+            self.assertIsNone(self.profiles.use(SUBJECT.key))
+            self.assertEqual(self.profiles.list(), ())
+
+    def test_others_are_read(self):
+        self.profiles.store(subject(1), "good", DECISION)
+        self.put(b"?")
+        with self.warned(DamagedProfiles):
+            self.assertEqual([p.what for p in self.profiles.list()], ["good"])
+        self.assertEqual(self.profiles.clear(), 2)
+
+    def test_one_warning_for_many_files_and_threads(self):
+        for number in range(20):
+            self.put(b"?")
+            self.file.rename(self.file.with_name(f"{subject(number).key}.json"))
+        start = threading.Barrier(8)
+
+        def read():
+            start.wait()
+            for number in range(20):
+                self.assertIsNone(self.profiles.use(subject(number).key))
+
+        with self.warned(DamagedProfiles):
+            threads = [threading.Thread(target=read) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+
+class TestDisk(Folder):
+    def not_kept(self, profiles: Profiles) -> str:
+        with self.warned(ProfilesNotKept) as found:
+            for _ in range(2):
+                profiles.store(SUBJECT, "net", DECISION)
+                self.assertIsNone(profiles.use(SUBJECT.key))
+            self.assertEqual(profiles.list(), ())
+            self.assertEqual(profiles.clear(), 0)
+        self.assertIn(str(profiles.folder), str(found[0].message))
+        return str(found[0].message)
+
+    def test_a_file_where_the_folder_should_be(self):
+        self.profiles.folder.parent.mkdir()
+        self.profiles.folder.write_text("")
+        self.assertIn("File exists", self.not_kept(self.profiles))
+        self.assertIn("Not a directory", self.not_kept(Profiles(self.profiles.folder / "below")))
+
+    def test_a_folder_that_cannot_be_made(self):
+        if not Path("/proc/self").exists():
+            self.skipTest("needs /proc")
+        self.not_kept(Profiles(Path("/proc/none/pygraph_trees")))
+
+    def test_read_only(self):
+        self.profiles.store(SUBJECT, "net", DECISION)
+
+        def refuse(*args, **kwargs):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        real_open = open
+
+        def read_only(path, mode="r", **kwargs):
+            return real_open(path, mode, **kwargs) if mode == "rb" else refuse()
+
+        with (
+            mock.patch.object(os, "open", refuse),
+            mock.patch("builtins.open", read_only),
+            mock.patch.object(os, "replace", refuse),
+            mock.patch.object(os, "unlink", refuse),
+        ):
+            with self.warned(ProfilesNotKept) as found:
+                self.assertEqual(self.profiles.use(SUBJECT.key).decision, DECISION)
+                self.profiles.store(SUBJECT, "net", decision(7))
+                self.assertEqual(self.profiles.use(SUBJECT.key).decision, DECISION)
+            self.assertIn("Read-only file system", str(found[0].message))
+        self.assertEqual([p.uses for p in self.profiles.list()], [0])
+
+    def as_one_who_may_not_write_everywhere(self) -> None:
+        """Root becomes someone else, whose the files are, until the test ends."""
+        if os.geteuid() != 0:
+            return
+        nobody = 65534
+        try:
+            for path in (self.file, *self.file.parents[:3]):
+                os.chown(path, nobody, -1)
+            os.seteuid(nobody)
+        except PermissionError:
+            self.skipTest("root may write everywhere, and may not become someone else")
+        self.addCleanup(os.seteuid, 0)
+
+    def test_permissions(self):
+        self.profiles.store(SUBJECT, "net", DECISION)
+        self.as_one_who_may_not_write_everywhere()
+        self.profiles.folder.chmod(0o500)
+        self.addCleanup(self.profiles.folder.chmod, 0o700)
+        with self.warned(ProfilesNotKept):
+            self.profiles.store(SUBJECT, "net", decision(7))
+            self.assertEqual(self.profiles.use(SUBJECT.key).decision, DECISION)
+        with self.assertRaisesRegex(ProfilesNotRemoved, "Permission denied"):
+            self.profiles.clear()
+        self.profiles.folder.chmod(0)
+        with self.warned(DamagedProfiles):
+            self.assertIsNone(self.profiles.use(SUBJECT.key))
+            self.assertEqual(self.profiles.list(), ())
+
+    def test_full(self):
+        self.profiles.store(SUBJECT, "net", DECISION)
+        real_open = open
+
+        def full(path, mode="r", **kwargs):
+            file = real_open(path, mode, **kwargs)
+            if "x" in mode:
+                os.dup2(os.open("/dev/full", os.O_WRONLY), file.fileno())
+            return file
+
+        if not Path("/dev/full").exists():
+            self.skipTest("needs /dev/full")
+        with mock.patch("builtins.open", full), self.warned(ProfilesNotKept) as found:
+            self.profiles.store(SUBJECT, "net", decision(7))
+            self.profiles.store(SUBJECT, "net", decision(7))
+        self.assertIn("No space left on device", str(found[0].message))
+        self.assertEqual([path.name for path in self.profiles.folder.iterdir()], [self.file.name])
+        self.assertEqual(self.profiles.use(SUBJECT.key).decision, DECISION)
+
+    def test_the_folder_goes_while_it_is_written_to(self):
+        real_open, opened = open, []
+
+        def gone(path, mode="r", **kwargs):
+            opened.append(path)
+            if len(opened) == 1:
+                self.profiles.folder.rmdir()
+            return real_open(path, mode, **kwargs)
+
+        with mock.patch("builtins.open", gone), self.warned():
+            self.profiles.store(SUBJECT, "net", DECISION)
+            self.assertEqual(self.profiles.use(SUBJECT.key).decision, DECISION)
+
+    def test_removed_between_reading_and_counting(self):
+        self.profiles.store(SUBJECT, "net", DECISION)
+        load = Profiles._load
+
+        def then_clear(profiles, path):
+            found = load(profiles, path)
+            profiles.clear()
+            return found
+
+        with mock.patch.object(Profiles, "_load", then_clear), self.warned():
+            self.assertEqual(self.profiles.use(SUBJECT.key).decision, DECISION)
+        self.assertEqual(list(self.profiles.folder.iterdir()), [])
+
+    def test_clear_takes_what_was_left_behind_and_not_what_is_written(self):
+        self.profiles.store(SUBJECT, "net", DECISION)
+        old, new = (self.file.with_suffix(f".{name}.tmp") for name in ("old", "new"))
+        old.write_text("")
+        new.write_text("")
+        os.utime(old, (0, time.time() - 7200))
+        self.assertEqual(self.profiles.clear(), 1)
+        self.assertEqual(list(self.profiles.folder.iterdir()), [new])
+
+
+def write_and_read(profiles: Profiles, process: int, end_s: float) -> None:
+    """Fails where a read profile is not what one process wrote."""
+    warnings.simplefilter("error")
+    number = process
+    while time.time() < end_s:
+        number += 10
+        profiles.store(SUBJECT, "net", decision(number))
+        found = profiles.use(SUBJECT.key)
+        assert found is not None and whole(found.decision), found
+        assert all(whole(p.decision) for p in profiles.list())
+
+
+def write(profiles: Profiles, process: int, end_s: float) -> None:
+    warnings.simplefilter("error")
+    number = process
+    while time.time() < end_s:
+        number += 10
+        profiles.store(subject(number % 40), "net", decision(number))
+        found = profiles.use(subject(number % 40).key)
+        assert found is None or whole(found.decision), found
+
+
+def clear(profiles: Profiles, process: int, end_s: float) -> None:
+    warnings.simplefilter("error")
+    while time.time() < end_s:
+        profiles.clear()
+        assert all(whole(p.decision) for p in profiles.list())
+
+
+def use(profiles: Profiles, times: int) -> None:
+    for _ in range(times):
+        assert profiles.use(SUBJECT.key) is not None
+
+
+class TestKept(Folder):
+    """What a trial asks for, and gives."""
+
+    def setUp(self):
+        super().setUp()
+        self.enterContext(mock.patch.object(Profiles, "default", staticmethod(lambda: self.profiles)))
+        self.enterContext(mock.patch.object(Machine, "current", staticmethod(lambda device: MACHINE)))
+
+    def kept(self, code="cabc", **settings):
+        return Kept(code, "Net", 0, settings)
+
+    def test_for_the_next_process(self):
+        first, inputs = self.kept(), [torch.ones(2, 3), 4]
+        self.assertIsNone(first.find(inputs))
+        first.store(DECISION)
+        found = self.kept().find(inputs)
+        self.assertEqual((found.decision, found.what), (DECISION, "Net"))
+        (listed,) = self.profiles.list()
+        self.assertEqual(listed.uses, 1)
+        for other, given in (
+            (self.kept("cabd"), inputs),
+            (self.kept(objective="throughput"), inputs),
+            (self.kept(), [torch.ones(3, 2), 4]),
+            (self.kept(), [torch.ones(2, 3), 5]),
+        ):
+            self.assertIsNone(other.find(given))
+
+    def test_old_ones_are_measured_again(self):
+        first = self.kept()
+        self.assertIsNone(first.find([]))
+        self.profiles.store(first._subject, "Net", DECISION, time.time() - 31 * DAY_S)
+        again = self.kept()
+        self.assertIsNone(again.find([]))
+        again.store(decision(1))
+        self.assertEqual(self.kept().find([]).decision, decision(1))
+
+    def test_without_a_folder(self):
+        def fail():
+            raise NoCacheFolder(folder="/nowhere", why="no space")
+
+        with mock.patch.object(Profiles, "default", staticmethod(fail)):
+            kept = self.kept()
+            self.assertIsNone(kept.find([]))
+            kept.store(DECISION)
+        self.assertEqual(self.profiles.list(), ())
+
+    def test_not_asked_for(self):
+        self.kept().store(DECISION)
+        self.assertEqual(self.profiles.list(), ())
+
+
+class TestTogether(Folder):
+    def test_one_key(self):
+        end_s = time.time() + 1.5
+        self.assertEqual(processes(write_and_read, [(self.profiles, p, end_s) for p in range(4)]), [0] * 4)
+        self.assertEqual([path.name for path in self.profiles.folder.iterdir()], [self.file.name])
+        self.assertTrue(whole(self.profiles.use(SUBJECT.key).decision))
+
+    def test_threads(self):
+        failures = []
+
+        def work(process):
+            try:
+                write_and_read(self.profiles, process, time.time() + 0.5)
+            except BaseException as error:
+                failures.append(error)
+
+        with warnings.catch_warnings():
+            threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        self.assertEqual(failures, [])
+
+    def test_clear_while_others_write(self):
+        end_s = time.time() + 1.5
+        running = [fork.Process(target=clear, args=(self.profiles, 0, end_s))]
+        running += [fork.Process(target=write, args=(self.profiles, p, end_s)) for p in range(3)]
+        for process in running:
+            process.start()
+        for process in running:
+            process.join(60)
+        self.assertEqual([process.exitcode for process in running], [0] * 4)
+        self.profiles.clear()
+        self.assertEqual(list(self.profiles.folder.iterdir()), [])
+
+    def test_every_use_is_counted(self):
+        self.profiles.store(SUBJECT, "net", DECISION)
+        self.assertEqual(processes(use, [(self.profiles, 100)] * 4), [0] * 4)
+        self.assertEqual([p.uses for p in self.profiles.list()], [400])
+
+
+class TestCommand(Folder):
+    def run_command(self, *argv):
+        out, err = io.StringIO(), io.StringIO()
+        environment = mock.patch.dict(
+            os.environ, TORCHINDUCTOR_CACHE_DIR=str(self.profiles.folder.parent), COLUMNS="100", LINES="24"
+        )
+        with environment, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = command_line.main(["profiles", *argv])
+        return status, out.getvalue().replace(str(self.profiles.folder), "FOLDER"), err.getvalue()
+
+    def test_none(self):
+        self.assertEqual(self.run_command(), (0, "0 profiles in FOLDER\n", ""))
+        self.assertEqual(self.run_command("--clear"), (0, "0 profiles removed from FOLDER\n", ""))
+
+    def test_table(self):
+        now_s = time.time()
+        self.profiles.store(SUBJECT, "eos [0/0], inference", DECISION, now_s - 90)
+        self.profiles.use(SUBJECT.key)
+        compared = Comparison(Objective.THROUGHPUT, 29012.0, 28577.04, 870.0, 20, 1314, 0)
+        text = "BertForMaskedLM [0/0], backward, partition 1 of 2"
+        self.profiles.store(subject(1), text, Decision(Way.GRAPHED, compared), now_s - 5 * 3600)
+        self.profiles.store(subject(2), "mlp [1/0], inference", decision(3), now_s - 41 * DAY_S)
+        status, out, err = self.run_command()
+        self.assertEqual((status, err), (0, ""))
+        self.assertExpectedInline(
+            out,
+            """\
+function                                decision       us  against us         for  uses          age
+eos [0/0], inference                  un-graphed     54.2        91.5     latency     1        2 min
+BertForMaskedLM [0/0], backward, p..     graphed  28577.0     29012.0  throughput     0          5 h
+mlp [1/0], inference                     graphed     91.5         3.0     latency     0  41 d, stale
+
+3 profiles in FOLDER
+""",
+        )
+        self.assertLessEqual(max(map(len, out.splitlines())), 100)
+
+    def test_clear(self):
+        self.profiles.store(SUBJECT, "net", DECISION)
+        self.assertEqual(self.run_command("--clear"), (0, "1 profile removed from FOLDER\n", ""))
+        self.assertEqual(self.profiles.list(), ())
+        self.put(b"?")
+        with self.warned(DamagedProfiles):
+            self.assertEqual(self.run_command(), (0, "0 profiles in FOLDER\n", ""))
+        self.assertEqual(self.run_command("--clear"), (0, "1 profile removed from FOLDER\n", ""))
+        self.file.mkdir()
+        status, out, err = self.run_command("--clear")
+        self.assertEqual((status, out), (2, ""))
+        self.assertRegex(err, "^error: 1 of the files in .* could not be removed: ")
+
+    def test_no_cache(self):
+        self.profiles.folder.parent.write_text("")
+        status, out, err = self.run_command()
+        self.assertEqual((status, out), (2, ""))
+        self.assertRegex(err, "^error: Inductor's cache, .*/cache, cannot be made: .*TORCHINDUCTOR_CACHE_DIR")
+        with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(self.profiles.folder.parent)):
+            self.assertRaises(NoCacheFolder, Profiles.default)
+
+    def test_ages(self):
+        for seconds, text in ((-5, "0 min"), (90, "2 min"), (7199, "120 min"), (7200, "2 h"), (10 * DAY_S, "10 d")):
+            self.assertEqual(command_line._age(seconds), text)
+
+
+if __name__ == "__main__":
+    run_tests()
