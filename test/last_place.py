@@ -20,7 +20,7 @@ EQUAL: dict[str, Function] = {
     "reciprocal": torch.reciprocal,
     "square": torch.square,
     "clamp": lambda v: v.clamp(-0.1, 0.1),
-    "rectified": torch.relu,
+    "negated": lambda v: 1 / -v,  # a zero's sign as well
     "ceiling": torch.ceil,
     "floor": torch.floor,
     "truncated": torch.trunc,
@@ -30,6 +30,11 @@ EQUAL: dict[str, Function] = {
     "of integers": lambda v: torch.arange(COUNT) * 0.1 + v,
     "of booleans": lambda v: (v > 0) * 0.1,
     "several": lambda v: (v * v - v.flip(0)) / (v.abs() + 1e-5),
+    "of half precision": lambda v: v.half().float(),
+    "of brain's": lambda v: v.bfloat16().float(),
+    "compared in half precision": lambda v: (v.half() > 0.1).float(),
+    "compared in brain's": lambda v: (v.bfloat16() >= 0.1).float() - v.bfloat16().abs().float(),
+    "of double precision, halved": lambda v: v.double().half().float(),
 }
 # The same, or the next number to it.
 NEXT: dict[str, Function] = {
@@ -62,6 +67,8 @@ STAYS: dict[str, Function] = {
     "compared": lambda v: (v.exp() > 1.0).float(),
     "double precision": lambda v: v.double() * 0.1,
     "half precision": lambda v: v.bfloat16() * 0.1,
+    "rectified": torch.relu,  # of two zeros the CPU gives the one with the sign
+    "clamped at zero": lambda v: v.clamp(min=0),
     "sigmoid": torch.sigmoid,
     "a sum": lambda v: v.cumsum(0),
     "an integer of it": lambda v: v.long(),
@@ -71,7 +78,7 @@ STAYS: dict[str, Function] = {
 
 
 def numbers() -> torch.Tensor:
-    """Large, small and in between, of both signs; no two of them zero."""
+    """Large, small and in between, of both signs, both zeros among them, never side by side nor opposite."""
     draw = torch.Generator().manual_seed(0)
     quarter = COUNT // 4
     return torch.cat(
@@ -79,7 +86,8 @@ def numbers() -> torch.Tensor:
             torch.linspace(-20, 20, quarter),
             torch.randn(quarter, generator=draw),
             torch.randn(quarter, generator=draw) * 1e-4,
-            torch.exp(torch.randn(quarter, generator=draw) * 10),
+            torch.exp(torch.randn(quarter - 2, generator=draw) * 10),
+            torch.tensor([0.0, -0.0]),
         ]
     )[torch.randperm(COUNT, generator=draw)]
 

@@ -14,19 +14,23 @@ GPU = "cuda"
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor of some size, on the GPU or the CPU; integers are below ``below``."""
+    """A tensor of some size, on the GPU or the CPU; integers are below ``below``, ``columns`` those of a wider one."""
 
     size: tuple[int, ...] = (64,)
     where: str = "gpu"
     below: int | None = None
+    columns: bool = False
 
     def make(self, device: Any, seed: int) -> torch.Tensor:
         """``device`` stands for the GPU: "meta" will do."""
         generator = torch.Generator().manual_seed(seed)
+        size = (*self.size[:-1], 2 * self.size[-1]) if self.columns else self.size
         if self.below is None:
-            made = torch.rand(self.size, generator=generator)
+            made = torch.rand(size, generator=generator)
         else:
-            made = torch.randint(0, self.below, self.size, generator=generator)
+            made = torch.randint(0, self.below, size, generator=generator)
+        if self.columns:
+            made = made[..., : self.size[-1]]
         return made if self.where == "cpu" else made.to(device)
 
 
@@ -80,6 +84,25 @@ def _last(x, ids):
     return x * torch.zeros(64).index_put((ids,), torch.arange(16.0)).to(GPU)
 
 
+def _swap(x, y):
+    kept = x.cpu()
+    x.copy_(y)
+    y.copy_(kept.to(GPU))
+    return x.sin()
+
+
+def _old(x, y):
+    kept = x.cpu().view(8, 8)
+    x.add_(y)
+    y.copy_(kept.to(GPU).view(64))
+    return y + 1
+
+
+def _columns(x, table):
+    ordered = table.sort(0).values
+    return x[ordered[:, 0]] - x[ordered[:, 1]], ordered.to(GPU)
+
+
 def _relative(x):
     position = torch.arange(16)[:, None] - torch.arange(16)
     bucket = position.abs().clamp(max=7)
@@ -87,6 +110,9 @@ def _relative(x):
 
 
 OUTSIDE = (1, 1)
+WIDE = Input((128, 256), where="cpu", columns=True)  # its rows are not side by side
+TABLE_OF_IDS = Input((64, 256), where="cpu", below=64)
+ROW = Input((256,))
 PROGRAMS = [
     Mixed("literal", "index", lambda x: x.view(8, 8)[:, torch.tensor([0, 3, 5])] * 2, (X,)),
     Mixed("literal", "list", lambda x: x.view(8, 8)[:, [0, 3, 5, 1, 2, 6, 7, 4, 0, 1]] * 2, (X,)),
@@ -114,6 +140,23 @@ PROGRAMS = [
     Mixed("input", "mask", lambda x, i: x.where((i > 3).to(GPU)[:, None], 0.0), (Input((16, 4)), IDS)),
     Mixed("input", "math before the copy", lambda x, v: x * (v * 2 + 1).exp().to(GPU), (X, V), exact=OUTSIDE),
     Mixed("input", "integers before the copy", lambda x, i: x[(i * 2 % 7).to(GPU)] + 1, (X, IDS)),
+    Mixed("input", "row of a large one", lambda x, v: x * v[3].to(GPU), (ROW, Input((128, 256), where="cpu"))),
+    Mixed("input", "row of columns", lambda x, v: x * v[3].to(GPU), (ROW, WIDE), OUTSIDE),
+    Mixed("input", "number of columns", lambda x, v: x * v[3, 4], (ROW, WIDE), OUTSIDE),
+    Mixed("input", "column", lambda x, i: x[i[:, 0]] * 2, (X, TABLE_OF_IDS), OUTSIDE),
+    Mixed("input", "column and all", lambda x, i: (x[i[:, 0]], i.to(GPU).sum()), (X, TABLE_OF_IDS), OUTSIDE),
+    Mixed("input", "columns of a computed one", _columns, (X, Input((64, 2), where="cpu", below=64)), OUTSIDE),
+    Mixed(
+        "input",
+        "row of a computed one",
+        lambda x, v: x * v.lgamma()[3].to(GPU),
+        (
+            Input((1025,)),
+            Input((64, 1025), where="cpu"),
+        ),
+        OUTSIDE,
+    ),
+    Mixed("input", "to half precision", lambda x, v: x * v.to(torch.bfloat16).to(GPU).float(), (X, V), rounds=False),
     Mixed("number", "as it is", lambda x, s: x.sin() * s + x, (X, NUMBER)),
     Mixed("number", "computed with", lambda x, s: x.sin() * (s + 1).sqrt(), (X, NUMBER), exact=OUTSIDE),
     Mixed("number", "one element", lambda x, s: x.sin() * s.to(GPU) + x, (X, Input((1,), where="cpu"))),
@@ -125,6 +168,8 @@ PROGRAMS = [
     Mixed("round trip", "with math", lambda x: ((x.sin().cpu() + 1).to(GPU) * 2).cos(), (X,), exact=(2, 1)),
     Mixed("round trip", "another type", lambda x: (x.sin().cpu().double().to(GPU) * 2).cos(), (X,)),
     Mixed("round trip", "returned", lambda x: (x, x.cpu().to(GPU), x + 1), (X,)),
+    Mixed("round trip", "between two that are written to", _swap, (X, X)),
+    Mixed("round trip", "of what is written to", _old, (X, X)),
     Mixed("returned", "constructor", lambda x: (x + torch.arange(64).to(GPU), torch.arange(64)), (X,), OUTSIDE),
     Mixed("returned", "computed of one", lambda x: (x + 1, torch.arange(64) * 2 + 1), (X,), OUTSIDE),
     Mixed("returned", "computed of an input", lambda x, v: (x * v.to(GPU), v + 1), (X, V), OUTSIDE),

@@ -170,7 +170,7 @@ class LiveInputs:
             ]
             in_memory = [_held_item(index, tensor) for index, (tensor, _) in held.items()]
             self._staged = dict(staged or {})
-            self._staging = Staging(list(self._staged.values())) if staged else None
+            self._staging = Staging(list(self._staged.values()), device) if staged else None
         except BaseException:
             _give_back(self._ghosts.close)
             raise

@@ -36,13 +36,20 @@ class Staging:
 
     is_fixed = False  # whether the graph reads the first buffer at each launch
 
-    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
-        """``inputs``: of the call that is recorded, on the CPU; their values are in the first buffer."""
+    def __init__(self, inputs: Sequence[torch.Tensor], device: int | None = None) -> None:
+        """
+        Args:
+            inputs: of the call that is recorded, on the CPU; their values are in the first buffer.
+            device: whose current stream reads them; torch's current one where it is not given.
+        """
+        self._device = device
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
         self._most = max(2, min(MOST_BUFFERS, _MOST_NBYTES // max(1, nbytes)))
         self._next = _buffer_like(inputs)
         self.stand_ins = self._next.memories  # what is recorded; they are a buffer like all others afterwards
         self._buffers = [self._next]
+        if _are_pinned(inputs):
+            torch.cuda.synchronize(device)
         self._write(inputs)
         # torch hands pinned memory on at once where it does not know who reads it.
         weakref.finalize(self, _wait_for, self._buffers).atexit = False
@@ -58,12 +65,17 @@ class Staging:
         return self._next.addresses
 
     def put(self, values: Sequence[torch.Tensor]) -> list[int]:
-        """Writes the inputs of a call; gives their addresses. Until :meth:`launched` they may be written over."""
+        """Writes the inputs of a call; gives their addresses. Until :meth:`launched` they may be written over.
+
+        For pinned memory the GPU is waited for.
+        """
         if self.is_fixed:
             if self._next.read is not None:
                 self._next.read.synchronize()
         else:
             self._next = self._free()
+        if _are_pinned(values):
+            torch.cuda.current_stream(self._device).synchronize()
         self._write(values)
         return self._next.addresses
 
@@ -92,6 +104,11 @@ class Staging:
                 ctypes.memmove(memory.data_ptr(), value.data_ptr(), value.nbytes)
             else:
                 memory.copy_(value.detach() if value.requires_grad else value)
+
+
+def _are_pinned(values: Sequence[torch.Tensor]) -> bool:
+    """Whether the GPU may be about to write to one: the program's own copy comes behind that, in its stream."""
+    return any(value.is_pinned() for value in values)
 
 
 def _are_alike(memory: torch.Tensor, value: torch.Tensor) -> bool:

@@ -15,11 +15,16 @@ from torch._guards import detect_fake_mode
 from torch.utils._pytree import tree_map
 
 from .nodes import (
+    HALVES,
     aten,
     computes_in_double,
     cpu_inputs,
     factors_of,
+    half_of,
+    is_a_whole,
+    is_conversion,
     is_copy_between_devices,
+    is_negation,
     is_on_cpu,
     is_on_gpu,
     is_view,
@@ -29,7 +34,7 @@ from .nodes import (
     tensors_of,
 )
 from .plan import MOST_STAGED_NBYTES, How, Move, Placed, Plan, needs, stay
-from .product import lower_rounded_product, rounded_product
+from .rounding import lower_rounding, rounded_product, rounded_to
 from .staging import staged
 
 # What is made of numbers alone is computed in its own type where it is larger, as upstream does.
@@ -52,7 +57,7 @@ def place(graph: fx.Graph, *, exact: bool = False, stages: bool = True, placed: 
         return placed
     if torch.device("cpu") not in devices:
         return placed
-    lower_rounded_product()
+    lower_rounding()
     _Rewriting(graph, gpus.pop(), Plan(graph, exact=exact), placed, stages).run()
     return placed
 
@@ -91,8 +96,8 @@ class _Rewriting:
             return
         with self._graph.inserting_before(copy):
             if wanted.dtype != there.meta["val"].dtype:
-                there = self._call(prims.convert_element_type.default, (there, wanted.dtype), copy)
-            elif _may_be_returned(copy):
+                there = self._converted(there, wanted.dtype, copy)
+            elif _is_written_to_or_returned(copy):
                 there = self._call(aten.clone.default, (there,), copy)  # a copy is nobody else's memory
         copy.replace_all_uses_with(there)
         self._graph.erase_node(copy)
@@ -133,8 +138,12 @@ class _Rewriting:
         if self._anchor is None:
             with self._graph.inserting_after(_behind_inputs(next(iter(self._graph.nodes)))):
                 self._anchor = self._call(aten.empty.memory_format, ([0],), node, {"device": self._gpu})
-        with self._graph.inserting_after(max(self._anchor, node)):
-            return self._call(staged, (self._anchor, node), node)
+        host = node
+        if not is_a_whole(node):
+            with self._graph.inserting_after(node):
+                host = self._call(aten.clone.default, (node,), node)
+        with self._graph.inserting_after(max(self._anchor, host)):
+            return self._call(staged, (self._anchor, host), node)
 
     def _why_not_staged(self, node: fx.Node) -> str | None:
         if not self._stages:
@@ -149,12 +158,20 @@ class _Rewriting:
             kwargs |= {"device": self._gpu}
         if kwargs.get("pin_memory"):
             kwargs |= {"pin_memory": False}
+        value = node.meta["val"]
         in_double = computes_in_double(node)
         if node in self._plan.of_numbers and nbytes_of(node) > _MOST_IN_DOUBLE_NBYTES:
             in_double = False
         behind = max([node, *(self._there[source] for source in cpu_inputs(node))])
         with self._graph.inserting_before(behind.next):
+            if is_conversion(node) and value.dtype in HALVES:
+                return self._converted(args[0], value.dtype, node)
+            if is_negation(node):
+                return self._call(aten.mul.Tensor, (args[0], -1.0), node)
             if not in_double:
+                half = half_of(node)
+                if half is not None:
+                    args, kwargs = tree_map(lambda arg: _rounded(arg, half), (args, kwargs))
                 return self._call(node.target, args, node, kwargs)
             args, kwargs = tree_map(lambda value: self._in_double(value, node), (args, kwargs))
             factors = factors_of(node, args)
@@ -172,14 +189,17 @@ class _Rewriting:
     def _in_double(self, value: Any, like: fx.Node) -> Any:
         """An argument: what the CPU computes with, in double precision."""
         if isinstance(value, float):
-            return torch.tensor(value, dtype=torch.float32).item()
+            return _rounded(value, torch.float32)
         if not isinstance(value, fx.Node) or not isinstance(value.meta["val"], torch.Tensor):
             return value
         return self._converted(self._converted(value, torch.float32, like), torch.float64, like)
 
     def _converted(self, node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
-        if node.meta["val"].dtype == dtype:
+        given = node.meta["val"].dtype
+        if given == dtype:
             return node
+        if dtype in HALVES:  # a CPU converts everything to single precision on the way
+            return self._call(rounded_to, (self._converted(node, torch.float32, like), dtype), like)
         return self._call(prims.convert_element_type.default, (node, dtype), like)
 
     def _call(self, target: Any, args: Any, like: fx.Node, kwargs: Any = None) -> fx.Node:
@@ -192,6 +212,11 @@ class _Rewriting:
         return node
 
 
+def _rounded(value: Any, dtype: torch.dtype) -> Any:
+    """An argument, as a tensor of that type would hold it."""
+    return torch.tensor(value, dtype=dtype).item() if isinstance(value, float) else value
+
+
 def _may_be_late(node: fx.Node) -> bool:
     """Whether the program asks of all copies of it that nobody waits for them."""
     return all(is_copy_between_devices(user) and _is_non_blocking(user) for user in node.users)
@@ -202,17 +227,25 @@ def _is_non_blocking(copy: fx.Node) -> bool:
     return bool(copy.kwargs.get("non_blocking", given))
 
 
-def _may_be_returned(node: fx.Node) -> bool:
-    """Whether its memory may be an output's: through views."""
+def _is_written_to_or_returned(node: fx.Node) -> bool:
+    """Whether its memory may be an output's, or is given to what writes to a tensor: through views.
+
+    What is written to may be where its own values came from.
+    """
     todo, seen = [node], {node}
     while todo:
         for user in todo.pop().users:
-            if user.op == "output":
+            if user.op == "output" or _writes(user):
                 return True
             if user not in seen and is_view(user):
                 seen.add(user)
                 todo.append(user)
     return False
+
+
+def _writes(node: fx.Node) -> bool:
+    target = node.target
+    return not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable
 
 
 def _behind_inputs(node: fx.Node) -> fx.Node:

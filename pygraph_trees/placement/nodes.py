@@ -47,9 +47,8 @@ _COMPARES = frozenset(
 # What IEEE 754 says to the bit, for numbers of single precision that are computed with in double precision and rounded.
 _COMPUTES = frozenset(
     {
-        aten.add, aten.sub, aten.mul, aten.div, aten.reciprocal, aten.square, aten.fmod, aten.relu,
-        aten.clamp, aten.clamp_min, aten.clamp_max, aten.ceil, aten.floor, aten.trunc, aten.round, aten.sign,
-        aten.copysign,
+        aten.add, aten.sub, aten.mul, aten.div, aten.reciprocal, aten.square, aten.fmod, aten.clamp,
+        aten.clamp_min, aten.clamp_max, aten.ceil, aten.floor, aten.trunc, aten.round, aten.sign, aten.copysign,
     }
 )  # fmt: skip
 # The same with double precision's own error, which may be the last place of what the CPU finds in single precision.
@@ -75,6 +74,15 @@ _REDUCES = frozenset(
 )  # fmt: skip
 _DIVIDES = frozenset({aten.div, aten.floor_divide, aten.remainder, aten.fmod})
 _TYPES = frozenset({aten._to_copy, prims.convert_element_type})  # and perhaps to another device
+_CLAMPS = frozenset({aten.clamp, aten.clamp_min, aten.clamp_max})
+# Their numbers are taken in the type of their tensors.
+_TAKE_NUMBERS = frozenset(
+    {
+        aten.full, aten.full_like, aten.new_full, aten.scalar_tensor, aten.masked_fill, aten.where,
+        aten.constant_pad_nd, aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge,
+    }
+)  # fmt: skip
+HALVES = frozenset({torch.float16, torch.bfloat16})
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
@@ -199,6 +207,8 @@ def computes_in_double(node: fx.Node) -> bool:
         return False
     if "rounding_mode" in node.kwargs or node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("decimals"):
         return False
+    if target.overloadpacket in _CLAMPS and not _clamps_beside_zero(node):
+        return False
     for arg in pytree.tree_leaves((node.args, node.kwargs)):
         if isinstance(arg, fx.Node):
             if isinstance(arg.meta.get("val"), torch.SymFloat):
@@ -206,6 +216,34 @@ def computes_in_double(node: fx.Node) -> bool:
         elif not (arg is None or isinstance(arg, float) or (isinstance(arg, int) and abs(arg) <= 1 << 24)):
             return False
     return {t.dtype for t in tensors_of(node)} == {torch.float32} and {t.dtype for t in _tensors_given(node)} <= _SINGLE
+
+
+def _clamps_beside_zero(node: fx.Node) -> bool:
+    """Whether no bound is zero: which of two zeros comes out, the CPU's or the one with the other sign, differs."""
+    bounds = [bound for bound in (*node.args[1:], *node.kwargs.values()) if bound is not None]
+    return all(isinstance(bound, (int, float)) and bound != 0 for bound in bounds)
+
+
+def is_conversion(node: fx.Node) -> bool:
+    """Whether it gives its input's elements in another type."""
+    target: Any = node.target
+    return target.overloadpacket in _TYPES and [t.dtype for t in _tensors_given(node)] != [
+        t.dtype for t in tensors_of(node)
+    ]
+
+
+def is_negation(node: fx.Node) -> bool:
+    """Whether it turns the signs of floating-point numbers: a GPU's compiler makes that ``0 - x``, and -0.0 is lost."""
+    return node.target is aten.neg.default and node.meta["val"].is_floating_point()
+
+
+def half_of(node: fx.Node) -> torch.dtype | None:
+    """The type of half precision in which it takes numbers that it is given, None where there is none."""
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.overloadpacket not in _TAKE_NUMBERS:
+        return None
+    types = {tensor.dtype for tensor in [*_tensors_given(node), *tensors_of(node)] if tensor.is_floating_point()}
+    return types.pop() if len(types) == 1 and types <= HALVES else None
 
 
 def factors_of(node: fx.Node, args: Sequence[Any]) -> tuple[Any, Any] | None:
@@ -247,6 +285,8 @@ def _converts_alike(node: fx.Node) -> bool:
     """All round alike; what does not fit into an integer is another number on each device."""
     types = {tensor.dtype for tensor in [*_tensors_given(node), *tensors_of(node)]}
     to_integer = all(_is_integral(t) and t.dtype != torch.bool for t in tensors_of(node))
+    if node.kwargs.get("memory_format") not in (None, torch.preserve_format):
+        return False
     return types <= _NUMBERS and (not to_integer or all(_is_integral(t) for t in _tensors_given(node)))
 
 
@@ -262,7 +302,7 @@ def _writes_one_number(node: fx.Node) -> bool:
 
 def _may_divide_by_zero(node: fx.Node) -> bool:
     target: Any = node.target
-    if target.overloadpacket not in _DIVIDES or not isinstance(node.args[1], fx.Node):
+    if target.overloadpacket not in _DIVIDES or not (isinstance(node.args[1], fx.Node) or node.args[1] == 0):
         return False
     return all(_is_integral(tensor) for tensor in tensors_of(node))  # a quotient that is a fraction is infinite
 
@@ -323,3 +363,38 @@ def is_view(node: fx.Node) -> bool:
         aten.reshape.default,
         aten.contiguous.default,
     )
+
+
+def is_a_whole(node: fx.Node) -> bool:
+    """Whether memory of its elements alone can stand for its value: it is no view, or one without gaps of an input.
+
+    The code that is generated finds a view in the memory of what it is a view of, by that one's strides. They are not
+    those of what stands for it where it has gaps, and Inductor may leave gaps in what the CPU computes.
+    """
+    current = node
+    while _shows_another(current):
+        sources = [source for source in current.all_input_nodes if tensors_of(source)]
+        if len(sources) != 1 or not all(_is_dense(t) for n in (current, *sources) for t in tensors_of(n)):
+            return False
+        current = sources[0]
+    return current is node or current.op == "placeholder"
+
+
+def _shows_another(node: fx.Node) -> bool:
+    """Whether it is a view; one of several values is where they are."""
+    if is_view(node) and not isinstance(node.target, torch._ops.OpOverload) and len(node.all_input_nodes) == 1:
+        return is_view(node.all_input_nodes[0])
+    return is_view(node)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie side by side, each once, in some order; not where that depends on a size."""
+    dims = [*zip(tensor.stride(), tensor.shape, strict=True)]
+    if not all(isinstance(number, int) for dim in dims for number in dim):
+        return False
+    expected = 1
+    for stride, size in sorted(dim for dim in dims if dim[1] != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import re
 import sys
 import unittest
 from pathlib import Path
@@ -175,6 +176,41 @@ class TestLowered(TestCase):
             graph, found = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
             self.assertEqual(found, (1, 0))
             self.assertIn("libdevice.mul_rn", graph.source_code)
+
+    def test_half_precision_is_rounded_to(self):
+        """And not kept as it was, within a kernel."""
+        for dtype, name in ((torch.float16, "float16"), (torch.bfloat16, "bfloat16")):
+            for function in (
+                lambda v: v.to(dtype).float().to("cuda"),  # noqa: B023
+                lambda v: (v.to(dtype) > 0.1).to("cuda"),  # noqa: B023
+            ):
+                program = lambda x, v: x + function(v)  # noqa: B023, E731
+                graph, found = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
+                self.assertEqual(found, (1, 0))
+                self.assertIn(f".to(tl.{name})", graph.source_code)
+
+    def test_zeros_keep_their_sign(self):
+        program = lambda x, v: torch.copysign(x, (-v).to("cuda"))  # noqa: E731
+        graph, _ = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
+        self.assertRegex(graph.source_code, r"-1\.0")
+
+    def test_what_is_staged_can_stand_for_it(self):
+        """The graph is given memory of its elements alone, in which the code finds no view by other strides."""
+        rows, wide = torch.rand(128, 256), torch.rand(128, 512)[:, :256]
+        for function, value, view in (
+            (lambda v: v[3].to("cuda"), rows, True),
+            (lambda v: v.t()[:, 3].to("cuda"), rows, True),
+            (lambda v: v[3].to("cuda"), wide, False),
+            (lambda v: v[3, 4], wide, False),
+            (lambda v: v[1, 3].to("cuda"), rows.expand(2, 128, 256), False),
+            (lambda v: v.lgamma()[3].to("cuda"), rows, False),
+            (lambda v: v.sort(0).values[3].to("cuda"), rows, False),
+            (lambda v: v.split(64)[1].view(-1)[:256].to("cuda"), rows, True),
+        ):
+            program = lambda x, v: x * function(v)  # noqa: B023, E731
+            graph, _ = self.partitions(program, (torch.empty(256, device="meta"), value), "full")
+            (host,) = re.findall(r"pygraph_trees\.staged\.default\(buf\d+, (.*)\)", graph.source_code)
+            self.assertRegex(host, r"^reinterpret_tensor\(arg" if view else r"^buf\d+$")
 
     def test_nothing_is_staged_in_branches_and_loops(self):
         """What is copied there is in no node of the graph that could be given an address."""

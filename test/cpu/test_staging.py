@@ -127,6 +127,23 @@ class TestBuffers(StagingTestCase):
 
         check()
 
+    def test_pinned_memory_is_read_behind_what_writes_to_it(self):
+        """A copy to it that the GPU has not made yet is one that the program's copy comes behind."""
+        stream = mock.Mock()
+        for pinned in (False, True):
+            with (
+                mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: pinned),  # noqa: B023
+                mock.patch.object(torch.cuda, "current_stream", lambda device: stream),
+                mock.patch.object(torch.cuda, "synchronize") as synchronize,
+            ):
+                value = torch.zeros(4)
+                synchronize.side_effect = stream.synchronize.side_effect = lambda *_: value.add_(1)  # noqa: B023
+                buffers = Staging([value], 0)
+                self.assertEqual(buffers.stand_ins[0].tolist(), [float(pinned)] * 4)
+                buffers.put([value])
+                self.assertEqual(buffers.stand_ins[0].tolist(), [2.0 * pinned] * 4)
+            self.assertEqual((synchronize.call_count, stream.synchronize.call_count), (pinned, pinned))
+
     def test_it_waits_where_all_are_queued(self):
         buffers = Staging([torch.zeros(4)])
         for number in range(MOST_BUFFERS + 2):

@@ -74,6 +74,17 @@ class TestPlacement(PlacementTestCase):
                 facts = Facts.now()
                 self.assertGraphed(facts, CALLS_EACH)
 
+    def test_pinned_memory_that_the_gpu_has_still_to_write(self):
+        graphed = torch.compile(lambda x, v: x + v.to("cuda", non_blocking=True), mode="reduce-overhead")
+        x, v = torch.zeros(64, device=self.device), torch.zeros(64).pin_memory()
+        for call in range(CALLS_EACH):
+            value = torch.full((64,), float(call + 1), device=self.device)
+            torch.cuda._sleep(50_000_000)
+            v.copy_(value, non_blocking=True)
+            torch.compiler.cudagraph_mark_step_begin()
+            found = graphed(x, v).clone()
+            self.assertEqual(found, value, rtol=0, atol=0)
+
     def test_in_inference_mode_and_outside(self):
         graphed = torch.compile(lambda x, v: x * v.to("cuda"), mode="reduce-overhead")
         x = torch.rand(64, device=self.device)

@@ -1,0 +1,219 @@
+"""tools/examples on the CPU: they run, their model's cache is right, and bad options are told what is expected."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "tools" / "examples"
+sys.path[:0] = [str(ROOT), str(EXAMPLES)]
+
+import generate
+import torch
+import train
+from text import GPT, Size, load, read_text, save
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+CPU = torch.device("cpu")
+SMALL = Size(layers=2, width=16, heads=2, context=24, batch=2)
+
+
+def run(example, *argv):
+    """Exit status, and what was printed; nothing is compiled."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(torch, "compile", lambda fn, **options: fn),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            status = example.main(list(argv))
+        except SystemExit as exit:
+            status = exit.code
+    return status, out.getvalue(), err.getvalue()
+
+
+class Examples(TestCase):
+    def setUp(self):
+        super().setUp()
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+        self.addCleanup(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+
+    def run_example(self, example, *options):
+        """What an example wrote and printed."""
+        out = self.folder / "figures.json"
+        status, printed, said = run(example, "--device", "cpu", "--json", str(out), *options)
+        self.assertEqual(status, 0, said)
+        return json.loads(out.read_text()), printed
+
+    def assertRefused(self, example, *options, says):
+        status, _, said = run(example, *options)
+        self.assertEqual(status, 2)
+        self.assertIn(says, said)
+
+
+class TestModel(Examples):
+    def model(self):
+        torch.manual_seed(0)
+        return GPT(SMALL).requires_grad_(False)
+
+    def test_text(self):
+        text = read_text()
+        self.assertGreater(len(text), 200_000)
+        self.assertTrue(text.startswith((ROOT / "README.md").read_bytes()[:100]))
+        self.assertTrue(text == read_text())  # assertEqual would go byte by byte
+
+    def test_cache_gives_what_the_whole_row_gives(self):
+        model, rows = self.model(), torch.randint(256, (3, SMALL.context))
+        whole = model(rows)
+        self.assertEqual(whole.shape, (3, SMALL.context, 256))
+        for first in (1, 7):  # as many at once, then one by one
+            cache, found = model.empty_cache(3), []
+            for begin, stop in [(0, first), *((n, n + 1) for n in range(first, SMALL.context))]:
+                found.append(model(rows[:, begin:stop], torch.arange(begin, stop), cache))
+            self.assertEqual(torch.cat(found, 1), whole, atol=1e-5, rtol=1e-5)
+        for cached in (*cache[0], *cache[1]):
+            self.assertTrue((cached != 0).all())
+
+    def test_what_comes_later_is_not_seen(self):
+        model, row = self.model(), torch.randint(256, (1, SMALL.context))
+        changed = row.clone()
+        changed[0, 10:] = 0
+        self.assertEqual(model(row)[:, :10], model(changed)[:, :10])
+
+    def test_conversation_takes_the_likeliest_byte(self):
+        model = self.model()
+        talk = generate.begin(model, b"prompt")
+        with mock.patch.object(torch, "compile", lambda fn, **options: fn):
+            generate.advance(generate.compiled_step(model), talk, 9)
+        text = list(b"prompt")
+        for _ in range(10):
+            text.append(int(model(torch.tensor([text]))[0, -1].argmax()))
+        self.assertEqual(talk.text[0, :16].tolist(), text)
+        self.assertEqual(talk.position.tolist(), [15])
+
+    def test_weights(self):
+        model, path = self.model(), self.folder / "weights.pt"
+        save(model, path)
+        loaded = load(path, CPU)
+        self.assertEqual((loaded.size, loaded.state_dict()), (SMALL, model.state_dict()))
+        path.write_bytes(b"other")
+        with self.assertRaisesRegex(ValueError, "does not hold what train.py --out writes"):
+            load(path, CPU)
+
+    def test_learning_rate(self):
+        rates = [train.learning_rate(step, 100) for step in range(101)]
+        self.assertEqual((rates[0], rates[9], max(rates)), (1e-4, 1e-3, 1e-3))
+        self.assertEqual(rates[9:], sorted(rates[9:], reverse=True))
+        self.assertAlmostEqual(rates[100], 1e-4)
+
+
+class TestRuns(Examples):
+    def test_train_and_generate(self):
+        weights = self.folder / "weights.pt"
+        found, printed = self.run_example(train, "--steps", "12", "--out", str(weights))
+        self.assertEqual(len(found["losses"]), 12)
+        self.assertLess(found["losses"][-1], found["losses"][0])
+        self.assertGreater(found["steps_per_s"], 0)
+        self.assertEqual((found["recordings"], found["replays"], found["copied_bytes"]), (0, 0, 0))
+        self.assertIn("step 11: loss ", printed)
+
+        options = ("--weights", str(weights), "--tokens", "8", "--prompt", "one", "--prompt", "another")
+        found, printed = self.run_example(generate, *options)
+        self.assertEqual([text[:3] for text in found["texts"]], ["one", "ano"])
+        self.assertIn(f"> {found['texts'][1]}\n", printed)
+        self.assertEqual(self.run_example(generate, *options)[0]["texts"], found["texts"])
+
+    def test_trains_where_there_are_no_weights(self):
+        found, printed = self.run_example(generate, "--steps", "2", "--tokens", "2")
+        self.assertEqual(len(found["texts"]), len(generate.PROMPTS))
+        self.assertIn("too few steps to time", printed)
+
+    def test_against_upstream(self):
+        weights, out = self.folder / "weights.pt", self.folder / "figures.json"
+        torch.manual_seed(0)
+        save(GPT(SMALL), weights)
+        options = ["--tokens", "4", "--prompt", "- a prompt", "--against-upstream", "--json", str(out)]
+        with mock.patch.dict(os.environ, {"TORCH_COMPILE_DISABLE": "1"}):
+            status, printed, said = run(generate, "--device", "cpu", "--weights", str(weights), *options)
+        self.assertEqual(status, 0, said)
+        found = json.loads(out.read_text())
+        self.assertEqual(found["ours"]["texts"], found["upstream"]["texts"])
+        self.assertIn("1 texts, all the same", printed)
+
+    def test_differences_are_told(self):
+        counts = {"recordings": 0, "skips": 0, "replays": 3, "copied_bytes": 0, "extra_copies": 0}
+        for last, status in ((1.005, 0), (1.02, 1), (float("nan"), 1)):
+            found = {
+                side: {"losses": [2.0, loss], "steps_per_s": speed, **counts}
+                for side, loss, speed in (("upstream", 1.0, 4.0), ("ours", last, 6.0))
+            }
+            with mock.patch.object(train, "run_both_ways", lambda script, arguments, found=found: found):
+                result, printed, _ = run(train, "--device", "cpu", "--against-upstream")
+            self.assertEqual(result, status)
+            self.assertIn("losses DIFFER" if status else "losses agree", printed)
+            self.assertIn("ours is 1.50 times as fast", printed)
+
+    def test_a_way_that_fails(self):
+        failed = subprocess.CompletedProcess([], 3)
+        with mock.patch.object(subprocess, "run", lambda *args, **kwargs: failed):
+            self.assertRefused(
+                train, "--device", "cpu", "--against-upstream", says="upstream: the process ended with 3"
+            )
+
+
+class TestOptions(Examples):
+    def test_without_a_gpu(self):
+        with mock.patch.object(torch.cuda, "is_available", lambda: False):
+            for example in (train, generate):
+                self.assertRefused(example, says="there is no GPU that torch can use; with --device cpu")
+
+    def test_numbers(self):
+        for example in (train, generate):
+            for bad in ("0", "-3", "many", "2.5"):
+                self.assertRefused(example, f"--steps={bad}", says="expected a whole number of at least 1; got")
+        self.assertRefused(generate, "--tokens=1", says="expected a whole number of at least 2; got '1'")
+
+    def test_files(self):
+        missing = str(self.folder / "none" / "file")
+        for option in ("--out", "--json"):
+            self.assertRefused(train, option, missing, says="expected a file in a folder that exists")
+        self.assertRefused(generate, "--device", "cpu", "--weights", missing, says="does not hold what train.py --out")
+
+    def test_prompts(self):
+        self.assertRefused(generate, "--device", "cpu", "--prompt", "", says="a prompt needs at least one byte")
+        self.assertRefused(
+            generate,
+            "--device",
+            "cpu",
+            "--prompt",
+            "a" * 60,
+            says="take 92 bytes together, and the model's context is 64",
+        )
+
+    def test_ways(self):
+        self.assertRefused(train, "--upstream", "--against-upstream", says="not allowed with argument")
+        self.assertRefused(train, "--up", says="unrecognized arguments")
+        self.assertRefused(
+            train, "--device", "cpu", "--against-upstream", "--out", str(self.folder / "w"), says="--out is for one way"
+        )
+
+    def test_help(self):
+        for example in (train, generate):
+            status, printed, _ = run(example, "--help")
+            self.assertEqual(status, 0)
+            self.assertIn("--against-upstream", printed)
+
+
+if __name__ == "__main__":
+    run_tests()
