@@ -55,6 +55,10 @@ class Layout:
         """How many parameters there are."""
         return len(self._places)
 
+    def divides(self, offset: int) -> bool:
+        """Whether the 8 bytes at an offset are of several parameters."""
+        return any(offset < begin < offset + 8 for begin, _ in self._places)
+
     @functools.cached_property
     def _runs(self) -> list[tuple[int, int, list[int]]]:
         """Parameters without gaps between them: how many bytes to leave out, the first, where each lies from there."""
@@ -239,6 +243,10 @@ class KernelNode(GraphNode):
                 self._point_to(self._pointers)
             super().bind(self._exec, None)
         super().set()
+
+    def may_be_address(self, offset: int) -> bool:
+        """Whether the 8 bytes at an offset are not known to be of several parameters."""
+        return self._layout is None or not self._layout.divides(offset)
 
     def words(self) -> bytes:
         """The parameters as they were recorded, zeros up to a multiple of 8 bytes added."""

@@ -408,6 +408,8 @@ PyObject *entry_call(PyObject *self, PyObject *arguments, PyObject *keywords) {
         PyErr_SetString(PyExc_TypeError, "expected the inputs and nothing else");
         return nullptr;
     }
+    if (reinterpret_cast<Entry *>(self)->state == nullptr) // garbage that is called by other garbage
+        Py_RETURN_NONE;
     Ref alive = Ref::dup(self);
     return translated([&] { return entry_steadily(reinterpret_cast<Entry *>(self)->state, inputs); });
 }

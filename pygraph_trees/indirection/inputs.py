@@ -77,6 +77,10 @@ def _nothing_stays(tensor: torch.Tensor) -> bool:
     return False
 
 
+def _is_signed(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def choose(
     driver: Driver,
     device: int,
@@ -199,6 +203,8 @@ class LiveInputs:
         self._copied: dict[int, Item] = {}  # by index
         self._copied_back: tuple[Item, ...] = ()
         self._complex: tuple[int, ...] = ()  # of those whose address does not carry that they are conjugated
+        self.is_of_backward = False  # whether some may be tangents, of which nobody guards that they are not negated
+        self._tangents: tuple[int, ...] = ()
         self._put: tuple[int, ...] = ()  # of the staged ones those that the instantiated graph copies
         self._seen: list[int] = []
         self._settled: list[int] | None = None  # the same, where all that a call at these is asked has been answered
@@ -318,6 +324,8 @@ class LiveInputs:
             [self._ghosts.ghosts[p].start for p in patched] + [self.items[p].recorded for p in buffers.values()],
         )
         self._complex = tuple(item.index for item in self._patched if item.stand_in.is_complex())
+        if self.is_of_backward:
+            self._tangents = tuple(item.index for item in self._patched if _is_signed(item.stand_in))
         self._seen, self._settled = [], None
         self._again = any(item.managed for item in self._patched)
         # Whether addresses that were found good once are good again.
@@ -384,6 +392,9 @@ class LiveInputs:
         """
         if seen is None:
             seen = [inputs[item.index].data_ptr() for item in self._patched]
+        for index in self._tangents:
+            if inputs[index].is_neg():
+                return "an input is a negated view"
         same_pool = self._pool.changes == self._pool_seen
         if same_pool and seen == self._settled:
             return None

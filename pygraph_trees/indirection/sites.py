@@ -5,7 +5,8 @@ mapped. :func:`scan` reads what every node was given and returns a :class:`Scan`
 patched whatever their sites, and whether some node may hold an address where it cannot be read. It changes nothing.
 
 - A word inside a ghost or its guards, at a multiple of 8 bytes of a kernel's parameters, is a site. One that begins
-  4 bytes later may be halves of two others and is not written to: its input is refused.
+  4 bytes later may be halves of two others and is not written to: its input is refused. What is known to be made of
+  two parameters is nothing: a negative number and an integer side by side can look like an address.
 - What a copy from host memory carries is read too; an input whose address is in there is refused. The bytes are those
   of now: code that fills its own host array anew at each call keeps its secret.
 - A word between the ghosts is the address of nobody who can be told, so it counts as hidden.
@@ -194,6 +195,8 @@ class _Reader:
                 self._word(hits.position, node, collective, offset, address)
 
     def _word(self, position: int, node: KernelNode, collective: bool, offset: int, address: int) -> None:
+        if not node.may_be_address(offset):
+            return
         found = self._input_at(address)
         if found is None:
             return

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch._inductor import cudagraph_trees
@@ -102,10 +102,12 @@ class Manager(Upstream):
     current_gen: int
     path_state: Any
     running_forwards_with_pending_backwards: bool
+    pools: ClassVar[set[Any]] = set()  # the graph pools of all that were made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._ways: dict[Any, _Way] = {}  # by function: good until upstream is asked for anything but a steady replay
         super().__init__(*args, **kwargs)
+        self.pools.add(self.cuda_graphs_thread_pool)
 
     def add_function(self, model: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         of_integers = any(isinstance(value, int) for value in inputs)  # its first call consumes them
@@ -249,7 +251,17 @@ class Manager(Upstream):
             and not self.ids_to_funcs[function_id].mutated_input_idxs
         ):
             self.try_end_curr_execution()
+        # Upstream makes ready for a recording, which changes what is known of the memory, before it asks for one.
+        if self.path_state is _EXECUTION and self.current_node is not None and function_id in self.warmed_up_functions:
+            why_not = self._why_not_staged(new_inputs, function_id)
+            if why_not is not None:
+                return self._run_ungraphed(new_inputs, function_id, why_not)
         return super()._run(new_inputs, function_id)
+
+    def _run_ungraphed(self, inputs: list[Any], function_id: Any, why: str) -> Any:
+        wrapped = self.ids_to_funcs[function_id]
+        wrapped.model.log.not_graphed(why)
+        return wrapped.model(inputs)
 
     def record_function(self, new_inputs: list[Any], function_id: Any) -> Any:
         function = self._log_of(function_id)
@@ -262,12 +274,11 @@ class Manager(Upstream):
         if self._uses_addresses(self.ids_to_funcs[function_id].model) and self._would_lose_writes(
             new_inputs, function_id
         ):
-            function.not_graphed("mutates an input that lies in the graph pool and is no output of this step")
-            return self.ids_to_funcs[function_id].model(new_inputs)
+            why_not = "mutates an input that lies in the graph pool and is no output of this step"
+            return self._run_ungraphed(new_inputs, function_id, why_not)
         why_not = self._why_not_staged(new_inputs, function_id)
         if why_not is not None:
-            function.not_graphed(why_not)
-            return self.ids_to_funcs[function_id].model(new_inputs)
+            return self._run_ungraphed(new_inputs, function_id, why_not)
         reason = why_recorded(self, new_inputs, function_id, function)
         self._demote_saved_inputs(new_inputs, function_id)
         self._demote_moved_inputs(new_inputs, function_id)
@@ -284,8 +295,9 @@ class Manager(Upstream):
         finally:
             self._pool.forget()
         if why_not is not None:
-            function.not_graphed(why_not)
-            return self.ids_to_funcs[function_id].model(new_inputs)
+            if self.current_node is not None:
+                self.path_state = cudagraph_trees.ExecutionState.RECORDING  # so it is for the allocator
+            return self._run_ungraphed(new_inputs, function_id, why_not)
         record_s = time.perf_counter() - start
         log = getattr(self.current_node, "log", None)
         if log is None:  # the patches went off, and upstream's own recording was made

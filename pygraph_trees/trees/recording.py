@@ -30,9 +30,11 @@ from torch._inductor import cudagraph_trees
 from torch._inductor.output_code import index_expanded_dims
 
 from pygraph_trees.coverage.log import RecordingLog
+from pygraph_trees.coverage.naming import BACKWARD
 from pygraph_trees.driver import driver
 from pygraph_trees.driver_error import DriverError
 from pygraph_trees.exc import PygraphError
+from pygraph_trees.extent import flat
 from pygraph_trees.graph_nodes import NodeKind
 from pygraph_trees.indirection.availability import usable_driver
 from pygraph_trees.indirection.inputs import LiveInputs, NotStaged, choose
@@ -68,6 +70,12 @@ class HeldForTooLong(PygraphError, RuntimeError):
         "{function}: an input that died while its graph was recorded is still held by somebody, "
         "and the replay would write over it"
     )
+
+
+class WouldLoseWrites(PygraphError, RuntimeError):
+    """Not to be seen: such a function is not recorded."""
+
+    template = "recording {function}: input {index} is written to, and what is written to a copy of it would be lost"
 
 
 class _CountsUpstreamNodes(type):
@@ -203,9 +211,13 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             if self._live is not None:
                 if (self._live.has_ghosts or self._live.has_staged) and self._may_be_kept(inputs):
                     self._kept = list(inputs)
+                self._live.is_of_backward = self.wrapped_function.model.log.mode == BACKWARD
                 for item in self._live.items:
                     inputs[item.index] = 0
                     copied.remove(item.index)
+        for index in self.wrapped_function.mutated_input_idxs:
+            if index in copied and isinstance(inputs[index], torch.Tensor) and inputs[index].numel():
+                raise WouldLoseWrites(function=self.log.number, index=index)
         return super()._allocate_and_copy_recording_inputs(inputs)
 
     def _is_cuda_graph_recorded_tensor(self, t: torch.Tensor) -> Any:
@@ -233,7 +245,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             return None, "pygraph_indirection is 'off'"
         from .manager import Manager
 
-        if not isinstance(cudagraph_trees.get_manager(self.device, create_if_none_exists=False), Manager):
+        # Not the manager of this thread: a function may be recorded by another one than added it.
+        if self.cuda_graphs_pool not in Manager.pools:
             # Nobody would say when the graph pool grows.
             return None, "its tree manager was made before the patches went on"
         return usable_driver(), "the driver or its bindings are too old"
@@ -256,7 +269,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         def on_stand_ins(model_inputs: list[Any]) -> Any:
             for item in () if live is None else live.items:
                 model_inputs[item.index] = item.stand_in
-            outputs = model(model_inputs)
+            outputs = _as_they_read(model(model_inputs))
             if live is None:
                 self._count_nodes(self._captured_nodes())
             elif live.has_staged:
@@ -516,6 +529,24 @@ def _is_cuda(value: Any) -> bool:
 
 def _is_on_cpu(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_cpu
+
+
+def _as_they_read(outputs: Any) -> Any:
+    """Outputs of a function whose memory is what they read as: upstream, too, forgets who is conjugated or negated."""
+    if isinstance(outputs, torch.Tensor):
+        return _as_it_reads(outputs) if _reads_otherwise(outputs) else outputs
+    if not any(_reads_otherwise(output) for output in outputs):
+        return outputs
+    return [_as_it_reads(output) if _reads_otherwise(output) else output for output in outputs]
+
+
+def _reads_otherwise(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg())
+
+
+def _as_it_reads(tensor: torch.Tensor) -> torch.Tensor:
+    """With the same strides, whatever they are."""
+    return flat(tensor).resolve_conj().resolve_neg().as_strided(tensor.shape, tensor.stride(), 0)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -521,6 +521,19 @@ class TestCopies(LiveInputsTestCase):
                 live.prepare([b])
             self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
 
+    def test_a_negated_tangent_is_passed_over(self):
+        """Nobody guards tangents; a forward's inputs are guarded by Dynamo."""
+        plain = at(0, (4,))
+        for is_of_backward in (True, False):
+            live, _ = self.choose(plain)
+            live.is_of_backward = is_of_backward
+            live.set_up(self.capture(self.one_kernel(), live))
+            live.finish()
+            self.assertIsNone(live.prepare([plain]))  # and once more, where it is settled
+            why_not = live.prepare([torch._neg_view(plain)])
+            self.assertEqual(why_not, "an input is a negated view" if is_of_backward else None)
+            self.assertIsNone(live.prepare([plain]))
+
     def test_a_conjugate_view_is_passed_over(self):
         plain = torch.zeros(8, dtype=torch.complex64)
         live, graph = self.record(self.one_kernel(), plain)

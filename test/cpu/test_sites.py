@@ -93,6 +93,16 @@ class TestKernels(SitesTestCase):
             kernel = self.api.make_kernel([b"abcd" + little(self.a), self.b], packed=packed)
             self.assertFound(self.scan(kernel), [(kernel, 16, 1, 0)], refused={0: LOOKALIKE})
 
+    def test_halves_in_two_parameters_are_no_address(self):
+        """A negative number and an integer, say; where nothing is known of the parameters they may be one."""
+        low, high = little(self.a)[:4], little(self.a)[4:]
+        kernel = self.api.make_kernel([low, high, self.b])
+        self.assertFound(self.scan(kernel), [(kernel, 8, 1, 0)])
+        packed = self.api.make_kernel([low, high, self.b], packed=True)
+        self.assertFound(self.scan(packed), [(packed, 0, 0, 0), (packed, 8, 1, 0)])
+        unaligned = self.api.make_kernel([b"abcd", low, high, b"abcd", self.b])
+        self.assertFound(self.scan(unaligned), [(unaligned, 16, 1, 0)])
+
     def test_unaligned_words_of_several_kernels(self):
         first, second = (self.api.make_kernel([b"abcd" + little(address)]) for address in (self.a, self.b))
         kernel = self.api.make_kernel([self.c])

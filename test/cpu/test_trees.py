@@ -6,6 +6,8 @@ import collections
 import dataclasses
 import gc
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -21,7 +23,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 import pygraph_trees
 from inductor_patches import output_code
 from pygraph_trees.coverage import compiled
-from pygraph_trees.coverage.log import GraphLog, journal
+from pygraph_trees.coverage.log import GraphLog, RecordingLog, journal
 from pygraph_trees.coverage.report import clear
 from pygraph_trees.selection import why_not_graphed
 from pygraph_trees.settings import Settings
@@ -401,6 +403,26 @@ class TestWhyRecorded(TestCase):
         self.assertEqual(len(self.inputs), 4)  # asked without changing what it was asked about
 
 
+class TestOutputs(TestCase):
+    def test_who_is_conjugated_or_negated_is_not_forgotten(self):
+        """Neither upstream nor a replay knows: the memory is what is read."""
+        base = torch.randn(8, 8, dtype=torch.complex64)
+        outputs = [
+            *(base.conj(), base[:, ::2].conj(), base.t().conj(), base[1:2].expand(4, 8).conj(), base[3, 4].conj()),
+            *(torch._neg_view(base.real), base.conj().imag, base[0:0].conj()),
+        ]
+        given = [base, None, 3, *outputs]
+        found = recording_module._as_they_read(given)
+        self.assertTrue(all(one is other for one, other in zip(found[:3], given[:3], strict=True)))
+        for one, other in zip(found[3:], outputs, strict=True):
+            self.assertEqual(one, other, rtol=0, atol=0)
+            self.assertEqual((one.stride(), one.is_conj(), one.is_neg()), (other.stride(), False, False))
+        plain = (base, 3)
+        self.assertIs(recording_module._as_they_read(plain), plain)
+        self.assertIs(recording_module._as_they_read(base), base)
+        self.assertFalse(recording_module._as_they_read(base.conj()).is_conj())
+
+
 class TestSteadyReplay(TestCase):
     """Which calls go past upstream, on upstream's own rules for the end of a path."""
 
@@ -413,7 +435,7 @@ class TestSteadyReplay(TestCase):
         self.addCleanup(marked.stop)
         self.replayed = []
         self.recording = self.node(takes=lambda inputs: inputs != ["elsewhere"], replay=self.replay)
-        self.recording.wrapped_function = SimpleNamespace(mutated_input_idxs=())
+        self.recording.wrapped_function = SimpleNamespace(mutated_input_idxs=(), model=None)
         self.manager = Manager.__new__(Manager)
         state = {
             "graph": object(),
@@ -682,9 +704,68 @@ class TestSteadyReplay(TestCase):
 
     def test_what_upstream_makes_a_manager_of(self):
         given = []
-        with mock.patch.object(Upstream, "__init__", lambda manager, *args, **kwargs: given.append((args, kwargs))):
+
+        def init(manager, *args, **kwargs):
+            manager.cuda_graphs_thread_pool = "its pool"
+            given.append((args, kwargs))
+
+        with mock.patch.object(Upstream, "__init__", init), mock.patch.object(Manager, "pools", set()) as pools:
             Manager(3, initial_mempool_allocation_gb=1.5)  # since torch 2.15
-        self.assertEqual(given, [((3,), {"initial_mempool_allocation_gb": 1.5})])
+        self.assertEqual((given, pools), ([((3,), {"initial_mempool_allocation_gb": 1.5})], {"its pool"}))
+
+    def test_another_thread_may_record(self):
+        """A function knows the manager that it was added to, whichever thread calls it."""
+        model = FunctionModel.of(double, is_backward=False, is_inference=True)
+        node = Recording.__new__(Recording)
+        node.wrapped_function, node.device = SimpleNamespace(model=model), 0
+        node.cuda_graphs_pool = "its pool"
+        for pools, found in (({"its pool"}, "the driver"), (set(), None)):
+            with (
+                mock.patch.object(Manager, "pools", pools),
+                mock.patch.object(recording_module, "usable_driver", lambda: "the driver"),
+                ThreadPoolExecutor(1) as other,
+            ):
+                self.assertEqual(other.submit(node._driver_for_addresses).result()[0], found)
+
+    def test_no_copy_is_written_to(self):
+        """Whoever decided that the function may be recorded."""
+        node = Recording.__new__(Recording)
+        node.log = RecordingLog(number=3)
+        node.wrapped_function = SimpleNamespace(mutated_input_idxs=(1,))
+        done = mock.patch.object(recording_module.Upstream, "_allocate_and_copy_recording_inputs", lambda *_: "done")
+        inputs = [torch.ones(2), torch.ones(2), torch.ones(0)]
+        with done, mock.patch.object(Recording, "_driver_for_addresses", lambda node: (None, "why not")):
+            for copied, fits in (((0, 1), False), ((0,), True)):
+                with mock.patch.object(Recording, "_copied_indices", lambda node: list(copied)):  # noqa: B023
+                    if fits:
+                        self.assertEqual(node._allocate_and_copy_recording_inputs(inputs), "done")
+                    else:
+                        with self.assertRaisesRegex(
+                            recording_module.WouldLoseWrites, "recording 3: input 1 is written"
+                        ):
+                            node._allocate_and_copy_recording_inputs(inputs)
+
+    def test_what_cannot_be_staged_leaves_the_path_as_it_is(self):
+        """Upstream makes the allocator ready for a recording before it asks for one."""
+        model = FunctionModel.of(lambda inputs: ["un-graphed", *inputs], is_backward=False, is_inference=True)
+        model.refused = {0: "no node of the graph reads it"}
+        model.settings = replace(model.settings, placement="full", indirection="auto")
+        other = 8
+        self.manager.ids_to_funcs[other] = SimpleNamespace(mutated_input_idxs=(), static_input_idxs=[], model=model)
+        self.manager.warmed_up_functions.add(other)
+        uses = mock.patch.object(Manager, "_uses_addresses", lambda manager, model: True)
+        upstream = mock.patch.object(Upstream, "_run", lambda manager, inputs, function_id: ["upstream's"])
+        x = torch.ones(2)
+        with uses, upstream:
+            for _ in range(2):
+                self.behind(self.recording, new_step=False)
+                self.assertEqual(self.manager._run([x], other), ["un-graphed", x])
+                self.assertIs(self.manager.current_node, self.recording)
+                self.assertIs(self.manager.path_state, cudagraph_trees.ExecutionState.EXECUTION)
+            self.assertEqual(model.log.ungraphed_reason, "no node of the graph reads it")
+            self.assertEqual(self.manager._run([x], self.FUNCTION), ["upstream's"])
+            self.manager.current_node = None
+            self.assertEqual(self.manager._run([x], other), ["upstream's"])
 
     def test_a_function_is_added_where_its_first_call_works(self):
         def add_function(manager, model, inputs):

@@ -139,6 +139,21 @@ class TestIndirectionFallbacks(IndirectionTestCase):
                 self.assertEqual(result, x * 2 + 1)
         self.assertRegex(Facts.now().why[0], "negated view")
 
+    def test_negated_tangents(self):
+        """They come of what is computed outside, at one call and not at another."""
+        fn = lambda x: (x * x).sum()  # noqa: E731
+        graphed = torch.compile(fn, mode="reduce-overhead")
+        for call in range(9):
+            gradients = []
+            for way in (fn, graphed):
+                x = torch.full((64,), call + 1.0, device=self.device, requires_grad=True)
+                torch.compiler.cudagraph_mark_step_begin()
+                y = way(x)
+                z = torch.complex(torch.zeros_like(y), y)
+                (z.conj() if call > 4 else z).backward(torch.tensor(1j, device=self.device))
+                gradients.append(x.grad.clone())
+            self.assertEqual(gradients[1], gradients[0], msg=f"call {call}")
+
     def test_kernels_of_the_users_own(self):
         from user_kernels import added
 

@@ -7,6 +7,7 @@ lost or happens twice adds up.
 from __future__ import annotations
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn.functional as F
@@ -337,6 +338,26 @@ class TestIndirectionMutation(IndirectionTestCase):
         lost = compiled(program.fn)
         with self.assertRaisesRegex(AssertionError, "memory"):
             run(program, type(lost)(program.fn, lambda c, x: program.fn(c.clone(), x)), self.device, ("kept",))
+
+    def test_recorded_by_another_thread(self):
+        """Compiled and warmed up by one thread, as servers do, and recorded and replayed by another."""
+        graphed = torch.compile(lambda cache, x: cache.add_(x).sum(), mode="reduce-overhead")
+        cache, wanted = (torch.zeros(64, device=self.device) for _ in range(2))
+
+        def call(number):
+            x = torch.full((64,), float(number), device=self.device)
+            torch.compiler.cudagraph_mark_step_begin()
+            found = graphed(cache, x).clone()
+            self.assertEqual(found, wanted.add_(x).sum())
+            self.assertEqual(cache, wanted)
+
+        call(1)
+        with ThreadPoolExecutor(1) as other:
+            for number in range(2, 7):
+                torch.cuda.synchronize()
+                other.submit(call, number).result()
+        torch.cuda.synchronize()
+        call(7)
 
 
 instantiate_parametrized_tests(TestIndirectionMutation)

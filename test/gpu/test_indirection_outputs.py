@@ -143,6 +143,28 @@ class TestIndirectionOutputs(IndirectionTestCase):
             graphed(torch.ones(1 << 20, device=self.device))
         self.assertEqual(torch.cuda.memory_allocated(), before)
 
+    def test_conjugates_kept_for_the_backward(self):
+        """Complex products save lazily conjugated views, of live inputs and of results."""
+        programs = {
+            "of an input": lambda x, w: torch.mm(x, w),
+            "of a product": lambda x, w: x * w,
+            "of a result": lambda x, w: (x @ w).conj() @ w,
+            "of a transform": lambda x, w: torch.fft.fft(x) * w,
+            "of columns": lambda x, w: x[:, ::2] * w[:, ::2],
+        }
+        for name, program in programs.items():
+            graphed = torch.compile(program, mode="reduce-overhead")
+            for call in range(6):
+                gradients = []
+                for way in (program, graphed):
+                    generator = torch.Generator(self.device).manual_seed(call)
+                    options = {"dtype": torch.complex64, "device": self.device, "generator": generator}
+                    x, w = torch.randn(16, 16, **options), torch.randn(16, 16, **options).requires_grad_()
+                    torch.compiler.cudagraph_mark_step_begin()
+                    way(x, w).abs().sum().backward()
+                    gradients.append(w.grad.clone())
+                self.assertEqual(gradients[1], gradients[0], rtol=1e-4, atol=1e-4, msg=f"{name}, call {call}")
+
     def test_gradients_add_up(self):
         """Several backwards into one leaf, as in gradient accumulation."""
         ways = compiled(lambda x, w: (x @ w).relu().square())
