@@ -23,12 +23,7 @@ def _cudagraphify(upstream: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(upstream)
     def cudagraphify(model: Any, static_input_idxs: Any = (), *args: Any, **kwargs: Any) -> Any:
         function = FunctionModel.of(model, is_backward=kwargs["is_backward"], is_inference=kwargs["is_inference"])
-        choose = chooser(
-            static_input_idxs,
-            kwargs.get("mutated_input_idxs", ()),
-            kwargs["device_index"],
-            is_backward=kwargs["is_backward"],
-        )
+        choose = chooser(static_input_idxs, kwargs.get("mutated_input_idxs", ()), kwargs["device_index"])
         return entered(function, upstream(function, static_input_idxs, *args, **kwargs), choose)
 
     return cudagraphify

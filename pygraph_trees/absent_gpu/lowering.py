@@ -12,6 +12,7 @@ Padding of matrix multiplications, which Inductor decides by a benchmark, is off
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch._inductor.output_code import CompiledFxGraph
+
+
+_MOST_NUMBERS = 1 << 16  # that one is computed of
+_log = logging.getLogger("pygraph_trees.absent_gpu")
 
 
 class UnknownSizeError(PygraphError):
@@ -111,7 +116,8 @@ def _number_of(output: torch.fx.Node) -> torch.Tensor | None:
     try:
         with unset_fake_temporarily():
             number = evaluated(output)
-    except (LookupError, RecursionError):
+    except Exception as error:
+        _log.debug("a number cannot be told: %s", error)
         return None
     return mode.fake_tensor_converter.from_real_tensor(mode, number, make_constant=True)
 
@@ -124,8 +130,11 @@ def _gives_the_same(node: torch.fx.Node) -> bool:
         and target.namespace in ("aten", "prims")
         and not target._schema.is_mutable
         and torch.Tag.nondeterministic_seeded not in target.tags
+        and not str(target).startswith(("aten.empty", "aten.new_empty"))
         and isinstance(value, torch.Tensor)
         and value.is_cpu
+        and isinstance(value.numel(), int)
+        and value.numel() <= _MOST_NUMBERS
     )
 
 

@@ -57,6 +57,9 @@ class Watch(Protocol):
     def us_between(self, begin: Any, end: Any) -> float | None:
         """The GPU's time from one place to another; None where it has not come by."""
 
+    def make_room(self) -> None:
+        """Gives memory back that the other way has used: none is taken back while graphs are warmed up."""
+
 
 class Memory(Protocol):
     """What is known of the graph from earlier processes."""
@@ -88,6 +91,9 @@ class GpuWatch:
     def us_between(self, begin: Any, end: Any) -> float | None:
         return begin.elapsed_time(end) * 1e3 if end.query() else None
 
+    def make_room(self) -> None:
+        self._cuda.empty_cache()
+
 
 @dataclass(slots=True)
 class _Calls:
@@ -102,7 +108,10 @@ class _Calls:
 
 
 class Contestant:
-    """One function in a trial: called in its place, it gives what the function gives."""
+    """One function in a trial: called in its place, it gives what the function gives.
+
+    ``mode``: the function's, "forward", "backward" or "inference".
+    """
 
     def __init__(
         self, trial: Trial, log: FunctionLog, graphed: Run, ungraphed: Run, watch: Watch, ended: Callable[[Way], None]
@@ -114,6 +123,7 @@ class Contestant:
             ended: told the way that is taken from then on, once.
         """
         self._trial, self._log, self._watch, self._ended = trial, log, watch, ended
+        self.mode = log.mode
         self._run = {Way.GRAPHED: graphed, Way.UNGRAPHED: ungraphed}
         self._calls = {way: _Calls(left_out) for way, left_out in _LEFT_OUT.items()}
         self._pending: deque[tuple[Way, bool, float, Any, Any]] = deque()
@@ -175,6 +185,9 @@ class Contestant:
         ungraphed = self._calls[Way.UNGRAPHED].sample(max(1, launches)).without_waits(graphed.gpu_us)
         return Part(ungraphed, graphed, kernels=last.kernels or 0, copied_bytes=last.copied_bytes)
 
+    def make_room(self) -> None:
+        self._watch.make_room()
+
     def end(self, way: Way, why: str | None) -> None:
         self._pending.clear()
         self._log.decision = why
@@ -188,12 +201,14 @@ class Trial:
         self,
         objective: Objective,
         *,
-        may_change: Callable[[], bool] = lambda: True,
         memory: Memory | None = None,
         rules: Rules = Rules(),  # noqa: B008
+        graph: object = None,
     ) -> None:
-        """``may_change``: whether no forward that was graphed waits for its backward."""
-        self._objective, self._rules, self._may_change, self._memory = objective, rules, may_change, memory
+        """``graph``: that began it, for who asks."""
+        self._objective, self._rules, self._memory, self.graph = objective, rules, memory, graph
+        self._awaits_backward = False  # whether a forward was graphed whose backward is to come
+        self._lock = threading.Lock()
         self._contestants: list[Contestant] = []
         self._way = Way.UNGRAPHED
         self._first: Contestant | None = None  # the one whose calls begin steps
@@ -204,9 +219,10 @@ class Trial:
 
     def join(self, contestant: Contestant) -> None:
         """One more function; one that comes late goes the way of the others."""
-        self._contestants.append(contestant)
         if self.is_over:
             contestant.end(self._way, self._why)
+        else:
+            self._contestants.append(contestant)
 
     def way_of(self, contestant: Contestant, inputs: Sequence[object]) -> Way:
         """The way of a function's call that is about to be made."""
@@ -221,6 +237,8 @@ class Trial:
                 return self._way
         if contestant is self._first:
             self._step()
+        if contestant.mode != "inference":
+            self._awaits_backward = contestant.mode == "forward" and self._way is Way.GRAPHED
         return self._way
 
     def _recalls(self, inputs: Sequence[object]) -> bool:
@@ -236,11 +254,12 @@ class Trial:
         for contestant in self._contestants:
             contestant.collect()
         wanted = self._next_way()
-        if wanted is self._way or not self._may_change():
+        if wanted is self._way or self._awaits_backward:
             if self._steps > _MOST_STEPS:
                 self._end(Way.GRAPHED, None, None)
         elif wanted is not None:
             self._way = wanted
+            self._contestants[0].make_room()
         else:
             self._decide()
 
@@ -259,15 +278,20 @@ class Trial:
 
     def _decide(self) -> None:
         decision = decide(self._compare(), None, self._rules)
-        self._end(decision.way, decision, decision.text)
-        if self._memory is not None:
+        if self._end(decision.way, decision, decision.text) and self._memory is not None:
             self._memory.store(decision)
 
-    def _end(self, way: Way, decision: Decision | None, why: str | None) -> None:
-        self._way, self._why, self.decision, self.is_over = way, why, decision, True
-        for contestant in self._contestants:
+    def _end(self, way: Way, decision: Decision | None, why: str | None) -> bool:
+        """False where it is over already, by another thread."""
+        with self._lock:
+            if self.is_over:
+                return False
+            self._way, self._why, self.decision, self.is_over = way, why, decision, True
+        contestants, self._contestants, self._first = self._contestants, [], None
+        for contestant in contestants:
             contestant.end(way, why)
         _log.info("%s", why or f"{way.value}: not enough calls could be measured")
+        return True
 
 
 def _ago(age_s: float) -> str:

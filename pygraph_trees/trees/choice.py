@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch._inductor import cudagraph_trees
 
+from pygraph_trees.coverage.naming import BACKWARD
 from pygraph_trees.selection import trial_of
 from pygraph_trees.selection.decision import Way
 from pygraph_trees.selection.trial import Contestant, GpuWatch
@@ -25,18 +26,16 @@ if TYPE_CHECKING:
 
 
 def chooser(
-    static_input_idxs: Sequence[int], mutated: Collection[int], device: int, *, is_backward: bool
+    static_input_idxs: Sequence[int], mutated: Collection[int], device: int
 ) -> Callable[[FunctionModel, Run], None]:
     """What makes a function take part in its graph's trial, if there is one."""
 
     def choose(function: FunctionModel, graphed: Run) -> None:
         log = function.log
-        trial = trial_of(
-            log, function.settings, device, is_backward=is_backward, may_change=lambda: not _awaits_backward(device)
-        )
+        trial = trial_of(log, function.settings, device)
         if trial is None:
             return
-        ungraphed = _aligned(function, static_input_idxs, mutated)
+        ungraphed = _as_upstream_has_it(_aligned(function, static_input_idxs, mutated), log.mode, device)
 
         def ended(way: Way) -> None:
             if way is Way.GRAPHED:
@@ -47,25 +46,46 @@ def chooser(
                 function.may_replay(may=False)
                 log.not_graphed("it was measured to be faster so")
                 manager = _manager(device)
-                if manager is not None:
+                if isinstance(manager, Manager):
                     manager.forget(function)
 
+        function.trial = trial
         function.instead = contestant = Contestant(trial, log, graphed, ungraphed, GpuWatch(device), ended)
         trial.join(contestant)
 
     return choose
 
 
-def _manager(device: int) -> Manager | None:
-    """This thread's, if there is one of ours."""
-    found = cudagraph_trees.get_manager(device, create_if_none_exists=False)
-    return found if isinstance(found, Manager) else None
+def _manager(device: int) -> Any:
+    """This thread's, if there is one."""
+    return cudagraph_trees.get_manager(device, create_if_none_exists=False)
 
 
-def _awaits_backward(device: int) -> bool:
-    """Whether a forward was graphed whose backward is to come."""
-    manager = _manager(device)
-    return manager is not None and manager.running_forwards_with_pending_backwards
+def _as_upstream_has_it(run: Run, mode: str, device: int) -> Run:
+    """``run`` with what upstream's manager is told of a forward or a backward that is not graphed.
+
+    A backward that cannot be graphed expects that its forward has made a manager, and a forward that was graphed waits
+    for its backward, graphed or not.
+    """
+    if mode == "forward":
+
+        def forward(inputs: list[Any]) -> Any:
+            cudagraph_trees.get_manager(device)
+            return run(inputs)
+
+        return forward
+
+    if mode == BACKWARD:
+
+        def backward(inputs: list[Any]) -> Any:
+            manager = _manager(device)
+            if manager is not None:
+                manager.set_to_running_backward()
+            return run(inputs)
+
+        return backward
+
+    return run
 
 
 def _aligned(function: FunctionModel, static_input_idxs: Sequence[int], mutated: Collection[int]) -> Run:

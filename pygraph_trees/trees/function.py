@@ -21,6 +21,8 @@ from .steady import entry
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pygraph_trees.selection.trial import Trial
+
     from .manager import Manager
 
 
@@ -45,6 +47,7 @@ class FunctionModel:
         self.function_id: Any = None
         self._steady_in: Callable[[], Manager | None] = _nobody  # the same, while who replays it is kept back
         self.instead: Callable[[list[Any]], Any] | None = None  # called in its place, by who enters it
+        self.trial: Trial | None = None  # which says so
         self.as_returned: Callable[[Sequence[Any]], Any] | None = None  # makes the outputs of what the model gives
         self.is_entered = False  # by :func:`entered`
         self.was_asked = False  # for a steady replay, in vain, by who calls it next

@@ -106,6 +106,7 @@ class Manager(Upstream):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._ways: dict[Any, _Way] = {}  # by function: good until upstream is asked for anything but a steady replay
+        self._forgotten: list[Any] = []  # functions whose recordings are to be given back
         super().__init__(*args, **kwargs)
         self.pools.add(self.cuda_graphs_thread_pool)
 
@@ -192,6 +193,8 @@ class Manager(Upstream):
                 self.try_end_curr_execution()
                 if self.current_node is not None:
                     return None
+                if self._forgotten:
+                    self._forget()
                 wanted = True
         if not siblings:
             siblings = self.roots.get(function_id)
@@ -224,24 +227,36 @@ class Manager(Upstream):
         super().shutdown()
 
     def forget(self, model: FunctionModel) -> None:
-        """Gives back what a function's recordings hold, and those behind them; where a path is open nothing is done."""
+        """Gives back what a function's recordings hold, and those behind them, as soon as no path is open."""
+        self._forgotten += [id_ for id_, function in self.ids_to_funcs.items() if function.model is model]
         self._ways.clear()
         if self.path_state is _EXECUTION:
             self.try_end_curr_execution()
+        self._forget()
+
+    def _forget(self) -> None:
         if self.current_node is not None:
             return
-        ids = [function_id for function_id, function in self.ids_to_funcs.items() if function.model is model]
+        ids, self._forgotten = self._forgotten, []
+        gone: list[Any] = []
         todo = [self.roots]
         while todo:
             below = todo.pop()
             for function_id in ids:
-                below.pop(function_id, None)
+                gone += below.pop(function_id, ())
             todo += [node.children for nodes in below.values() for node in nodes]
+        while gone:
+            node = gone.pop()
+            gone += itertools.chain.from_iterable(node.children.values())
+            node.remove_node_cached_tensors()  # somebody may still hold one
+            node.graph = None
 
     def _run(self, new_inputs: list[Any], function_id: Any) -> Any:
         # At the begin of a step upstream looks for a child of the last step's recording, finds none, ends the path and
         # starts over. Where there is none to be found the path is ended at once.
         self._ways.clear()
+        if self._forgotten:
+            self._forget()
         node = self.current_node
         if (
             node is not None

@@ -553,13 +553,13 @@ class TestKept(Folder):
         self.assertEqual((found.decision, found.what), (DECISION, "Net"))
         (listed,) = self.profiles.list()
         self.assertEqual(listed.uses, 1)
-        for other, given in (
+        for other, values in (
             (self.kept("cabd"), inputs),
             (self.kept(objective="throughput"), inputs),
             (self.kept(), [torch.ones(3, 2), 4]),
             (self.kept(), [torch.ones(2, 3), 5]),
         ):
-            self.assertIsNone(other.find(given))
+            self.assertIsNone(other.find(values))
 
     def test_old_ones_are_measured_again(self):
         first = self.kept()

@@ -451,6 +451,7 @@ class TestSteadyReplay(TestCase):
             "ids_to_funcs": {self.FUNCTION: self.recording.wrapped_function},
             "has_live_user_visible_output_cloning": False,
             "_ways": {},
+            "_forgotten": [],
         }
         for name, value in state.items():
             setattr(self.manager, name, value)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +41,7 @@ class World:
     def __init__(self):
         self.now_ns = 0
         self.gpu_until_us = 0.0
+        self.rooms_made = 0
         self.behind = False  # whether the GPU is never seen to be done
 
     @property
@@ -50,6 +53,9 @@ class World:
 
     def mark(self):
         return max(self.now_us, self.gpu_until_us)
+
+    def make_room(self):
+        self.rooms_made += 1
 
     def us_between(self, begin, end):
         return None if self.behind or end > self.now_us else end - begin
@@ -65,9 +71,9 @@ class World:
 class Function:
     """A function that takes as long as it is said to, graphed from its third graphed call on."""
 
-    def __init__(self, world, trial, ungraphed=(100.0, 50.0), graphed=(10.0, 40.0), kernels=4):
+    def __init__(self, world, trial, ungraphed=(100.0, 50.0), graphed=(10.0, 40.0), kernels=4, mode="inference"):
         self.world, self.times, self.kernels = world, {Way.UNGRAPHED: ungraphed, Way.GRAPHED: graphed}, kernels
-        self.log = FunctionLog("Net", "0/0", "inference", 1, {})
+        self.log = FunctionLog("Net", "0/0", mode, 1, {})
         self.went, self.graphed_calls = [], 0
         self.contestant = Contestant(trial, self.log, self.graph, self.ungraph, world, self.went.append)
         trial.join(self.contestant)
@@ -190,15 +196,52 @@ class TestTrial(TrialTestCase):
         self.assertEqual(forward.log.decision, backward.log.decision)
         self.assertEqual(trial.decision.compared.kernels, 8)
 
-    def test_it_changes_where_it_may(self):
-        waiting = [True]
-        trial = Trial(Objective.LATENCY, may_change=lambda: not waiting[0])
-        function = Function(self.world, trial)
-        self.steps(20, function)
-        self.assertEqual(set(function.calls), {"u"})
-        waiting[0] = False
-        self.steps(20, function)
+    def test_nothing_changes_before_the_backward_was_called(self):
+        trial = Trial(Objective.LATENCY)
+        forward = Function(self.world, trial, mode="forward")
+        backward = Function(self.world, trial, mode="backward")
+        self.steps(10, forward, backward)
+        self.assertEqual(forward.calls[-1], "g")
+        self.steps(40, forward)
+        self.assertFalse(trial.is_over)
+        self.steps(10, forward, backward)
         self.assertTrue(trial.is_over)
+        self.assertIsNotNone(trial.decision)
+
+    def test_several_graphs_in_a_step(self):
+        """Each has a trial of its own, and their backwards come in the reverse order."""
+        pairs = []
+        for _ in range(3):
+            trial = Trial(Objective.LATENCY)
+            pairs.append([Function(self.world, trial, mode=mode) for mode in ("forward", "backward")])
+        self.steps(40, *(forward for forward, _ in pairs), *(backward for _, backward in reversed(pairs)))
+        for functions in pairs:
+            for function in functions:
+                self.assertEqual(function.went, [Way.GRAPHED])
+                self.assertIsNotNone(function.log.decision)
+
+    def test_memory_of_the_first_way_is_given_back(self):
+        trial = Trial(Objective.LATENCY)
+        function = Function(self.world, trial)
+        self.steps(7, function)
+        self.assertEqual(self.world.rooms_made, 0)
+        self.steps(30, function)
+        self.assertEqual(self.world.rooms_made, 1)
+
+    def test_it_ends_once(self):
+        """Another thread may call while it is decided."""
+        memory = mock.Mock(find=mock.Mock(return_value=None))
+        trial = Trial(Objective.LATENCY, memory=memory)
+        function = Function(self.world, trial)
+
+        def meanwhile(*args):
+            trial._end(Way.GRAPHED, None, None)
+            return Decision(Way.UNGRAPHED, mock.Mock())
+
+        with mock.patch.object(trials, "decide", meanwhile), mock.patch.object(Decision, "text", "why"):
+            self.steps(30, function)
+        self.assertEqual((function.went, function.log.decision), ([Way.GRAPHED], None))
+        memory.store.assert_not_called()
 
     def test_one_that_comes_late_follows(self):
         trial = Trial(Objective.LATENCY)
@@ -317,8 +360,8 @@ class TestTrialOf(TestCase):
     AUTO = Settings("off", "auto", "auto")
 
     def of(self, graph, compile_id, settings=AUTO, *, is_backward=False):
-        log = FunctionLog("Net", compile_id, "inference", 1, {}, graph=graph)
-        return selection.trial_of(log, settings, 0, is_backward=is_backward, may_change=lambda: True)
+        log = FunctionLog("Net", compile_id, "backward" if is_backward else "inference", 1, {}, graph=graph)
+        return selection.trial_of(log, settings, 0)
 
     def test_who_is_decided_together(self):
         one, other = (GraphLog("Net", "7/0", "inference", ()) for _ in range(2))
@@ -328,6 +371,11 @@ class TestTrialOf(TestCase):
         self.assertIsNot(self.of(other, "7/1"), first)
         self.assertIsNot(self.of(other, "7/0"), first)  # compiled anew
         self.assertIsNot(self.of(None, None), self.of(None, None))
+
+    def test_nobody_keeps_it_whose_functions_are_gone(self):
+        kept = weakref.ref(self.of(None, "6/0"))
+        gc.collect()
+        self.assertIsNone(kept())
 
     def test_only_where_it_is_asked_for(self):
         for way in ("always", "never"):
@@ -361,7 +409,7 @@ class TestChoice(TrialTestCase):
 
     def enter(self, model, run, mutated=()):
         with mock.patch.object(choice, "GpuWatch", lambda device: self.world):
-            return entered(model, run, choice.chooser((), mutated, 0, is_backward=False))
+            return entered(model, run, choice.chooser((), mutated, 0))
 
     def test_always_has_no_trial(self):
         model = self.model()
@@ -413,12 +461,12 @@ class TestChoice(TrialTestCase):
     def test_ungraphed_from_then_on(self):
         model = self.model()
         call = self.enter(model, lambda inputs: self.fail("graphed"))
-        forgotten = []
-        with mock.patch.object(choice, "_manager", lambda device: SimpleNamespace(forget=forgotten.append)):
+        manager = mock.Mock(spec=Manager)
+        with mock.patch.object(choice, "_manager", lambda device: manager):
             model.instead._ended(Way.UNGRAPHED)
         x = torch.ones(2)
         self.assertEqual(call([x]), [x * 2])
-        self.assertEqual(forgotten, [model])
+        manager.forget.assert_called_once_with(model)
         self.assertRegex(model.log.ungraphed_reason, "measured to be faster")
 
     def test_misaligned_inputs_are_written_to_as_well(self):
@@ -436,22 +484,34 @@ class TestChoice(TrialTestCase):
 
 
 class TestForget(TestCase):
+    def node(self, **children):
+        node = mock.Mock(children={int(key[1:]): nodes for key, nodes in children.items()})
+        node.graph = "graph"
+        return node
+
     def test_recordings_and_those_behind_them(self):
         model, other = object(), object()
         manager = Manager.__new__(Manager)
-        manager._ways = {}
+        manager._ways, manager._forgotten = {}, []
         manager.ids_to_funcs = {1: SimpleNamespace(model=model), 2: SimpleNamespace(model=other)}
-        leaf = SimpleNamespace(children={1: [SimpleNamespace(children={})]})
-        manager.roots = {1: [SimpleNamespace(children={2: ["gone"]})], 2: [leaf]}
+        below, last = self.node(), self.node()
+        gone, leaf = self.node(f2=[below]), self.node(f1=[last])
+        manager.roots = {1: [gone], 2: [leaf]}
         manager.path_state = cudagraph_trees.ExecutionState.EXECUTION
-        manager._current_node = SimpleNamespace(children={})
+        manager._current_node = self.node()
         with mock.patch.object(Upstream, "try_end_curr_execution", lambda manager: None):
             manager.forget(model)
             self.assertEqual(set(manager.roots), {1, 2})  # a path is open
-        ended = lambda manager: setattr(manager, "_current_node", None)  # noqa: E731
-        with mock.patch.object(Upstream, "try_end_curr_execution", ended):
-            manager.forget(model)
-        self.assertEqual((set(manager.roots), leaf.children), ({2}, {}))
+        manager._current_node = None
+        manager.path_state = cudagraph_trees.ExecutionState.NONE
+        with mock.patch.object(Upstream, "_run", lambda manager, inputs, function_id: "upstream's"):
+            self.assertEqual(manager._run([], 2), "upstream's")
+        self.assertEqual((manager.roots, leaf.children, manager._forgotten), ({2: [leaf]}, {}, []))
+        for node in (gone, below, last):
+            node.remove_node_cached_tensors.assert_called_once()
+            self.assertIsNone(node.graph)
+        self.assertEqual(leaf.graph, "graph")
+        leaf.remove_node_cached_tensors.assert_not_called()
 
 
 if __name__ == "__main__":

@@ -53,6 +53,16 @@ def decided(way):
         yield
 
 
+@torch.library.custom_op("pygraph_selection_test::at_home", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def at_home(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@at_home.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
 class SelectionTestCase(IndirectionTestCase):
     def setUp(self):
         super().setUp()
@@ -156,19 +166,61 @@ class TestTrials(SelectionTestCase):
         after = tensors.native.counts()
         self.assertEqual((after[0] - before[0], after[1] - before[1]), (10, 10))
 
-    def test_memory_is_given_back(self):
-        def program(x):
-            return torch.cat([x, x * 2]).cos()
+    def test_recordings_are_given_back(self):
+        """Also where another function, which is graphed, was called before in each step."""
+        first, second = (torch.compile(fn, mode="reduce-overhead") for fn in (lambda x: x * 2, lambda x: x.cos()))
+        x = torch.randn(1 << 20, device=self.device)
+        for graphed in ((second,), (first, second)):
+            reset()
+            Profiles.default().clear()
+            ways = iter([*[Way.GRAPHED] * (len(graphed) - 1), Way.UNGRAPHED])
+            with mock.patch.object(trial, "decide", lambda compared, standing, rules: Decision(next(ways), compared)):  # noqa: B023
+                for _ in range(CALLS):
+                    torch.compiler.cudagraph_mark_step_begin()
+                    y = x
+                    for function in graphed:
+                        y = function(y)
+                    self.assertEqual(y, (x * (1 if len(graphed) == 1 else 2)).cos())
+            manager = torch._inductor.cudagraph_trees.get_manager(0, create_if_none_exists=False)
+            todo, found = [manager.roots], 0
+            while todo:
+                for nodes in todo.pop().values():
+                    found += len(nodes)
+                    todo += [node.children for node in nodes]
+            self.assertLessEqual(found, len(graphed) - 1)
 
-        graphed = torch.compile(program, mode="reduce-overhead")
-        x = torch.randn(8 << 20, device=self.device)
-        before = torch.cuda.memory_allocated()
-        with decided(Way.UNGRAPHED):
-            for _ in range(CALLS):
-                torch.compiler.cudagraph_mark_step_begin()
-                graphed(x)
-        torch.cuda.synchronize()
-        self.assertLessEqual(torch.cuda.memory_allocated() - before, 1 << 20)
+    def test_a_backward_that_cannot_be_graphed(self):
+        """It asks for the manager that its forward has made."""
+
+        class Double(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x * 2
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return at_home(gradient)
+
+        graphed = torch.compile(lambda x: Double.apply(x.sin()), mode="reduce-overhead")
+        for _ in range(CALLS):
+            x = torch.ones(64, device=self.device, requires_grad=True)
+            torch.compiler.cudagraph_mark_step_begin()
+            graphed(x).sum().backward()
+            self.assertEqual(x.grad, 2 * torch.ones_like(x).cos())
+
+    def test_several_graphs_in_a_training_step(self):
+        """Their backwards come in the reverse order."""
+        layers = [torch.nn.Linear(32, 32, device=self.device) for _ in range(2)]
+        steps = [torch.compile(layer, mode="reduce-overhead") for layer in layers]
+        for _ in range(2 * CALLS):
+            x = torch.randn(8, 32, device=self.device)
+            wanted = torch.autograd.grad(layers[1](layers[0](x)).square().sum(), layers[0].weight)
+            found = torch.autograd.grad(steps[1](steps[0](x)).square().sum(), layers[0].weight)
+            self.assertEqual(found, wanted, rtol=1e-3, atol=1e-3)
+        decisions = [str(function.decision) for function in self.functions()]
+        self.assertEqual(len(decisions), 4)
+        for decision in decisions:
+            self.assertRegex(decision, "^(un-)?graphed: ")
 
     def test_an_error_in_a_trial(self):
         def program(x, fail):
