@@ -97,12 +97,17 @@ class Driver:
             raise refused(name, code)
         return tuple(values)
 
-    def missing_calls(self) -> list[str]:
-        """What indirection calls and the bindings or the installed driver lack."""
+    def version(self) -> int:
+        """The latest CUDA version that the driver supports, 13000 for 13.0 (``cuDriverGetVersion``); 0 if unknown."""
         try:
             (version,) = self.call("cuDriverGetVersion")
         except DriverError:
-            version = 0
+            return 0
+        return int(version)
+
+    def missing_calls(self) -> list[str]:
+        """What indirection calls and the bindings or the installed driver lack."""
+        version = self.version()
         return [c for since, calls in _NEEDED.items() for c in calls if version < since or not hasattr(self.api, c)]
 
     def capturing_graph(self, stream: int) -> int | None:

@@ -30,11 +30,12 @@ EQUAL: dict[str, Function] = {
     "of integers": lambda v: torch.arange(COUNT) * 0.1 + v,
     "of booleans": lambda v: (v > 0) * 0.1,
     "several": lambda v: (v * v - v.flip(0)) / (v.abs() + 1e-5),
-    "of half precision": lambda v: v.half().float(),
-    "of brain's": lambda v: v.bfloat16().float(),
+    # Inductor leaves conversions there and back out, on the CPU as well.
+    "of half precision": lambda v: v.half().flip(0).float(),
+    "of brain's": lambda v: v.bfloat16().flip(0).float(),
     "compared in half precision": lambda v: (v.half() > 0.1).float(),
     "compared in brain's": lambda v: (v.bfloat16() >= 0.1).float() - v.bfloat16().abs().float(),
-    "of double precision, halved": lambda v: v.double().half().float(),
+    "of double precision, halved": lambda v: v.double().half().flip(0).float(),
 }
 # The same, or the next number to it.
 NEXT: dict[str, Function] = {

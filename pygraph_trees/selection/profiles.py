@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from pygraph_trees.driver import driver
 from pygraph_trees.exc import PygraphError, PygraphWarning
 from pygraph_trees.version import __version__
 
@@ -96,8 +97,9 @@ class Machine:
             triton_version = triton.__version__
         except ImportError:
             triton_version = "none"
-        driver = str(torch._C._cuda_getDriverVersion())
-        return Machine(torch.cuda.get_device_name(device), driver, str(torch.__version__), triton_version, __version__)
+        api = driver()
+        version = "unknown" if api is None else str(api.version())
+        return Machine(torch.cuda.get_device_name(device), version, str(torch.__version__), triton_version, __version__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,16 @@ from pathlib import Path
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
+from fake_driver import FakeApi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees import __main__ as command_line
+from pygraph_trees.driver import Driver
 from pygraph_trees.selection import profiles as module
 from pygraph_trees.selection.decision import Comparison, Decision, Objective, Way
 from pygraph_trees.selection.profiles import (
@@ -139,12 +142,14 @@ class TestKey(TestCase):
     def test_machine(self):
         with (
             mock.patch.object(torch.cuda, "get_device_name", lambda device: f"GPU {device}"),
-            mock.patch.object(torch._C, "_cuda_getDriverVersion", lambda: 13000, create=True),
+            mock.patch.object(module, "driver", lambda: Driver(FakeApi())),
         ):
             found = Machine.current(1)
             self.assertEqual((found.gpu, found.driver, found.torch), ("GPU 1", "13000", torch.__version__))
             with mock.patch.dict(sys.modules, triton=None):
                 self.assertEqual(Machine.current(0).triton, "none")
+            with mock.patch.object(module, "driver", lambda: None):
+                self.assertEqual(Machine.current(0).driver, "unknown")
 
 
 class TestRoundTrip(Folder):
