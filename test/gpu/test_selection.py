@@ -9,7 +9,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from indirection import Facts, reset
+from indirection import Facts, compiled, reset
 from selection import CALLS, SelectionTestCase, decided
 from torch.testing._internal.common_utils import run_tests
 
@@ -142,7 +142,7 @@ class TestTrials(SelectionTestCase):
 
     def test_what_was_decided_holds_for_the_next_process(self):
         """But for what is compiled anew: a reset stands for the other process."""
-        graphed = torch.compile(lambda x: x.sin() + 1, mode="reduce-overhead")
+        graphed = compiled(lambda x: x.sin() + 1).graphed  # the code depends on flags
         for way in (Way.UNGRAPHED, Way.GRAPHED):
             Profiles.default().clear()
             for number, calls in enumerate((CALLS, 5)):
