@@ -18,7 +18,7 @@ import contextlib
 import logging
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,6 +26,7 @@ import torch
 
 from pygraph_trees.driver_error import DriverError
 from pygraph_trees.graph_nodes import KernelNode
+from pygraph_trees.host_reads import HostRead
 
 from ..exc import PygraphError
 from ..extent import extent, flat
@@ -202,6 +203,7 @@ class LiveInputs:
         self._patched: tuple[Item, ...] = ()
         self._copied: dict[int, Item] = {}  # by index
         self._copied_back: tuple[Item, ...] = ()
+        self._reads: dict[int, HostRead] = {}  # of staged ones, by number
         self._complex: tuple[int, ...] = ()  # of those whose address does not carry that they are conjugated
         self.is_of_backward = False  # whether some may be tangents, of which nobody guards that they are not negated
         self._tangents: tuple[int, ...] = ()
@@ -253,8 +255,12 @@ class LiveInputs:
                 return True
         return False
 
-    def set_up(self, graph: Any) -> None:
-        """Reads a captured graph, decides, instantiates it, and gives it the addresses it was recorded for."""
+    def set_up(self, graph: Any, reads: Iterable[tuple[int, HostRead]] = ()) -> None:
+        """Reads a captured graph, decides, instantiates it, and gives it the addresses it was recorded for.
+
+        ``reads``: addresses in staging buffers, and when the program reads what is there of the inputs.
+        """
+        self._reads = self._by_number(reads)
         returned = {index for index, _ in self.outputs.values()}
         passed = {position for position, item in enumerate(self.items) if item.index in returned}
         try:
@@ -346,9 +352,19 @@ class LiveInputs:
         first, behind = len(self._ghosts.ghosts), len(self.items) - len(self._staged)
         numbers = [n for n in range(len(self._staged)) if found is _NOTHING or first + n in read]
         self._put = tuple(self.items[behind + n].index for n in numbers)
-        self._staging.take(numbers)
+        self._staging.take(numbers, self._reads)
         self._staging.is_fixed = found is _NOTHING
         return {} if found is _NOTHING else {first + n: behind + n for n in numbers}
+
+    def _by_number(self, reads: Iterable[tuple[int, HostRead]]) -> dict[int, HostRead]:
+        """When staged inputs are read; one whose parts are read at several times in order."""
+        buffers = [(item.recorded, item.nbytes) for item in self.items if item.index in self._staged]
+        found: dict[int, HostRead] = {}
+        for address, read in reads:
+            for number, (start, nbytes) in enumerate(buffers):
+                if start <= address < start + nbytes:
+                    found[number] = read if found.get(number, read) is read else HostRead.IN_ORDER
+        return found
 
     def _materialise(self, position: int) -> None:
         try:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from ..host_reads import HostRead
 
 MOST_BUFFERS = 8  # launches that may be queued before the next one waits
 _MOST_NBYTES = 64 << 20  # of the buffers of a recording, where two do not take more
@@ -29,6 +31,7 @@ class _Buffer:
     memories: Sequence[torch.Tensor]
     addresses: list[int]
     read: Any = None  # an event behind the last launch that reads it; None before the first
+    held: list[torch.Tensor] = field(default_factory=list)  # inputs that it reads in their own memory
 
 
 class Staging:
@@ -48,14 +51,19 @@ class Staging:
         self._next = _buffer_like(inputs)
         self.stand_ins = self._next.memories  # what is recorded; they are a buffer like all others afterwards
         self._buffers = [self._next]
+        self._reads = [HostRead.IN_ORDER] * len(inputs)
         if _are_pinned(inputs):
             torch.cuda.synchronize(device)
         self._write(inputs)
         # torch hands pinned memory on at once where it does not know who reads it.
         weakref.finalize(self, _wait_for, self._buffers).atexit = False
 
-    def take(self, numbers: Iterable[int]) -> None:
-        """Before the first launch: of the inputs, by number, those that are given at each one."""
+    def take(self, numbers: Sequence[int], reads: Mapping[int, HostRead]) -> None:
+        """Before the first launch: of the inputs, by number, those that are given at each one, and how they are read.
+
+        What is not known is read in order.
+        """
+        self._reads = [reads.get(number, HostRead.IN_ORDER) for number in numbers]
         self._next.memories = [self.stand_ins[number] for number in numbers]
         self._next.addresses = [memory.data_ptr() for memory in self._next.memories]
 
@@ -67,17 +75,29 @@ class Staging:
     def put(self, values: Sequence[torch.Tensor]) -> list[int]:
         """Writes the inputs of a call; gives their addresses. Until :meth:`launched` they may be written over.
 
-        For pinned memory the GPU is waited for.
+        Pinned memory may be what the GPU has still to write: it is waited for, or read in its place.
         """
         if self.is_fixed:
             if self._next.read is not None:
                 self._next.read.synchronize()
         else:
             self._next = self._free()
-        if _are_pinned(values):
+        buffer = self._next
+        buffer.addresses = [memory.data_ptr() for memory in buffer.memories]
+        buffer.held = []
+        waits = False
+        for number, (memory, value, read) in enumerate(zip(buffer.memories, values, self._reads, strict=True)):
+            if read is HostRead.AT_ONCE or not value.is_pinned():
+                continue
+            if read is HostRead.LATER and not self.is_fixed and _are_alike(memory, value):
+                buffer.addresses[number] = value.data_ptr()
+                buffer.held.append(value)
+            else:
+                waits = True
+        if waits:
             torch.cuda.current_stream(self._device).synchronize()
         self._write(values)
-        return self._next.addresses
+        return buffer.addresses
 
     def launched(self, stream: Any) -> None:
         """Behind a launch on that stream, which reads what was put."""
@@ -100,6 +120,8 @@ class Staging:
 
     def _write(self, values: Sequence[torch.Tensor]) -> None:
         for memory, value in zip(self._next.memories, values, strict=True):
+            if any(value is held for held in self._next.held):
+                continue
             if value.nbytes > _COPIED_BY_TORCH and _are_alike(memory, value):
                 ctypes.memmove(memory.data_ptr(), value.data_ptr(), value.nbytes)
             else:

@@ -14,6 +14,8 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch.utils._pytree import tree_map
 
+from pygraph_trees.host_reads import HostRead
+
 from .nodes import (
     HALVES,
     aten,
@@ -143,7 +145,7 @@ class _Rewriting:
             with self._graph.inserting_after(node):
                 host = self._call(aten.clone.default, (node,), node)
         with self._graph.inserting_after(max(self._anchor, host)):
-            return self._call(staged, (self._anchor, host), node)
+            return self._call(staged, (self._anchor, host, int(_when_read(node))), node)
 
     def _why_not_staged(self, node: fx.Node) -> str | None:
         if not self._stages:
@@ -220,6 +222,13 @@ def _rounded(value: Any, dtype: torch.dtype) -> Any:
 def _may_be_late(node: fx.Node) -> bool:
     """Whether the program asks of all copies of it that nobody waits for them."""
     return all(is_copy_between_devices(user) and _is_non_blocking(user) for user in node.users)
+
+
+def _when_read(node: fx.Node) -> HostRead:
+    """When the program reads a value that is staged."""
+    if not any(is_copy_between_devices(user) for user in node.users):
+        return HostRead.AT_ONCE
+    return HostRead.LATER if _may_be_late(node) else HostRead.IN_ORDER
 
 
 def _is_non_blocking(copy: fx.Node) -> bool:

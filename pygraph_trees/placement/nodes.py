@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
 from pygraph_trees.coverage.partitions import source_line
@@ -388,13 +389,15 @@ def _shows_another(node: fx.Node) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie side by side, each once, in some order; not where that depends on a size."""
+    """Whether its elements lie side by side, each once, in some order; of symbolic sizes that is known of one order."""
     dims = [*zip(tensor.stride(), tensor.shape, strict=True)]
-    if not all(isinstance(number, int) for dim in dims for number in dim):
-        return False
-    expected = 1
-    for stride, size in sorted(dim for dim in dims if dim[1] != 1):
-        if stride != expected:
+    if all(isinstance(number, int) for dim in dims for number in dim):
+        dims.sort(reverse=True)
+    expected: Any = 1
+    for stride, size in reversed(dims):
+        if statically_known_true(size == 1):
+            continue
+        if not statically_known_true(stride == expected):
             return False
-        expected *= size
+        expected = expected * size
     return True

@@ -7,14 +7,35 @@ CUDA graph that is captured.
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
+
 import torch
+
+from pygraph_trees.host_reads import HostRead
 
 _library = torch.library.Library("pygraph_trees", "DEF")
 # Inductor takes the first tensor's device for the operator's.
-_library.define("staged(Tensor there, Tensor host) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.define("staged(Tensor there, Tensor host, int read=1) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_observed = threading.local()
 
 
-def _staged(there: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
+@contextlib.contextmanager
+def observed() -> Iterator[list[tuple[int, HostRead]]]:
+    """What is staged inside, in this thread: the address of each tensor on the CPU, and when the program reads it."""
+    outer = getattr(_observed, "found", None)
+    _observed.found = found = []
+    try:
+        yield found
+    finally:
+        _observed.found = outer
+
+
+def _staged(there: torch.Tensor, host: torch.Tensor, read: int = HostRead.IN_ORDER) -> torch.Tensor:
+    found = getattr(_observed, "found", None)
+    if found is not None:
+        found.append((host.data_ptr(), HostRead(read)))
     # A tensor that lies on the GPU already is an input that was copied while a graph was recorded. Outside of graphs
     # the copy is waited for: the program may write to its tensor as soon as the call is done.
     return _like(there, host).copy_(host, non_blocking=_is_captured(there))
@@ -24,7 +45,7 @@ def _is_captured(there: torch.Tensor) -> bool:
     return there.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _like(there: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
+def _like(there: torch.Tensor, host: torch.Tensor, read: int = HostRead.IN_ORDER) -> torch.Tensor:
     return torch.empty_like(host, device=there.device)  # of the same strides where they are dense
 
 

@@ -90,6 +90,7 @@ class Manager(Upstream):
     # What a steady replay reads and writes; the part in C++ finds slots at once.
     __slots__ = (
         "_current_node",  # behind a property
+        "_forgotten",
         "_ways",
         "compile_id",
         "current_gen",
@@ -270,6 +271,7 @@ class Manager(Upstream):
         if self.path_state is _EXECUTION and self.current_node is not None and function_id in self.warmed_up_functions:
             why_not = self._why_not_staged(new_inputs, function_id)
             if why_not is not None:
+                self.try_end_curr_execution()
                 return self._run_ungraphed(new_inputs, function_id, why_not)
         return super()._run(new_inputs, function_id)
 
@@ -286,13 +288,13 @@ class Manager(Upstream):
             finally:
                 self._pool.forget()
         # Asked once more: outputs of the last step were managed when upstream did, before it ended that step's path.
-        if self._uses_addresses(self.ids_to_funcs[function_id].model) and self._would_lose_writes(
-            new_inputs, function_id
-        ):
+        why_not: str | None = None
+        if self._would_lose_writes(new_inputs, function_id):
             why_not = "mutates an input that lies in the graph pool and is no output of this step"
-            return self._run_ungraphed(new_inputs, function_id, why_not)
-        why_not = self._why_not_staged(new_inputs, function_id)
+        why_not = why_not or self._why_not_staged(new_inputs, function_id)
         if why_not is not None:
+            if self.path_state is _EXECUTION and self.current_node is not None:
+                self.path_state = cudagraph_trees.ExecutionState.RECORDING  # so it is for the allocator
             return self._run_ungraphed(new_inputs, function_id, why_not)
         reason = why_recorded(self, new_inputs, function_id, function)
         self._demote_saved_inputs(new_inputs, function_id)
@@ -430,8 +432,9 @@ class Manager(Upstream):
         """
         wrapped = self.ids_to_funcs[function_id]
         is_managed = self._get_cuda_graph_recorded_tensor_checker()
+        uses_addresses = self._uses_addresses(wrapped.model)
         return any(
-            not self._is_written_in_place(wrapped.model, inputs[index])
+            not (uses_addresses and self._is_written_in_place(wrapped.model, inputs[index]))
             for index in wrapped.mutated_input_idxs
             if index not in wrapped.static_input_idxs and not is_managed(inputs[index])
         )

@@ -39,6 +39,7 @@ from pygraph_trees.graph_nodes import NodeKind
 from pygraph_trees.indirection.availability import usable_driver
 from pygraph_trees.indirection.inputs import LiveInputs, NotStaged, choose
 from pygraph_trees.indirection.routes import Route
+from pygraph_trees.placement.staging import observed
 from pygraph_trees.tensors import Deaths, Whereabouts, once_more, released
 
 from . import steady
@@ -75,7 +76,7 @@ class HeldForTooLong(PygraphError, RuntimeError):
 class WouldLoseWrites(PygraphError, RuntimeError):
     """Not to be seen: such a function is not recorded."""
 
-    template = "recording {function}: input {index} is written to, and what is written to a copy of it would be lost"
+    template = "recording {recording}: input {index} is written to, and what is written to a copy of it would be lost"
 
 
 class _CountsUpstreamNodes(type):
@@ -215,9 +216,9 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 for item in self._live.items:
                     inputs[item.index] = 0
                     copied.remove(item.index)
-        for index in self.wrapped_function.mutated_input_idxs:
-            if index in copied and isinstance(inputs[index], torch.Tensor) and inputs[index].numel():
-                raise WouldLoseWrites(function=self.log.number, index=index)
+            for index in self.wrapped_function.mutated_input_idxs:
+                if index in copied and isinstance(inputs[index], torch.Tensor) and inputs[index].numel():
+                    raise WouldLoseWrites(recording=self.log.number, index=index)
         return super()._allocate_and_copy_recording_inputs(inputs)
 
     def _is_cuda_graph_recorded_tensor(self, t: torch.Tensor) -> Any:
@@ -276,10 +277,11 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 outputs = without_staged(outputs, live)
             return outputs
 
-        outputs = super()._record(on_stand_ins, inputs)
+        with observed() as reads:
+            outputs = super()._record(on_stand_ins, inputs)
         if live is not None:
             with torch.cuda.device(self.device):
-                live.set_up(self.graph)
+                live.set_up(self.graph, reads)
             self._count_nodes(live.kinds)
         return outputs
 
@@ -541,7 +543,7 @@ def _as_they_read(outputs: Any) -> Any:
 
 
 def _reads_otherwise(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg())
+    return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg()) and value.numel() > 0
 
 
 def _as_it_reads(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.absent_gpu import absent_gpu, lower
 from pygraph_trees.coverage.compiled import PLACED, WHY_NOT_PLACED, partitions_of
+from pygraph_trees.host_reads import HostRead
 from pygraph_trees.placement import place, place_for_graphs
 from pygraph_trees.placement.nodes import is_copy_between_devices, is_on_cpu, is_on_gpu
 
@@ -209,8 +210,38 @@ class TestLowered(TestCase):
         ):
             program = lambda x, v: x * function(v)  # noqa: B023, E731
             graph, _ = self.partitions(program, (torch.empty(256, device="meta"), value), "full")
-            (host,) = re.findall(r"pygraph_trees\.staged\.default\(buf\d+, (.*)\)", graph.source_code)
+            (host,) = re.findall(r"pygraph_trees\.staged\.default\(buf\d+, (.*?)(?:, \d)?\)\n", graph.source_code)
             self.assertRegex(host, r"^reinterpret_tensor\(arg" if view else r"^buf\d+$")
+
+    def test_when_a_program_reads_it(self):
+        for function, read in (
+            (lambda v: v.to("cuda"), HostRead.IN_ORDER),
+            (lambda v: v.to("cuda", non_blocking=True), HostRead.LATER),
+            (lambda v: v.to("cuda", non_blocking=True) + v.to("cuda"), HostRead.IN_ORDER),
+            (lambda v: (v * 2).to("cuda", non_blocking=True), HostRead.AT_ONCE),
+            (lambda v: v[0], HostRead.AT_ONCE),
+        ):
+            program = lambda x, v: x * function(v)  # noqa: B023, E731
+            graph, found = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
+            self.assertEqual(found, (1, 0))
+            (node,) = [n for n in graph.gm.graph.nodes if str(n.target) == "pygraph_trees.staged.default"]
+            self.assertEqual(node.args[2], read)
+
+    def test_symbolic_sizes(self):
+        """A view of an input without gaps needs nothing of the CPU, whatever the size."""
+        program = lambda x, v: x * v[3].to("cuda")  # noqa: E731
+        value = torch.rand(128, 256)
+        with torch._dynamo.config.patch(assume_static_by_default=False):
+            graph, found = self.partitions(program, (torch.empty(256, device="meta"), value), "full")
+            shapes = [node.meta["val"] for node in graph.gm.graph.find_nodes(op="placeholder")]
+            self.assertTrue(any(isinstance(shape, torch.SymInt) for shape in shapes))
+            self.assertEqual(found, (1, 0))
+            _, found = self.partitions(program, (torch.empty(256, device="meta"), value[:, ::1].t().t()), "full")
+            self.assertEqual(found, (1, 0))
+            _, found = self.partitions(
+                program, (torch.empty(256, device="meta"), torch.rand(128, 512)[:, :256]), "full"
+            )
+            self.assertEqual(found, (1, 1))
 
     def test_nothing_is_staged_in_branches_and_loops(self):
         """What is copied there is in no node of the graph that could be given an address."""

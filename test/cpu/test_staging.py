@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -17,6 +20,7 @@ from hypothesis import strategies as st
 from test_live_inputs import LiveInputsTestCase
 from torch.testing._internal.common_utils import run_tests
 
+from pygraph_trees.host_reads import HostRead
 from pygraph_trees.indirection import staging
 from pygraph_trees.indirection.inputs import NotStaged, choose
 from pygraph_trees.indirection.routes import Route
@@ -127,11 +131,19 @@ class TestBuffers(StagingTestCase):
 
         check()
 
-    def test_pinned_memory_is_read_behind_what_writes_to_it(self):
-        """A copy to it that the GPU has not made yet is one that the program's copy comes behind."""
+    def test_pinned_memory_is_read_when_the_program_reads_it(self):
+        """A copy to it that the GPU has not made yet may be one that the program's copy comes behind."""
         stream = mock.Mock()
-        for pinned in (False, True):
+        for read, pinned, waits, in_place in (
+            (None, True, True, False),
+            (HostRead.IN_ORDER, True, True, False),
+            (HostRead.AT_ONCE, True, False, False),
+            (HostRead.LATER, True, False, True),
+            (HostRead.LATER, False, False, False),
+            (HostRead.IN_ORDER, False, False, False),
+        ):
             with (
+                self.subTest(read=read, pinned=pinned),
                 mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: pinned),  # noqa: B023
                 mock.patch.object(torch.cuda, "current_stream", lambda device: stream),
                 mock.patch.object(torch.cuda, "synchronize") as synchronize,
@@ -140,9 +152,51 @@ class TestBuffers(StagingTestCase):
                 synchronize.side_effect = stream.synchronize.side_effect = lambda *_: value.add_(1)  # noqa: B023
                 buffers = Staging([value], 0)
                 self.assertEqual(buffers.stand_ins[0].tolist(), [float(pinned)] * 4)
-                buffers.put([value])
-                self.assertEqual(buffers.stand_ins[0].tolist(), [2.0 * pinned] * 4)
-            self.assertEqual((synchronize.call_count, stream.synchronize.call_count), (pinned, pinned))
+                buffers.take([0], {} if read is None else {0: read})
+                (address,) = buffers.put([value])
+                self.assertEqual(address == value.data_ptr(), in_place)
+                self.assertEqual(list((ctypes.c_float * 4).from_address(address)), [float(pinned + waits)] * 4)
+                self.assertEqual(stream.synchronize.call_count, waits)
+                stream.reset_mock()
+
+    def test_pinned_memory_that_is_read_later_is_kept(self):
+        """Until the GPU has read it; who has another layout is copied."""
+        with (
+            mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: True),
+            mock.patch.object(torch.cuda, "current_stream", lambda device: mock.Mock()),
+        ):
+            value = torch.arange(8.0).view(2, 4)
+            buffers = Staging([torch.zeros(2, 4)])
+            buffers.take([0], {0: HostRead.LATER})
+            self.assertEqual(buffers.put([value]), [value.data_ptr()])
+            kept = weakref.ref(value)
+            del value
+            self.queue.queued += 1
+            buffers.launched(None)
+            self.assertNotEqual(buffers.put([torch.ones(2, 4)]), [])  # another buffer, as that one is read
+            gc.collect()
+            self.assertIsNotNone(kept())
+            self.queue.done = self.queue.queued
+            for _ in range(3):
+                buffers.put([torch.ones(2, 4)])
+                self.queue.queued += 1
+                buffers.launched(None)
+            other = torch.arange(8.0).view(4, 2).t()
+            (address,) = buffers.put([other])
+            self.assertNotEqual(address, other.data_ptr())
+            self.assertEqual(list((ctypes.c_float * 8).from_address(address)), other.contiguous().view(-1).tolist())
+
+    def test_what_the_graph_reads_of_it_is_observed(self):
+        """In this thread, while it is asked."""
+        values = [torch.zeros(4), torch.ones(4)]
+        with operator.observed() as found:
+            torch.ops.pygraph_trees.staged(torch.empty(0), values[0], int(HostRead.LATER))
+            with operator.observed() as inner, ThreadPoolExecutor(1) as other:
+                torch.ops.pygraph_trees.staged(torch.empty(0), values[1])
+                other.submit(torch.ops.pygraph_trees.staged, torch.empty(0), values[0]).result()
+        torch.ops.pygraph_trees.staged(torch.empty(0), values[0])
+        self.assertEqual(found, [(values[0].data_ptr(), HostRead.LATER)])
+        self.assertEqual(inner, [(values[1].data_ptr(), HostRead.IN_ORDER)])
 
     def test_it_waits_where_all_are_queued(self):
         buffers = Staging([torch.zeros(4)])
@@ -194,6 +248,18 @@ class TestLiveInputs(StagingTestCase):
         graph = self.capture(nodes, live)
         live.set_up(graph)
         return live, graph
+
+    def test_parts_that_are_read_at_several_times_are_read_in_order(self):
+        inputs = [torch.zeros(4) for _ in range(4)]
+        live, _ = choose(self.driver, 0, inputs, range(4), set(), self.pool, {}, stage=True)
+        starts = [item.recorded for item in live.items]
+        reads = [
+            *((starts[0], HostRead.LATER), (starts[0] + 8, HostRead.LATER)),
+            *((starts[1], HostRead.LATER), (starts[1] + 8, HostRead.AT_ONCE)),
+            *((starts[2] + 12, HostRead.AT_ONCE), (1, HostRead.LATER)),
+        ]
+        expected = {0: HostRead.LATER, 1: HostRead.IN_ORDER, 2: HostRead.AT_ONCE}
+        self.assertEqual(live._by_number(reads), expected)
 
     def copies(self, addresses):
         return [self.api.make_memcpy(a, TARGET + 4096 * n, 16, "HOST") for n, a in enumerate(addresses)]

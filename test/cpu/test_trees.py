@@ -411,12 +411,15 @@ class TestOutputs(TestCase):
             *(base.conj(), base[:, ::2].conj(), base.t().conj(), base[1:2].expand(4, 8).conj(), base[3, 4].conj()),
             *(torch._neg_view(base.real), base.conj().imag, base[0:0].conj()),
         ]
+        outputs += [torch.empty(5, 0, dtype=torch.complex64), torch.empty(2, 0, 3, dtype=torch.complex64).conj()]
+        outputs.append(torch.empty(4, 8, dtype=torch.complex64)[:0, :3].conj())
         given = [base, None, 3, *outputs]
         found = recording_module._as_they_read(given)
         self.assertTrue(all(one is other for one, other in zip(found[:3], given[:3], strict=True)))
         for one, other in zip(found[3:], outputs, strict=True):
             self.assertEqual(one, other, rtol=0, atol=0)
-            self.assertEqual((one.stride(), one.is_conj(), one.is_neg()), (other.stride(), False, False))
+            self.assertEqual(one.stride(), other.stride())
+            self.assertFalse(one.numel() and (one.is_conj() or one.is_neg()))
         plain = (base, 3)
         self.assertIs(recording_module._as_they_read(plain), plain)
         self.assertIs(recording_module._as_they_read(base), base)
@@ -735,10 +738,15 @@ class TestSteadyReplay(TestCase):
         node.wrapped_function = SimpleNamespace(mutated_input_idxs=(1,))
         done = mock.patch.object(recording_module.Upstream, "_allocate_and_copy_recording_inputs", lambda *_: "done")
         inputs = [torch.ones(2), torch.ones(2), torch.ones(0)]
-        with done, mock.patch.object(Recording, "_driver_for_addresses", lambda node: (None, "why not")):
-            for copied, fits in (((0, 1), False), ((0,), True)):
+        chosen = mock.patch.object(recording_module, "choose", lambda *_, **__: (None, {}))
+        node._refused, node.device, node.cuda_graphs_pool = {}, 0, "its pool"
+        node.wrapped_function.model = SimpleNamespace(settings=SimpleNamespace(placement="off"))
+        more = {"_managed_and_moving": lambda node: set()}
+        with done, chosen, mock.patch.multiple(Recording, **more), mock.patch.object(recording_module, "ranges_of"):
+            for copied, api, fits in (((0, 1), "driver", False), ((0,), "driver", True), ((0, 1), None, True)):
+                node._driver_for_addresses = lambda: (api, "why not")  # noqa: B023
                 with mock.patch.object(Recording, "_copied_indices", lambda node: list(copied)):  # noqa: B023
-                    if fits:
+                    if fits:  # without addresses upstream decides
                         self.assertEqual(node._allocate_and_copy_recording_inputs(inputs), "done")
                     else:
                         with self.assertRaisesRegex(
@@ -763,6 +771,10 @@ class TestSteadyReplay(TestCase):
                 self.assertEqual(self.manager._run([x], other), ["un-graphed", x])
                 self.assertIs(self.manager.current_node, self.recording)
                 self.assertIs(self.manager.path_state, cudagraph_trees.ExecutionState.EXECUTION)
+            self.behind(self.recording, new_step=True)
+            self.recording.clear_path_state = lambda: None
+            self.assertEqual(self.manager._run([x], other), ["un-graphed", x])
+            self.assertIsNone(self.manager.current_node)  # a new step's path begins with the next one
             self.assertEqual(model.log.ungraphed_reason, "no node of the graph reads it")
             self.assertEqual(self.manager._run([x], self.FUNCTION), ["upstream's"])
             self.manager.current_node = None
@@ -789,9 +801,10 @@ class TestSteadyReplay(TestCase):
         managed, elsewhere, in_pool = object(), object(), object()
         self.manager._get_cuda_graph_recorded_tensor_checker = lambda: lambda t: t is managed
         self.manager._is_written_in_place = lambda model, t: t is elsewhere
-        for value, loses in ((managed, False), (elsewhere, False), (in_pool, True)):
-            self.assertEqual(self.manager._would_lose_writes([value], self.FUNCTION), loses)
-        self.manager._uses_addresses = lambda model: True
+        for uses_addresses in (False, True):
+            self.manager._uses_addresses = lambda model: uses_addresses  # noqa: B023
+            for value, loses in ((managed, False), (elsewhere, not uses_addresses), (in_pool, True)):
+                self.assertEqual(self.manager._would_lose_writes([value], self.FUNCTION), loses)
         with mock.patch.object(Upstream, "record_function", side_effect=AssertionError):
             self.assertEqual(self.manager.record_function([torch.ones(2)], self.FUNCTION), [torch.full((2,), 2.0)])
         self.assertRegex(model.log.ungraphed_reason, "mutates an input that lies in the graph pool")
