@@ -25,7 +25,8 @@ _observed = threading.local()
 def observed() -> Iterator[list[tuple[int, HostRead]]]:
     """What is staged inside, in this thread: the address of each tensor on the CPU, and when the program reads it."""
     outer = getattr(_observed, "found", None)
-    _observed.found = found = []
+    found: list[tuple[int, HostRead]] = []
+    _observed.found = found
     try:
         yield found
     finally:

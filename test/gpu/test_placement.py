@@ -75,15 +75,46 @@ class TestPlacement(PlacementTestCase):
                 self.assertGraphed(facts, CALLS_EACH)
 
     def test_pinned_memory_that_the_gpu_has_still_to_write(self):
+        for non_blocking in (True, False):
+            reset()
+            graphed = torch.compile(
+                lambda x, v: x + v.to("cuda", non_blocking=non_blocking),  # noqa: B023
+                mode="reduce-overhead",
+            )
+            x, kept = torch.zeros(64, device=self.device), torch.zeros(64).pin_memory()
+            for call in range(2 * CALLS_EACH):
+                v = kept if call % 2 else torch.zeros(64).pin_memory()
+                value = torch.full((64,), float(call + 1), device=self.device)
+                torch.cuda._sleep(50_000_000)
+                v.copy_(value, non_blocking=True)
+                torch.compiler.cudagraph_mark_step_begin()
+                found = graphed(x, v).clone()
+                del v
+                self.assertEqual(found, value, rtol=0, atol=0)
+            self.assertGraphed(Facts.now(), 2 * CALLS_EACH)
+
+    def test_pinned_memory_without_a_wait(self):
+        """Calls that are queued read what each was given, and are not waited for."""
         graphed = torch.compile(lambda x, v: x + v.to("cuda", non_blocking=True), mode="reduce-overhead")
-        x, v = torch.zeros(64, device=self.device), torch.zeros(64).pin_memory()
-        for call in range(CALLS_EACH):
-            value = torch.full((64,), float(call + 1), device=self.device)
-            torch.cuda._sleep(50_000_000)
-            v.copy_(value, non_blocking=True)
+        x = torch.zeros(1 << 14, device=self.device)
+        for _ in range(4):
             torch.compiler.cudagraph_mark_step_begin()
-            found = graphed(x, v).clone()
-            self.assertEqual(found, value, rtol=0, atol=0)
+            graphed(x, torch.zeros(1 << 14).pin_memory())
+        given = [torch.full((1 << 14,), float(number)).pin_memory() for number in range(20)]
+        found = []
+        torch.cuda._sleep(1_000_000_000)
+        done = torch.cuda.Event()
+        done.record()
+        for v in given[:6]:
+            torch.compiler.cudagraph_mark_step_begin()
+            found.append(graphed(x, v).clone())
+        self.assertFalse(done.query())
+        for v in given[6:]:
+            torch.compiler.cudagraph_mark_step_begin()
+            found.append(graphed(x, v).clone())
+        del given, v
+        for number, value in enumerate(found):
+            self.assertEqual(value, torch.full_like(x, number), rtol=0, atol=0)
 
     def test_in_inference_mode_and_outside(self):
         graphed = torch.compile(lambda x, v: x * v.to("cuda"), mode="reduce-overhead")
