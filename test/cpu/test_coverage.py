@@ -242,8 +242,7 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
     def test_report_of_this_process(self):
         found = pygraph_trees.report()
         self.assertEqual(
-            [f.name for f in found.environment.features],
-            ["flags", "trees", "coverage", "calls", "placement", "table"],
+            [f.name for f in found.environment.features], ["flags", "trees", "coverage", "calls", "placement"]
         )
         self.assertIsInstance(str(found), str)
 
