@@ -368,6 +368,29 @@ class TestCommandLine(TestCase):
             self.assertIn("is of other code", shown)
             self.assertEqual((status, [r.workload for r in Results.read(out).records]), (0, ["EOS"]))
 
+    def test_one_command_makes_page_and_plots(self):
+        """Of what goes to the folder of the results, where plots can be made."""
+        record = Measurement("EOS", "inference", 1, "ours", "same", latency_ms=1.0)
+        blank = Results("NVIDIA H200", "1", "2.11.0", "3", "3.12", "today", "hash", 4)
+        for elsewhere, has_plots in ((False, True), (False, False), (True, True)):
+            with (
+                self.subTest(elsewhere=elsewhere, has_plots=has_plots),
+                tempfile.TemporaryDirectory() as folder,
+                mock.patch.object(command_line, "RESULTS_FOLDER", Path(folder)),
+                mock.patch("torch.cuda.is_available", return_value=True),
+                mock.patch("pygraph_trees.comparison.results.here", return_value=blank),
+                mock.patch("bench.isolated.run_isolated", lambda *_: [record]),
+                mock.patch("importlib.util.find_spec", lambda name: has_plots or None),  # noqa: B023
+                mock.patch("bench.summary.main") as summary,
+            ):
+                out = Path(folder) / "elsewhere" / "x.json"
+                out.parent.mkdir()
+                status, shown, _ = self._main("EOS", *(("--out", str(out)) if elsewhere else ()))
+                self.assertEqual((status, summary.call_count), (0, has_plots and not elsewhere))
+                self.assertEqual("matplotlib" in shown, not has_plots)
+                written = out if elsewhere else Path(folder) / "h200-torch2.11.json"
+                self.assertEqual([r.workload for r in Results.read(written).records], ["EOS"])
+
 
 class TestFigures(TestCase):
     def test_no_gpu(self):

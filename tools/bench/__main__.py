@@ -1,6 +1,7 @@
 """``python tools/bench [NAMES...]``: measures workloads in four ways and writes JSON and Markdown.
 
-Results go to ``tools/bench/results/<gpu>-torch<version>.json`` and a table beside it. Exit status 0 where all workloads
+Results go to ``tools/bench/results/<gpu>-torch<version>.json`` and a table beside it, and the page and the plots of all
+results there, and the table in the project's README, are made anew. Exit status 0 where all workloads
 were measured, 1 where one failed, 2 where there is no GPU or the command line is wrong.
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +24,8 @@ NO_GPU = "bench: figures need a GPU, and torch finds none here (python tools/ben
 def parser() -> argparse.ArgumentParser:
     parse = argparse.ArgumentParser(
         prog="python tools/bench",
-        description="Measures workloads in four ways (eager, compile, upstream, ours), each in a process of its own.",
+        description="Measures workloads in four ways (eager, compile, upstream, ours), each in a process of its own. "
+        "Without --out page, plots and the README's table are made anew at the end.",
     )
     parse.add_argument("names", nargs="*", metavar="NAMES", help="workloads; all of them by default")
     parse.add_argument("--list", action="store_true", help="show the workloads and do nothing")
@@ -111,13 +113,25 @@ def _measure(
         job = Job(name, workload.mode, workload.batch, tuple(ways), plan, options.workloads)
         records = run_isolated(job, options.timeout, Progress())
         results = results.with_records(records)
+        # Behind each workload, so that a run that is cut leaves what it measured.
         results.write(out)
+        out.with_suffix(".md").write_text(_page(results, markdown_table(results.records)), encoding="utf-8")
         print(text_table(records), end="\n\n", flush=True)
-    table = out.with_suffix(".md")
-    table.write_text(_page(results, markdown_table(results.records)), encoding="utf-8")
-    print(f"{out}\n{table}")
+    print(f"{out}\n{out.with_suffix('.md')}")
+    if out.parent == RESULTS_FOLDER:
+        _summarise()
     failed = [r for r in results.records if r.workload in names and r.error is not None]
     return 1 if failed else 0
+
+
+def _summarise() -> None:
+    """The page and the plots of all results, and the table in the project's README."""
+    from bench import summary
+
+    if importlib.util.find_spec("matplotlib") is None:
+        print("without matplotlib the plots stay as they are: python tools/bench/summary.py makes page and plots anew")
+    else:
+        summary.main([])
 
 
 def _resume(results: Results, out: Path) -> tuple[Results, set[str]]:
