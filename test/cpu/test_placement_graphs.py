@@ -182,7 +182,7 @@ class TestLowered(TestCase):
         """And not kept as it was, within a kernel."""
         for dtype, name in ((torch.float16, "float16"), (torch.bfloat16, "bfloat16")):
             for function in (
-                lambda v: v.to(dtype).float().to("cuda"),  # noqa: B023
+                lambda v: v.to(dtype).flip(0).float().to("cuda"),  # noqa: B023
                 lambda v: (v.to(dtype) > 0.1).to("cuda"),  # noqa: B023
             ):
                 program = lambda x, v: x + function(v)  # noqa: B023, E731
