@@ -12,10 +12,11 @@ import tempfile
 import textwrap
 import time
 import unittest
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -25,7 +26,7 @@ from torch.utils import _pytree as pytree
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from bench import command_line, figures, graph_host, host_time, many, record_time, sections
-from bench.isolated import Job, run_isolated
+from bench.isolated import Job, Worker
 from bench.loading import load_workloads
 
 from pygraph_trees.comparison import Measurement, Plan, Program, Results
@@ -267,13 +268,33 @@ _BROKEN = """
 """
 
 
+class FakeWorker:
+    """What is started for a job, without a process."""
+
+    started: ClassVar[list[str]] = []
+
+    def __init__(self, job: Job, run: Callable[..., list[Measurement]]) -> None:
+        self._job, self._run = job, run
+        self.started.append(job.name)
+
+    def __enter__(self) -> FakeWorker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def run(self, timeout_s: float, progress: Any) -> list[Measurement]:
+        return self._run(self._job, timeout_s, progress)
+
+
 class TestIsolation(TestCase):
     def _run(self, name: str, timeout_s: float = 120.0, ways: tuple[str, ...] = ("eager",)) -> list[Measurement]:
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "__init__.py").write_text(textwrap.dedent(_BROKEN))
             job = Job(name, "inference", 1, ways, FAST, Path(folder), device="cpu")
             self.steps: list[str] = []
-            records = run_isolated(job, timeout_s, lambda done, total, text: self.steps.append(text))
+            with Worker(job) as worker:
+                records = worker.run(timeout_s, lambda done, total, text: self.steps.append(text))
         self.assertEqual(
             [(r.workload, r.way, r.regime) for r in records[:2]],
             [(name, ways[0], "same")] * 1 + [(name, ways[0], "fresh")],
@@ -298,6 +319,15 @@ class TestIsolation(TestCase):
         for record in self._run("DIES"):
             self.assertIn("exit status 7", record.error)
             self.assertIsNone(record.compile_s)
+
+    def test_nobody_waits_for_it(self):
+        """A process that was started ahead ends with who started it, and leaves nothing."""
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "__init__.py").write_text(textwrap.dedent(_BROKEN))
+            with Worker(Job("GOOD", "inference", 1, ("eager",), FAST, Path(folder), device="cpu")) as worker:
+                self.assertIsNone(worker._process.poll())
+            self.assertIsNotNone(worker._process.poll())
+            self.assertFalse(worker._out.parent.exists())
 
     def test_hangs(self):
         start = time.monotonic()
@@ -340,6 +370,8 @@ class TestCommandLine(TestCase):
 
         def run(job: Job, timeout_s: float, progress: Any) -> list[Measurement]:
             ran.append(job.name)
+            ahead = [*order, ""][order.index(job.name) + 1]
+            self.assertEqual(FakeWorker.started[-1], ahead or job.name)  # the next one imports meanwhile
             self.assertEqual((job.plan.rounds, timeout_s, job.ways), (4, 9.0, ("eager", "ours")))
             record = Measurement(job.name, job.mode, job.batch, "ours", "same", latency_ms=1.0)
             return [record.failed("RuntimeError: no") if job.name == "TKE" else record]
@@ -349,21 +381,24 @@ class TestCommandLine(TestCase):
             blank = replace(Results("NVIDIA H200", "1", "2.11.0", "3", "3.12", "today", "hash", 4))
             stack.enter_context(mock.patch("torch.cuda.is_available", return_value=True))
             here = stack.enter_context(mock.patch("pygraph_trees.comparison.results.here", return_value=blank))
-            stack.enter_context(mock.patch("bench.isolated.run_isolated", run))
+            stack.enter_context(mock.patch("bench.isolated.Worker", lambda job: FakeWorker(job, run)))
             common = ("--rounds", "4", "--timeout", "9", "--ways", "eager,ours", "--out", str(out))
 
+            order = ["EOS", "TKE"]
             status, shown, _ = self._main("EOS", "TKE", *common)
             self.assertEqual((status, ran), (1, ["EOS", "TKE"]))
             self.assertIn("failed: RuntimeError: no", shown)
             self.assertEqual([r.workload for r in Results.read(out).records], ["EOS", "TKE"])
             self.assertIn("# NVIDIA H200, torch 2.11.0", out.with_suffix(".md").read_text())
 
+            order = ["TKE", "DLRM"]
             status, shown, _ = self._main("EOS", "TKE", "DLRM", *common, "--resume")
             self.assertEqual(ran, ["EOS", "TKE", "TKE", "DLRM"])
             self.assertIn("EOS: measured before", shown)
             self.assertEqual({r.workload for r in Results.read(out).records}, {"EOS", "TKE", "DLRM"})
 
             here.return_value = replace(blank, code_hash="other")
+            order = ["EOS"]
             status, shown, _ = self._main("EOS", *common, "--resume")
             self.assertIn("is of other code", shown)
             self.assertEqual((status, [r.workload for r in Results.read(out).records]), (0, ["EOS"]))
@@ -379,7 +414,7 @@ class TestCommandLine(TestCase):
                 mock.patch.object(command_line, "RESULTS_FOLDER", Path(folder)),
                 mock.patch("torch.cuda.is_available", return_value=True),
                 mock.patch("pygraph_trees.comparison.results.here", return_value=blank),
-                mock.patch("bench.isolated.run_isolated", lambda *_: [record]),
+                mock.patch("bench.isolated.Worker", lambda job: FakeWorker(job, lambda *_: [record])),
                 mock.patch("importlib.util.find_spec", lambda name: has_plots or None),  # noqa: B023
                 mock.patch("bench.summary.main") as summary,
             ):

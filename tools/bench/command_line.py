@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib.util
 import sys
@@ -97,26 +98,37 @@ def _measure(
     from pygraph_trees.comparison.results import file_stem, here
     from pygraph_trees.progress import Progress
 
-    from .isolated import Job, run_isolated
+    from .isolated import Job, Worker
 
     results = here(code_hash(), plan.rounds)
     out: Path = options.out or RESULTS_FOLDER / f"{file_stem(results.gpu, results.torch)}.json"
     done: set[str] = set()
     if options.resume:
         results, done = _resume(results, out)
-    for number, name in enumerate(names, 1):
-        if name in done:
-            print(f"[{number}/{len(names)}] {name}: measured before", flush=True)
-            continue
-        print(f"[{number}/{len(names)}] {name}", flush=True)
-        workload = workloads[name]
-        job = Job(name, workload.mode, workload.batch, tuple(ways), plan, options.workloads)
-        records = run_isolated(job, options.timeout, Progress())
-        results = results.with_records(records)
-        # Behind each workload, so that a run that is cut leaves what it measured.
-        results.write(out)
-        out.with_suffix(".md").write_text(_page(results, markdown_table(results.records)), encoding="utf-8")
-        print(text_table(records), end="\n\n", flush=True)
+    with contextlib.ExitStack() as stack:
+
+        def started(name: str) -> Worker:
+            workload = workloads[name]
+            job = Job(name, workload.mode, workload.batch, tuple(ways), plan, options.workloads)
+            return stack.enter_context(Worker(job))
+
+        left = [name for name in names if name not in done]
+        worker = started(left[0]) if left else None
+        for number, name in enumerate(names, 1):
+            if name in done:
+                print(f"[{number}/{len(names)}] {name}: measured before", flush=True)
+                continue
+            print(f"[{number}/{len(names)}] {name}", flush=True)
+            left.pop(0)
+            # The next one imports while this one is built and compiled.
+            current, worker = worker, started(left[0]) if left else None
+            assert current is not None
+            records = current.run(options.timeout, Progress())
+            results = results.with_records(records)
+            # Behind each workload, so that a run that is cut leaves what it measured.
+            results.write(out)
+            out.with_suffix(".md").write_text(_page(results, markdown_table(results.records)), encoding="utf-8")
+            print(text_table(records), end="\n\n", flush=True)
     print(f"{out}\n{out.with_suffix('.md')}")
     if out.parent == RESULTS_FOLDER:
         _summarise()

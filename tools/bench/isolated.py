@@ -1,12 +1,13 @@
 """One workload in a process of its own: what it does there cannot touch the others, nor can it keep them waiting.
 
-:func:`run_isolated` starts ``worker.py`` with the job as JSON in its argument, follows its progress on a pipe and
-reads the records that it writes to a file after each stage. A process that raises, crashes or runs out of time leaves
-the records that it had; what is missing is filled with records that carry the error.
+:class:`Worker` starts ``worker.py`` with the job as JSON in its argument, tells it when to begin, follows its progress
+on a pipe and reads the records that it writes to a file after each stage. A process that raises, crashes or runs out of
+time leaves the records that it had; what is missing is filled with records that carry the error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -42,27 +43,58 @@ class Job:
         return json.dumps({**fields, "plan": asdict(self.plan), "out": str(out)})
 
 
-def run_isolated(job: Job, timeout_s: float, progress: Progress) -> list[Measurement]:
-    """Measures one workload; one record for each way and regime, whatever happens."""
-    with tempfile.TemporaryDirectory(prefix="bench_") as folder:
-        out, log = Path(folder) / "records.json", Path(folder) / "log.txt"
-        with log.open("wb") as errors:
-            command = [sys.executable, str(WORKER), job.to_json(out)]
+class Worker:
+    """The process of one workload. It imports what it needs at once, some 10 s, and waits for :meth:`run`."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._ended = False
+        self._folder = tempfile.TemporaryDirectory(prefix="bench_")
+        self._out, self._log = Path(self._folder.name) / "records.json", Path(self._folder.name) / "log.txt"
+        with self._log.open("wb") as errors:
             # In a session of its own, so that its compile workers end with it.
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+            self._process = subprocess.Popen(
+                [sys.executable, str(WORKER), job.to_json(self._out)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
             )
-            follower = threading.Thread(target=_follow, args=(process, progress), daemon=True)
-            follower.start()
-            try:
-                status: int | None = process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                status = None
-            finally:
-                end(process)
-            follower.join(5)
-        error = _error(status, timeout_s, log)
-        return _complete(job, _records(out), error)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                assert pipe is not None
+                pipe.close()
+        self._folder.cleanup()
+
+    def run(self, timeout_s: float, progress: Progress) -> list[Measurement]:
+        """Measures the workload; one record for each way and regime, whatever happens."""
+        assert self._process.stdin is not None
+        follower = threading.Thread(target=_follow, args=(self._process, progress), daemon=True)
+        follower.start()
+        with contextlib.suppress(OSError):  # it is gone, and its status says why
+            self._process.stdin.write("go\n")
+            self._process.stdin.flush()
+        try:
+            status: int | None = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            self._end()
+        follower.join(5)
+        return _complete(self._job, _records(self._out), _error(status, timeout_s, self._log))
+
+    def _end(self) -> None:
+        """Once: the number of a process that is gone may be another one's."""
+        if not self._ended:
+            end(self._process)
+            self._ended = True
 
 
 def _follow(process: subprocess.Popen[str], progress: Progress) -> None:

@@ -1,7 +1,8 @@
 """The process in which one workload is measured: ``worker.py JOB``, with the job as JSON (see ``isolated.py``).
 
-Writes the records to a file after each stage, and a line of progress to standard output before each step: steps done,
-steps in all, what comes next. What programs print goes to standard error.
+Imports what it needs, and waits for a line on standard input before anything is done on the GPU. Writes the records to
+a file after each stage, and a line of progress to standard output before each step: steps done, steps in all, what
+comes next. What programs print goes to standard error.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ def main(job: str) -> int:
         name: tuple(value) if isinstance(value, list) else value for name, value in told["plan"].items()
     }
     workload = load_workloads(Path(told["folder"]))[told["name"]]
+    if not sys.stdin.readline():
+        return 1  # nobody waits for it any longer
     progress(0, 1, f"building {workload.name}")
     program = workload.build(told["device"])
     compare(program, told["ways"], Plan(**plan), progress, write)
