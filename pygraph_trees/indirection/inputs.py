@@ -455,7 +455,12 @@ class LiveInputs:
         if self._put:
             assert self._staging is not None
             buffers = self._staging.put([inputs[index] for index in self._put])
-            self._patches.apply(self._addresses if self._staging.is_fixed else [*self._addresses, *buffers])
+            if self._staging.is_fixed:
+                self._patches.apply(self._addresses)
+            else:
+                first = len(self._addresses)
+                anew = [first + number for number in self._staging.in_place]
+                self._patches.apply([*self._addresses, *buffers], anew)
         else:
             self._patches.apply(self._addresses)
         self._seen = seen

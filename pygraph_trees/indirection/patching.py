@@ -134,7 +134,7 @@ class Patches:
                 kernels[number] = node
                 if node.take_from(offset, self._table, entry):
                     continue
-            elif offset != HOST_SOURCE:  # a staging buffer's memory is the same whenever it is at an address
+            elif offset != HOST_SOURCE:  # a staging buffer's memory stays where it is; for the program's own, ``anew``
                 self._always.add(number)
             self._words[position].append((_word(node, offset), delta))
         self._has_words = any(self._words)
@@ -164,22 +164,26 @@ class Patches:
         """Whether there are nodes that are set even where nothing changed."""
         return bool(self._always)
 
-    def apply(self, addresses: Sequence[int]) -> int:
+    def apply(self, addresses: Sequence[int], anew: Collection[int] = ()) -> int:
         """Makes the graph hold these, by position in ``inputs``; returns how many nodes were set.
+
+        ``anew``: positions that are set though the address is what it was, since other memory may be there.
 
         Raises :class:`PatchFailed` where the driver refuses, and then the graph is broken; :class:`ValueError` where
         there is not one for each input.
         """
         if self.broken:
             raise HalfPatched
-        if addresses == self.addresses and not self._always:
+        if addresses == self.addresses and not self._always and not anew:
             return 0
         if len(addresses) != len(self.addresses):
             raise ValueError(f"{len(self.addresses)} addresses, not {len(addresses)}")
         self.broken = True  # until all is done: an interrupt may come anywhere
         change = self._all_changed
         if not all(map(operator.ne, addresses, self.addresses)):
-            moved = map(operator.ne, addresses, self.addresses)
+            moved: Iterable[bool] = map(operator.ne, addresses, self.addresses)
+            if anew:
+                moved = [position in anew or differs for position, differs in enumerate(moved)]
             changed = tuple(itertools.compress(self._positions, moved))
             change = self._changes.get(changed) or self._remember(changed)
             self._write(changed, addresses)

@@ -82,6 +82,9 @@ class Staging:
                 self._next.read.synchronize()
         else:
             self._next = self._free()
+        for buffer in self._buffers:
+            if buffer.held and _is_free(buffer):
+                buffer.held = []
         buffer = self._next
         buffer.addresses = [memory.data_ptr() for memory in buffer.memories]
         buffer.held = []
@@ -98,6 +101,12 @@ class Staging:
             torch.cuda.current_stream(self._device).synchronize()
         self._write(values)
         return buffer.addresses
+
+    @property
+    def in_place(self) -> list[int]:
+        """Of what was put last, by number, what is read in the program's memory: another one may lie there next."""
+        buffer = self._next
+        return [n for n, memory in enumerate(buffer.memories) if buffer.addresses[n] != memory.data_ptr()]
 
     def launched(self, stream: Any) -> None:
         """Behind a launch on that stream, which reads what was put."""
@@ -119,9 +128,9 @@ class Staging:
         return buffers[-1]
 
     def _write(self, values: Sequence[torch.Tensor]) -> None:
-        for memory, value in zip(self._next.memories, values, strict=True):
-            if any(value is held for held in self._next.held):
-                continue
+        for memory, value, address in zip(self._next.memories, values, self._next.addresses, strict=True):
+            if address != memory.data_ptr():
+                continue  # it is read where it is
             if value.nbytes > _COPIED_BY_TORCH and _are_alike(memory, value):
                 ctypes.memmove(memory.data_ptr(), value.data_ptr(), value.nbytes)
             else:

@@ -225,10 +225,30 @@ def _may_be_late(node: fx.Node) -> bool:
 
 
 def _when_read(node: fx.Node) -> HostRead:
-    """When the program reads a value that is staged."""
-    if not any(is_copy_between_devices(user) for user in node.users):
-        return HostRead.AT_ONCE
-    return HostRead.LATER if _may_be_late(node) else HostRead.IN_ORDER
+    """When the program reads a value that is staged, through views as well."""
+    reads = [(value, user) for value in _itself_and_views(node) for user in value.users if not is_view(user)]
+    if reads and all(is_copy_between_devices(user) and _is_non_blocking(user) for _, user in reads):
+        return HostRead.LATER
+    return HostRead.AT_ONCE if all(_is_read_at_once(value, user) for value, user in reads) else HostRead.IN_ORDER
+
+
+def _itself_and_views(node: fx.Node) -> list[fx.Node]:
+    """A value, and views of it and of them: on the CPU or, where they were put there, on the GPU."""
+    found = [node]
+    for value in found:
+        found += [user for user in value.users if is_view(user) and user not in found]
+    return found
+
+
+def _is_read_at_once(value: fx.Node, user: fx.Node) -> bool:
+    """Whether an operator reads a value of the CPU when it is called: one of the CPU, or one that is given a number.
+
+    Others of the GPU copy it in their stream.
+    """
+    if is_on_cpu(user):
+        return True
+    tags = user.target.tags if isinstance(user.target, torch._ops.OpOverload) else ()
+    return value.meta["val"].dim() == 0 and torch.Tag.pointwise in tags
 
 
 def _is_non_blocking(copy: fx.Node) -> bool:

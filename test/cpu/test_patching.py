@@ -250,6 +250,12 @@ class Patching:
             self.assertEqual(setup.patches.apply(same), 0)
         self.assertEqual((setup.api.calls, setup.patches.set_calls), ([], 0))
 
+    def test_other_memory_at_an_address_is_set_again(self):
+        setup = Setup([kernel(Held(0, 0)), kernel(Held(1, 0)), kernel(Held(0, 8), Held(1, 0))], [0, 1])
+        addresses = [0x7000_0000_0000, 0x7000_0001_0000]
+        setup.patches.apply(addresses)
+        self.assertEqual([setup.patches.apply(addresses, anew) for anew in ((), [0], [0, 1])], [0, 2, 3])
+
     def test_no_change_is_one_comparison(self):
         class Uniterable(list):
             def __iter__(self):

@@ -220,12 +220,20 @@ class TestLowered(TestCase):
             (lambda v: v.to("cuda", non_blocking=True) + v.to("cuda"), HostRead.IN_ORDER),
             (lambda v: (v * 2).to("cuda", non_blocking=True), HostRead.AT_ONCE),
             (lambda v: v[0], HostRead.AT_ONCE),
+            (lambda v: v.view(8, 8).to("cuda", non_blocking=True).view(-1), HostRead.LATER),
+            (lambda v: v.view(8, 8).to("cuda").view(-1), HostRead.IN_ORDER),
+            (lambda v: v[:32].to("cuda", non_blocking=True).repeat(2), HostRead.LATER),
+            (lambda v: v[:32].to("cuda", non_blocking=True).repeat(2) + v[0], HostRead.IN_ORDER),
+            (lambda v: torch.zeros(64, device="cuda").copy_(v), HostRead.IN_ORDER),
         ):
             program = lambda x, v: x * function(v)  # noqa: B023, E731
             graph, found = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
             self.assertEqual(found, (1, 0))
             (node,) = [n for n in graph.gm.graph.nodes if str(n.target) == "pygraph_trees.staged.default"]
             self.assertEqual(node.args[2], read)
+        graph, _ = self.partitions(lambda x, i: x[i], (torch.empty(64, device="meta"), torch.arange(64)), "full")
+        (node,) = [n for n in graph.gm.graph.nodes if str(n.target) == "pygraph_trees.staged.default"]
+        self.assertEqual(node.args[2], HostRead.IN_ORDER)
 
     def test_symbolic_sizes(self):
         """A view of an input without gaps needs nothing of the CPU, whatever the size."""

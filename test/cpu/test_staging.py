@@ -186,6 +186,38 @@ class TestBuffers(StagingTestCase):
             self.assertNotEqual(address, other.data_ptr())
             self.assertEqual(list((ctypes.c_float * 8).from_address(address)), other.contiguous().view(-1).tolist())
 
+    def test_nobody_is_kept_whom_the_gpu_has_read(self):
+        """Also where buffers are not used again."""
+        with mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: True):
+            buffers = Staging([torch.zeros(4)])
+            buffers.take([0], {0: HostRead.LATER})
+            kept = []
+            for number in range(12):
+                value = torch.full((4,), float(number))
+                kept.append(weakref.ref(value))
+                if number == 6:
+                    self.queue.done = self.queue.queued  # it keeps up from now on
+                self.assertEqual(buffers.put([value]), [value.data_ptr()])
+                self.assertEqual(buffers.in_place, [0])
+                self.queue.queued += 1
+                buffers.launched(None)
+                if number >= 6:
+                    self.queue.done = self.queue.queued
+            del value
+            self.assertEqual([number for number, found in enumerate(kept) if found() is not None], [11])
+
+    def test_one_tensor_in_two_places(self):
+        with (
+            mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: True),
+            mock.patch.object(torch.cuda, "current_stream", lambda device: mock.Mock()),
+        ):
+            buffers = Staging([torch.zeros(4), torch.zeros(4)])
+            buffers.take([0, 1], {0: HostRead.LATER})
+            value = torch.full((4,), 7.0)
+            for address in buffers.put([value, value]):
+                self.assertEqual(list((ctypes.c_float * 4).from_address(address)), [7.0] * 4)
+            self.assertEqual(buffers.in_place, [0])
+
     def test_what_the_graph_reads_of_it_is_observed(self):
         """In this thread, while it is asked."""
         values = [torch.zeros(4), torch.ones(4)]

@@ -93,6 +93,29 @@ class TestPlacement(PlacementTestCase):
                 self.assertEqual(found, value, rtol=0, atol=0)
             self.assertGraphed(Facts.now(), 2 * CALLS_EACH)
 
+    def test_views_of_pinned_memory_that_the_gpu_has_still_to_write(self):
+        """Whatever reads it behind that in the program's stream: copies of views, indices, writes to tensors."""
+        numbers = torch.arange(64, device=self.device)
+        for name, function, integers in (
+            ("view, not waited for", lambda x, v: x + v.view(8, 8).to("cuda", non_blocking=True).view(64), False),
+            ("view", lambda x, v: x + v.view(8, 8).to("cuda").view(64), False),
+            ("slice", lambda x, v: x[:32] + v[:32].to("cuda", non_blocking=True), False),
+            ("copied to", lambda x, v: torch.zeros_like(x).copy_(v, non_blocking=True) + x, False),
+            ("index", lambda x, v: x[v], True),
+        ):
+            reset()
+            graphed = torch.compile(function, mode="reduce-overhead")
+            x, v = torch.rand(64, device=self.device), torch.zeros(64, dtype=torch.int64 if integers else None)
+            v = v.pin_memory()
+            for call in range(CALLS_EACH):
+                value = (numbers * (call + 1) % 64).to(v.dtype)
+                torch.cuda._sleep(50_000_000)
+                v.copy_(value, non_blocking=True)
+                torch.compiler.cudagraph_mark_step_begin()
+                found = graphed(x, v).clone()
+                torch.cuda.synchronize()
+                self.assertEqual(found, function(x, v), rtol=0, atol=0, msg=f"{name}, call {call}")
+
     def test_pinned_memory_without_a_wait(self):
         """Calls that are queued read what each was given, and are not waited for."""
         graphed = torch.compile(lambda x, v: x + v.to("cuda", non_blocking=True), mode="reduce-overhead")
