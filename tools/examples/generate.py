@@ -26,8 +26,9 @@ if "--upstream" in sys.argv:
     os.environ["PYGRAPH_DISABLE"] = "1"  # the import below leaves torch alone then
 
 import torch
+from both_ways import at_least, clock, make_parser, observe, parse, print_sides, run_both_ways, write_json
 from text import GPT, SIZES, Cache, load, save
-from train import at_least, clock, make_parser, observe, parse, print_sides, run_both_ways, train, write_json
+from train import train
 
 import pygraph_trees  # all that it takes
 
