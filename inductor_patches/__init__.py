@@ -30,6 +30,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "coverage": ("scheduler", "output_code"),
     "calls": ("dynamo",),
     "placement": ("post_grad", "compile_fx", "scheduler"),
+    "table": ("triton_heuristics",),
 }
 
 

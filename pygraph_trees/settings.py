@@ -59,11 +59,13 @@ FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         name="pygraph_indirection",
-        values=("auto", "patch", "off"),
+        values=("auto", "patch", "table", "off"),
         default="auto",
         changes_artifacts=True,  # without it nothing is staged
         help="How a replay gets its inputs. `patch`: by address, copied only where a rule demands it; `auto` means the "
-        "same as yet. `off`: every live input is copied, as upstream.",
+        "same as yet. `table`: the same, but torch's Triton kernels read the addresses from a table, so that a replay "
+        "sets the parameters of one kernel, however many read an input. `off`: every live input is copied, as "
+        "upstream.",
     ),
     Flag(
         name="pygraph_verify",

@@ -194,7 +194,7 @@ def _inputs(inputs: Sequence[InputRecord]) -> str:
         [
             i.name or str(i.index),
             i.kind + (", written to" if i.mutated else ""),
-            {"patch": "by address", "copy": "copied", "stage": "staged"}.get(i.route or "", "-"),
+            {"patch": "by address", "table": "by table", "copy": "copied", "stage": "staged"}.get(i.route or "", "-"),
             nbytes(i.nbytes),
             nbytes(i.copied_bytes) if i.copied_bytes else "-",
             i.device or "-",

@@ -88,7 +88,7 @@ class InputRecord:
     nbytes: int
     copied_bytes: int  # copied into the recording at each replay
     mutated: bool
-    route: str | None = None  # of a live one: "patch" (a replay gets its address) or "copy"
+    route: str | None = None  # of a live one: "patch" or "table" (a replay gets its address), "copy", "stage"
     why_copied: str | None = None
 
 

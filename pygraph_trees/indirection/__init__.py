@@ -4,4 +4,8 @@ A function is recorded with its live inputs at ghost addresses (``ghost``), rang
 that each word of the captured graph inside one is a place where the graph holds that input's address (``sites``). For
 each input that decides how a replay gets it: patched, or copied with a reason (``routes``). Before a replay the
 addresses that changed are written into the instantiated graph (``patching``).
+
+Where a table is asked for, the graph begins with a kernel that writes all addresses to slots (``table``), and
+Inductor's Triton kernels are captured (``launches``, ``variant_launchers``) as variants that read them there
+(``variants``).
 """

@@ -32,16 +32,18 @@ from ..exc import PygraphError
 from ..extent import extent, flat
 from .ghost import Extent, Ghosts
 from .patching import CapturedCopies, Patches, PatchFailed
-from .routes import Decision, Route, decide, fits, why_not_ghost
+from .routes import NO_SLOTS, Decision, Route, Slots, decide, fits, why_not_ghost
 from .sites import Scan, Site, scan
 from .staging import Staging
 from .stand_ins import Span, copy_at, seen_as, span_of, stand_in
+from .table import table_for
 
 if TYPE_CHECKING:
     from pygraph_trees.driver import Driver
     from pygraph_trees.graph_nodes import GraphNode, NodeKind
 
     from .pool import PoolRanges
+    from .table import Table
 
 _log = logging.getLogger("pygraph_trees.indirection")
 
@@ -52,9 +54,9 @@ _MOST_STAGED_NBYTES = 16 << 20  # larger inputs of the CPU are copied as torch d
 
 _MUTATED_IN_POOL = "a mutated input lies in the graph pool"
 
-# Ghosts with memory of their own whose graph is gone, with their device. Queued launches may still read that memory. No
-# lock: a finalizer that the garbage collector runs may come while the same thread holds it.
-_retired: deque[tuple[int, Ghosts]] = deque()
+# Ghosts with memory of their own, and tables, whose graph is gone, with their device. Queued launches may still read
+# that memory. No lock: a finalizer that the garbage collector runs may come while the same thread holds it.
+_retired: deque[tuple[int, Ghosts | Table]] = deque()
 
 
 class NotStaged(PygraphError, RuntimeError):
@@ -93,6 +95,7 @@ def choose(
     managed: Collection[int] = (),
     *,
     stage: bool = False,
+    tabled: bool = False,
 ) -> tuple[LiveInputs | None, dict[int, str]]:
     """What can be recorded at ghost addresses, and for each other candidate why it is copied.
 
@@ -101,6 +104,7 @@ def choose(
     Args:
         stage: whether inputs on the CPU are read by copies in the graph, and may be staged.
         managed: inputs that may lie in the graph pool, because they are alive while the function is recorded.
+        tabled: whether those at ghost addresses have a slot in a table.
     """
     _release_retired()
     reasons: dict[int, str] = {}
@@ -127,7 +131,7 @@ def choose(
             reasons[index] = refused[index]
     try:
         some = chosen or held or staged
-        live = LiveInputs(driver, device, chosen, mutated, pool, held, managed, staged) if some else None
+        live = LiveInputs(driver, device, chosen, mutated, pool, held, managed, staged, tabled) if some else None
     except DriverError as error:
         why = f"no addresses could be reserved: {error}"
         reasons |= {index: why for index in chosen if index not in mutated}
@@ -155,6 +159,7 @@ class LiveInputs:
         held: Mapping[int, tuple[torch.Tensor, str]],
         managed: Collection[int] = (),
         staged: Mapping[int, torch.Tensor] | None = None,
+        tabled: bool = False,
     ) -> None:
         self._driver = driver
         self._device = device
@@ -176,6 +181,7 @@ class LiveInputs:
             in_memory = [_held_item(index, tensor) for index, (tensor, _) in held.items()]
             self._staged = dict(staged or {})
             self._staging = Staging(list(self._staged.values()), device) if staged else None
+            self._table = table_for(device, [item.recorded for item in on_ghosts]) if tabled else None
         except BaseException:
             _give_back(self._ghosts.close)
             raise
@@ -237,6 +243,10 @@ class LiveInputs:
         """The indices of all but those that are staged."""
         return [item.index for item in self.items if item.index not in self._staged]
 
+    def captured(self) -> contextlib.AbstractContextManager[None]:
+        """Around all of a capture, on the stream that it begins on."""
+        return contextlib.nullcontext() if self._table is None else self._table.captured()
+
     def item_under(self, tensor: torch.Tensor) -> Item | None:
         """The input on whose stand-in a tensor lies."""
         first, last = self._stand_at
@@ -266,13 +276,13 @@ class LiveInputs:
         try:
             buffers = [(item.recorded, item.nbytes) for item in self.items if item.index in self._staged]
             found = scan(self._driver, int(graph.raw_cuda_graph()), self._ghosts, buffers)
-            decisions = decide(found, len(self._ghosts.ghosts), passed)
+            decisions = decide(found, len(self._ghosts.ghosts), passed, self._slots(found))
             self._check_staged(found, returned)
         except DriverError as error:
             found, decisions = _NOTHING, self._all_copied(f"the graph could not be read: {error}")
         self.kinds = found.kinds
         copies = CapturedCopies(found.nodes, found.sites)
-        patched = [p for p, d in enumerate(decisions) if d.route is Route.PATCH]
+        patched = [p for p, d in enumerate(decisions) if d.by_address]
         given = {p: self._given[self.items[p].index].data_ptr() - self.items[p].lead for p in patched}
         try:
             self._instantiate(graph, found, decisions, lambda: copies.point(given))
@@ -284,12 +294,21 @@ class LiveInputs:
             decisions = self._all_copied(f"the graph could not be given its address: {error}")
             ghosts = {p: ghost.start for p, ghost in enumerate(self._ghosts.ghosts)}
             self._instantiate(graph, _NOTHING, decisions, lambda: copies.point_back(ghosts))
+        if self._table is not None:
+            weakref.finalize(graph, _retire, self._device, self._table).atexit = False
         if self._copied:
             weakref.finalize(graph, _retire, self._device, self._ghosts).atexit = False
             _give_back(self._ghosts.release_memory)
         else:
             _give_back(self._ghosts.close)
         self.copy_in()
+
+    def _slots(self, found: Scan) -> Slots:
+        if self._table is None:
+            return NO_SLOTS
+        return self._table.found(
+            self._driver, found, [item.recorded for item in self.items[: len(self._ghosts.ghosts)]]
+        )
 
     def _check_staged(self, found: Scan, returned: Collection[int]) -> None:
         """That the graph reads each staged input: else what it was may have been read while it was recorded.
@@ -309,7 +328,7 @@ class LiveInputs:
     ) -> None:
         routes = [*decisions, *self._held, *(Decision(Route.STAGE, None) for _ in self._staged)]
         self.decisions = {item.index: decision for item, decision in zip(self.items, routes, strict=True)}
-        patched = [p for p, d in enumerate(decisions) if d.route is Route.PATCH]
+        patched = [p for p, d in enumerate(decisions) if d.by_address]
         self._nodes, self._sites = found.nodes, found.sites
         self._patched = tuple(self.items[p] for p in patched)
         self._copied = {i.index: i for i, d in zip(self.items, routes, strict=True) if d.route is Route.COPY}
@@ -374,11 +393,12 @@ class LiveInputs:
             self._ghosts.materialise(position)
 
     def kernels_of(self, index: int) -> list[str]:
-        """Names of the kernels that hold an input's address, each once, as the driver gives them."""
+        """Names of the kernels that hold an input's address or read it in the table, each once."""
         position = next(p for p, item in enumerate(self.items) if item.index == index)
         nodes = [self._nodes[site.node] for site in self._sites if site.input == position]
         names = [self._driver.function_name(n.function, n.kernel) for n in nodes if isinstance(n, KernelNode)]
-        return list(dict.fromkeys(name for name in names if name is not None))
+        readers = [] if self._table is None else self._table.readers(self.items[position].recorded)
+        return list(dict.fromkeys([*(name for name in names if name is not None), *readers]))
 
     def _context(self) -> Any:
         with torch.cuda.device(self._device):
@@ -387,6 +407,8 @@ class LiveInputs:
     def release(self) -> None:
         """Gives back the ghosts of a recording that was not finished, later where a copy may be queued already."""
         self._given = ()
+        if self._table is not None:
+            _retire(self._device, self._table)
         if self._copied:
             _retire(self._device, self._ghosts)
         else:
@@ -622,19 +644,19 @@ def _held_item(index: int, tensor: torch.Tensor) -> Item:
     return Item(index, 0, nbytes, copy, copy.data_ptr(), mutated=True, managed=False)
 
 
-def _retire(device: int, ghosts: Ghosts) -> None:
-    _retired.append((device, ghosts))
+def _retire(device: int, memory: Ghosts | Table) -> None:
+    _retired.append((device, memory))
 
 
 def _release_retired() -> None:
-    gone: list[tuple[int, Ghosts]] = []
+    gone: list[tuple[int, Ghosts | Table]] = []
     with contextlib.suppress(IndexError):
         while True:
             gone.append(_retired.popleft())
     for device in {device for device, _ in gone}:
         torch.cuda.synchronize(device)
-    for _, ghosts in gone:
-        _give_back(ghosts.close)
+    for _, memory in gone:
+        _give_back(memory.close)
 
 
 def _give_back(call: Callable[[], None]) -> None:

@@ -2,7 +2,9 @@
 
 Rules over plain facts, in the order in which they are asked: :func:`why_not_ghost` before an input is recorded at a
 ghost address, :func:`decide` when the captured graph was scanned, :func:`fits` at a replay, for a changed address. All
-consumers of an input agree: it is patched everywhere or copied. A reason is a phrase that reads on after "because".
+consumers of an input agree: it is given by address everywhere, or copied. The route is called table where a kernel
+reads the address from a slot of the recording's table; others may hold it themselves, and are patched beside the one
+that writes the table. A reason is a phrase that reads on after "because".
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ _VECTOR = 16  # bytes that one load moves at most
 
 class Route(enum.Enum):
     PATCH = "patch"
+    TABLE = "table"  # patched too: in what writes the table, and where a kernel does not read it there
     COPY = "copy"
     STAGE = "stage"  # through pinned memory, by a copy in the graph
 
@@ -33,8 +36,22 @@ class Decision:
     route: Route
     reason: str | None  # why it is copied; None for a patch
 
+    @property
+    def by_address(self) -> bool:
+        return self.route is Route.PATCH or self.route is Route.TABLE
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """What a scan found of a recording's table."""
+
+    writers: frozenset[int]  # nodes that write it
+    read: frozenset[int]  # ghosts that a kernel reads there
+
 
 _PATCH = Decision(Route.PATCH, None)
+_TABLE = Decision(Route.TABLE, None)
+NO_SLOTS = Slots(frozenset(), frozenset())
 
 
 def why_not_ghost(tensor: torch.Tensor, device: int, in_pool: bool) -> str | None:
@@ -59,17 +76,21 @@ def why_not_ghost(tensor: torch.Tensor, device: int, in_pool: bool) -> str | Non
     return None
 
 
-def decide(scan: Scan, count: int, passed_through: Collection[int]) -> list[Decision]:
+def decide(scan: Scan, count: int, passed_through: Collection[int], slots: Slots = NO_SLOTS) -> list[Decision]:
     """The route of each of ``count`` ghosts; those passed through are returned, so they need not be held by a node."""
-    with_site = {site.input for site in scan.sites}
+    written = {site.input for site in scan.sites if site.node in slots.writers}
+    with_site = {site.input for site in scan.sites if site.node not in slots.writers}
     decisions = []
     for index in range(count):
         why = scan.refused.get(index)
         if why is None and scan.opaque is not None:
             why = f"{scan.opaque} may hide its address"
-        if why is None and index not in with_site and index not in passed_through:
+        if why is None and index in slots.read and index not in written:
+            why = "no node writes its slot"
+        if why is None and not (index in with_site or index in slots.read or index in passed_through):
             why = "no node holds its address"
-        decisions.append(_PATCH if why is None else Decision(Route.COPY, why))
+        given = _TABLE if index in slots.read else _PATCH
+        decisions.append(given if why is None else Decision(Route.COPY, why))
     return decisions
 
 

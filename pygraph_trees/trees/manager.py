@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -20,6 +21,7 @@ from torch._inductor import cudagraph_trees
 from pygraph_trees.indirection.availability import usable_driver
 from pygraph_trees.indirection.inputs import NotStaged, may_be_staged
 from pygraph_trees.indirection.routes import why_not_ghost
+from pygraph_trees.indirection.table import Warmups
 from pygraph_trees.tensors import first_fit
 
 from .function import FunctionModel
@@ -91,6 +93,7 @@ class Manager(Upstream):
     __slots__ = (
         "_current_node",  # behind a property
         "_forgotten",
+        "_warmups",
         "_ways",
         "compile_id",
         "current_gen",
@@ -108,6 +111,7 @@ class Manager(Upstream):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._ways: dict[Any, _Way] = {}  # by function: good until upstream is asked for anything but a steady replay
         self._forgotten: list[Any] = []  # functions whose recordings are to be given back
+        self._warmups = Warmups()
         super().__init__(*args, **kwargs)
         self.pools.add(self.cuda_graphs_thread_pool)
 
@@ -457,11 +461,20 @@ class Manager(Upstream):
         function.warmups += 1
         before = self._pool.nbytes()
         try:
-            outputs = super().run_eager(new_inputs, function_id)
+            with self._warming_up(new_inputs, function_id):
+                outputs = super().run_eager(new_inputs, function_id)
         finally:
             self._pool.forget()
         function.warmup_pool_bytes += self._pool.nbytes() - before
         return outputs
+
+    def _warming_up(self, inputs: list[Any], function_id: Any) -> AbstractContextManager[None]:
+        wrapped = self.ids_to_funcs[function_id]
+        if wrapped.model.settings.indirection != "table" or not self._uses_addresses(wrapped.model):
+            return nullcontext()
+        is_backward = self.id_to_mode[function_id] is _BACKWARD
+        given = inputs, wrapped.static_input_idxs, self.device_index, self._pool
+        return self._warmups.begin(self.get_curr_generation(), *given, is_backward=is_backward)
 
     @property
     def _pool(self) -> PoolRanges:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -208,6 +209,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 self._refused,
                 self._managed_and_moving(),
                 stage=self.wrapped_function.model.settings.placement != "off",
+                tabled=self.wrapped_function.model.settings.indirection == "table",
             )
             if self._live is not None:
                 if (self._live.has_ghosts or self._live.has_staged) and self._may_be_kept(inputs):
@@ -270,7 +272,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         def on_stand_ins(model_inputs: list[Any]) -> Any:
             for item in () if live is None else live.items:
                 model_inputs[item.index] = item.stand_in
-            outputs = _as_they_read(model(model_inputs))
+            with nullcontext() if live is None else live.captured():
+                outputs = _as_they_read(model(model_inputs))
             if live is None:
                 self._count_nodes(self._captured_nodes())
             elif live.has_staged:

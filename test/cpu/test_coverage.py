@@ -242,7 +242,8 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
     def test_report_of_this_process(self):
         found = pygraph_trees.report()
         self.assertEqual(
-            [f.name for f in found.environment.features], ["flags", "trees", "coverage", "calls", "placement"]
+            [f.name for f in found.environment.features],
+            ["flags", "trees", "coverage", "calls", "placement", "table"],
         )
         self.assertIsInstance(str(found), str)
 

@@ -224,7 +224,7 @@ class TestMismatch(TestCase):
         with mock.patch.object(scheduler.Scheduler, "graph_partition", graph_partition):
             with warns(self, FeatureOff, r"coverage stays off on torch .*graph_partition: no longer uses"):
                 status = inductor_patches.install()
-            self.assertEqual([s.state for s in status], ["on", "on", "mismatch", "on", "on"])
+            self.assertEqual([s.state for s in status], ["on", "on", "mismatch", "on", "on", "on"])
             self.assertIs(output_code.CompiledFxGraph.__init__, before["init"])
             self.assertIn("graph_partition", status[2].mismatches[0])
             with warnings.catch_warnings():
@@ -240,7 +240,7 @@ class TestMismatch(TestCase):
                     status = inductor_patches.install()
             finally:
                 cudagraph_trees.cudagraphify_impl = impl
-        self.assertEqual([s.state for s in status], ["on", "mismatch", "on", "on", "on"])
+        self.assertEqual([s.state for s in status], ["on", "mismatch", "on", "on", "on", "on"])
         torch._dynamo.reset()
         self.assertEqual(torch.compile(lambda x: x + 1, mode="reduce-overhead")(torch.ones(3)), torch.full((3,), 2.0))
 

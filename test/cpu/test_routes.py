@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections import Counter
 from pathlib import Path
@@ -14,10 +15,11 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.indirection.routes import Decision, Route, decide, fits, why_not_ghost
+from pygraph_trees.indirection.routes import Decision, Route, Slots, decide, fits, why_not_ghost
 from pygraph_trees.indirection.sites import Scan, Site
 
 PATCH = Decision(Route.PATCH, None)
+TABLE = Decision(Route.TABLE, None)
 
 
 def copy(reason: str) -> Decision:
@@ -86,6 +88,18 @@ class TestDecide(TestCase):
         scan = found(0, refused={1: "a collective reads it"}, opaque="a host node")
         hidden = copy("a host node may hide its address")
         self.assertEqual(decide(scan, 4, {3}), [hidden, copy("a collective reads it"), hidden, hidden])
+
+    def test_inputs_with_slots(self):
+        # Node 0 writes slots 0 to 3; kernels read 0, 2 and 4 there, and 1 and 2 are held by another node.
+        sites = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (1, 2)]
+        scan = Scan((), tuple(Site(node, 0, index, 0) for node, index in sites), {}, None, Counter())
+        slots = Slots(frozenset({0}), frozenset({0, 2, 4}))
+        unheld, unwritten = copy("no node holds its address"), copy("no node writes its slot")
+        self.assertEqual(decide(scan, 5, (), slots), [TABLE, PATCH, TABLE, unheld, unwritten])
+        self.assertEqual(decide(scan, 5, {3}, slots), [TABLE, PATCH, TABLE, PATCH, unwritten])
+        hidden = dataclasses.replace(scan, opaque="a host node")
+        self.assertEqual({d.route for d in decide(hidden, 5, (), slots)}, {Route.COPY})
+        self.assertEqual([d.by_address for d in (TABLE, PATCH, unheld)], [True, True, False])
 
     def test_no_inputs(self):
         self.assertEqual(decide(found(opaque="a host node"), 0, ()), [])

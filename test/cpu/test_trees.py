@@ -740,7 +740,7 @@ class TestSteadyReplay(TestCase):
         inputs = [torch.ones(2), torch.ones(2), torch.ones(0)]
         chosen = mock.patch.object(recording_module, "choose", lambda *_, **__: (None, {}))
         node._refused, node.device, node.cuda_graphs_pool = {}, 0, "its pool"
-        node.wrapped_function.model = SimpleNamespace(settings=SimpleNamespace(placement="off"))
+        node.wrapped_function.model = SimpleNamespace(settings=SimpleNamespace(placement="off", indirection="auto"))
         more = {"_managed_and_moving": lambda node: set()}
         with done, chosen, mock.patch.multiple(Recording, **more), mock.patch.object(recording_module, "ranges_of"):
             for copied, api, fits in (((0, 1), "driver", False), ((0,), "driver", True), ((0, 1), None, True)):

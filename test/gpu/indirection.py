@@ -256,6 +256,7 @@ class IndirectionTestCase(TestCase):
     """Base of the tests of indirection: the flag is on, and each test begins in a clean state."""
 
     device = torch.device("cuda", 0)
+    indirection = "auto"  # the flag
     verify = "off"  # "on": each recording is replayed once more, with its inputs elsewhere and the old ones poisoned
 
     def setUp(self) -> None:
@@ -264,7 +265,7 @@ class IndirectionTestCase(TestCase):
         self.addCleanup(reset)
         stack = contextlib.ExitStack()
         self.addCleanup(stack.close)
-        stack.enter_context(torch._inductor.config.patch({**_both(), FLAG: "auto", VERIFY: self.verify}))
+        stack.enter_context(torch._inductor.config.patch({**_both(), FLAG: self.indirection, VERIFY: self.verify}))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         stack.enter_context(torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True))
 

@@ -1,0 +1,82 @@
+"""Patch of ``torch._inductor.runtime.triton_heuristics``: how a Triton kernel of Inductor's is launched.
+
+``CachingAutotuner.run`` launches every one of them. It is rebound only while a function is warmed up or captured that
+has a table of addresses (:mod:`pygraph_trees.indirection.launches`); at all other times it is upstream's own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .patch import Expectation, Fingerprint, Patch, Rebind
+
+_MODULE = "torch._inductor.runtime.triton_heuristics"
+
+
+@dataclass(frozen=True, slots=True)
+class OnDemand(Rebind):
+    """A rebinding that is offered to those who need it, and is on while they do."""
+
+    offer: Callable[[Callable[[], Callable[[], None]]], Callable[[], None]]  # returns what withdraws it
+
+    def apply(self) -> Callable[[], None]:
+        return self.offer(functools.partial(Rebind.apply, self))
+
+
+def _run(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    from pygraph_trees.indirection.launches import watched
+
+    return watched(upstream)
+
+
+def _offer(put_on: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+    from pygraph_trees.indirection.launches import tap
+
+    return tap.offer(put_on)
+
+
+PATCHES: tuple[Patch, ...] = (
+    OnDemand(
+        feature="table",
+        module=_MODULE,
+        name="CachingAutotuner.run",
+        replace=_run,
+        offer=_offer,
+        fingerprints=(
+            Fingerprint(
+                (2, 11),
+                (2, 15),
+                (
+                    Expectation(_MODULE, "CachingAutotuner.run", ("self", "stream", "benchmark_run"), ("launchers",)),
+                    Expectation(
+                        _MODULE,
+                        "CachingAutotuner.__init__",
+                        ("self", "fn", "triton_meta", "configs"),
+                        ("triton_meta", "device_props", "inductor_meta", "launchers", "triton_interpret"),
+                    ),
+                    Expectation(
+                        _MODULE,
+                        "CachingAutotuner._create_compile_meta",
+                        ("self", "cfg"),
+                        ("triton_meta", "constants", "num_warps", "num_stages"),
+                    ),
+                    Expectation(
+                        _MODULE,
+                        "CachingAutotuner._precompile_config",
+                        ("self", "cfg"),
+                        ("ASTSource", "signature", "constants", "configs", "_create_compile_meta"),
+                    ),
+                    Expectation(_MODULE, "CachingAutotuner.precompile", None, ("_reload_kernel",)),
+                    Expectation(_MODULE, "CachingAutotuner.get_device_interface", ("self",)),
+                    Expectation(_MODULE, "StaticTritonCompileResult.make_launcher", ("self",), ("_gen_launcher_code",)),
+                    Expectation(_MODULE, "TritonCompileResult.make_launcher", ("self",), ("_gen_launcher_code",)),
+                    Expectation(_MODULE, "CompileResult._gen_launcher_code", ("self", "scope", "def_args")),
+                ),
+            ),
+        ),
+        removable="never: torch has no indirect kernels",
+    ),
+)

@@ -1,0 +1,535 @@
+"""Launches of Triton kernels while a function is warmed up or captured: which arguments go through slots, and when.
+
+Kernels of two kinds: fakes, on tensors of the CPU; and those that Inductor generates for a GPU that is not there, which
+are compiled, and whose launchers stop where they would load and launch.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import gc
+import importlib.util
+import os
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+
+import torch
+import triton
+import variant_kernels as kernels
+from torch._inductor.runtime import static_triton_launcher, triton_helpers, triton_heuristics
+from torch.testing._internal.common_utils import TestCase, run_tests
+from triton.compiler import CompiledKernel
+
+import inductor_patches
+from inductor_patches.patch import PatchOverwritten
+from pygraph_trees.absent_gpu import absent_gpu, lower
+from pygraph_trees.indirection import launches, variant_launchers
+from pygraph_trees.indirection.launches import Tap, noting, through
+from pygraph_trees.indirection.variant_launchers import VariantLauncher, parameters
+from pygraph_trees.indirection.variants import NoVariant
+
+UPSTREAM = triton_heuristics.CachingAutotuner.run
+
+
+class Table:
+    """A slot for each of some tensors."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.slots = {t.data_ptr(): torch.tensor([t.data_ptr()]) for t in tensors}
+        self.read: list[tuple[str, int]] = []
+
+    def slot(self, address: int) -> torch.Tensor | None:
+        return self.slots.get(address)
+
+    def is_read_by(self, variant: VariantLauncher, address: int) -> None:
+        self.read.append((variant.kernel, address))
+
+
+class FakeAutotuner:
+    """One that launches by noting what it is given; its first launch chooses among ``count`` launchers."""
+
+    def __init__(self, name: str = "kernel", count: int = 1) -> None:
+        self.fn = SimpleNamespace(__name__=name)
+        self.device_props = SimpleNamespace(type="cuda")
+        self.triton_interpret = False
+        self.launched: list[tuple[Any, ...]] = []
+        self.launchers: list[Any] = [self._launcher() for _ in range(count)]
+
+    def _launcher(self) -> Any:
+        def launcher(in_ptr0: Any, in_ptr1: Any, out_ptr0: Any, xnumel: Any, stream: Any) -> str:
+            self.launched.append((in_ptr0, in_ptr1, out_ptr0, xnumel, stream))
+            return "launched"
+
+        return launcher
+
+    def run(self, *args: Any, stream: Any, benchmark_run: bool = False, **kwargs: Any) -> Any:
+        self.launchers = self.launchers[-1:]
+        return self.launchers[0](*args, **kwargs, stream=stream)
+
+
+class LaunchesTestCase(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        self.tap = Tap()
+        self.made: list[tuple[str, frozenset[str]]] = []
+        for target, name, value in (
+            (launches, "tap", self.tap),
+            (variant_launchers, "_made", self._made),
+            (variant_launchers, "_built", weakref.WeakKeyDictionary()),
+        ):
+            self.enterContext(mock.patch.object(target, name, value))
+        self.addCleanup(self.tap.offer(self._put_on))
+        self.refused: Collection[str] = ()
+
+    def enterContext(self, manager: Any) -> Any:  # unittest has it from Python 3.11 on
+        value = manager.__enter__()
+        self.addCleanup(manager.__exit__, None, None, None)
+        return value
+
+    def _put_on(self) -> Callable[[], None]:
+        patch = mock.patch.object(FakeAutotuner, "run", launches.watched(FakeAutotuner.run))
+        patch.start()
+        return patch.stop
+
+    def _made(self, autotuner: FakeAutotuner, launcher: Any, names: frozenset[str]) -> VariantLauncher:
+        self.made.append((autotuner.fn.__name__, names))
+        slots = names - frozenset(self.refused)
+        if not slots:
+            raise NoVariant(kernel=autotuner.fn.__name__, why="of the test")
+
+        def run(*args: Any, stream: Any) -> str:
+            autotuner.launched.append(("variant", *args, stream))
+            return "launched by variant"
+
+        return VariantLauncher(autotuner.fn.__name__, slots, run)
+
+
+def tensors(count: int) -> list[torch.Tensor]:
+    return [torch.zeros(8) for _ in range(count)]
+
+
+class TestCapture(LaunchesTestCase):
+    def warmed(self, *inputs: torch.Tensor, **more: Any) -> tuple[FakeAutotuner, torch.Tensor]:
+        """A kernel that was launched with two inputs and an output."""
+        kernel, out = FakeAutotuner(**more), torch.zeros(8)
+        with noting({t.data_ptr() for t in inputs}):
+            kernel.run(*(inputs * 2)[:2], out, 8, stream=7)
+            self.assertEqual(self.made, [])  # not before the end
+        kernel.launched.clear()
+        return kernel, out
+
+    def test_what_has_a_slot_goes_through_it(self) -> None:
+        kernel, out = self.warmed(*tensors(2))
+        self.assertEqual(self.made, [("kernel", frozenset({"in_ptr0", "in_ptr1"}))])
+        a, b = tensors(2)
+        table = Table(a, b)
+        with through(table):
+            self.assertEqual(kernel.run(a, b, out, 8, stream=7), "launched by variant")
+        ((way, *given, n, stream),) = kernel.launched
+        self.assertEqual((way, n, stream), ("variant", 8, 7))
+        self.assertIs(given[0], table.slots[a.data_ptr()])
+        self.assertIs(given[1], table.slots[b.data_ptr()])
+        self.assertIs(given[2], out)
+        self.assertEqual(sorted(table.read), sorted(("kernel", t.data_ptr()) for t in (a, b)))
+        self.assertEqual(len(self.made), 1)  # nothing is built while capturing
+
+    def test_an_input_twice_and_a_view(self) -> None:
+        kernel, out = self.warmed(*tensors(1))
+        (a,) = tensors(1)
+        table = Table(a)
+        with through(table):
+            kernel.run(a, a.view(2, 4), out, 8, stream=7)
+        self.assertIs(kernel.launched[0][1], kernel.launched[0][2])
+        self.assertEqual(table.read, [("kernel", a.data_ptr())] * 2)
+
+    def test_what_lies_further_on_stays(self) -> None:
+        kernel, out = self.warmed(*tensors(2))
+        a, b = tensors(2)
+        table = Table(a, b)
+        with through(table):
+            self.assertEqual(kernel.run(a[1:], b[2:], out, 8, stream=7), "launched")
+        self.assertEqual(table.read, [])
+
+    def test_other_parameters_than_in_warmup(self) -> None:
+        a, b = tensors(2)
+        kernel, out = FakeAutotuner(), torch.zeros(8)
+        with noting({a.data_ptr()}):
+            kernel.run(a, b, out, 8, stream=7)
+        c, d = tensors(2)
+        with through(Table(c, d)):  # the one there is takes one of both
+            kernel.run(c, d, out, 8, stream=7)
+            self.assertIs(kernel.launched[-1][2], d)
+            self.assertEqual(kernel.launched[-1][0], "variant")
+            self.assertEqual(kernel.run(a, d, out, 8, stream=7), "launched")
+
+    def test_a_parameter_that_can_be_no_slot(self) -> None:
+        self.refused = {"in_ptr1"}
+        kernel, out = self.warmed(*tensors(2))
+        a, b = tensors(2)
+        table = Table(a, b)
+        with through(table):
+            kernel.run(a, b, out, 8, stream=7)
+        self.assertIs(kernel.launched[0][2], b)
+        self.assertEqual(table.read, [("kernel", a.data_ptr())])
+
+    def test_without_a_variant(self) -> None:
+        self.refused = {"in_ptr0", "in_ptr1"}
+        kernel, out = self.warmed(*tensors(2))
+        a, b = tensors(2)
+        table = Table(a, b)
+        with through(table):
+            self.assertEqual(kernel.run(a, b, out, 8, stream=7), "launched")
+            self.assertEqual(FakeAutotuner().run(a, b, out, 8, stream=7), "launched")  # was never warmed up
+        self.assertEqual(table.read, [])
+        with noting({a.data_ptr()}):
+            kernel.run(a, a, out, 8, stream=7)
+        self.assertEqual(len(self.made), 1)  # that there is none is remembered
+
+    def test_whatever_goes_wrong_while_building(self) -> None:
+        with mock.patch.object(variant_launchers, "_made", side_effect=RuntimeError("of the test")):
+            with self.assertLogs("pygraph_trees.indirection", "WARNING") as logs:
+                kernel, out = self.warmed(*tensors(2))
+            self.assertIn("of the test", logs.output[0])
+        a, b = tensors(2)
+        with through(Table(a, b)):
+            self.assertEqual(kernel.run(a, b, out, 8, stream=7), "launched")
+
+    def test_benchmarks_are_left_alone(self) -> None:
+        a, b = tensors(2)
+        kernel, out = FakeAutotuner(), torch.zeros(8)
+        with noting({a.data_ptr()}):
+            kernel.run(a, b, out, 8, stream=7, benchmark_run=True)
+        self.assertEqual(self.made, [])
+        kernel, out = self.warmed(a, b)
+        with through(Table(a, b)):
+            self.assertEqual(kernel.run(a, b, out, 8, stream=7, benchmark_run=True), "launched")
+
+    def test_others_that_launch(self) -> None:
+        for name, value in (("triton_interpret", True), ("_plugins", [object()]), ("launchers", [len, min])):
+            kernel = FakeAutotuner()
+            setattr(kernel, name, value)
+            self.assertIsNone(variant_launchers.sole_launcher(kernel), name)
+        self.assertEqual(parameters(print), ())
+
+
+class TestWarmup(LaunchesTestCase):
+    def test_the_winner_alone(self) -> None:
+        kernel, out = FakeAutotuner(count=3), torch.zeros(8)
+        winner = kernel.launchers[-1]
+        (a,) = tensors(1)
+        with noting({a.data_ptr()}):
+            kernel.run(a, out, out, 8, stream=7)
+            kernel.run(a, out, out, 8, stream=7)
+        self.assertEqual(self.made, [("kernel", frozenset({"in_ptr0"}))])
+        self.assertEqual(list(variant_launchers._built), [winner])
+
+    def test_only_kernels_that_read_an_input(self) -> None:
+        a, b = tensors(2)
+        first, second = FakeAutotuner("first"), FakeAutotuner("second")
+        with noting({a.data_ptr()}):
+            first.run(b, b, b, 8, stream=7)
+            second.run(b, b, a, 8, stream=7)  # writes to it
+            second.run(a, b, b, 8, stream=7)
+        self.assertEqual(self.made, [("second", frozenset({"out_ptr0"})), ("second", frozenset({"in_ptr0"}))])
+
+    def test_nothing_is_built_behind_a_failure(self) -> None:
+        a, b = tensors(2)
+        with self.assertRaises(KeyError), noting({a.data_ptr()}):
+            FakeAutotuner().run(a, b, b, 8, stream=7)
+            raise KeyError
+        self.assertEqual(self.made, [])
+
+    def test_variants_go_with_their_kernel(self) -> None:
+        (a,) = tensors(1)
+        kernel = FakeAutotuner()
+        with noting({a.data_ptr()}):
+            kernel.run(a, a, a, 8, stream=7)
+        self.assertEqual(len(variant_launchers._built), 1)
+        gone = weakref.ref(kernel)
+        del kernel
+        # The fake's variant, unlike a real one, holds the kernel.
+        next(iter(variant_launchers._built.values())).clear()
+        gc.collect()
+        self.assertIsNone(gone())
+        self.assertEqual(len(variant_launchers._built), 0)
+
+
+class TestTap(LaunchesTestCase):
+    def test_on_while_it_is_needed(self) -> None:
+        original = FakeAutotuner.run
+        with noting(()):
+            self.assertIsNot(FakeAutotuner.run, original)
+            with through(Table()):
+                pass
+            self.assertIsNot(FakeAutotuner.run, original)
+        self.assertIs(FakeAutotuner.run, original)
+        with contextlib.suppress(KeyError), through(Table()):
+            raise KeyError
+        self.assertIs(FakeAutotuner.run, original)
+        self.assertIsNone(launches._here.watcher)
+
+    def test_scopes_inside_of_each_other(self) -> None:
+        a, b = tensors(2)
+        kernel = FakeAutotuner()
+        with noting({a.data_ptr()}):
+            with noting({b.data_ptr()}):
+                kernel.run(a, b, b, 8, stream=7)
+            self.assertEqual(self.made, [("kernel", frozenset({"in_ptr1", "out_ptr0"}))])
+            kernel.run(a, b, b, 8, stream=7)
+        self.assertEqual(self.made[1:], [("kernel", frozenset({"in_ptr0"}))])
+
+    def test_other_threads_are_left_alone(self) -> None:
+        a, b = tensors(2)
+        kernel, other = FakeAutotuner("here"), FakeAutotuner("there")
+        results = []
+
+        def there() -> None:
+            results.append(other.run(a, b, b, 8, stream=7))
+
+        with noting({a.data_ptr()}):
+            kernel.run(a, b, b, 8, stream=7)
+            thread = threading.Thread(target=there)
+            thread.start()
+            thread.join()
+        self.assertEqual(self.made, [("here", frozenset({"in_ptr0"}))])
+        self.assertEqual(results, ["launched"])
+
+    def test_many_threads(self) -> None:
+        original = FakeAutotuner.run
+        wrong = []
+
+        def work() -> None:
+            for _ in range(200):
+                a, b = tensors(2)
+                kernel = FakeAutotuner()
+                with noting({a.data_ptr()}):
+                    kernel.run(a, b, b, 8, stream=7)
+                table = Table(a)
+                with through(table):
+                    kernel.run(a, b, b, 8, stream=7)
+                if kernel.launched[-1][0] != "variant" or table.read != [("kernel", a.data_ptr())]:
+                    wrong.append(kernel.launched)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(wrong, [])
+        self.assertIs(FakeAutotuner.run, original)
+
+    def test_withdrawn_and_offered_in_between(self) -> None:
+        tap, on = Tap(), []
+
+        def put_on() -> Callable[[], None]:
+            on.append(1)
+            return on.clear
+
+        with tap.held():
+            self.assertEqual((on, tap.is_offered), ([], False))
+            withdraw = tap.offer(put_on)
+            self.assertEqual((on, tap.is_offered), ([1], True))
+            withdraw()
+            self.assertEqual((on, tap.is_offered), ([], False))
+            tap.offer(put_on)
+        self.assertEqual(on, [])
+
+
+class TestPatch(TestCase):
+    def test_torch_is_as_it_was_but_while_it_is_needed(self) -> None:
+        autotuner = triton_heuristics.CachingAutotuner
+        self.assertIs(autotuner.run, UPSTREAM)
+        self.assertTrue(launches.available())
+        with through(Table()):
+            self.assertIsNot(autotuner.run, UPSTREAM)
+            self.assertIs(autotuner.run.__wrapped__, UPSTREAM)
+            inductor_patches.uninstall()
+            self.assertIs(autotuner.run, UPSTREAM)
+            self.assertFalse(launches.available())
+            inductor_patches.install()
+            self.assertIsNot(autotuner.run, UPSTREAM)
+        self.assertIs(autotuner.run, UPSTREAM)
+
+    def test_what_others_put_there_stays(self) -> None:
+        autotuner = triton_heuristics.CachingAutotuner
+        with mock.patch.object(autotuner, "run", UPSTREAM):
+            with self.assertWarnsRegex(PatchOverwritten, "CachingAutotuner.run was replaced"), through(Table()):
+                autotuner.run = print
+            self.assertIs(autotuner.run, print)
+
+
+class Loaded:
+    """What stands for kernels that are on a GPU: launches are noted."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+        has_module = hasattr(static_triton_launcher.StaticallyLaunchedCudaKernel, "close")  # since 2.13
+        handles = (1, 2, 32, 0) if has_module else (2, 32, 0)
+        self.library = SimpleNamespace(
+            _load_kernel=lambda path, name, shared, device: handles,
+            _unload_kernel=lambda module: None,
+            _launch_kernel=lambda *args: self.launched.append(args),
+        )
+
+    def init_handles(self, kernel: Any) -> None:
+        kernel.module, kernel.function, kernel.n_regs, kernel.n_spills = 1, 2, 32, 0
+        kernel._run = lambda *args: self.launched.append((kernel.metadata.num_warps, kernel.metadata.shared, *args))
+
+
+@contextlib.contextmanager
+def loaded() -> Iterator[Loaded]:
+    gpu = Loaded()
+    static: Any = static_triton_launcher.StaticallyLaunchedCudaKernel
+    with (
+        mock.patch.object(static, "C_impl", gpu.library),
+        mock.patch.object(CompiledKernel, "_init_handles", lambda kernel: gpu.init_handles(kernel)),
+        mock.patch.object(CompiledKernel, "__del__", lambda kernel: None, create=True),
+    ):
+        yield gpu
+
+
+def on_gpu(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(*size, dtype=dtype, device="meta")
+
+
+class TestInductor(TestCase):
+    """Kernels that Inductor generates, on both launchers."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.folder = self.enterContext(tempfile.TemporaryDirectory())
+        # Inductor sets this for the process when it makes a kernel's autotuner.
+        self.enterContext(mock.patch.dict(os.environ, TRITON_CACHE_DIR=os.path.join(self.folder, "cache")))
+        # Each kernel's module makes Triton look for a GPU.
+        self.enterContext(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
+        self.enterContext(absent_gpu())
+
+    def enterContext(self, manager: Any) -> Any:
+        value = manager.__enter__()
+        self.addCleanup(manager.__exit__, None, None, None)
+        return value
+
+    def autotuners(self, fn: Any, *args: torch.Tensor) -> Iterator[Any]:
+        for graph in lower(fn, args, {}):
+            for node in ast.walk(ast.parse(graph.source_code)):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "async_compile.triton":
+                    name, source = (ast.literal_eval(argument) for argument in node.args[:2])
+                    path = Path(self.folder) / f"{name}.py"
+                    path.write_text(source)
+                    spec = importlib.util.spec_from_file_location(name, path)
+                    module = importlib.util.module_from_spec(spec)
+                    spec.loader.exec_module(module)
+                    yield getattr(module, name)
+
+    def check(self, autotuner: Any, static: bool = True) -> None:
+        """Its variant for all pointers is launched like the original, but for the addresses of slots."""
+        config = autotuner.configs[-1]
+        with loaded() as gpu, torch._inductor.config.patch({"use_static_triton_launcher": static}):
+            autotuner.launchers = [autotuner._precompile_config(config).make_launcher()]
+            names = parameters(autotuner.launchers[0])[:-1]
+            pointers = [n for n in names if str(autotuner.triton_meta["signature"].get(n)).startswith("*")]
+            values = {n: torch.zeros(8) if n in pointers else 1 + i for i, n in enumerate(names)}
+            with noting({values[n].data_ptr() for n in pointers}):
+                autotuner.run(*values.values(), stream=7)
+            table = Table(*(values[n] for n in pointers))
+            with through(table):
+                autotuner.run(*values.values(), stream=7)
+        self.assertEqual(sorted(a for _, a in table.read), sorted(table.slots))
+        original, variant = (self.flat(launch) for launch in gpu.launched)
+        self.assertEqual(len(original), len(variant))
+        changed = 0
+        for one, other in zip(original, variant, strict=True):
+            if isinstance(one, torch.Tensor):
+                self.assertIs(other, table.slots[one.data_ptr()])
+                changed += 1
+            elif isinstance(one, (int, str, type(None))):
+                self.assertEqual(one, other)
+        self.assertEqual(changed, len(pointers))
+
+    def flat(self, launch: tuple[Any, ...]) -> list[Any]:
+        return [v for value in launch for v in (value if isinstance(value, tuple) and value else [value])]
+
+    def both(self, fn: Any, *args: torch.Tensor) -> int:
+        count = 0
+        for static in (True, False):
+            for autotuner in self.autotuners(fn, *args):
+                with self.subTest(kernel=autotuner.fn.__name__, static=static):
+                    self.check(autotuner, static)
+                count += 1
+        return count
+
+    def test_pointwise_and_reductions(self) -> None:
+        def program(x: torch.Tensor, y: torch.Tensor) -> Any:
+            return (x.sin() + y).softmax(-1), x.sum()
+
+        self.assertGreater(self.both(program, on_gpu(1024, 64), on_gpu(1024, 64)), 2)
+
+    def test_combined_kernels(self) -> None:
+        with torch._inductor.config.patch(combo_kernels=True):
+            self.assertEqual(self.both(lambda x, y: (x.sin(), y.cos()), on_gpu(1024), on_gpu(64, 72)), 2)
+
+    def test_user_kernel(self) -> None:
+        def call(x: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(x)
+            kernels.user[(2,)](x, flags, out, x.numel(), BLOCK=256, STEPS=2)
+            return out + 1
+
+        self.both(call, on_gpu(kernels.SIZE), on_gpu(kernels.SIZE, dtype=torch.bool))
+
+    def test_unknown_size(self) -> None:
+        x = on_gpu(8, 24)
+        torch._dynamo.mark_dynamic(x, 0)
+        self.both(lambda x: x.sin().sum(0), x)
+
+    def test_a_kernel_that_another_process_compiled(self) -> None:
+        (autotuner,) = self.autotuners(lambda x: x.sin(), on_gpu(1024))
+        (source,) = self.autotuners(lambda x: x.sin(), on_gpu(1024))
+        with loaded():
+            autotuner.launchers = [autotuner._precompile_config(autotuner.configs[0]).make_launcher()]
+        launcher = autotuner.launchers[0]
+        autotuner.fn.fn = None
+        names = frozenset(parameters(launcher)[:2])
+        with loaded(), self.assertRaisesRegex(NoVariant, "left behind"):
+            variant_launchers._made(autotuner, launcher, names)
+        autotuner._reload_kernel = lambda: source
+        with loaded():
+            made = variant_launchers._made(autotuner, launcher, names)
+        self.assertEqual(made.slots, names)
+        self.assertIsNone(autotuner.fn.fn)  # nothing of the original is changed
+
+    def test_launches_that_have_none(self) -> None:
+        for option in ("launch_cooperative_grid", "launch_pdl"):
+            (autotuner,) = self.autotuners(lambda x: x.sin(), on_gpu(1024))
+            with loaded():
+                autotuner.launchers = [autotuner._precompile_config(autotuner.configs[0]).make_launcher()]
+                autotuner.triton_meta[option] = True
+                with self.assertRaises(NoVariant):
+                    variant_launchers._made(autotuner, autotuner.launchers[0], frozenset({"in_ptr0"}))
+
+    def test_compiled_once_for_all_processes(self) -> None:
+        hits = []
+
+        def listener(*, cache_hit: bool, **_: Any) -> None:
+            hits.append(cache_hit)
+
+        for _ in range(2):
+            (autotuner,) = self.autotuners(lambda x: x.sin(), on_gpu(1024))
+            with loaded():
+                autotuner.launchers = [autotuner._precompile_config(autotuner.configs[0]).make_launcher()]
+                with mock.patch.object(triton.knobs.compilation, "listener", listener):
+                    variant_launchers._made(autotuner, autotuner.launchers[0], frozenset({"in_ptr0"}))
+        self.assertEqual(hits, [False, True])
+
+
+if __name__ == "__main__":
+    sys.exit(run_tests())

@@ -1,0 +1,318 @@
+"""The table of a recording: its writers, and live inputs that have slots, on a driver that checks its callers."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+
+import torch
+import triton
+from hypothesis import given
+from hypothesis import strategies as st
+from test_live_inputs import KERNEL, UNHELD, Graph, LiveInputsTestCase, at
+from torch.testing._internal.common_utils import TestCase, run_tests
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pygraph_trees.indirection import inputs as live_inputs
+from pygraph_trees.indirection import launches
+from pygraph_trees.indirection import table as tables
+from pygraph_trees.indirection.inputs import LiveInputs, choose
+from pygraph_trees.indirection.routes import Route
+from pygraph_trees.indirection.table import (
+    WIDTHS,
+    WRITER,
+    Warmups,
+    widths_for,
+    writer_function,
+    writer_signature,
+    writer_source,
+)
+from pygraph_trees.indirection.variant_launchers import VariantLauncher
+from pygraph_trees.trees import manager, recording
+
+TABLE, PATCH, COPY = Route.TABLE, Route.PATCH, Route.COPY
+
+
+class TestWriters(TestCase):
+    @given(st.integers(0, 1000))
+    def test_widths(self, count: int) -> None:
+        widths = widths_for(count)
+        self.assertLessEqual(set(widths), set(WIDTHS))
+        self.assertGreaterEqual(sum(widths), count)
+        self.assertLess(sum(widths[:-1]), max(count, 1))
+
+    def test_source(self) -> None:
+        self.assertExpectedInline(
+            writer_source(2),
+            """\
+def pygraph_write_slots_2(table, address0, address1):
+    tl.store(table + 0, address0)
+    tl.store(table + 1, address1)
+""",
+        )
+
+    def test_compiled(self) -> None:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.dict(os.environ, TRITON_CACHE_DIR=os.path.join(folder, "cache")),
+        ):
+            for width in WIDTHS:
+                source = ASTSource(writer_function(width), writer_signature(width), {}, {})
+                compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+                ptx = compiled.asm["ptx"]
+                # The addresses by value, as whole 64-bit words, each stored as it is.
+                self.assertEqual(len(re.findall(r"\.param \.u64 (?!\.ptr)\w+_param_\d+", ptx)), width, ptx[:2000])
+                self.assertEqual(len(re.findall(r"st\.global\.b64", ptx)), width)
+                self.assertEqual(compiled.metadata.name, f"{WRITER}_{width}")
+
+
+class TestSlots(LiveInputsTestCase):
+    """Live inputs with slots; the writer's nodes are made by hand, and the kernels that read slots are not there."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.written: list[tuple[int, ...]] = []
+        empty = torch.empty
+        self.memory: list[torch.Tensor] = []
+
+        def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if kwargs.get("dtype") is torch.int64:
+                self.memory.append(empty(*args, dtype=torch.int64))
+                return self.memory[-1]
+            return empty(*args, **kwargs)
+
+        for target, name, value in (
+            (tables, "_writer", lambda device, width: self.write),
+            (torch, "empty", on_cpu),
+        ):
+            patch = mock.patch.object(target, name, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def write(self, memory: torch.Tensor, *addresses: int) -> None:
+        self.written.append(addresses)
+        memory[: len(addresses)] = torch.tensor(addresses)
+
+    def chosen(self, *inputs: torch.Tensor, refused: dict[int, str] | None = None) -> LiveInputs:
+        live, _ = choose(self.driver, 0, list(inputs), range(len(inputs)), (), self.pool, refused or {}, tabled=True)
+        assert live is not None
+        return live
+
+    def variant(self, *slots: str) -> VariantLauncher:
+        return VariantLauncher("reader", frozenset(slots), print)
+
+    def tabled(
+        self,
+        inputs: Sequence[torch.Tensor],
+        read: Sequence[int],
+        held: Sequence[int] = (),
+        written: Sequence[int] | None = None,
+        hidden: bool = False,
+    ) -> tuple[LiveInputs, Graph]:
+        """A recording whose kernels read some inputs from slots, and hold the addresses of some themselves."""
+        live = self.chosen(*inputs)
+        table = live._table
+        assert table is not None
+        with live.captured():
+            for position in read:
+                address = live.items[position].recorded
+                self.assertEqual(table.slot(address).tolist(), [address])
+                table.is_read_by(self.variant("in_ptr0"), address)
+        (*_, addresses) = self.written
+        wanted = [live.items[i].recorded for i in range(len(inputs))]
+        self.assertEqual(list(addresses[: len(inputs)]), wanted)
+        self.assertEqual(set(addresses[len(inputs) :]), {0})
+        if written is not None:
+            addresses = [a if a == 0 or wanted.index(a) in written else 1 for a in addresses]
+        nodes: list[Any] = [self.api.make_kernel([self.memory[-1].data_ptr(), *addresses], name=f"{WRITER}_8")]
+        if held:
+            nodes.append(self.api.make_kernel([wanted[i] for i in held]))
+        nodes += [self.api.make_kernel([7], name=None)] * hidden
+        graph = Graph(self.api, nodes)
+        live.set_up(graph)
+        return live, graph
+
+    def decided(self, live: LiveInputs) -> list[Route]:
+        return [decision.route for _, decision in sorted(live.decisions.items())]
+
+    def test_one_node_for_all(self) -> None:
+        a, b = at(0), at(16)
+        live, graph = self.tabled((a, b), read=(0, 1))
+        self.assertEqual(self.decided(live), [TABLE, TABLE])
+        self.assertEqual(self.api.leaks(), [])
+        for _ in range(3):
+            self.assertEqual(graph.launch()[0][1:3], [a.data_ptr(), b.data_ptr()])
+            live.finish()
+            a, b = at(0), at(16)
+            self.api.calls.clear()
+            self.begin(live, a, b)
+            self.assertEqual(self.api.calls, [KERNEL])
+        self.assertEqual(live.kernels_of(0), [f"{WRITER}_8", "reader"])
+
+    def test_kernels_that_hold_an_address_beside(self) -> None:
+        a, b = at(0), at(0)
+        live, graph = self.tabled((a, b), read=(0,), held=(0, 1))
+        self.assertEqual(self.decided(live), [TABLE, PATCH])
+        c, d = at(0), at(0)
+        self.begin(live, c, d)
+        writer, kernel = graph.launch()
+        self.assertEqual(writer[1:3], [c.data_ptr(), d.data_ptr()])
+        self.assertEqual(kernel, [c.data_ptr(), d.data_ptr()])
+
+    def test_that_a_slot_is_written_is_no_use_of_an_input(self) -> None:
+        live, _ = self.tabled((at(0), at(0)), read=(0,))
+        self.assertEqual(self.decided(live), [TABLE, COPY])
+        self.assertEqual(live.decisions[1].reason, UNHELD)
+
+    def test_a_slot_that_nobody_writes(self) -> None:
+        live, _ = self.tabled((at(0), at(0)), read=(0, 1), held=(0, 1), written=(0,))
+        self.assertEqual(self.decided(live), [TABLE, COPY])
+        self.assertEqual(live.decisions[1].reason, "no node writes its slot")
+
+    def test_what_hides_addresses(self) -> None:
+        live, graph = self.tabled((at(0), at(0)), read=(0, 1), hidden=True)
+        self.assertEqual(self.decided(live), [COPY, COPY])
+        # Slots lead to the memory that holds the copies.
+        self.assertEqual(graph.launch()[0][1:3], [item.recorded for item in live.items])
+
+    def test_no_table_without_ghosts(self) -> None:
+        live, _ = choose(self.driver, 0, [at(0)], [0], {0}, self.pool, {0: "of the test"}, tabled=True)
+        self.assertIsNone(live._table)
+        self.assertEqual(self.written, [])
+
+    def test_no_table_where_launches_cannot_be_watched(self) -> None:
+        with mock.patch.object(launches, "tap", launches.Tap()):
+            self.assertIsNone(self.chosen(at(0))._table)
+
+    def test_no_table_unless_asked_for(self) -> None:
+        live, _ = self.record(self.one_kernel(), at(0))
+        self.assertIsNone(live._table)
+        self.assertEqual(self.decided(live), [PATCH])
+
+    def test_a_writer_that_cannot_be_made(self) -> None:
+        with (
+            mock.patch.object(tables, "_writer", side_effect=RuntimeError("of the test")),
+            self.assertLogs("pygraph_trees.indirection", "WARNING") as logs,
+        ):
+            live = self.chosen(at(0))
+        self.assertIn("of the test", logs.output[0])
+        self.assertIsNone(live._table)
+        live.set_up(self.capture(self.one_kernel(), live))
+        self.assertEqual(self.decided(live), [PATCH])
+
+    def test_the_table_outlives_queued_replays(self) -> None:
+        live, graph = self.tabled((at(0),), read=(0,))
+        table = live._table
+        del live
+        gc.collect()
+        self.assertEqual(len(live_inputs._retired), 0)
+        del graph
+        gc.collect()
+        ((device, retired),) = live_inputs._retired
+        self.assertIs(retired, table)
+        self.assertEqual(len(table._slots), 1)
+        self.assertEqual(self.synchronized, [])
+        self.chosen(at(0))
+        self.assertEqual((device, self.synchronized, table._slots), (0, [0], {}))
+
+    def test_a_recording_that_is_given_up(self) -> None:
+        live = self.chosen(at(0))
+        live.release()
+        self.assertEqual([memory for _, memory in live_inputs._retired], [live._table])
+        self.assertEqual(self.api.leaks(), [])
+
+    def test_many_inputs(self) -> None:
+        live = self.chosen(*(at(0) for _ in range(140)))
+        addresses = [item.recorded for item in live.items]
+        self.assertEqual([len(a) for a in self.written], [128, 32])
+        self.assertEqual([*self.written[0], *self.written[1]], [*addresses, *[0] * 20])
+        (memory,) = self.memory
+        self.assertEqual(memory.tolist(), [*addresses, *[0] * 20])
+        for position in (0, 127, 128, 139):
+            slot = live._table.slot(addresses[position])
+            self.assertEqual(slot.data_ptr(), memory.data_ptr() + 8 * position)
+
+    def test_warmup_looks_at_what_may_have_a_slot(self) -> None:
+        seen: list[set[int]] = []
+        static, live, pooled = at(0), at(0), at(0)
+
+        def begin(*inputs: Any, step: int = 1, is_backward: bool = False) -> None:
+            warmups.begin(step, inputs, [0], 0, self.pool, is_backward=is_backward)
+
+        def why_not(tensor: torch.Tensor, device: int, in_pool: bool) -> str | None:
+            return "it is that" if tensor is pooled else None
+
+        warmups = Warmups()
+        with mock.patch.object(tables, "noting", seen.append), mock.patch.object(tables, "why_not_ghost", why_not):
+            begin(static, 3, live, pooled, None)
+            self.assertEqual(seen, [{live.data_ptr()}])
+            # A backward's static inputs that were live in its forward; no others, and not in another step.
+            begin(live)
+            begin(static, is_backward=True)
+            self.assertEqual(len(seen), 1)
+            begin(live, is_backward=True)
+            self.assertEqual(seen[1:], [{live.data_ptr()}])
+            begin(live, step=2, is_backward=True)
+            with mock.patch.object(launches, "tap", launches.Tap()):
+                begin(static, live)
+            self.assertEqual(len(seen), 2)
+
+    def test_warmup_of_functions_that_have_a_table(self) -> None:
+        noted = []
+        cases = ("table", True, 1), ("table", False, 0), ("auto", True, 0), ("patch", True, 0)
+        for flag, addresses, expected in cases:
+            wrapped = SimpleNamespace(model=SimpleNamespace(settings=SimpleNamespace(indirection=flag)))
+            wrapped.static_input_idxs = [1]
+            holder = SimpleNamespace(
+                ids_to_funcs={0: wrapped},
+                id_to_mode={0: manager._BACKWARD},
+                device_index=3,
+                get_curr_generation=lambda: 9,
+                _pool=self.pool,
+                _uses_addresses=lambda model, addresses=addresses: addresses,
+                _warmups=SimpleNamespace(begin=lambda *given, is_backward: noted.append((*given, is_backward))),
+            )
+            noted.clear()
+            manager.Manager._warming_up(holder, ["inputs"], 0)
+            self.assertEqual(noted, [(9, ["inputs"], [1], 3, self.pool, True)] * expected)
+
+    def test_a_capture_begins_with_the_writers(self) -> None:
+        done: list[str] = []
+
+        @contextlib.contextmanager
+        def captured() -> Iterator[None]:
+            done.append("written")
+            yield
+            done.append("over")
+
+        def model(inputs: list[Any]) -> list[Any]:
+            done.append("captured")
+            return inputs
+
+        live = SimpleNamespace(items=(), has_staged=False, captured=captured, kinds=Counter())
+        live.set_up = lambda graph, reads: done.append("set up")
+        node = recording.Recording.__new__(recording.Recording)
+        node._live, node.graph, node.device = live, "upstream's", 0
+        with (
+            mock.patch.object(recording.Upstream, "_record", lambda node, model, inputs: model(inputs)),
+            mock.patch.object(recording.Recording, "_graph_that_is_kept", lambda node, inputs: "kept"),
+        ):
+            self.assertEqual(node._record(model, [3]), [3])
+        self.assertEqual(done, ["written", "captured", "over", "set up"])
+
+
+if __name__ == "__main__":
+    sys.exit(run_tests())

@@ -1,0 +1,372 @@
+"""Kernels that take pointers from slots: as wide loads and stores as the original's, the same results, or a reason.
+
+Compiled for a GPU that is not there, and interpreted on the CPU.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+
+import torch
+import triton
+import triton.language as tl
+import variant_kernels as kernels
+from torch import nn
+from torch._inductor import config as inductor_config
+from torch._inductor.runtime import triton_helpers
+from torch.testing._internal.common_utils import TestCase, run_tests
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import jit
+
+from pygraph_trees.absent_gpu import absent_gpu, lower
+from pygraph_trees.indirection.variants import NoVariant, Variant, with_slots
+
+HERE = Path(__file__).resolve()
+TARGET = GPUTarget("cuda", 90, 32)
+SLOT_LOAD = "ld.global.b64"
+_ACCESS = re.compile(r"\b(?:ld|st|atom|red|cp)\.[\w.:]*global[\w.:]*")
+
+
+def accesses(compiled: Any) -> Counter[str]:
+    """The instructions by which a kernel reaches global memory, each with its width."""
+    return Counter(_ACCESS.findall(compiled.asm["ptx"]))
+
+
+class VariantsTestCase(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        self.folder = self.enterContext(tempfile.TemporaryDirectory())
+        # Inductor sets this for the process when it makes a kernel's autotuner.
+        self.enterContext(mock.patch.dict(os.environ, TRITON_CACHE_DIR=os.path.join(self.folder, "cache")))
+
+    def compile(self, fn: Any, signature: Any, constants: Any, attrs: Any, options: Any) -> Any:
+        compiled = triton.compile(ASTSource(fn, signature, constants, attrs), target=TARGET, options=dict(options))
+        self.assertGreater(len(compiled.asm["cubin"]), 0)
+        return compiled
+
+    def variant(self, case: kernels.Case, slots: Any = None, attrs: Any = None) -> Variant:
+        attrs = case.attrs() if attrs is None else attrs
+        slots = case.pointers if slots is None else slots
+        return with_slots(case.fn, case.signature, case.constants, attrs, slots, case.options)
+
+    def assertAsWide(self, case: kernels.Case, slots: Any = None, attrs: Any = None) -> Counter[str]:
+        """The variant loads its slots, and does all else as its original, whose accesses are returned."""
+        attrs = case.attrs() if attrs is None else attrs
+        slots = case.pointers if slots is None else slots
+        variant = self.variant(case, slots, attrs)
+        original = accesses(self.compile(case.fn, case.signature, case.constants, attrs, case.options))
+        compiled = self.compile(variant.fn, variant.signature, case.constants, variant.attrs, case.options)
+        self.assertEqual(accesses(compiled), original + Counter({SLOT_LOAD: len(slots)}))
+        self.assertEqual(compiled.metadata.name, case.fn.__name__)
+        return original
+
+
+class TestCompiled(VariantsTestCase):
+    def test_as_wide_as_the_original(self) -> None:
+        found = {}
+        for name, case in kernels.CASES.items():
+            for slots in {tuple(case.pointers), (case.pointers[0],), (case.pointers[-1],)}:
+                found[name] = set(self.assertAsWide(case, slots))
+        self.assertIn("ld.global.v4.b32", found["pointwise"])
+        self.assertIn("st.global.v4.b32", found["pointwise"])
+        self.assertIn("ld.global.b32", found["oneline"])  # four bytes at once
+        self.assertTrue(any(op.startswith("cp.async") for op in found["matmul"]), found["matmul"])
+        self.assertTrue(all(any(".v4." in op or ".v2." in op for op in found[name]) for name in ("user", "reduction")))
+
+    def test_no_wider_than_known(self) -> None:
+        case = kernels.CASES["pointwise"]
+        attrs = case.attrs(without=("in_ptr0",))
+        self.assertEqual(self.variant(case, attrs=attrs).fn.src.count("multiple_of"), 2)
+        self.assertIn("ld.global.b32", self.assertAsWide(case, attrs=attrs))
+
+    def test_every_element_type(self) -> None:
+        case = kernels.CASES["oneline"]
+        types = ["i1", "u1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64"]
+        for ty in [*types, "fp16", "bf16", "fp32", "fp64", "fp8e4nv", "fp8e5"]:
+            case = case._replace(signature={**case.signature, "in_ptr0": f"*{ty}", "out_ptr0": f"*{ty}"})
+            self.assertAsWide(case)
+        case = case._replace(signature={**case.signature, "in_ptr0": "*kfp32"})
+        self.assertIn("_language.float32", self.variant(case, ["in_ptr0"]).fn.src)
+
+
+class TestRecord(VariantsTestCase):
+    def test_source(self) -> None:
+        variant = self.variant(kernels.CASES["pointwise"], ["in_ptr1", "out_ptr0"], {(1,): [["tt.divisibility", 16]]})
+        self.assertExpectedInline(
+            variant.fn.src,
+            '''\
+def pointwise(in_ptr0, in_ptr1, out_ptr0, xnumel, XBLOCK: tl.constexpr):
+    """Many words,
+
+    in several paragraphs.
+    """
+    in_ptr1 = _language.multiple_of(_language.load(in_ptr1).to(_language.pointer_type(_language.bfloat16)), 16)
+    out_ptr0 = _language.load(out_ptr0).to(_language.pointer_type(_language.float32))
+    xindex = tl.program_id(0) * XBLOCK + tl.arange(0, XBLOCK)[:]
+    xmask = xindex < xnumel
+    x0 = xindex
+    tmp0 = tl.load(in_ptr0 + x0, xmask)
+    tmp1 = tl.load(in_ptr1 + x0, xmask).to(tl.float32)
+    tl.store(out_ptr0 + x0, tmp0 * tmp1, xmask)
+''',
+        )
+
+    def test_signature_and_attributes(self) -> None:
+        case = kernels.CASES["pointwise"]
+        variant = self.variant(case, ["in_ptr1"])
+        self.assertEqual(variant.signature, {**case.signature, "in_ptr1": "*i64"})
+        self.assertEqual(list(variant.signature), list(case.signature))
+        self.assertEqual(set(variant.attrs), {(0,), (2,), (3,)})
+        self.assertEqual(variant.fn.arg_names, case.fn.arg_names)
+        self.assertEqual(variant.fn.constexprs, case.fn.constexprs)
+
+    def test_defaults_and_annotations_are_the_originals(self) -> None:
+        made = self.variant(kernels.CASES["user"], ["x_ptr"]).fn
+        self.assertIn("def user(x_ptr, flags_ptr, y_ptr: '*fp32', n, BLOCK: tl.constexpr=256,", made.src)
+        original, variant = kernels.user.fn, made.fn
+        self.assertIs(variant.__defaults__, original.__defaults__)
+        self.assertNotIn("x_ptr", variant.__annotations__)
+        self.assertEqual({**variant.__annotations__, "x_ptr": "tl.tensor"}, original.__annotations__)
+
+    def test_a_name_that_is_taken(self) -> None:
+        self.assertIn("x_ptr = _language_.multiple_of(", self.variant(kernels.CASES["user"]).fn.src)
+
+    def test_the_original_is_left_as_it_was(self) -> None:
+        def state() -> tuple[Any, ...]:
+            names = [(name, id(value)) for name, value in vars(kernels).items()]
+            return names, case.fn.src, case.fn.arg_names, case.fn.cache_key, dict(case.fn.fn.__annotations__)
+
+        for case in kernels.CASES.values():
+            before = state()
+            self.compile(*self.ready(self.variant(case), case))
+            self.assertEqual(state(), before)
+        self.assertNotIn("_language", vars(kernels))
+        registered = f"{kernels.__name__}:user"
+        functions = getattr(jit, "_triton_jit_function_registry", {registered: kernels.user})  # from Triton 3.7 on
+        self.assertIs(functions[registered], kernels.user)
+
+    def ready(self, variant: Variant, case: kernels.Case) -> tuple[Any, ...]:
+        return variant.fn, variant.signature, case.constants, variant.attrs, case.options
+
+    def test_options_of_triton_jit(self) -> None:
+        fn = triton.jit(
+            kernels.pointwise.fn,
+            do_not_specialize=["xnumel"],
+            debug=True,
+            noinline=True,
+            repr=lambda _: "other_name",
+            launch_metadata=lambda grid, kernel, arguments: {"name": arguments["in_ptr0"].shape},
+        )
+        case = kernels.CASES["pointwise"]._replace(fn=fn)
+        variant = self.variant(case).fn
+        self.assertEqual((variant.do_not_specialize, variant.debug, variant.noinline), (["xnumel"], True, True))
+        self.assertIsNone(variant.launch_metadata)
+        self.assertEqual(self.compile(*self.ready(self.variant(case), case)).metadata.name, "other_name")
+
+    def test_variables_around_the_kernel(self) -> None:
+        def make(by: Any, helper: Any) -> Any:
+            @triton.jit
+            def kernel(in_ptr0, out_ptr0, XBLOCK: tl.constexpr):
+                i = tl.arange(0, XBLOCK)
+                tl.store(out_ptr0 + i, helper(tl.load(in_ptr0 + i), by))
+
+            return kernel
+
+        keys = set()
+        for by in (2, 3):
+            case = kernels.CASES["oneline"]._replace(fn=make(tl.constexpr(by), kernels.scaled))
+            case = case._replace(signature={**case.signature, "in_ptr0": "*fp32", "out_ptr0": "*fp32"})
+            self.assertAsWide(case)
+            keys.add(self.variant(case).fn.cache_key)
+        self.assertEqual(len(keys), 2)
+
+
+class TestCache(VariantsTestCase):
+    KEYS = (
+        "import sys; sys.path[:0] = {paths}\n"
+        "import variant_kernels as k\n"
+        "from pygraph_trees.indirection.variants import with_slots\n"
+        "for c in k.CASES.values():\n"
+        "    print(with_slots(c.fn, c.signature, c.constants, c.attrs(), c.pointers).fn.cache_key)"
+    )
+
+    def test_key_is_its_own_and_the_same_in_every_process(self) -> None:
+        ours = [self.variant(case).fn.cache_key for case in kernels.CASES.values()]
+        self.assertEqual(ours, [self.variant(case).fn.cache_key for case in kernels.CASES.values()])
+        originals = [case.fn.cache_key for case in kernels.CASES.values()]
+        self.assertEqual(len({*ours, *originals}), 2 * len(kernels.CASES))
+        code = self.KEYS.format(paths=[str(HERE.parents[2]), str(HERE.parent)])
+        env = {**os.environ, "PYTHONHASHSEED": "1"}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        self.assertEqual(done.stdout.split(), ours)
+
+    def test_each_choice_of_slots_has_a_key(self) -> None:
+        case = kernels.CASES["pointwise"]
+        choices = [["in_ptr0"], ["in_ptr1"], ["in_ptr0", "in_ptr1"], ["in_ptr1", "out_ptr0"]]
+        keys = [self.variant(case, slots).fn.cache_key for slots in choices]
+        keys.append(self.variant(case, ["in_ptr0"], attrs={}).fn.cache_key)
+        self.assertEqual(len(set(keys)), len(keys))
+        self.assertEqual(self.variant(case, ["in_ptr1", "in_ptr0"]).fn.cache_key, keys[2])
+
+    def test_found_on_disk(self) -> None:
+        case = kernels.CASES["pointwise"]
+        hits = []
+
+        def listener(*, cache_hit: bool, **_: Any) -> None:
+            hits.append(cache_hit)
+
+        with mock.patch.object(triton.knobs.compilation, "listener", listener):
+            for _ in range(2):
+                variant = self.variant(case)
+                self.compile(variant.fn, variant.signature, case.constants, variant.attrs, case.options)
+            self.compile(case.fn, case.signature, case.constants, case.attrs(), case.options)
+        self.assertEqual(hits, [False, True, False])
+
+
+class TestRefused(VariantsTestCase):
+    def assertRefused(self, why: str, case: kernels.Case, slots: Any, options: Any = None) -> None:
+        with self.assertRaisesRegex(NoVariant, rf"^Triton kernel .* has no variant, because {why}\.$"):
+            with_slots(case.fn, case.signature, case.constants, case.attrs(), slots, options)
+
+    def test_parameters(self) -> None:
+        case = kernels.CASES["pointwise"]
+        self.assertRefused("no parameter is to be a slot", case, [])
+        self.assertRefused("it has no parameter 'y'", case, ["in_ptr0", "y"])
+        self.assertRefused("its parameter 'XBLOCK' is annotated as a constant", case, ["XBLOCK"])
+        not_pointers = ("i32", "tensordesc<fp16[32,32]>", "nvTmaDesc", "**fp32", "*void", ("*fp32", "i32"))
+        for ty in not_pointers:
+            other = case._replace(signature={**case.signature, "in_ptr0": ty})
+            why = f"its parameter 'in_ptr0' is of type {re.escape(str(ty))}, not a pointer to numbers"
+            self.assertRefused(why, other, ["in_ptr0"])
+        none = case._replace(constants={**case.constants, "in_ptr0": None})
+        self.assertRefused("its parameter 'in_ptr0' is a constant", none, ["in_ptr0"])
+        none = case._replace(constants={"XBLOCK": 512, (0,): None})
+        self.assertRefused("its parameter 'in_ptr0' is a constant", none, ["in_ptr0"])
+        none = case._replace(signature={**case.signature, "in_ptr0": "constexpr"})
+        self.assertRefused("its parameter 'in_ptr0' is a constant", none, ["in_ptr0"])
+
+    def test_launches(self) -> None:
+        case = kernels.CASES["pointwise"]
+        self.assertRefused("its blocks must all fit .*", case, case.pointers, {"launch_cooperative_grid": True})
+        self.assertRefused("it may begin before .*", case, case.pointers, {"num_warps": 4, "launch_pdl": True})
+        options = {"launch_pdl": False, "launch_cooperative_grid": False}
+        with_slots(case.fn, case.signature, case.constants, {}, case.pointers, options)
+
+    def test_kernels(self) -> None:
+        case = kernels.CASES["pointwise"]
+        plain = case._replace(fn=case.fn.fn)
+        self.assertRefused("it is a function, not what triton.jit makes", plain, case.pointers)
+        tuned = case._replace(fn=triton.autotune([triton.Config({"XBLOCK": 64})], key=[])(case.fn))
+        self.assertRefused("it is a Autotuner, not what triton.jit makes", tuned, case.pointers)
+        left = triton.jit(case.fn.fn)
+        left.fn = None
+        why = "its function was left behind in the process that compiled it"
+        self.assertRefused(why, case._replace(fn=left), case.pointers)
+        unreadable = triton.jit(case.fn.fn)
+        unreadable._unsafe_update_src("not a definition")
+        self.assertRefused("its source cannot be read", case._replace(fn=unreadable), case.pointers)
+
+    def test_gluon(self) -> None:
+        from triton.experimental import gluon
+
+        case = kernels.CASES["oneline"]._replace(fn=gluon.jit(kernels.oneline.fn))
+        self.assertRefused("it is written in Gluon", case, case.pointers)
+
+
+def on_gpu(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(*size, dtype=dtype, device="meta")
+
+
+class TestInductor(VariantsTestCase):
+    """Kernels that Inductor generates, with all their pointers from slots."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        # Each kernel's module makes Triton look for a GPU.
+        self.enterContext(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
+
+    def autotuners(self, source_code: str) -> Iterator[Any]:
+        for node in ast.walk(ast.parse(source_code)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "async_compile.triton":
+                name, source = (ast.literal_eval(argument) for argument in node.args[:2])
+                path = Path(self.folder) / f"{name}.py"
+                path.write_text(source)
+                spec = importlib.util.spec_from_file_location(name, path)
+                module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+                yield getattr(module, name)
+
+    def check(self, fn: Any, *args: torch.Tensor, **options: Any) -> list[str]:
+        """Compiles all kernels of a program and their variants; returns the kinds of kernels."""
+        kinds = []
+        with absent_gpu():
+            for graph in lower(fn, args, {}, **options):
+                for autotuner in self.autotuners(graph.source_code):
+                    meta = autotuner._create_compile_meta(autotuner.configs[0])
+                    compile_options = autotuner._create_compile_options(autotuner.configs[0], meta)
+                    case = kernels.Case(autotuner.fn, meta["signature"], meta["constants"], (), compile_options)
+                    self.assertAsWide(case, attrs=meta["configs"][0])
+                    kinds.append(autotuner.heuristic_type.name)
+        return kinds
+
+    def test_training(self) -> None:
+        model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(0.1))
+        self.assertIn("PERSISTENT_REDUCTION", self.check(model, on_gpu(512, 64), training=True))
+
+    def test_wide_softmax(self) -> None:
+        kinds = self.check(lambda x: x.softmax(-1).to(torch.bfloat16), on_gpu(64, 20000))
+        self.assertIn("REDUCTION", kinds)
+
+    def test_indices_and_masks(self) -> None:
+        def gather(x: torch.Tensor, i: torch.Tensor, m: torch.Tensor) -> Any:
+            return x[i].where(m, 0), torch.zeros_like(x).index_add_(0, i, x), x.cumsum(-1)
+
+        args = on_gpu(64, 100), on_gpu(64, dtype=torch.int64), on_gpu(64, 100, dtype=torch.bool)
+        self.assertIn("POINTWISE", self.check(gather, *args))
+
+    def test_unknown_size(self) -> None:
+        x = on_gpu(8, 24)
+        torch._dynamo.mark_dynamic(x, 0)
+        self.check(lambda x: x.sin().sum(0), x)
+
+    def test_combined_kernels(self) -> None:
+        with inductor_config.patch(combo_kernels=True):
+            kinds = self.check(lambda x, y: (x.sin(), y.cos()), on_gpu(1024), on_gpu(64, 72))
+        self.assertEqual(len(kinds), 1)
+
+    def test_user_kernel(self) -> None:
+        def call(x: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(x)
+            kernels.user[(2,)](x, flags, out, x.numel(), BLOCK=256, STEPS=2)
+            return out + 1
+
+        kinds = self.check(call, on_gpu(kernels.SIZE), on_gpu(kernels.SIZE, dtype=torch.bool))
+        self.assertIn("USER_AUTOTUNE", kinds)
+
+
+class TestInterpreted(TestCase):
+    def test_same_results(self) -> None:
+        env = {**os.environ, "TRITON_INTERPRET": "1"}
+        done = subprocess.run(
+            [sys.executable, HERE.with_name("interpreted_variants.py")], env=env, capture_output=True, text=True
+        )
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertRegex(done.stderr, r"Ran 9 tests in .*\n\nOK\n")
+
+
+if __name__ == "__main__":
+    sys.exit(run_tests())

@@ -1,0 +1,250 @@
+"""Live inputs whose addresses Triton kernels read from a table: one node is set a replay, however many read an input.
+
+Here the kernels of each kind that Inductor runs; all other tests of indirection by table are in files of their own,
+``test_indirection_table_*.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from unittest import mock
+
+import test_indirection_kernels as kernels
+import torch
+from indirection import Facts, IndirectionTestCase, Program, assert_same_bits, compiled, run, tensor
+from parity import BOTH_SIDES
+from torch.testing._internal.common_utils import run_tests
+from user_kernels import added
+
+import pygraph_trees
+from pygraph_trees.indirection import inputs as live_inputs
+from pygraph_trees.indirection import variant_launchers
+from pygraph_trees.indirection.patching import Patches
+from pygraph_trees.indirection.table import WRITER
+
+# Where all of it is done by kernels of libraries.
+_WITHOUT_TRITON = {"complex"}
+
+
+class TestKernelsByTable(kernels.TestIndirectionKernels):
+    indirection = "table"
+
+    def check(self, program, *args, **options):
+        facts = super().check(program, *args, **options)
+        if program.name not in _WITHOUT_TRITON:
+            self.assertIn("table", facts.routes, str(facts))
+        return facts
+
+
+def thirty(x):
+    """Thirty kernels that read one input, and matmuls of results between them."""
+    total = x
+    for _ in range(30):
+        total = (total @ total).softmax(1) + x
+    return total
+
+
+class TestTable(IndirectionTestCase):
+    indirection = "table"
+    verify = "on"
+
+    def by_table(self, program, routes, **options):
+        """All of it, and the routes of its live inputs."""
+        facts = self.check(program, **options)
+        self.assertEqual(sorted(str(route) for route in facts.routes), sorted(routes), str(facts))
+        return facts
+
+    def test_pointwise(self):
+        self.by_table(Program("p", lambda x, y: x.sin() + y, (tensor(1 << 20),) * 2), ["table"] * 2)
+
+    def test_one_node_is_set(self):
+        ways = compiled(thirty)
+        program = Program("thirty", thirty, (tensor(64, 64, values="unit"),))
+        run(program, ways, self.device)
+        counts, apply = [], Patches.apply
+
+        def counting(patches, addresses):
+            counts.append(apply(patches, addresses))
+            return counts[-1]
+
+        with mock.patch.object(Patches, "apply", counting):
+            run(program, ways, self.device, ("fresh",), calls=5)
+        # The first matmul's kernel holds the address itself.
+        self.assertTrue(all(0 < count <= 3 for count in counts), str(counts))
+        self.assertEqual(Facts.now().routes, ("table",))
+
+    def test_matmul_and_pointwise(self):
+        """A library's kernel holds the address of an input that others read in the table."""
+        program = Program("both", lambda x, w: (x @ w).relu() + x.sum(1, keepdim=True), (tensor(64, 64),) * 2)
+        self.by_table(program, ["table", "patch"])
+
+    def test_templates(self):
+        with (
+            mock.patch.dict(BOTH_SIDES, deterministic=False),  # which tunes nothing
+            torch._inductor.config.patch(max_autotune_gemm=True, max_autotune_gemm_backends="TRITON"),
+        ):
+            program = Program(
+                "template", lambda x, w, b: (x @ w + b).relu(), (tensor(128, 64), tensor(64, 256), tensor(256))
+            )
+            self.by_table(program, ["table"] * 3)
+
+    def test_flex_attention(self):
+        from torch.nn.attention.flex_attention import flex_attention
+
+        shape = tensor(1, 2, 128, 64, dtype="float16")
+        facts = self.check(Program("flex", flex_attention, (shape,) * 3))
+        self.assertIn("table", facts.routes, str(facts))
+
+    def test_combined_kernels(self):
+        with torch._inductor.config.patch(combo_kernels=True):
+            program = Program(
+                "combo", lambda x, y, z: (x.sin(), y.cos(), z.sum(1)), tuple(tensor(64, n) for n in (3, 64, 99))
+            )
+            self.by_table(program, ["table"] * 3)
+
+    def test_kernels_of_users(self):
+        self.by_table(Program("user", lambda x, y: added(x, y) * 2, (tensor(5000),) * 2), ["table"] * 2)
+
+    def test_tuned(self):
+        """What wins is known behind the first launch only."""
+        options = {"max_autotune_pointwise": True, "coordinate_descent_tuning": True}
+        with mock.patch.dict(BOTH_SIDES, deterministic=False), torch._inductor.config.patch(options):
+            self.by_table(Program("tuned", lambda x, y: (x + y).softmax(1), (tensor(512, 512),) * 2), ["table"] * 2)
+
+    def test_the_launcher_of_triton(self):
+        with torch._inductor.config.patch({"use_static_triton_launcher": False}):
+            self.by_table(Program("triton's", lambda x, y: (x * y).sum(1), (tensor(512, 65),) * 2), ["table"] * 2)
+
+    def test_an_input_that_is_written(self):
+        self.by_table(Program("written", lambda c, x: c.add_(x).sin(), (tensor(5000),) * 2), ["table"] * 2)
+
+    def test_parts_of_an_input(self):
+        """Those that begin further on are not in the table."""
+        program = Program("parts", lambda x: (x[:1000].sin(), x[1000:].cumsum(0)), (tensor(5000),))
+        facts = self.check(program)
+        self.assertEqual(facts.copied_bytes, 0, str(facts))
+
+    def test_sizes_that_are_unknown(self):
+        def program(x, y):
+            return (x * y).sum(1)
+
+        ways = compiled(program, dynamic=True)
+        for n in (64, 100, 1000):
+            run(Program(f"{n}", program, (tensor(n, 32),) * 2), ways, self.device)
+        self.assertEqual(set(Facts.now().routes), {"table"})
+
+    def test_training(self):
+        program = Program("training", lambda x, w: (x * w).sin() * x, (tensor(64, 32), tensor(64, 32)), backward=True)
+        self.assertIn("table", self.check(program).routes)
+
+    def test_more_inputs_than_one_kernel_writes(self):
+        program = Program("300", lambda *xs: [x.sin() for x in xs], (tensor(33),) * 300)
+        self.by_table(program, ["table"] * 300)
+
+    def test_the_writer_is_in_the_graph_and_the_report_says_so(self):
+        self.check(Program("p", lambda x: x.sin() + 1, (tensor(5000),)))
+        (function,) = pygraph_trees.report().functions
+        (recording,) = function.recordings
+        self.assertEqual([i.route for i in recording.inputs if i.kind == "live"], ["table"])
+        self.assertEqual(recording.kernels, 2)
+
+    def test_a_kernel_without_a_variant_is_patched(self):
+        with (
+            mock.patch.object(variant_launchers, "_made", side_effect=RuntimeError("of the test")),
+            self.assertLogs("pygraph_trees.indirection", logging.WARNING),
+        ):
+            self.by_table(Program("none", lambda x: x.sin() + 1, (tensor(5000),)), ["patch"])
+
+    def test_without_a_writer_it_is_patched(self):
+        with (
+            mock.patch("pygraph_trees.indirection.table._writer", side_effect=RuntimeError("of the test")),
+            self.assertLogs("pygraph_trees.indirection", logging.WARNING),
+        ):
+            self.by_table(Program("none", lambda x: x.sin() + 1, (tensor(5000),)), ["patch"])
+
+    def test_addresses_that_are_hidden(self):
+        """All are copied, to where the slots lead."""
+
+        def program(x, y):
+            return x.sin() + y, x @ y
+
+        ways = compiled(program)
+        with mock.patch.object(live_inputs, "scan", self._hidden(live_inputs.scan)):
+            run(Program("hidden", program, (tensor(64, 64),) * 2), ways, self.device)
+        facts = Facts.now()
+        self.assertEqual(set(facts.routes), {"copy"}, str(facts))
+        self.assertGreater(facts.replays, 0)
+
+    def _hidden(self, scan):
+        def hidden(*args):
+            found = scan(*args)
+            return type(found)(found.nodes, found.sites, found.refused, "a host node", found.kinds)
+
+        return hidden
+
+    def test_a_recording_that_goes_while_its_replays_are_queued(self):
+        for _ in range(5):
+            graphed = compiled(lambda x: x * 2 + 1).graphed
+            inputs = [torch.full((1 << 16,), float(i), device=self.device) for i in range(12)]
+            results = []
+            for x in inputs[:3]:
+                torch.compiler.cudagraph_mark_step_begin()
+                graphed(x)
+            torch.cuda._sleep(20_000_000)
+            for x in inputs:
+                torch.compiler.cudagraph_mark_step_begin()
+                results.append(graphed(x).clone())
+            del graphed
+            torch._dynamo.reset()
+            gc.collect()
+            others = [torch.full((128,), -1, dtype=torch.int64, device=self.device) for _ in range(20)]
+            for i, result in enumerate(results):
+                assert_same_bits(result, torch.full_like(result, 2.0 * i + 1), f"call {i}: ")
+            del others
+
+    def test_nothing_is_compiled_while_capturing(self):
+        import triton
+
+        ways = compiled(lambda x, y: (x * y).softmax(1))
+        seen = []
+        original = triton.compile
+
+        def compiling(source, *args, **kwargs):
+            seen.append((torch.cuda.is_current_stream_capturing(), source.fn.__name__))
+            return original(source, *args, **kwargs)
+
+        with mock.patch.object(triton, "compile", compiling):
+            run(Program("p", lambda x, y: (x * y).softmax(1), (tensor(64, 65),) * 2), ways, self.device)
+        self.assertFalse(any(capturing for capturing, _ in seen), str(seen))
+
+    def test_the_same_inputs_set_nothing(self):
+        graphed = compiled(lambda x: x.sin() + 1).graphed
+        x = torch.randn(64, device=self.device)
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            graphed(x)
+        with mock.patch.object(Patches, "apply", side_effect=AssertionError("nothing moved")):
+            torch.compiler.cudagraph_mark_step_begin()
+            self.assertEqual(graphed(x), x.sin() + 1)
+
+    def test_the_names_of_writers(self):
+        """By which they are told apart from other kernels of the graph."""
+        names = []
+        original = live_inputs.LiveInputs._slots
+
+        def slots(live, found):
+            result = original(live, found)
+            names.append(
+                [live._driver.function_name(n.function, n.kernel) for n in found.nodes if hasattr(n, "kernel")]
+            )
+            self.assertEqual(len(result.writers), 1)
+            return result
+
+        with mock.patch.object(live_inputs.LiveInputs, "_slots", slots):
+            self.check(Program("p", lambda x: x.sin() + 1, (tensor(5000),)))
+        self.assertTrue(all(found[0] == f"{WRITER}_8" for found in names), str(names))
+
+
+if __name__ == "__main__":
+    run_tests()
