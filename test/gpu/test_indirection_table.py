@@ -64,8 +64,8 @@ class TestTable(IndirectionTestCase):
         run(program, ways, self.device)
         counts, apply = [], Patches.apply
 
-        def counting(patches, addresses):
-            counts.append(apply(patches, addresses))
+        def counting(patches, *given):
+            counts.append(apply(patches, *given))
             return counts[-1]
 
         with mock.patch.object(Patches, "apply", counting):
