@@ -26,7 +26,10 @@ def tensors_extension(torch: Path) -> Extension:
     version = re.search(r"^__version__ = '(.+)'", (torch / "version.py").read_text(encoding="utf-8"), re.M)
     return Extension(
         "pygraph_trees._tensors",
-        ["pygraph_trees/tensors.cpp", *(f"pygraph_trees/steady_{part}.cpp" for part in ("entry", "replay", "call"))],
+        [
+            "pygraph_trees/tensors.cpp",
+            *(f"pygraph_trees/steady_{part}.cpp" for part in ("entry", "replay", "call", "patch")),
+        ],
         depends=["pygraph_trees/steady.h", "pygraph_trees/tensors.h"],
         define_macros=[("PYGRAPH_TORCH_VERSION", f'"{version[1] if version else "unknown"}"')],
         include_dirs=[str(torch / "include"), str(torch / "include" / "torch" / "csrc" / "api" / "include")],

@@ -169,9 +169,7 @@ class Driver:
         if self.native is None:
             return None
         set_kernels, library, handle = self.native.set_kernels, self._library, int(exec_)
-        try:
-            set_kernels(library, handle, b"")
-        except (RuntimeError, OSError):  # the library lacks the call
+        if self.kernel_setter() is None:
             return None
         packed = struct.pack(
             f"{2 * len(nodes)}Q", *(number for node in nodes for number in (node.handle, node.address))
@@ -185,6 +183,15 @@ class Driver:
                 raise SetRefused(call=KernelNode.set_call, code=getattr(code, "name", str(code)), position=position)
 
         return set_all
+
+    def kernel_setter(self) -> int | None:
+        """Where the function of the driver is that sets a kernel node; None without the native part, or without it."""
+        if self.native is None:
+            return None
+        try:
+            return int(self.native.kernel_setter(self._library))
+        except (RuntimeError, OSError):
+            return None
 
     def node_kind(self, node: int) -> NodeKind:
         (code,) = self.call("cuGraphNodeGetType", node)

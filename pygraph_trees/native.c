@@ -19,7 +19,9 @@
    two uint64, packed in bytes: its handle, and the address of its CUDA_KERNEL_NODE_PARAMS_v2. It returns None, or for
    the first that is refused (position, code); those behind it are as they were.
 
-   Both raise RuntimeError("call", -1) where the library lacks a call, and OSError where there is no such library.
+   kernel_setter(library) gives the address of the call that does that, cuGraphExecKernelNodeSetParams_v2.
+
+   All raise RuntimeError("call", -1) where the library lacks a call, and OSError where there is no such library.
 
    No CUDA header is needed: the library, libcuda.so.1, is opened by name, and the one struct that is used has been the
    same since CUDA 12.0 (CUDA_KERNEL_NODE_PARAMS_v2). Only the stable part of Python's C API is used. */
@@ -317,10 +319,34 @@ done:
     return result;
 }
 
-static PyObject *set_kernels(PyObject *self, PyObject *arguments) {
-    /* Found once: a process has one driver, and tests that have another one say so each time. */
+typedef int (*Setter)(void *exec, void *node, const void *parameters);
+
+/* NULL with an exception. Found once: a process has one driver, and tests that have another one say so each time. */
+static Setter setter_of(const char *library) {
     static char found_in[4096];
-    static int (*set)(void *exec, void *node, const void *parameters);
+    static Setter set;
+    if (set != NULL && strcmp(found_in, library) == 0)
+        return set;
+    void *opened = dlopen(library, RTLD_NOW);
+    set = NULL;
+    if (opened == NULL)
+        PyErr_Format(PyExc_OSError, "%s cannot be opened", library);
+    else if (strlen(library) >= sizeof found_in)
+        PyErr_SetString(PyExc_ValueError, "the library's name is too long");
+    else if ((*(void **)&set = find(opened, "cuGraphExecKernelNodeSetParams_v2")) != NULL)
+        strcpy(found_in, library);
+    return set;
+}
+
+static PyObject *kernel_setter(PyObject *self, PyObject *arguments) {
+    const char *library;
+    if (!PyArg_ParseTuple(arguments, "s", &library))
+        return NULL;
+    Setter set = setter_of(library);
+    return set == NULL ? NULL : PyLong_FromUnsignedLongLong((unsigned long long)(uintptr_t)set);
+}
+
+static PyObject *set_kernels(PyObject *self, PyObject *arguments) {
     const char *library, *nodes;
     unsigned long long exec;
     Py_ssize_t nbytes;
@@ -330,21 +356,9 @@ static PyObject *set_kernels(PyObject *self, PyObject *arguments) {
         PyErr_SetString(PyExc_ValueError, "expected pairs of uint64");
         return NULL;
     }
-    if (set == NULL || strcmp(found_in, library) != 0) {
-        void *opened = dlopen(library, RTLD_NOW);
-        if (opened == NULL) {
-            PyErr_Format(PyExc_OSError, "%s cannot be opened", library);
-            return NULL;
-        }
-        set = NULL;
-        if (strlen(library) >= sizeof found_in ||
-            (*(void **)&set = find(opened, "cuGraphExecKernelNodeSetParams_v2")) == NULL) {
-            if (!PyErr_Occurred())
-                PyErr_SetString(PyExc_ValueError, "the library's name is too long");
-            return NULL;
-        }
-        strcpy(found_in, library);
-    }
+    Setter set = setter_of(library);
+    if (set == NULL)
+        return NULL;
     for (Py_ssize_t position = 0; position < nbytes / (Py_ssize_t)(2 * sizeof(uint64_t)); position++) {
         uint64_t pair[2];
         memcpy(pair, nodes + position * (Py_ssize_t)sizeof pair, sizeof pair);
@@ -358,6 +372,7 @@ static PyObject *set_kernels(PyObject *self, PyObject *arguments) {
 
 static PyMethodDef methods[] = {
     {"set_kernels", set_kernels, METH_VARARGS, "Other parameters for kernels of an instantiated graph; see the source."},
+    {"kernel_setter", kernel_setter, METH_VARARGS, "Where the driver's call is that sets one; see the source."},
     {"search", search, METH_VARARGS, "Words in a range among the parameters of a graph's kernels; see the source."},
     {NULL, NULL, 0, NULL},
 };

@@ -66,7 +66,8 @@ class Attribute {
     each(manager, mode) each(manager, compile_id) each(manager, path_state) each(steps, mark_step_counter)            \
     each(generations, generation) each(way, node) each(way, begins) each(way, replay) each(way, mode)                 \
     each(way, compile_id) each(live, _settled) each(live, _pool) each(live, _pool_seen) each(live, prepare)           \
-    each(live, temporary) each(pool, changes) each(log, replays) each(recording, _check_what_died)                    \
+    each(live, temporary) each(live, _patcher) each(live, _fitting) each(live, _seen) each(live, _addresses)          \
+    each(patches, addresses) each(patches, broken) each(patches, set_calls) each(pool, changes) each(log, replays) each(recording, _check_what_died)                    \
     each(recording, _own_outputs) each(recording, replay) each(graph, replay) each(compiled, current_callable)          \
     each(callable, steadily) each(profiler, _is_profiler_enabled) each(debug, RECORD_GRAPH_EXECUTION)
 #define DECLARE(owner, name) Attribute owner##_##name;
@@ -206,10 +207,13 @@ struct Replay {
     } *state;
 };
 
-extern PyType_Spec replay_spec, call_spec;
+extern PyType_Spec replay_spec, call_spec, patcher_spec;
 
 /* The state of a Replay; NULL for any other object. */
 Replay::State *replay_in(PyObject *object);
+
+/* Whether a Patcher made the graph of live inputs hold addresses, given as a list. */
+Answer patch(PyObject *patcher, PyObject *live, PyObject *seen);
 
 /* What Recording.takes does. by_hand, and nothing was done, where Python has to do it; `is_copied` where it has to replay. */
 Answer take(Replay::State *state, Inputs &inputs, bool *is_copied);

@@ -277,8 +277,8 @@ int is_settled(const Replay::State *state) {
     return PyObject_RichCompareBool(changes.get(), seen.get(), Py_EQ);
 }
 
-/* Asks Python to make the graph hold them. */
-Answer prepare(Replay::State *state, Inputs &inputs, bool *is_copied) {
+/* Makes the graph hold them, where it can, and else asks Python to, which `asked` tells. */
+Answer prepare(Replay::State *state, Inputs &inputs, bool *is_copied, bool *asked) {
     Ref seen(PyList_New(static_cast<Py_ssize_t>(state->asked.size())));
     for (size_t i = 0; seen && i < state->asked.size(); i++) {
         PyObject *number = PyLong_FromUnsignedLongLong(state->asked[i].address);
@@ -286,8 +286,13 @@ Answer prepare(Replay::State *state, Inputs &inputs, bool *is_copied) {
             return Answer::error;
         PyList_SET_ITEM(seen.get(), static_cast<Py_ssize_t>(i), number);
     }
-    if (!seen)
+    Ref patcher = seen ? the.live__patcher.of(state->live) : Ref();
+    if (!patcher)
         return Answer::error;
+    const Answer patched = patch(patcher.get(), state->live, seen.get());
+    if (patched != Answer::no)
+        return patched;
+    *asked = true;
     inputs.arrange();
     Ref why_not(PyObject_CallMethodObjArgs(state->live, the.live_prepare.name, inputs.list, seen.get(), nullptr));
     if (!why_not)
@@ -345,10 +350,9 @@ Answer pygraph::take(Replay::State *state, Inputs &inputs, bool *is_copied) {
         if (settled < 0)
             return Answer::error;
         if (!settled) {
-            const Answer prepared = prepare(state, inputs, is_copied);
+            const Answer prepared = prepare(state, inputs, is_copied, &has_run);
             if (prepared != Answer::yes)
                 return prepared;
-            has_run = true;
         }
     }
     if (!has_run && state->after.died_as(state->fixed)) {

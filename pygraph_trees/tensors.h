@@ -129,7 +129,7 @@ template <typename Function> PyObject *translated(const Function &function) {
 /* How many calls were asked to be steady replays in C++, and how many were. */
 PyObject *steady_counts();
 
-/* Adds the types of steady_entry.cpp and steady_replay.cpp to the module; false with an exception. */
+/* Adds the types of the files steady_*.cpp to the module; false with an exception. */
 bool add_steady(PyObject *module);
 
 } // namespace pygraph

@@ -147,7 +147,10 @@ class LiveInputs:
     """
 
     # Slots for what is looked at in each call.
-    __slots__ = ("__dict__", "__weakref__", "_pool", "_pool_seen", "_settled", "temporary")
+    __slots__ = (
+        *("__dict__", "__weakref__", "_addresses", "_fitting", "_patcher", "_pool", "_pool_seen", "_seen", "_settled"),
+        "temporary",
+    )
 
     def __init__(
         self,
@@ -206,6 +209,7 @@ class LiveInputs:
         self._nodes: Sequence[GraphNode] = ()
         self._sites: Sequence[Site] = ()
         self._patches: Patches | None = None
+        self._patcher: Any = None  # in C++, for calls at addresses that fitted before
         self._patched: tuple[Item, ...] = ()
         self._copied: dict[int, Item] = {}  # by index
         self._copied_back: tuple[Item, ...] = ()
@@ -359,6 +363,7 @@ class LiveInputs:
         self._settles = self._is_simple and not (self._patches.sets_always or self._staged)
         self._fitting = tuple({} for _ in patched)
         self._addresses = self._patches.addresses[: len(patched)]
+        self._patcher = self._patches.patcher() if self._settles else None
 
     def _buffers_of(self, found: Scan) -> dict[int, int]:
         """What is staged in the buffers that a graph is given: by number in its sites, the item's position.
@@ -435,6 +440,8 @@ class LiveInputs:
                 return "an input is a negated view"
         same_pool = self._pool.changes == self._pool_seen
         if same_pool and seen == self._settled:
+            return None
+        if self._patcher is not None and self._patcher(self, seen):
             return None
         assert self._patches is not None
         if self._patches.broken:

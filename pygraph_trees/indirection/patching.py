@@ -27,6 +27,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .. import tensors
 from ..driver import SetRefused
 from ..driver_error import DriverError
 from ..exc import PygraphError
@@ -84,6 +85,8 @@ class _Change:
 
 class Patches:
     """The sites of one instantiated graph, and the addresses they hold."""
+
+    __slots__ = ("__dict__", "__weakref__", "addresses", "broken", "set_calls")  # what C++ looks at
 
     addresses: list[int]  # what the graph holds now, by position in ``inputs``; meaningless where broken
     broken: bool  # the graph must not be launched again
@@ -145,6 +148,7 @@ class Patches:
         self._setters = {number: scan_nodes[number].set for number in self._all}
         self._kernels = kernels
         self._set_at_once = functools.partial(driver.set_kernels, exec_)
+        self._exec, self._setter = int(exec_), driver.kernel_setter
         # By what changes, positions in inputs: most often it is the same again. All have a place of their own.
         self._changes: dict[tuple[int, ...], _Change] = {}
         self._all_changed = self._change(self._all)
@@ -158,6 +162,28 @@ class Patches:
         set_kernels = self._set_at_once(tuple(self._kernels[number] for number in kernels)) if kernels else None
         others = [number for number in nodes if set_kernels is None or number not in self._kernels]
         return _Change(len(nodes), set_kernels, kernels, tuple(others))
+
+    def patcher(self) -> Any:
+        """What gives kernels new addresses in C++ (``steady_patch.cpp``); None where Python has to do some of it."""
+        change = self._all_changed
+        setter = None if tensors.native is None or self._has_words or change.others else self._setter()
+        if setter is None or not change.kernels:
+            return None
+        numbers = {node: number for number, node in enumerate(change.kernels)}
+        nodes = [self._kernels[node] for node in change.kernels]
+        holders = [(position, numbers[node]) for position, held in enumerate(self._nodes) for node in sorted(held)]
+        return tensors.native.Patcher(
+            patches=self,
+            table=ctypes.addressof(self._table),
+            entries=tensors.packed(
+                [number for position, delta in self._entries for number in (position, delta % 2**64)]
+            ),
+            nodes=tensors.packed([number for node in nodes for number in (node.handle, node.address)]),
+            holders=tensors.packed(list(itertools.chain.from_iterable(holders))),
+            inputs=len(self.addresses),
+            exec=self._exec,
+            set=setter,
+        )
 
     @property
     def sets_always(self) -> bool:

@@ -29,6 +29,7 @@ from .nodes import (
     is_negation,
     is_on_cpu,
     is_on_gpu,
+    is_row_of_input,
     is_view,
     nbytes_of,
     prims,
@@ -70,6 +71,7 @@ class _Rewriting:
         self._mode = detect_fake_mode([tensor for node in graph.nodes for tensor in tensors_of(node)])
         self._anchor: fx.Node | None = None  # a tensor on the GPU, behind the inputs
         self._there: dict[fx.Node, fx.Node] = {}  # the same value on the GPU, by that on the CPU
+        self._waits = any(map(_waits_for_stream, graph.nodes))  # as it was given
 
     def run(self) -> None:
         for node in list(self._graph.nodes):
@@ -145,11 +147,18 @@ class _Rewriting:
             with self._graph.inserting_after(node):
                 host = self._call(aten.clone.default, (node,), node)
         with self._graph.inserting_after(max(self._anchor, host)):
-            return self._call(staged, (self._anchor, host, int(_when_read(node))), node)
+            return self._call(staged, (self._anchor, host, int(self._when_read(node))), node)
+
+    def _when_read(self, node: fx.Node) -> HostRead:
+        """When the program is done with reading a value: where it waits for its stream, no copy is later than that."""
+        read = _when_read(node)
+        return HostRead.IN_ORDER if read is HostRead.LATER and self._waits else read
 
     def _why_not_staged(self, node: fx.Node) -> str | None:
         if not self._stages:
             return "graphs are given no addresses"
+        if is_row_of_input(node) and _when_read(node) is not HostRead.AT_ONCE:
+            return "it is a part of an input with gaps"  # a copy of it on the CPU would be made at the call
         nbytes = nbytes_of(node)
         return f"{nbytes} bytes are too many to be staged" if nbytes > MOST_STAGED_NBYTES else None
 
@@ -226,7 +235,12 @@ def _may_be_late(node: fx.Node) -> bool:
 
 def _when_read(node: fx.Node) -> HostRead:
     """When the program reads a value that is staged, through views as well."""
-    reads = [(value, user) for value in _itself_and_views(node) for user in value.users if not is_view(user)]
+    reads = [
+        (value, user)
+        for value in _itself_and_views(node)
+        for user in value.users
+        if not is_view(user) or _mutates(user)
+    ]
     if reads and all(is_copy_between_devices(user) and _is_non_blocking(user) for _, user in reads):
         return HostRead.LATER
     return HostRead.AT_ONCE if all(_is_read_at_once(value, user) for value, user in reads) else HostRead.IN_ORDER
@@ -248,7 +262,15 @@ def _is_read_at_once(value: fx.Node, user: fx.Node) -> bool:
     if is_on_cpu(user):
         return True
     tags = user.target.tags if isinstance(user.target, torch._ops.OpOverload) else ()
-    return value.meta["val"].dim() == 0 and torch.Tag.pointwise in tags
+    is_number = value.meta["val"].dim() == 0 and torch.Tag.pointwise in tags
+    return is_number and user.target is not aten.where.self  # which copies it
+
+
+def _waits_for_stream(node: fx.Node) -> bool:
+    """Whether an operator of the GPU copies from the CPU and waits for that, and so for all copies before."""
+    if is_copy_between_devices(node) and is_on_gpu(node):
+        return not _is_non_blocking(node)
+    return any(not _is_read_at_once(source, node) for source in needs(node))
 
 
 def _is_non_blocking(copy: fx.Node) -> bool:
@@ -273,8 +295,11 @@ def _is_written_to_or_returned(node: fx.Node) -> bool:
 
 
 def _writes(node: fx.Node) -> bool:
-    target = node.target
-    return not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable
+    return not isinstance(node.target, torch._ops.OpOverload) or _mutates(node)
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _behind_inputs(node: fx.Node) -> fx.Node:

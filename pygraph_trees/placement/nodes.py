@@ -228,6 +228,8 @@ def _clamps_beside_zero(node: fx.Node) -> bool:
 def is_conversion(node: fx.Node) -> bool:
     """Whether it gives its input's elements in another type."""
     target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
     return target.overloadpacket in _TYPES and [t.dtype for t in _tensors_given(node)] != [
         t.dtype for t in tensors_of(node)
     ]
@@ -379,6 +381,17 @@ def is_a_whole(node: fx.Node) -> bool:
             return False
         current = sources[0]
     return current is node or current.op == "placeholder"
+
+
+def is_row_of_input(node: fx.Node) -> bool:
+    """Whether it is a view without gaps of an input with some."""
+    current = node
+    while _shows_another(current):
+        sources = [source for source in current.all_input_nodes if tensors_of(source)]
+        if len(sources) != 1:
+            return False
+        current = sources[0]
+    return current.op == "placeholder" and not is_a_whole(node) and all(map(_is_dense, tensors_of(node)))
 
 
 def _shows_another(node: fx.Node) -> bool:

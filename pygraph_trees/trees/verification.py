@@ -65,6 +65,8 @@ class Verification:
 
     def __init__(self, inputs: Sequence[Any], kept: Collection[int]) -> None:
         """``kept``: the inputs that may be held; others are outputs of earlier recordings and must be free to die."""
+        if any(isinstance(value, torch.Tensor) and value.is_cpu and value.is_pinned() for value in inputs):
+            torch.cuda.synchronize()  # the GPU may have still to write it
         self._before = _copies(inputs)
         self._places = {i: _Place.of(value) for i, value in enumerate(inputs) if _is_plain(value)}
         self._given = {i: inputs[i] for i in kept if i in self._places}

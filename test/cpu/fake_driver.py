@@ -202,6 +202,7 @@ class FakeApi(FakeMemory):
         self._reserved_sides: dict[tuple[int, int], dict[str, bool]] = {}  # of copies and fills, by graph and node
         self._streams: dict[int, tuple[CUstreamCaptureStatus, int]] = {}
         self._host: dict[int, tuple[ctypes.Array, bool]] = {}  # by address: memory, whether it is pinned
+        self.held: list[object] = []  # what has to live as long
 
     # What a test builds
 

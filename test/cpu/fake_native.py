@@ -22,6 +22,7 @@ from typing import Any
 from fake_driver import CUDA_KERNEL_NODE_PARAMS as FakeParams
 from fake_driver import CUgraphExec, CUgraphNode, CUresult, FakeApi
 
+_SETTER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 _SOURCE = Path(__file__).with_name("fake_libcuda.c")
 
 
@@ -87,7 +88,17 @@ def native_over(api: FakeApi) -> Any:
                 return position, int(code)
         return None
 
-    return SimpleNamespace(search=search, set_kernels=set_kernels)
+    @_SETTER
+    def set_kernel(exec_: int, node: int, address: int) -> int:
+        try:
+            (code,) = api.cuGraphExecKernelNodeSetParams(CUgraphExec(exec_), CUgraphNode(node), _struct_at(address))
+        except BaseException:  # C knows none: Python asks once more, and gets it
+            return int(CUresult.CUDA_ERROR_UNKNOWN)
+        return int(code)
+
+    api.held.append(set_kernel)  # what C calls lives as long as who answers
+    setter = ctypes.cast(set_kernel, ctypes.c_void_p).value
+    return SimpleNamespace(search=search, set_kernels=set_kernels, kernel_setter=lambda _: setter)
 
 
 def _fill(fake: ctypes.CDLL, api: FakeApi, graph: int) -> None:

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from fake_driver import CUresult, FakeApi
+from fake_native import native_over
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -105,6 +106,8 @@ class Graph:
 
 
 class LiveInputsTestCase(TestCase):
+    native = False  # whether kernels are set in C
+
     def setUp(self) -> None:
         super().setUp()
         self.restart()
@@ -130,7 +133,7 @@ class LiveInputsTestCase(TestCase):
         live_inputs._retired.clear()
         _rooms.clear()
         self.api = FakeApi()
-        self.driver = Driver(self.api)
+        self.driver = Driver(self.api, native_over(self.api) if self.native else None)
         self.segments: list[dict[str, int]] = []
         self.snapshots = 0
         self.pool = PoolRanges(self._snapshot)
@@ -377,6 +380,9 @@ class TestAddresses(LiveInputsTestCase):
 
         live, _ = self.record(nodes, at(0), at(0))
         self.assertEqual([live.kernels_of(i) for i in (0, 1)], [["x"], ["y", "z"]])
+
+
+CALLS = st.lists(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0, 0, 16, 4])), min_size=3, max_size=3))
 
 
 class TestCopies(LiveInputsTestCase):
@@ -649,18 +655,25 @@ class TestCopies(LiveInputsTestCase):
         self.assertEqual([sys.getrefcount(t) for t in (a, b)], counts)
 
     @settings(max_examples=60, deadline=None)
-    @given(st.lists(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0, 0, 16, 4])), min_size=3, max_size=3)))
-    def test_any_sequence_of_calls(self, calls):
+    @given(CALLS, st.booleans())
+    def test_any_sequence_of_calls(self, calls, with_copy):
+        self.check_any_sequence_of_calls(calls, with_copy)
+
+    def check_any_sequence_of_calls(self, calls, with_copy):
         """A patched input, a patched and mutated one, and a copied one; each is one of few, some in the pool."""
         self.restart()
         tensors = {(n, residue): at(residue) for n in range(4) for residue in (0, 16, 4)}
         self.put_in_pool(*(t for (n, _), t in tensors.items() if n == 3))
         live, graph = self.record(
-            lambda found: [self.api.make_kernel(found[:2]), self.api.make_memcpy(found[0], OTHER, 8)],
+            lambda found: [
+                self.api.make_kernel(found[:2]),
+                self.api.make_memcpy(found[0], OTHER, 8) if with_copy else self.api.make_kernel([found[0], OTHER]),
+            ],
             *(at(0) for _ in range(3)),
             mutated=[1],
         )
         live.finish()
+        self.assertEqual(live._patcher is not None, self.native and not with_copy)
         for places in calls:
             inputs = [tensors[place] for place in places]
             if places[1][0] == 3:

@@ -201,9 +201,7 @@ class TestLowered(TestCase):
         for function, value, view in (
             (lambda v: v[3].to("cuda"), rows, True),
             (lambda v: v.t()[:, 3].to("cuda"), rows, True),
-            (lambda v: v[3].to("cuda"), wide, False),
             (lambda v: v[3, 4], wide, False),
-            (lambda v: v[1, 3].to("cuda"), rows.expand(2, 128, 256), False),
             (lambda v: v.lgamma()[3].to("cuda"), rows, False),
             (lambda v: v.sort(0).values[3].to("cuda"), rows, False),
             (lambda v: v.split(64)[1].view(-1)[:256].to("cuda"), rows, True),
@@ -212,6 +210,29 @@ class TestLowered(TestCase):
             graph, _ = self.partitions(program, (torch.empty(256, device="meta"), value), "full")
             (host,) = re.findall(r"pygraph_trees\.staged\.default\(buf\d+, (.*?)(?:, \d)?\)\n", graph.source_code)
             self.assertRegex(host, r"^reinterpret_tensor\(arg" if view else r"^buf\d+$")
+
+    def test_a_part_of_an_input_with_gaps(self):
+        """The program copies it in its stream, where a copy on the CPU would read it at the call."""
+        wide = torch.rand(128, 512)[:, :256]
+        for function, value in (
+            (lambda v: v[3].to("cuda"), wide),
+            (lambda v: v[3].to("cuda", non_blocking=True), wide),
+            (lambda v: v[1, 3].to("cuda"), torch.rand(128, 256).expand(2, 128, 256)),
+        ):
+            program = lambda x, v: x * function(v)  # noqa: B023, E731
+            graph, _ = self.partitions(program, (torch.empty(256, device="meta"), value), "full")
+            self.assertNotIn("pygraph_trees.staged", graph.source_code)
+            self.assertNotIn("cpp_fused", graph.source_code)
+
+    def test_parts_of_a_value(self):
+        for function in (
+            lambda v: sum(part.to("cuda") for part in v.chunk(2)),
+            lambda v: sum(part.to("cuda") for part in v.view(2, 32).unbind()),
+            lambda v: v.split(32)[1].to("cuda"),
+        ):
+            program = lambda x, v: x + function(v)  # noqa: B023, E731
+            _, found = self.partitions(program, (torch.empty(32, device="meta"), torch.rand(64)), "full")
+            self.assertEqual(found, (1, 0))
 
     def test_when_a_program_reads_it(self):
         for function, read in (
@@ -225,12 +246,27 @@ class TestLowered(TestCase):
             (lambda v: v[:32].to("cuda", non_blocking=True).repeat(2), HostRead.LATER),
             (lambda v: v[:32].to("cuda", non_blocking=True).repeat(2) + v[0], HostRead.IN_ORDER),
             (lambda v: torch.zeros(64, device="cuda").copy_(v), HostRead.IN_ORDER),
+            # Another copy is waited for, and this one with it.
+            (lambda v: v.to("cuda", non_blocking=True) + torch.ones(64).to("cuda"), HostRead.IN_ORDER),
         ):
             program = lambda x, v: x * function(v)  # noqa: B023, E731
             graph, found = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
             self.assertEqual(found, (1, 0))
             (node,) = [n for n in graph.gm.graph.nodes if str(n.target) == "pygraph_trees.staged.default"]
             self.assertEqual(node.args[2], read)
+
+        def written(x, v):
+            copy = v.to("cuda", non_blocking=True)
+            v.copy_(torch.zeros(64))
+            return x * copy
+
+        graph, _ = self.partitions(written, (torch.empty(64, device="meta"), torch.rand(64)), "full")
+        (node,) = [n for n in graph.gm.graph.nodes if str(n.target) == "pygraph_trees.staged.default"]
+        self.assertEqual(node.args[2], HostRead.IN_ORDER)
+        program = lambda x, v: torch.where(x > 0, v, x)  # noqa: E731
+        graph, _ = self.partitions(program, (torch.empty(64, device="meta"), torch.tensor(2.0)), "full")
+        (node,) = [n for n in graph.gm.graph.nodes if str(n.target) == "pygraph_trees.staged.default"]
+        self.assertEqual(node.args[2], HostRead.IN_ORDER)
         graph, _ = self.partitions(lambda x, i: x[i], (torch.empty(64, device="meta"), torch.arange(64)), "full")
         (node,) = [n for n in graph.gm.graph.nodes if str(n.target) == "pygraph_trees.staged.default"]
         self.assertEqual(node.args[2], HostRead.IN_ORDER)

@@ -61,6 +61,7 @@ class Live:
         self.outputs, self.temporary, self.prepared = dict(outputs), {}, []
         self.answer = lambda: None
         self._settled, self._pool, self._pool_seen = settled, Plain(changes=3), 3
+        self._patcher = None
 
     def prepare(self, inputs, seen):
         self.prepared.append((list(inputs), seen))

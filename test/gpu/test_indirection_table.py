@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from unittest import mock
 
 import test_indirection_kernels as kernels
@@ -24,7 +25,7 @@ from pygraph_trees.indirection.patching import Patches
 from pygraph_trees.indirection.table import WRITER
 
 # Where all of it is done by kernels of libraries.
-_WITHOUT_TRITON = {"complex"}
+_WITHOUT_TRITON = {"complex", "norms"}
 
 
 class TestKernelsByTable(kernels.TestIndirectionKernels):
@@ -45,9 +46,21 @@ def thirty(x):
     return total
 
 
+def in_python():
+    """Recordings made here are given new addresses by ``Patches.apply`` alone."""
+    return mock.patch.object(Patches, "patcher", lambda self: None)
+
+
 class TestTable(IndirectionTestCase):
     indirection = "table"
     verify = "on"
+
+    def setUp(self):
+        super().setUp()
+        # Kernels of the same source live on from test to test.
+        variants = mock.patch.object(variant_launchers, "_built", weakref.WeakKeyDictionary())
+        variants.start()
+        self.addCleanup(variants.stop)
 
     def by_table(self, program, routes, **options):
         """All of it, and the routes of its live inputs."""
@@ -61,17 +74,19 @@ class TestTable(IndirectionTestCase):
     def test_one_node_is_set(self):
         ways = compiled(thirty)
         program = Program("thirty", thirty, (tensor(64, 64, values="unit"),))
-        run(program, ways, self.device)
         counts, apply = [], Patches.apply
 
         def counting(patches, *given):
             counts.append(apply(patches, *given))
             return counts[-1]
 
-        with mock.patch.object(Patches, "apply", counting):
-            run(program, ways, self.device, ("fresh",), calls=5)
+        with in_python():
+            run(program, ways, self.device)
+            with mock.patch.object(Patches, "apply", counting):
+                run(program, ways, self.device, ("fresh",), calls=5)
         # The first matmul's kernel holds the address itself.
-        self.assertTrue(all(0 < count <= 3 for count in counts), str(counts))
+        self.assertTrue(counts)
+        self.assertTrue(all(count <= 3 for count in counts) and any(counts), str(counts))
         self.assertEqual(Facts.now().routes, ("table",))
 
     def test_matmul_and_pointwise(self):
@@ -107,10 +122,10 @@ class TestTable(IndirectionTestCase):
         self.by_table(Program("user", lambda x, y: added(x, y) * 2, (tensor(5000),) * 2), ["table"] * 2)
 
     def test_tuned(self):
-        """What wins is known behind the first launch only."""
+        """What wins is known behind the first launch; of each way it may be another kernel, with the same result."""
         options = {"max_autotune_pointwise": True, "coordinate_descent_tuning": True}
         with mock.patch.dict(BOTH_SIDES, deterministic=False), torch._inductor.config.patch(options):
-            self.by_table(Program("tuned", lambda x, y: (x + y).softmax(1), (tensor(512, 512),) * 2), ["table"] * 2)
+            self.by_table(Program("tuned", lambda x, y: (x + y).amax(1), (tensor(512, 512),) * 2), ["table"] * 2)
 
     def test_the_launcher_of_triton(self):
         with torch._inductor.config.patch({"use_static_triton_launcher": False}):
@@ -120,10 +135,14 @@ class TestTable(IndirectionTestCase):
         self.by_table(Program("written", lambda c, x: c.add_(x).sin(), (tensor(5000),) * 2), ["table"] * 2)
 
     def test_parts_of_an_input(self):
-        """Those that begin further on are not in the table."""
-        program = Program("parts", lambda x: (x[:1000].sin(), x[1000:].cumsum(0)), (tensor(5000),))
-        facts = self.check(program)
-        self.assertEqual(facts.copied_bytes, 0, str(facts))
+        """Those that begin further on, which a library's kernel is given, are not in the table."""
+
+        def program(x):
+            part = x[1024:].view(-1, 64)
+            return x.sin(), part @ part.t()
+
+        facts = self.check(Program("parts", program, (tensor(1024 + 32 * 64),)))
+        self.assertEqual((facts.copied_bytes, facts.routes), (0, ("table",)), str(facts))
 
     def test_sizes_that_are_unknown(self):
         def program(x, y):
@@ -221,9 +240,10 @@ class TestTable(IndirectionTestCase):
     def test_the_same_inputs_set_nothing(self):
         graphed = compiled(lambda x: x.sin() + 1).graphed
         x = torch.randn(64, device=self.device)
-        for _ in range(4):
-            torch.compiler.cudagraph_mark_step_begin()
-            graphed(x)
+        with in_python():
+            for _ in range(4):
+                torch.compiler.cudagraph_mark_step_begin()
+                graphed(x)
         with mock.patch.object(Patches, "apply", side_effect=AssertionError("nothing moved")):
             torch.compiler.cudagraph_mark_step_begin()
             self.assertEqual(graphed(x), x.sin() + 1)

@@ -115,6 +115,24 @@ class TestPlacement(PlacementTestCase):
                 found = graphed(x, v).clone()
                 torch.cuda.synchronize()
                 self.assertEqual(found, function(x, v), rtol=0, atol=0, msg=f"{name}, call {call}")
+            self.assertGraphed(Facts.now(), CALLS_EACH)
+
+    def test_pinned_memory_is_the_callers_behind_a_copy_that_is_waited_for(self):
+        """Which waits for all copies of its stream, so that what the program does not wait for is read as well."""
+
+        def function(x, v, u):
+            return x + v.to("cuda", non_blocking=True) + u.to("cuda")
+
+        graphed = torch.compile(function, mode="reduce-overhead", dynamic=False)
+        x, v = torch.zeros(64, device=self.device), torch.zeros(64).pin_memory()
+        for call in range(CALLS_EACH):
+            torch.cuda._sleep(50_000_000)
+            v.fill_(call)
+            torch.compiler.cudagraph_mark_step_begin()
+            found = graphed(x, v, torch.full((64,), 100.0)).clone()
+            v.fill_(-1)
+            self.assertEqual(found, torch.full_like(x, 100.0 + call), rtol=0, atol=0)
+        self.assertGraphed(Facts.now(), CALLS_EACH)
 
     def test_pinned_memory_without_a_wait(self):
         """Calls that are queued read what each was given, and are not waited for."""

@@ -1,0 +1,232 @@
+"""New addresses for kernels in C++: what holds of live inputs in Python holds with it, and who is asked when.
+
+The driver's function is one of the fake driver's, called through its address.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import unittest
+import weakref
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import test_live_inputs
+from fake_driver import CUresult
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_live_inputs import KERNEL, LiveInputsTestCase, at
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees import tensors
+from pygraph_trees.driver import Driver
+from pygraph_trees.indirection.patching import Patches
+
+requires_cpp = unittest.skipIf(tensors.native is None, "the part in C++ was not built")
+
+
+@requires_cpp
+class TestAddresses(test_live_inputs.TestAddresses):
+    native = True
+
+
+@requires_cpp
+class TestCopies(test_live_inputs.TestCopies):
+    native = True
+
+    @settings(max_examples=60, deadline=None)
+    @given(test_live_inputs.CALLS, st.booleans())
+    def test_any_sequence_of_calls(self, calls, with_copy):
+        self.check_any_sequence_of_calls(calls, with_copy)
+
+
+@requires_cpp
+class TestOutputs(test_live_inputs.TestOutputs):
+    native = True
+
+
+@requires_cpp
+class TestFailures(test_live_inputs.TestFailures):
+    native = True
+
+    @unittest.skip("C does not ask the bindings")
+    def test_calls_that_the_bindings_lack(self): ...
+
+
+@requires_cpp
+class TestPatcher(LiveInputsTestCase):
+    native = True
+
+    def recorded(self, kernels=1, inputs=2):
+        """Live inputs of kernels that each hold all of them, and two sets of inputs that fitted."""
+        sets = [[at(0) for _ in range(inputs)] for _ in range(2)]
+        live, graph = self.record(lambda found: [self.api.make_kernel([*found, n]) for n in range(kernels)], *sets[0])
+        live.finish()
+        for given_ in (*sets, sets[0]):
+            self.call(live, graph, *given_)
+        self.api.calls.clear()
+        return live, graph, sets
+
+    def holds(self, graph, inputs):
+        return [launched[: len(inputs)] == [t.data_ptr() for t in inputs] for launched in graph.launch()]
+
+    def test_addresses_that_fitted_are_set_without_python(self):
+        live, graph, sets = self.recorded(kernels=3)
+        set_calls = live._patches.set_calls
+        with (
+            mock.patch.object(Patches, "apply", side_effect=AssertionError("C++ does it")),
+            mock.patch.object(live, "_find_addresses", side_effect=AssertionError("they are known")),
+        ):
+            for inputs in (sets[1], sets[0], [sets[0][0], sets[1][1]], [sets[0][0], sets[1][1]]):
+                self.assertEqual(self.call(live, graph, *inputs)[0][:2], [t.data_ptr() for t in inputs])
+        self.assertEqual(live._patches.set_calls - set_calls, 9)
+        self.assertEqual(self.api.calls, [KERNEL] * 9)  # the last call changes nothing
+        self.assertIs(live._seen, live._settled)
+
+    def test_only_nodes_that_hold_what_changed_are_set(self):
+        sets = [[at(0), at(0)] for _ in range(2)]
+        live, graph = self.record(
+            lambda found: [self.api.make_kernel([found[0]]), self.api.make_kernel([found[1], 8, found[1] + 16])],
+            *sets[0],
+        )
+        live.finish()
+        for inputs in (*sets, sets[0]):
+            self.call(live, graph, *inputs)
+        self.api.calls.clear()
+        self.call(live, graph, sets[1][0], sets[0][1])
+        self.assertEqual(self.api.calls, [KERNEL])
+        second = sets[0][1].data_ptr()
+        self.assertEqual(graph.launch(), [[sets[1][0].data_ptr()], [second, 8, second + 16]])
+
+    def test_python_is_asked_about_the_others(self):
+        live, graph, sets = self.recorded()
+        new = [sets[0][0], at(0)]
+        self.assertFalse(live._patcher(live, [t.data_ptr() for t in new]))
+        self.assertEqual(self.call(live, graph, *new)[0][:2], [t.data_ptr() for t in new])
+        self.call(live, graph, *sets[0])
+        self.assertTrue(live._patcher(live, [t.data_ptr() for t in new]))
+
+    def test_a_pool_that_changed_is_looked_at_by_python(self):
+        live, _, sets = self.recorded()
+        self.pool.forget()
+        self.assertFalse(live._patcher(live, [t.data_ptr() for t in sets[1]]))
+        self.put_in_pool(sets[1][0])
+        self.assertIsNone(live.prepare(sets[1]))
+        self.assertEqual(list(live.temporary), [0])
+
+    def test_behind_a_call_with_copies_python_is_asked(self):
+        live, graph, sets = self.recorded()
+        self.call(live, graph, at(4), sets[0][1])  # less aligned
+        self.assertEqual(live.extra_copies, 1)
+        self.assertFalse(live._patcher(live, [t.data_ptr() for t in sets[1]]))
+        self.call(live, graph, *sets[1])
+        self.assertTrue(live._patcher(live, [t.data_ptr() for t in sets[0]]))
+        self.assertEqual(self.holds(graph, sets[0]), [True])
+
+    @given(st.integers(1, 5), st.integers(0, 5))
+    def test_what_is_refused_once_is_set_by_python(self, kernels, after):
+        self.restart()
+        live, graph, sets = self.recorded(kernels)
+        self.api.fail(KERNEL, after)
+        is_set = live._patcher(live, [t.data_ptr() for t in sets[1]])
+        self.assertEqual(is_set, after >= kernels)
+        self.assertFalse(live._patches.broken)
+        if not is_set:
+            self.assertEqual(self.holds(graph, sets[0]), [True] * kernels)  # it was taken back
+            self.assertIsNone(live._settled)
+            self.assertIsNone(live.prepare(sets[1]))
+        self.assertEqual(self.holds(graph, sets[1]), [True] * kernels)
+
+    def test_what_is_always_refused_is_said_by_python(self):
+        live, _, sets = self.recorded(kernels=4)
+        refused = live._patches._kernels[2].handle
+        original = self.api.cuGraphExecKernelNodeSetParams
+
+        def refuse(exec_, node, params):
+            return (CUresult.CUDA_ERROR_INVALID_VALUE,) if int(node) == refused else original(exec_, node, params)
+
+        with mock.patch.object(self.api, "cuGraphExecKernelNodeSetParams", refuse):
+            self.assertRegex(str(live.prepare(sets[1])), "refused an address of input 0")
+        self.assertEqual(list(live.refused), [0])
+        self.assertTrue(live._patches.broken)
+
+    def test_what_cannot_be_taken_back_is_not_launched(self):
+        live, _, sets = self.recorded(kernels=3)
+        for after in (2, 3):  # the third node, and the first one once more
+            self.api.fail(KERNEL, after)
+        self.assertFalse(live._patcher(live, [t.data_ptr() for t in sets[1]]))
+        self.assertTrue(live._patches.broken)
+        for inputs in sets:
+            self.assertEqual(live.prepare(inputs), "a driver call failed")
+
+    def test_a_graph_that_is_broken_stays_so(self):
+        live, graph, sets = self.recorded()
+        live._patches.broken = True
+        self.assertFalse(live._patcher(live, [t.data_ptr() for t in sets[1]]))
+        self.assertEqual(live.prepare(sets[1]), "a driver call failed")
+        self.assertEqual(self.holds(graph, sets[0]), [True])
+
+    def test_who_has_none(self):
+        copy = at(0)
+        live, _ = self.record(lambda found: [self.api.make_memset(found[0], 16)], copy)
+        self.assertIsNone(live._patcher)
+        live, _ = self.record(self.one_kernel(packed=True), copy)  # no parameter by itself
+        self.assertIsNone(live._patcher)
+        with mock.patch.object(tensors, "native", None):
+            live, _ = self.record(self.one_kernel(), copy)
+        self.assertIsNone(live._patcher)
+        self.driver = Driver(self.api)
+        live, _ = self.record(self.one_kernel(), copy)
+        self.assertIsNone(live._patcher)
+
+    def test_it_goes_with_the_live_inputs(self):
+        live, graph, _ = self.recorded()
+        patches, patcher = weakref.ref(live._patches), live._patcher
+        del live, graph
+        gc.collect()
+        self.assertIsNotNone(patches())  # C++ writes to its table
+        del patcher
+        gc.collect()
+        self.assertIsNone(patches())
+
+
+@requires_cpp
+class TestBadArguments(TestCase):
+    def make(self, **more):
+        arguments = dict(patches=None, table=8, entries=b"", nodes=b"", holders=b"", inputs=1, exec=1, set=1)
+        return tensors.native.Patcher(**(arguments | more))
+
+    def test_numbers_that_do_not_exist(self):
+        self.make()
+        packed = tensors.packed
+        for wrong in (
+            {"entries": packed([1, 0])},
+            {"holders": packed([0, 0])},
+            {"holders": packed([1, 0]), "nodes": packed([1, 1])},
+            {"table": 0},
+            {"exec": 0},
+            {"set": 0},
+        ):
+            with self.subTest(wrong), self.assertRaises(ValueError):
+                self.make(**wrong)
+
+    def test_types(self):
+        for wrong in ({"entries": b"123"}, {"nodes": None}, {"table": "8"}):
+            with self.subTest(wrong), self.assertRaises(TypeError):
+                self.make(**wrong)
+        for arguments in ((), (1,), (1, 2), (1, (2,))):
+            with self.subTest(arguments), self.assertRaises(TypeError):
+                self.make()(*arguments)
+
+    def test_something_else_than_live_inputs(self):
+        with self.assertRaises(AttributeError):
+            self.make()(object(), [1])
+        self.assertFalse(self.make()(object(), []))
+
+
+if __name__ == "__main__":
+    run_tests()

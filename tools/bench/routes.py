@@ -1,0 +1,144 @@
+"""Routes of inputs against each other over a grid of synthetic programs: what a patched kernel, a slot, a copy costs.
+
+usage: python tools/bench/routes.py [--rounds N] [--routes auto,patch,...] [--grid small] [--out FILE]
+
+A program has n small inputs, and c kernels of Triton that read all of them, with a small matrix product behind each, for
+which none can be joined with the next. One with load ends with a product of large matrices, which keeps the GPU busy for
+longer than the host. Each is compiled with each route forced (``pygraph_indirection``) and called with its inputs at the
+same addresses, at others in every second call, and at others in each call. All that is measured of one program takes
+turns, in rounds: calls that are waited for (latency), and one behind the other (throughput).
+
+The table that is printed has a row for each program and share of calls with new addresses, in µs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
+
+import torch
+
+from bench.figures import has_gpu, write_figures
+from pygraph_trees.comparison.program import Program
+from pygraph_trees.comparison.timing import Plan, median, schedule, synchroniser, time_block, timed_call
+from pygraph_trees.comparison.ways import make_ways
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pygraph_trees.comparison.ways import Way
+
+    Inputs = tuple[torch.Tensor, ...]
+
+FLAG = "triton.pygraph_indirection"
+ROUTES = ("patch", "table", "off")
+GRID = ((1, 4, False), (1, 32, False), (8, 4, False), (8, 32, False), (32, 8, False), (32, 32, False), (8, 32, True))
+SMALL = ((1, 4, False), (8, 32, False), (8, 32, True))
+RATES = (0.0, 0.5, 1.0)  # shares of calls with new addresses
+_SETS = 8
+_WARM_CALLS = 12
+_WIDTH, _LOAD = 16, 4096
+
+
+class Consumers(torch.nn.Module):
+    """``count`` kernels that read all inputs, each [16, 16]; with a load of one product of 4096x4096."""
+
+    def __init__(self, count: int, loaded: bool) -> None:
+        super().__init__()
+        self.count = count
+        self.register_buffer("between", torch.eye(_WIDTH))
+        self.register_buffer("load", torch.ones(_LOAD, _LOAD, dtype=torch.bfloat16) if loaded else None)
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        total = inputs[0]
+        for _ in range(self.count):
+            total = (total @ self.between).sin() + sum(inputs)
+        if self.load is not None:
+            total = total + (self.load @ self.load)[:_WIDTH, :_WIDTH]
+        return total
+
+
+def name_of(inputs: int, consumers: int, loaded: bool) -> str:
+    return f"{inputs} x {consumers}{' loaded' if loaded else ''}"
+
+
+def feed(sets: Sequence[Inputs], rate: float) -> Iterator[Inputs]:
+    """Sets of inputs for consecutive calls, of which this share finds other addresses than the call before."""
+    if rate == 0:
+        return itertools.repeat(sets[0])
+    each = round(1 / rate)
+    return (sets[number // each % len(sets)] for number in itertools.count())
+
+
+def measure(
+    inputs: int, consumers: int, loaded: bool, routes: Sequence[str], plan: Plan, device: torch.device
+) -> dict[str, Any]:
+    """Microseconds of one program, by route and rate, with all rounds."""
+    sets = [tuple(torch.rand(_WIDTH, _WIDTH, device=device) for _ in range(inputs)) for _ in range(_SETS)]
+    program = Program(fn=Consumers(consumers, loaded).to(device).eval(), args=sets[0])
+    wait, ways = synchroniser(device), {}
+    for route in routes:
+        (ways[route],) = make_ways(program, ["ours"])
+        with torch._inductor.config.patch({FLAG: route}), ways[route].active():
+            for _, given in zip(range(_WARM_CALLS), feed(sets, 1.0), strict=False):
+                timed_call(_step(program, ways[route]), given, wait)
+    samples: dict[str, dict[str, list[float]]] = {}
+    cells = [(route, rate) for rate in RATES for route in routes]
+    for _, (route, rate) in schedule(cells, plan.rounds):
+        with ways[route].active():
+            given = feed(sets, rate)
+            (steady, _) = timed_call(_step(program, ways[route]), next(given), wait)
+            block = time_block(_step(program, ways[route]), given, plan.block_calls(steady), plan.settle_calls, wait)
+        found = samples.setdefault(f"{route} {rate}", {"latency_us": [], "throughput_us": [], "host_us": []})
+        found["latency_us"].append(median(block.latency_s) * 1e6)
+        found["throughput_us"].append(block.throughput_s * 1e6)
+        found["host_us"].append(median(block.host_s) * 1e6)
+    return {
+        "program": name_of(inputs, consumers, loaded),
+        "medians": {cell: {name: median(all_) for name, all_ in found.items()} for cell, found in samples.items()},
+        "samples": samples,
+    }
+
+
+def _step(program: Program, way: Way) -> Any:
+    return lambda given: program.step(way.callable, given, {})
+
+
+def table(results: Sequence[dict[str, Any]], routes: Sequence[str]) -> str:
+    """A row for each program and rate: latency and throughput by route."""
+    lines = [f"{'inputs x consumers':20}{'new':>5}" + "".join(f"{route:>16}" for route in routes)]
+    for result in results:
+        for rate in RATES:
+            cells = [result["medians"][f"{route} {rate}"] for route in routes]
+            figures = "".join(f"{cell['latency_us']:9.1f}{cell['throughput_us']:7.1f}" for cell in cells)
+            lines.append(f"{result['program']:20}{rate:5.1f}{figures}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--routes", default=",".join(ROUTES))
+    parser.add_argument("--grid", choices=["full", "small"], default="full")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if not has_gpu():
+        return 2
+    routes, found = options.routes.split(","), []
+    plan, device = Plan(rounds=options.rounds, block_s=0.03), torch.device("cuda")
+    with torch._dynamo.config.patch(recompile_limit=4 * len(routes) * len(GRID)):
+        for inputs, consumers, loaded in GRID if options.grid == "full" else SMALL:
+            found.append(measure(inputs, consumers, loaded, routes, plan, device))
+            print(table(found[-1:], routes), flush=True)
+            write_figures(options.out, found, rounds=options.rounds, routes=routes)
+    print("latency and throughput, in µs:\n" + table(found, routes))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
