@@ -1,10 +1,10 @@
 /* Other addresses for an instantiated graph: pygraph_trees._tensors.Patcher, for graphs in which all that is patched are
    parameters of kernels.
 
-   Patcher(patches, table, entries, nodes, holders, exec, set) has of an indirection.patching.Patches what apply() would
-   use, packed as uint64: entries, a position and what is added for each word of the table, which lies at the address
-   `table`; nodes, handle and struct of each kernel node; holders, a position and the number of a node for each node that
-   holds an input; and where the driver's cuGraphExecKernelNodeSetParams_v2 is.
+   Patcher(patches, words, nodes, holders, inputs, exec, set) has of an indirection.patching.Patches what apply() would
+   use, packed as uint64: words, where an address is written, the position of its input, and what is added to it; nodes,
+   handle and struct of each kernel node; holders, a position and the number of a node for each node that holds an input;
+   and where the driver's cuGraphExecKernelNodeSetParams_v2 is.
 
    Called with live inputs and a list of addresses of those that are patched, it does what LiveInputs.prepare does where
    each of them fitted before, and is True; else nothing has changed and it is False, and Python does it. That is so as
@@ -17,20 +17,23 @@ using namespace pygraph;
 
 namespace {
 
-struct Entry {
-    uint64_t position, delta;
+struct Word {
+    uint64_t address, position, delta;
 };
 
 struct Node {
     uint64_t handle, parameters;
 };
 
+struct Holder {
+    uint64_t position, node;
+};
+
 struct Patcher {
     PyObject_HEAD
     struct State {
-        PyObject *patches = nullptr; // which holds the table and the nodes
-        uint64_t *table = nullptr;
-        std::vector<Entry> entries;
+        PyObject *patches = nullptr; // which holds the nodes, and what words are in
+        std::vector<Word> words;
         std::vector<Node> nodes;
         std::vector<std::vector<size_t>> holders; // by position, of nodes
         void *exec = nullptr;
@@ -95,11 +98,13 @@ Answer find(Patcher::State *state, PyObject *live, PyObject *seen, Ref *given) {
     return Answer::yes;
 }
 
-/* Writes addresses and sets those of the first nodes that are due; how many nodes it went past, all or up to the one that
+/* Writes addresses, and sets those of the first nodes that are due; how many nodes it went past, all or up to the one that
    the driver refuses. */
 size_t set(const Patcher::State *state, const std::vector<uint64_t> &addresses, size_t first) {
-    for (size_t i = 0; i < state->entries.size(); i++)
-        state->table[i] = addresses[state->entries[i].position] + state->entries[i].delta;
+    for (const Word &word : state->words) {
+        const uint64_t value = addresses[word.position] + word.delta;
+        std::memcpy(reinterpret_cast<void *>(word.address), &value, sizeof value); // parameters can lie anywhere
+    }
     for (size_t i = 0; i < first; i++) {
         const Node &node = state->nodes[i];
         if (state->is_due[i] && state->set(state->exec, reinterpret_cast<void *>(node.handle),
@@ -143,23 +148,23 @@ Answer apply(Patcher::State *state, PyObject *live, PyObject *seen) {
 }
 
 PyObject *make_patcher(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    static const char *known[] = {"patches", "table", "entries", "nodes", "holders", "inputs", "exec", "set", nullptr};
-    PyObject *patches, *entries, *nodes, *holders;
-    unsigned long long table, exec, set;
+    static const char *known[] = {"patches", "words", "nodes", "holders", "inputs", "exec", "set", nullptr};
+    PyObject *patches, *words, *nodes, *holders;
+    unsigned long long exec, set;
     Py_ssize_t inputs;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OKOOOnKK", const_cast<char **>(known), &patches, &table,
-                                     &entries, &nodes, &holders, &inputs, &exec, &set))
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOnKK", const_cast<char **>(known), &patches, &words, &nodes,
+                                     &holders, &inputs, &exec, &set))
         return nullptr;
-    Packed<Entry> words, held;
+    Packed<Word> written;
     Packed<Node> all;
-    if (!words.take(entries) || !all.take(nodes) || !held.take(holders))
+    Packed<Holder> held;
+    if (!written.take(words) || !all.take(nodes) || !held.take(holders))
         return nullptr;
     Ref made(type->tp_alloc(type, 0));
     if (!made)
         return nullptr;
     auto *state = reinterpret_cast<Patcher *>(made.get())->state = new Patcher::State;
     state->patches = Py_NewRef(patches);
-    state->table = reinterpret_cast<uint64_t *>(table);
     state->exec = reinterpret_cast<void *>(exec);
     state->set = reinterpret_cast<int (*)(void *, void *, const void *)>(set);
     const auto count = static_cast<size_t>(std::max<Py_ssize_t>(inputs, 0));
@@ -169,18 +174,18 @@ PyObject *make_patcher(PyTypeObject *type, PyObject *arguments, PyObject *keywor
     for (Py_ssize_t i = 0; i < all.count; i++)
         state->nodes.push_back(all[i]);
     state->is_due.resize(state->nodes.size());
-    bool fits = true;
-    for (Py_ssize_t i = 0; i < words.count; i++) {
-        state->entries.push_back(words[i]);
-        fits = fits && words[i].position < count;
+    bool fits = exec != 0 && set != 0;
+    for (Py_ssize_t i = 0; i < written.count; i++) {
+        state->words.push_back(written[i]);
+        fits = fits && written[i].position < count && written[i].address != 0;
     }
     for (Py_ssize_t i = 0; i < held.count; i++) {
-        fits = fits && held[i].position < count && held[i].delta < state->nodes.size();
+        fits = fits && held[i].position < count && held[i].node < state->nodes.size();
         if (fits)
-            state->holders[held[i].position].push_back(held[i].delta);
+            state->holders[held[i].position].push_back(held[i].node);
     }
-    if (!fits || table == 0 || exec == 0 || set == 0) {
-        PyErr_SetString(PyExc_ValueError, "numbers of inputs and nodes that there are, and addresses");
+    if (!fits) {
+        PyErr_SetString(PyExc_ValueError, "expected numbers of inputs and nodes that there are, and addresses");
         return nullptr;
     }
     return made.release();

@@ -25,7 +25,7 @@ import operator
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from .. import tensors
 from ..driver import SetRefused
@@ -164,22 +164,23 @@ class Patches:
         return _Change(len(nodes), set_kernels, kernels, tuple(others))
 
     def patcher(self) -> Any:
-        """What gives kernels new addresses in C++ (``steady_patch.cpp``); None where Python has to do some of it."""
+        """What gives kernels new addresses in C++ (``steady_patch.cpp``); None where there are other nodes as well."""
         change = self._all_changed
-        setter = None if tensors.native is None or self._has_words or change.others else self._setter()
+        setter = None if tensors.native is None or change.others else self._setter()
         if setter is None or not change.kernels:
             return None
+        table = ctypes.addressof(self._table)
+        words = [(table + 8 * number, *entry) for number, entry in enumerate(self._entries)]
+        for position, found in enumerate(self._words):
+            words += [(ctypes.addressof(cast("ctypes.c_uint64", word)), position, delta) for word, delta in found]
         numbers = {node: number for number, node in enumerate(change.kernels)}
         nodes = [self._kernels[node] for node in change.kernels]
         holders = [(position, numbers[node]) for position, held in enumerate(self._nodes) for node in sorted(held)]
         return tensors.native.Patcher(
             patches=self,
-            table=ctypes.addressof(self._table),
-            entries=tensors.packed(
-                [number for position, delta in self._entries for number in (position, delta % 2**64)]
-            ),
+            words=tensors.packed([number % 2**64 for word in words for number in word]),
             nodes=tensors.packed([number for node in nodes for number in (node.handle, node.address)]),
-            holders=tensors.packed(list(itertools.chain.from_iterable(holders))),
+            holders=tensors.packed([number for holder in holders for number in holder]),
             inputs=len(self.addresses),
             exec=self._exec,
             set=setter,

@@ -166,7 +166,8 @@ class Warmups:
     ) -> contextlib.AbstractContextManager[None]:
         """Around a warmup: builds variants of the kernels that read such inputs.
 
-        What a backward is given of its forward's live inputs is static yet, and will be found to be live.
+        What a backward is given of its forward's live inputs is static yet, and will be found to be live. Other inputs
+        that turn out to move are recorded once more without a warmup; like all that has none, they are patched.
         """
         if not available():
             return contextlib.nullcontext()

@@ -102,6 +102,26 @@ class TestPatcher(LiveInputsTestCase):
         second = sets[0][1].data_ptr()
         self.assertEqual(graph.launch(), [[sets[1][0].data_ptr()], [second, 8, second + 16]])
 
+    @given(st.booleans(), st.booleans())
+    def test_addresses_among_other_parameters(self, packed, apart):
+        """In one piece, or inside of one: not each is a parameter by itself."""
+        self.restart()
+        sets = [[at(0), at(0)] for _ in range(2)]
+
+        def nodes(found):
+            inside = b"".join(word.to_bytes(8, "little") for word in (7, found[0] + 16, 9))
+            more = {} if packed else {"apart": apart}
+            return [self.api.make_kernel([inside, found[1]], packed=packed, **more), self.api.make_kernel([found[1]])]
+
+        live, graph = self.record(nodes, *sets[0])
+        live.finish()
+        for inputs in (*sets, sets[0]):
+            self.call(live, graph, *inputs)
+        for inputs in (sets[1], sets[0], [sets[0][0], sets[1][1]]):
+            first, second = (t.data_ptr() for t in inputs)
+            self.assertTrue(live._patcher(live, [first, second]))
+            self.assertEqual(graph.launch(), [[7, first + 16, 9, second], [second]])
+
     def test_python_is_asked_about_the_others(self):
         live, graph, sets = self.recorded()
         new = [sets[0][0], at(0)]
@@ -174,8 +194,6 @@ class TestPatcher(LiveInputsTestCase):
         copy = at(0)
         live, _ = self.record(lambda found: [self.api.make_memset(found[0], 16)], copy)
         self.assertIsNone(live._patcher)
-        live, _ = self.record(self.one_kernel(packed=True), copy)  # no parameter by itself
-        self.assertIsNone(live._patcher)
         with mock.patch.object(tensors, "native", None):
             live, _ = self.record(self.one_kernel(), copy)
         self.assertIsNone(live._patcher)
@@ -197,17 +215,17 @@ class TestPatcher(LiveInputsTestCase):
 @requires_cpp
 class TestBadArguments(TestCase):
     def make(self, **more):
-        arguments = dict(patches=None, table=8, entries=b"", nodes=b"", holders=b"", inputs=1, exec=1, set=1)
+        arguments = dict(patches=None, words=b"", nodes=b"", holders=b"", inputs=1, exec=1, set=1)
         return tensors.native.Patcher(**(arguments | more))
 
     def test_numbers_that_do_not_exist(self):
         self.make()
         packed = tensors.packed
         for wrong in (
-            {"entries": packed([1, 0])},
+            {"words": packed([8, 1, 0])},
+            {"words": packed([0, 0, 0])},
             {"holders": packed([0, 0])},
             {"holders": packed([1, 0]), "nodes": packed([1, 1])},
-            {"table": 0},
             {"exec": 0},
             {"set": 0},
         ):
@@ -215,7 +233,7 @@ class TestBadArguments(TestCase):
                 self.make(**wrong)
 
     def test_types(self):
-        for wrong in ({"entries": b"123"}, {"nodes": None}, {"table": "8"}):
+        for wrong in ({"words": b"123"}, {"nodes": None}, {"exec": "8"}):
             with self.subTest(wrong), self.assertRaises(TypeError):
                 self.make(**wrong)
         for arguments in ((), (1,), (1, 2), (1, (2,))):

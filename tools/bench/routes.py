@@ -1,12 +1,12 @@
-"""Routes of inputs against each other over a grid of synthetic programs: what a patched kernel, a slot, a copy costs.
+"""Routes of inputs against each other over a grid of synthetic programs: what a patched kernel, a slot, a copy cost.
 
 usage: python tools/bench/routes.py [--rounds N] [--routes auto,patch,...] [--grid small] [--out FILE]
 
-A program has n small inputs, and c kernels of Triton that read all of them, with a small matrix product behind each, for
-which none can be joined with the next. One with load ends with a product of large matrices, which keeps the GPU busy for
-longer than the host. Each is compiled with each route forced (``pygraph_indirection``) and called with its inputs at the
-same addresses, at others in every second call, and at others in each call. All that is measured of one program takes
-turns, in rounds: calls that are waited for (latency), and one behind the other (throughput).
+A program has n small inputs, and c kernels of Triton that read all of them, with a small matrix product behind each so
+that none can be joined with the next. One with load ends with a product of large matrices, which keeps the GPU busy for
+longer than the host. Each is compiled with each route forced (``pygraph_indirection``) and called with its inputs at
+the same addresses, at others in every second call, and at others in each call. All that is measured of one program
+takes turns, in rounds: calls that are waited for (latency), and one behind the other (throughput).
 
 The table that is printed has a row for each program and share of calls with new addresses, in µs.
 """
