@@ -117,6 +117,17 @@ class TestPlacement(PlacementTestCase):
                 self.assertEqual(found, function(x, v), rtol=0, atol=0, msg=f"{name}, call {call}")
             self.assertGraphed(Facts.now(), CALLS_EACH)
 
+    def test_rows_of_pinned_memory_that_the_gpu_has_still_to_write(self):
+        """Of an input with gaps, which is not staged."""
+        graphed = torch.compile(lambda x, v: x * v[3].to("cuda"), mode="reduce-overhead", dynamic=False)
+        x, wide = torch.ones(256, device=self.device), torch.zeros(128, 512).pin_memory()
+        for call in range(CALLS_EACH):
+            value = torch.full((128, 512), float(call + 1), device=self.device)
+            torch.cuda._sleep(50_000_000)
+            wide.copy_(value, non_blocking=True)
+            torch.compiler.cudagraph_mark_step_begin()
+            self.assertEqual(graphed(x, wide[:, :256]), x * (call + 1), rtol=0, atol=0)
+
     def test_pinned_memory_is_the_callers_behind_a_copy_that_is_waited_for(self):
         """Which waits for all copies of its stream, so that what the program does not wait for is read as well."""
 
