@@ -33,6 +33,8 @@ class Attribute {
 
     /* False with an exception. */
     bool set(PyObject *object, PyObject *value) {
+        if (Py_TYPE(object) != type && Py_TYPE(object) != without)
+            find(Py_TYPE(object));
         if (Py_TYPE(object) != type)
             return PyObject_SetAttr(object, name, value) == 0;
         if (*slot(object) == value)
@@ -67,9 +69,10 @@ class Attribute {
     each(generations, generation) each(way, node) each(way, begins) each(way, replay) each(way, mode)                 \
     each(way, compile_id) each(live, _settled) each(live, _pool) each(live, _pool_seen) each(live, prepare)           \
     each(live, temporary) each(live, _patcher) each(live, _fitting) each(live, _seen) each(live, _addresses)          \
-    each(patches, addresses) each(patches, broken) each(patches, set_calls) each(pool, changes) each(log, replays) each(recording, _check_what_died)                    \
-    each(recording, _own_outputs) each(recording, replay) each(graph, replay) each(compiled, current_callable)          \
-    each(callable, steadily) each(profiler, _is_profiler_enabled) each(debug, RECORD_GRAPH_EXECUTION)
+    each(patches, addresses) each(patches, broken) each(patches, is_stuck) each(patches, set_calls)                   \
+    each(pool, changes) each(log, replays) each(recording, _check_what_died) each(recording, _own_outputs)            \
+    each(recording, replay) each(graph, replay) each(compiled, current_callable) each(callable, steadily)             \
+    each(profiler, _is_profiler_enabled) each(debug, RECORD_GRAPH_EXECUTION)
 #define DECLARE(owner, name) Attribute owner##_##name;
 struct Attributes {
     ATTRIBUTES(DECLARE)

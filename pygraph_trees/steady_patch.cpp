@@ -9,7 +9,7 @@
    Called with live inputs and a list of addresses of those that are patched, it does what LiveInputs.prepare does where
    each of them fitted before, and is True; else nothing has changed and it is False, and Python does it. That is so as
    well where the driver refuses one: what was set is taken back, and Python, to which the same will happen, says what was
-   refused. Where that cannot be taken back, patches stay broken. */
+   refused. Where that cannot be taken back, patches stay broken, and are stuck. */
 
 #include "steady.h"
 
@@ -43,8 +43,6 @@ struct Patcher {
     } *state;
 };
 
-bool is_false(const Ref &value) { return value.get() == Py_False; }
-
 /* A list, or a tuple, of so many items; NULL where it is something else or there are not so many. */
 PyObject **items_of(const Ref &object, size_t count) {
     if (!object || (!PyList_Check(object.get()) && !PyTuple_Check(object.get())) ||
@@ -55,13 +53,15 @@ PyObject **items_of(const Ref &object, size_t count) {
 
 /* Whether the graph holds what it is believed to, and addresses that fitted still do. */
 Answer is_known(const Patcher::State *state, PyObject *live, size_t count) {
-    Ref settled = the.live__settled.of(live), broken = the.patches_broken.of(state->patches);
-    if (!settled || !broken)
+    Ref settled = the.live__settled.of(live);
+    Ref broken = settled ? the.patches_broken.of(state->patches) : Ref();
+    if (!broken)
         return Answer::error;
-    if (items_of(settled, count) == nullptr || !is_false(broken))
+    if (items_of(settled, count) == nullptr || broken.get() != Py_False)
         return Answer::no;
-    Ref pool = the.live__pool.of(live), seen = the.live__pool_seen.of(live);
-    Ref changes = pool && seen ? the.pool_changes.of(pool.get()) : Ref();
+    Ref pool = the.live__pool.of(live);
+    Ref seen = pool ? the.live__pool_seen.of(live) : Ref();
+    Ref changes = seen ? the.pool_changes.of(pool.get()) : Ref();
     const int same = changes ? PyObject_RichCompareBool(changes.get(), seen.get(), Py_EQ) : -1;
     const int temporary = same > 0 ? the.live_temporary.is_true(live) : 0;
     if (same < 0 || temporary < 0)
@@ -73,11 +73,12 @@ Answer is_known(const Patcher::State *state, PyObject *live, size_t count) {
    due. */
 Answer find(Patcher::State *state, PyObject *live, PyObject *seen, Ref *given) {
     const auto count = static_cast<size_t>(PyList_GET_SIZE(seen));
-    Ref held = the.patches_addresses.of(state->patches), fitting = the.live__fitting.of(live);
-    PyObject **before = items_of(held, count), **fits = items_of(fitting, count);
     *given = Ref(PyList_New(static_cast<Py_ssize_t>(count)));
-    if (!*given || PyErr_Occurred())
+    Ref held = *given ? the.patches_addresses.of(state->patches) : Ref();
+    Ref fitting = held ? the.live__fitting.of(live) : Ref();
+    if (!fitting)
         return Answer::error;
+    PyObject **before = items_of(held, count), **fits = items_of(fitting, count);
     if (before == nullptr || fits == nullptr)
         return Answer::no;
     std::fill(state->is_due.begin(), state->is_due.end(), 0);
@@ -124,14 +125,17 @@ Answer apply(Patcher::State *state, PyObject *live, PyObject *seen) {
     const Answer found = known == Answer::yes ? find(state, live, seen, &given) : known;
     if (found != Answer::yes)
         return found;
-    Ref none(Py_NewRef(Py_None)), nothing(PyList_New(0)), held = the.patches_addresses.of(state->patches);
-    if (!nothing || !held || !the.live__settled.set(live, Py_None) || !the.live__seen.set(live, nothing.get()) ||
+    Ref nothing(PyList_New(0));
+    Ref held = nothing ? the.patches_addresses.of(state->patches) : Ref();
+    if (!held || !the.live__settled.set(live, Py_None) || !the.live__seen.set(live, nothing.get()) ||
         !the.patches_broken.set(state->patches, Py_True))
         return Answer::error;
     const size_t all = state->nodes.size(), done = set(state, state->addresses, all);
     if (done < all) {
         const bool is_back = set(state, state->before, done) == done;
-        return the.patches_broken.set(state->patches, is_back ? Py_False : Py_True) ? Answer::no : Answer::error;
+        const bool is_said = is_back ? the.patches_broken.set(state->patches, Py_False)
+                                     : the.patches_is_stuck.set(state->patches, Py_True);
+        return is_said ? Answer::no : Answer::error;
     }
     for (size_t i = 0; i < count; i++) {
         PyObject *item = PyList_GET_ITEM(given.get(), static_cast<Py_ssize_t>(i));
@@ -191,9 +195,10 @@ PyObject *make_patcher(PyTypeObject *type, PyObject *arguments, PyObject *keywor
     return made.release();
 }
 
-PyObject *call_patcher(PyObject *self, PyObject *arguments, PyObject *) {
+PyObject *call_patcher(PyObject *self, PyObject *arguments, PyObject *keywords) {
+    static const char *known[] = {"live", "seen", nullptr};
     PyObject *live, *seen;
-    if (!PyArg_ParseTuple(arguments, "OO!", &live, &PyList_Type, &seen))
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!", const_cast<char **>(known), &live, &PyList_Type, &seen))
         return nullptr;
     const Answer answer = patch(self, live, seen);
     return answer == Answer::error ? nullptr : PyBool_FromLong(answer == Answer::yes);

@@ -19,7 +19,8 @@ void Attribute::find(PyTypeObject *asked) {
     bool is_slot = false;
     if (asked->tp_getattro == PyObject_GenericGetAttr && asked->tp_setattro == PyObject_GenericSetAttr) {
         Ref descriptor(PyObject_GetAttr(reinterpret_cast<PyObject *>(asked), name));
-        PyErr_Clear(); // of the type there is none
+        if (!descriptor)
+            PyErr_Clear(); // of the type there is none
         if (descriptor && Py_IS_TYPE(descriptor.get(), &PyMemberDescr_Type)) {
             const PyMemberDef *member = reinterpret_cast<PyMemberDescrObject *>(descriptor.get())->d_member;
             is_slot = member->type == T_OBJECT_EX;

@@ -445,6 +445,8 @@ class LiveInputs:
             return None
         assert self._patches is not None
         if self._patches.broken:
+            if self._patches.is_stuck:
+                self.refused = {item.index: "the driver refused an address of these inputs" for item in self._patched}
             return "a driver call failed"
         self._settled = None
         known = self._known.get(tuple(seen)) if same_pool and self._is_simple else None

@@ -86,10 +86,11 @@ class _Change:
 class Patches:
     """The sites of one instantiated graph, and the addresses they hold."""
 
-    __slots__ = ("__dict__", "__weakref__", "addresses", "broken", "set_calls")  # what C++ looks at
+    __slots__ = ("__dict__", "__weakref__", "addresses", "broken", "is_stuck", "set_calls")  # what C++ looks at
 
     addresses: list[int]  # what the graph holds now, by position in ``inputs``; meaningless where broken
     broken: bool  # the graph must not be launched again
+    is_stuck: bool  # because the driver refused an address, and to take the others back
     set_calls: int  # by all calls of ``apply`` that succeeded
 
     def __init__(
@@ -110,7 +111,7 @@ class Patches:
         if not len(set(inputs)) == len(inputs) == len(recorded):
             raise ValueError(f"each input once, and an address for each: got {inputs!r} at {recorded!r}")
         self.addresses = list(recorded)
-        self.broken = False
+        self.broken = self.is_stuck = False
         self.set_calls = 0
         self._inputs = tuple(inputs)
         positions = {index: position for position, index in enumerate(inputs)}

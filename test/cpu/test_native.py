@@ -120,7 +120,22 @@ class TestSetKernels(TestCase):
 
         for name in ("no such library", "libc.so.6"):
             self.assertIsNone(Driver(FakeApi(), _native, name).set_kernels(0x77, ()))
+            self.assertIsNone(Driver(FakeApi(), _native, name).kernel_setter())
         self.assertIsNone(Driver(FakeApi()).set_kernels(0x77, ()))
+        self.assertIsNone(Driver(FakeApi()).kernel_setter())
+
+    def test_where_the_call_is(self):
+        from pygraph_trees import _native
+
+        wanted = ctypes.cast(self.fake.cuGraphExecKernelNodeSetParams_v2, ctypes.c_void_p).value
+        for name, error in (("no such library", OSError), ("libc.so.6", RuntimeError), ("x" * 5000, OSError)):
+            self.assertEqual(_native.kernel_setter(self.library), wanted)
+            with self.assertRaises(error) as raised:
+                _native.kernel_setter(name)
+        self.assertEqual(_native.kernel_setter(self.library), wanted)
+        with self.assertRaises(RuntimeError) as raised:
+            _native.kernel_setter("libc.so.6")
+        self.assertEqual(raised.exception.args[1], -1)
 
 
 class TestSearch(TestCase):

@@ -16,14 +16,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import test_live_inputs
+import torch
 from fake_driver import CUresult
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_live_inputs import KERNEL, LiveInputsTestCase, at
+from test_steady import Trees as steady_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees import tensors
 from pygraph_trees.driver import Driver
+from pygraph_trees.indirection import inputs as live_inputs
 from pygraph_trees.indirection.patching import Patches
 
 requires_cpp = unittest.skipIf(tensors.native is None, "the part in C++ was not built")
@@ -86,6 +89,25 @@ class TestPatcher(LiveInputsTestCase):
         self.assertEqual(live._patches.set_calls - set_calls, 9)
         self.assertEqual(self.api.calls, [KERNEL] * 9)  # the last call changes nothing
         self.assertIs(live._seen, live._settled)
+        self.assertEqual(live._addresses, live._patches.addresses)
+
+    def test_it_is_broken_while_nodes_are_set(self):
+        live, _, sets = self.recorded(kernels=2)
+        states, original = [], self.api.cuGraphExecKernelNodeSetParams
+
+        def note(*args):
+            states.append((live._patches.broken, live._settled))
+            return original(*args)
+
+        with mock.patch.object(self.api, "cuGraphExecKernelNodeSetParams", note):
+            self.assertTrue(live._patcher(live, [t.data_ptr() for t in sets[1]]))
+        self.assertEqual(states, [(True, None)] * 2)
+        self.assertFalse(live._patches.broken)
+
+    def test_not_while_there_are_copies(self):
+        live, _, sets = self.recorded()
+        live.temporary = {0: sets[0][0]}
+        self.assertFalse(live._patcher(live, [t.data_ptr() for t in sets[1]]))
 
     def test_only_nodes_that_hold_what_changed_are_set(self):
         sets = [[at(0), at(0)] for _ in range(2)]
@@ -101,6 +123,8 @@ class TestPatcher(LiveInputsTestCase):
         self.assertEqual(self.api.calls, [KERNEL])
         second = sets[0][1].data_ptr()
         self.assertEqual(graph.launch(), [[sets[1][0].data_ptr()], [second, 8, second + 16]])
+        self.call(live, graph, *sets[1])
+        self.assertEqual(self.api.calls, [KERNEL] * 2)
 
     @given(st.booleans(), st.booleans())
     def test_addresses_among_other_parameters(self, packed, apart):
@@ -157,7 +181,7 @@ class TestPatcher(LiveInputsTestCase):
         self.assertFalse(live._patches.broken)
         if not is_set:
             self.assertEqual(self.holds(graph, sets[0]), [True] * kernels)  # it was taken back
-            self.assertIsNone(live._settled)
+            self.assertEqual((live._settled, live._seen), (None, []))
             self.assertIsNone(live.prepare(sets[1]))
         self.assertEqual(self.holds(graph, sets[1]), [True] * kernels)
 
@@ -182,6 +206,7 @@ class TestPatcher(LiveInputsTestCase):
         self.assertTrue(live._patches.broken)
         for inputs in sets:
             self.assertEqual(live.prepare(inputs), "a driver call failed")
+        self.assertEqual(list(live.refused), [0, 1])  # they will be copied
 
     def test_a_graph_that_is_broken_stays_so(self):
         live, graph, sets = self.recorded()
@@ -213,6 +238,41 @@ class TestPatcher(LiveInputsTestCase):
 
 
 @requires_cpp
+class TestSteadyReplay(LiveInputsTestCase):
+    """From the call of a compiled graph: the entry, the recording's part, the live inputs, the driver's call."""
+
+    native = True
+
+    @settings(deadline=None)
+    @given(st.sampled_from([None, [2, 0, 1], [1, 2, 0]]), st.lists(st.lists(st.integers(0, 2), min_size=3, max_size=3)))
+    def test_each_launch_has_its_addresses(self, order, calls):
+        self.restart()
+        sets = [[at(0) for _ in range(3)] for _ in range(3)]
+        live, graph = self.record(
+            lambda found: [self.api.make_kernel([found[2], 5, found[0]]), self.api.make_kernel([found[1]])], *sets[0]
+        )
+        live.finish()
+        for inputs in (*sets, sets[0]):
+            self.call(live, graph, *inputs)
+        trees = steady_trees({}, [torch.zeros(1)], live=live)
+        entry = trees.entry(order=order)
+        with (
+            mock.patch.object(Patches, "apply", side_effect=AssertionError("C++ does it")),
+            mock.patch.object(live_inputs.LiveInputs, "prepare", side_effect=AssertionError("it asks nobody")),
+        ):
+            for places in calls:
+                inputs = [sets[which][index] for index, which in enumerate(places)]
+                given_ = list(inputs)
+                for index, place in enumerate(order or range(3)):
+                    given_[place] = inputs[index]
+                outputs = entry(given_)
+                self.assertEqual(len(outputs), 1)
+                first, second, third = (t.data_ptr() for t in inputs)
+                self.assertEqual(graph.launch(), [[third, 5, first], [second]])
+        self.assertEqual((trees.graph.launches, trees.handed), (len(calls), []))
+
+
+@requires_cpp
 class TestBadArguments(TestCase):
     def make(self, **more):
         arguments = dict(patches=None, words=b"", nodes=b"", holders=b"", inputs=1, exec=1, set=1)
@@ -241,6 +301,13 @@ class TestBadArguments(TestCase):
                 self.make()(*arguments)
 
     def test_something_else_than_live_inputs(self):
+        class Slotted:
+            __slots__ = ("broken",)
+
+        with self.assertRaises(AttributeError):
+            self.make(patches=Slotted())(object(), [1])
+        with self.assertRaises(TypeError):
+            self.make()(object(), [1], more=1)
         with self.assertRaises(AttributeError):
             self.make()(object(), [1])
         self.assertFalse(self.make()(object(), []))
