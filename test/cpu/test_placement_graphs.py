@@ -247,7 +247,7 @@ class TestLowered(TestCase):
             (lambda v: v[:32].to("cuda", non_blocking=True).repeat(2) + v[0], HostRead.IN_ORDER),
             (lambda v: torch.zeros(64, device="cuda").copy_(v), HostRead.IN_ORDER),
             # Another copy is waited for, and this one with it.
-            (lambda v: v.to("cuda", non_blocking=True) + torch.ones(64).to("cuda"), HostRead.IN_ORDER),
+            (lambda v: v.to("cuda", non_blocking=True) + torch.arange(64).flip(0).to("cuda"), HostRead.IN_ORDER),
         ):
             program = lambda x, v: x * function(v)  # noqa: B023, E731
             graph, found = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
