@@ -124,6 +124,30 @@ class TestEvidence(TestCase):
         self.assertEqual((crashed.passed, crashed.failed), (0, 1))
         self.assertEqual(crashed.failures, ["test_bad.py: exit status 3"])
 
+    def test_a_run_that_was_cut_is_resumed(self):
+        module = suite()
+        of = {"gpu": "a", "code_hash": "1"}
+        with tempfile.TemporaryDirectory() as folder, mock.patch("builtins.print") as printed:
+            path = Path(folder) / "outcomes.json"
+            cut = module.Progress(path, of)
+            cut.resume()
+            cut.add("good", module.Outcome(passed=3, skipped=1, seconds={"good": 5}))
+            cut.add("bad", module.Outcome(passed=1, failed=1, failures=["bad.x"], seconds={"bad": 7}))
+            again = module.Progress(path, of)
+            again.resume()
+            self.assertEqual(list(again.outcomes), ["good"])
+            again.add("bad", module.Outcome(passed=2, seconds={"bad": 6}))
+            total = again.total()
+            self.assertEqual((total.passed, total.failed, total.skipped, total.failures), (5, 0, 1, []))
+            self.assertEqual(total.seconds, {"good": 5, "bad": 6})
+            for other in ({**of, "code_hash": "2"}, {**of, "gpu": "b"}):
+                elsewhere = module.Progress(path, other)
+                elsewhere.resume()
+                self.assertEqual(elsewhere.outcomes, {})
+            self.assertEqual([p.name for p in Path(folder).iterdir()], ["outcomes.json"])
+        said = [call.args[0] for call in printed.call_args_list]
+        self.assertRegex(" | ".join(said), r"is missing.*1 files passed.*differs in code_hash.*differs in gpu")
+
     def test_check_runs_without_torch(self):
         done = subprocess.run(
             [sys.executable, "-S", ROOT / "tools" / "gpu_suite", "--check"], capture_output=True, text=True

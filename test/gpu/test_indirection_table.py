@@ -1,7 +1,6 @@
 """Live inputs whose addresses Triton kernels read from a table: one node is set a replay, however many read an input.
 
-Here the kernels of each kind that Inductor runs; all other tests of indirection by table are in files of their own,
-``test_indirection_table_*.py``.
+Here what is its own; the tests of indirection by patches are run with a table in ``test_indirection_table_*.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import logging
 import weakref
 from unittest import mock
 
-import test_indirection_kernels as kernels
 import torch
 from indirection import Facts, IndirectionTestCase, Program, assert_same_bits, compiled, run, tensor
 from parity import BOTH_SIDES
@@ -23,19 +21,6 @@ from pygraph_trees.indirection import inputs as live_inputs
 from pygraph_trees.indirection import variant_launchers
 from pygraph_trees.indirection.patching import Patches
 from pygraph_trees.indirection.table import WRITER
-
-# Where all of it is done by kernels of libraries.
-_WITHOUT_TRITON = {"complex", "norms"}
-
-
-class TestKernelsByTable(kernels.TestIndirectionKernels):
-    indirection = "table"
-
-    def check(self, program, *args, **options):
-        facts = super().check(program, *args, **options)
-        if program.name not in _WITHOUT_TRITON:
-            self.assertIn("table", facts.routes, str(facts))
-        return facts
 
 
 def thirty(x):
