@@ -62,8 +62,8 @@ class Attribute {
 };
 
 #define ATTRIBUTES(each)                                                                                              \
-    each(function, manager) each(function, function_id) each(function, was_asked) each(manager, graph)                \
-    each(manager, _current_node) each(manager, current_gen) each(manager, _ways)                                       \
+    each(function, manager) each(function, function_id) each(function, thread) each(function, was_asked)              \
+    each(manager, graph) each(manager, _current_node) each(manager, current_gen) each(manager, _ways)                                       \
     each(manager, running_forwards_with_pending_backwards) each(manager, has_live_user_visible_output_cloning)        \
     each(manager, mode) each(manager, compile_id) each(manager, path_state) each(steps, mark_step_counter)            \
     each(generations, generation) each(way, node) each(way, begins) each(way, replay) each(way, mode)                 \

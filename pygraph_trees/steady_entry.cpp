@@ -171,6 +171,16 @@ Answer find_way(const Entry::State *state, Found *found) {
     PyObject *manager = found->manager.get();
     if (manager == Py_None)
         return Answer::by_hand;
+    Ref thread = the.function_thread.of(state->function);
+    if (!thread)
+        return Answer::error;
+    if (thread.get() != Py_None) {
+        const uint64_t number = PyLong_AsUnsignedLongLong(thread.get());
+        if (PyErr_Occurred())
+            return Answer::error;
+        if (number != PyThreadState_GetID(PyThreadState_Get()))
+            return Answer::by_hand;
+    }
     Ref graph, node, current, ways, steps, function_id, behind, wanted;
     if (!(graph = the.manager_graph.of(manager)) || !(node = the.manager__current_node.of(manager)) ||
         !(current = the.manager_current_gen.of(manager)) || !(ways = the.manager__ways.of(manager)) ||

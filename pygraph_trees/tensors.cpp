@@ -258,6 +258,8 @@ PyObject *outputs(PyObject *const *arguments) {
 
 PyObject *counts(PyObject *const *) { return steady_counts(); }
 
+PyObject *thread_id(PyObject *const *) { return PyLong_FromUnsignedLongLong(PyThreadState_GetID(PyThreadState_Get())); }
+
 /* Calls one of the above. */
 template <PyObject *(*function)(PyObject *const *), Py_ssize_t count>
 PyObject *call(PyObject *, PyObject *const *arguments, Py_ssize_t given) {
@@ -278,6 +280,7 @@ PyMethodDef methods[] = {
     METHOD(release, 2, "Puts None in some places of a list; see the source."),
     METHOD(permute, 2, "Puts the items of a list into another order; see the source."),
     METHOD(counts, 0, "How many calls were asked to be steady replays, and how many were."),
+    METHOD(thread_id, 0, "Tells this thread from all others, also from those that have ended."),
     METHOD(outputs, 2, "Cached tensors and what stands in for the others; see the source."),
     {nullptr, nullptr, 0, nullptr},
 };

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -32,6 +33,22 @@ def load_native() -> Any:
 
 
 native = load_native()
+
+
+class _Thread(threading.local):
+    """A number for each thread that asks, which no later one gets."""
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+
+
+_numbers = itertools.count(1)
+_thread = _Thread()
+
+
+def thread_id() -> int:
+    """Tells this thread from all others, also from those that have ended."""
+    return _thread.number if native is None else int(native.thread_id())
 
 
 def packed(numbers: Sequence[int]) -> bytes:

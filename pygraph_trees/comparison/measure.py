@@ -37,6 +37,7 @@ Checkpoint = Callable[[list[Measurement]], None]
 
 _SEED = 1234
 _STEADY_WINDOW = 4
+_MOST_COMPILATIONS = 64  # of one code object in one way
 
 
 @dataclass(slots=True)
@@ -96,8 +97,8 @@ class Comparison:
 
     def run(self, checkpoint: Checkpoint | None = None) -> list[Measurement]:
         """All stages; ``checkpoint`` gets the measurements as they stand after each."""
-        # All ways run the same code objects, and Dynamo counts the compilations of each.
-        limit = torch._dynamo.config.recompile_limit * len(self.ways)
+        # All ways run the same code objects, and Dynamo counts the compilations of each: none may take another's.
+        limit = max(_MOST_COMPILATIONS, torch._dynamo.config.recompile_limit) * len(self.ways)
         with torch._dynamo.config.patch(recompile_limit=limit), _caches(self.plan.fresh_caches) as cache:
             if any(way.compiled for way in self.ways):
                 with cache():
@@ -105,8 +106,8 @@ class Comparison:
             for way in self.ways:
                 with cache():
                     self._prepare(way)
+                self._report(checkpoint)
             self._references.clear()
-            self._report(checkpoint)
             in_turn = sorted(self._runs, key=lambda run: run.regime, reverse=True)  # ways take turns, not regimes
             for _, run in schedule(in_turn, self.plan.rounds):
                 self._time(run)

@@ -102,10 +102,17 @@ class Results:
         kept = [record for record in self.records if record.workload not in fresh]
         return dataclasses.replace(self, records=(*kept, *records))
 
-    def finished(self) -> set[str]:
-        """The workloads that have been measured and none of whose records failed."""
+    def finished(self, ways: Sequence[str] = ()) -> set[str]:
+        """The workloads that have been measured in all of these ways, and none of whose records failed."""
         failed = {record.workload for record in self.records if record.error is not None}
-        return {record.workload for record in self.records} - failed
+        measured = {(record.workload, record.way) for record in self.records}
+        found = {record.workload for record in self.records} - failed
+        return {workload for workload in found if all((workload, way) in measured for way in ways)}
+
+    def differs_in(self, other: Results) -> list[str]:
+        """In which conditions another file's records were measured otherwise; nothing where they stand side by side."""
+        conditions = (f.name for f in dataclasses.fields(self) if f.name not in ("date", "records"))
+        return [name for name in conditions if getattr(self, name) != getattr(other, name)]
 
     def write(self, path: Path) -> None:
         """Writes the file as a whole or not at all."""

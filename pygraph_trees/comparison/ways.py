@@ -37,6 +37,10 @@ class UnknownWayError(PygraphError):
     template = "a way is one of {allowed}; got {got!r}"
 
 
+class NotPatchedError(PygraphError):
+    template = "nothing here is ours: the patches of {feature!r} are {state}"
+
+
 class OwnInductor(torch._TorchCompileInductorWrapper):
     """Inductor as ``torch.compile(mode=...)`` makes it, with an identity of its own."""
 
@@ -132,5 +136,8 @@ def patches_on() -> bool:
 def _switch(on: bool) -> None:
     if on:
         inductor_patches.install()
+        for status in inductor_patches.status():
+            if status.feature == "trees" and status.state != "on":
+                raise NotPatchedError(feature=status.feature, state=status.state)
     elif patches_on():
         inductor_patches.uninstall()

@@ -6,6 +6,7 @@ and that are not are copied first, and copied back where they are written to.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch._inductor import cudagraph_trees
@@ -64,28 +65,34 @@ def _manager(device: int) -> Any:
 def _as_upstream_has_it(run: Run, mode: str, device: int) -> Run:
     """``run`` with what upstream's manager is told of a forward or a backward that is not graphed.
 
-    A backward that cannot be graphed expects that its forward has made a manager, and a forward that was graphed waits
-    for its backward, graphed or not.
+    A backward that cannot be graphed expects that its forward has made a manager, and a forward waits for its backward,
+    graphed or not: no step begins in between. Upstream looks for the manager where a function is called for the first
+    time, and not in later calls, which may come from threads that it knows nothing of.
     """
-    if mode == "forward":
+    known: Callable[[], Any] | None = None  # a manager must not outlive its functions
 
-        def forward(inputs: list[Any]) -> Any:
-            cudagraph_trees.get_manager(device)
-            return run(inputs)
+    def manager() -> Any:
+        nonlocal known
+        found = None if known is None else known()
+        if found is None:
+            found = cudagraph_trees.get_manager(device, create_if_none_exists=mode == "forward")
+            known = None if found is None else weakref.ref(found)
+        return found
 
-        return forward
+    def forward(inputs: list[Any]) -> Any:
+        waits = manager()
+        outputs = run(inputs)
+        if waits is not None:
+            waits.running_forwards_with_pending_backwards = True
+        return outputs
 
-    if mode == BACKWARD:
+    def backward(inputs: list[Any]) -> Any:
+        waits = manager()
+        if waits is not None:
+            waits.set_to_running_backward()
+        return run(inputs)
 
-        def backward(inputs: list[Any]) -> Any:
-            manager = _manager(device)
-            if manager is not None:
-                manager.set_to_running_backward()
-            return run(inputs)
-
-        return backward
-
-    return run
+    return forward if mode == "forward" else backward if mode == BACKWARD else run
 
 
 def _aligned(function: FunctionModel, static_input_idxs: Sequence[int], mutated: Collection[int]) -> Run:

@@ -8,13 +8,19 @@ steadily, if one does.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
+from torch._guards import TracingContext
+from torch._inductor import compile_fx
+
 from pygraph_trees.coverage.log import FunctionLog, journal
 from pygraph_trees.coverage.naming import compile_id, mode_name, program_name
 from pygraph_trees.settings import Settings
+from pygraph_trees.tensors import thread_id
 
 from .steady import entry
 
@@ -26,15 +32,33 @@ if TYPE_CHECKING:
     from .manager import Manager
 
 
+# Since torch 2.13 each thread has trees of its own for a function.
+_PER_THREAD = "thread_local" in inspect.unwrap(compile_fx.cudagraphify).__code__.co_cellvars
+
+
 def _nobody() -> None:
     return None
+
+
+def _first_saved(*, is_backward: bool, is_inference: bool) -> int | None:
+    """Which output of a graph that is being compiled is the first that autograd alone holds; None where none is known.
+
+    What a backward gives is accumulated: a leaf's gradient is a tensor of its own, with the same memory.
+    """
+    if is_backward:
+        return 0
+    context = TracingContext.try_get()
+    meta = None if context is None or is_inference else context.fw_metadata
+    if meta is None or any(isinstance(out, SubclassCreationMeta) for out in meta.subclass_fw_graph_out_meta):
+        return None
+    return int(meta.num_forward)
 
 
 class FunctionModel:
     """The compiled code of one function, with its settings and its log."""
 
     # Slots for what is looked at in each call.
-    __slots__ = ("__dict__", "__weakref__", "function_id", "instead", "manager", "was_asked")
+    __slots__ = ("__dict__", "__weakref__", "function_id", "instead", "manager", "thread", "was_asked")
 
     def __init__(self, model: Callable[[list[Any]], Any], settings: Settings, log: FunctionLog) -> None:
         self.model = model
@@ -45,6 +69,8 @@ class FunctionModel:
         # Who may replay it without a look at what else could be recorded; a manager must not outlive its functions.
         self.manager: Callable[[], Manager | None] = _nobody
         self.function_id: Any = None
+        self.thread: int | None = None  # in which it may be, where each has its own
+        self.first_saved: int | None = None  # the first output that no user sees; None where there may be none
         self._steady_in: Callable[[], Manager | None] = _nobody  # the same, while who replays it is kept back
         self.instead: Callable[[list[Any]], Any] | None = None  # called in its place, by who enters it
         self.trial: Trial | None = None  # which says so
@@ -75,12 +101,13 @@ class FunctionModel:
         """It begins a step there, and replays what it replayed the last time."""
         if self._added == 1 and not self._of_integers and self.settings.indirection != "off":
             self._steady_in, self.function_id = weakref.ref(manager), function_id
+            self.thread = thread_id() if _PER_THREAD else None
             if self.instead is None:
                 self.manager = self._steady_in
 
     def steadily(self, inputs: list[Any]) -> Any:
         """The outputs of a steady replay, for which the inputs are consumed; None where there is none."""
-        manager = self.manager()
+        manager = self.manager() if self.thread is None or self.thread == thread_id() else None
         return None if manager is None else manager.replay_steadily(inputs, self.function_id)
 
     def may_replay(self, *, may: bool) -> None:
@@ -109,7 +136,9 @@ class FunctionModel:
             graph.functions += 1
             log.partition = graph.functions
         journal.add_function(log)
-        return FunctionModel(model, settings, log)
+        function = FunctionModel(model, settings, log)
+        function.first_saved = _first_saved(is_backward=is_backward, is_inference=is_inference)
+        return function
 
 
 def entered(

@@ -4,9 +4,10 @@ Where a graph is one partition, the code around it takes the inputs apart, puts 
 calls it, and returns what it returned, some of it seen in another way. :func:`shortened` reads that code and does the
 same: it orders the list of inputs in place. Code that does anything else stays as it is.
 
-An output that is returned in one way alone is seen that way by the partition's function already, where that is ours:
-a recording holds it so and gives it again at each replay, as it did before torch cut graphs into partitions. To make
-such views anew took 80 and 66 µs in forward and backward of a BERT on an H200, in C++: their memory is in no cache.
+What a forward saves, and a gradient, that is returned in one way alone is seen that way by the partition's function
+already, where that is ours: a recording holds it so and gives it again at each replay. To make such views anew took 80
+and 66 µs in forward and backward of a BERT on an H200, in C++: their memory is in no cache. What a user is given is
+seen anew at each call: it may be seen otherwise in place, or asked to hold a gradient.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
         return None
     names: dict[str, Any] = call.__func__.__globals__
     function: Any = getattr(partitions[0], "function", None)
-    if getattr(getattr(function, "model", None), "__globals__", None) is names:
-        code, function.as_returned = _with_views_inside(code, names)
+    is_its_own = getattr(getattr(function, "model", None), "__globals__", None) is names
+    if is_its_own and function.first_saved is not None:
+        code, function.as_returned = _with_views_inside(code, names, function.first_saved)
     order = chosen(code.given, code.count)
     keep = _several(code.kept)
     finish = _finish(code, names)
@@ -125,14 +127,19 @@ def _steadily(runner: Any, code: _Code, finish: _Finish | None, view: Any) -> Ca
     )
 
 
-def _with_views_inside(code: _Code, names: dict[str, Any]) -> tuple[_Code, Callable[[Sequence[Any]], Any] | None]:
-    """The code for a partition that gives outputs as they are returned, and what makes them so of what it gives."""
+def _with_views_inside(
+    code: _Code, names: dict[str, Any], first: int
+) -> tuple[_Code, Callable[[Sequence[Any]], Any] | None]:
+    """The code for a partition that gives outputs as they are returned, and what makes them so of what it gives.
+
+    Those that are returned from ``first`` on.
+    """
     uses = Counter(_name_in(value) for value in code.returned)
     ways: dict[str, set[str]] = defaultdict(set)
     for value in code.returned:
         ways[_name_in(value)].add(ast.unparse(value))
     inside: dict[str, ast.expr] = {}  # views, by output
-    for value in code.returned:
+    for value in code.returned[first:]:
         name = _name_in(value)
         if isinstance(value, ast.Call) and name in code.made and ways[name] == {ast.unparse(value)}:
             inside[name] = value

@@ -373,8 +373,8 @@ class TestCommandLine(TestCase):
             ahead = [*order, ""][order.index(job.name) + 1]
             self.assertEqual(FakeWorker.started[-1], ahead or job.name)  # the next one imports meanwhile
             self.assertEqual((job.plan.rounds, timeout_s, job.ways), (4, 9.0, ("eager", "ours")))
-            record = Measurement(job.name, job.mode, job.batch, "ours", "same", latency_ms=1.0)
-            return [record.failed("RuntimeError: no") if job.name == "TKE" else record]
+            records = [Measurement(job.name, job.mode, job.batch, way, "same", latency_ms=1.0) for way in job.ways]
+            return [record.failed("RuntimeError: no") if job.name == "TKE" else record for record in records]
 
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             out = Path(folder) / "x.json"
@@ -388,7 +388,7 @@ class TestCommandLine(TestCase):
             status, shown, _ = self._main("EOS", "TKE", *common)
             self.assertEqual((status, ran), (1, ["EOS", "TKE"]))
             self.assertIn("failed: RuntimeError: no", shown)
-            self.assertEqual([r.workload for r in Results.read(out).records], ["EOS", "TKE"])
+            self.assertEqual([r.workload for r in Results.read(out).records], ["EOS", "EOS", "TKE", "TKE"])
             self.assertIn("# NVIDIA H200, torch 2.11.0", out.with_suffix(".md").read_text())
 
             order = ["TKE", "DLRM"]
@@ -400,8 +400,37 @@ class TestCommandLine(TestCase):
             here.return_value = replace(blank, code_hash="other")
             order = ["EOS"]
             status, shown, _ = self._main("EOS", *common, "--resume")
-            self.assertIn("is of other code", shown)
-            self.assertEqual((status, [r.workload for r in Results.read(out).records]), (0, ["EOS"]))
+            self.assertIn("differs in code_hash; starting anew", shown)
+            self.assertEqual((status, [r.workload for r in Results.read(out).records]), (0, ["EOS", "EOS"]))
+
+            ran.clear()
+            four = ("--rounds", "4", "--timeout", "9", "--resume", "--out", str(out))
+            with mock.patch.object(self, "assertEqual"):  # the ways are others
+                self._main("EOS", *four)
+            self.assertEqual(ran, ["EOS"])  # measured before in two ways alone
+
+    def test_some_workloads_leave_the_others(self):
+        blank = Results("NVIDIA H200", "1", "2.11.0", "3", "3.12", "today", "hash", 7)
+        record = Measurement("EOS", "inference", 1, "ours", "same", latency_ms=1.0)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.object(command_line, "RESULTS_FOLDER", Path(folder)),
+            mock.patch("torch.cuda.is_available", return_value=True),
+            mock.patch("pygraph_trees.comparison.results.here", return_value=blank),
+            mock.patch("bench.isolated.Worker", lambda job: FakeWorker(job, lambda *_: [record])),
+            mock.patch("bench.summary.main"),
+        ):
+            out = Path(folder) / "h200-torch2.11.json"
+            others = replace(blank, date="before", records=(replace(record, workload="TKE"),))
+            others.write(out)
+            self._main("EOS")
+            self.assertEqual([r.workload for r in Results.read(out).records], ["TKE", "EOS"])
+            for differs in ({"code_hash": "another"}, {"rounds": 3}, {"gpu": "NVIDIA H100"}):
+                replace(others, **differs).write(out)
+                status, shown, _ = self._main("EOS")
+                self.assertEqual(status, 2)
+                self.assertRegex(shown, f"differs in {next(iter(differs))}: name another with --out")
+                self.assertEqual([r.workload for r in Results.read(out).records], ["TKE"])
 
     def test_one_command_makes_page_and_plots(self):
         """Of what goes to the folder of the results, where plots can be made."""

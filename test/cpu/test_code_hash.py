@@ -121,6 +121,18 @@ class TestEvidence(TestCase):
                 self.assertEqual((outcome.passed, outcome.failed, outcome.skipped), (1, 1, 1))
                 self.assertEqual(outcome.failures, ["test_good.T.test_b"])
                 crashed = module.run_file(bad)
+                late = Path(folder) / "test_late.py"
+                late.write_text(
+                    "import atexit, os\natexit.register(os._exit, 9)\ndef test_a(): pass\n"  # behind all tests
+                )
+                outcome = module.run_file(late)
+                self.assertEqual((outcome.passed, outcome.failures), (1, ["test_late.py: exit status 9"]))
+                cut = Path(folder) / "test_cut.py"
+                cut.write_text(
+                    "import pytest\ndef test_a(): pass\ndef test_b(): pytest.exit('no', returncode=3)\n"
+                    "def test_c(): assert False\n"
+                )
+                self.assertEqual(module.run_file(cut).failures, ["test_cut.py: exit status 3"])
         self.assertEqual((crashed.passed, crashed.failed), (0, 1))
         self.assertEqual(crashed.failures, ["test_bad.py: exit status 3"])
 

@@ -41,7 +41,7 @@ from pygraph_trees.comparison.table import WIDTH, geometric_mean
 from pygraph_trees.comparison.timing import collector_off, is_steady, median, percentile, schedule, time_block
 from pygraph_trees.comparison.trace import GpuWork, profile_call, read_trace
 from pygraph_trees.comparison.tuning import own_cache
-from pygraph_trees.comparison.ways import OwnInductor, UnknownWayError, Way, make_ways, patches_on
+from pygraph_trees.comparison.ways import NotPatchedError, OwnInductor, UnknownWayError, Way, make_ways, patches_on
 from pygraph_trees.coverage.log import RecordingLog
 
 FAST = Plan(rounds=2, block_s=0.0, calls=(2, 2), settle_calls=1, warm_calls=(5, 8), ring=3, fresh_caches=False)
@@ -331,6 +331,14 @@ class TestWays(TestCase):
         with self.assertRaisesRegex(UnknownWayError, "got 'jit'"):
             make_ways(Program(lambda: None), ["eager", "jit"])
 
+    def test_ours_needs_the_patches(self):
+        off = [inductor_patches.Status("trees", "disabled", ())]
+        with (
+            mock.patch.object(inductor_patches, "status", lambda: off),
+            self.assertRaisesRegex(NotPatchedError, "disabled"),
+        ):
+            make_ways(Program(fn=torch.sin, args=(torch.zeros(1),)), ["ours"])
+
     def test_patches_are_on_for_ours_alone_and_as_before_afterwards(self):
         ways = make_ways(Program(lambda: None))
         before = patches_on()
@@ -572,6 +580,8 @@ class TestResults(TestCase):
         again = results.with_records([_measurement().failed("x")])
         self.assertEqual([(r.workload, r.error) for r in again.records], [("EOS", None), ("BERT", "x")])
         self.assertEqual(again.finished(), {"EOS"})
+        self.assertEqual(again.finished(["no such way"]), set())
+        self.assertEqual(again.differs_in(dataclasses.replace(again, date="another", rounds=99)), ["rounds"])
 
     def test_file_names(self):
         self.assertEqual(file_stem("NVIDIA H200", "2.11.0+cu130"), "h200-torch2.11")

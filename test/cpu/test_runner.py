@@ -10,6 +10,7 @@ import tempfile
 import textwrap
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -22,6 +23,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees import tensors
 from pygraph_trees.absent_gpu import lower
+from pygraph_trees.trees import function as trees_function
 from pygraph_trees.trees.function import FunctionModel, entered
 from pygraph_trees.trees.runner import shortened
 
@@ -296,17 +298,18 @@ class RunnerTestCase(TestCase):
 class TestViewsInside(RunnerTestCase):
     """A function of ours gives what is returned in one way that way."""
 
-    def graphed(self, call, partition):
+    def graphed(self, call, partition, first_saved=0):
         """What Inductor made, the same with the function graphed, and that function."""
         module = self.module(runner_of(call) + "\ndef partition_0(args):\n    return compute(args)\n")
         module.compute = partition
         long, short = module.Runner([module.partition_0]), module.Runner([module.partition_0])
         model = FunctionModel.of(module.partition_0, is_backward=False, is_inference=True)
+        model.first_saved = first_saved
         short.recursively_apply_fns([lambda _: entered(model, model)])
         return long, short, model
 
-    def check(self, call, count, partition):
-        long, short, model = self.graphed(call, partition)
+    def check(self, call, count, partition, first_saved=0):
+        long, short, model = self.graphed(call, partition, first_saved)
         found = shortened(short.call)
         inputs = tensors_numbered(count)
         self.assertAreSame(found(list(inputs)), long.call(list(inputs)))
@@ -356,6 +359,33 @@ class TestViewsInside(RunnerTestCase):
         self.assertIsNot(first, buf1)
         self.assertEqual((first.shape, first.stride(), first.storage_offset()), ((2, 3), (3, 1), 8))
         self.assertEqual(first.data_ptr(), buf1.data_ptr())
+
+    def test_what_a_user_sees_is_seen_anew(self):
+        """None is known of what no user sees, or it is what comes behind."""
+        for first_saved, inside in ((None, False), (3, False), (1, False), (0, True)):
+            _, model = self.check(CALL, 3, Partition(tensors_numbered(2)), first_saved)
+            self.assertEqual(model.as_returned is not None, inside)
+        twice = CALL.replace("None", "reinterpret_tensor(buf1, (2, 3), (3, 1), 4)")
+        for first_saved, inside in ((None, False), (3, False), (2, True), (0, True)):
+            _, model = self.check(twice, 3, Partition(tensors_numbered(2)), first_saved)
+            self.assertEqual(model.as_returned is not None, inside)
+
+    def test_which_is_saved(self):
+        meta = SimpleNamespace(subclass_fw_graph_out_meta=[], num_forward=3)
+        context = SimpleNamespace(fw_metadata=meta)
+        for given_, more, wanted in (
+            (context, {}, 3),
+            (context, {"is_inference": True}, None),
+            (context, {"is_backward": True}, 0),
+            (SimpleNamespace(fw_metadata=None), {}, None),
+            (None, {}, None),
+        ):
+            with mock.patch.object(trees_function.TracingContext, "try_get", lambda given_=given_: given_):
+                model = FunctionModel.of(len, **({"is_backward": False, "is_inference": False} | more))
+            self.assertEqual(model.first_saved, wanted)
+        meta.subclass_fw_graph_out_meta = [object.__new__(trees_function.SubclassCreationMeta)]
+        with mock.patch.object(trees_function.TracingContext, "try_get", lambda: context):
+            self.assertIsNone(FunctionModel.of(len, is_backward=False, is_inference=False).first_saved)
 
     def test_an_output_that_is_an_input(self):
         """It is the input of each call, which no recording can give."""

@@ -109,7 +109,7 @@ class Trees:
         self.manager.running_forwards_with_pending_backwards = None
         if MAY_CLONE:
             self.manager.has_live_user_visible_output_cloning = False
-        self.function = Plain(manager=lambda: self.manager, function_id=7, was_asked=False)
+        self.function = Plain(manager=lambda: self.manager, function_id=7, thread=None, was_asked=False)
 
     def by_hand(self, inputs):
         self.handed.append((inputs, list(inputs) if isinstance(inputs, (list, tuple)) else []))
@@ -394,6 +394,22 @@ class TestNative(TestCase):
             del trees, entry
             gc.collect()
             self.assertEqual([reference() for reference in watched], [None] * len(watched))
+
+    def test_another_thread(self):
+        """Where each has trees of its own."""
+        for order in ORDERS:
+            given_ = some(3)
+            trees, here = Trees({}, some(1)), tensors.thread_id()
+            call = trees.entry(order=order)
+            for other in (here + 1, 0):
+                trees.function.thread, inputs = other, list(given_)
+                self.assertIs(call(inputs), trees.answer)
+                self.check_untouched(trees, inputs, given_)
+            trees.function.thread, inputs = "a", list(given_)
+            self.assertRaises(TypeError, call, inputs)
+            self.check_untouched(trees, inputs, given_)
+            trees.function.thread = here
+            self.check_replays(call, given_, trees.recording.own)
 
     def test_where_inputs_lie(self):
         for order in ORDERS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 import sys
+import threading
 import unittest
 from pathlib import Path
 from unittest import mock
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees import tensors
+from pygraph_trees.trees import function as trees_function
 
 _UPSTREAM = "_tensors_data_ptrs_at_indices_equal"
 
@@ -593,6 +595,39 @@ class TestNative(TestPython):
     def test_it_is_only_used_with_the_torch_that_it_was_built_for(self):
         with mock.patch.object(torch, "__version__", "2.11.0+other"):
             self.assertIsNone(tensors.load_native())
+
+
+class TestThreads(TestCase):
+    def check(self):
+        """Each that ever was has a number of its own."""
+        found = [tensors.thread_id(), tensors.thread_id()]
+        self.assertEqual(found[0], found[1])
+        for _ in range(20):
+            thread = threading.Thread(target=lambda: found.append(tensors.thread_id()))
+            thread.start()
+            thread.join()
+        self.assertEqual(len(set(found)), 21)
+
+    def test_in_cpp(self):
+        self.check()
+
+    def test_in_python(self):
+        with mock.patch.object(tensors, "native", None):
+            self.check()
+
+    def test_a_function_is_steady_in_one(self):
+        manager = mock.Mock(spec=["replay_steadily"])
+        manager.replay_steadily.return_value = [1]
+        for per_thread in (True, False):
+            with mock.patch.object(trees_function, "_PER_THREAD", per_thread):
+                model = trees_function.FunctionModel.of(len, is_backward=False, is_inference=True)
+                model.add(of_integers=False)
+                model.is_steady_in(manager, 7)
+            found = [model.steadily([])]
+            thread = threading.Thread(target=lambda model=model, found=found: found.append(model.steadily([])))
+            thread.start()
+            thread.join()
+            self.assertEqual(found, [[1], None if per_thread else [1]])
 
 
 if __name__ == "__main__":

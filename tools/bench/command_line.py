@@ -36,8 +36,8 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--rounds", type=int, metavar="N", help="rounds of interleaved blocks (7)")
     parse.add_argument("--ways", default=None, metavar="A,B", help="some of eager,compile,upstream,ours")
     parse.add_argument("--out", type=Path, metavar="FILE", help="result file, .json")
-    parse.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for one workload (600)")
-    parse.add_argument("--resume", action="store_true", help="keep what the result file has of this code")
+    parse.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="seconds for one workload (1800)")
+    parse.add_argument("--resume", action="store_true", help="keep what the result file has of this code and machine")
     parse.add_argument("--workloads", type=Path, default=WORKLOADS_FOLDER, metavar="DIR", help=argparse.SUPPRESS)
     return parse
 
@@ -94,7 +94,7 @@ def _measure(
     options: argparse.Namespace,
 ) -> int:
     from pygraph_trees.code_hash import code_hash
-    from pygraph_trees.comparison import markdown_table, text_table
+    from pygraph_trees.comparison import Results, markdown_table, text_table
     from pygraph_trees.comparison.results import file_stem, here
     from pygraph_trees.progress import Progress
 
@@ -104,7 +104,14 @@ def _measure(
     out: Path = options.out or RESULTS_FOLDER / f"{file_stem(results.gpu, results.torch)}.json"
     done: set[str] = set()
     if options.resume:
-        results, done = _resume(results, out)
+        results, done = _resume(results, out, ways)
+    elif not options.out and len(names) < len(workloads) and out.exists():
+        before = Results.read(out)
+        differ = results.differs_in(before)
+        if differ:
+            print(f"{out} has other workloads, and differs in {', '.join(differ)}: name another with --out")
+            return 2
+        results = replace(results, records=before.records)
     with contextlib.ExitStack() as stack:
 
         def started(name: str) -> Worker:
@@ -146,16 +153,17 @@ def _summarise() -> None:
         summary.main([])
 
 
-def _resume(results: Results, out: Path) -> tuple[Results, set[str]]:
+def _resume(results: Results, out: Path, ways: Sequence[str]) -> tuple[Results, set[str]]:
     from pygraph_trees.comparison import Results
 
     if not out.exists():
         return results, set()
     before = Results.read(out)
-    if before.code_hash != results.code_hash:
-        print(f"{out} is of other code; starting anew", flush=True)
+    differ = results.differs_in(before)
+    if differ:
+        print(f"{out} differs in {', '.join(differ)}; starting anew", flush=True)
         return results, set()
-    return replace(results, records=before.records), before.finished()
+    return replace(results, records=before.records), before.finished(ways)
 
 
 def _page(results: Results, tables: str) -> str:
