@@ -4,7 +4,8 @@ Training has the sizes of deberta-base: 12 layers of 768, vocabulary 50265. Infe
 the smallest checkpoint of the second version, whose sizes are the defaults of its configuration: 24 layers of 1536,
 vocabulary 128100, positions in 256 buckets, a convolution beside the first layer. Both have 512 tokens a sequence, and
 attend to relative positions both ways, as their checkpoints do. Each attention takes a square root of a number that it
-puts into a tensor on the CPU.
+puts into a tensor on the CPU. The first version slices by a number that it holds in a tensor, where Dynamo breaks the
+graph, in each layer: a step is many small graphs, in each way of running it.
 
 The first version masks scores with the least number that its queries can hold. Under autocast the queries would be
 float32, because a bias of that type is added to them, and the scores bfloat16, which that number does not fit. So the
