@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from bench import command_line, figures, graph_host, host_time, many, record_time, sections
+from bench import command_line, figures, graph_host, host_time, many, record_time, routes, sections
 from bench.isolated import Job, Worker
 from bench.loading import load_workloads
 
@@ -458,7 +458,7 @@ class TestCommandLine(TestCase):
 
 class TestFigures(TestCase):
     def test_no_gpu(self):
-        for module in (graph_host, host_time, many, record_time, sections):
+        for module in (graph_host, host_time, many, record_time, routes, sections):
             out = io.StringIO()
             with (
                 self.subTest(module.__name__),
@@ -558,6 +558,30 @@ class TestRecordTime(TestCase):
             found = record_time.measure("SMALL", 1)
         self.assertEqual([len(ms) for ms in found["samples"].values()], [2, 2])
         self.assertEqual(torch._dynamo.utils.counters["stats"]["unique_graphs"], 4)
+
+
+class TestRoutes(TestCase):
+    def test_addresses_by_rate(self):
+        sets = [(object(),) for _ in range(3)]
+        for rate, wanted in ((0.0, "000000"), (0.5, "001122"), (1.0, "012012")):
+            found = [sets.index(given) for given, _ in zip(routes.feed(sets, rate), range(6), strict=False)]
+            self.assertEqual("".join(map(str, found)), wanted)
+
+    def test_a_program_is_measured_by_each_route(self):
+        device, plan = torch.device("cpu"), Plan(rounds=2, block_s=0.001)
+        found = routes.measure(2, 3, False, ("patch", "off"), plan, device)
+        self.assertEqual(found["program"], "2 x 3")
+        cells = {f"{route} {rate}" for route in ("patch", "off") for rate in routes.RATES}
+        self.assertEqual(found["samples"].keys(), cells)
+        self.assertTrue(all(len(all_) == 2 for cell in found["samples"].values() for all_ in cell.values()))
+        table = routes.table([found], ("patch", "off"))
+        self.assertEqual([line[:8] for line in table.splitlines()[1:]], ["2 x 3   "] * 3)
+        model = routes.Consumers(3, loaded=False)
+        x, y = torch.rand(16, 16), torch.rand(16, 16)
+        total = x
+        for _ in range(3):
+            total = total.sin() + x + y
+        self.assertEqual(model(x, y), total)
 
 
 if __name__ == "__main__":
