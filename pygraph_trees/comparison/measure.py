@@ -1,9 +1,9 @@
 """Runs a program in several ways and measures them: the protocol behind ``compare`` and the benchmark.
 
 Three stages, with a checkpoint after each: *prepare* compiles each way, warms it up until it is steady and compares
-its outputs with eager's; *time* takes rounds of interleaved blocks; *inspect* profiles one call and counts recordings,
-copies and memory. A way that raises is out from there on: its measurements carry the error and no figures, and the
-others go on.
+its outputs with eager's, with a checkpoint after each way; *time* takes rounds of interleaved blocks; *inspect*
+profiles one call and counts recordings, copies and memory. A way that raises is out from there on: its measurements
+carry the error and no figures, and the others go on.
 
 In the "fresh" regime, outputs are compared on a set of inputs while all other sets hold zeros, so that a way that
 reads the inputs of another call is found out. Random numbers are seeded alike before each compared call.
@@ -96,7 +96,7 @@ class Comparison:
         self._total = len(self._runs) * (1 + self.plan.rounds + self.plan.inspect)
 
     def run(self, checkpoint: Checkpoint | None = None) -> list[Measurement]:
-        """All stages; ``checkpoint`` gets the measurements as they stand after each."""
+        """All stages; ``checkpoint`` gets the measurements as they stand then."""
         # All ways run the same code objects, and Dynamo counts the compilations of each: none may take another's.
         limit = max(_MOST_COMPILATIONS, torch._dynamo.config.recompile_limit) * len(self.ways)
         with torch._dynamo.config.patch(recompile_limit=limit), _caches(self.plan.fresh_caches) as cache:
