@@ -147,17 +147,12 @@ class _Rewriting:
             with self._graph.inserting_after(node):
                 host = self._call(aten.clone.default, (node,), node)
         with self._graph.inserting_after(max(self._anchor, host)):
-            return self._call(staged, (self._anchor, host, int(self._when_read(node))), node)
-
-    def _when_read(self, node: fx.Node) -> HostRead:
-        """When the program is done with reading a value: where it waits for its stream, no copy is later than that."""
-        read = _when_read(node)
-        return HostRead.IN_ORDER if read is HostRead.LATER and self._waits else read
+            return self._call(staged, (self._anchor, host, int(_when_read(node, waits=self._waits))), node)
 
     def _why_not_staged(self, node: fx.Node) -> str | None:
         if not self._stages:
             return "graphs are given no addresses"
-        if is_row_of_input(node) and _when_read(node) is not HostRead.AT_ONCE:
+        if is_row_of_input(node) and _when_read(node, waits=self._waits) is not HostRead.AT_ONCE:
             return "it is a part of an input with gaps"  # a copy of it on the CPU would be made at the call
         nbytes = nbytes_of(node)
         return f"{nbytes} bytes are too many to be staged" if nbytes > MOST_STAGED_NBYTES else None
@@ -233,8 +228,11 @@ def _may_be_late(node: fx.Node) -> bool:
     return all(is_copy_between_devices(user) and _is_non_blocking(user) for user in node.users)
 
 
-def _when_read(node: fx.Node) -> HostRead:
-    """When the program reads a value that is staged, through views as well."""
+def _when_read(node: fx.Node, *, waits: bool) -> HostRead:
+    """When the program reads a value that is staged, through views as well.
+
+    Where it ``waits`` for its stream anywhere, no copy is later than that.
+    """
     reads = [
         (value, user)
         for value in _itself_and_views(node)
@@ -242,7 +240,7 @@ def _when_read(node: fx.Node) -> HostRead:
         if not is_view(user) or _mutates(user)
     ]
     if reads and all(is_copy_between_devices(user) and _is_non_blocking(user) for _, user in reads):
-        return HostRead.LATER
+        return HostRead.IN_ORDER if waits else HostRead.LATER
     return HostRead.AT_ONCE if all(_is_read_at_once(value, user) for value, user in reads) else HostRead.IN_ORDER
 
 

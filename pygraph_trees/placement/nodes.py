@@ -374,24 +374,27 @@ def is_a_whole(node: fx.Node) -> bool:
     The code that is generated finds a view in the memory of what it is a view of, by that one's strides. They are not
     those of what stands for it where it has gaps, and Inductor may leave gaps in what the CPU computes.
     """
-    current = node
-    while _shows_another(current):
-        sources = [source for source in current.all_input_nodes if tensors_of(source)]
-        if len(sources) != 1 or not all(_is_dense(t) for n in (current, *sources) for t in tensors_of(n)):
-            return False
-        current = sources[0]
-    return current is node or current.op == "placeholder"
+    if not _shows_another(node):
+        return True
+    views = _views(node)
+    return views[-1].op == "placeholder" and all(_is_dense(t) for view in views for t in tensors_of(view))
 
 
 def is_row_of_input(node: fx.Node) -> bool:
     """Whether it is a view without gaps of an input with some."""
-    current = node
-    while _shows_another(current):
-        sources = [source for source in current.all_input_nodes if tensors_of(source)]
+    views = _views(node)
+    return views[-1].op == "placeholder" and not is_a_whole(node) and all(map(_is_dense, tensors_of(node)))
+
+
+def _views(node: fx.Node) -> list[fx.Node]:
+    """It, what it is a view of, what that is a view of, and so on; it ends at a view of several."""
+    found = [node]
+    while _shows_another(found[-1]):
+        sources = [source for source in found[-1].all_input_nodes if tensors_of(source)]
         if len(sources) != 1:
-            return False
-        current = sources[0]
-    return current.op == "placeholder" and not is_a_whole(node) and all(map(_is_dense, tensors_of(node)))
+            break
+        found.append(sources[0])
+    return found
 
 
 def _shows_another(node: fx.Node) -> bool:
