@@ -130,7 +130,7 @@ class TestSetKernels(TestCase):
         wanted = ctypes.cast(self.fake.cuGraphExecKernelNodeSetParams_v2, ctypes.c_void_p).value
         for name, error in (("no such library", OSError), ("libc.so.6", RuntimeError), ("x" * 5000, OSError)):
             self.assertEqual(_native.kernel_setter(self.library), wanted)
-            with self.assertRaises(error) as raised:
+            with self.assertRaises(error):
                 _native.kernel_setter(name)
         self.assertEqual(_native.kernel_setter(self.library), wanted)
         with self.assertRaises(RuntimeError) as raised:
