@@ -1,6 +1,7 @@
 """Variants against their originals, run by Triton's interpreter on tensors of the CPU.
 
 ``test_variants.py`` runs this file in a process of its own: Triton decides when it is imported whether it interprets.
+It ends in ``unittest.main``, since torch's ``run_tests`` wants another package where ``CI`` is set.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import random
 import sys
 import tempfile
+import unittest
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ import torch
 import variant_kernels as kernels
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.testing._internal.common_utils import TestCase, run_tests
+from torch.testing._internal.common_utils import TestCase
 
 from pygraph_trees.indirection.table import WIDTHS, writer_function
 from pygraph_trees.indirection.variants import Variant, with_slots
@@ -186,4 +188,4 @@ class TestRandomKernels(InterpretedTestCase):
 
 
 if __name__ == "__main__":
-    sys.exit(run_tests())
+    unittest.main()
