@@ -28,7 +28,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "flags": ("config", "torch_compile"),
     "trees": ("cudagraph_trees", "compile_fx", "output_code"),
     "coverage": ("scheduler", "output_code"),
-    "calls": ("dynamo",),
+    "calls": ("dynamo", "autograd_cache"),
     "placement": ("post_grad", "compile_fx", "scheduler"),
     "table": ("triton_heuristics",),
 }

@@ -8,7 +8,9 @@ steadily, if one does.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import threading
 import weakref
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -25,7 +27,7 @@ from pygraph_trees.tensors import thread_id
 from .steady import entry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pygraph_trees.selection.trial import Trial
 
@@ -40,15 +42,36 @@ def _nobody() -> None:
     return None
 
 
+class _Loaded(threading.local):
+    meta: Any = None
+
+
+_loaded = _Loaded()
+
+
+@contextlib.contextmanager
+def loaded_with(meta: Any) -> Iterator[None]:
+    """Puts a program to use, in this thread, that was compiled earlier; ``meta`` is AOTAutograd's of its forward."""
+    before, _loaded.meta = _loaded.meta, meta
+    try:
+        yield
+    finally:
+        _loaded.meta = before
+
+
 def _first_saved(*, is_backward: bool, is_inference: bool) -> int | None:
-    """Which output of a graph that is being compiled is the first that autograd alone holds; None where none is known.
+    """Which output of a graph that is put to use is the first that autograd alone holds; None where none is known.
 
     What a backward gives is accumulated: a leaf's gradient is a tensor of its own, with the same memory.
     """
     if is_backward:
         return 0
+    if is_inference:
+        return None
     context = TracingContext.try_get()
-    meta = None if context is None or is_inference else context.fw_metadata
+    meta = _loaded.meta
+    if meta is None and context is not None:
+        meta = context.fw_metadata
     if meta is None or any(isinstance(out, SubclassCreationMeta) for out in meta.subclass_fw_graph_out_meta):
         return None
     return int(meta.num_forward)

@@ -18,6 +18,7 @@ import torch._inductor.config as config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo import utils as dynamo_utils
+from torch._functorch._aot_autograd import aot_autograd_result
 from torch._inductor import compile_fx, cudagraph_trees, output_code, scheduler
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -45,6 +46,7 @@ def torch_as_it_is():
         "post_compile": output_code.CompiledFxGraph.post_compile,
         "call": output_code.CompiledFxGraph.__call__,
         "marks": (dynamo_utils.record_pregraph_bytecode_enter, dynamo_utils.record_pregraph_bytecode_exit),
+        "wrap": aot_autograd_result.GenericAOTAutogradResult.wrap_post_compile,
         "partition": scheduler.Scheduler.graph_partition,
         "options": torch._TorchCompileInductorWrapper.apply_options,
         "entries": {name: id(entry) for name, entry in config._config.items()},

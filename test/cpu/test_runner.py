@@ -19,6 +19,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.utils import fresh_cache
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees import tensors
@@ -386,6 +388,41 @@ class TestViewsInside(RunnerTestCase):
         meta.subclass_fw_graph_out_meta = [object.__new__(trees_function.SubclassCreationMeta)]
         with mock.patch.object(trees_function.TracingContext, "try_get", lambda: context):
             self.assertIsNone(FunctionModel.of(len, is_backward=False, is_inference=False).first_saved)
+
+    def test_which_is_saved_of_a_program_from_the_cache(self):
+        """AOTAutograd's cache tells as much as its compilation, of a training step and of what is no training."""
+
+        def step(x, w):
+            y = (x @ w).sin()
+            return y.view(-1), (y * y).sum(), x + 1
+
+        found = []
+        upstream = CompiledFxGraph.post_compile
+
+        def post_compile(graph, inputs, constants, kwargs):
+            backward, inference = bool(kwargs["is_backward"]), bool(graph.fx_kwargs["is_inference"])
+            found.append((backward, trees_function._first_saved(is_backward=backward, is_inference=inference)))
+            return upstream(graph, inputs, constants, kwargs)
+
+        def run(requires_grad):
+            found.clear()
+            torch._dynamo.reset()
+            inputs = torch.randn(4, 4, requires_grad=requires_grad), torch.randn(4, 4, requires_grad=requires_grad)
+            flat, total, _ = torch.compile(step)(*inputs)
+            if requires_grad:
+                (flat.sum() + total).backward()
+            return dict(found)
+
+        counters = torch._dynamo.utils.counters["aot_autograd"]
+        with fresh_cache(), mock.patch.object(CompiledFxGraph, "post_compile", post_compile):
+            for requires_grad, wanted in ((True, {False: 3, True: 0}), (False, {False: None})):
+                compiled = run(requires_grad)
+                hits = counters["autograd_cache_hit"]
+                loaded = run(requires_grad)
+                self.assertEqual(counters["autograd_cache_hit"], hits + 1)
+                self.assertEqual(compiled, wanted)
+                self.assertEqual(loaded, wanted)
+        self.assertIsNone(trees_function._loaded.meta)
 
     def test_an_output_that_is_an_input(self):
         """It is the input of each call, which no recording can give."""
