@@ -166,7 +166,7 @@ class TestIndirectionEndurance(IndirectionTestCase):
 
         for name, sizes in (("one large", [512 * MIB]), ("several", [64 * MIB] * 4), ("small", [4096] * 16)):
             with self.subTest(name):
-                upstream, ours = (self.peak(flag, program, sizes) for flag in ("off", "auto"))
+                upstream, ours = (self.peak(flag, program, sizes) for flag in ("off", self.indirection))
                 for what, theirs, mine in zip(("peak", "left"), upstream, ours, strict=True):
                     self.assertLessEqual(mine, theirs + 4 * MIB, f"{what}: {mine}, upstream {theirs}")
                 if sum(sizes) > MAX_PIECE_NBYTES:

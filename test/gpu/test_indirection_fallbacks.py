@@ -114,7 +114,7 @@ class TestIndirectionFallbacks(IndirectionTestCase):
         """The graph's own error, as upstream's copy has it; each ends its process."""
         found = [
             run_isolated("test_indirection_fallbacks", "reads_freed_memory", OURS, config={FLAG: flag})
-            for flag in ("off", "auto")
+            for flag in ("off", self.indirection)
         ]
         for child in found:
             self.assertRegex(child["lost"][1], "illegal memory access")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 from indirection import IndirectionTestCase
 from torch.testing._internal.common_utils import run_tests
@@ -20,21 +21,25 @@ from fuzzing.case import Case, Input
 from fuzzing.check import check
 
 PROGRAMS = int(os.environ.get("PYGRAPH_FUZZ_PROGRAMS", "300"))
-DRAWN = PROGRAMS + PROGRAMS // 10  # some cannot be run by eager, or differ under upstream as well
 SECONDS = 400.0
 
 
 class TestIndirectionRandom(IndirectionTestCase):
+    programs = PROGRAMS
+    seed = 7
+
     def test_random_programs(self):
-        plan = Plan("cuda", "ours", "upstream", None, SECONDS, seed=7, most_cases=DRAWN, jobs=6)
-        outcome = run(plan, lambda done, total, text: None)
+        drawn = self.programs + self.programs // 10  # some cannot be run by eager, or differ under upstream as well
+        plan = Plan("cuda", "ours", "upstream", None, SECONDS, seed=self.seed, most_cases=drawn, jobs=6)
+        with mock.patch.dict(os.environ, PYGRAPH_INDIRECTION=self.indirection):
+            outcome = run(plan, lambda done, total, text: None)
         if outcome.failure is not None:
             self.fail(f"{outcome.failure.message}\n\n{outcome.failure.case.text()}")
         counts = outcome.counts
-        self.assertEqual(counts.cases, DRAWN, str(counts))
-        self.assertGreaterEqual(counts.cases - counts.invalid, 0.8 * DRAWN, str(counts))
-        self.assertLess(counts.torch_differs, 0.1 * DRAWN, str(counts))
-        self.assertGreaterEqual(counts.cases - counts.invalid - counts.torch_differs, PROGRAMS, str(counts))
+        self.assertEqual(counts.cases, drawn, str(counts))
+        self.assertGreaterEqual(counts.cases - counts.invalid, 0.8 * drawn, str(counts))
+        self.assertLess(counts.torch_differs, 0.1 * drawn, str(counts))
+        self.assertGreaterEqual(counts.cases - counts.invalid - counts.torch_differs, self.programs, str(counts))
         # What is compared is replays, not calls that ran un-graphed.
         self.assertGreater(counts.replays, counts.cases, str(counts))
         self.assertLess(counts.ungraphed_calls, 0.1 * counts.calls, str(counts))

@@ -1,0 +1,14 @@
+"""The tests of ``test_indirection_fallbacks.py``, with a table of addresses."""
+
+from __future__ import annotations
+
+import test_indirection_fallbacks as by_patch
+from torch.testing._internal.common_utils import run_tests
+
+
+class TestFallbacksByTable(by_patch.TestIndirectionFallbacks):
+    indirection = "table"
+
+
+if __name__ == "__main__":
+    run_tests()
