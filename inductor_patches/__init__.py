@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 # In the order in which they go on; a feature's patches stand in the modules that are named behind it.
 FEATURES: dict[str, tuple[str, ...]] = {
     "flags": ("config", "torch_compile"),
-    "trees": ("cudagraph_trees", "compile_fx", "output_code"),
+    "trees": ("cudagraph_trees", "compile_fx", "output_code", "autograd_cache"),
     "coverage": ("scheduler", "output_code"),
-    "calls": ("dynamo", "autograd_cache"),
+    "calls": ("dynamo",),
     "placement": ("post_grad", "compile_fx", "scheduler"),
     "table": ("triton_heuristics",),
 }

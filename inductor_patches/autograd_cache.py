@@ -2,7 +2,7 @@
 
 ``wrap_post_compile`` runs where AOTAutograd's cache has a program, and puts its graphs to use without compiling: what
 the compilation would have left in the tracing context, which of a forward's outputs a user sees among it, is then in
-the cache's entry alone. Without this patch all views that such a forward returns are made anew at each call.
+the cache's entry alone, and the context may tell it of another part of the same program that was compiled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _wrap_post_compile(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCHES: tuple[Patch, ...] = (
     Rebind(
-        feature="calls",
+        feature="trees",
         module=_MODULE,
         name="GenericAOTAutogradResult.wrap_post_compile",
         replace=_wrap_post_compile,

@@ -69,19 +69,21 @@ def _cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
 def _keeps_writes(run: Any, static_input_idxs: Any, mutated: set[int]) -> Callable[[list[Any]], Any]:
     """``run`` with mutated inputs that come misaligned copied back: upstream clones them and loses what is written.
 
-    Which inputs have to be aligned is asked at the first call, as upstream does: before it there may be no real ones.
+    Which inputs have to be aligned is asked at the first call with the same integers, as upstream does: before it there
+    may be no real ones.
     """
     from torch._inductor.compile_fx import get_input_idxs_to_check
     from torch._inductor.utils import align_inputs_from_check_idxs
     from torch.utils._ordered_set import OrderedSet
 
-    aligned: Callable[[list[Any]], Any] | None = None
+    by_integers: dict[tuple[int, ...], Callable[[list[Any]], Any]] = {}
 
     def call(inputs: list[Any]) -> Any:
-        nonlocal aligned
+        integers = tuple(value for value in inputs if isinstance(value, int))
+        aligned = by_integers.get(integers)
         if aligned is None:
             written = [index for index in get_input_idxs_to_check(inputs, static_input_idxs) if index in mutated]
-            aligned = align_inputs_from_check_idxs(run, written, OrderedSet(written))
+            aligned = by_integers[integers] = align_inputs_from_check_idxs(run, written, OrderedSet(written))
         return aligned(inputs)
 
     return call

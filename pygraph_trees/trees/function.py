@@ -62,11 +62,9 @@ def loaded_with(meta: Any) -> Iterator[None]:
 def _first_saved(*, is_backward: bool, is_inference: bool) -> int | None:
     """Which output of a graph that is put to use is the first that autograd alone holds; None where none is known.
 
-    What a backward gives is accumulated: a leaf's gradient is a tensor of its own, with the same memory.
+    What a backward gives, ``torch.autograd.grad`` gives a user.
     """
-    if is_backward:
-        return 0
-    if is_inference:
+    if is_backward or is_inference:
         return None
     context = TracingContext.try_get()
     meta = _loaded.meta
@@ -98,6 +96,7 @@ class FunctionModel:
         self.instead: Callable[[list[Any]], Any] | None = None  # called in its place, by who enters it
         self.trial: Trial | None = None  # which says so
         self.as_returned: Callable[[Sequence[Any]], Any] | None = None  # makes the outputs of what the model gives
+        self.seen_inside: tuple[int, ...] = ()  # outputs that are another view of what the model gives
         self.is_entered = False  # by :func:`entered`
         self.was_asked = False  # for a steady replay, in vain, by who calls it next
         self._added = 0

@@ -21,7 +21,9 @@ counts them as its instances. To tell the two apart, ask for the type.
 
 from __future__ import annotations
 
+import functools
 import traceback
+import weakref
 from collections import Counter
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -167,6 +169,16 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             for made_of, static in zip(self.outputs_metadata, self.static_output_tensors, strict=True)
         ]
         self._outputs_once_more = once_more(self.cached_tensor_outputs, self._constants)
+
+    def _initialize_cached_tensors(self) -> None:
+        super()._initialize_cached_tensors()
+        # Upstream takes a cached output that autograd alone holds for dead. Of what a forward saves, autograd would hold
+        # a view, as upstream gives it, and the output would be alive: so it is where the output is that view itself.
+        recording = weakref.ref(self)
+        for number in getattr(self.wrapped_function.model, "seen_inside", ()):
+            if self.cached_tensor_outputs[number] is not None:
+                held: Any = self.outputs_weakrefs[number]
+                held.extra_ref_check = functools.partial(_is_let_go, recording, number, held.extra_ref_check)
 
     def _deaths(self, indices: list[tuple[int, int]]) -> Deaths | None:
         """Of outputs on the path, by depth and number; None where there are none."""
@@ -509,6 +521,13 @@ def without_staged(outputs: Sequence[Any], live: LiveInputs) -> list[Any]:
             live.outputs[position] = item.index, None if output is item.stand_in else _view_of(output, item.stand_in)
             shown[position] = None
     return shown
+
+
+def _is_let_go(recording: Callable[[], Recording | None], number: int, check: Callable[[], bool]) -> bool:
+    """Whether a cached output is held by its recording alone: not in C++, and else as upstream's ``check`` has it."""
+    node = recording()
+    # Without a name for the output: references are counted.
+    return (node is None or node.cached_tensor_outputs[number]._use_count() == 1) and check()
 
 
 def _is_alive() -> bool:

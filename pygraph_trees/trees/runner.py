@@ -4,10 +4,10 @@ Where a graph is one partition, the code around it takes the inputs apart, puts 
 calls it, and returns what it returned, some of it seen in another way. :func:`shortened` reads that code and does the
 same: it orders the list of inputs in place. Code that does anything else stays as it is.
 
-What a forward saves, and a gradient, that is returned in one way alone is seen that way by the partition's function
-already, where that is ours: a recording holds it so and gives it again at each replay. To make such views anew took 80
-and 66 µs in forward and backward of a BERT on an H200, in C++: their memory is in no cache. What a user is given is
-seen anew at each call: it may be seen otherwise in place, or asked to hold a gradient.
+What a forward saves that is returned in one way alone is seen that way by the partition's function already, where that
+is ours: a recording holds it so and gives it again at each replay. To make such views anew took 80 µs in the forward of
+a BERT on an H200, in C++: their memory is in no cache. What a user may be given, gradients too, is seen anew at each
+call: it may be seen otherwise in place, or asked to hold a gradient.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
     function: Any = getattr(partitions[0], "function", None)
     is_its_own = getattr(getattr(function, "model", None), "__globals__", None) is names
     if is_its_own and function.first_saved is not None:
-        code, function.as_returned = _with_views_inside(code, names, function.first_saved)
+        code, function.as_returned, function.seen_inside = _with_views_inside(code, names, function.first_saved)
     order = chosen(code.given, code.count)
     keep = _several(code.kept)
     finish = _finish(code, names)
@@ -129,8 +129,8 @@ def _steadily(runner: Any, code: _Code, finish: _Finish | None, view: Any) -> Ca
 
 def _with_views_inside(
     code: _Code, names: dict[str, Any], first: int
-) -> tuple[_Code, Callable[[Sequence[Any]], Any] | None]:
-    """The code for a partition that gives outputs as they are returned, and what makes them so of what it gives.
+) -> tuple[_Code, Callable[[Sequence[Any]], Any] | None, tuple[int, ...]]:
+    """The code for a partition that gives outputs as they are returned, what makes them so of what it gives, and which.
 
     Those that are returned from ``first`` on.
     """
@@ -151,7 +151,8 @@ def _with_views_inside(
         returned.append(value if name not in inside else _name(value) if not uses[name] else _seen_so(value))
     given = [inside.get(name, ast.Name(name)) for name in code.outputs]
     finish = _finish(replace(code, returned=given, kept=[], kept_names=[]), names)
-    return replace(code, returned=returned), None if finish is None else lambda outputs: finish.make(outputs, ())
+    as_returned = None if finish is None else lambda outputs: finish.make(outputs, ())
+    return replace(code, returned=returned), as_returned, tuple(i for i, n in enumerate(code.outputs) if n in inside)
 
 
 def _name(value: ast.expr) -> ast.expr:

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import gc
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -424,6 +425,74 @@ class TestOutputs(TestCase):
         self.assertIs(recording_module._as_they_read(plain), plain)
         self.assertIs(recording_module._as_they_read(base), base)
         self.assertFalse(recording_module._as_they_read(base.conj()).is_conj())
+
+
+class Saves(torch.autograd.Function):
+    """Saves a tensor for its backward, which nobody else then holds."""
+
+    @staticmethod
+    def forward(ctx, x, saved):
+        ctx.save_for_backward(saved)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        (saved,) = ctx.saved_tensors
+        return grad * saved, None
+
+
+class TestWhoHoldsOutputs(TestCase):
+    """A recording's own references to its outputs, on memory of the CPU."""
+
+    def setUp(self):
+        super().setUp()
+        torch._C._set_cached_tensors_enabled(True)
+        self.addCleanup(torch._C._set_cached_tensors_enabled, False)
+
+    def recording(self, outputs, seen_inside):
+        node = Recording.__new__(Recording)
+        references = [None] * len(outputs)
+        vars(node).update(
+            wrapped_function=SimpleNamespace(model=SimpleNamespace(seen_inside=seen_inside)),
+            _parent=None,
+            outputs_weakrefs=references,
+            path_weakrefs=[references],
+            cached_tensor_outputs=[],
+            output_storage_alias=[cudagraph_trees.UnaliasedStorage] * len(outputs),
+            unaliased_in_all_paths=[True] * len(outputs),
+            outputs_metadata=[node._tensor_metadata(o, ignore_storage_offset=False) for o in outputs],
+            live_indices_after_graph=[(0, i) for i in range(len(outputs))],
+            create_storage=lambda metadata: torch.UntypedStorage(metadata["nbytes"]),
+            _reconstruct_from_tensor_metadata=lambda metadata, storage: torch.empty(0).set_(
+                storage, metadata["storage_offset"], metadata["size"], metadata["stride"]
+            ),
+        )
+        node._initialize_cached_tensors()
+        return node
+
+    def test_what_autograd_alone_holds_is_alive(self):
+        """As the view is that a graph's code would have made of it."""
+        node = self.recording([torch.zeros(3), torch.zeros(3), torch.zeros(2)], (1,))
+        cached = node.cached_tensor_outputs
+        self.assertTrue(node.all_outputs_are_dead())
+        y = Saves.apply(torch.ones(3, requires_grad=True), cached[1])
+        alive = [cudagraph_trees.is_live(reference) for reference in node.outputs_weakrefs]
+        self.assertEqual((alive, node.all_outputs_are_dead()), ([False, True, False], False))
+        y.sum().backward()
+        self.assertTrue(node.all_outputs_are_dead())
+        for hold in (lambda output: output, lambda output: output.view(1, 3)):
+            held = hold(cached[1])
+            self.assertFalse(node.all_outputs_are_dead())
+            del held
+            self.assertTrue(node.all_outputs_are_dead())
+
+    def test_what_is_asked_does_not_keep_the_recording(self):
+        node = self.recording([torch.zeros(3)], (0,))
+        gone = weakref.ref(node)
+        reference = node.outputs_weakrefs[0]
+        del node
+        self.assertIsNone(gone())
+        self.assertFalse(reference.expired())  # as upstream has it: nobody can tell
 
 
 class TestSteadyReplay(TestCase):

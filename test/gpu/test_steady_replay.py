@@ -301,6 +301,73 @@ class TestSteadyReplay(IndirectionTestCase):
             self.assertEqual(gradients[0][0], torch.full((2, 2, 8), float(call + 1), device=self.device))
             assert_same_bits(gradients[1], gradients[0], f"call {call}: ")
 
+    def check_gradients(self, model, calls, steps):
+        """Gradients under ``steps``, which are given a way, inputs and the model, are un-graphed's."""
+        torch.manual_seed(0)
+        model = model.to(self.device)
+        ways = compiled(model)
+        for call in range(calls):
+            xs = [torch.randn(2, 4, 6, device=self.device) for _ in range(2)]
+            found = []
+            for way in (ways.plain, ways.graphed):
+                torch.compiler.cudagraph_mark_step_begin()
+                model.zero_grad()
+                found.append([gradient.clone() for gradient in steps(call, way, xs, model)])
+            assert_same_bits(found[1], found[0], f"call {call}: ")
+
+    @parametrize("others", [0, 1])
+    def test_forwards_before_their_backwards(self, others):
+        """What the first saves for its backward, views of what kernels made, lives on though its output does not."""
+        other = compiled(lambda x: (x.sin() + 1).flatten(1)).graphed
+
+        def steps(call, way, xs, model):
+            losses = []
+            for x in xs[: 1 + (call > 3)]:
+                losses.append(way(x).sum())
+                for _ in range(others):
+                    other(x)
+            for loss in losses:
+                loss.backward()
+            return [p.grad for p in model.parameters()]
+
+        self.check_gradients(
+            torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 3)), 8, steps
+        )
+
+    def test_a_graph_that_is_kept_for_a_second_backward(self):
+        def steps(call, way, xs, model):
+            loss = way(xs[0]).sum()
+            if call > 4:
+                loss.backward(retain_graph=True)
+            loss.backward()
+            return [p.grad for p in model.parameters()]
+
+        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 3))
+        with torch._functorch.config.patch(donated_buffer=False):
+            try:
+                self.check_gradients(model, 7, steps)
+            except RuntimeError as error:  # as upstream: what was let go of while it was recorded is held by then
+                self.assertRegex(str(error), "is still held|did not occur during replay")
+
+    def test_gradients_that_are_asked_for_a_gradient(self):
+        """Views of what kernels made, seen in another way in place, or made leaves: of that call alone."""
+
+        def steps(call, way, xs, model):
+            gradients = torch.autograd.grad(way(xs[0]).sum(), list(model.parameters()))
+            for gradient in gradients:
+                self.assertFalse(gradient.requires_grad)
+                self.assertIsNone(gradient.grad)
+                gradient.requires_grad_()
+            sum((g * g).sum() for g in gradients).backward()
+            found = [g.grad.clone() for g in gradients]
+            for gradient in gradients:
+                gradient.detach_().unsqueeze_(0)
+            return found
+
+        self.check_gradients(
+            torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 3)), 7, steps
+        )
+
     def test_gradients_that_are_views(self):
         """Those of what is transposed or seen in another shape, taken by an optimizer."""
 
