@@ -248,6 +248,10 @@ class KernelNode(GraphNode):
         """Whether the 8 bytes at an offset are not known to be of several parameters."""
         return self._layout is None or not self._layout.divides(offset)
 
+    def is_word(self, offset: int) -> bool:
+        """Whether the 8 bytes at an offset are known to be a parameter by themselves."""
+        return self._layout is not None and offset in self._layout.words
+
     def words(self) -> bytes:
         """The parameters as they were recorded, zeros up to a multiple of 8 bytes added."""
         return self._recorded.ljust(-(-self.nbytes // 8) * 8, b"\0")

@@ -335,7 +335,10 @@ Ref replayed(Entry::State *state, Found &found, Replay::State *replay, const Inp
 
 /* The same where inputs are copied for this call, or outputs are views of them. */
 Ref replayed_in_python(const Entry::State *state, Found &found, Inputs &inputs, const Ref &kept) {
-    inputs.arrange();
+    if (!inputs.arrange()) {
+        PyErr_SetString(PyExc_IndexError, "the inputs have changed");
+        return Ref();
+    }
     Ref outputs(
         PyObject_CallMethodObjArgs(found.recording.get(), the.recording_replay.name, inputs.list, nullptr));
     return outputs ? of_list(state, kept, outputs) : Ref();

@@ -69,12 +69,11 @@ Answer is_known(const Patcher::State *state, PyObject *live, size_t count) {
     return same && !temporary ? Answer::yes : Answer::no;
 }
 
-/* What the graph is given for inputs that lie at `seen`, as a list and in `addresses`; nodes that hold what changes are
-   due. */
-Answer find(Patcher::State *state, PyObject *live, PyObject *seen, Ref *given) {
+/* What the graph is given for inputs that lie at `seen`, in a list that is empty yet, and in `addresses`; nodes that hold
+   what changes are due. */
+Answer find(Patcher::State *state, PyObject *live, PyObject *seen, const Ref &given) {
     const auto count = static_cast<size_t>(PyList_GET_SIZE(seen));
-    *given = Ref(PyList_New(static_cast<Py_ssize_t>(count)));
-    Ref held = *given ? the.patches_addresses.of(state->patches) : Ref();
+    Ref held = the.patches_addresses.of(state->patches);
     Ref fitting = held ? the.live__fitting.of(live) : Ref();
     if (!fitting)
         return Answer::error;
@@ -87,7 +86,7 @@ Answer find(Patcher::State *state, PyObject *live, PyObject *seen, Ref *given) {
         PyObject *found = PyDict_Check(fits[i]) ? PyDict_GetItemWithError(fits[i], PyList_GET_ITEM(seen, position)) : nullptr;
         if (found == nullptr)
             return PyErr_Occurred() ? Answer::error : Answer::no;
-        PyList_SET_ITEM(given->get(), position, Py_NewRef(found));
+        PyList_SET_ITEM(given.get(), position, Py_NewRef(found));
         state->addresses[i] = PyLong_AsUnsignedLongLong(found);
         state->before[i] = PyLong_AsUnsignedLongLong(before[i]);
         if (state->addresses[i] != state->before[i])
@@ -115,18 +114,20 @@ size_t set(const Patcher::State *state, const std::vector<uint64_t> &addresses, 
     return first;
 }
 
-/* While `broken` is set, whatever goes wrong, Python will not launch the graph. */
+/* While `broken` is set, whatever goes wrong, Python will not launch the graph. Lists are made first: to make one may
+   collect garbage, and so call for the same graph; behind that nothing does. */
 Answer apply(Patcher::State *state, PyObject *live, PyObject *seen) {
     const auto count = static_cast<size_t>(PyList_GET_SIZE(seen));
     if (count != state->holders.size())
         return Answer::no;
+    Ref given(PyList_New(static_cast<Py_ssize_t>(count))), nothing(PyList_New(0));
+    if (!given || !nothing)
+        return Answer::error;
     const Answer known = is_known(state, live, count);
-    Ref given;
-    const Answer found = known == Answer::yes ? find(state, live, seen, &given) : known;
+    const Answer found = known == Answer::yes ? find(state, live, seen, given) : known;
     if (found != Answer::yes)
         return found;
-    Ref nothing(PyList_New(0));
-    Ref held = nothing ? the.patches_addresses.of(state->patches) : Ref();
+    Ref held = the.patches_addresses.of(state->patches);
     if (!held || !the.live__settled.set(live, Py_None) || !the.live__seen.set(live, nothing.get()) ||
         !the.patches_broken.set(state->patches, Py_True))
         return Answer::error;

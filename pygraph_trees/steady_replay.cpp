@@ -280,9 +280,12 @@ int is_settled(const Replay::State *state) {
 
 /* Makes the graph hold them, where it can, and else asks Python to, which `asked` tells. */
 Answer prepare(Replay::State *state, Inputs &inputs, bool *is_copied, bool *asked) {
-    Ref seen(PyList_New(static_cast<Py_ssize_t>(state->asked.size())));
-    for (size_t i = 0; seen && i < state->asked.size(); i++) {
-        PyObject *number = PyLong_FromUnsignedLongLong(state->asked[i].address);
+    std::vector<uint64_t> addresses; // of this call: to make a list may collect garbage, and so call for the same graph
+    for (const Watched &input : state->asked)
+        addresses.push_back(input.address);
+    Ref seen(PyList_New(static_cast<Py_ssize_t>(addresses.size())));
+    for (size_t i = 0; seen && i < addresses.size(); i++) {
+        PyObject *number = PyLong_FromUnsignedLongLong(addresses[i]);
         if (number == nullptr)
             return Answer::error;
         PyList_SET_ITEM(seen.get(), static_cast<Py_ssize_t>(i), number);
@@ -294,7 +297,10 @@ Answer prepare(Replay::State *state, Inputs &inputs, bool *is_copied, bool *aske
     if (patched != Answer::no)
         return patched;
     *asked = true;
-    inputs.arrange();
+    if (!inputs.arrange()) {
+        PyErr_SetString(PyExc_IndexError, "the inputs have changed");
+        return Answer::error;
+    }
     Ref why_not(PyObject_CallMethodObjArgs(state->live, the.live_prepare.name, inputs.list, seen.get(), nullptr));
     if (!why_not)
         return Answer::error;

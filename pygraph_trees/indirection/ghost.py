@@ -71,6 +71,12 @@ class Ghost(NamedTuple):
     def end(self) -> int:
         return self.start + self.nbytes
 
+    def is_far_from(self, address: int) -> bool:
+        """Whether an address of its guards is not so much nearer to it that it can be nobody else's."""
+        if address < self.start:
+            return 4 * (self.start - address) > self.start - self.low
+        return 4 * (address - self.end) > self.high - self.end
+
 
 @dataclass(slots=True)
 class _Block:
@@ -338,6 +344,11 @@ def _plan(extents: Sequence[Extent], granularity: int, frontier: int, budget: in
 def _small_ghost(extent: Extent, low: int) -> Ghost:
     start = _round_up(low + SMALL_GUARD_NBYTES, ALIGNMENT) + extent.residue
     return Ghost(start, extent.nbytes, low, _round_up(start + extent.nbytes + SMALL_GUARD_NBYTES, ALIGNMENT))
+
+
+def has_own_low_half(address: int) -> bool:
+    """Whether no two int32 that are sizes or strides look like an address."""
+    return LOW_HALF_START <= address % _WINDOW < LOW_HALF_END
 
 
 def _with_low_half(address: int, nbytes: int, granularity: int) -> int:

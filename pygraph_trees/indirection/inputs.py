@@ -32,7 +32,7 @@ from ..exc import PygraphError
 from ..extent import extent, flat
 from .ghost import Extent, Ghosts
 from .patching import CapturedCopies, Patches, PatchFailed
-from .routes import NO_SLOTS, Decision, Route, Slots, decide, fits, why_not_ghost
+from .routes import NO_SLOTS, Decision, Route, Slots, alignments, decide, fits, why_not_ghost
 from .sites import Scan, Site, scan
 from .staging import Staging
 from .stand_ins import Span, copy_at, seen_as, span_of, stand_in
@@ -95,7 +95,7 @@ def choose(
     managed: Collection[int] = (),
     *,
     stage: bool = False,
-    tabled: bool = False,
+    tabled: Collection[int] = (),
 ) -> tuple[LiveInputs | None, dict[int, str]]:
     """What can be recorded at ghost addresses, and for each other candidate why it is copied.
 
@@ -104,9 +104,9 @@ def choose(
     Args:
         stage: whether inputs on the CPU are read by copies in the graph, and may be staged.
         managed: inputs that may lie in the graph pool, because they are alive while the function is recorded.
-        tabled: whether those at ghost addresses have a slot in a table.
+        tabled: inputs that have a slot in a table where they are at ghost addresses.
     """
-    _release_retired()
+    release_retired()
     reasons: dict[int, str] = {}
     chosen: dict[int, torch.Tensor] = {}
     held: dict[int, tuple[torch.Tensor, str]] = {}  # mutated inputs without a ghost
@@ -162,7 +162,7 @@ class LiveInputs:
         held: Mapping[int, tuple[torch.Tensor, str]],
         managed: Collection[int] = (),
         staged: Mapping[int, torch.Tensor] | None = None,
-        tabled: bool = False,
+        tabled: Collection[int] = (),
     ) -> None:
         self._driver = driver
         self._device = device
@@ -184,7 +184,7 @@ class LiveInputs:
             in_memory = [_held_item(index, tensor) for index, (tensor, _) in held.items()]
             self._staged = dict(staged or {})
             self._staging = Staging(list(self._staged.values()), device) if staged else None
-            self._table = table_for(device, [item.recorded for item in on_ghosts]) if tabled else None
+            self._table = table_for(device, [item.recorded for item in on_ghosts if item.index in tabled])
         except BaseException:
             _give_back(self._ghosts.close)
             raise
@@ -211,6 +211,7 @@ class LiveInputs:
         self._patches: Patches | None = None
         self._patcher: Any = None  # in C++, for calls at addresses that fitted before
         self._patched: tuple[Item, ...] = ()
+        self._aligned: tuple[int, ...] = ()  # the same: bytes that what kernels hold of it is aligned to
         self._copied: dict[int, Item] = {}  # by index
         self._copied_back: tuple[Item, ...] = ()
         self._reads: dict[int, HostRead] = {}  # of staged ones, by number
@@ -228,6 +229,7 @@ class LiveInputs:
         self.temporary: dict[int, torch.Tensor] = {}  # by index: copies for the call that was prepared
         self._again = False  # whether there were any for the latest call
         self._is_simple = self._settles = False
+        self._is_preparing = False
         self.outputs: dict[int, tuple[int, tuple[Any, ...] | None]] = {}  # by output: input, and how it is seen
         self.refused: dict[int, str] = {}  # by index: inputs whose address the driver did not take at a replay
         self.extra_copies = 0  # of inputs that did not fit a patch, so far
@@ -277,8 +279,8 @@ class LiveInputs:
         self._reads = self._by_number(reads)
         returned = {index for index, _ in self.outputs.values()}
         passed = {position for position, item in enumerate(self.items) if item.index in returned}
+        buffers = [(item.recorded, item.nbytes) for item in self.items if item.index in self._staged]
         try:
-            buffers = [(item.recorded, item.nbytes) for item in self.items if item.index in self._staged]
             found = scan(self._driver, int(graph.raw_cuda_graph()), self._ghosts, buffers)
             decisions = decide(found, len(self._ghosts.ghosts), passed, self._slots(found))
             self._check_staged(found, returned)
@@ -296,8 +298,9 @@ class LiveInputs:
         except (DriverError, PatchFailed) as error:
             # Nothing was launched. A graph that is instantiated anew holds the ghost addresses again.
             decisions = self._all_copied(f"the graph could not be given its address: {error}")
-            ghosts = {p: ghost.start for p, ghost in enumerate(self._ghosts.ghosts)}
-            self._instantiate(graph, _NOTHING, decisions, lambda: copies.point_back(ghosts))
+            recorded = {p: ghost.start for p, ghost in enumerate(self._ghosts.ghosts)}
+            recorded |= {len(recorded) + number: buffer for number, (buffer, _) in enumerate(buffers)}
+            self._instantiate(graph, _NOTHING, decisions, lambda: copies.point_back(recorded))
         if self._table is not None:
             weakref.finalize(graph, _retire, self._device, self._table).atexit = False
         if self._copied:
@@ -335,6 +338,7 @@ class LiveInputs:
         patched = [p for p, d in enumerate(decisions) if d.by_address]
         self._nodes, self._sites = found.nodes, found.sites
         self._patched = tuple(self.items[p] for p in patched)
+        self._aligned = tuple(alignments(found, {p: self._ghosts.ghosts[p].start for p in patched}).values())
         self._copied = {i.index: i for i, d in zip(self.items, routes, strict=True) if d.route is Route.COPY}
         self._copied_back = tuple(i for i in self._copied.values() if i.mutated)
         for position, decision in enumerate(decisions):
@@ -448,7 +452,18 @@ class LiveInputs:
             if self._patches.is_stuck:
                 self.refused = {item.index: "the driver refused an address of these inputs" for item in self._patched}
             return "a driver call failed"
-        self._settled = None
+        if self._is_preparing:
+            return "it is being made ready for another call"
+        self._is_preparing, self._settled = True, None
+        try:
+            return self._prepare(inputs, seen, stays, same_pool=same_pool)
+        finally:
+            self._is_preparing = False
+
+    def _prepare(
+        self, inputs: Sequence[Any], seen: list[int], stays: Callable[[torch.Tensor], bool], *, same_pool: bool
+    ) -> str | None:
+        """The same where the graph may hold other addresses; nobody else is let in: a finalizer may run anywhere."""
         known = self._known.get(tuple(seen)) if same_pool and self._is_simple else None
         if known is not None:
             self._seen = []  # until the graph holds what is found: an interrupt may come anywhere
@@ -541,7 +556,7 @@ class LiveInputs:
         in_pool = self._pool.holds(address)
         if in_pool and item.mutated:
             return _MUTATED_IN_POOL
-        fit = fits(address, item.recorded)
+        fit = fits(address, item.recorded, self._aligned[position])
         if in_pool and fit and item.managed and stays(inputs[item.index]):
             return address - item.lead
         if in_pool or not fit:
@@ -657,7 +672,8 @@ def _retire(device: int, memory: Ghosts | Table) -> None:
     _retired.append((device, memory))
 
 
-def _release_retired() -> None:
+def release_retired() -> None:
+    """Waits for what is queued, where there is anything to give back, and does."""
     gone: list[tuple[int, Ghosts | Table]] = []
     with contextlib.suppress(IndexError):
         while True:

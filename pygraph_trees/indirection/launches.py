@@ -3,7 +3,8 @@
 Two scopes, each for the thread that enters it:
 
 - :func:`noting`, around a function's warmup: which kernels are given the addresses of its live inputs, and by which
-  parameters. Behind it, where the winners of autotuning are known, their variants are built.
+  parameters. Behind it, where the winners of autotuning are known, their variants are built, and it is known which of
+  the addresses these take.
 - :func:`through`, around its capture: a kernel that is given the address of an input with a slot is launched through
   its variant, with the address of the slot, and all else as it was. Nothing is compiled or loaded there. Where there is
   no variant of just these parameters, the one that takes most of them is used, else the kernel is launched as it is;
@@ -133,14 +134,19 @@ def _watching(watcher: _Watcher) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noting(addresses: Collection[int]) -> Iterator[None]:
-    """Builds, behind what is run in it, the variants of the kernels that were given one of these addresses."""
-    notes = _Notes(frozenset(addresses))
+def noting(addresses: Collection[int]) -> Iterator[set[int]]:
+    """Builds, behind what is run in it, the variants of the kernels that were given one of these addresses.
+
+    The set is filled then: with the addresses that variants were found to take.
+    """
+    notes, taken = _Notes(frozenset(addresses)), set[int]()
     with _watching(notes):
-        yield
+        yield taken
     for autotuner, choices in notes.seen.items():
-        for names in choices:
-            variant_launchers.build(autotuner, names)
+        for names, given in choices.items():
+            variant = variant_launchers.build(autotuner, names)
+            if variant is not None:
+                taken |= {address for name, address in given if name in variant.slots}
 
 
 @contextlib.contextmanager
@@ -153,7 +159,8 @@ def through(table: SlotTable) -> Iterator[None]:
 class _Notes:
     def __init__(self, addresses: frozenset[int]) -> None:
         self._addresses = addresses
-        self.seen: dict[Any, dict[frozenset[str], None]] = {}  # by autotuner: sets of parameters, in order
+        # By autotuner: sets of parameters, in order, with which of them was given which address.
+        self.seen: dict[Any, dict[frozenset[str], set[tuple[str, int]]]] = {}
 
     def launch(self, run: Run, autotuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Before the launch: what is given to it may be gone behind it.
@@ -162,9 +169,10 @@ class _Notes:
         launcher = variant_launchers.sole_launcher(autotuner)
         if launcher is not None:
             names = zip(variant_launchers.parameters(launcher), given, strict=False)
-            found = frozenset(name for name, address in names if address in self._addresses)
+            found = {(name, address) for name, address in names if address in self._addresses}
             if found:
-                self.seen.setdefault(autotuner, {})[found] = None
+                choices = self.seen.setdefault(autotuner, {})
+                choices.setdefault(frozenset(name for name, _ in found), set()).update(found)
         return result
 
 

@@ -282,7 +282,7 @@ class CapturedCopies:
             self._pointed.append(node)
 
     def point_back(self, recorded: Mapping[int, int]) -> None:
-        """Makes those that were pointed elsewhere hold the addresses that they were recorded with."""
+        """Makes those that were pointed elsewhere hold the addresses that they were recorded with, buffers' too."""
         self._write(recorded)
         while self._pointed:
             self._pointed[-1].set_captured()

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+
+from ..graph_nodes import KernelNode
 
 if TYPE_CHECKING:
     from .sites import Scan
@@ -94,11 +96,28 @@ def decide(scan: Scan, count: int, passed_through: Collection[int], slots: Slots
     return decisions
 
 
-def fits(address: int, recorded: int) -> bool:
+def alignments(scan: Scan, starts: Mapping[int, int]) -> dict[int, int]:
+    """By ghost, in bytes: how aligned the most aligned pointer is that a kernel holds of it, up to 512; 1 without one.
+
+    Args:
+        starts: where they begin, by ghost.
+    """
+    found = dict.fromkeys(starts, 1)
+    for site in scan.sites:
+        if site.input in found and isinstance(scan.nodes[site.node], KernelNode):
+            alignment = math.gcd(starts[site.input] + site.delta, MAX_ALIGNMENT)
+            found[site.input] = max(found[site.input], alignment)
+    return found
+
+
+def fits(address: int, recorded: int, aligned: int = 1) -> bool:
     """Whether a graph recorded at one address may be given another.
 
     Kernels are chosen by alignment, so it must be as aligned as the recorded one, up to 512. Below 16 a kernel may have
     been told how many elements come before the first aligned one: then both are the same modulo 16.
+
+    Args:
+        aligned: bytes that pointers which kernels hold of the input are aligned to (see :func:`alignments`): one into
+            the middle of it may be more aligned than its first element, and must stay so.
     """
-    alignment = math.gcd(recorded, MAX_ALIGNMENT)
-    return address % alignment == 0 if alignment >= _VECTOR else (address - recorded) % _VECTOR == 0
+    return (address - recorded) % max(math.gcd(recorded, MAX_ALIGNMENT), _VECTOR, aligned) == 0

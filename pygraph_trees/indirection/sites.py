@@ -9,7 +9,10 @@ patched whatever their sites, and whether some node may hold an address where it
   two parameters is nothing: a negative number and an integer side by side can look like an address.
 - What a copy from host memory carries is read too; an input whose address is in there is refused. The bytes are those
   of now: code that fills its own host array anew at each call keeps its secret.
-- A word between the ghosts is the address of nobody who can be told, so it counts as hidden.
+- A word past the first 1.5 GiB of an input can look like two int32: it is a site where it is a parameter by itself, and
+  refuses the input else.
+- A word between the ghosts, or further into a guard than a quarter of it, is the address of nobody who can be told, so
+  it counts as hidden.
 - A kernel of NCCL hands addresses to other devices. It refuses the inputs that it is given and may hide all others.
 - A node that the driver does not describe may hide any address. Only a graph whose nodes cannot be listed raises
   :class:`DriverError`.
@@ -29,6 +32,7 @@ import torch
 
 from ..driver_error import DriverError
 from ..graph_nodes import NodeKind
+from .ghost import has_own_low_half
 
 if TYPE_CHECKING:
     from ..driver import Driver, Search
@@ -142,7 +146,7 @@ class _Reader:
                     )
             try:
                 for address in _host_words(node.host_source, node.nbytes, node.target or 0, self._ghosts):
-                    self._refuse(self._input_at(address), "its address is in a host array")
+                    self._refuse(self._near(address), "its address is in a host array")
             except OSError:
                 self._hide("a copy from host memory that cannot be read")
 
@@ -202,7 +206,7 @@ class _Reader:
             return
         if collective:
             self._refuse(found, "a collective reads it")
-        elif offset % 8 or offset + 8 > node.nbytes:
+        elif offset % 8 or offset + 8 > node.nbytes or not (has_own_low_half(address) or node.is_word(offset)):
             self._refuse(found, "what looks like its address may be something else")
         else:
             self._site(position, node, offset, found, address)
@@ -214,6 +218,14 @@ class _Reader:
         return Scan(tuple(self._nodes[p] for p in order), sites, self._refused, self._opaque, self._kinds)
 
     def _input_at(self, address: int) -> int | None:
+        found = self._near(address)
+        if found is not None and self._ghosts.ghosts[found].is_far_from(address):
+            self._hide("a pointer far outside of every input")
+            return None
+        return found
+
+    def _near(self, address: int) -> int | None:
+        """The input in whose guards an address is, however far from it."""
         found = self._ghosts.find(address)
         if found is None and self._ghosts.low <= address < self._ghosts.high:
             self._hide("a pointer far outside of every input")

@@ -8,6 +8,9 @@ like any other: patching them is all that a replay does. Kernels that were captu
 The table is ordinary memory of the caching allocator, outside of the graph pool, and holds the variants that read it.
 It must live until no queued replay reads it: whoever drops it waits for the device first. Writers live as long as the
 process. Where one cannot be made, :func:`table_for` says so in the log, and the inputs are patched.
+
+Slots are for inputs that a warmup (:class:`Warmups`) found to be given to a kernel that has a variant; without any
+there is no table.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ import contextlib
 import functools
 import linecache
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +41,11 @@ WIDTHS = (8, 32, 128)  # slots that one writes: 1 KiB of parameters at most, and
 _Writer = Callable[..., None]  # of the table's memory from its first slot on, and an address for each slot
 
 _log = logging.getLogger("pygraph_trees.indirection")
+
+_failed: set[tuple[int, int]] = set()  # devices, with the widths of writers that could not be made there
+
+# By function: the indices of inputs that variants were found to take.
+_taken: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
 
 
 class Table:
@@ -131,20 +140,32 @@ def _writer(device: int, width: int) -> _Writer:
     import triton
     from triton.compiler import ASTSource
 
-    target = triton.runtime.driver.active.get_current_target()
-    source = ASTSource(writer_function(width), writer_signature(width), {}, {})
-    return triton.compile(source, target=target, options={"num_warps": 1})[(1, 1, 1)]
+    try:
+        target = triton.runtime.driver.active.get_current_target()
+        source = ASTSource(writer_function(width), writer_signature(width), {}, {})
+        return triton.compile(source, target=target, options={"num_warps": 1})[(1, 1, 1)]
+    except Exception:
+        _failed.add((device, width))
+        raise
 
 
 def table_for(device: int, addresses: Sequence[int]) -> Table | None:
-    """A table for these addresses; None where there are none, or where none can be made."""
-    if not addresses or not available():
+    """A table for these addresses; None where there are none, or where none can be made.
+
+    Writers that could not be made are not tried again.
+    """
+    if not addresses or not available() or any((device, width) in _failed for width in widths_for(len(addresses))):
         return None
     try:
         return Table(device, addresses)
     except Exception as error:  # of Triton, of the driver
         _log.warning("there is no table of addresses: %s: %s", type(error).__name__, error)
         return None
+
+
+def taken_by_variants(function: Any) -> Collection[int]:
+    """Which inputs of a function were given, in a warmup, to a kernel whose variant takes them from slots."""
+    return frozenset(_taken.get(function, ()))
 
 
 class Warmups:
@@ -156,6 +177,7 @@ class Warmups:
 
     def begin(
         self,
+        function: Any,
         step: Any,
         inputs: Sequence[Any],
         static: Collection[int],
@@ -164,7 +186,7 @@ class Warmups:
         *,
         is_backward: bool,
     ) -> contextlib.AbstractContextManager[None]:
-        """Around a warmup: builds variants of the kernels that read such inputs.
+        """Around a warmup of a function: builds variants of the kernels that read such inputs, and notes which.
 
         What a backward is given of its forward's live inputs is static yet, and will be found to be live. Other inputs
         that turn out to move are recorded once more without a warmup; like all that has none, they are patched.
@@ -175,10 +197,18 @@ class Warmups:
             self._step, self._live = step, set()
         tensors = {index: value for index, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
         addresses = {
-            value.data_ptr()
+            index: value.data_ptr()
             for index, value in tensors.items()
             if index not in static or (is_backward and value.data_ptr() in self._live)
             if why_not_ghost(value, device, value.is_cuda and pool.holds(value.data_ptr())) is None
         }
-        self._live |= addresses
-        return noting(addresses) if addresses else contextlib.nullcontext()
+        self._live.update(addresses.values())
+        return _noting(function, addresses) if addresses else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _noting(function: Any, addresses: Mapping[int, int]) -> Iterator[None]:
+    """``addresses``: by index among the function's inputs."""
+    with noting(frozenset(addresses.values())) as taken:
+        yield
+    _taken.setdefault(function, set()).update(index for index, address in addresses.items() if address in taken)

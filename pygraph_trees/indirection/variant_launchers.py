@@ -4,7 +4,8 @@ An autotuner ends with one launcher, a function of the kernel's arguments and th
 goes to Triton's own launcher or to torch's static one. :func:`build` compiles the variant as the autotuner compiles a
 configuration, the winner's, and has its launcher made the same way: same parameters, same grid, warps, stages and
 options. It compiles, loads and may take seconds; Triton's cache on disk has it by source from then on. A variant lives
-as long as the launcher of its original, or who else holds it.
+as long as the launcher of its original, or who else holds it. A user's kernel may have as many blocks as the GPU holds
+at once, and let them wait for each other; so its variant must fit there as often.
 
 :func:`variant_of` finds what is built, at no cost that matters. What cannot have a variant is remembered as such, and
 the log of ``pygraph_trees.indirection`` says why.
@@ -21,6 +22,8 @@ from typing import Any
 import torch
 
 from .variants import NoVariant, can_be_slot, with_slots
+
+_REGISTERS = 8  # that a thread is given at once
 
 _log = logging.getLogger("pygraph_trees.indirection")
 
@@ -67,17 +70,17 @@ def variant_of(autotuner: Any, launcher: Any, names: Collection[str]) -> Variant
     return max(fitting, key=lambda found: len(found.slots), default=None)
 
 
-def build(autotuner: Any, names: frozenset[str]) -> None:
-    """Makes the variant of a kernel that was launched, for parameters of pointers; once.
+def build(autotuner: Any, names: frozenset[str]) -> VariantLauncher | None:
+    """Makes the variant of a kernel that was launched, for parameters of pointers, once; None where it has none.
 
     Never raises: a kernel without a variant is launched as it is.
     """
     launcher = sole_launcher(autotuner)
     if launcher is None:
-        return
+        return None
     built = _built.setdefault(launcher, {})
     if names in built:
-        return
+        return built[names]
     built[names] = None
     try:
         built[names] = _made(autotuner, launcher, names)
@@ -85,9 +88,12 @@ def build(autotuner: Any, names: frozenset[str]) -> None:
         _log.info("%s", error)
     except Exception as error:  # of Triton, of the driver, of another version's Inductor
         _log.warning("%s was not compiled to take pointers from slots: %s", _name(autotuner), error)
+    return built[names]
 
 
 def _made(autotuner: Any, launcher: Any, names: frozenset[str]) -> VariantLauncher:
+    if autotuner.triton_meta["device"] is None:  # may be since 2.14
+        raise NoVariant(kernel=_name(autotuner), why="it is compiled for whatever device it is launched on")
     config = launcher.config
     fn = _with_source(autotuner)
     meta = autotuner._create_compile_meta(config)
@@ -106,7 +112,18 @@ def _made(autotuner: Any, launcher: Any, names: frozenset[str]) -> VariantLaunch
         run = twin._precompile_config(config).make_launcher()
     if parameters(run) != parameters(launcher):
         raise NoVariant(kernel=_name(autotuner), why=f"it would be launched with {parameters(run)}")
+    if autotuner.custom_kernel and not _fits_as_often(run, launcher):
+        raise NoVariant(kernel=_name(autotuner), why="fewer of its blocks might be on the GPU at once")
     return VariantLauncher(_name(autotuner), slots, run)
+
+
+def _fits_as_often(run: Any, original: Any) -> bool:
+    """Whether a multiprocessor is known to hold as many blocks of one launcher's kernel as of another's, as large."""
+    needs = [(launcher.n_regs, launcher.shared) for launcher in (run, original)]
+    if any(None in need for need in needs):
+        return False
+    (registers, shared), (had_registers, had_shared) = needs
+    return -(-registers // _REGISTERS) <= -(-had_registers // _REGISTERS) and shared <= had_shared
 
 
 def _with_source(autotuner: Any) -> Any:

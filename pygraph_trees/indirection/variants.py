@@ -99,6 +99,9 @@ def with_slots(
     tree = _definition(fn)
     if tree is None:
         raise refuse("its source cannot be read")
+    variable = _left_out_of_keys(fn)
+    if variable is not None:
+        raise refuse(f"{variable!r} is no tl.constexpr, and Triton's cache does not tell its values apart")
 
     language = _unused_name("_language", tree)
     chosen = [argument for argument in arguments if argument in slots]
@@ -158,6 +161,37 @@ def _divisibility(attributes: Any) -> int | None:
     return next((value for key, value in attributes or () if key == "tt.divisibility"), None)
 
 
+def _left_out_of_keys(fn: Any) -> str | None:
+    """A variable that a kernel or a function that it calls uses, and of whose value their keys in a cache know nothing.
+
+    Those of Triton's own modules are what they are.
+    """
+    from triton.language import constexpr
+    from triton.runtime.jit import JITCallable
+
+    todo = [fn] if isinstance(fn, JITCallable) else []  # what is interpreted has no key
+    seen = set()
+    while todo:
+        function = todo.pop()
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        getattr(function, "cache_key", None)  # finds the variables; those of functions called only if they have theirs
+        for (name, _), (value, names) in function.used_global_vals.items():
+            if not isinstance(value, constexpr) and not str(names.get("__name__")).startswith("triton."):
+                return str(name)
+        names = _names(function.fn)
+        used = [names.get(node.id) for node in ast.walk(function.parse()) if isinstance(node, ast.Name)]
+        todo += [value for value in used if isinstance(value, JITCallable)]
+    return None
+
+
+def _names(function: types.FunctionType) -> dict[str, Any]:
+    """Of its module, and of the functions around it."""
+    captured = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return function.__globals__ | {name: cell.cell_contents for name, cell in captured}
+
+
 def _definition(fn: Any) -> ast.FunctionDef | None:
     """A kernel's definition, without decorators; None where it has none that can be read."""
     try:
@@ -213,8 +247,7 @@ def _rebuilt(fn: Any, text: str, language: str, slots: Collection[str]) -> Any:
     path = f"<variant {digest} of {original.__name__}>"
     # Where triton.jit finds the source; no time of change, so that nobody looks for a file.
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
-    captured = zip(original.__code__.co_freevars, original.__closure__ or (), strict=True)
-    names = original.__globals__ | {name: cell.cell_contents for name, cell in captured}
+    names = _names(original)
     names[language] = triton.language
     codes = (c for c in compile(text, path, "exec", dont_inherit=True).co_consts if isinstance(c, types.CodeType))
     code = next(c for c in codes if c.co_name == original.__name__)

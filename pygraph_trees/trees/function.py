@@ -193,9 +193,10 @@ def entered(
         choose(function, graphed)
 
     def call(inputs: list[Any]) -> Any:
-        if function.instead is not None:
+        instead = function.instead
+        if instead is not None:
             function.was_asked = False
-            return function.instead(inputs)
+            return instead(inputs)
         if function.was_asked:
             function.was_asked = False
         else:

@@ -19,7 +19,7 @@ import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.indirection.availability import usable_driver
-from pygraph_trees.indirection.inputs import NotStaged, may_be_staged
+from pygraph_trees.indirection.inputs import NotStaged, may_be_staged, release_retired
 from pygraph_trees.indirection.routes import why_not_ghost
 from pygraph_trees.indirection.table import Warmups
 from pygraph_trees.tensors import first_fit
@@ -239,6 +239,10 @@ class Manager(Upstream):
             self.try_end_curr_execution()
         self._forget()
 
+    def __bool__(self) -> bool:
+        """Whether a path is open: on compiling an optimizer Dynamo looks at that of a manager that is true."""
+        return self.current_node is not None
+
     def _forget(self) -> None:
         if self.current_node is not None:
             return
@@ -255,6 +259,8 @@ class Manager(Upstream):
             gone += itertools.chain.from_iterable(node.children.values())
             node.remove_node_cached_tensors()  # somebody may still hold one
             node.graph = None
+            del node
+        release_retired()
 
     def _run(self, new_inputs: list[Any], function_id: Any) -> Any:
         # At the begin of a step upstream looks for a child of the last step's recording, finds none, ends the path and
@@ -271,6 +277,8 @@ class Manager(Upstream):
             and not self.ids_to_funcs[function_id].mutated_input_idxs
         ):
             self.try_end_curr_execution()
+            if self._forgotten:
+                self._forget()
         # Upstream makes ready for a recording, which changes what is known of the memory, before it asks for one.
         if self.path_state is _EXECUTION and self.current_node is not None and function_id in self.warmed_up_functions:
             why_not = self._why_not_staged(new_inputs, function_id)
@@ -473,8 +481,8 @@ class Manager(Upstream):
         if wrapped.model.settings.indirection != "table" or not self._uses_addresses(wrapped.model):
             return nullcontext()
         is_backward = self.id_to_mode[function_id] is _BACKWARD
-        given = inputs, wrapped.static_input_idxs, self.device_index, self._pool
-        return self._warmups.begin(self.get_curr_generation(), *given, is_backward=is_backward)
+        given = self.get_curr_generation(), inputs, wrapped.static_input_idxs, self.device_index, self._pool
+        return self._warmups.begin(wrapped.model, *given, is_backward=is_backward)
 
     @property
     def _pool(self) -> PoolRanges:

@@ -42,6 +42,7 @@ from pygraph_trees.graph_nodes import NodeKind
 from pygraph_trees.indirection.availability import usable_driver
 from pygraph_trees.indirection.inputs import LiveInputs, NotStaged, choose
 from pygraph_trees.indirection.routes import Route
+from pygraph_trees.indirection.table import taken_by_variants
 from pygraph_trees.placement.staging import observed
 from pygraph_trees.tensors import Deaths, Whereabouts, once_more, released
 
@@ -172,7 +173,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
     def _initialize_cached_tensors(self) -> None:
         super()._initialize_cached_tensors()
-        # Upstream takes a cached output that autograd alone holds for dead. Of what a forward saves, autograd would hold
+        # Upstream takes what autograd alone holds of these for dead. Of what a forward saves, autograd would hold
         # a view, as upstream gives it, and the output would be alive: so it is where the output is that view itself.
         recording = weakref.ref(self)
         for number in getattr(self.wrapped_function.model, "seen_inside", ()):
@@ -207,7 +208,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
     def _allocate_and_copy_recording_inputs(self, inputs: list[Any]) -> list[Any]:
         api, why_not = self._driver_for_addresses()
-        copied = self._copied_indices()
+        copied, model = self._copied_indices(), self.wrapped_function.model
         if api is None:
             self._why_copied = dict.fromkeys(copied, why_not)
         elif not getattr(self.wrapped_function, "kernel_free_cudagraph", False):
@@ -220,8 +221,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 ranges_of(self.device, self.cuda_graphs_pool),
                 self._refused,
                 self._managed_and_moving(),
-                stage=self.wrapped_function.model.settings.placement != "off",
-                tabled=self.wrapped_function.model.settings.indirection == "table",
+                stage=model.settings.placement != "off",
+                tabled=taken_by_variants(model) if model.settings.indirection == "table" else (),
             )
             if self._live is not None:
                 if (self._live.has_ghosts or self._live.has_staged) and self._may_be_kept(inputs):

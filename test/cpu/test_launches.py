@@ -242,6 +242,19 @@ class TestWarmup(LaunchesTestCase):
             second.run(a, b, b, 8, stream=7)
         self.assertEqual(self.made, [("second", frozenset({"out_ptr0"})), ("second", frozenset({"in_ptr0"}))])
 
+    def test_which_inputs_variants_take(self) -> None:
+        self.refused = {"in_ptr1"}
+        a, b, c, d, other = tensors(5)
+        first, second = FakeAutotuner("first"), FakeAutotuner("second")
+        for _ in range(2):  # also where they were built before
+            with noting({t.data_ptr() for t in (a, b, c, d)}) as taken:
+                first.run(a, b, other, 8, stream=7)
+                first.run(c, b, other, 8, stream=7)
+                second.run(other, d, other, 8, stream=7)  # has no variant
+                self.assertEqual(taken, set())  # not before the end
+            self.assertEqual(taken, {a.data_ptr(), c.data_ptr()})
+        self.assertEqual(len(self.made), 2)
+
     def test_nothing_is_built_behind_a_failure(self) -> None:
         a, b = tensors(2)
         with self.assertRaises(KeyError), noting({a.data_ptr()}):
@@ -373,16 +386,16 @@ class Loaded:
 
     def __init__(self) -> None:
         self.launched: list[tuple[Any, ...]] = []
+        self.registers = 32  # of each thread of what is loaded
         has_module = hasattr(static_triton_launcher.StaticallyLaunchedCudaKernel, "close")  # since 2.13
-        handles = (1, 2, 32, 0) if has_module else (2, 32, 0)
         self.library = SimpleNamespace(
-            _load_kernel=lambda path, name, shared, device: handles,
+            _load_kernel=lambda path, name, shared, device: (*((1,) if has_module else ()), 2, self.registers, 0),
             _unload_kernel=lambda module: None,
             _launch_kernel=lambda *args: self.launched.append(args),
         )
 
     def init_handles(self, kernel: Any) -> None:
-        kernel.module, kernel.function, kernel.n_regs, kernel.n_spills = 1, 2, 32, 0
+        kernel.module, kernel.function, kernel.n_regs, kernel.n_spills = 1, 2, self.registers, 0
         kernel._run = lambda *args: self.launched.append((kernel.metadata.num_warps, kernel.metadata.shared, *args))
 
 
@@ -479,12 +492,55 @@ class TestInductor(TestCase):
             self.assertEqual(self.both(lambda x, y: (x.sin(), y.cos()), on_gpu(1024), on_gpu(64, 72)), 2)
 
     def test_user_kernel(self) -> None:
-        def call(x: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
-            out = torch.empty_like(x)
-            kernels.user[(2,)](x, flags, out, x.numel(), BLOCK=256, STEPS=2)
-            return out + 1
+        self.both(self.of_a_user, on_gpu(kernels.SIZE), on_gpu(kernels.SIZE, dtype=torch.bool))
 
-        self.both(call, on_gpu(kernels.SIZE), on_gpu(kernels.SIZE, dtype=torch.bool))
+    @staticmethod
+    def of_a_user(x: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        kernels.user[(2,)](x, flags, out, x.numel(), BLOCK=256, STEPS=2)
+        return out + 1
+
+    def test_user_kernel_of_which_fewer_blocks_would_be_on_the_gpu(self) -> None:
+        args = on_gpu(kernels.SIZE), on_gpu(kernels.SIZE, dtype=torch.bool)
+        for static in (True, False):
+            options = {"use_static_triton_launcher": static, "static_launch_user_defined_triton_kernels": static}
+            for autotuner in self.autotuners(self.of_a_user, *args):
+                for registers, later, same in ((32, 33, False), (33, 40, True), (40, 32, True), (0, 0, True)):
+                    with (
+                        self.subTest(kernel=autotuner.fn.__name__, static=static, registers=registers),
+                        torch._inductor.config.patch(options),
+                        loaded() as gpu,
+                    ):
+                        gpu.registers = registers
+                        launcher = autotuner._precompile_config(autotuner.configs[0]).make_launcher()
+                        self.assertEqual(getattr(launcher, "_is_static", False), static)
+                        autotuner.launchers = [launcher]
+                        names, gpu.registers = frozenset(parameters(launcher)[:1]), later
+                        if same or not autotuner.custom_kernel:
+                            self.assertEqual(variant_launchers._made(autotuner, launcher, names).slots, names)
+                        else:
+                            with self.assertRaisesRegex(NoVariant, "'user' .* fewer of its blocks might be"):
+                                variant_launchers._made(autotuner, launcher, names)
+
+    def test_what_blocks_need(self) -> None:
+        def needs(registers: Any, shared: Any) -> Any:
+            return SimpleNamespace(n_regs=registers, shared=shared)
+
+        fits = variant_launchers._fits_as_often
+        self.assertTrue(fits(needs(32, 1024), needs(25, 1024)))
+        self.assertFalse(fits(needs(33, 0), needs(32, 1024)))
+        self.assertFalse(fits(needs(32, 1025), needs(64, 1024)))
+        for unknown in (needs(None, 0), needs(0, None)):
+            self.assertFalse(fits(unknown, needs(32, 0)))
+            self.assertFalse(fits(needs(0, 0), unknown))
+
+    def test_a_kernel_of_no_device(self) -> None:
+        (autotuner,) = self.autotuners(lambda x: x.sin(), on_gpu(1024))
+        with loaded():
+            autotuner.launchers = [autotuner._precompile_config(autotuner.configs[0]).make_launcher()]
+            autotuner.triton_meta["device"] = None
+            with self.assertRaisesRegex(NoVariant, "whatever device"):
+                variant_launchers._made(autotuner, autotuner.launchers[0], frozenset({"in_ptr0"}))
 
     def test_unknown_size(self) -> None:
         x = on_gpu(8, 24)

@@ -468,6 +468,37 @@ class TestCopies(LiveInputsTestCase):
             self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
             self.assertEqual(live.extra_copies, 2)
 
+    def test_a_pointer_into_the_middle_stays_aligned(self):
+        """More than the first element is: what a kernel was chosen for."""
+        live, graph = self.record(lambda found: [self.api.make_kernel([found[0], found[0] + 112])], at(16))
+        live.finish()
+        for residue, copies in ((0, 1), (32, 2), (144, 2), (16, 2)):
+            a = at(residue)
+            self.begin(live, a)
+            first, second = graph.launch()[0]
+            self.assertEqual((second - first, second % 128, live.extra_copies), (112, 0, copies))
+            self.assertEqual(first == a.data_ptr(), residue % 128 == 16)
+            live.finish()
+
+    def test_a_call_of_the_same_graph_while_it_is_given_addresses(self):
+        """By a finalizer, say: it is passed over, and the graph holds what it is believed to hold."""
+        live, graph = self.record(self.one_kernel(), at(0))
+        live.finish()
+        a, b = at(0), at(0)
+        original, answers = live._why_not, []
+
+        def why_not(inputs):
+            if not answers:
+                answers.append(None)
+                answers[:] = [live.prepare([b])]
+            return original(inputs)
+
+        with mock.patch.object(live, "_why_not", why_not):
+            self.assertIsNone(live.prepare([a]))
+        self.assertRegex(answers[0], "another call")
+        for given_ in (a, a, b):
+            self.assertEqual(self.call(live, graph, given_), [[given_.data_ptr()]])
+
     def test_a_copy_for_the_call_is_as_aligned_as_what_was_recorded(self):
         live, graph = self.record(self.one_kernel(), at(68))
         live.finish()

@@ -104,6 +104,42 @@ class TestPatcher(LiveInputsTestCase):
         self.assertEqual(states, [(True, None)] * 2)
         self.assertFalse(live._patches.broken)
 
+    def test_a_call_by_a_finalizer(self):
+        """That the collector runs while lists are made: the graph holds what it is believed to hold."""
+        called = 0
+
+        class Garbage:
+            def __init__(self, live, addresses, calls):
+                self.live, self.addresses, self.calls, self.itself = live, addresses, calls, self
+
+            def __del__(self):
+                if not self.live._patches.broken:  # as it is in the fake driver's call, which makes lists too
+                    self.calls.append(self.live._patcher(self.live, self.addresses))
+
+        self.addCleanup(gc.set_threshold, *gc.get_threshold())
+        self.addCleanup(gc.enable)
+        for ahead in range(-2, 8):
+            gc.collect()
+            gc.disable()
+            self.restart()
+            live, graph, sets = self.recorded(kernels=2)
+            first, second = ([t.data_ptr() for t in inputs] for inputs in sets)
+            held, calls = [], []
+            Garbage(live, [first[0], second[1]], calls)
+            patcher, given_ = live._patcher, list(second)
+            for _ in range(500):
+                held.append([])  # so that none is kept in reserve
+            gc.set_threshold(gc.get_count()[0] + ahead, 10**6, 10**6)
+            gc.enable()
+            answer = patcher(live, given_)
+            gc.disable()
+            called += len(calls)
+            self.assertTrue(answer)
+            self.assertEqual(live._settled, given_)
+            self.assertEqual(self.holds(graph, sets[1]), [True, True], f"{ahead} allocations ahead")
+        if sys.version_info < (3, 12):  # where it is run only between instructions of Python
+            self.assertGreater(called, 0)
+
     def test_not_while_there_are_copies(self):
         live, _, sets = self.recorded()
         live.temporary = {0: sets[0][0]}

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -20,10 +21,10 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.driver import Driver
 from pygraph_trees.driver_error import DriverError
-from pygraph_trees.graph_nodes import GraphNode
+from pygraph_trees.graph_nodes import GraphNode, MemcpyNode
 from pygraph_trees.indirection.ghost import Extent, Ghosts
 from pygraph_trees.indirection.patching import CapturedCopies, HalfPatched, Patches, PatchFailed
-from pygraph_trees.indirection.sites import Site, scan
+from pygraph_trees.indirection.sites import HOST_SOURCE, TARGET, Site, scan
 
 SET_CALLS = {
     "kernel": "cuGraphExecKernelNodeSetParams",
@@ -447,6 +448,17 @@ class TestCapturedCopies(TestCase):
         copies.point_back(dict(enumerate(GHOSTS)))
         self.assertEqual(len(setup.api.calls), 4)
         self.assertEqual(setup.held(setup.instantiate()[0]), setup.expected(GHOSTS[:2]))
+
+    def test_a_source_on_the_host_is_taken_back_too(self):
+        """Patches may have put memory of the program's own there."""
+        node = mock.Mock(MemcpyNode, target=GHOSTS[0], host_source=0x1008)
+        copies = CapturedCopies([node], [Site(0, TARGET, 0, 0), Site(0, HOST_SOURCE, 1, 8)])
+        copies.point({0: 0x7F00_0000_0000})
+        self.assertEqual((node.target, node.host_source), (0x7F00_0000_0000, 0x1008))
+        node.host_source = 0x5555_0000
+        copies.point_back({0: GHOSTS[0], 1: 0x1000})
+        self.assertEqual((node.target, node.host_source), (GHOSTS[0], 0x1008))
+        self.assertEqual(node.set_captured.call_count, 2)
 
     def test_refusals(self):
         for kind, node in (("memcpy", memcpy(Held(0, 0), 0x10)), ("memset", memset(Held(0, 0)))):

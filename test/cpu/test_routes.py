@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections import Counter
 from pathlib import Path
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.indirection.routes import Decision, Route, Slots, decide, fits, why_not_ghost
+from pygraph_trees.graph_nodes import KernelNode, MemsetNode
+from pygraph_trees.indirection.routes import Decision, Route, Slots, alignments, decide, fits, why_not_ghost
 from pygraph_trees.indirection.sites import Scan, Site
 
 PATCH = Decision(Route.PATCH, None)
@@ -140,9 +142,22 @@ class TestFits(TestCase):
         expected = as_aligned and (recorded % 16 == 0 or address % 16 == recorded % 16)
         self.assertEqual(fits(address, recorded), expected)
 
-    @given(st.integers(1, 1 << 40), st.integers(0, 1 << 8))
-    def test_a_whole_stride_of_512_away_always_fits(self, recorded, steps):
-        self.assertTrue(fits(recorded + 512 * steps, recorded))
+    @given(st.integers(1, 1 << 40), st.integers(0, 1 << 8), st.sampled_from([1 << p for p in range(10)]))
+    def test_a_whole_stride_of_512_away_always_fits(self, recorded, steps, aligned):
+        self.assertTrue(fits(recorded + 512 * steps, recorded, aligned))
+
+    @given(st.integers(0, 1 << 10), st.integers(0, 1 << 10), st.integers(0, 1 << 10))
+    def test_a_pointer_into_the_middle_stays_as_aligned(self, address, recorded, ahead):
+        aligned = math.gcd(recorded + ahead, 512)
+        if fits(address, recorded, aligned):
+            self.assertEqual((address + ahead) % aligned, 0)
+            self.assertTrue(fits(address, recorded))
+
+    def test_how_aligned_what_kernels_hold_is(self):
+        kernel, fill = object.__new__(KernelNode), object.__new__(MemsetNode)
+        sites = (Site(0, 0, 0, 0x10), Site(0, 8, 0, 0), Site(0, 16, 2, 0x30), Site(0, 24, 7, 0), Site(1, 0, 1, 0x100))
+        scan = Scan((kernel, fill), sites, {}, None, Counter())
+        self.assertEqual(alignments(scan, {0: 0x1010, 1: 0x1000, 2: 0x11D0, 3: 0}), {0: 32, 1: 1, 2: 512, 3: 1})
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from pygraph_trees.indirection.sites import Scan, Site, scan
 NBYTES = (4096, 100, 3 << 20)  # two small ghosts, which share a page, and a large one
 PLAIN = 0x7F00_0000_0000  # an address of no ghost
 HOST_ARRAY = "its address is in a host array"
+FAR = "a pointer far outside of every input"
 LOOKALIKE = "what looks like its address may be something else"
 
 
@@ -80,10 +81,30 @@ class TestKernels(SitesTestCase):
         self.assertEqual(found.sites, (Site(0, 0, 1, 0), Site(1, 0, 2, 0), Site(2, 0, 0, 0)))
 
     def test_guards_belong_to_the_input(self):
+        """As far as a pointer there can be nobody else's."""
         for index, ghost in enumerate(self.ghosts.ghosts):
-            for address in (ghost.low, ghost.start - 1, ghost.end - 1, ghost.end, ghost.high - 1):
+            before, behind = (ghost.start - ghost.low) // 4, (ghost.high - ghost.end) // 4
+            near = ghost.start - before, ghost.start - 1, ghost.end - 1, ghost.end, ghost.end + behind
+            for address in near:
                 kernel = self.api.make_kernel([address])
                 self.assertFound(self.scan(kernel), [(kernel, 0, index, address - ghost.start)])
+            for address in (ghost.low, ghost.start - before - 1, ghost.end + behind + 1, ghost.high - 1):
+                kernel = self.api.make_kernel([address, ghost.start])
+                self.assertFound(self.scan(kernel), [(kernel, 8, index, 0)], opaque=FAR)
+
+    def test_two_integers_that_look_like_an_address_of_a_large_input(self):
+        with mock.patch.object(self, "ghosts", Ghosts(self.driver, 0, [Extent(3 << 30, 0)])):
+            (ghost,) = self.ghosts.ghosts
+            address = (ghost.end - 1) // (1 << 32) * (1 << 32) + 100  # as 100 and another number
+            self.assertEqual(self.ghosts.find(address), 0)
+            kernel = self.api.make_kernel([ghost.start, little(address, 7)])
+            self.assertFound(self.scan(kernel), [(kernel, 0, 0, 0)], refused={0: LOOKALIKE})
+            alone = self.api.make_kernel([ghost.start, little(ghost.start, 7), address])
+            expected = [(alone, 0, 0, 0), (alone, 8, 0, 0), (alone, 24, 0, address - ghost.start)]
+            self.assertFound(self.scan(alone), expected)
+            packed = self.api.make_kernel([ghost.start, address], packed=True)
+            self.assertFound(self.scan(packed), [(packed, 0, 0, 0)], refused={0: LOOKALIKE})
+            self.ghosts.close()
 
     def test_addresses_beside_the_reservation_are_nobodys(self):
         self.assertFound(self.scan(self.api.make_kernel([self.ghosts.low - 1, self.ghosts.high, 0, 2**64 - 1])))
@@ -266,11 +287,10 @@ class TestOtherNodes(SitesTestCase):
         with mock.patch.object(self, "ghosts", Ghosts(self.driver, 0, [Extent(1 << 30, 0), Extent(1 << 30, 0)])):
             between, start = self.ghosts.ghosts[0].high, self.ghosts.ghosts[0].start
             self.assertIsNone(self.ghosts.find(between))
-            far = "a pointer far outside of every input"
             kernel = self.api.make_kernel([between, start])
-            self.assertFound(self.scan(kernel), [(kernel, 8, 0, 0)], opaque=far)
-            self.assertFound(self.scan(self.api.make_memset(between, 4)), opaque=far)
-            self.assertFound(self.scan(self.api.make_memcpy(between, PLAIN, 4)), opaque=far)
+            self.assertFound(self.scan(kernel), [(kernel, 8, 0, 0)], opaque=FAR)
+            self.assertFound(self.scan(self.api.make_memset(between, 4)), opaque=FAR)
+            self.assertFound(self.scan(self.api.make_memcpy(between, PLAIN, 4)), opaque=FAR)
             self.ghosts.close()
 
 
@@ -348,12 +368,14 @@ class AllAtOnce(SitesTestCase):
         exec_ = api.instantiate(graph)
         found = scan(driver, graph, ghosts)
 
-        expected, refused = {}, set()
+        expected, refused, opaque = {}, set(), None
         for handle, (kind, *_) in zip(driver.nodes(graph), drawn, strict=True):
             held = b"" if kind == "EMPTY" else api.exec_parameters(exec_, handle)
             for offset in range(0, len(held) - 7, 4):
                 index = ghosts.find(address := int.from_bytes(held[offset : offset + 8], "little"))
-                if index is not None and offset % 8:
+                if index is not None and ghosts.ghosts[index].is_far_from(address):
+                    opaque = FAR
+                elif index is not None and offset % 8:
                     refused.add(index)
                 elif index is not None:
                     expected[handle, offset] = (index, address - ghosts.ghosts[index].start)
@@ -361,7 +383,7 @@ class AllAtOnce(SitesTestCase):
             [((found.nodes[s.node].handle, s.offset), (s.input, s.delta)) for s in found.sites], [*expected.items()]
         )
         self.assertEqual(found.refused, dict.fromkeys(refused, LOOKALIKE))
-        self.assertIsNone(found.opaque)
+        self.assertEqual(found.opaque, opaque)
 
         # What is written to the sites is what the graph then holds, and nothing else changes.
         before = {handle: api.exec_parameters(exec_, handle) for handle, _ in expected}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import inspect
 import os
 import re
 import sys
 import tempfile
+import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +47,8 @@ from pygraph_trees.indirection.variant_launchers import VariantLauncher
 from pygraph_trees.trees import manager, recording
 
 TABLE, PATCH, COPY = Route.TABLE, Route.PATCH, Route.COPY
+TARGET = GPUTarget("cuda", 90, 32)
+WRITER_OF = inspect.unwrap(tables._writer)  # without what was made earlier
 
 
 class TestWriters(TestCase):
@@ -71,7 +76,7 @@ def pygraph_write_slots_2(table, address0, address1):
         ):
             for width in WIDTHS:
                 source = ASTSource(writer_function(width), writer_signature(width), {}, {})
-                compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+                compiled = triton.compile(source, target=TARGET, options={"num_warps": 1})
                 ptx = compiled.asm["ptx"]
                 # The addresses by value, as whole 64-bit words, each stored as it is.
                 self.assertEqual(len(re.findall(r"\.param \.u64 (?!\.ptr)\w+_param_\d+", ptx)), width, ptx[:2000])
@@ -106,8 +111,11 @@ class TestSlots(LiveInputsTestCase):
         self.written.append(addresses)
         memory[: len(addresses)] = torch.tensor(addresses)
 
-    def chosen(self, *inputs: torch.Tensor, refused: dict[int, str] | None = None) -> LiveInputs:
-        live, _ = choose(self.driver, 0, list(inputs), range(len(inputs)), (), self.pool, refused or {}, tabled=True)
+    def chosen(self, *inputs: torch.Tensor, tabled: Collection[int] | None = None) -> LiveInputs:
+        """``tabled``: those that have slots; None for all."""
+        every = range(len(inputs))
+        given = self.driver, 0, list(inputs), every, (), self.pool, {}
+        live, _ = choose(*given, tabled=every if tabled is None else tabled)
         assert live is not None
         return live
 
@@ -189,8 +197,34 @@ class TestSlots(LiveInputsTestCase):
         self.assertEqual(graph.launch()[0][1:3], [item.recorded for item in live.items])
 
     def test_no_table_without_ghosts(self) -> None:
-        live, _ = choose(self.driver, 0, [at(0)], [0], {0}, self.pool, {0: "of the test"}, tabled=True)
+        live, _ = choose(self.driver, 0, [at(0)], [0], {0}, self.pool, {0: "of the test"}, tabled=[0])
         self.assertIsNone(live._table)
+        self.assertEqual(self.written, [])
+
+    def test_slots_for_those_alone_that_a_variant_takes(self) -> None:
+        a, b = at(0), at(16)
+        live = self.chosen(a, b, tabled=[1, 7])
+        first, second = (item.recorded for item in live.items)
+        self.assertEqual(self.written, [(second, *[0] * 7)])
+        self.assertIsNone(live._table.slot(first))
+        with live.captured():
+            live._table.is_read_by(self.variant("in_ptr0"), second)
+        nodes = [self.api.make_kernel([0, *self.written[-1]], name=f"{WRITER}_8"), self.api.make_kernel([first])]
+        graph = Graph(self.api, nodes)
+        live.set_up(graph)
+        self.assertEqual(self.decided(live), [PATCH, TABLE])
+        live.finish()
+        a, b = at(0), at(16)
+        self.begin(live, a, b)
+        writer, kernel = graph.launch()
+        self.assertEqual((writer[1:3], kernel), ([b.data_ptr(), 0], [a.data_ptr()]))
+
+    def test_no_table_where_no_variant_takes_an_input(self) -> None:
+        for tabled in ((), (7,)):
+            live = self.chosen(at(0), tabled=tabled)
+            self.assertIsNone(live._table)
+            live.set_up(self.capture(self.one_kernel(), live))
+            self.assertEqual(self.decided(live), [PATCH])
         self.assertEqual(self.written, [])
 
     def test_no_table_where_launches_cannot_be_watched(self) -> None:
@@ -212,6 +246,29 @@ class TestSlots(LiveInputsTestCase):
         self.assertIsNone(live._table)
         live.set_up(self.capture(self.one_kernel(), live))
         self.assertEqual(self.decided(live), [PATCH])
+
+    def test_a_writer_that_cannot_be_compiled_is_tried_once(self) -> None:
+        tried = []
+
+        def source(width: int) -> Any:
+            tried.append(width)
+            raise RuntimeError("of the test")
+
+        target = SimpleNamespace(active=SimpleNamespace(get_current_target=lambda: TARGET))
+        with (
+            mock.patch.object(tables, "_writer", functools.cache(WRITER_OF)),
+            mock.patch.object(tables, "_failed", set()),
+            mock.patch.object(tables, "writer_function", source),
+            mock.patch.object(triton.runtime, "driver", target),
+            self.assertLogs("pygraph_trees.indirection", "WARNING") as logs,
+        ):
+            for _ in range(3):
+                self.assertIsNone(self.chosen(at(0))._table)
+            self.assertEqual((tried, len(logs.output)), ([8], 1))
+            # Those of other widths and devices are made where they can be.
+            self.assertIsNone(self.chosen(*(at(0) for _ in range(9)))._table)
+            self.assertIsNone(tables.table_for(1, [16]))
+            self.assertEqual((tried, len(logs.output)), ([8, 32, 8], 3))
 
     def test_the_table_outlives_queued_replays(self) -> None:
         live, graph = self.tabled((at(0),), read=(0,))
@@ -246,17 +303,23 @@ class TestSlots(LiveInputsTestCase):
             self.assertEqual(slot.data_ptr(), memory.data_ptr() + 8 * position)
 
     def test_warmup_looks_at_what_may_have_a_slot(self) -> None:
-        seen: list[set[int]] = []
+        seen: list[Collection[int]] = []
         static, live, pooled = at(0), at(0), at(0)
 
+        @contextlib.contextmanager
+        def noting(addresses: Collection[int]) -> Iterator[set[int]]:
+            seen.append(addresses)
+            yield set()
+
         def begin(*inputs: Any, step: int = 1, is_backward: bool = False) -> None:
-            warmups.begin(step, inputs, [0], 0, self.pool, is_backward=is_backward)
+            with warmups.begin(print, step, inputs, [0], 0, self.pool, is_backward=is_backward):
+                pass
 
         def why_not(tensor: torch.Tensor, device: int, in_pool: bool) -> str | None:
             return "it is that" if tensor is pooled else None
 
         warmups = Warmups()
-        with mock.patch.object(tables, "noting", seen.append), mock.patch.object(tables, "why_not_ghost", why_not):
+        with mock.patch.object(tables, "noting", noting), mock.patch.object(tables, "why_not_ghost", why_not):
             begin(static, 3, live, pooled, None)
             self.assertEqual(seen, [{live.data_ptr()}])
             # A backward's static inputs that were live in its forward; no others, and not in another step.
@@ -269,6 +332,68 @@ class TestSlots(LiveInputsTestCase):
             with mock.patch.object(launches, "tap", launches.Tap()):
                 begin(static, live)
             self.assertEqual(len(seen), 2)
+
+    def test_warmup_finds_what_variants_take(self) -> None:
+        a, b, c = at(0), at(0), at(0)
+
+        @contextlib.contextmanager
+        def noting(addresses: Collection[int]) -> Iterator[set[int]]:
+            taken = set[int]()
+            yield taken
+            taken |= {given.data_ptr() for given in variants}
+
+        def warm_up(function: Any, *inputs: Any) -> None:
+            with Warmups().begin(function, 1, inputs, [0], 0, self.pool, is_backward=False):
+                self.assertEqual(tables.taken_by_variants(function), before)
+
+        def one() -> None: ...
+
+        def other() -> None: ...
+
+        with mock.patch.object(tables, "noting", noting), mock.patch.object(tables, "why_not_ghost", lambda *_: None):
+            before, variants = frozenset[int](), [b]
+            warm_up(one, a, 3, b, c)
+            self.assertEqual(tables.taken_by_variants(one), {2})
+            self.assertEqual(tables.taken_by_variants(other), set())
+            # What any warmup of a function found counts; an address may be that of several inputs.
+            before, variants = frozenset({2}), [a, c]
+            warm_up(one, b, a, b, c, a)
+            self.assertEqual(tables.taken_by_variants(one), {1, 2, 3, 4})
+            with contextlib.suppress(KeyError):
+                before = frozenset()
+                with Warmups().begin(other, 1, [a, c], [0], 0, self.pool, is_backward=False):
+                    raise KeyError
+        self.assertEqual(tables.taken_by_variants(other), set())
+        gone = weakref.ref(one)
+        del one
+        gc.collect()
+        self.assertIsNone(gone())
+
+    def test_a_recording_has_slots_for_what_its_function_was_found_to_need(self) -> None:
+        def model() -> None: ...
+
+        def choosing(*_: Any, tabled: Collection[int], **__: Any) -> tuple[None, dict[int, str]]:
+            given.append(tabled)
+            return None, {}
+
+        given: list[Collection[int]] = []
+        model.settings = SimpleNamespace(placement="off", indirection="table")  # type: ignore[attr-defined]
+        node = recording.Recording.__new__(recording.Recording)
+        node.wrapped_function = SimpleNamespace(model=model, mutated_input_idxs=[])
+        node.device, node.cuda_graphs_pool, node._refused, node._moving = 0, None, {}, {}
+        with (
+            mock.patch.object(recording, "choose", choosing),
+            mock.patch.object(recording, "ranges_of", lambda *_: self.pool),
+            mock.patch.object(recording.Recording, "_driver_for_addresses", lambda node: (self.driver, "")),
+            mock.patch.object(recording.Recording, "_copied_indices", lambda node: []),
+            mock.patch.object(recording.Upstream, "_allocate_and_copy_recording_inputs", lambda node, inputs: inputs),
+        ):
+            node._allocate_and_copy_recording_inputs([1])
+            with mock.patch.dict(tables._taken, {model: {0, 2}}):
+                node._allocate_and_copy_recording_inputs([1])
+                model.settings.indirection = "patch"  # type: ignore[attr-defined]
+                node._allocate_and_copy_recording_inputs([1])
+        self.assertEqual(given, [set(), {0, 2}, ()])
 
     def test_warmup_of_functions_that_have_a_table(self) -> None:
         noted = []
@@ -287,7 +412,7 @@ class TestSlots(LiveInputsTestCase):
             )
             noted.clear()
             manager.Manager._warming_up(holder, ["inputs"], 0)
-            self.assertEqual(noted, [(9, ["inputs"], [1], 3, self.pool, True)] * expected)
+            self.assertEqual(noted, [(wrapped.model, 9, ["inputs"], [1], 3, self.pool, True)] * expected)
 
     def test_a_capture_begins_with_the_writers(self) -> None:
         done: list[str] = []

@@ -495,6 +495,66 @@ class TestWhoHoldsOutputs(TestCase):
         self.assertFalse(reference.expired())  # as upstream has it: nobody can tell
 
 
+class TestForgotten(TestCase):
+    """Recordings of functions that are no longer graphed."""
+
+    def setUp(self):
+        super().setUp()
+        self.manager = manager = Manager.__new__(Manager)
+        self.model = object()
+        manager._ways, manager._forgotten = {}, []
+        manager.ids_to_funcs = {
+            number: SimpleNamespace(model=model, mutated_input_idxs=())
+            for number, model in ((1, self.model), (2, None))
+        }
+        manager.warmed_up_functions, manager.path_state = {1, 2}, cudagraph_trees.ExecutionState.EXECUTION
+        self.below = mock.Mock(children={}, graph="captured")
+        self.first = mock.Mock(children={1: [self.below]}, graph="captured")
+        manager.roots, manager.current_node = {2: [self.first]}, self.first
+        self.enterContext(mock.patch.object(Manager, "_why_not_staged", lambda *_: None))
+
+    def run_upstream(self, inputs, function_id):
+        """A root is found, and nothing is steady."""
+        self.manager.current_node, self.manager.path_state = self.first, cudagraph_trees.ExecutionState.EXECUTION
+        return inputs
+
+    def test_given_back_where_a_step_begins(self):
+        """Also where no step is steady, so that each begins behind the last one's recording."""
+        ends = mock.Mock(return_value=False)  # somebody holds an output
+
+        def try_end(manager):
+            if ends():
+                manager.current_node = None
+
+        with (
+            mock.patch.object(Upstream, "try_end_curr_execution", try_end),
+            mock.patch.object(Upstream, "_run", self.run_upstream),
+            mock.patch("pygraph_trees.trees.manager.release_retired") as released,
+        ):
+            self.manager.forget(self.model)
+            self.manager._run([], 2)
+            self.assertEqual((self.first.children[1], released.call_count), ([self.below], 0))
+            ends.return_value = True
+            self.manager._run([], 2)
+        self.assertEqual((self.first.children, self.below.graph, released.call_count), ({}, None, 1))
+        self.below.remove_node_cached_tensors.assert_called_once_with()
+        self.assertEqual((self.first.graph, self.manager._forgotten), ("captured", []))
+
+    def test_a_manager_without_a_path_is_asked_for_none(self):
+        """Of a parameter Dynamo asks whether it lies on the current path, where a manager is true."""
+        from torch._dynamo.variables.optimizer import _is_static_for_cudagraphs
+
+        x = mock.Mock(is_cuda=True, device=mock.Mock(index=0))
+        self.first._is_cuda_graph_recorded_tensor = lambda tensor: tensor is x
+        with (
+            mock.patch.object(cudagraph_trees, "get_manager", lambda *_, **__: self.manager),
+            mock.patch("torch._dynamo.utils.get_static_address_type", lambda _: None),
+        ):
+            self.assertTrue(_is_static_for_cudagraphs(x))
+            self.manager.current_node = None
+            self.assertFalse(_is_static_for_cudagraphs(x))
+
+
 class TestSteadyReplay(TestCase):
     """Which calls go past upstream, on upstream's own rules for the end of a path."""
 

@@ -280,6 +280,50 @@ class TestRefused(VariantsTestCase):
         unreadable._unsafe_update_src("not a definition")
         self.assertRefused("its source cannot be read", case._replace(fn=unreadable), case.pointers)
 
+    def test_variables_that_a_key_leaves_out(self) -> None:
+        def in_kernel(ty: Any) -> Any:
+            @triton.jit
+            def kernel(in_ptr0, out_ptr0, XBLOCK: tl.constexpr):
+                i = tl.arange(0, XBLOCK)
+                tl.store(out_ptr0 + i, tl.load(in_ptr0 + i).to(ty).to(tl.int64))
+
+            return kernel
+
+        def in_function(ty: Any) -> Any:
+            @triton.jit
+            def narrowed(x):
+                return x.to(ty).to(tl.int64)
+
+            @triton.jit
+            def stored(pointer, x):
+                tl.store(pointer, narrowed(x))
+
+            @triton.jit
+            def kernel(in_ptr0, out_ptr0, XBLOCK: tl.constexpr):
+                i = tl.arange(0, XBLOCK)
+                stored(out_ptr0 + i, tl.load(in_ptr0 + i))
+
+            return kernel
+
+        why = "'ty' is no tl.constexpr, and Triton's cache does not tell its values apart"
+        for make in (in_kernel, in_function):
+            case = kernels.CASES["oneline"]._replace(fn=make(tl.int8))
+            self.compile(case.fn, case.signature, case.constants, case.attrs(), case.options)
+            self.assertEqual(case.fn.cache_key, make(tl.int16).cache_key)
+            for _ in range(2):  # whichever keys are known
+                self.assertRefused(why, case, case.pointers)
+            self.assertAsWide(case._replace(fn=make(tl.constexpr(tl.int8))))
+
+    def test_variables_of_triton(self) -> None:
+        sort = tl.sort  # a function that it calls uses int8 and others
+
+        @triton.jit
+        def kernel(in_ptr0, out_ptr0, XBLOCK: tl.constexpr):
+            i = tl.arange(0, XBLOCK)
+            tl.store(out_ptr0 + i, sort(tl.load(in_ptr0 + i)))
+
+        self.assertAsWide(kernels.CASES["oneline"]._replace(fn=kernel))
+
     def test_gluon(self) -> None:
         from triton.experimental import gluon
 
