@@ -10,6 +10,8 @@ import threading
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
+from torch._guards import TracingContext
+
 from pygraph_trees.coverage.naming import BACKWARD
 
 from .decision import Objective
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from pygraph_trees.coverage.log import FunctionLog
     from pygraph_trees.settings import Settings
 
-_trials: WeakValueDictionary[str, Trial] = WeakValueDictionary()  # the newest one of a compile id
+_trials: WeakValueDictionary[str, Trial] = WeakValueDictionary()  # the newest one of a program
 _lock = threading.Lock()
 
 
@@ -37,17 +39,33 @@ def trial_of(log: FunctionLog, settings: Settings, device: int) -> Trial | None:
     """
     if settings.selective != "auto":
         return None
-    graph, compile_id = log.graph, log.compile_id
+    graph, program = log.graph, _program(log.compile_id)
     with _lock:
-        known = None if compile_id is None else _trials.get(compile_id)
-        if known is not None and (log.mode == BACKWARD or (graph is not None and known.graph is graph)):
-            return known
+        known = None if program is None else _trials.get(program)
+        if known is not None:
+            if graph is not None and known.graph is graph:
+                return known
+            if log.mode == BACKWARD and (known.backward is None or known.backward is graph):
+                known.backward = graph
+                return known
         code = None if graph is None else graph.code
         memory = None if code is None else Kept(code, log.name, device, _what_matters(settings))
         trial = Trial(Objective(settings.objective), memory=memory, graph=graph)
-        if compile_id is not None:
-            _trials[compile_id] = trial
+        if program is not None:
+            _trials[program] = trial
         return trial
+
+
+def _program(compile_id: str | None) -> str | None:
+    """What a forward and its backward have in common, and no other graphs of the process.
+
+    AOTAutograd counts what it compiles. A compile id is that of several programs where DDP has its buckets compiled
+    apart, and begins anew behind ``torch._dynamo.reset()``; but what comes from AOTAutograd's cache has no number, and
+    there a backward comes right behind its forward.
+    """
+    context = TracingContext.try_get()
+    name = None if context is None else context.aot_graph_name  # of one graph: ["4_backward"]
+    return f"AOT {name[0].rpartition('_')[0]}" if name else compile_id
 
 
 def _what_matters(settings: Settings) -> dict[str, str]:

@@ -20,6 +20,10 @@ Graphed is the default: un-graphed has to be better by a margin, which grows wit
 spread of what was measured. A decision that stands changes when the other way is better by twice the margin in several
 measurements one after another; noise within the margin around any steady difference can so change it once at most.
 
+A function may never be replayed: sizes change with each call, and it is recorded again and again. Then there is nothing
+to compare but what the host does for a recording, which ends before the GPU begins, and un-graphed has to be better by
+twice the margin (:func:`why_never_graphed`).
+
 What does not work, and why: the time between two events as the GPU's time of an un-graphed call. Where the GPU is idle
 when the call begins, it waits for the host in between, and the host's time would count twice
 (:meth:`Sample.without_waits`).
@@ -147,12 +151,22 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Restless:
+    """A function whose graphed calls may all be recordings."""
+
+    ungraphed_us: Sequence[float]  # the host's time, of each call
+    graphed_us: Sequence[float]  # of each call, replay or not
+    replays: int
+
+
+@dataclass(frozen=True, slots=True)
 class Rules:
     margin: float = 0.03  # of the parts' own time, un-graphed
     floor_us: float = 2.0  # least margin
     flips_after: int = 3  # measurements one after another that have to speak against a decision
     fewest_calls: int = 5  # each way
     most_calls: int = 20  # both ways together
+    fewest_recorded: int = 20  # graphed calls, hardly one of them a replay, that tell that there will be none
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +265,21 @@ def decide(compared: Comparison, standing: Decision | None = None, rules: Rules 
     if standing.against + 1 >= rules.flips_after:
         return Decision(standing.way.other, compared)
     return Decision(standing.way, compared, standing.against + 1)
+
+
+def why_never_graphed(parts: Sequence[Restless], rules: Rules = Rules()) -> str | None:
+    """Why functions that could not be compared are not graphed; None where they are."""
+    few = min((part.replays for part in parts), default=rules.fewest_calls)
+    calls = min((len(part.graphed_us) for part in parts), default=0)
+    measured = min((len(part.ungraphed_us) for part in parts), default=0)
+    if few >= rules.fewest_calls or calls < rules.fewest_recorded or measured < rules.fewest_calls:
+        return None
+    ungraphed_us = sum(statistics.median(part.ungraphed_us) for part in parts)
+    graphed_us = sum(statistics.median(part.graphed_us) for part in parts)
+    if graphed_us - ungraphed_us <= 2 * max(rules.floor_us, rules.margin * ungraphed_us):
+        return None
+    way, ours, other = Way.UNGRAPHED.value, _us(ungraphed_us), _us(graphed_us)
+    return f"{way}: the host takes {ours} a call against {other}, and {few} of {calls} graphed calls were replays"
 
 
 def next_way(ungraphed_calls: int, graphed_calls: int, clear: bool = False, rules: Rules = Rules()) -> Way | None:

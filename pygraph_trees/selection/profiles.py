@@ -9,14 +9,15 @@ that the decision depends on (:class:`Subject`). Any number of processes and thr
 
 No failure of the disk is an error. A file that is damaged is no profile, and the function is measured again; a file in
 a later version's format is no profile either. What cannot be read and what cannot be written gives one warning each in
-a process, however many files and threads there are. A profile that is old is still good, and should be checked again
-(:meth:`Profile.is_stale`).
+a process, however many files and threads there are; but where nothing may be written, uses are not counted, and that is
+all. A profile that is old is still good, and should be checked again (:meth:`Profile.is_stale`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import hashlib
 import json
 import logging
@@ -265,6 +266,8 @@ class Profiles:
         except FileNotFoundError:
             pass  # removed since it was read
         except OSError as error:
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                return
             self._warn(ProfilesNotKept, error.strerror or type(error).__name__)
 
     def _warn(self, kind: type[PygraphWarning], why: str) -> None:

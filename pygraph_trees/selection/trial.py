@@ -13,13 +13,19 @@ an un-graphed call it cannot be, so no more than the graph's own time is believe
 Where an earlier process measured the same graph with inputs of the same shapes, what it decided holds from the first
 call on, and nothing is measured.
 
-Where it takes too long (a backward that hardly ever comes), or a function is called by a second thread, it is graphed.
-A backward is called by a thread of autograd's, so each function has a thread of its own.
+A graph with dynamic shapes is given their sizes as integers. Steps with other integers than the first measured step had
+are other work, and are not measured.
+
+Where it takes too long (a backward or sizes that hardly ever come), or a function is called by a second thread, it is
+graphed: but where graphed calls are recordings and hardly ever replays, and those took longer, it is not. A backward is
+called by a thread of autograd's, so each function has a thread of its own; what the threads share has the trial's lock,
+which no call takes once the trial is over.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -27,7 +33,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .decision import Comparison, Decision, Objective, Part, Rules, Sample, Way, compare, decide, next_way
+from torch.autograd import profiler
+
+from pygraph_trees.coverage.naming import BACKWARD
+
+from .decision import (
+    Comparison,
+    Decision,
+    Objective,
+    Part,
+    Restless,
+    Rules,
+    Sample,
+    Way,
+    compare,
+    decide,
+    next_way,
+    why_never_graphed,
+)
 
 if TYPE_CHECKING:
     from pygraph_trees.coverage.log import FunctionLog
@@ -42,7 +65,7 @@ _LEFT_OUT = {
     Way.UNGRAPHED: 2,
     Way.GRAPHED: 1,
 }  # calls of each way that are not measured: kernels are chosen, caches fill
-_MOST_STEPS = 100  # of a trial
+_MOST_STEPS = 100  # of a trial, without those of other integers; of these one after another
 
 
 class Watch(Protocol):
@@ -127,7 +150,10 @@ class Contestant:
         self._run = {Way.GRAPHED: graphed, Way.UNGRAPHED: ungraphed}
         self._calls = {way: _Calls(left_out) for way, left_out in _LEFT_OUT.items()}
         self._pending: deque[tuple[Way, bool, float, Any, Any]] = deque()
+        self._graphed_us: deque[float] = deque(maxlen=_MOST_STEPS)  # the host's time, of the newest calls
+        self._replays = 0
         self._thread: int | None = None
+        self.calls = 0  # since a step began
 
     def __call__(self, inputs: list[Any]) -> Any:
         way = self._trial.way_of(self, inputs)
@@ -140,13 +166,25 @@ class Contestant:
         start = time.perf_counter_ns()
         outputs = run(inputs)
         host_us = (time.perf_counter_ns() - start) / 1e3
-        if way is Way.UNGRAPHED or self._counts() == (before[0], before[1] + 1):  # a replay and nothing else
-            calls = self._calls[way]
-            if calls.left_out:
-                calls.left_out -= 1
-            else:
-                self._pending.append((way, idle, host_us, begin, self._watch.mark()))
+        after = self._counts()
+        is_replay = way is Way.GRAPHED and after == (before[0] + 1, before[1])  # and nothing else
+        end = self._watch.mark() if is_replay or way is Way.UNGRAPHED else None
+        with self._trial.lock:
+            if not self._trial.is_over:
+                if way is Way.GRAPHED and after != before:  # who graphs may run it un-graphed
+                    self._graphed_us.append(host_us)
+                    self._replays += is_replay
+                if end is not None and self._trial.measures_step():
+                    self._take(way, idle, host_us, begin, end)
         return outputs
+
+    def _take(self, way: Way, idle: bool, host_us: float, begin: Any, end: Any) -> None:
+        calls = self._calls[way]
+        if calls.left_out:
+            calls.left_out -= 1
+        elif self.made(way) < self._trial.rules.most_calls:
+            self._trial.was_measured()
+            self._pending.append((way, idle, host_us, begin, end))
 
     def is_in_its_thread(self) -> bool:
         """Whether the thread that calls is the one that called first."""
@@ -155,8 +193,9 @@ class Contestant:
         return thread == self._thread
 
     def _counts(self) -> tuple[int, int]:
+        """Replays, and what else there is of graphs."""
         recordings = self._log.recordings
-        return len(recordings), sum(recording.replays for recording in recordings)
+        return sum(recording.replays for recording in recordings), len(recordings) + self._log.warmups
 
     def collect(self) -> None:
         """Takes what the GPU is done with."""
@@ -177,6 +216,9 @@ class Contestant:
     def made(self, way: Way) -> int:
         """Measured calls and those that the GPU is not done with."""
         return self.measured(way) + sum(pending[0] is way for pending in self._pending)
+
+    def restless(self) -> Restless:
+        return Restless(self._calls[Way.UNGRAPHED].host_us, self._graphed_us, self._replays)
 
     def part(self) -> Part:
         last = self._log.recordings[-1]
@@ -206,40 +248,67 @@ class Trial:
         graph: object = None,
     ) -> None:
         """``graph``: that began it, for who asks."""
-        self._objective, self._rules, self._memory, self.graph = objective, rules, memory, graph
+        self._objective, self.rules, self._memory, self.graph = objective, rules, memory, graph
+        self.backward: object = None  # the graph that is its backward, for who asks
         self._awaits_backward = False  # whether a forward was graphed whose backward is to come
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()  # what is freed under it may call a function
         self._contestants: list[Contestant] = []
         self._way = Way.UNGRAPHED
         self._first: Contestant | None = None  # the one whose calls begin steps
         self._steps = 0
+        self._others = 0  # steps of other integers since there was one of ours
+        self._asked: tuple[int, ...] = ()  # integers that the memory was asked for
+        self._integers: tuple[int, ...] | None = None  # of the steps that are measured
+        self._given: tuple[int, ...] = ()  # of this step
+        self._is_disturbed = False  # whether what was measured is not what other processes would find
         self._why: str | None = None  # the way that was taken in the end, in numbers
         self.decision: Decision | None = None
         self.is_over = False
 
     def join(self, contestant: Contestant) -> None:
         """One more function; one that comes late goes the way of the others."""
-        if self.is_over:
-            contestant.end(self._way, self._why)
-        else:
-            self._contestants.append(contestant)
+        with self.lock:
+            if self.is_over:
+                contestant.end(self._way, self._why)
+            else:
+                self._contestants.append(contestant)
 
     def way_of(self, contestant: Contestant, inputs: Sequence[object]) -> Way:
         """The way of a function's call that is about to be made."""
-        if self.is_over:
-            return self._way
+        if not self.is_over:
+            with self.lock:
+                if not self.is_over:
+                    self._go_on(contestant, inputs)
+        return self._way
+
+    def measures_step(self) -> bool:
+        """Whether this step is like those that were measured."""
+        return self._integers is None or self._integers == self._given
+
+    def was_measured(self) -> None:
+        """Notes that a call of this step was."""
+        self._integers = self._given
+        self._is_disturbed |= _is_disturbed()
+
+    def _go_on(self, contestant: Contestant, inputs: Sequence[object]) -> None:
+        """Begins a step, or goes on with it."""
         if not contestant.is_in_its_thread():
             self._end(Way.GRAPHED, None, None)
-            return self._way
+            return
         if self._first is None:
             self._first = contestant
+            self._asked = _integers(inputs)
             if self._recalls(inputs):
-                return self._way
+                return
+        contestant.calls += 1
         if contestant is self._first:
+            self._given = _integers(inputs)
             self._step()
+        elif contestant.calls > _MOST_STEPS:
+            self._end(Way.GRAPHED, None, None)
         if contestant.mode != "inference":
-            self._awaits_backward = contestant.mode == "forward" and self._way is Way.GRAPHED
-        return self._way
+            goes_graphed = contestant.mode == "forward" and self._way is Way.GRAPHED
+            self._awaits_backward = goes_graphed and any(c.mode == BACKWARD for c in self._contestants)
 
     def _recalls(self, inputs: Sequence[object]) -> bool:
         """Ends the trial before it begins, where it was decided by an earlier process."""
@@ -250,13 +319,18 @@ class Trial:
         return profile is not None
 
     def _step(self) -> None:
-        self._steps += 1
+        if self.measures_step():
+            self._steps += 1
+            self._others = 0
+        else:
+            self._others += 1
         for contestant in self._contestants:
+            contestant.calls = 0
             contestant.collect()
         wanted = self._next_way()
         if wanted is self._way or self._awaits_backward:
-            if self._steps > _MOST_STEPS:
-                self._end(Way.GRAPHED, None, None)
+            if max(self._steps, self._others) > _MOST_STEPS:
+                self._give_up()
         elif wanted is not None:
             self._way = wanted
             self._contestants[0].make_room()
@@ -266,32 +340,46 @@ class Trial:
     def _next_way(self) -> Way | None:
         """Of the next measured call; None where there were enough."""
         made = {way: min(c.made(way) for c in self._contestants) for way in Way}
-        enough = min(c.measured(way) for c in self._contestants for way in Way) >= self._rules.fewest_calls
+        enough = min(c.measured(way) for c in self._contestants for way in Way) >= self.rules.fewest_calls
         clear = enough and self._compare().clear
-        found = next_way(made[Way.UNGRAPHED], made[Way.GRAPHED], clear, self._rules)
+        found = next_way(made[Way.UNGRAPHED], made[Way.GRAPHED], clear, self.rules)
         if found is None and not enough:
             return self._way  # the GPU is behind
         return found
 
+    def _give_up(self) -> None:
+        """Ends the trial without a decision that would hold for others."""
+        why = why_never_graphed([c.restless() for c in self._contestants], self.rules)
+        self._end(Way.GRAPHED if why is None else Way.UNGRAPHED, None, why)
+
     def _compare(self) -> Comparison:
-        return compare([c.part() for c in self._contestants], self._objective, self._rules)
+        return compare([c.part() for c in self._contestants], self._objective, self.rules)
 
     def _decide(self) -> None:
-        decision = decide(self._compare(), None, self._rules)
-        if self._end(decision.way, decision, decision.text) and self._memory is not None:
-            self._memory.store(decision)
+        decision = decide(self._compare(), None, self.rules)
+        memory = None if self._is_disturbed or self._integers != self._asked else self._memory
+        if self._end(decision.way, decision, decision.text) and memory is not None:
+            memory.store(decision)
 
     def _end(self, way: Way, decision: Decision | None, why: str | None) -> bool:
-        """False where it is over already, by another thread."""
-        with self._lock:
-            if self.is_over:
-                return False
-            self._way, self._why, self.decision, self.is_over = way, why, decision, True
+        """False where it is over already."""
+        if self.is_over:
+            return False
+        self._way, self._why, self.decision, self.is_over = way, why, decision, True
         contestants, self._contestants, self._first = self._contestants, [], None
         for contestant in contestants:
             contestant.end(way, why)
         _log.info("%s", why or f"{way.value}: not enough calls could be measured")
         return True
+
+
+def _is_disturbed() -> bool:
+    """Whether each call takes longer because somebody looks at it, or waits for it."""
+    return bool(profiler._is_profiler_enabled) or os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
+
+
+def _integers(inputs: Sequence[object]) -> tuple[int, ...]:
+    return tuple(value for value in inputs if isinstance(value, int))
 
 
 def _ago(age_s: float) -> str:

@@ -2,13 +2,20 @@
 
 Un-graphed, a function is run as Inductor runs a graph without CUDA graphs: inputs that its kernels take to be aligned
 and that are not are copied first, and copied back where they are written to.
+
+Before torch 2.13 upstream looks for a thread's trees where a function is called for the first time, and not in later
+calls, which may come from threads that have none. A trial's first graphed call is a later one, and is made with the
+trees of the thread that called first (:class:`_Trees`). Where that has none either, the function is not graphed, while
+upstream has an AssertionError for its first call.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.coverage.naming import BACKWARD
@@ -16,14 +23,17 @@ from pygraph_trees.selection import trial_of
 from pygraph_trees.selection.decision import Way
 from pygraph_trees.selection.trial import Contestant, GpuWatch
 
+from .function import _PER_THREAD
 from .manager import Manager
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from .function import FunctionModel
 
     Run = Callable[[list[Any]], Any]
+
+_TREES = ("tree_manager_containers", "tree_manager_locks")  # of a thread, by device
 
 
 def chooser(
@@ -36,58 +46,107 @@ def chooser(
         trial = trial_of(log, function.settings, device)
         if trial is None:
             return
-        ungraphed = _as_upstream_has_it(_aligned(function, static_input_idxs, mutated), log.mode, device)
+        trees = _Trees(device)
+        ungraphed = _as_upstream_has_it(_aligned(function, static_input_idxs, mutated), log.mode, trees)
+
+        def first_ungraphed(inputs: list[Any]) -> Any:
+            trees.remember()
+            return ungraphed(inputs)
+
+        def first_graphed(inputs: list[Any]) -> Any:
+            with trees.at_hand() as there:
+                if there:
+                    return graphed(inputs)
+            log.not_graphed("torch has no CUDA graph trees for the thread that calls")
+            return ungraphed(inputs)
+
+        def until_added(inputs: list[Any]) -> Any:
+            outputs = first_graphed(inputs)
+            if function._added:
+                function.instead = None
+                function.may_replay(may=True)
+            return outputs
 
         def ended(way: Way) -> None:
             if way is Way.GRAPHED:
-                function.instead = None
+                function.instead = None if _PER_THREAD or function._added else until_added
                 function.may_replay(may=True)
             else:
                 function.instead = ungraphed
                 function.may_replay(may=False)
                 log.not_graphed("it was measured to be faster so")
-                manager = _manager(device)
+                manager = trees.manager()
                 if isinstance(manager, Manager):
                     manager.forget(function)
 
         function.trial = trial
-        function.instead = contestant = Contestant(trial, log, graphed, ungraphed, GpuWatch(device), ended)
+        function.instead = contestant = Contestant(trial, log, first_graphed, first_ungraphed, GpuWatch(device), ended)
         trial.join(contestant)
 
     return choose
 
 
-def _manager(device: int) -> Any:
-    """This thread's, if there is one."""
-    return cudagraph_trees.get_manager(device, create_if_none_exists=False)
+class _Trees:
+    """Torch's trees for one function."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._first: tuple[Any, ...] | None = None  # of the thread that called first
+        self._known: Callable[[], Any] | None = None  # a manager must not outlive its functions
+
+    def remember(self) -> None:
+        if self._first is None and not _PER_THREAD and _are_known():
+            self._first = tuple(cudagraph_trees.get_obj(cudagraph_trees.local, name) for name in _TREES)
+
+    @contextlib.contextmanager
+    def at_hand(self) -> Iterator[bool]:
+        """Whether torch finds trees inside: those of this thread, or else those of the first one."""
+        if _PER_THREAD or _are_known():
+            yield True
+        elif self._first is None:
+            yield False
+        else:
+            for name, known in zip(_TREES, self._first, strict=True):
+                setattr(cudagraph_trees.local, name, known)
+            try:
+                yield True
+            finally:
+                for name in _TREES:
+                    delattr(cudagraph_trees.local, name)
+
+    def manager(self, *, create: bool = False) -> Any:
+        """The manager that a call of this thread has to do with, if there is one."""
+        if _PER_THREAD:
+            return cudagraph_trees.get_manager(self._device, create_if_none_exists=create)
+        found = None if self._known is None else self._known()
+        if found is None:
+            with self.at_hand() as there:
+                found = cudagraph_trees.get_manager(self._device, create_if_none_exists=create) if there else None
+            self._known = None if found is None else weakref.ref(found)
+        return found
 
 
-def _as_upstream_has_it(run: Run, mode: str, device: int) -> Run:
+def _are_known() -> bool:
+    """Whether torch has trees for this thread, and need not make them."""
+    return all(hasattr(cudagraph_trees.local, name) or torch._C._is_key_in_tls(name) for name in _TREES)
+
+
+def _as_upstream_has_it(run: Run, mode: str, trees: _Trees) -> Run:
     """``run`` with what upstream's manager is told of a forward or a backward that is not graphed.
 
     A backward that cannot be graphed expects that its forward has made a manager, and a forward waits for its backward,
-    graphed or not: no step begins in between. Upstream looks for the manager where a function is called for the first
-    time, and not in later calls, which may come from threads that it knows nothing of.
+    graphed or not: no step begins in between.
     """
-    known: Callable[[], Any] | None = None  # a manager must not outlive its functions
-
-    def manager() -> Any:
-        nonlocal known
-        found = None if known is None else known()
-        if found is None:
-            found = cudagraph_trees.get_manager(device, create_if_none_exists=mode == "forward")
-            known = None if found is None else weakref.ref(found)
-        return found
 
     def forward(inputs: list[Any]) -> Any:
-        waits = manager()
+        waits = trees.manager(create=True)
         outputs = run(inputs)
         if waits is not None:
             waits.running_forwards_with_pending_backwards = True
         return outputs
 
     def backward(inputs: list[Any]) -> Any:
-        waits = manager()
+        waits = trees.manager()
         if waits is not None:
             waits.set_to_running_backward()
         return run(inputs)

@@ -21,6 +21,7 @@ from pygraph_trees.selection.decision import (
     Load,
     Objective,
     Part,
+    Restless,
     Rules,
     Sample,
     TooFewCalls,
@@ -29,6 +30,7 @@ from pygraph_trees.selection.decision import (
     decide,
     next_way,
     step_us,
+    why_never_graphed,
 )
 
 LATENCY, THROUGHPUT = Objective.LATENCY, Objective.THROUGHPUT
@@ -349,6 +351,37 @@ class TestNextWay(TestCase):
             self.assertGreaterEqual(min(ungraphed_calls, graphed_calls), RULES.fewest_calls)
         elif min(ungraphed_calls, graphed_calls) >= RULES.fewest_calls:
             self.assertLess(ungraphed_calls + graphed_calls, RULES.most_calls)
+
+
+class TestNeverGraphed(TestCase):
+    """Functions that are recorded again at each call."""
+
+    def why(self, *parts):
+        return why_never_graphed([Restless(*part) for part in parts])
+
+    def test_rule(self):
+        part = ([100.0] * 5, [5e4] * 20, 4)
+        for parts, is_why in (
+            ([part], True),
+            ([part, part], True),
+            ([part, ([100.0] * 5, [5e4] * 20, 20)], True),  # there were not enough of the other one's
+            ([([100.0] * 5, [5e4] * 20, 5)], False),
+            ([([100.0] * 5, [5e4] * 19, 0)], False),
+            ([([100.0] * 4, [5e4] * 20, 0)], False),
+            ([part, ([], [], 0)], False),
+            ([([100.0] * 5, [106.0] * 20, 0)], False),  # twice the margin
+            ([([100.0] * 5, [106.5] * 20, 0)], True),
+            ([([1.0] * 5, [5.0] * 20, 0)], False),
+            ([([1.0] * 5, [5.5] * 20, 0)], True),
+            ([], False),
+        ):
+            self.assertEqual(self.why(*parts) is not None, is_why, msg=str(parts))
+
+    def test_text(self):
+        self.assertExpectedInline(
+            self.why(([100.0] * 5, [5e4] * 60, 1), ([50.0] * 5, [1e4] * 60, 2)),
+            """un-graphed: the host takes 150 us a call against 60000 us, and 1 of 60 graphed calls were replays""",
+        )
 
 
 class TestText(TestCase):

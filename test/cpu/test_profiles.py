@@ -422,6 +422,15 @@ class TestDisk(Folder):
             self.assertIn("Read-only file system", str(found[0].message))
         self.assertEqual([p.uses for p in self.profiles.list()], [0])
 
+    def test_who_only_reads_is_not_warned(self):
+        self.profiles.store(SUBJECT, "net", DECISION)
+        for number in (errno.EACCES, errno.EPERM, errno.EROFS):
+            refused = OSError(number, os.strerror(number))
+            with mock.patch.object(os, "open", side_effect=refused), self.warned():
+                self.assertEqual(self.profiles.use(SUBJECT.key).decision, DECISION)
+        with mock.patch.object(os, "open", side_effect=OSError(errno.EIO, "worn out")), self.warned(ProfilesNotKept):
+            self.assertEqual(self.profiles.use(SUBJECT.key).decision, DECISION)
+
     def as_one_who_may_not_write_everywhere(self) -> None:
         """Root becomes someone else, whose the files are, until the test ends."""
         if os.geteuid() != 0:

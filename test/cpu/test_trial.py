@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import sys
 import threading
 import time
@@ -16,13 +18,17 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from functorch.compile import make_boxed_func
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.backends.common import aot_autograd
+from torch._guards import TracingContext, tracing
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees import selection
 from pygraph_trees.coverage.log import FunctionLog, GraphLog, RecordingLog, journal
+from pygraph_trees.coverage.naming import compile_id
 from pygraph_trees.selection import trial as trials
 from pygraph_trees.selection.decision import Comparison, Decision, Objective, Rules, Way
 from pygraph_trees.selection.profiles import Profile
@@ -83,7 +89,7 @@ class Function:
         self.calls.append("u")
         self.log.runs += 1
         self.world.work(*self.times[Way.UNGRAPHED])
-        return [x + 1 for x in inputs]
+        return self.outputs(inputs)
 
     def graph(self, inputs):
         self.calls.append("g")
@@ -99,10 +105,13 @@ class Function:
         else:
             self.log.recordings[-1].replays += 1
             self.world.work(*self.times[Way.GRAPHED])
-        return [x + 1 for x in inputs]
+        return self.outputs(inputs)
 
-    def __call__(self, *inputs):
-        return self.contestant(list(inputs))
+    def outputs(self, inputs):
+        return [int(x) + 1 for x in inputs if type(x) is float]
+
+    def __call__(self, *inputs, sizes=()):
+        return self.contestant([*map(float, inputs), *sizes])
 
 
 class TrialTestCase(TestCase):
@@ -208,6 +217,25 @@ class TestTrial(TrialTestCase):
         self.assertTrue(trial.is_over)
         self.assertIsNotNone(trial.decision)
 
+    def test_a_forward_whose_backward_is_not_graphed(self):
+        """Nobody waits for it."""
+        trial = Trial(Objective.LATENCY)
+        forward = Function(self.world, trial, ungraphed=(20.0, 40.0), graphed=(90.0, 40.0), kernels=1, mode="forward")
+        self.steps(30, forward)
+        self.assertEqual((forward.went, trial.decision.way), ([Way.UNGRAPHED], Way.UNGRAPHED))
+
+    def test_many_backwards_of_a_forward(self):
+        trial = Trial(Objective.LATENCY)
+        forward, backward = (Function(self.world, trial, mode=mode) for mode in ("forward", "backward"))
+        forward(0)
+        self.world.behind = True
+        for number in range(trials._MOST_STEPS):
+            backward(number)
+            self.assertLessEqual(len(backward.contestant._pending), RULES.most_calls)
+        self.assertFalse(trial.is_over)
+        backward(0)
+        self.assertEqual((trial.is_over, forward.went, backward.went), (True, [Way.GRAPHED], [Way.GRAPHED]))
+
     def test_several_graphs_in_a_step(self):
         """Each has a trial of its own, and their backwards come in the reverse order."""
         pairs = []
@@ -273,6 +301,74 @@ class TestTrial(TrialTestCase):
         self.steps(1, function)
         self.assertEqual(function.contestant.made(Way.GRAPHED), before)
 
+    def test_one_that_is_always_recorded_again(self):
+        ways = {}
+        for record_us in (5e4, 101.0):
+            memory = mock.Mock(find=mock.Mock(return_value=None))
+            trial = Trial(Objective.LATENCY, memory=memory)
+            function = Function(self.world, trial)
+
+            def again(inputs, function=function, record_us=record_us):
+                function.log.recordings.append(RecordingLog(number=1, kernels=4, other_nodes=0, replays=1))
+                self.world.work(record_us, 50.0)
+                return function.outputs(inputs)
+
+            function.contestant._run[Way.GRAPHED] = again
+            self.steps(trials._MOST_STEPS + 1, function)
+            ways[record_us] = function.went
+            self.assertIsNone(trial.decision)
+            memory.store.assert_not_called()
+        self.assertEqual(ways, {5e4: [Way.UNGRAPHED], 101.0: [Way.GRAPHED]})
+
+    def sized(self, sizes, trial, ungraphed, graphed):
+        """A function of one kernel, called with such sizes; the GPU takes a microsecond for each of them."""
+        function = Function(self.world, trial, kernels=1)
+        for size in sizes:
+            function.times = {Way.UNGRAPHED: (ungraphed, float(size)), Way.GRAPHED: (graphed, float(size))}
+            self.assertEqual(function(0, sizes=(size,)), [1])
+            self.world.wait()
+        return function
+
+    def test_only_like_is_compared_with_like(self):
+        for first, second in ((100, 400), (400, 100)):
+            memory = mock.Mock(find=mock.Mock(return_value=None))
+            trial = Trial(Objective.LATENCY, memory=memory)
+            self.sized([first] * 7 + [second] * 20 + [first, second] * 20, trial, 60.0, 30.0)
+            found = trial.decision.compared
+            self.assertEqual((found.ungraphed_us, found.graphed_us), (60.0 + first, 30.0 + first))
+            memory.store.assert_called_once()
+
+    def test_sizes_that_do_not_come_again(self):
+        trial = Trial(Objective.LATENCY)
+        function = self.sized([100] * 7 + [400] * trials._MOST_STEPS, trial, 30.0, 60.0)
+        self.assertFalse(trial.is_over)
+        self.assertEqual(function(0, sizes=(400,)), [1])
+        self.assertEqual((trial.is_over, trial.decision, function.went), (True, None, [Way.GRAPHED]))
+
+    def test_what_was_measured_of_other_sizes_is_not_kept(self):
+        """The memory was asked for those of the first call."""
+        memory = mock.Mock(find=mock.Mock(return_value=None))
+        trial = Trial(Objective.LATENCY, memory=memory)
+        self.sized([100] + [400] * 30, trial, 60.0, 30.0)
+        self.assertEqual(trial.decision.way, Way.GRAPHED)
+        memory.store.assert_not_called()
+
+    def test_what_was_disturbed_is_not_kept(self):
+        for disturbed, stored in (
+            (contextlib.nullcontext(), 1),
+            (mock.patch.object(torch.autograd.profiler, "_is_profiler_enabled", True), 0),
+            (mock.patch.dict("os.environ", CUDA_LAUNCH_BLOCKING="1"), 0),
+            (mock.patch.dict("os.environ", CUDA_LAUNCH_BLOCKING="0"), 1),
+        ):
+            memory = mock.Mock(find=mock.Mock(return_value=None))
+            trial = Trial(Objective.LATENCY, memory=memory)
+            function = Function(self.world, trial)
+            self.steps(5, function)
+            with disturbed:
+                self.steps(1, function)
+            self.steps(30, function)
+            self.assertEqual((trial.decision.way, memory.store.call_count), (Way.GRAPHED, stored))
+
     def test_another_thread_ends_it(self):
         trial = Trial(Objective.LATENCY)
         function = Function(self.world, trial)
@@ -281,6 +377,59 @@ class TestTrial(TrialTestCase):
         thread.start()
         thread.join()
         self.assertEqual((function.went, function.calls), ([Way.GRAPHED], ["u", "u", "g"]))
+
+    def interrupted(self, run, other, line):
+        """Runs, and in another thread something else where so many lines of a trial's were done.
+
+        Returns whether there were so many. What the other thread has to wait for is not waited for.
+        """
+        thread, left = threading.Thread(target=other), line
+
+        def trace(frame, event, arg):
+            nonlocal left
+            if frame.f_code.co_filename != trials.__file__:
+                return None
+            if event == "line" and not thread.ident:
+                left -= 1
+                if left < 0:
+                    thread.start()
+                    thread.join(0.01)
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            run()
+        finally:
+            sys.settrace(before)
+        if thread.ident:
+            thread.join()
+        return thread.ident is not None
+
+    def test_another_thread_ends_it_anywhere(self):
+        for steps in (4, 7, 10, 15):
+            for line in itertools.count():
+                trial = Trial(Objective.LATENCY)
+                function = Function(self.world, trial)
+                self.steps(steps, function)
+                found = []
+                if not self.interrupted(lambda: found.append(function(1)), lambda: found.append(function(5)), line):  # noqa: B023
+                    break
+                self.assertEqual((sorted(found), len(function.calls)), ([[2], [6]], steps + 2))
+                self.assertEqual((trial.is_over, function.went), (True, [Way.GRAPHED]))
+                self.assertEqual(len(function.contestant._pending), 0)
+            self.assertGreater(line, 40)
+
+    def test_one_that_joins_while_another_thread_ends_it(self):
+        for line in itertools.count():
+            trial = Trial(Objective.LATENCY)
+            function = Function(self.world, trial)
+            self.steps(1, function)
+            joined = []
+            if not self.interrupted(lambda: joined.append(Function(self.world, trial)), lambda: function(5), line):  # noqa: B023
+                break
+            self.assertEqual((function.went, joined[0].went), ([Way.GRAPHED], [Way.GRAPHED]))
+        self.assertGreater(line, 5)
 
     def test_a_backward_has_a_thread_of_its_own(self):
         trial = Trial(Objective.LATENCY)
@@ -372,6 +521,54 @@ class TestTrialOf(TestCase):
         self.assertIsNot(self.of(other, "7/0"), first)  # compiled anew
         self.assertIsNot(self.of(None, None), self.of(None, None))
 
+    def test_programs_of_one_compile_id(self):
+        """DDP's buckets, whose backwards are compiled when all forwards were."""
+
+        def named(name):
+            context = TracingContext(None)
+            context.aot_graph_name = [name]
+            return tracing(context)
+
+        trials = []
+        for number in (4, 5):
+            with named(f"{number}_forward"):
+                trials.append(self.of(GraphLog("Net", "3/0", "forward", ()), "3/0"))
+        for number, trial in reversed(list(zip((4, 5), trials, strict=True))):
+            backward = GraphLog("Net", "3/0", "backward", ())
+            with named(f"{number}_backward"):
+                for _ in range(2):  # partitions
+                    self.assertIs(self.of(backward, "3/0", is_backward=True), trial)
+        with named("6_backward"):  # its forward is not graphed
+            self.assertNotIn(self.of(GraphLog("Net", "3/0", "backward", ()), "3/0", is_backward=True), trials)
+
+    def test_a_forward_has_one_backward(self):
+        """Where what comes from a cache has a compile id alone, and that begins anew."""
+        forward, backward, other = (GraphLog("Net", "4/0", mode, ()) for mode in ("forward", "backward", "backward"))
+        trial = self.of(forward, "4/0")
+        for _ in range(2):
+            self.assertIs(self.of(backward, "4/0", is_backward=True), trial)
+        self.assertIsNot(self.of(other, "4/0", is_backward=True), trial)
+
+    def test_what_a_program_is_known_by(self):
+        found = []
+
+        def compiler(graph, inputs):
+            found.append((compile_id(), selection._program(compile_id())))
+            return make_boxed_func(graph.forward)
+
+        for _ in range(2):
+            torch._dynamo.reset()
+            with torch._functorch.config.patch(enable_autograd_cache=False):
+                backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
+                torch.compile(lambda x: x.sin() * x, backend=backend)(
+                    torch.ones(2, requires_grad=True)
+                ).sum().backward()
+        self.assertEqual(len({identity for identity, _ in found}), 1)
+        programs = [program for _, program in found]
+        self.assertEqual(len(programs), 4)
+        self.assertEqual((programs[0], programs[2]), (programs[1], programs[3]))
+        self.assertNotEqual(programs[0], programs[2])
+
     def test_nobody_keeps_it_whose_functions_are_gone(self):
         kept = weakref.ref(self.of(None, "6/0"))
         gc.collect()
@@ -462,7 +659,7 @@ class TestChoice(TrialTestCase):
         model = self.model()
         call = self.enter(model, lambda inputs: self.fail("graphed"))
         manager = mock.Mock(spec=Manager)
-        with mock.patch.object(choice, "_manager", lambda device: manager):
+        with mock.patch.object(cudagraph_trees, "get_manager", lambda *args, **kwargs: manager):
             model.instead._ended(Way.UNGRAPHED)
         x = torch.ones(2)
         self.assertEqual(call([x]), [x * 2])

@@ -1,0 +1,210 @@
+"""Threads and torch's trees: what a function that is chosen by measurement tells whom, and where it is graphed."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+from test_trial import World
+from torch._inductor import compile_fx, config, cudagraph_trees
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.selection.decision import Way
+from pygraph_trees.trees import choice
+from pygraph_trees.trees.function import _PER_THREAD, FunctionModel, entered
+
+
+def in_thread(fn):
+    """What comes back from a thread that torch knows nothing of."""
+    found = []
+
+    def work():
+        try:
+            found.append(fn())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+class FakeManager:
+    """Functions are run, and that is counted."""
+
+    def __init__(self, device):
+        self.running_forwards_with_pending_backwards = False
+        self.calls = 0
+
+    def set_to_running_backward(self):
+        self.running_forwards_with_pending_backwards = False
+
+    def add_function(self, model, inputs, *args, **kwargs):
+        def fn(inputs):
+            self.calls += 1
+            return model(inputs)
+
+        cudagraph_trees.get_container(0).add_strong_reference(fn)
+        outputs = fn(inputs)
+        model.add(of_integers=False)
+        return fn, outputs
+
+
+class ChoiceTestCase(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.enterContext(mock.patch.object(cudagraph_trees, "CUDAGraphTreeManager", FakeManager))
+        containers = cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers")
+        self.enterContext(mock.patch.dict(containers, clear=True))
+
+    def manager(self):
+        return cudagraph_trees.get_manager(0, create_if_none_exists=False)
+
+
+class TestFlags(ChoiceTestCase):
+    """What upstream's manager is told of forwards and backwards that are not graphed."""
+
+    def runs(self):
+        trees = choice._Trees(0)
+        return [choice._as_upstream_has_it(lambda inputs: inputs, mode, trees) for mode in ("forward", "backward")]
+
+    def test_a_forward_awaits_its_backward(self):
+        forward, backward = self.runs()
+        forward([])
+        self.assertTrue(self.manager().running_forwards_with_pending_backwards)
+        backward([])
+        self.assertFalse(self.manager().running_forwards_with_pending_backwards)
+
+    def test_each_thread_has_its_own(self):
+        """A step of one thread says nothing of what another one waits for."""
+        if not _PER_THREAD:
+            self.skipTest("since torch 2.13")
+        forward, backward = self.runs()
+        forward([])
+        mine = self.manager()
+        in_thread(lambda: backward([]))
+        self.assertTrue(mine.running_forwards_with_pending_backwards)
+        backward([])
+
+        def other():
+            forward([])
+            return self.manager()
+
+        its = in_thread(other)
+        self.assertIsNot(its, mine)
+        self.assertTrue(its.running_forwards_with_pending_backwards)
+        self.assertFalse(mine.running_forwards_with_pending_backwards)
+
+    def test_threads_without_trees(self):
+        with mock.patch.object(choice, "_PER_THREAD", False):
+            forward, backward = self.runs()
+            in_thread(lambda: (forward([]), backward([])))  # nobody waits
+            self.assertIsNone(self.manager())
+            forward([])
+            self.assertTrue(self.manager().running_forwards_with_pending_backwards)
+            in_thread(lambda: backward([]))
+            self.assertFalse(self.manager().running_forwards_with_pending_backwards)
+
+
+class TestThreads(ChoiceTestCase):
+    """A function that is first called in one thread, and graphed in another one; x is doubled."""
+
+    def setUp(self):
+        super().setUp()
+        self.enterContext(mock.patch.object(choice, "GpuWatch", lambda device: World()))
+        self.enterContext(config.patch({"triton.pygraph_selective": "auto"}))
+        self.x, self.doubled = torch.ones(1), [torch.ones(1) * 2]
+
+    def double(self, inputs):
+        return [x * 2 for x in inputs]
+
+    def test_a_server_that_is_warmed_up_in_the_main_thread(self):
+        for mode in ("inference", "forward"):
+            run = compile_fx.cudagraphify(
+                self.double,
+                static_input_idxs=(),
+                device_index=0,
+                stack_traces=[None],
+                is_backward=False,
+                is_inference=mode == "inference",
+            )
+            for _ in range(3):
+                run([self.x])
+            served = in_thread(lambda run=run: [run([self.x]) for _ in range(3)])
+            self.assertEqual(served, [self.doubled] * 3)
+            self.assertEqual(run([self.x]), self.doubled)
+            self.assertIsNone(run.function.instead)
+
+    def before_2_13(self):
+        """A function, and what calls it: upstream asks for trees where it is called for the first time."""
+        function = FunctionModel.of(self.double, is_backward=False, is_inference=True)
+        fn = None
+
+        def run(inputs):
+            nonlocal fn
+            if fn is not None:
+                return fn(inputs)
+            fn, outputs = cudagraph_trees.get_manager(0).add_function(function, inputs)
+            return outputs
+
+        self.enterContext(mock.patch.object(choice, "_PER_THREAD", False))
+        call = entered(function, run, choice.chooser((), (), 0))
+        return function, lambda: self.assertEqual(call([self.x]), self.doubled)
+
+    def test_trees_of_the_thread_that_called_first(self):
+        function, call = self.before_2_13()
+        call()
+        in_thread(call)
+        self.assertTrue(function.trial.is_over)
+        self.assertEqual(self.manager().calls, 1)
+        in_thread(call)
+        self.assertIsNone(function.instead)
+        call()
+        self.assertEqual(self.manager().calls, 3)
+
+    def test_torch_is_as_it_was(self):
+        _, call = self.before_2_13()
+        call()
+
+        def serve():
+            call()
+            return vars(cudagraph_trees.local)
+
+        self.assertEqual(in_thread(serve), {})
+
+    def test_no_trees_at_all(self):
+        """Until the thread calls that has some."""
+        function, call = self.before_2_13()
+
+        def serve():
+            for _ in range(150):
+                call()
+
+        in_thread(serve)
+        self.assertTrue(function.trial.is_over)
+        self.assertIsNone(self.manager())
+        self.assertEqual((function.log.runs, function.log.trial_runs < 100), (150, True))
+        self.assertRegex(function.log.ungraphed_reason, "no CUDA graph trees for the thread")
+        call()
+        self.assertEqual(self.manager().calls, 1)
+        in_thread(call)
+        self.assertEqual(self.manager().calls, 2)
+
+    def test_ungraphed_by_a_thread_without_trees(self):
+        function, call = self.before_2_13()
+        in_thread(lambda: function.instead._ended(Way.UNGRAPHED))
+        call()
+        self.assertIsNone(self.manager())
+
+
+if __name__ == "__main__":
+    run_tests()
