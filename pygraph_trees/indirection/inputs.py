@@ -463,7 +463,7 @@ class LiveInputs:
     def _prepare(
         self, inputs: Sequence[Any], seen: list[int], stays: Callable[[torch.Tensor], bool], *, same_pool: bool
     ) -> str | None:
-        """The same where the graph may hold other addresses; nobody else is let in: a finalizer may run anywhere."""
+        """The same where the graph may hold other addresses; meanwhile nobody else is let in, a finalizer say."""
         known = self._known.get(tuple(seen)) if same_pool and self._is_simple else None
         if known is not None:
             self._seen = []  # until the graph holds what is found: an interrupt may come anywhere

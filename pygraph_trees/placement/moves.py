@@ -26,11 +26,13 @@ from .nodes import (
     is_a_whole,
     is_conversion,
     is_copy_between_devices,
+    is_inverse_root,
     is_negation,
     is_on_cpu,
     is_on_gpu,
     is_row_of_input,
     is_view,
+    may_wait,
     nbytes_of,
     prims,
     source_of,
@@ -132,10 +134,12 @@ class _Rewriting:
         if how is How.MADE:
             return self._made_there(node)
         if how is How.KEPT:
-            source = node.args[0]
+            source, dtype = node.args[0], node.meta["val"].dtype
             assert isinstance(source, fx.Node)
             with self._graph.inserting_after(node):
-                return self._converted(source, node.meta["val"].dtype, node)
+                if dtype in HALVES and source.op != "placeholder":  # what is copied is rounded
+                    return self._call(rounded_to, (self._converted(source, torch.float32, node), dtype), node)
+                return self._converted(source, dtype, node)
         if how is How.CONSTANT or why_not_staged:
             with self._graph.inserting_after(_behind_inputs(node)):
                 return self._call(prims.device_put.default, (node, self._gpu, _may_be_late(node)), node)
@@ -152,7 +156,7 @@ class _Rewriting:
     def _why_not_staged(self, node: fx.Node) -> str | None:
         if not self._stages:
             return "graphs are given no addresses"
-        if is_row_of_input(node) and _when_read(node, waits=self._waits) is not HostRead.AT_ONCE:
+        if is_row_of_input(node) and _when_read(node, waits=False) is not HostRead.AT_ONCE:
             return "it is a part of an input with gaps"  # a copy of it on the CPU would be made at the call
         nbytes = nbytes_of(node)
         return f"{nbytes} bytes are too many to be staged" if nbytes > MOST_STAGED_NBYTES else None
@@ -181,7 +185,9 @@ class _Rewriting:
                 return self._call(node.target, args, node, kwargs)
             args, kwargs = tree_map(lambda value: self._in_double(value, node), (args, kwargs))
             factors = factors_of(node, args)
-            if factors is None:
+            if is_inverse_root(node):
+                result = self._call(aten.rsqrt.default, args[:1], node)
+            elif factors is None:
                 result = self._call(node.target, args, node, kwargs)
             else:
                 result = self._call(rounded_product, tuple(self._tensor(factor, node) for factor in factors), node)
@@ -231,7 +237,7 @@ def _may_be_late(node: fx.Node) -> bool:
 def _when_read(node: fx.Node, *, waits: bool) -> HostRead:
     """When the program reads a value that is staged, through views as well.
 
-    Where it ``waits`` for its stream anywhere, no copy is later than that.
+    Where it ``waits`` for its stream anywhere, no copy is later than that, and nothing need be read before.
     """
     reads = [
         (value, user)
@@ -241,7 +247,8 @@ def _when_read(node: fx.Node, *, waits: bool) -> HostRead:
     ]
     if reads and all(is_copy_between_devices(user) and _is_non_blocking(user) for _, user in reads):
         return HostRead.IN_ORDER if waits else HostRead.LATER
-    return HostRead.AT_ONCE if all(_is_read_at_once(value, user) for value, user in reads) else HostRead.IN_ORDER
+    at_once = not waits and all(_is_read_at_once(value, user) for value, user in reads)
+    return HostRead.AT_ONCE if at_once else HostRead.IN_ORDER
 
 
 def _itself_and_views(node: fx.Node) -> list[fx.Node]:
@@ -265,10 +272,10 @@ def _is_read_at_once(value: fx.Node, user: fx.Node) -> bool:
 
 
 def _waits_for_stream(node: fx.Node) -> bool:
-    """Whether an operator of the GPU copies from the CPU and waits for that, and so for all copies before."""
-    if is_copy_between_devices(node) and is_on_gpu(node):
+    """Whether an operator copies between the devices and waits for that, and so for all copies before."""
+    if is_copy_between_devices(node):
         return not _is_non_blocking(node)
-    return any(not _is_read_at_once(source, node) for source in needs(node))
+    return may_wait(node) or any(not _is_read_at_once(source, node) for source in needs(node))
 
 
 def _is_non_blocking(copy: fx.Node) -> bool:

@@ -193,7 +193,9 @@ def _is_known(node: fx.Node) -> bool:
         return _writes_one_number(node)
     packet = target.overloadpacket
     if packet in _MOVES_ELEMENTS:
-        return True
+        types = {tensor.dtype for tensor in [*_tensors_given(node), *tensors_of(node)]}
+        # The absolute value of a complex number is computed; and not every GPU has other types.
+        return types <= _NUMBERS if packet is aten.abs else types <= _NUMBERS | _COMPLEX
     if packet in _TYPES:
         return _converts_alike(node)
     if all(_is_integral(tensor) for tensor in [*_tensors_given(node), *tensors_of(node)]):
@@ -212,8 +214,8 @@ def computes_in_double(node: fx.Node) -> bool:
         return False
     for arg in pytree.tree_leaves((node.args, node.kwargs)):
         if isinstance(arg, fx.Node):
-            if isinstance(arg.meta.get("val"), torch.SymFloat):
-                return False
+            if isinstance(arg.meta.get("val"), (torch.SymFloat, torch.SymInt)):
+                return False  # the CPU makes it a number of single precision first
         elif not (arg is None or isinstance(arg, float) or (isinstance(arg, int) and abs(arg) <= 1 << 24)):
             return False
     return {t.dtype for t in tensors_of(node)} == {torch.float32} and {t.dtype for t in _tensors_given(node)} <= _SINGLE
@@ -259,6 +261,22 @@ def factors_of(node: fx.Node, args: Sequence[Any]) -> tuple[Any, Any] | None:
     return None
 
 
+def is_inverse_root(node: fx.Node) -> bool:
+    """Whether it is a power that a CPU computes as one over a square root, which has other zeros and infinities."""
+    return node.target is aten.pow.Tensor_Scalar and node.args[1] == -0.5
+
+
+def may_wait(node: fx.Node) -> bool:
+    """Whether a program that makes a call has waited for the GPU behind it, but for copies: so it may have."""
+    target: Any = node.target
+    if node.op != "call_function" or not any(is_on_gpu(n) for n in (node, *node.all_input_nodes)):
+        return False
+    if not isinstance(target, torch._ops.OpOverload):
+        return not (str(target) == "<built-in function getitem>" or "triton_kernel" in str(target))
+    needs_numbers = torch.Tag.data_dependent_output in target.tags or torch.Tag.dynamic_output_shape in target.tags
+    return (needs_numbers and not _is_by_integers(node)) or target.namespace not in ("aten", "prims", "pygraph_trees")
+
+
 def rounds_nearly(node: fx.Node) -> bool:
     """Whether its last place may differ, so that nothing but its elements is to be had of it."""
     target: Any = node.target
@@ -278,6 +296,7 @@ def keeps_elements(node: fx.Node) -> bool:
 # What a CPU computes with in single precision, and makes that of before.
 _SINGLE = frozenset({torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
 _NUMBERS = _SINGLE | {torch.float64, torch.float16, torch.bfloat16}
+_COMPLEX = frozenset({torch.complex64, torch.complex128})
 
 
 def _tensors_given(node: fx.Node) -> list[torch.Tensor]:

@@ -90,6 +90,7 @@ class Plan:
         self._exact = exact
         self.of_numbers = _of_numbers(graph)
         self._rounded: set[fx.Node] = set()  # what is made on the GPU and may differ in its last place
+        self._of_gpu: set[fx.Node] = set()  # what is computed of values of the GPU
         self._how: dict[fx.Node, How] = {}
         self.why: dict[fx.Node, str] = {}  # of those that are copied
         self._leaves: dict[fx.Node, frozenset[fx.Node]] = {}  # what has to be copied for each
@@ -138,7 +139,7 @@ class Plan:
         rounded = next((source for source in cpu_inputs(node) if source in self._rounded), None)
         if stuck is not None:
             self.why[node] = f"it is computed of {stuck.name}: {self.why[stuck]}"
-        elif any(self._leaves.get(index) for index in indices_of(node)):
+        elif any(self._leaves.get(index) or index in self._of_gpu for index in indices_of(node)):
             self.why[node] = "it looks up what inputs say, and an index that is out of bounds is an error of the CPU's"
         elif rounded is not None and not (node in self.of_numbers or keeps_elements(node)):
             self.why[node] = f"it is computed of {rounded.name}, whose last place may differ"
@@ -152,6 +153,8 @@ class Plan:
     def _set(self, node: fx.Node, how: How, leaves: frozenset[fx.Node]) -> None:
         self._how[node] = how
         self._leaves[node] = leaves
+        if how is How.KEPT or (how is How.MADE and any(source in self._of_gpu for source in cpu_inputs(node))):
+            self._of_gpu.add(node)
         if how is How.MADE and (rounds_nearly(node) or any(source in self._rounded for source in cpu_inputs(node))):
             self._rounded.add(node)
 

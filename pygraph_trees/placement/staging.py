@@ -38,8 +38,9 @@ def _staged(there: torch.Tensor, host: torch.Tensor, read: int = HostRead.IN_ORD
     if found is not None:
         found.append((host.data_ptr(), HostRead(read)))
     # A tensor that lies on the GPU already is an input that was copied while a graph was recorded. Outside of graphs
-    # the copy is waited for: the program may write to its tensor as soon as the call is done.
-    return _like(there, host).copy_(host, non_blocking=_is_captured(there))
+    # that we record the copy is waited for: the program may write to its tensor as soon as the call is done. So torch
+    # raises in graphs of the program's own, which would read memory that nobody holds.
+    return _like(there, host).copy_(host, non_blocking=found is not None and _is_captured(there))
 
 
 def _is_captured(there: torch.Tensor) -> bool:

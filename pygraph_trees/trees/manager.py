@@ -239,10 +239,6 @@ class Manager(Upstream):
             self.try_end_curr_execution()
         self._forget()
 
-    def __bool__(self) -> bool:
-        """Whether a path is open: on compiling an optimizer Dynamo looks at that of a manager that is true."""
-        return self.current_node is not None
-
     def _forget(self) -> None:
         if self.current_node is not None:
             return

@@ -22,6 +22,7 @@ counts them as its instances. To tell the two apart, ask for the type.
 from __future__ import annotations
 
 import functools
+import sys
 import traceback
 import weakref
 from collections import Counter
@@ -173,13 +174,30 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
     def _initialize_cached_tensors(self) -> None:
         super()._initialize_cached_tensors()
-        # Upstream takes what autograd alone holds of these for dead. Of what a forward saves, autograd would hold
-        # a view, as upstream gives it, and the output would be alive: so it is where the output is that view itself.
+        if hasattr(self, "liveness_check_state"):  # 2.15 sees what autograd alone holds
+            return
+        # Before, upstream takes such an output for dead, and writes over what a backward is to read; but for views of
+        # them, which are most of what a forward saves.
         recording = weakref.ref(self)
-        for number in getattr(self.wrapped_function.model, "seen_inside", ()):
+        for number in getattr(self.wrapped_function.model, "saved", ()):
             if self.cached_tensor_outputs[number] is not None:
                 held: Any = self.outputs_weakrefs[number]
                 held.extra_ref_check = functools.partial(_is_let_go, recording, number, held.extra_ref_check)
+
+    def _let_go_of_autograd(self) -> None:
+        """Outputs on the path that nobody holds hold no graph of autograd's: it would hold what was saved for them."""
+        for node in self._path_from_root:
+            outputs = node.cached_tensor_outputs
+            for i in range(len(outputs)):
+                # Without a name for the output: references are counted, the list's and the argument's.
+                if (
+                    outputs[i] is not None
+                    and outputs[i]._use_count() == 1
+                    and sys.getrefcount(outputs[i]) == 2
+                    and outputs[i].grad_fn is not None
+                    and not outputs[i]._is_view()
+                ):
+                    outputs[i].detach_()
 
     def _deaths(self, indices: list[tuple[int, int]]) -> Deaths | None:
         """Of outputs on the path, by depth and number; None where there are none."""
@@ -527,8 +545,11 @@ def without_staged(outputs: Sequence[Any], live: LiveInputs) -> list[Any]:
 def _is_let_go(recording: Callable[[], Recording | None], number: int, check: Callable[[], bool]) -> bool:
     """Whether a cached output is held by its recording alone: not in C++, and else as upstream's ``check`` has it."""
     node = recording()
-    # Without a name for the output: references are counted.
-    return (node is None or node.cached_tensor_outputs[number]._use_count() == 1) and check()
+    if node is not None and node.cached_tensor_outputs[number]._use_count() > 1:
+        node._let_go_of_autograd()
+        if node.cached_tensor_outputs[number]._use_count() > 1:
+            return False
+    return check()
 
 
 def _is_alive() -> bool:

@@ -65,7 +65,9 @@ def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
     function: Any = getattr(partitions[0], "function", None)
     is_its_own = getattr(getattr(function, "model", None), "__globals__", None) is names
     if is_its_own and function.first_saved is not None:
-        code, function.as_returned, function.seen_inside = _with_views_inside(code, names, function.first_saved)
+        saved = set(map(_name_in, code.returned[function.first_saved :]))
+        function.saved = tuple(i for i, name in enumerate(code.outputs) if name in saved & code.made)
+        code, function.as_returned = _with_views_inside(code, names, function.first_saved)
     order = chosen(code.given, code.count)
     keep = _several(code.kept)
     finish = _finish(code, names)
@@ -129,8 +131,8 @@ def _steadily(runner: Any, code: _Code, finish: _Finish | None, view: Any) -> Ca
 
 def _with_views_inside(
     code: _Code, names: dict[str, Any], first: int
-) -> tuple[_Code, Callable[[Sequence[Any]], Any] | None, tuple[int, ...]]:
-    """The code for a partition that gives outputs as they are returned, what makes them so of what it gives, and which.
+) -> tuple[_Code, Callable[[Sequence[Any]], Any] | None]:
+    """The code for a partition that gives outputs as they are returned, and what makes them so of what it gives.
 
     Those that are returned from ``first`` on.
     """
@@ -151,8 +153,7 @@ def _with_views_inside(
         returned.append(value if name not in inside else _name(value) if not uses[name] else _seen_so(value))
     given = [inside.get(name, ast.Name(name)) for name in code.outputs]
     finish = _finish(replace(code, returned=given, kept=[], kept_names=[]), names)
-    as_returned = None if finish is None else lambda outputs: finish.make(outputs, ())
-    return replace(code, returned=returned), as_returned, tuple(i for i, n in enumerate(code.outputs) if n in inside)
+    return replace(code, returned=returned), None if finish is None else lambda outputs: finish.make(outputs, ())
 
 
 def _name(value: ast.expr) -> ast.expr:

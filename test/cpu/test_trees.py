@@ -428,17 +428,20 @@ class TestOutputs(TestCase):
 
 
 class Saves(torch.autograd.Function):
-    """Saves a tensor for its backward, which nobody else then holds."""
+    """Saves a tensor for its backward, which nobody else then holds; what it gives may be a recording's output."""
 
     @staticmethod
-    def forward(ctx, x, saved):
+    def forward(ctx, x, saved, output=None):
         ctx.save_for_backward(saved)
-        return x * 2
+        if output is None:
+            return x * 2
+        ctx.mark_dirty(output)
+        return output
 
     @staticmethod
     def backward(ctx, grad):
         (saved,) = ctx.saved_tensors
-        return grad * saved, None
+        return grad * saved, None, None
 
 
 class TestWhoHoldsOutputs(TestCase):
@@ -449,11 +452,11 @@ class TestWhoHoldsOutputs(TestCase):
         torch._C._set_cached_tensors_enabled(True)
         self.addCleanup(torch._C._set_cached_tensors_enabled, False)
 
-    def recording(self, outputs, seen_inside):
+    def recording(self, outputs, saved):
         node = Recording.__new__(Recording)
         references = [None] * len(outputs)
         vars(node).update(
-            wrapped_function=SimpleNamespace(model=SimpleNamespace(seen_inside=seen_inside)),
+            wrapped_function=SimpleNamespace(model=SimpleNamespace(saved=saved)),
             _parent=None,
             outputs_weakrefs=references,
             path_weakrefs=[references],
@@ -485,6 +488,21 @@ class TestWhoHoldsOutputs(TestCase):
             self.assertFalse(node.all_outputs_are_dead())
             del held
             self.assertTrue(node.all_outputs_are_dead())
+
+    def test_what_nobody_holds_keeps_no_backward(self):
+        """An output that a user let go of, and that the recording holds, without a backward ever."""
+        for held in (False, True):
+            node = self.recording([torch.zeros(3), torch.zeros(3)], (1,))
+            cached = node.cached_tensor_outputs
+            Saves.apply(torch.ones(3, requires_grad=True), cached[1], cached[0])
+            self.assertIsNotNone(cached[0].grad_fn)
+            loss = cached[0].sum() if held else None
+            self.assertEqual(node.all_outputs_are_dead(), not held)
+            if held:
+                loss.backward()
+                del loss
+                self.assertTrue(node.all_outputs_are_dead())
+            self.assertIsNone(cached[0].grad_fn)
 
     def test_what_is_asked_does_not_keep_the_recording(self):
         node = self.recording([torch.zeros(3)], (0,))
@@ -539,20 +557,6 @@ class TestForgotten(TestCase):
         self.assertEqual((self.first.children, self.below.graph, released.call_count), ({}, None, 1))
         self.below.remove_node_cached_tensors.assert_called_once_with()
         self.assertEqual((self.first.graph, self.manager._forgotten), ("captured", []))
-
-    def test_a_manager_without_a_path_is_asked_for_none(self):
-        """Of a parameter Dynamo asks whether it lies on the current path, where a manager is true."""
-        from torch._dynamo.variables.optimizer import _is_static_for_cudagraphs
-
-        x = mock.Mock(is_cuda=True, device=mock.Mock(index=0))
-        self.first._is_cuda_graph_recorded_tensor = lambda tensor: tensor is x
-        with (
-            mock.patch.object(cudagraph_trees, "get_manager", lambda *_, **__: self.manager),
-            mock.patch("torch._dynamo.utils.get_static_address_type", lambda _: None),
-        ):
-            self.assertTrue(_is_static_for_cudagraphs(x))
-            self.manager.current_node = None
-            self.assertFalse(_is_static_for_cudagraphs(x))
 
 
 class TestSteadyReplay(TestCase):

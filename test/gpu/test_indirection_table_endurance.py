@@ -5,6 +5,8 @@ from __future__ import annotations
 import test_indirection_endurance as by_patch
 from torch.testing._internal.common_utils import run_tests
 
+RUNS_ALONE = True  # it looks at the memory of the whole GPU
+
 
 class TestEnduranceByTable(by_patch.TestIndirectionEndurance):
     indirection = "table"
