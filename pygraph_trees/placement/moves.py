@@ -136,7 +136,7 @@ class _Rewriting:
         if how is How.KEPT:
             source, dtype = node.args[0], node.meta["val"].dtype
             assert isinstance(source, fx.Node)
-            with self._graph.inserting_after(node):
+            with self._graph.inserting_before(node.next):  # in this order
                 if dtype in HALVES and source.op != "placeholder":  # what is copied is rounded
                     return self._call(rounded_to, (self._converted(source, torch.float32, node), dtype), node)
                 return self._converted(source, dtype, node)

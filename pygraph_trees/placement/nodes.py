@@ -267,14 +267,14 @@ def is_inverse_root(node: fx.Node) -> bool:
 
 
 def may_wait(node: fx.Node) -> bool:
-    """Whether a program that makes a call has waited for the GPU behind it, but for copies: so it may have."""
+    """Whether a program may have waited for the GPU behind a call, copies apart; what can be captured does not wait."""
     target: Any = node.target
     if node.op != "call_function" or not any(is_on_gpu(n) for n in (node, *node.all_input_nodes)):
         return False
     if not isinstance(target, torch._ops.OpOverload):
         return not (str(target) == "<built-in function getitem>" or "triton_kernel" in str(target))
     needs_numbers = torch.Tag.data_dependent_output in target.tags or torch.Tag.dynamic_output_shape in target.tags
-    return (needs_numbers and not _is_by_integers(node)) or target.namespace not in ("aten", "prims", "pygraph_trees")
+    return (needs_numbers and not _is_by_integers(node)) or torch.Tag.cudagraph_unsafe in target.tags
 
 
 def rounds_nearly(node: fx.Node) -> bool:

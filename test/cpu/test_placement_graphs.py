@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import operator
 import re
 import sys
 import unittest
@@ -27,7 +28,7 @@ from pygraph_trees.absent_gpu import absent_gpu, lower
 from pygraph_trees.coverage.compiled import PLACED, WHY_NOT_PLACED, partitions_of
 from pygraph_trees.host_reads import HostRead
 from pygraph_trees.placement import place, place_for_graphs
-from pygraph_trees.placement.nodes import is_copy_between_devices, is_on_cpu, is_on_gpu
+from pygraph_trees.placement.nodes import is_copy_between_devices, is_on_cpu, is_on_gpu, may_wait
 
 EXAMPLES = settings(max_examples=300, deadline=None)
 
@@ -121,6 +122,60 @@ class TestPlacement(TestCase):
             module.recompile()
         return module, placed
 
+    def test_one_over_a_square_root(self):
+        """A CPU has no power of -0.5, whose zeros and infinities are others."""
+        module, placed = self.placed_function(lambda v: v**-0.5)
+        self.assertTrue(all("input" in stay.why for stay in placed.stays))
+        values = torch.tensor([-0.0, 0.0, -torch.inf, torch.inf, -1.0, 2.0]).repeat(COUNT)[:COUNT]
+        found = OnCpu(module).run(values, torch.zeros(1))
+        self.assertIn(torch.ops.aten.rsqrt.default, [node.target for node in module.graph.nodes])
+        self.assertEqual(found, values.rsqrt())
+
+    def placed_program(self, program, on_cpu, on_gpu):
+        """The graph of a program of both, rewritten, and what stays, but for inputs."""
+        with absent_gpu("sm_90"):
+            module = traced(program, [(on_cpu, "cpu"), (on_gpu, "gpu")])
+            placed = place(module.graph)
+        return module, [stay.why for stay in placed.stays if stay.why != "it is an input"]
+
+    def test_absolute_values_of_complex_numbers_stay(self):
+        program = lambda v, x: x + (v.abs() > 1).to(GPU)  # noqa: E731
+        for dtype, stays in ((torch.complex64, 1), (torch.float32, 0)):
+            _, why = self.placed_program(program, torch.zeros(8, dtype=dtype), torch.zeros(8))
+            self.assertEqual(len(why), stays)
+
+    def test_indices_that_come_from_the_gpu_look_up_on_the_cpu(self):
+        """One that is out of bounds is an error there, and not the end of all work on the GPU."""
+        for program in (
+            lambda v, i: v[i.cpu()].to(GPU),
+            lambda v, i: v[i.cpu() + 1].to(GPU),
+            lambda v, i: v.gather(0, i.cpu()).to(GPU),
+        ):
+            _, why = self.placed_program(program, torch.zeros(8), torch.zeros(8, dtype=torch.int64))
+            self.assertRegex(" ".join(why), "out of bounds")
+
+    def test_what_waits(self):
+        with absent_gpu("sm_90"), FakeTensorMode():
+            graph = fx.Graph()
+            x, i = graph.placeholder("x"), graph.placeholder("i")
+            x.meta["val"], i.meta["val"] = torch.empty(4, device=GPU), torch.empty(4, device=GPU, dtype=torch.int64)
+            for target, args, waits in (
+                (torch.ops.aten.nonzero.default, (x,), True),
+                (torch.ops.aten._local_scalar_dense.default, (x,), True),
+                (torch.ops.higher_order.cond, (x, None, None, ()), True),
+                (torch.ops.aten.index.Tensor, (x, [i]), False),
+                (torch.ops.aten.sin.default, (x,), False),
+                (operator.getitem, (x, 0), False),
+            ):
+                node = graph.call_function(target, args)
+                node.meta["val"] = torch.empty(4, device=GPU)
+                self.assertEqual(may_wait(node), waits, str(target))
+            on_cpu = graph.placeholder("c")
+            on_cpu.meta["val"] = torch.empty(4)
+            node = graph.call_function(torch.ops.aten.nonzero.default, (on_cpu,))
+            node.meta["val"] = torch.empty(4)
+            self.assertFalse(may_wait(node))
+
     def test_several_gpus(self):
         """The graph is left alone, and says why."""
         with absent_gpu("sm_90"), FakeTensorMode() as mode:
@@ -184,8 +239,11 @@ class TestLowered(TestCase):
             for function in (
                 lambda v: v.to(dtype).flip(0).float().to("cuda"),  # noqa: B023
                 lambda v: (v.to(dtype) > 0.1).to("cuda"),  # noqa: B023
+                None,
             ):
                 program = lambda x, v: x + function(v)  # noqa: B023, E731
+                if function is None:  # what comes from the GPU, and was stored for the copy
+                    program = lambda x, v: ((x * 0.3).to(dtype).cpu() > 0.1).to("cuda") * x  # noqa: B023, E731
                 graph, found = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
                 self.assertEqual(found, (1, 0))
                 self.assertIn(f".to(tl.{name})", graph.source_code)
@@ -255,6 +313,16 @@ class TestLowered(TestCase):
             (node,) = [n for n in graph.gm.graph.nodes if str(n.target) == "pygraph_trees.staged.default"]
             self.assertEqual(node.args[2], read)
 
+        # The program waits for what it takes from the GPU, and reads the one on the CPU behind that.
+        for program in (
+            lambda x, v: (x * v.to("cuda", non_blocking=True), x.cpu()),
+            lambda x, v: x * v.to("cuda", non_blocking=True) + x.cpu().to("cuda", non_blocking=True),
+            lambda x, v: x * (v * x.cpu()).to("cuda", non_blocking=True),
+        ):
+            graph, _ = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
+            (node,) = [n for n in graph.gm.graph.nodes if str(n.target) == "pygraph_trees.staged.default"]
+            self.assertEqual(node.args[2], HostRead.IN_ORDER)
+
         def written(x, v):
             copy = v.to("cuda", non_blocking=True)
             v.copy_(torch.zeros(64))
@@ -286,6 +354,16 @@ class TestLowered(TestCase):
                 program, (torch.empty(256, device="meta"), torch.rand(128, 512)[:, :256]), "full"
             )
             self.assertEqual(found, (1, 1))
+
+    def test_symbolic_numbers_are_made_single_first(self):
+        """As the CPU does: what is not known to fit is computed there."""
+        for function in (lambda v, n: v - n, lambda v, n: v * n, lambda v, n: v / n):
+            program = lambda x, v: x.sum() + function(v, x.shape[0]).to("cuda")  # noqa: B023, E731
+            with torch._dynamo.config.patch(assume_static_by_default=False):
+                graph, _ = self.partitions(program, (torch.empty(256, device="meta"), torch.rand(3)), "full")
+            self.assertIn("cpp_fused", graph.source_code)
+            (node,) = [n for n in graph.gm.graph.nodes if str(n.target) == "pygraph_trees.staged.default"]
+            self.assertNotEqual(node.args[1].op, "placeholder")
 
     def test_nothing_is_staged_in_branches_and_loops(self):
         """What is copied there is in no node of the graph that could be given an address."""
