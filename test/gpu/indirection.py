@@ -300,6 +300,19 @@ class IndirectionTestCase(TestCase):
             self.assertRegex(reason, expected or r"\w+ \w+")
 
 
+class ByTable(IndirectionTestCase):
+    """Base beside that of tests of the patch route, which then run with a table; some programs must take it."""
+
+    indirection = "table"
+    tabled: frozenset[str] = frozenset()  # their names: a kernel of Triton's reads an input of them
+
+    def check(self, program: Program, *args: Any, **options: Any) -> Facts:
+        facts = super().check(program, *args, **options)
+        if program.name in self.tabled:
+            self.assertIn("table", facts.routes, str(facts))
+        return facts
+
+
 def by_name(program: Program) -> str:
     """A test's name for :func:`torch.testing._internal.common_utils.parametrize`."""
     return "".join(c if c.isalnum() else "_" for c in program.name)

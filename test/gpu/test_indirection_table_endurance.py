@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import test_indirection_endurance as by_patch
+from indirection import Facts
 from torch.testing._internal.common_utils import run_tests
 
 RUNS_ALONE = True  # it looks at the memory of the whole GPU
@@ -10,6 +11,10 @@ RUNS_ALONE = True  # it looks at the memory of the whole GPU
 
 class TestEnduranceByTable(by_patch.TestIndirectionEndurance):
     indirection = "table"
+
+    def test_fresh_addresses(self):
+        super().test_fresh_addresses()
+        self.assertIn("table", Facts.now().routes)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import test_indirection_failures as by_patch
+from indirection import ByTable
 from torch.testing._internal.common_utils import run_tests
 
 
-class TestFailuresByTable(by_patch.TestIndirectionFailures):
-    indirection = "table"
+class TestFailuresByTable(ByTable, by_patch.TestIndirectionFailures):
+    tabled = frozenset({"all kinds of nodes"})
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import test_indirection_fallbacks as by_patch
+from indirection import ByTable
 from torch.testing._internal.common_utils import run_tests
 
 
-class TestFallbacksByTable(by_patch.TestIndirectionFallbacks):
-    indirection = "table"
+class TestFallbacksByTable(ByTable, by_patch.TestIndirectionFallbacks):
+    tabled = frozenset({"dropout", "dropout around matmul", "noise"})
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import test_indirection_libraries as by_patch
+from indirection import ByTable
 from torch.testing._internal.common_utils import run_tests
 
 
-class TestLibrariesByTable(by_patch.TestIndirectionLibraries):
-    indirection = "table"
+class TestLibrariesByTable(ByTable, by_patch.TestIndirectionLibraries):
+    tabled = frozenset({"large table", "int32 indices", "gather", "index select", "two indices"})
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import test_indirection_matmul as by_patch
+from indirection import ByTable
 from torch.testing._internal.common_utils import run_tests
 
 
-class TestMatmulByTable(by_patch.TestIndirectionMatmul):
-    indirection = "table"
+class TestMatmulByTable(ByTable, by_patch.TestIndirectionMatmul):
+    tabled = frozenset({"vector"})
 
 
 if __name__ == "__main__":
