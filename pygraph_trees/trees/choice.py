@@ -23,7 +23,7 @@ from pygraph_trees.selection import trial_of
 from pygraph_trees.selection.decision import Way
 from pygraph_trees.selection.trial import Contestant, GpuWatch
 
-from .function import _PER_THREAD
+from .function import PER_THREAD
 from .manager import Manager
 
 if TYPE_CHECKING:
@@ -62,14 +62,14 @@ def chooser(
 
         def until_added(inputs: list[Any]) -> Any:
             outputs = first_graphed(inputs)
-            if function._added:
+            if function.is_added:
                 function.instead = None
                 function.may_replay(may=True)
             return outputs
 
         def ended(way: Way) -> None:
             if way is Way.GRAPHED:
-                function.instead = None if _PER_THREAD or function._added else until_added
+                function.instead = None if PER_THREAD or function.is_added else until_added
                 function.may_replay(may=True)
             else:
                 function.instead = ungraphed
@@ -95,13 +95,13 @@ class _Trees:
         self._known: Callable[[], Any] | None = None  # a manager must not outlive its functions
 
     def remember(self) -> None:
-        if self._first is None and not _PER_THREAD and _are_known():
+        if self._first is None and not PER_THREAD and _are_known():
             self._first = tuple(cudagraph_trees.get_obj(cudagraph_trees.local, name) for name in _TREES)
 
     @contextlib.contextmanager
     def at_hand(self) -> Iterator[bool]:
         """Whether torch finds trees inside: those of this thread, or else those of the first one."""
-        if _PER_THREAD or _are_known():
+        if PER_THREAD or _are_known():
             yield True
         elif self._first is None:
             yield False
@@ -116,7 +116,7 @@ class _Trees:
 
     def manager(self, *, create: bool = False) -> Any:
         """The manager that a call of this thread has to do with, if there is one."""
-        if _PER_THREAD:
+        if PER_THREAD:
             return cudagraph_trees.get_manager(self._device, create_if_none_exists=create)
         found = None if self._known is None else self._known()
         if found is None:

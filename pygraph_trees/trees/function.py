@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 # Since torch 2.13 each thread has trees of its own for a function.
-_PER_THREAD = "thread_local" in inspect.unwrap(compile_fx.cudagraphify).__code__.co_cellvars
+PER_THREAD = "thread_local" in inspect.unwrap(compile_fx.cudagraphify).__code__.co_cellvars
 
 
 def _nobody() -> None:
@@ -119,11 +119,16 @@ class FunctionModel:
         self._of_integers |= of_integers
         self.manager = self._steady_in = _nobody
 
+    @property
+    def is_added(self) -> bool:
+        """Whether a manager has it."""
+        return self._added > 0
+
     def is_steady_in(self, manager: Manager, function_id: Any) -> None:
         """It begins a step there, and replays what it replayed the last time."""
         if self._added == 1 and not self._of_integers and self.settings.indirection != "off":
             self._steady_in, self.function_id = weakref.ref(manager), function_id
-            self.thread = thread_id() if _PER_THREAD else None
+            self.thread = thread_id() if PER_THREAD else None
             if self.instead is None:
                 self.manager = self._steady_in
 

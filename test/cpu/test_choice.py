@@ -17,7 +17,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.selection.decision import Way
 from pygraph_trees.trees import choice
-from pygraph_trees.trees.function import _PER_THREAD, FunctionModel, entered
+from pygraph_trees.trees.function import PER_THREAD, FunctionModel, entered
 
 
 def in_thread(fn):
@@ -86,7 +86,7 @@ class TestFlags(ChoiceTestCase):
 
     def test_each_thread_has_its_own(self):
         """A step of one thread says nothing of what another one waits for."""
-        if not _PER_THREAD:
+        if not PER_THREAD:
             self.skipTest("since torch 2.13")
         forward, backward = self.runs()
         forward([])
@@ -105,7 +105,7 @@ class TestFlags(ChoiceTestCase):
         self.assertFalse(mine.running_forwards_with_pending_backwards)
 
     def test_threads_without_trees(self):
-        with mock.patch.object(choice, "_PER_THREAD", False):
+        with mock.patch.object(choice, "PER_THREAD", False):
             forward, backward = self.runs()
             in_thread(lambda: (forward([]), backward([])))  # nobody waits
             self.assertIsNone(self.manager())
@@ -156,7 +156,7 @@ class TestThreads(ChoiceTestCase):
             fn, outputs = cudagraph_trees.get_manager(0).add_function(function, inputs)
             return outputs
 
-        self.enterContext(mock.patch.object(choice, "_PER_THREAD", False))
+        self.enterContext(mock.patch.object(choice, "PER_THREAD", False))
         call = entered(function, run, choice.chooser((), (), 0))
         return function, lambda: self.assertEqual(call([self.x]), self.doubled)
 

@@ -619,7 +619,7 @@ class TestThreads(TestCase):
         manager = mock.Mock(spec=["replay_steadily"])
         manager.replay_steadily.return_value = [1]
         for per_thread in (True, False):
-            with mock.patch.object(trees_function, "_PER_THREAD", per_thread):
+            with mock.patch.object(trees_function, "PER_THREAD", per_thread):
                 model = trees_function.FunctionModel.of(len, is_backward=False, is_inference=True)
                 model.add(of_integers=False)
                 model.is_steady_in(manager, 7)
