@@ -281,6 +281,11 @@ class Driver:
         """Takes the memory from a range of whole mappings without gaps."""
         self.call("cuMemUnmap", address, nbytes)
 
+    def overwrite_stack(self) -> None:
+        """Nothing of earlier calls is left on this thread's stack; without the native part nothing is done."""
+        if self.native is not None:
+            self.native.overwrite_stack()
+
     def _memory_on(self, device: int) -> Any:
         properties = self._memories.get(device)
         if properties is None:

@@ -21,7 +21,10 @@
 
    kernel_setter(library) gives the address of the call that does that, cuGraphExecKernelNodeSetParams_v2.
 
-   All raise RuntimeError("call", -1) where the library lacks a call, and OSError where there is no such library.
+   overwrite_stack() leaves zeros where earlier calls of this thread, as deep as 128 KiB from here, left what they worked
+   with.
+
+   The first three raise RuntimeError("call", -1) where the library lacks a call, and OSError where there is no such library.
 
    No CUDA header is needed: the library, libcuda.so.1, is opened by name, and the one struct that is used has been the
    same since CUDA 12.0 (CUDA_KERNEL_NODE_PARAMS_v2). Only the stable part of Python's C API is used. */
@@ -33,7 +36,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { KERNEL = 0, INVALID_VALUE = 1, MOST_PARAMETERS = 4096, MOST_BYTES = 1 << 16 };
+enum { KERNEL = 0, INVALID_VALUE = 1, MOST_PARAMETERS = 4096, MOST_BYTES = 1 << 16, STACK_BYTES = 128 << 10 };
 
 typedef struct {
     void *function;
@@ -370,7 +373,16 @@ static PyObject *set_kernels(PyObject *self, PyObject *arguments) {
     return Py_None;
 }
 
+static PyObject *overwrite_stack(PyObject *self, PyObject *unused) {
+    unsigned char block[STACK_BYTES];
+    memset(block, 0, sizeof block);
+    __asm__ volatile("" : : "r"(block) : "memory"); /* or nobody would need the zeros */
+    Py_INCREF(Py_None);
+    return Py_None;
+}
+
 static PyMethodDef methods[] = {
+    {"overwrite_stack", overwrite_stack, METH_NOARGS, "Zeros where earlier calls left what they had; see the source."},
     {"set_kernels", set_kernels, METH_VARARGS, "Other parameters for kernels of an instantiated graph; see the source."},
     {"kernel_setter", kernel_setter, METH_VARARGS, "Where the driver's call is that sets one; see the source."},
     {"search", search, METH_VARARGS, "Words in a range among the parameters of a graph's kernels; see the source."},

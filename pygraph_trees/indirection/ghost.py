@@ -218,6 +218,8 @@ class Ghosts:
         for block in self._blocks:
             self._map(block, self._handles[-1])
         self._release_handles()
+        # Kernels over lists of tensors carry what is on the stack: where a page begins, too, far in front of an input.
+        self._driver.overwrite_stack()
 
     def _map(self, block: _Block, memory: int) -> None:
         for address in range(block.start, block.start + block.nbytes, block.piece):

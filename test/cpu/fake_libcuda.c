@@ -139,3 +139,23 @@ int cuGraphExecKernelNodeSetParams_v2(void *exec, void *node, const Parameters *
     set_count++;
     return 0;
 }
+
+enum { LEFT = 4096 };
+
+/* Leaves a word on the stack, as calls of the driver do with addresses that they are given. It is given inverted, so
+   that the word is nowhere else. */
+__attribute__((noinline)) void fake_leave(size_t inverted) {
+    volatile size_t block[LEFT];
+    for (size_t i = 0; i < LEFT; i++)
+        block[i] = ~inverted;
+}
+
+/* How often a block that was not filled has the word, as blocks of parameters are handed to launches. */
+__attribute__((noinline)) size_t fake_left(size_t inverted) {
+    volatile size_t block[LEFT];
+    size_t count = 0;
+    __asm__ volatile("" : : "r"(block) : "memory");
+    for (size_t i = 0; i < LEFT; i++)
+        count += ~block[i] == inverted;
+    return count;
+}

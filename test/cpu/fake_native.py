@@ -98,7 +98,12 @@ def native_over(api: FakeApi) -> Any:
 
     api.held.append(set_kernel)  # what C calls lives as long as who answers
     setter = ctypes.cast(set_kernel, ctypes.c_void_p).value
-    return SimpleNamespace(search=search, set_kernels=set_kernels, kernel_setter=lambda _: setter)
+    return SimpleNamespace(
+        search=search,
+        set_kernels=set_kernels,
+        kernel_setter=lambda _: setter,
+        overwrite_stack=_native.overwrite_stack,
+    )
 
 
 def _fill(fake: ctypes.CDLL, api: FakeApi, graph: int) -> None:

@@ -11,6 +11,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -292,6 +294,17 @@ class TestGhosts(TestCase):
         self.assertEqual(self.behind(ghosts.ghosts[0].start)[1], True)
         ghosts.close()
         self.assertEqual(self.api.leaks(), [])
+
+    def test_no_address_of_a_mapping_stays_on_the_stack(self):
+        """Nothing is mapped behind what overwrites it, until the graph was captured."""
+        calls = self.api.calls
+        overwrite = mock.Mock(side_effect=lambda: calls.append("overwrite"))
+        driver = Driver(self.api, SimpleNamespace(overwrite_stack=overwrite))
+        ghosts = Ghosts(driver, 0, [Extent(3 << 20, 0)] * 3 + [Extent(100, 0)] * 40)
+        self.assertGreater(calls.count("cuMemMap"), 1)
+        self.assertEqual([call for call in calls if call != "cuMemRelease"][-1], "overwrite")
+        overwrite.assert_called_once_with()
+        ghosts.close()
 
     def test_close_twice(self):
         ghosts = self.ghosts(*SOME)

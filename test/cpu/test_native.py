@@ -138,6 +138,23 @@ class TestSetKernels(TestCase):
         self.assertEqual(raised.exception.args[1], -1)
 
 
+class TestOverwriteStack(TestCase):
+    def test_nothing_is_left_of_earlier_calls(self):
+        driver = Driver(FakeApi(), native_over(FakeApi()))
+        fake = ctypes.CDLL(str(library()))
+        fake.fake_leave.argtypes = fake.fake_left.argtypes = [ctypes.c_size_t]
+        fake.fake_left.restype = ctypes.c_size_t
+        inverted = ~0x7F00_9000_0000 % (1 << 64)
+        fake.fake_leave(inverted)
+        self.assertGreater(fake.fake_left(inverted), 4000)
+        fake.fake_leave(inverted)
+        driver.overwrite_stack()
+        self.assertEqual(fake.fake_left(inverted), 0)
+
+    def test_without_the_native_part(self):
+        Driver(FakeApi()).overwrite_stack()
+
+
 class TestSearch(TestCase):
     def setUp(self):
         super().setUp()
