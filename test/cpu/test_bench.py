@@ -272,6 +272,7 @@ class FakeWorker:
     """What is started for a job, without a process."""
 
     started: ClassVar[list[str]] = []
+    beside: ClassVar[list[tuple[str, str | None]]] = []  # which ran, and which imported then
 
     def __init__(self, job: Job, run: Callable[..., list[Measurement]]) -> None:
         self._job, self._run = job, run
@@ -283,7 +284,8 @@ class FakeWorker:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def run(self, timeout_s: float, progress: Any) -> list[Measurement]:
+    def run(self, timeout_s: float, progress: Any, beside: FakeWorker | None) -> list[Measurement]:
+        self.beside.append((self._job.name, beside and beside._job.name))
         return self._run(self._job, timeout_s, progress)
 
 
@@ -319,6 +321,28 @@ class TestIsolation(TestCase):
         for record in self._run("DIES"):
             self.assertIn("exit status 7", record.error)
             self.assertIsNone(record.compile_s)
+
+    def _beside(self, imports: str, status: int | None) -> None:
+        """Nothing is timed while a next process imports, which ends with ``status`` or waits."""
+        with contextlib.ExitStack() as stack:
+            first, second = (Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(2))
+            (first / "__init__.py").write_text(textwrap.dedent(_BROKEN))
+            (second / "__init__.py").write_text(f"import time\n{imports}\n{textwrap.dedent(_BROKEN)}")
+            job = Job("GOOD", "inference", 1, ("eager",), FAST, first, device="cpu")
+            worker, beside = (stack.enter_context(Worker(replace(job, folder=folder))) for folder in (first, second))
+            steps: list[tuple[str, bool]] = []
+            records = worker.run(120.0, lambda *step: steps.append((step[2], beside._ready.exists())), beside)
+            self.assertEqual([r.error for r in records], [None, None])
+            self.assertEqual(steps[0], ("building GOOD", False))
+            self.assertEqual({there for text, there in steps if text.startswith("timing")}, {True})
+            if status is not None:
+                self.assertEqual(beside._process.wait(30), status)
+
+    def test_nothing_is_timed_while_the_next_one_imports(self):
+        self._beside("time.sleep(6)", None)
+
+    def test_nobody_waits_for_a_next_one_that_is_broken(self):
+        self._beside("time.sleep(6); raise RuntimeError('no')", 1)
 
     def test_nobody_waits_for_it(self):
         """A process that was started ahead ends with who started it, and leaves nothing."""
@@ -372,6 +396,7 @@ class TestCommandLine(TestCase):
             ran.append(job.name)
             ahead = [*order, ""][order.index(job.name) + 1]
             self.assertEqual(FakeWorker.started[-1], ahead or job.name)  # the next one imports meanwhile
+            self.assertEqual(FakeWorker.beside[-1], (job.name, ahead or None))
             self.assertEqual((job.plan.rounds, timeout_s, job.ways), (4, 9.0, ways))
             records = [Measurement(job.name, job.mode, job.batch, way, "same", latency_ms=1.0) for way in job.ways]
             return [record.failed("RuntimeError: no") if job.name == "TKE" else record for record in records]

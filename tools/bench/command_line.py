@@ -127,10 +127,10 @@ def _measure(
                 continue
             print(f"[{number}/{len(names)}] {name}", flush=True)
             left.pop(0)
-            # The next one imports while this one is built and compiled.
+            # The next one imports while this one is built and compiled, and is done before this one is timed.
             current, worker = worker, started(left[0]) if left else None
             assert current is not None
-            records = current.run(options.timeout, Progress())
+            records = current.run(options.timeout, Progress(), beside=worker)
             results = results.with_records(records)
             # Behind each workload, so that a run that is cut leaves what it measured.
             results.write(out)

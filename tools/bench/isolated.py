@@ -1,8 +1,9 @@
 """One workload in a process of its own: what it does there cannot touch the others, nor can it keep them waiting.
 
-:class:`Worker` starts ``worker.py`` with the job as JSON in its argument, tells it when to begin, follows its progress
-on a pipe and reads the records that it writes to a file after each stage. A process that raises, crashes or runs out of
-time leaves the records that it had; what is missing is filled with records that carry the error.
+:class:`Worker` starts ``worker.py`` with the job as JSON in its argument, tells it when to begin and which process
+still imports, follows its progress on a pipe and reads the records that it writes to a file after each stage. A process
+that raises, crashes or runs out of time leaves the records that it had; what is missing is filled with records that
+carry the error.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class Job:
     folder: Path  # of the package of workloads
     device: str = "cuda"
 
-    def to_json(self, out: Path) -> str:
-        """What the worker is told; it writes its records to ``out``."""
+    def to_json(self, out: Path, ready: Path) -> str:
+        """What the worker is told; it writes its records to ``out`` and makes ``ready`` when it has imported."""
         fields = {"name": self.name, "ways": self.ways, "folder": str(self.folder), "device": self.device}
-        return json.dumps({**fields, "plan": asdict(self.plan), "out": str(out)})
+        return json.dumps({**fields, "plan": asdict(self.plan), "out": str(out), "ready": str(ready)})
 
 
 class Worker:
@@ -51,10 +52,11 @@ class Worker:
         self._ended = False
         self._folder = tempfile.TemporaryDirectory(prefix="bench_")
         self._out, self._log = Path(self._folder.name) / "records.json", Path(self._folder.name) / "log.txt"
+        self._ready = Path(self._folder.name) / "ready"
         with self._log.open("wb") as errors:
             # In a session of its own, so that its compile workers end with it.
             self._process = subprocess.Popen(
-                [sys.executable, str(WORKER), job.to_json(self._out)],
+                [sys.executable, str(WORKER), job.to_json(self._out, self._ready)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -73,13 +75,16 @@ class Worker:
                 pipe.close()
         self._folder.cleanup()
 
-    def run(self, timeout_s: float, progress: Progress) -> list[Measurement]:
-        """Measures the workload; one record for each way and regime, whatever happens."""
+    def run(self, timeout_s: float, progress: Progress, beside: Worker | None = None) -> list[Measurement]:
+        """Measures the workload; one record for each way and regime, whatever happens.
+
+        Nothing is timed before ``beside``, another process, has imported what it needs.
+        """
         assert self._process.stdin is not None
         follower = threading.Thread(target=_follow, args=(self._process, progress), daemon=True)
         follower.start()
         with contextlib.suppress(OSError):  # it is gone, and its status says why
-            self._process.stdin.write("go\n")
+            self._process.stdin.write(json.dumps([] if beside is None else [str(beside._ready)]) + "\n")
             self._process.stdin.flush()
         try:
             status: int | None = self._process.wait(timeout_s)
