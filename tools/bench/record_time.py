@@ -105,7 +105,7 @@ def main() -> int:
         figures = ", ".join(f"{way} {ms:.2f} ms" for way, ms in result["record_ms"].items())
         pools = ", ".join(f"{way} {nbytes / 1e6:.1f} MB" for way, nbytes in result["pool_bytes"].items())
         print(f"{name}: to record, ours {result['ratio']:.2f} of upstream ({figures}); pool {pools}", flush=True)
-    write_figures(options.out, found, rounds=options.rounds)
+        write_figures(options.out, found, rounds=options.rounds)  # behind each, as a run may be cut
     return 0
 
 
