@@ -269,14 +269,13 @@ _BROKEN = """
 
 
 class FakeWorker:
-    """What is started for a job, without a process."""
+    """What is started for a job, without a process; what happened to whom is noted."""
 
-    started: ClassVar[list[str]] = []
-    beside: ClassVar[list[tuple[str, str | None]]] = []  # which ran, and which imported then
+    happened: ClassVar[list[str]] = []
 
-    def __init__(self, job: Job, run: Callable[..., list[Measurement]]) -> None:
-        self._job, self._run = job, run
-        self.started.append(job.name)
+    def __init__(self, job: Job, timeout_s: float, run: Callable[..., list[Measurement]]) -> None:
+        self.name, self._job, self._timeout_s, self._run = job.name, job, timeout_s, run
+        self.happened.append(f"start {job.name}")
 
     def __enter__(self) -> FakeWorker:
         return self
@@ -284,9 +283,18 @@ class FakeWorker:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def run(self, timeout_s: float, progress: Any, beside: FakeWorker | None) -> list[Measurement]:
-        self.beside.append((self._job.name, beside and beside._job.name))
-        return self._run(self._job, timeout_s, progress)
+    def prepare(self, progress: Any = None) -> None:
+        self.happened.append(f"prepare {self.name}")
+
+    def wait_until_prepared(self) -> None:
+        self.happened.append(f"await {self.name}")
+
+    def wait_until_imported(self) -> None:
+        self.happened.append(f"imported {self.name}")
+
+    def measure(self, progress: Any = None) -> list[Measurement]:
+        self.happened.append(f"measure {self.name}")
+        return self._run(self._job, self._timeout_s)
 
 
 class TestIsolation(TestCase):
@@ -295,8 +303,11 @@ class TestIsolation(TestCase):
             Path(folder, "__init__.py").write_text(textwrap.dedent(_BROKEN))
             job = Job(name, "inference", 1, ways, FAST, Path(folder), device="cpu")
             self.steps: list[str] = []
-            with Worker(job) as worker:
-                records = worker.run(timeout_s, lambda done, total, text: self.steps.append(text))
+            with Worker(job, timeout_s) as worker:
+                worker.prepare(lambda done, total, text: self.steps.append(text))
+                worker.wait_until_prepared()
+                self.assertFalse([text for text in self.steps if text.startswith("timing")])
+                records = worker.measure()
         self.assertEqual(
             [(r.workload, r.way, r.regime) for r in records[:2]],
             [(name, ways[0], "same")] * 1 + [(name, ways[0], "fresh")],
@@ -322,33 +333,28 @@ class TestIsolation(TestCase):
             self.assertIn("exit status 7", record.error)
             self.assertIsNone(record.compile_s)
 
-    def _beside(self, imports: str, status: int | None) -> None:
-        """Nothing is timed while a next process imports, which ends with ``status`` or waits."""
-        with contextlib.ExitStack() as stack:
-            first, second = (Path(stack.enter_context(tempfile.TemporaryDirectory())) for _ in range(2))
-            (first / "__init__.py").write_text(textwrap.dedent(_BROKEN))
-            (second / "__init__.py").write_text(f"import time\n{imports}\n{textwrap.dedent(_BROKEN)}")
-            job = Job("GOOD", "inference", 1, ("eager",), FAST, first, device="cpu")
-            worker, beside = (stack.enter_context(Worker(replace(job, folder=folder))) for folder in (first, second))
-            steps: list[tuple[str, bool]] = []
-            records = worker.run(120.0, lambda *step: steps.append((step[2], beside._ready.exists())), beside)
-            self.assertEqual([r.error for r in records], [None, None])
-            self.assertEqual(steps[0], ("building GOOD", False))
-            self.assertEqual({there for text, there in steps if text.startswith("timing")}, {True})
-            if status is not None:
-                self.assertEqual(beside._process.wait(30), status)
-
-    def test_nothing_is_timed_while_the_next_one_imports(self):
-        self._beside("time.sleep(6)", None)
-
-    def test_nobody_waits_for_a_next_one_that_is_broken(self):
-        self._beside("time.sleep(6); raise RuntimeError('no')", 1)
+    def test_two_prepared_and_timed_one_by_one(self):
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            Path(folder, "__init__.py").write_text(textwrap.dedent(_BROKEN))
+            names = ("GOOD", "RAISES", "GOOD")
+            jobs = [Job(name, "inference", 1, ("eager",), FAST, Path(folder), device="cpu") for name in names]
+            workers = [stack.enter_context(Worker(job, 120.0)) for job in jobs]
+            for worker in workers:
+                worker.wait_until_imported()
+                worker.prepare()
+            for worker in workers:
+                worker.wait_until_prepared()
+            self.assertEqual([worker._process.poll() for worker in workers], [None, 1, None])
+            for worker, error in zip(workers, (None, "out of luck", None), strict=True):
+                for record in worker.measure():
+                    self.assertEqual(record.latency_ms is None, error is not None)
+                    self.assertIn(error or "", record.error or "")
 
     def test_nobody_waits_for_it(self):
         """A process that was started ahead ends with who started it, and leaves nothing."""
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "__init__.py").write_text(textwrap.dedent(_BROKEN))
-            with Worker(Job("GOOD", "inference", 1, ("eager",), FAST, Path(folder), device="cpu")) as worker:
+            with Worker(Job("GOOD", "inference", 1, ("eager",), FAST, Path(folder), device="cpu"), 9.0) as worker:
                 self.assertIsNone(worker._process.poll())
             self.assertIsNotNone(worker._process.poll())
             self.assertFalse(worker._out.parent.exists())
@@ -392,11 +398,8 @@ class TestCommandLine(TestCase):
     def test_measures_writes_and_resumes(self):
         ran: list[str] = []
 
-        def run(job: Job, timeout_s: float, progress: Any) -> list[Measurement]:
+        def run(job: Job, timeout_s: float) -> list[Measurement]:
             ran.append(job.name)
-            ahead = [*order, ""][order.index(job.name) + 1]
-            self.assertEqual(FakeWorker.started[-1], ahead or job.name)  # the next one imports meanwhile
-            self.assertEqual(FakeWorker.beside[-1], (job.name, ahead or None))
             self.assertEqual((job.plan.rounds, timeout_s, job.ways), (4, 9.0, ways))
             records = [Measurement(job.name, job.mode, job.batch, way, "same", latency_ms=1.0) for way in job.ways]
             return [record.failed("RuntimeError: no") if job.name == "TKE" else record for record in records]
@@ -406,24 +409,22 @@ class TestCommandLine(TestCase):
             blank = replace(Results("NVIDIA H200", "1", "2.11.0", "3", "3.12", "today", "hash", 4))
             stack.enter_context(mock.patch("torch.cuda.is_available", return_value=True))
             here = stack.enter_context(mock.patch("pygraph_trees.comparison.results.here", return_value=blank))
-            stack.enter_context(mock.patch("bench.isolated.Worker", lambda job: FakeWorker(job, run)))
+            stack.enter_context(mock.patch("bench.isolated.Worker", lambda *job: FakeWorker(*job, run)))
             common = ("--rounds", "4", "--timeout", "9", "--ways", "eager,ours", "--out", str(out))
 
-            order, ways = ["EOS", "TKE"], ("eager", "ours")
+            ways = ("eager", "ours")
             status, shown, _ = self._main("EOS", "TKE", *common)
             self.assertEqual((status, ran), (1, ["EOS", "TKE"]))
             self.assertIn("failed: RuntimeError: no", shown)
             self.assertEqual([r.workload for r in Results.read(out).records], ["EOS", "EOS", "TKE", "TKE"])
             self.assertIn("# NVIDIA H200, torch 2.11.0", out.with_suffix(".md").read_text())
 
-            order = ["TKE", "DLRM"]
             status, shown, _ = self._main("EOS", "TKE", "DLRM", *common, "--resume")
             self.assertEqual(ran, ["EOS", "TKE", "TKE", "DLRM"])
             self.assertIn("EOS: measured before", shown)
             self.assertEqual({r.workload for r in Results.read(out).records}, {"EOS", "TKE", "DLRM"})
 
             here.return_value = replace(blank, code_hash="other")
-            order = ["EOS"]
             status, shown, _ = self._main("EOS", *common, "--resume")
             self.assertIn("differs in code_hash; starting anew", shown)
             self.assertEqual((status, [r.workload for r in Results.read(out).records]), (0, ["EOS", "EOS"]))
@@ -434,6 +435,52 @@ class TestCommandLine(TestCase):
             self._main("EOS", *four)
             self.assertEqual(ran, ["EOS"])  # measured before in two ways alone
 
+    def test_batches(self):
+        """The next ones import while some are prepared; nothing is done beside one that is timed."""
+
+        def run(job: Job, _: float) -> list[Measurement]:
+            record = Measurement(job.name, job.mode, job.batch, "ours", "same", latency_ms=1.0)
+            return [replace(record, compile_s=2.0, record_s=3.0)]
+
+        a, b, c, d, e = ("EOS", "TKE", "DLRM", "BERT", "ST")
+        one = [f"start {a}"]
+        for name, following in ((a, b), (b, c), (c, None)):
+            more = ([f"start {following}"], [f"imported {following}"]) if following else ([], [])
+            one += [*more[0], f"prepare {name}", f"await {name}", *more[1], f"measure {name}"]
+        starts, prepares, waits, imported, measures = (
+            {name: f"{what} {name}" for name in (a, b, c, d, e)}
+            for what in ("start", "prepare", "await", "imported", "measure")
+        )
+        two = [
+            *(starts[n] for n in (a, b, c, d)),
+            *(prepares[n] for n in (a, b)),
+            *(waits[n] for n in (a, b)),
+            *(imported[n] for n in (c, d)),
+            *(measures[n] for n in (a, b)),
+            *(starts[e], prepares[c], prepares[d], waits[c], waits[d], imported[e], measures[c], measures[d]),
+            *(prepares[e], waits[e], measures[e]),
+        ]
+        blank = Results("NVIDIA H200", "1", "2.11.0", "3", "3.12", "today", "hash", 4)
+        for count, names, wanted, figures_ in (
+            ("1", (a, b, c), one, (2.0, 3.0)),
+            ("2", (a, b, c, d, e), two, (None,) * 2),
+        ):
+            with (
+                self.subTest(jobs=count),
+                tempfile.TemporaryDirectory() as folder,
+                mock.patch("torch.cuda.is_available", return_value=True),
+                mock.patch("pygraph_trees.comparison.results.here", return_value=blank),
+                mock.patch("bench.isolated.Worker", lambda *job: FakeWorker(*job, run)),
+            ):
+                FakeWorker.happened.clear()
+                out = Path(folder) / "x.json"
+                status, shown, _ = self._main(*names, "--jobs", count, "--ways", "ours", "--out", str(out))
+                self.assertEqual((status, FakeWorker.happened), (0, wanted))
+                self.assertIn(f"[{len(names)}/{len(names)}] {names[-1]}", shown)
+                found = [(r.workload, r.compile_s, r.record_s) for r in Results.read(out).records]
+                self.assertEqual(sorted(found), sorted((name, *figures_) for name in names))
+        self.assertIn("expected at least 1, got 0", self._main(a, "--jobs", "0")[2])
+
     def test_some_workloads_leave_the_others(self):
         blank = Results("NVIDIA H200", "1", "2.11.0", "3", "3.12", "today", "hash", 7)
         record = Measurement("EOS", "inference", 1, "ours", "same", latency_ms=1.0)
@@ -442,7 +489,7 @@ class TestCommandLine(TestCase):
             mock.patch.object(command_line, "RESULTS_FOLDER", Path(folder)),
             mock.patch("torch.cuda.is_available", return_value=True),
             mock.patch("pygraph_trees.comparison.results.here", return_value=blank),
-            mock.patch("bench.isolated.Worker", lambda job: FakeWorker(job, lambda *_: [record])),
+            mock.patch("bench.isolated.Worker", lambda *job: FakeWorker(*job, lambda *_: [record])),
             mock.patch("bench.summary.main"),
         ):
             out = Path(folder) / "h200-torch2.11.json"
@@ -468,7 +515,7 @@ class TestCommandLine(TestCase):
                 mock.patch.object(command_line, "RESULTS_FOLDER", Path(folder)),
                 mock.patch("torch.cuda.is_available", return_value=True),
                 mock.patch("pygraph_trees.comparison.results.here", return_value=blank),
-                mock.patch("bench.isolated.Worker", lambda job: FakeWorker(job, lambda *_: [record])),
+                mock.patch("bench.isolated.Worker", lambda *job: FakeWorker(*job, lambda *_: [record])),
                 mock.patch("importlib.util.find_spec", lambda name: has_plots or None),  # noqa: B023
                 mock.patch("bench.summary.main") as summary,
             ):

@@ -7,7 +7,7 @@ import contextlib
 import difflib
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from .loading import WORKLOADS_FOLDER, load_workloads
 
 if TYPE_CHECKING:
-    from pygraph_trees.comparison import Plan, Results
+    from pygraph_trees.comparison import Measurement, Plan, Results
+
+    from .isolated import Job
 
 RESULTS_FOLDER = Path(__file__).parent / "results"
 
@@ -35,11 +37,25 @@ def parser() -> argparse.ArgumentParser:
     length.add_argument("--full", action="store_true", help="15 long rounds")
     parse.add_argument("--rounds", type=int, metavar="N", help="rounds of interleaved blocks (7)")
     parse.add_argument("--ways", default=None, metavar="A,B", help="some of eager,compile,upstream,ours")
+    parse.add_argument(
+        "--jobs",
+        type=_at_least_one,
+        default=1,
+        metavar="N",
+        help="workloads prepared at a time (1), and timed one by one; with several there are no times to compile",
+    )
     parse.add_argument("--out", type=Path, metavar="FILE", help="result file, .json")
     parse.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="seconds for one workload (1800)")
     parse.add_argument("--resume", action="store_true", help="keep what the result file has of this code and machine")
     parse.add_argument("--workloads", type=Path, default=WORKLOADS_FOLDER, metavar="DIR", help=argparse.SUPPRESS)
     return parse
+
+
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {number}")
+    return number
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -96,9 +112,8 @@ def _measure(
     from pygraph_trees.code_hash import code_hash
     from pygraph_trees.comparison import Results, markdown_table, text_table
     from pygraph_trees.comparison.results import file_stem, here
-    from pygraph_trees.progress import Progress
 
-    from .isolated import Job, Worker
+    from .isolated import Job
 
     results = here(code_hash(), plan.rounds)
     out: Path = options.out or RESULTS_FOLDER / f"{file_stem(results.gpu, results.torch)}.json"
@@ -112,35 +127,49 @@ def _measure(
             print(f"{out} has other workloads, and differs in {', '.join(differ)}: name another with --out")
             return 2
         results = replace(results, records=before.records)
-    with contextlib.ExitStack() as stack:
-
-        def started(name: str) -> Worker:
-            workload = workloads[name]
-            job = Job(name, workload.mode, workload.batch, tuple(ways), plan, options.workloads)
-            return stack.enter_context(Worker(job))
-
-        left = [name for name in names if name not in done]
-        worker = started(left[0]) if left else None
-        for number, name in enumerate(names, 1):
-            if name in done:
-                print(f"[{number}/{len(names)}] {name}: measured before", flush=True)
-                continue
-            print(f"[{number}/{len(names)}] {name}", flush=True)
-            left.pop(0)
-            # The next one imports while this one is built and compiled, and is done before this one is timed.
-            current, worker = worker, started(left[0]) if left else None
-            assert current is not None
-            records = current.run(options.timeout, Progress(), beside=worker)
-            results = results.with_records(records)
-            # Behind each workload, so that a run that is cut leaves what it measured.
-            results.write(out)
-            out.with_suffix(".md").write_text(_page(results, markdown_table(results.records)), encoding="utf-8")
-            print(text_table(records), end="\n\n", flush=True)
+    for name in sorted(done.intersection(names), key=names.index):
+        print(f"{name}: measured before", flush=True)
+    left = [name for name in names if name not in done]
+    jobs = [
+        Job(name, workloads[name].mode, workloads[name].batch, tuple(ways), plan, options.workloads) for name in left
+    ]
+    for records in _in_batches(jobs, options.jobs, options.timeout):
+        results = results.with_records(records)
+        # Behind each workload, so that a run that is cut leaves what it measured.
+        results.write(out)
+        out.with_suffix(".md").write_text(_page(results, markdown_table(results.records)), encoding="utf-8")
+        print(text_table(records), end="\n\n", flush=True)
     print(f"{out}\n{out.with_suffix('.md')}")
     if out.parent == RESULTS_FOLDER:
         _summarise()
     failed = [r for r in results.records if r.workload in names and r.error is not None]
     return 1 if failed else 0
+
+
+def _in_batches(jobs: Sequence[Job], size: int, timeout_s: float) -> Iterator[list[Measurement]]:
+    """The records of one workload after another. Those of a batch are prepared together, and then timed one by one."""
+    from pygraph_trees.progress import Progress
+
+    from .isolated import Worker
+
+    batches = [jobs[begin : begin + size] for begin in range(0, len(jobs), size)]
+    with contextlib.ExitStack() as stack:
+        number, after = 0, [stack.enter_context(Worker(job, timeout_s)) for batch in batches[:1] for job in batch]
+        for following in [*batches[1:], []]:
+            # They import while these are prepared, and are done before these are timed.
+            current, after = after, [stack.enter_context(Worker(job, timeout_s)) for job in following]
+            for worker in current:
+                number += 1
+                print(f"[{number}/{len(jobs)}] {worker.name}", flush=True)
+                worker.prepare(Progress() if size == 1 else None)
+            for worker in current:
+                worker.wait_until_prepared()
+            for worker in after:
+                worker.wait_until_imported()
+            for worker in current:
+                records = worker.measure(None if size == 1 else Progress())
+                # What a machine took that was busy with others is not theirs.
+                yield records if size == 1 else [replace(record, compile_s=None, record_s=None) for record in records]
 
 
 def _summarise() -> None:

@@ -1,19 +1,20 @@
 """One workload in a process of its own: what it does there cannot touch the others, nor can it keep them waiting.
 
-:class:`Worker` starts ``worker.py`` with the job as JSON in its argument, tells it when to begin and which process
-still imports, follows its progress on a pipe and reads the records that it writes to a file after each stage. A process
-that raises, crashes or runs out of time leaves the records that it had; what is missing is filled with records that
-carry the error.
+:class:`Worker` starts ``worker.py`` with the job as JSON in its argument, tells it when to prepare and when to measure,
+follows its progress on a pipe and reads the records that it writes to a file after each stage. A process that raises,
+crashes or runs out of time leaves the records that it had; what is missing is filled with records that carry the error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from pygraph_trees.comparison import REGIMES, Measurement, Plan
 from pygraph_trees.comparison.measure import Progress
 
 WORKER = Path(__file__).parent / "worker.py"
+IMPORTED, PREPARED = "imported", "prepared"  # what it says
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,75 +40,112 @@ class Job:
     folder: Path  # of the package of workloads
     device: str = "cuda"
 
-    def to_json(self, out: Path, ready: Path) -> str:
-        """What the worker is told; it writes its records to ``out`` and makes ``ready`` when it has imported."""
+    def to_json(self, out: Path) -> str:
+        """What the worker is told; it writes its records to ``out``."""
         fields = {"name": self.name, "ways": self.ways, "folder": str(self.folder), "device": self.device}
-        return json.dumps({**fields, "plan": asdict(self.plan), "out": str(out), "ready": str(ready)})
+        return json.dumps({**fields, "plan": asdict(self.plan), "out": str(out)})
 
 
 class Worker:
-    """The process of one workload. It imports what it needs at once, some 10 s, and waits for :meth:`run`."""
+    """The process of one workload: it imports at once, some 10 s, then :meth:`prepare`, then :meth:`measure`."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, job: Job, timeout_s: float) -> None:
+        """``timeout_s``: for all that comes after the imports, without what it waits for others."""
+        self._job, self._timeout_s, self._left_s = job, timeout_s, timeout_s
         self._ended = False
+        self._progress: Progress | None = None
+        self._has_imported, self._is_prepared = threading.Event(), threading.Event()
         self._folder = tempfile.TemporaryDirectory(prefix="bench_")
         self._out, self._log = Path(self._folder.name) / "records.json", Path(self._folder.name) / "log.txt"
-        self._ready = Path(self._folder.name) / "ready"
         with self._log.open("wb") as errors:
             # In a session of its own, so that its compile workers end with it.
             self._process = subprocess.Popen(
-                [sys.executable, str(WORKER), job.to_json(self._out, self._ready)],
+                [sys.executable, str(WORKER), job.to_json(self._out)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
                 start_new_session=True,
             )
+        self._follower = threading.Thread(target=self._follow, daemon=True)
+        self._follower.start()
 
     def __enter__(self) -> Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end()
+        self._follower.join(5)
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):
                 assert pipe is not None
                 pipe.close()
         self._folder.cleanup()
 
-    def run(self, timeout_s: float, progress: Progress, beside: Worker | None = None) -> list[Measurement]:
-        """Measures the workload; one record for each way and regime, whatever happens.
+    @property
+    def name(self) -> str:
+        return self._job.name
 
-        Nothing is timed before ``beside``, another process, has imported what it needs.
-        """
-        assert self._process.stdin is not None
-        follower = threading.Thread(target=_follow, args=(self._process, progress), daemon=True)
-        follower.start()
-        with contextlib.suppress(OSError):  # it is gone, and its status says why
-            self._process.stdin.write(json.dumps([] if beside is None else [str(beside._ready)]) + "\n")
-            self._process.stdin.flush()
+    def prepare(self, progress: Progress | None = None) -> None:
+        """Has the program built and all ways compiled and warmed up, and does not wait for it."""
+        self._progress = progress
+        self._began = time.monotonic()
+        self._tell()
+
+    def wait_until_imported(self) -> None:
+        """Until it has imported what it needs, or is gone."""
+        self._wait_for(self._has_imported, math.inf)
+
+    def wait_until_prepared(self) -> None:
+        """Until it is prepared, or is gone; one that takes too long is ended."""
+        end = self._began + self._timeout_s
+        self._wait_for(self._is_prepared, end)
+        self._left_s = end - time.monotonic()
+        if self._left_s <= 0:
+            self._end()
+
+    def measure(self, progress: Progress | None = None) -> list[Measurement]:
+        """Times and inspects the ways; one record for each way and regime, whatever happens."""
+        self._progress = progress or self._progress
+        self._tell()
+        status: int | None = None
         try:
-            status: int | None = self._process.wait(timeout_s)
+            if self._left_s > 0:
+                status = self._process.wait(self._left_s)
         except subprocess.TimeoutExpired:
-            status = None
+            pass
         finally:
             self._end()
-        follower.join(5)
-        return _complete(self._job, _records(self._out), _error(status, timeout_s, self._log))
+        self._follower.join(5)
+        return _complete(self._job, _records(self._out), _error(status, self._timeout_s, self._log))
+
+    def _wait_for(self, event: threading.Event, end: float) -> None:
+        # What a process that is gone has started may hold its pipe open.
+        while not event.wait(0.05) and self._process.poll() is None and time.monotonic() < end:
+            pass
+
+    def _tell(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it is gone, and its status says why
+            self._process.stdin.write("go on\n")
+            self._process.stdin.flush()
+
+    def _follow(self) -> None:
+        assert self._process.stdout is not None
+        said = {IMPORTED: self._has_imported, PREPARED: self._is_prepared}
+        for line in self._process.stdout:
+            text = line.rstrip("\n")
+            if text in said:
+                said[text].set()
+            elif self._progress is not None:
+                done, total, step = text.split(" ", 2)
+                self._progress(int(done), int(total), step)
 
     def _end(self) -> None:
         """Once: the number of a process that is gone may be another one's."""
         if not self._ended:
             end(self._process)
             self._ended = True
-
-
-def _follow(process: subprocess.Popen[str], progress: Progress) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        done, total, text = line.rstrip("\n").split(" ", 2)
-        progress(int(done), int(total), text)
 
 
 def _error(status: int | None, timeout_s: float, log: Path) -> str | None:

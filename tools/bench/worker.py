@@ -1,9 +1,10 @@
 """The process in which one workload is measured: ``worker.py JOB``, with the job as JSON (see ``isolated.py``).
 
-Imports what it needs, makes a file that says so, and waits for a line on standard input before anything is done on the
-GPU. The line may name the file of the next process: nothing is timed while that one still imports. Writes the records
-to a file after each stage, and a line of progress to standard output before each step: steps done, steps in all, what
-comes next. What programs print goes to standard error.
+It goes from stage to stage as who started it says, a line on standard input each: it imports what it needs, says so and
+waits; builds the program and prepares all ways, says so and waits; times and inspects them. Nothing is done on the GPU
+before the first line comes, and nothing is timed before the second one. Records are written to a file as they come. On
+standard output are, besides what is said, steps done, steps in all and what comes next, a line for each step. What
+programs print goes to standard error.
 """
 
 from __future__ import annotations
@@ -11,22 +12,26 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
-
-_LONGEST_IMPORT_S = 60  # of a next process, which may be gone
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def main(job: str) -> int:
     told = json.loads(job)
+    from bench.isolated import IMPORTED, PREPARED
     from bench.loading import load_workloads
     from pygraph_trees.comparison import Measurement, Plan, compare
 
     out = Path(told["out"])
     told_to, sys.stdout = sys.stdout, sys.stderr
+    is_prepared = False
+
+    def say_and_wait(what: str) -> None:
+        print(what, file=told_to, flush=True)
+        if not sys.stdin.readline():
+            sys.exit(1)  # nobody waits for it any longer
 
     def write(records: list[Measurement]) -> None:
         partial = out.with_suffix(".part")
@@ -34,34 +39,21 @@ def main(job: str) -> int:
         os.replace(partial, out)
 
     def progress(done: int, total: int, text: str) -> None:
-        if text.startswith("timing "):
-            _wait_for(awaited)
+        nonlocal is_prepared
+        if text.startswith("timing ") and not is_prepared:
+            is_prepared = True
+            say_and_wait(PREPARED)
         print(done, total, text, file=told_to, flush=True)
 
     plan: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in told["plan"].items()
     }
-    try:
-        workload = load_workloads(Path(told["folder"]))[told["name"]]
-    finally:
-        Path(told["ready"]).touch()  # nobody waits for one that is broken
-    line = sys.stdin.readline()
-    if not line:
-        return 1  # nobody waits for it any longer
-    awaited = [Path(path) for path in json.loads(line)]
+    workload = load_workloads(Path(told["folder"]))[told["name"]]
+    say_and_wait(IMPORTED)
     progress(0, 1, f"building {workload.name}")
     program = workload.build(told["device"])
     compare(program, told["ways"], Plan(**plan), progress, write)
     return 0
-
-
-def _wait_for(awaited: list[Path]) -> None:
-    """Until the files are there; the list is empty then."""
-    end = time.monotonic() + _LONGEST_IMPORT_S
-    while awaited and time.monotonic() < end:
-        awaited[:] = [path for path in awaited if not path.exists()]
-        time.sleep(0.05 if awaited else 0)
-    awaited.clear()
 
 
 if __name__ == "__main__":
