@@ -96,7 +96,6 @@ class FunctionModel:
         self.instead: Callable[[list[Any]], Any] | None = None  # called in its place, by who enters it
         self.trial: Trial | None = None  # which says so
         self.as_returned: Callable[[Sequence[Any]], Any] | None = None  # makes the outputs of what the model gives
-        self.saved: tuple[int, ...] = ()  # outputs that are known to be saved for a backward
         self.is_entered = False  # by :func:`entered`
         self.was_asked = False  # for a steady replay, in vain, by who calls it next
         self._added = 0

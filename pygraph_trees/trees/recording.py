@@ -27,7 +27,7 @@ import traceback
 import weakref
 from collections import Counter
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch._inductor import cudagraph_trees
@@ -97,6 +97,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     native: Any = None  # its part in a steady replay in C++, where it is plain
     _live: LiveInputs | None = None
     copies = False  # whether a replay copies an input
+    let_go: ClassVar[int] = 0  # how often an output's graph of autograd's was, of all recordings
     _kept: list[Any] = []  # the inputs, where a recording at ghost addresses that fails is tried again  # noqa: RUF012
     graph: Any
     recording_outputs: Any
@@ -176,28 +177,30 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         super()._initialize_cached_tensors()
         if hasattr(self, "liveness_check_state"):  # 2.15 sees what autograd alone holds
             return
-        # Before, upstream takes such an output for dead, and writes over what a backward is to read; but for views of
-        # them, which are most of what a forward saves.
+        # Before, upstream takes such an output for dead, and writes over what a backward is to read.
         recording = weakref.ref(self)
-        for number in getattr(self.wrapped_function.model, "saved", ()):
+        for number in range(len(self.cached_tensor_outputs)):
             if self.cached_tensor_outputs[number] is not None:
                 held: Any = self.outputs_weakrefs[number]
                 held.extra_ref_check = functools.partial(_is_let_go, recording, number, held.extra_ref_check)
 
-    def _let_go_of_autograd(self) -> None:
-        """Outputs on the path that nobody holds hold no graph of autograd's: it would hold what was saved for them."""
-        for node in self._path_from_root:
-            outputs = node.cached_tensor_outputs
-            for i in range(len(outputs)):
-                # Without a name for the output: references are counted, the list's and the argument's.
-                if (
-                    outputs[i] is not None
-                    and outputs[i]._use_count() == 1
-                    and sys.getrefcount(outputs[i]) == 2
-                    and outputs[i].grad_fn is not None
-                    and not outputs[i]._is_view()
-                ):
-                    outputs[i].detach_()
+    def all_outputs_are_dead(self) -> bool:
+        """Whether all outputs of the path from this node to its root are dead.
+
+        Who asks lets go of an output's graph of autograd's where nobody holds the output, and that graph may have been
+        what held others: on this recording, where they come first, and on earlier ones. So all are asked, the latest
+        recording's first, and once more where some were let go of.
+        """
+        if hasattr(self, "liveness_check_state"):
+            return bool(super().all_outputs_are_dead())
+        places = sorted(self.live_indices_after_graph, key=lambda place: -place[0])
+        for _ in range(len(places) + 1):
+            before = Recording.let_go
+            if not sum(cudagraph_trees.is_live(self.path_weakrefs[depth][number]) for depth, number in places):
+                return True
+            if Recording.let_go == before:
+                break
+        return False
 
     def _deaths(self, indices: list[tuple[int, int]]) -> Deaths | None:
         """Of outputs on the path, by depth and number; None where there are none."""
@@ -545,9 +548,19 @@ def without_staged(outputs: Sequence[Any], live: LiveInputs) -> list[Any]:
 def _is_let_go(recording: Callable[[], Recording | None], number: int, check: Callable[[], bool]) -> bool:
     """Whether a cached output is held by its recording alone: not in C++, and else as upstream's ``check`` has it."""
     node = recording()
-    if node is not None and node.cached_tensor_outputs[number]._use_count() > 1:
-        node._let_go_of_autograd()
-        if node.cached_tensor_outputs[number]._use_count() > 1:
+    if node is not None:
+        outputs = node.cached_tensor_outputs
+        # Without a name for the output: references are counted, the list's and the argument's.
+        if (
+            outputs[number]._use_count() == 1
+            and sys.getrefcount(outputs[number]) == 2
+            and outputs[number].grad_fn is not None
+            and not outputs[number]._is_view()
+        ):
+            with torch.inference_mode(False):  # where nothing is detached
+                outputs[number].detach_()
+            Recording.let_go += 1
+        if outputs[number]._use_count() > 1:
             return False
     return check()
 

@@ -65,8 +65,6 @@ def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
     function: Any = getattr(partitions[0], "function", None)
     is_its_own = getattr(getattr(function, "model", None), "__globals__", None) is names
     if is_its_own and function.first_saved is not None:
-        saved = set(map(_name_in, code.returned[function.first_saved :]))
-        function.saved = tuple(i for i, name in enumerate(code.outputs) if name in saved & code.made)
         code, function.as_returned = _with_views_inside(code, names, function.first_saved)
     order = chosen(code.given, code.count)
     keep = _several(code.kept)

@@ -427,21 +427,18 @@ class TestOutputs(TestCase):
         self.assertFalse(recording_module._as_they_read(base.conj()).is_conj())
 
 
-class Saves(torch.autograd.Function):
-    """Saves a tensor for its backward, which nobody else then holds; what it gives may be a recording's output."""
+class Graph(torch.autograd.Function):
+    """A compiled forward: it gives a recording's output, and saves its input and some of the recording's outputs."""
 
     @staticmethod
-    def forward(ctx, x, saved, output=None):
-        ctx.save_for_backward(saved)
-        if output is None:
-            return x * 2
-        ctx.mark_dirty(output)
-        return output
+    def forward(ctx, x, weight, recording, saved):
+        outputs = recording.cached_tensor_outputs
+        ctx.save_for_backward(x, *(outputs[number] for number in saved))
+        return outputs[0]
 
     @staticmethod
     def backward(ctx, grad):
-        (saved,) = ctx.saved_tensors
-        return grad * saved, None, None
+        return grad * sum(ctx.saved_tensors), grad, None, None
 
 
 class TestWhoHoldsOutputs(TestCase):
@@ -451,20 +448,22 @@ class TestWhoHoldsOutputs(TestCase):
         super().setUp()
         torch._C._set_cached_tensors_enabled(True)
         self.addCleanup(torch._C._set_cached_tensors_enabled, False)
+        self.weight = torch.ones(3, requires_grad=True)
 
-    def recording(self, outputs, saved):
+    def recording(self, count, parent=None):
         node = Recording.__new__(Recording)
-        references = [None] * len(outputs)
+        references = [None] * count
+        path = [*(parent.path_weakrefs if parent else ()), references]
+        outputs = [torch.zeros(3) for _ in range(count)]
         vars(node).update(
-            wrapped_function=SimpleNamespace(model=SimpleNamespace(saved=saved)),
-            _parent=None,
+            _parent=None if parent is None else weakref.ref(parent),
             outputs_weakrefs=references,
-            path_weakrefs=[references],
+            path_weakrefs=path,
             cached_tensor_outputs=[],
-            output_storage_alias=[cudagraph_trees.UnaliasedStorage] * len(outputs),
-            unaliased_in_all_paths=[True] * len(outputs),
+            output_storage_alias=[cudagraph_trees.UnaliasedStorage] * count,
+            unaliased_in_all_paths=[True] * count,
             outputs_metadata=[node._tensor_metadata(o, ignore_storage_offset=False) for o in outputs],
-            live_indices_after_graph=[(0, i) for i in range(len(outputs))],
+            live_indices_after_graph=[(d, i) for d, held in enumerate(path) for i in range(len(held))],
             create_storage=lambda metadata: torch.UntypedStorage(metadata["nbytes"]),
             _reconstruct_from_tensor_metadata=lambda metadata, storage: torch.empty(0).set_(
                 storage, metadata["storage_offset"], metadata["size"], metadata["stride"]
@@ -473,14 +472,16 @@ class TestWhoHoldsOutputs(TestCase):
         node._initialize_cached_tensors()
         return node
 
+    def alive(self, node):
+        return [cudagraph_trees.is_live(reference) for reference in node.outputs_weakrefs]
+
     def test_what_autograd_alone_holds_is_alive(self):
         """As the view is that a graph's code would have made of it."""
-        node = self.recording([torch.zeros(3), torch.zeros(3), torch.zeros(2)], (1,))
+        node = self.recording(3)
         cached = node.cached_tensor_outputs
         self.assertTrue(node.all_outputs_are_dead())
-        y = Saves.apply(torch.ones(3, requires_grad=True), cached[1])
-        alive = [cudagraph_trees.is_live(reference) for reference in node.outputs_weakrefs]
-        self.assertEqual((alive, node.all_outputs_are_dead()), ([False, True, False], False))
+        y = cached[1] * self.weight  # by code that is not compiled
+        self.assertEqual((self.alive(node), node.all_outputs_are_dead()), ([False, True, False], False))
         y.sum().backward()
         self.assertTrue(node.all_outputs_are_dead())
         for hold in (lambda output: output, lambda output: output.view(1, 3)):
@@ -489,23 +490,57 @@ class TestWhoHoldsOutputs(TestCase):
             del held
             self.assertTrue(node.all_outputs_are_dead())
 
+    def forward(self, graphs, saved, between=lambda x: x):
+        """Some graphs, one behind another; what the last one gives."""
+        x, node = torch.ones(3), None
+        nodes = []
+        for _ in range(graphs):
+            node = self.recording(3, node)
+            nodes.append(node)
+            x = between(Graph.apply(x, self.weight, node, saved))
+        return x, nodes
+
     def test_what_nobody_holds_keeps_no_backward(self):
-        """An output that a user let go of, and that the recording holds, without a backward ever."""
-        for held in (False, True):
-            node = self.recording([torch.zeros(3), torch.zeros(3)], (1,))
-            cached = node.cached_tensor_outputs
-            Saves.apply(torch.ones(3, requires_grad=True), cached[1], cached[0])
-            self.assertIsNotNone(cached[0].grad_fn)
-            loss = cached[0].sum() if held else None
-            self.assertEqual(node.all_outputs_are_dead(), not held)
-            if held:
+        """Outputs that a user let go of, and that their recordings hold, without a backward ever."""
+        for graphs in (1, 2, 4):
+            for saved in ((1,), (1, 2), (0,), (0, 1)):
+                for between in (lambda x: x, lambda x: x * 1.5, torch.sigmoid):
+                    with self.subTest(graphs=graphs, saved=saved):
+                        x, nodes = self.forward(graphs, saved, between)
+                        del x
+                        self.assertTrue(nodes[-1].all_outputs_are_dead())
+                        outputs = [output for node in nodes for output in node.cached_tensor_outputs]
+                        self.assertEqual([output.grad_fn for output in outputs], [None] * len(outputs))
+
+    def test_a_backward_that_is_to_come_keeps_all_that_it_reads(self):
+        for graphs in (1, 2, 4):
+            with self.subTest(graphs=graphs):
+                x, nodes = self.forward(graphs, (0, 1))
+                loss = x.sum()
+                del x
+                self.assertFalse(nodes[-1].all_outputs_are_dead())
+                self.assertEqual([self.alive(node) for node in nodes], [[True, True, False]] * graphs)
                 loss.backward()
                 del loss
-                self.assertTrue(node.all_outputs_are_dead())
-            self.assertIsNone(cached[0].grad_fn)
+                self.assertTrue(nodes[-1].all_outputs_are_dead())
+
+    def test_also_in_inference_mode(self):
+        x, (node,) = self.forward(1, (1,))
+        del x
+        with torch.inference_mode():
+            self.assertTrue(node.all_outputs_are_dead())
+        self.assertIsNone(node.cached_tensor_outputs[0].grad_fn)
+
+    def test_what_somebody_holds_is_not_let_go_of(self):
+        x, (node,) = self.forward(1, (1,))
+        let_go = Recording.let_go
+        self.assertFalse(node.all_outputs_are_dead())
+        self.assertEqual(Recording.let_go, let_go)
+        x.sum().backward()  # as it could be
+        self.assertEqual(self.weight.grad, torch.ones(3))
 
     def test_what_is_asked_does_not_keep_the_recording(self):
-        node = self.recording([torch.zeros(3)], (0,))
+        node = self.recording(1)
         gone = weakref.ref(node)
         reference = node.outputs_weakrefs[0]
         del node
