@@ -41,6 +41,9 @@ _NEEDED = {
 }
 
 
+_NATIVE = ("search", "set_kernels", "kernel_setter", "overwrite_stack")
+
+
 class SetRefused(DriverError):
     """With the position of the node among those that were to be set."""
 
@@ -337,5 +340,7 @@ def driver() -> Driver | None:
     try:
         native = importlib.import_module("pygraph_trees._native")
     except ImportError:
+        native = None
+    if not all(hasattr(native, name) for name in _NATIVE):  # it was built for an earlier version
         native = None
     return Driver(api, native)

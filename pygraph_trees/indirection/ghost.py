@@ -9,7 +9,9 @@ inside a ghost or its guards is that input's address:
   back, and no later recording gets an address again, because kernels carry stale words of earlier launches.
 - No two int32 side by side look like one: the low halves of the addresses lie in [0x9000_0000, 0xF000_0000), which as
   an int32 is negative, and far from zero, so that sizes and strides are never inside, whatever the high half is. This
-  does not hold past the first 1.5 GiB of a larger input.
+  does not hold past the first 1.5 GiB of a larger input. What kernels divide by is a factor of 32 bits, which may look
+  so, with a shift of at most 32 behind it (``IntDivider`` of ATen, ``FastDivmod`` of CUTLASS): high halves are greater,
+  where the driver's addresses allow it. :func:`stands_out` tells.
 
 Small inputs share pages, with guards of 64 KiB; a large one has granules of its own, with a granule on both sides. A
 mapping costs 45 us whatever its size, made usable and taken away again, and takes memory as a whole
@@ -46,6 +48,7 @@ MAX_MAPPINGS = 32  # of one input
 MAX_PIECE_NBYTES = 256 << 20  # but where 32 of them do not make up an input
 
 LOW_HALF_START, LOW_HALF_END = 0x9000_0000, 0xF000_0000
+LEAST_HIGH_HALF = 64
 
 # Addresses cost nothing. The driver chooses where: hints at other places are not taken (driver 580).
 _ARENA_NBYTES = (1 << 40, 1 << 36)  # asked for in turn, then just what a recording needs: a process may be limited
@@ -132,8 +135,10 @@ class Arena:
                 if nbytes == least:
                     raise
                 continue
-            self._next = _round_up(address, _WINDOW)
-            self._end = self._next + nbytes
+            begin = _round_up(address, _WINDOW)
+            self._end = begin + nbytes
+            high = LEAST_HIGH_HALF * _WINDOW
+            self._next = high if begin < high <= self._end - needed else begin
             return
 
 
@@ -348,9 +353,9 @@ def _small_ghost(extent: Extent, low: int) -> Ghost:
     return Ghost(start, extent.nbytes, low, _round_up(start + extent.nbytes + SMALL_GUARD_NBYTES, ALIGNMENT))
 
 
-def has_own_low_half(address: int) -> bool:
-    """Whether no two int32 that are sizes or strides look like an address."""
-    return LOW_HALF_START <= address % _WINDOW < LOW_HALF_END
+def stands_out(address: int) -> bool:
+    """Whether no two int32 look like an address: no sizes or strides, and no factor with a shift."""
+    return LOW_HALF_START <= address % _WINDOW < LOW_HALF_END and address >= LEAST_HIGH_HALF * _WINDOW
 
 
 def _with_low_half(address: int, nbytes: int, granularity: int) -> int:

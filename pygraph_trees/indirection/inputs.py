@@ -20,7 +20,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
     from .pool import PoolRanges
     from .table import Table
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger("pygraph_trees.indirection")
 
@@ -131,13 +133,28 @@ def choose(
             reasons[index] = refused[index]
     try:
         some = chosen or held or staged
-        live = LiveInputs(driver, device, chosen, mutated, pool, held, managed, staged, tabled) if some else None
+
+        def made() -> LiveInputs:
+            return LiveInputs(driver, device, chosen, mutated, pool, held, managed, staged, tabled)
+
+        live = _with_memory(made) if some else None
     except DriverError as error:
         why = f"no addresses could be reserved: {error}"
         reasons |= {index: why for index in chosen if index not in mutated}
         held |= {index: (value, why) for index, value in chosen.items() if index in mutated}
         live = LiveInputs(driver, device, {}, mutated, pool, held, (), staged) if held or staged else None
     return live, reasons
+
+
+def _with_memory(make: Callable[[], _T]) -> _T:
+    """What takes memory of the driver's: once more without what the allocator holds in reserve."""
+    try:
+        return make()
+    except DriverError as error:
+        if error.fields["code"] != "CUDA_ERROR_OUT_OF_MEMORY":
+            raise
+    torch.cuda.empty_cache()
+    return make()
 
 
 class LiveInputs:
@@ -395,11 +412,7 @@ class LiveInputs:
         return found
 
     def _materialise(self, position: int) -> None:
-        try:
-            self._ghosts.materialise(position)
-        except DriverError:
-            torch.cuda.empty_cache()  # what the allocator holds in reserve the driver does not have
-            self._ghosts.materialise(position)
+        _with_memory(lambda: self._ghosts.materialise(position))
 
     def kernels_of(self, index: int) -> list[str]:
         """Names of the kernels that hold an input's address or read it in the table, each once."""
@@ -675,13 +688,18 @@ def _retire(device: int, memory: Ghosts | Table) -> None:
 def release_retired() -> None:
     """Waits for what is queued, where there is anything to give back, and does."""
     gone: list[tuple[int, Ghosts | Table]] = []
-    with contextlib.suppress(IndexError):
-        while True:
-            gone.append(_retired.popleft())
-    for device in {device for device, _ in gone}:
-        torch.cuda.synchronize(device)
-    for _, memory in gone:
-        _give_back(memory.close)
+    try:
+        with contextlib.suppress(IndexError):
+            while True:
+                gone.append(_retired.popleft())
+        for device in {device for device, _ in gone}:
+            torch.cuda.synchronize(device)
+        while gone:
+            _give_back(gone[-1][1].close)
+            gone.pop()
+    except BaseException:
+        _retired.extend(gone)  # an interrupt: the next one gives them back
+        raise
 
 
 def _give_back(call: Callable[[], None]) -> None:

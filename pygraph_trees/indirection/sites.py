@@ -9,8 +9,8 @@ patched whatever their sites, and whether some node may hold an address where it
   two parameters is nothing: a negative number and an integer side by side can look like an address.
 - What a copy from host memory carries is read too; an input whose address is in there is refused. The bytes are those
   of now: code that fills its own host array anew at each call keeps its secret.
-- A word past the first 1.5 GiB of an input can look like two int32: it is a site where it is a parameter by itself, and
-  refuses the input else.
+- A word past the first 1.5 GiB of an input can look like two int32, and where the driver has low addresses alone so can
+  any: it is a site where it is a parameter by itself, and refuses the input else.
 - A word between the ghosts, or further into a guard than a quarter of it, is the address of nobody who can be told, so
   it counts as hidden.
 - A kernel of NCCL hands addresses to other devices. It refuses the inputs that it is given and may hide all others.
@@ -32,7 +32,7 @@ import torch
 
 from ..driver_error import DriverError
 from ..graph_nodes import NodeKind
-from .ghost import has_own_low_half
+from .ghost import stands_out
 
 if TYPE_CHECKING:
     from ..driver import Driver, Search
@@ -206,7 +206,7 @@ class _Reader:
             return
         if collective:
             self._refuse(found, "a collective reads it")
-        elif offset % 8 or offset + 8 > node.nbytes or not (has_own_low_half(address) or node.is_word(offset)):
+        elif offset % 8 or offset + 8 > node.nbytes or not (stands_out(address) or node.is_word(offset)):
             self._refuse(found, "what looks like its address may be something else")
         else:
             self._site(position, node, offset, found, address)

@@ -33,9 +33,11 @@ from .nodes import (
     is_row_of_input,
     is_view,
     may_wait,
+    mixes_with_half,
     nbytes_of,
     prims,
     source_of,
+    takes_from_gpu,
     tensors_of,
 )
 from .plan import MOST_STAGED_NBYTES, How, Move, Placed, Plan, needs, stay
@@ -182,7 +184,10 @@ class _Rewriting:
                 half = half_of(node)
                 if half is not None:
                     args, kwargs = tree_map(lambda arg: _rounded(arg, half), (args, kwargs))
-                return self._call(node.target, args, node, kwargs)
+                result = self._call(node.target, args, node, kwargs)
+                if not mixes_with_half(node):
+                    return result
+                return self._call(rounded_to, (self._converted(result, torch.float32, node), value.dtype), node)
             args, kwargs = tree_map(lambda value: self._in_double(value, node), (args, kwargs))
             factors = factors_of(node, args)
             if is_inverse_root(node):
@@ -275,11 +280,14 @@ def _waits_for_stream(node: fx.Node) -> bool:
     """Whether an operator copies between the devices and waits for that, and so for all copies before."""
     if is_copy_between_devices(node):
         return not _is_non_blocking(node)
+    if takes_from_gpu(node):
+        return not (node.target is aten.copy.default and _is_non_blocking(node))
     return may_wait(node) or any(not _is_read_at_once(source, node) for source in needs(node))
 
 
 def _is_non_blocking(copy: fx.Node) -> bool:
-    given = copy.args[2] if copy.target is prims.device_put.default and len(copy.args) > 2 else None
+    third = copy.target in (prims.device_put.default, aten.copy.default) and len(copy.args) > 2
+    given = copy.args[2] if third else None
     return bool(copy.kwargs.get("non_blocking", given))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +83,7 @@ _TAKE_NUMBERS = frozenset(
         aten.constant_pad_nd, aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge,
     }
 )  # fmt: skip
+_CHOOSES = frozenset({aten.minimum, aten.maximum})
 HALVES = frozenset({torch.float16, torch.bfloat16})
 
 
@@ -175,6 +176,9 @@ def why_not_elsewhere(node: fx.Node, *, exact: bool, of_numbers: bool = False) -
         return "it is sparse"
     if not (is_constructor(node) or (of_numbers and not exact) or _is_known(node)):
         return "it may give something else on the GPU"
+    numbers = (arg for arg in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(arg, float))
+    if any(number == 0 and math.copysign(1, number) < 0 for number in numbers):
+        return "it is given -0.0, of which the GPU's compiler may make 0.0"
     if _may_divide_by_zero(node):
         return "it divides integers, and a division by zero is an error of the CPU's"
     if exact and not is_exact(node):
@@ -251,6 +255,28 @@ def half_of(node: fx.Node) -> torch.dtype | None:
     return types.pop() if len(types) == 1 and types <= HALVES else None
 
 
+def mixes_with_half(node: fx.Node) -> bool:
+    """Whether it gives numbers of half precision, and is given numbers that may not be: single ones or integers.
+
+    What is given stands in place of its tensors' elements there, and the CPU rounds it where it stores the result.
+    """
+    target: Any = node.target
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor) or value.dtype not in HALVES or is_constructor(node):
+        return False
+    if not isinstance(target, torch._ops.OpOverload) or target.overloadpacket not in _TAKE_NUMBERS | _CHOOSES:
+        return False
+    numbers = [
+        arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in pytree.tree_leaves((node.args, node.kwargs))
+    ]
+    return any(
+        number.is_floating_point() and number.dtype != value.dtype
+        if isinstance(number, torch.Tensor)
+        else isinstance(number, (int, torch.SymInt, torch.SymFloat)) and not isinstance(number, bool)
+        for number in numbers
+    )
+
+
 def factors_of(node: fx.Node, args: Sequence[Any]) -> tuple[Any, Any] | None:
     """Of those arguments, what the node multiplies; None where it is no product."""
     target: Any = node.target
@@ -264,6 +290,11 @@ def factors_of(node: fx.Node, args: Sequence[Any]) -> tuple[Any, Any] | None:
 def is_inverse_root(node: fx.Node) -> bool:
     """Whether it is a power that a CPU computes as one over a square root, which has other zeros and infinities."""
     return node.target is aten.pow.Tensor_Scalar and node.args[1] == -0.5
+
+
+def takes_from_gpu(node: fx.Node) -> bool:
+    """Whether it writes, to memory of the CPU, what comes from the GPU or depends on it; copies apart."""
+    return node.op == "call_function" and is_on_cpu(node) and any(map(is_on_gpu, node.all_input_nodes))
 
 
 def may_wait(node: fx.Node) -> bool:
@@ -357,6 +388,47 @@ def indices_of(node: fx.Node) -> list[fx.Node]:
         return []
     given = node.args[_LOOKS_UP[node.target.overloadpacket]]
     return [index for index in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(index, fx.Node)]
+
+
+def looks_up_within(node: fx.Node, of_numbers: Collection[fx.Node]) -> bool:
+    """Whether indices that are constants are known to be within the sizes of what they are looked up in.
+
+    ``of_numbers``: those are not asked. What Inductor compiles for the CPU does not look at indices made so either.
+    """
+    first = node.args[1] if node.target is not aten.index.Tensor and isinstance(node.args[1], int) else 0
+    for index in indices_of(node):
+        roots = [root for root in _roots(index) if root not in of_numbers]
+        if not roots:
+            continue
+        dim = list(node.args[1]).index(index) if node.target is aten.index.Tensor else first
+        looked_up: Any = node.args[0]
+        size = looked_up.meta["val"].shape[dim] if looked_up.meta["val"].dim() else 1
+        constants = [_constant(root) for root in roots]
+        if not isinstance(size, int) or any(
+            c is None or (c.numel() and not -size <= int(c.min()) <= int(c.max()) < size) for c in constants
+        ):
+            return False
+    return True
+
+
+def _roots(node: fx.Node) -> list[fx.Node]:
+    """What a value's elements come from; itself where it computes any."""
+    found, todo = [], [node]
+    while todo:
+        current = todo.pop()
+        moves = current.op == "call_function" and keeps_elements(current) and not is_constructor(current)
+        sources = [source for source in current.all_input_nodes if tensors_of(source)] if moves else []
+        todo += sources
+        found += [] if sources else [current]
+    return found
+
+
+def _constant(node: fx.Node) -> torch.Tensor | None:
+    """The tensor that a graph holds, where that is what the node is."""
+    found: Any = node.graph.owning_module if node.op == "get_attr" else None
+    for name in str(node.target).split(".") if found is not None else ():
+        found = getattr(found, name, None)
+    return found if isinstance(found, torch.Tensor) and type(found) is torch.Tensor else None
 
 
 def _is_integral(tensor: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ from .nodes import (
     is_on_cpu,
     is_on_gpu,
     keeps_elements,
+    looks_up_within,
     nbytes_of,
     rounds_nearly,
     source_of,
@@ -141,6 +142,10 @@ class Plan:
             self.why[node] = f"it is computed of {stuck.name}: {self.why[stuck]}"
         elif any(self._leaves.get(index) or index in self._of_gpu for index in indices_of(node)):
             self.why[node] = "it looks up what inputs say, and an index that is out of bounds is an error of the CPU's"
+        elif indices_of(node) and self._leaves.get(node.args[0]) and not looks_up_within(node, self.of_numbers):
+            self.why[node] = (
+                "it looks up what may not be there, and an index that is out of bounds is an error of the CPU's"
+            )
         elif rounded is not None and not (node in self.of_numbers or keeps_elements(node)):
             self.why[node] = f"it is computed of {rounded.name}, whose last place may differ"
         elif nbytes > MOST_NBYTES and nbytes > nbytes_of(node):

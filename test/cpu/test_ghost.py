@@ -25,6 +25,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.driver import Driver
 from pygraph_trees.driver_error import DriverError
 from pygraph_trees.indirection.ghost import (
+    LEAST_HIGH_HALF,
     LOW_HALF_END,
     LOW_HALF_START,
     MAX_PIECE_NBYTES,
@@ -32,6 +33,7 @@ from pygraph_trees.indirection.ghost import (
     Arena,
     Extent,
     Ghosts,
+    stands_out,
 )
 
 MIB, GIB, TIB = 1 << 20, 1 << 30, 1 << 40
@@ -378,6 +380,23 @@ class TestArena(TestCase):
             self.driver = Driver(self.api)
             low, _ = self.place(*SOME)
             self.assertEqual(low, -(-start // WINDOW) * WINDOW + LOW_HALF_START)
+
+    def test_high_halves_are_greater_than_shifts(self):
+        """Where the driver begins at low addresses, as far as what it gives goes."""
+        for most, low in ((None, LEAST_HIGH_HALF), (70 * GIB, 4)):
+            self.api = FakeApi()
+            self.api._next_range, self.api.most_reserved = 0x3_0200_0000, most
+            self.driver = Driver(self.api)
+            ghosts = Ghosts(self.driver, 0, [Extent(100, 0)])
+            self.assertEqual(ghosts.low, low * WINDOW + LOW_HALF_START)
+            self.assertEqual(stands_out(ghosts.low), low == LEAST_HIGH_HALF)
+            self.assertLessEqual(ghosts.high, self.arena()[1])
+        self.api = FakeApi()
+        self.api._next_range = 0x3_0200_0000
+        self.driver = Driver(self.api)
+        low, high = self.place(Extent(TIB - (LEAST_HIGH_HALF - 5) * WINDOW, 0))  # which does not fit behind
+        self.assertEqual(low // WINDOW, 4)
+        self.assertLessEqual(high, self.arena()[1])
 
     def test_another_one_where_it_runs_out(self):
         ranges = [self.place(Extent(400 * GIB, 0)) for _ in range(5)]

@@ -1125,6 +1125,28 @@ class TestFailures(LiveInputsTestCase):
         emptied.assert_called_once_with()
         self.assertEqual({d.route for d in live.decisions.values()}, {Route.COPY})
 
+    def test_memory_for_ghosts_that_the_allocator_held(self):
+        for code, calls in ((self.code, 1), (CUresult.CUDA_ERROR_NOT_SUPPORTED, 0)):
+            self.restart()
+            self.api.fail("cuMemCreate", 0, code)
+            with mock.patch.object(torch.cuda, "empty_cache") as emptied:
+                live, reasons = self.choose(*self.inputs(), mutated=self.MUTATED)
+            self.assertEqual(
+                (emptied.call_count, live.has_ghosts, sorted(reasons)), (calls, bool(calls), [] if calls else [0, 3])
+            )
+
+    def test_an_interrupt_while_memory_is_waited_for_loses_none(self):
+        live, graph = self.record(lambda a: [self.api.make_kernel(a), "HOST"], at(0))
+        del live, graph
+        self.assertNotEqual(self.api.leaks(), [])
+        with (
+            mock.patch.object(torch.cuda, "synchronize", side_effect=KeyboardInterrupt),
+            self.assertRaises(KeyboardInterrupt),
+        ):
+            live_inputs.release_retired()
+        live_inputs.release_retired()
+        self.assertEqual(self.api.leaks(), [])
+
     def test_copies_of_a_call_that_fails_are_let_go(self):
         live, _ = self.record(self.one_kernel(), at(0), at(0))
         self.api.fail(KERNEL, 0, self.code)
@@ -1138,7 +1160,8 @@ class TestFailures(LiveInputsTestCase):
             (KERNEL, f"the graph could not be given its address: {KERNEL} refused an address"),
         ):
             self.restart()
-            self.api.fail(call, 0, self.code)
+            for _ in range(1 + (call == "cuMemCreate")):  # it is tried once more
+                self.api.fail(call, 0, self.code)
             live, reasons = self.choose(*self.inputs(), mutated=self.MUTATED)
             live.set_up(Graph(self.api, self.nodes(())({i.index: i.stand_in.data_ptr() for i in live.items})))
             every = reasons | self.routes(live)

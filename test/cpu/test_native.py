@@ -7,6 +7,8 @@ import struct
 import sys
 import unittest
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -136,6 +138,17 @@ class TestSetKernels(TestCase):
         with self.assertRaises(RuntimeError) as raised:
             _native.kernel_setter("libc.so.6")
         self.assertEqual(raised.exception.args[1], -1)
+
+
+class TestBuiltBefore(TestCase):
+    def test_an_earlier_version_is_not_used(self):
+        from pygraph_trees import driver as driver_module
+
+        for names, used in ((("search", "set_kernels"), False), (driver_module._NATIVE, True)):
+            native = SimpleNamespace(**dict.fromkeys(names))
+            found = {"cuda.bindings.driver": FakeApi(), "pygraph_trees._native": native}
+            with mock.patch.object(driver_module.importlib, "import_module", found.__getitem__):
+                self.assertIs(driver_module.driver.__wrapped__().native, native if used else None)
 
 
 class TestOverwriteStack(TestCase):

@@ -192,6 +192,16 @@ class TestPlacement(TestCase):
         self.assertEqual((str(graph), placed.why_not, placed.moves), (before, "it has several GPUs", []))
 
 
+ONE = torch.tensor([1])
+
+
+def written_to_a_row(x, v):
+    y = x * v.to("cuda", non_blocking=True)
+    rows = torch.zeros(4, 64)
+    rows[1] = x
+    return y, rows
+
+
 def outputs_of(graph):
     return graph.gm.graph.output_node().args[0]
 
@@ -232,6 +242,64 @@ class TestLowered(TestCase):
             graph, found = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
             self.assertEqual(found, (1, 0))
             self.assertIn("libdevice.mul_rn", graph.source_code)
+
+    def test_numbers_beside_half_precision_are_rounded(self):
+        """Where the CPU stores what it chose; a kernel keeps them as they were."""
+        half = torch.bfloat16
+        for number, function in (
+            (torch.tensor(0.1), torch.maximum),
+            (torch.tensor(0.1), lambda v, number: torch.where(v > 0.5, v, number)),
+            (torch.tensor(0.1), lambda v, number: v.masked_fill(v > 0.5, number)),
+            (torch.tensor(0.1), lambda v, _: torch.ops.aten.constant_pad_nd(v, [0, 32], 257)[32:]),
+        ):
+            program = lambda x, v, s: x + function(v, s).to("cuda").float()  # noqa: B023, E731
+            inputs = torch.empty(64, device="meta"), torch.rand(64).to(half), number
+            graph, found = self.partitions(program, inputs, "full")
+            self.assertEqual(found, (1, 0))
+            rounds = [n for n in graph.gm.graph.nodes if str(n.target) == "pygraph_trees.rounded_to.default"]
+            self.assertEqual([n.args[1] for n in rounds], [half])
+            self.assertIn(".to(tl.bfloat16)", graph.source_code)
+        graph, _ = self.partitions(
+            lambda x, v: x + torch.maximum(v, -v).to("cuda"), (torch.empty(64, device="meta"), torch.rand(64)), "full"
+        )
+        self.assertNotIn("bfloat16", graph.source_code)
+
+    def test_minus_zero_as_a_number_stays_on_the_cpu(self):
+        for function in (
+            lambda v: torch.where(v > 0, v, -0.0),
+            lambda v: v.masked_fill(v > 0, -0.0),
+            lambda v: v + -0.0,
+        ):
+            program = lambda x, v: torch.copysign(x, function(v).to("cuda"))  # noqa: B023, E731
+            graph, _ = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
+            self.assertIn("staged", graph.source_code + str(graph.gm.graph))
+            self.assertNotIn("tl.where", graph.source_code)
+
+    def test_constants_that_are_looked_up_where_they_may_not_be(self):
+        """Out of bounds is an error of the CPU's, and on the GPU the end of all."""
+        for nbytes, on_gpu in ((6, True), (5, False)):
+            for function in (
+                lambda v: v[[0, 3, 5]],
+                lambda v: v.gather(0, torch.tensor([0, 3, 5])),
+                lambda v: v.index_select(0, torch.tensor([0, 3, 5])),
+                lambda v: torch.nn.functional.embedding(torch.tensor([0, 3, 5]), v[:, None])[:, 0],
+            ):
+                program = lambda x, v: x + function(v).to("cuda")  # noqa: B023, E731
+                graph, _ = self.partitions(program, (torch.empty(3, device="meta"), torch.rand(nbytes)), "full")
+                looks = [
+                    n
+                    for n in graph.gm.graph.nodes
+                    if n.op == "call_function" and any(s in str(n.target) for s in ("index", "gather", "embedding"))
+                ]
+                self.assertEqual([n.meta["val"].device.type == "cuda" for n in looks], [on_gpu])
+        program = lambda x, v: x + v[torch.arange(3) * 2].to("cuda")  # noqa: E731
+        graph, found = self.partitions(program, (torch.empty(3, device="meta"), torch.rand(5)), "full")
+        self.assertEqual(found, (1, 0))
+        with torch._dynamo.config.patch(assume_static_by_default=False):
+            program = lambda x, v: x + v[[0, 3, 5]].to("cuda")  # noqa: E731
+            graph, _ = self.partitions(program, (torch.empty(3, device="meta"), torch.rand(9)), "full")
+        (look,) = [n for n in graph.gm.graph.nodes if "aten.index" in str(n.target)]
+        self.assertEqual(look.meta["val"].device.type, "cpu")
 
     def test_half_precision_is_rounded_to(self):
         """And not kept as it was, within a kernel."""
@@ -318,6 +386,10 @@ class TestLowered(TestCase):
             lambda x, v: (x * v.to("cuda", non_blocking=True), x.cpu()),
             lambda x, v: x * v.to("cuda", non_blocking=True) + x.cpu().to("cuda", non_blocking=True),
             lambda x, v: x * (v * x.cpu()).to("cuda", non_blocking=True),
+            lambda x, v: (x * v.to("cuda", non_blocking=True), torch.empty(64).copy_(x)),
+            lambda x, v: (x * v.to("cuda", non_blocking=True), torch.zeros(4, 64).index_copy_(0, ONE, x[None].cpu())),
+            lambda x, v: (x * v.to("cuda", non_blocking=True), torch.zeros(4, 64).select_scatter(x.cpu(), 0, 1)),
+            written_to_a_row,
         ):
             graph, _ = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
             (node,) = [n for n in graph.gm.graph.nodes if str(n.target) == "pygraph_trees.staged.default"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import mmap
+import struct
 import sys
 from pathlib import Path
 from unittest import mock
@@ -105,6 +106,24 @@ class TestKernels(SitesTestCase):
             packed = self.api.make_kernel([ghost.start, address], packed=True)
             self.assertFound(self.scan(packed), [(packed, 0, 0, 0)], refused={0: LOOKALIKE})
             self.ghosts.close()
+
+    def test_a_factor_and_a_shift_that_look_like_an_address(self):
+        """ATen's division by 10, beside a pointer in one structure, in a process with low addresses alone."""
+        api = FakeApi()
+        api._next_range, api.most_reserved = 0x3_0200_0000, 70 << 30
+        driver = self.make_driver(api)
+        ghosts = Ghosts(driver, 0, [Extent(400 << 20, 0)])
+        self.addCleanup(ghosts.close)
+        (ghost,) = ghosts.ghosts
+        divider = struct.pack("<III", 10, 0x9999999A, 4)
+        self.assertEqual(ghosts.find(int.from_bytes(divider[4:], "little")), 0)
+        packed = little(ghost.start) + bytes(4) + divider
+        kernel = api.make_kernel([packed])
+        found = scan(driver, api.make_graph(kernel), ghosts)
+        self.assertEqual((found.sites, found.refused, found.opaque), ((), {0: LOOKALIKE}, None))
+        alone = api.make_kernel([ghost.start])
+        found = scan(driver, api.make_graph(alone), ghosts)
+        self.assertEqual((found.sites, found.refused), ((Site(0, 0, 0, 0),), {}))
 
     def test_addresses_beside_the_reservation_are_nobodys(self):
         self.assertFound(self.scan(self.api.make_kernel([self.ghosts.low - 1, self.ghosts.high, 0, 2**64 - 1])))

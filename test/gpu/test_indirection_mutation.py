@@ -50,6 +50,19 @@ def fused_adam(
     torch._fused_adam_(p, g, m, v, [], steps, maximize=False, **settings)
 
 
+@torch.library.custom_op("pygraph_indirection_test::copy_into", mutates_args=("target",))
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def adam_beside_others(a, b, p, g, m, v, step):
+    """Behind a kernel of Triton's and a copy, whose launches look up what their pointers are."""
+    y = a * 2
+    copy_into(b, a)
+    fused_adam([p], [g], [m], [v], [step])
+    return y
+
+
 @torch.library.custom_op("pygraph_indirection_test::unscale", mutates_args=("grads", "found"))
 def unscale(grads: list[torch.Tensor], found: torch.Tensor, scale: torch.Tensor) -> None:
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found, scale)
@@ -104,6 +117,11 @@ def settle_adam(given):
         given[str(position)].abs_()
     for position in range(12, 15):
         given[str(position)].zero_()
+
+
+def settle_one_adam(given):
+    given["5"].abs_()
+    given["6"].zero_()
 
 
 def writes(statement):
@@ -171,6 +189,8 @@ LISTS = [
     Program("custom operator on 200", lambda *xs: increase_all(list(xs), 1.0), (tensor(7),) * 200),
     Program("fused adam", lambda *t: fused_adam(list(t[:3]), list(t[3:6]), list(t[6:9]), list(t[9:12]), list(t[12:])),
             (*(tensor(65, 9),) * 12, *(tensor(),) * 3), settle=settle_adam),
+    Program("fused adam beside others", adam_beside_others,
+            (tensor(33), tensor(33), *(tensor(65, 9),) * 4, tensor()), settle=settle_one_adam),
     Program("unscaled gradients", lambda f, s, *g: unscale(list(g), f, s), (tensor(), tensor(), *(tensor(500),) * 5)),
 ]  # fmt: skip
 
