@@ -24,7 +24,8 @@
    overwrite_stack() leaves zeros where earlier calls of this thread, as deep as 128 KiB from here, left what they worked
    with.
 
-   The first three raise RuntimeError("call", -1) where the library lacks a call, and OSError where there is no such library.
+   The first three raise RuntimeError("call", -1) where the library lacks a call, and OSError where there is no such
+   library.
 
    No CUDA header is needed: the library, libcuda.so.1, is opened by name, and the one struct that is used has been the
    same since CUDA 12.0 (CUDA_KERNEL_NODE_PARAMS_v2). Only the stable part of Python's C API is used. */

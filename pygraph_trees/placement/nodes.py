@@ -39,6 +39,14 @@ _MOVES_ELEMENTS = frozenset(
 # What they read depends on numbers among their inputs. One that is out of bounds is an error on the CPU, after which
 # the program goes on; on the GPU it ends all work of the process.
 _LOOKS_UP = {aten.index: 1, aten.index_select: 2, aten.gather: 2, aten.embedding: 1, aten.index_put: 1}  # argument
+# Nothing but elements of inputs, whatever these are.
+_PASSES_ELEMENTS = frozenset(
+    {
+        aten.lift_fresh_copy, aten.clone, aten.alias, aten.detach, aten.view, aten._unsafe_view, aten.reshape,
+        aten.expand, aten.permute, aten.t, aten.transpose, aten.squeeze, aten.unsqueeze, aten.select, aten.slice,
+        aten.flip, aten.roll, aten.repeat, aten.cat, aten.stack,
+    }
+)  # fmt: skip
 _COMPARES = frozenset(
     {
         aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.isnan, aten.isinf, aten.logical_not,
@@ -395,14 +403,15 @@ def looks_up_within(node: fx.Node, of_numbers: Collection[fx.Node]) -> bool:
 
     ``of_numbers``: those are not asked. What Inductor compiles for the CPU does not look at indices made so either.
     """
-    first = node.args[1] if node.target is not aten.index.Tensor and isinstance(node.args[1], int) else 0
-    for index in indices_of(node):
-        roots = [root for root in _roots(index) if root not in of_numbers]
+    looked_up: Any = node.args[0]
+    given = node.args[1]  # an index of each dimension, a dimension, or an index of the first
+    dim = given if isinstance(given, int) else 0
+    places = enumerate(given) if isinstance(given, (list, tuple)) else ((dim, index) for index in indices_of(node))
+    for place, index in places:
+        roots = [root for root in _roots(index) if root not in of_numbers] if isinstance(index, fx.Node) else []
         if not roots:
             continue
-        dim = list(node.args[1]).index(index) if node.target is aten.index.Tensor else first
-        looked_up: Any = node.args[0]
-        size = looked_up.meta["val"].shape[dim] if looked_up.meta["val"].dim() else 1
+        size = looked_up.meta["val"].shape[place] if looked_up.meta["val"].dim() else 1
         constants = [_constant(root) for root in roots]
         if not isinstance(size, int) or any(
             c is None or (c.numel() and not -size <= int(c.min()) <= int(c.max()) < size) for c in constants
@@ -412,14 +421,14 @@ def looks_up_within(node: fx.Node, of_numbers: Collection[fx.Node]) -> bool:
 
 
 def _roots(node: fx.Node) -> list[fx.Node]:
-    """What a value's elements come from; itself where it computes any."""
+    """What a value's elements are those of."""
     found, todo = [], [node]
     while todo:
         current = todo.pop()
-        moves = current.op == "call_function" and keeps_elements(current) and not is_constructor(current)
-        sources = [source for source in current.all_input_nodes if tensors_of(source)] if moves else []
-        todo += sources
-        found += [] if sources else [current]
+        target: Any = current.target
+        passes = isinstance(target, torch._ops.OpOverload) and target.overloadpacket in _PASSES_ELEMENTS
+        todo += current.all_input_nodes if passes else []
+        found += [] if passes else [current]
     return found
 
 

@@ -282,6 +282,7 @@ class TestLowered(TestCase):
                 lambda v: v[[0, 3, 5]],
                 lambda v: v.gather(0, torch.tensor([0, 3, 5])),
                 lambda v: v.index_select(0, torch.tensor([0, 3, 5])),
+                lambda v: v.expand(9, -1)[[0, 3, 5], [0, 3, 5]],
                 lambda v: torch.nn.functional.embedding(torch.tensor([0, 3, 5]), v[:, None])[:, 0],
             ):
                 program = lambda x, v: x + function(v).to("cuda")  # noqa: B023, E731
