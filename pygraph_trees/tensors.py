@@ -91,12 +91,18 @@ class Deaths:
     reference is asked.
     """
 
-    def __init__(self, places: Sequence[tuple[list[Any], list[Any], int]]) -> None:
-        self._places = tuple(places)
+    def __init__(
+        self, places: Sequence[tuple[list[Any], list[Any], int]], let_go: Callable[[], bool] | None = None
+    ) -> None:
+        """``let_go``: lets go of what may hold some though nobody needs it, and says whether anything was."""
+        self._places, self._let_go = tuple(places), let_go
         # Runs of outputs of one recording, as the part in C++ takes them.
         runs = [list(run) for _, run in itertools.groupby(self._places, key=lambda place: id(place[0]))]
         self.groups = tuple((run[0][0], packed([index for _, _, index in run])) for run in runs)
-        self.ask: Callable[[], bool] = self._ask_each if native is None else self._ask
+        self._are_dead: Callable[[], bool] = self._ask_each if native is None else self._ask
+
+    def ask(self) -> bool:
+        return self._are_dead() or (self._let_go is not None and self._let_go() and self._are_dead())
 
     def _ask(self) -> bool:
         position, count = native.count_dead(self.groups, 0), len(self._places)

@@ -142,7 +142,7 @@ class Plan:
             self.why[node] = f"it is computed of {stuck.name}: {self.why[stuck]}"
         elif any(self._leaves.get(index) or index in self._of_gpu for index in indices_of(node)):
             self.why[node] = "it looks up what inputs say, and an index that is out of bounds is an error of the CPU's"
-        elif indices_of(node) and self._leaves.get(node.args[0]) and not looks_up_within(node, self.of_numbers):
+        elif indices_of(node) and not looks_up_within(node, self.of_numbers):
             self.why[node] = (
                 "it looks up what may not be there, and an index that is out of bounds is an error of the CPU's"
             )

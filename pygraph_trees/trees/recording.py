@@ -27,7 +27,7 @@ import traceback
 import weakref
 from collections import Counter
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor import cudagraph_trees
@@ -97,7 +97,6 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     native: Any = None  # its part in a steady replay in C++, where it is plain
     _live: LiveInputs | None = None
     copies = False  # whether a replay copies an input
-    let_go: ClassVar[int] = 0  # how often an output's graph of autograd's was, of all recordings
     _kept: list[Any] = []  # the inputs, where a recording at ghost addresses that fails is tried again  # noqa: RUF012
     graph: Any
     recording_outputs: Any
@@ -175,6 +174,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
     def _initialize_cached_tensors(self) -> None:
         super()._initialize_cached_tensors()
+        _with_outputs.setdefault(self.cuda_graphs_pool, weakref.WeakSet()).add(self)
         if hasattr(self, "liveness_check_state"):  # 2.15 sees what autograd alone holds
             return
         # Before, upstream takes such an output for dead, and writes over what a backward is to read.
@@ -185,31 +185,19 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 held.extra_ref_check = functools.partial(_is_let_go, recording, number, held.extra_ref_check)
 
     def all_outputs_are_dead(self) -> bool:
-        """Whether all outputs of the path from this node to its root are dead.
-
-        Who asks lets go of an output's graph of autograd's where nobody holds the output, and that graph may have been
-        what held others: on this recording, where they come first, and on earlier ones. So all are asked, the latest
-        recording's first, and once more where some were let go of.
-        """
-        if hasattr(self, "liveness_check_state"):
-            return bool(super().all_outputs_are_dead())
-        places = sorted(self.live_indices_after_graph, key=lambda place: -place[0])
-        for _ in range(len(places) + 1):
-            before = Recording.let_go
-            if not sum(cudagraph_trees.is_live(self.path_weakrefs[depth][number]) for depth, number in places):
-                return True
-            if Recording.let_go == before:
-                break
-        return False
+        """Whether all outputs of the path from this node to its root are dead."""
+        return super().all_outputs_are_dead() or (let_go(self.cuda_graphs_pool) and super().all_outputs_are_dead())
 
     def _deaths(self, indices: list[tuple[int, int]]) -> Deaths | None:
         """Of outputs on the path, by depth and number; None where there are none."""
         path = list(self._path_from_root) if indices else []
         places = [(path[d].cached_tensor_outputs, self.path_weakrefs[d], number) for d, number in indices]
-        return Deaths(places) if places else None
+        return Deaths(places, functools.partial(let_go, self.cuda_graphs_pool)) if places else None
 
     def _make(self, wrapped_function: Any, id: Any, parent: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> None:
         try:
+            if parent is not None:
+                let_go(parent.cuda_graphs_pool)  # what is alive now is noted
             super().__init__(wrapped_function, id, parent, inputs, *args, **kwargs)
             self._kept = []  # it was launched, and must not be twice
             if self._live is not None:
@@ -545,24 +533,45 @@ def without_staged(outputs: Sequence[Any], live: LiveInputs) -> list[Any]:
     return shown
 
 
+# Recordings that hold outputs, by their graph pool: those of one manager, which one thread calls at a time.
+_with_outputs: dict[Any, weakref.WeakSet[Recording]] = {}
+
+
+def let_go(pool: Any) -> bool:
+    """Outputs that nobody holds let go of autograd's graphs, as in torch 2.15; whether any did.
+
+    Such a graph is that of a backward that never came. It may be what holds others: what was saved for it, and what
+    was saved before, of any recording.
+    """
+    found, recordings = False, list(_with_outputs.get(pool, ()))
+    for _ in range(1 + sum(len(recording.cached_tensor_outputs) for recording in recordings)):
+        if not sum(map(_let_go_of_autograd, recordings)):
+            break
+        found = True
+    return found
+
+
+def _let_go_of_autograd(recording: Recording) -> bool:
+    outputs, found = recording.cached_tensor_outputs, False
+    for i in range(len(outputs)):
+        # Without a name for the output: references are counted, the list's and the argument's.
+        if (
+            outputs[i] is not None
+            and outputs[i].grad_fn is not None
+            and outputs[i]._use_count() == 1
+            and sys.getrefcount(outputs[i]) == 2
+            and not outputs[i]._is_view()
+        ):
+            with torch.inference_mode(False):  # where nothing is detached
+                outputs[i].detach_()
+            found = True
+    return found
+
+
 def _is_let_go(recording: Callable[[], Recording | None], number: int, check: Callable[[], bool]) -> bool:
     """Whether a cached output is held by its recording alone: not in C++, and else as upstream's ``check`` has it."""
     node = recording()
-    if node is not None:
-        outputs = node.cached_tensor_outputs
-        # Without a name for the output: references are counted, the list's and the argument's.
-        if (
-            outputs[number]._use_count() == 1
-            and sys.getrefcount(outputs[number]) == 2
-            and outputs[number].grad_fn is not None
-            and not outputs[number]._is_view()
-        ):
-            with torch.inference_mode(False):  # where nothing is detached
-                outputs[number].detach_()
-            Recording.let_go += 1
-        if outputs[number]._use_count() > 1:
-            return False
-    return check()
+    return (node is None or node.cached_tensor_outputs[number]._use_count() == 1) and check()
 
 
 def _is_alive() -> bool:

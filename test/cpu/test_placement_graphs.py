@@ -293,6 +293,10 @@ class TestLowered(TestCase):
                     if n.op == "call_function" and any(s in str(n.target) for s in ("index", "gather", "embedding"))
                 ]
                 self.assertEqual([n.meta["val"].device.type == "cuda" for n in looks], [on_gpu])
+        program = lambda x: x + torch.arange(5.0)[[0, 3, 5]].to("cuda")  # noqa: E731
+        graph, _ = self.partitions(program, (torch.empty(3, device="meta"),), "full")
+        (look,) = [n for n in graph.gm.graph.nodes if "aten.index" in str(n.target)]
+        self.assertEqual(look.meta["val"].device.type, "cpu")
         program = lambda x, v: x + v[torch.arange(3) * 2].to("cuda")  # noqa: E731
         graph, found = self.partitions(program, (torch.empty(3, device="meta"), torch.rand(5)), "full")
         self.assertEqual(found, (1, 0))

@@ -449,6 +449,8 @@ class TestWhoHoldsOutputs(TestCase):
         torch._C._set_cached_tensors_enabled(True)
         self.addCleanup(torch._C._set_cached_tensors_enabled, False)
         self.weight = torch.ones(3, requires_grad=True)
+        self.pool = 0, id(self)
+        self.addCleanup(recording_module._with_outputs.pop, self.pool, None)
 
     def recording(self, count, parent=None):
         node = Recording.__new__(Recording)
@@ -457,6 +459,7 @@ class TestWhoHoldsOutputs(TestCase):
         outputs = [torch.zeros(3) for _ in range(count)]
         vars(node).update(
             _parent=None if parent is None else weakref.ref(parent),
+            cuda_graphs_pool=self.pool,
             outputs_weakrefs=references,
             path_weakrefs=path,
             cached_tensor_outputs=[],
@@ -533,11 +536,42 @@ class TestWhoHoldsOutputs(TestCase):
 
     def test_what_somebody_holds_is_not_let_go_of(self):
         x, (node,) = self.forward(1, (1,))
-        let_go = Recording.let_go
         self.assertFalse(node.all_outputs_are_dead())
-        self.assertEqual(Recording.let_go, let_go)
+        self.assertFalse(recording_module.let_go(self.pool))
         x.sum().backward()  # as it could be
         self.assertEqual(self.weight.grad, torch.ones(3))
+
+    def test_an_output_that_is_not_asked_for_holds_none_that_is(self):
+        """A gradient that is stopped: what was saved for the output is gone, and its memory is in use."""
+        teacher = self.recording(3)
+        student = self.recording(1, teacher)
+        for asked in ([(0, 1)], [(0, 1), (0, 2)]):
+            stopped = Graph.apply(torch.ones(3), self.weight, teacher, (1, 2)).detach()
+            self.assertEqual(self.alive(teacher), [True, True, True])
+            self.assertTrue(student._deaths(asked).ask())
+            self.assertEqual(self.alive(teacher), [True, False, False])
+            del stopped
+            self.assertTrue(student.all_outputs_are_dead())
+
+    def test_recordings_on_other_paths_hold_none(self):
+        """One that had no backward, and was left for another step."""
+        first = self.recording(2)
+        left, taken = self.recording(2, first), self.recording(2, first)
+        y = Graph.apply(torch.ones(3), self.weight, first, (1,))
+        Graph.apply(y.cos() * 2, self.weight, left, (1,))  # let go of, by who called it
+        del y
+        self.assertEqual(self.alive(first), [True, True])
+        self.assertTrue(taken.all_outputs_are_dead())
+        outputs = [*first.cached_tensor_outputs, *left.cached_tensor_outputs]
+        self.assertEqual([output.grad_fn for output in outputs], [None] * 4)
+
+    def test_managers_are_apart(self):
+        """Another one's thread may be about to give its outputs."""
+        x, (node,) = self.forward(1, (1,))
+        del x
+        self.assertFalse(recording_module.let_go((0, 0)))
+        self.assertIsNotNone(node.cached_tensor_outputs[0].grad_fn)
+        self.assertTrue(recording_module.let_go(self.pool))
 
     def test_what_is_asked_does_not_keep_the_recording(self):
         node = self.recording(1)
