@@ -174,7 +174,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
     def _initialize_cached_tensors(self) -> None:
         super()._initialize_cached_tensors()
-        _with_outputs.setdefault(self.cuda_graphs_pool, weakref.WeakSet()).add(self)
+        self._siblings = _with_outputs.setdefault(self.cuda_graphs_pool, weakref.WeakSet())
+        self._siblings.add(self)
         if hasattr(self, "liveness_check_state"):  # 2.15 sees what autograd alone holds
             return
         # Before, upstream takes such an output for dead, and writes over what a backward is to read.
@@ -533,8 +534,9 @@ def without_staged(outputs: Sequence[Any], live: LiveInputs) -> list[Any]:
     return shown
 
 
-# Recordings that hold outputs, by their graph pool: those of one manager, which one thread calls at a time.
-_with_outputs: dict[Any, weakref.WeakSet[Recording]] = {}
+# Recordings that hold outputs, by their graph pool: those of one manager, which one thread calls at a time. Each of
+# them holds the set.
+_with_outputs: weakref.WeakValueDictionary[Any, weakref.WeakSet[Recording]] = weakref.WeakValueDictionary()
 
 
 def let_go(pool: Any) -> bool:

@@ -450,7 +450,6 @@ class TestWhoHoldsOutputs(TestCase):
         self.addCleanup(torch._C._set_cached_tensors_enabled, False)
         self.weight = torch.ones(3, requires_grad=True)
         self.pool = 0, id(self)
-        self.addCleanup(recording_module._with_outputs.pop, self.pool, None)
 
     def recording(self, count, parent=None):
         node = Recording.__new__(Recording)
@@ -577,8 +576,10 @@ class TestWhoHoldsOutputs(TestCase):
         node = self.recording(1)
         gone = weakref.ref(node)
         reference = node.outputs_weakrefs[0]
+        self.assertIn(self.pool, recording_module._with_outputs)
         del node
         self.assertIsNone(gone())
+        self.assertNotIn(self.pool, recording_module._with_outputs)
         self.assertFalse(reference.expired())  # as upstream has it: nobody can tell
 
 
