@@ -350,6 +350,18 @@ class TestIsolation(TestCase):
                     self.assertEqual(record.latency_ms is None, error is not None)
                     self.assertIn(error or "", record.error or "")
 
+    def test_waiting_for_others_takes_none_of_its_time(self):
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "__init__.py").write_text(textwrap.dedent(_BROKEN))
+            with Worker(Job("GOOD", "inference", 1, ("eager",), FAST, Path(folder), device="cpu"), 20.0) as worker:
+                worker.wait_until_imported()
+                worker.prepare()
+                worker.wait_until_prepared()
+                late = time.monotonic() + 100
+                with mock.patch.object(time, "monotonic", lambda: late):
+                    worker.wait_until_prepared()
+                self.assertEqual([r.error for r in worker.measure()], [None, None])
+
     def test_nobody_waits_for_it(self):
         """A process that was started ahead ends with who started it, and leaves nothing."""
         with tempfile.TemporaryDirectory() as folder:

@@ -50,7 +50,7 @@ class Worker:
     """The process of one workload: it imports at once, some 10 s, then :meth:`prepare`, then :meth:`measure`."""
 
     def __init__(self, job: Job, timeout_s: float) -> None:
-        """``timeout_s``: for all that comes after the imports, without what it waits for others."""
+        """``timeout_s``: from :meth:`prepare` on, without what it waits for others."""
         self._job, self._timeout_s, self._left_s = job, timeout_s, timeout_s
         self._ended = False
         self._progress: Progress | None = None
@@ -98,10 +98,9 @@ class Worker:
 
     def wait_until_prepared(self) -> None:
         """Until it is prepared, or is gone; one that takes too long is ended."""
-        end = self._began + self._timeout_s
-        self._wait_for(self._is_prepared, end)
-        self._left_s = end - time.monotonic()
-        if self._left_s <= 0:
+        self._wait_for(self._is_prepared, self._began + self._timeout_s)
+        if not self._is_prepared.is_set() and self._process.poll() is None:
+            self._left_s = 0.0
             self._end()
 
     def measure(self, progress: Progress | None = None) -> list[Measurement]:
@@ -136,6 +135,8 @@ class Worker:
         for line in self._process.stdout:
             text = line.rstrip("\n")
             if text in said:
+                if text == PREPARED:
+                    self._left_s = self._began + self._timeout_s - time.monotonic()
                 said[text].set()
             elif self._progress is not None:
                 done, total, step = text.split(" ", 2)
