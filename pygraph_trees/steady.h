@@ -6,6 +6,7 @@
 
 #include <torch/csrc/utils/object_ptr.h>
 
+#include <array>
 #include <vector>
 
 namespace pygraph {
@@ -84,12 +85,19 @@ extern Attributes the;
 struct Known {
     const void *object = nullptr, *tensor = nullptr, *storage = nullptr;
 
-    /* Always inlined: a function that does nothing else is taken for one that does nothing. */
+    /* What find reads: of each object the first and the last byte, wherever the lines of the cache are cut. Always
+       inlined: a function that does nothing else is taken for one that does nothing. */
     __attribute__((always_inline)) void load() const {
-        // Of each what is read, wherever the lines of the cache are cut.
-        ahead(object, 16);
-        ahead(tensor, 16), ahead(tensor, sizeof(c10::TensorImpl) - 40);
-        ahead(storage, 16), ahead(storage, 60);
+        load_references();
+        ahead(tensor, sizeof(c10::TensorImpl) - 32), ahead(tensor, sizeof(c10::TensorImpl) - 1);
+        ahead(storage, 31), ahead(storage, 60);
+    }
+
+    /* What is_dead reads. */
+    __attribute__((always_inline)) void load_references() const {
+        ahead(object, 0), ahead(object, 31);
+        ahead(tensor, 8), ahead(tensor, 31);
+        ahead(storage, 8);
     }
 
     void note(PyObject *found) {
@@ -201,16 +209,22 @@ struct Replay {
         PyObject *live = nullptr;      // or NULL
         PyObject *log = nullptr, *graph = nullptr;
         PyObject *cached = nullptr, *others = nullptr; // what is returned, see outputs() in tensors.cpp
+        PyObject *made = nullptr; // AsMade of the cached ones, or NULL where they are given again whatever became of them
         std::vector<Watched> fixed, asked;
         std::vector<uint64_t> managed; // let go of
         std::vector<uint64_t> lasting; // of them those that need not be seen to die
         std::vector<Returned> returned; // inputs that are outputs as they are
         bool in_python = false;        // an output is something else of an input
         Mortal before, after;
+
+        std::array<PyObject *, 7> held() const { return {recording, live, log, graph, cached, others, made}; }
     } *state;
 };
 
-extern PyType_Spec replay_spec, call_spec, patcher_spec;
+extern PyType_Spec replay_spec, call_spec, patcher_spec, as_made_spec;
+
+/* Whether an object is an AsMade, see steady_outputs.cpp. */
+bool is_as_made(PyObject *object);
 
 /* The state of a Replay; NULL for any other object. */
 Replay::State *replay_in(PyObject *object);
@@ -225,7 +239,7 @@ Answer take(Replay::State *state, Inputs &inputs, bool *is_copied);
 bool launch(const Replay::State *replay);
 
 /* Outputs of a recording that are at hand, for as long as no other code runs: those in its list, what stands for others,
-   and inputs in the places of those that they are. False where they have to be made. */
+   and inputs in the places of those that they are. False where they have to be made, or somebody changed them. */
 bool at_hand(const Replay::State *replay, PyObject *returned, std::vector<PyObject *> *outputs);
 
 /* The outputs of a recording as a list; NULL with an exception. */

@@ -451,7 +451,7 @@ bool pygraph::add_steady(PyObject *module) {
         return false;
     ATTRIBUTES(INTERN)
 #undef INTERN
-    for (PyType_Spec *spec : {&replay_spec, &entry_spec, &call_spec, &patcher_spec}) {
+    for (PyType_Spec *spec : {&replay_spec, &entry_spec, &call_spec, &patcher_spec, &as_made_spec}) {
         Ref type(PyType_FromSpec(spec));
         if (!type || PyModule_AddType(module, reinterpret_cast<PyTypeObject *>(type.get())) < 0)
             return false;

@@ -73,7 +73,8 @@ inline const at::Tensor *tensor_of(PyObject *object) {
    of one leads to what is read next: done for one after another, each of three steps would wait for memory. */
 template <typename ObjectAt> void load_ahead(Py_ssize_t count, ObjectAt object_at) {
     constexpr Py_ssize_t few = 8, at_once = 64;
-    // Of each only what is read: the start, and of a tensor's fields the last ones. A wrong guess would cost time alone.
+    // Of each only what is read, wherever the lines of the cache are cut: the start, and of a tensor's fields the last
+    // ones. A wrong guess would cost time alone.
     const auto load = [](const void *begin, size_t offset) {
         __builtin_prefetch(static_cast<const char *>(begin) + offset);
     };
@@ -84,17 +85,20 @@ template <typename ObjectAt> void load_ahead(Py_ssize_t count, ObjectAt object_a
         for (Py_ssize_t i = 0; i < end; i++) {
             objects[i] = object_at(begin + i);
             if (objects[i] != nullptr)
-                load(objects[i], 16);
+                load(objects[i], 0), load(objects[i], 31);
         }
         Py_ssize_t found = 0;
         for (Py_ssize_t i = 0; i < end; i++)
             if (objects[i] != nullptr && is_tensor(objects[i])) {
                 tensors[found] = THPVariable_Unpack(objects[i]).unsafeGetTensorImpl();
-                load(tensors[found], 16);
-                load(tensors[found++], sizeof(c10::TensorImpl) - 40);
+                load(tensors[found], 8), load(tensors[found], 31);
+                load(tensors[found], sizeof(c10::TensorImpl) - 32);
+                load(tensors[found++], sizeof(c10::TensorImpl) - 1);
             }
-        for (Py_ssize_t i = 0; i < found; i++)
-            load(tensors[i]->unsafe_storage().unsafeGetStorageImpl(), 16);
+        for (Py_ssize_t i = 0; i < found; i++) {
+            const void *storage = tensors[i]->unsafe_storage().unsafeGetStorageImpl();
+            load(storage, 8), load(storage, 31);
+        }
     }
 }
 
@@ -110,8 +114,11 @@ inline bool is_dead(PyObject *object, Py_ssize_t references = 1) {
     const at::Tensor *tensor = tensor_of(object);
     if (tensor == nullptr || tensor->use_count() != 1)
         return false;
-    const bool is_leaf = tensor->unsafeGetTensorImpl()->autograd_meta() == nullptr || tensor->grad_fn() == nullptr;
-    return is_leaf && tensor->has_storage() && tensor->storage().use_count() == 2;
+    const c10::TensorImpl *impl = tensor->unsafeGetTensorImpl();
+    if (impl->autograd_meta() != nullptr && tensor->grad_fn() != nullptr)
+        return false;
+    const c10::Storage &storage = impl->unsafe_storage(); // those that torch has are virtual functions
+    return storage && storage.use_count() == 2;
 }
 
 /* What a function gives, with exceptions of C++ turned into Python's. */

@@ -19,10 +19,10 @@ from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch._guards import TracingContext
 from torch._inductor import compile_fx
 
+from pygraph_trees import tensors
 from pygraph_trees.coverage.log import FunctionLog, journal
 from pygraph_trees.coverage.naming import compile_id, mode_name, program_name
 from pygraph_trees.settings import Settings
-from pygraph_trees.tensors import thread_id
 
 from .steady import entry
 
@@ -59,12 +59,15 @@ def loaded_with(meta: Any) -> Iterator[None]:
         _loaded.meta = before
 
 
-def _first_saved(*, is_backward: bool, is_inference: bool) -> int | None:
-    """Which output of a graph that is put to use is the first that autograd alone holds; None where none is known.
+def _first_inside(*, is_backward: bool, is_inference: bool) -> int | None:
+    """Which output of a graph that is put to use is the first that need not be seen anew at each call; None for none.
 
-    What a backward gives, ``torch.autograd.grad`` gives a user.
+    Of a forward those that autograd alone holds, where they are known. What a backward gives, ``torch.autograd.grad``
+    gives a user, who may change it; C++ sees that before it is given once more.
     """
-    if is_backward or is_inference:
+    if is_backward:
+        return None if tensors.native is None else 0
+    if is_inference:
         return None
     context = TracingContext.try_get()
     meta = _loaded.meta
@@ -91,7 +94,7 @@ class FunctionModel:
         self.manager: Callable[[], Manager | None] = _nobody
         self.function_id: Any = None
         self.thread: int | None = None  # in which it may be, where each has its own
-        self.first_saved: int | None = None  # the first output that no user sees; None where there may be none
+        self.first_inside: int | None = None  # the first output that need not be seen anew at each call; None for none
         self._steady_in: Callable[[], Manager | None] = _nobody  # the same, while who replays it is kept back
         self.instead: Callable[[list[Any]], Any] | None = None  # called in its place, by who enters it
         self.trial: Trial | None = None  # which says so
@@ -127,13 +130,13 @@ class FunctionModel:
         """It begins a step there, and replays what it replayed the last time."""
         if self._added == 1 and not self._of_integers and self.settings.indirection != "off":
             self._steady_in, self.function_id = weakref.ref(manager), function_id
-            self.thread = thread_id() if PER_THREAD else None
+            self.thread = tensors.thread_id() if PER_THREAD else None
             if self.instead is None:
                 self.manager = self._steady_in
 
     def steadily(self, inputs: list[Any]) -> Any:
         """The outputs of a steady replay, for which the inputs are consumed; None where there is none."""
-        manager = self.manager() if self.thread is None or self.thread == thread_id() else None
+        manager = self.manager() if self.thread is None or self.thread == tensors.thread_id() else None
         return None if manager is None else manager.replay_steadily(inputs, self.function_id)
 
     def may_replay(self, *, may: bool) -> None:
@@ -163,7 +166,7 @@ class FunctionModel:
             log.partition = graph.functions
         journal.add_function(log)
         function = FunctionModel(model, settings, log)
-        function.first_saved = _first_saved(is_backward=is_backward, is_inference=is_inference)
+        function.first_inside = _first_inside(is_backward=is_backward, is_inference=is_inference)
         return function
 
 

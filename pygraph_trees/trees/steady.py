@@ -7,11 +7,12 @@ inputs; wherever anything is not as usual it calls the Python code, before anyth
 
 On an H200's host, launches apart, in µs for the same inputs, with single questions in C++ and the rest in Python, and
 with all of it in C++ (another run on another host; upstream's beside each): an MLP 5.9 (47) and 2.0 (41), BERT at
-batch 1 13.6 (94) and 6.5 (78), DLRM 10.4 (280) and 4.6 (195), a training step of BERT 199 (2120) and 80 (1772), before
-gradients that are views were made anew at each call. On one machine without a GPU (torch 2.11), a step of 527 inputs
-and 521 outputs: 18 and 12 where it is in the caches, 147 and 91 where other work has filled them. New addresses for 28
-inputs of 30 kernels, over a driver that does nothing, in Python and in C++ (``steady_patch.cpp``): 6.2 and 2.6, both
-with Python's call of it.
+batch 1 13.6 (94) and 6.5 (78), DLRM 10.4 (280) and 4.6 (195), a training step of BERT 199 (2120) and 80 (1772). On one
+machine without a GPU (torch 2.11), a step of 527 inputs and 521 outputs: 18 and 12 where it is in the caches, 147 and
+91 where other work has filled them. On another, a step of 624 inputs and 521 outputs in C++, with 150 gradients that
+are views made anew and given again (``steady_outputs.cpp``): 87 to 107 and 32 to 38 in the caches, 342 to 395 and 177
+to 213 where not. New addresses for 28 inputs of 30 kernels, over a driver that does nothing, in Python and in C++
+(``steady_patch.cpp``): 6.2 and 2.6, both with Python's call of it.
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ def replay(recording: Recording, managed: Sequence[int], others: Sequence[Any]) 
         returned=_returned(live),
         before=_to_ask(recording.deaths_before),
         after=_to_ask(recording.deaths_after),
+        made=recording.as_made,
     )
 
 

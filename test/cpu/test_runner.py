@@ -297,21 +297,24 @@ class RunnerTestCase(TestCase):
         self.assertIsNone(shortened(runner.call))
 
 
+OF_GRADIENTS = None if tensors.native is None else 0  # C++ looks whether somebody changed them
+
+
 class TestViewsInside(RunnerTestCase):
     """A function of ours gives what is returned in one way that way."""
 
-    def graphed(self, call, partition, first_saved=0):
+    def graphed(self, call, partition, first_inside=0):
         """What Inductor made, the same with the function graphed, and that function."""
         module = self.module(runner_of(call) + "\ndef partition_0(args):\n    return compute(args)\n")
         module.compute = partition
         long, short = module.Runner([module.partition_0]), module.Runner([module.partition_0])
         model = FunctionModel.of(module.partition_0, is_backward=False, is_inference=True)
-        model.first_saved = first_saved
+        model.first_inside = first_inside
         short.recursively_apply_fns([lambda _: entered(model, model)])
         return long, short, model
 
-    def check(self, call, count, partition, first_saved=0):
-        long, short, model = self.graphed(call, partition, first_saved)
+    def check(self, call, count, partition, first_inside=0):
+        long, short, model = self.graphed(call, partition, first_inside)
         found = shortened(short.call)
         inputs = tensors_numbered(count)
         self.assertAreSame(found(list(inputs)), long.call(list(inputs)))
@@ -364,12 +367,12 @@ class TestViewsInside(RunnerTestCase):
 
     def test_what_a_user_sees_is_seen_anew(self):
         """None is known of what no user sees, or it is what comes behind."""
-        for first_saved, inside in ((None, False), (3, False), (1, False), (0, True)):
-            _, model = self.check(CALL, 3, Partition(tensors_numbered(2)), first_saved)
+        for first_inside, inside in ((None, False), (3, False), (1, False), (0, True)):
+            _, model = self.check(CALL, 3, Partition(tensors_numbered(2)), first_inside)
             self.assertEqual(model.as_returned is not None, inside)
         twice = CALL.replace("None", "reinterpret_tensor(buf1, (2, 3), (3, 1), 4)")
-        for first_saved, inside in ((None, False), (3, False), (2, True), (0, True)):
-            _, model = self.check(twice, 3, Partition(tensors_numbered(2)), first_saved)
+        for first_inside, inside in ((None, False), (3, False), (2, True), (0, True)):
+            _, model = self.check(twice, 3, Partition(tensors_numbered(2)), first_inside)
             self.assertEqual(model.as_returned is not None, inside)
 
     def test_which_is_saved(self):
@@ -378,16 +381,18 @@ class TestViewsInside(RunnerTestCase):
         for given_, more, wanted in (
             (context, {}, 3),
             (context, {"is_inference": True}, None),
-            (context, {"is_backward": True}, None),
+            (context, {"is_backward": True}, OF_GRADIENTS),
             (SimpleNamespace(fw_metadata=None), {}, None),
             (None, {}, None),
         ):
             with mock.patch.object(trees_function.TracingContext, "try_get", lambda given_=given_: given_):
                 model = FunctionModel.of(len, **({"is_backward": False, "is_inference": False} | more))
-            self.assertEqual(model.first_saved, wanted)
+            self.assertEqual(model.first_inside, wanted)
         meta.subclass_fw_graph_out_meta = [object.__new__(trees_function.SubclassCreationMeta)]
         with mock.patch.object(trees_function.TracingContext, "try_get", lambda: context):
-            self.assertIsNone(FunctionModel.of(len, is_backward=False, is_inference=False).first_saved)
+            self.assertIsNone(FunctionModel.of(len, is_backward=False, is_inference=False).first_inside)
+        with mock.patch.object(tensors, "native", None):
+            self.assertIsNone(FunctionModel.of(len, is_backward=True, is_inference=False).first_inside)
 
     def test_which_is_saved_of_a_program_from_the_cache(self):
         """AOTAutograd's cache tells as much as its compilation, of a training step and of what is no training."""
@@ -401,7 +406,7 @@ class TestViewsInside(RunnerTestCase):
 
         def post_compile(graph, inputs, constants, kwargs):
             backward, inference = bool(kwargs["is_backward"]), bool(graph.fx_kwargs["is_inference"])
-            found.append((backward, trees_function._first_saved(is_backward=backward, is_inference=inference)))
+            found.append((backward, trees_function._first_inside(is_backward=backward, is_inference=inference)))
             return upstream(graph, inputs, constants, kwargs)
 
         def run(requires_grad):
@@ -415,7 +420,7 @@ class TestViewsInside(RunnerTestCase):
 
         counters = torch._dynamo.utils.counters["aot_autograd"]
         with fresh_cache(), mock.patch.object(CompiledFxGraph, "post_compile", post_compile):
-            for requires_grad, wanted in ((True, {False: 3, True: None}), (False, {False: None})):
+            for requires_grad, wanted in ((True, {False: 3, True: OF_GRADIENTS}), (False, {False: None})):
                 compiled = run(requires_grad)
                 hits = counters["autograd_cache_hit"]
                 loaded = run(requires_grad)

@@ -74,10 +74,10 @@ class Live:
 class Recording:
     are_held = True
 
-    def __init__(self, fixed, cached, *, live=None, before=None, after=None):
+    def __init__(self, fixed, cached, *, live=None, before=None, after=None, as_made=None):
         self.graph, self.log, self.live = Graph(launches=0, at_launch=list), Plain(replays=0), live
         self.cached_tensor_outputs, self.own, self.calls = cached, list(cached), []
-        self.deaths_before, self.deaths_after = before, after
+        self.deaths_before, self.deaths_after, self.as_made = before, after, as_made
         patched = [] if live is None else [item.index for item in live.patched]
         self.whereabouts = tensors.Whereabouts(list(fixed), [t.data_ptr() for t in fixed.values()], patched)
 
@@ -141,6 +141,79 @@ def ordered(items, order):
 def deaths(cached, *indices):
     """Of torch's references each says that its output is held: those that C++ sees to be dead are not asked."""
     return tensors.Deaths([(cached, [lambda: 7] * len(cached), index) for index in indices])
+
+
+# In place, by who was given a tensor of four numbers.
+CHANGES = (
+    lambda t: t.unsqueeze_(0),
+    lambda t: t.as_strided_((4,), (0,)),
+    lambda t: t.as_strided_((1,), (1,), 3),
+    lambda t: t.resize_(2),
+    lambda t: t.requires_grad_(),
+    lambda t: setattr(t, "grad", torch.zeros(4)),
+    lambda t: setattr(t, "data", torch.zeros(4)),
+    lambda t: setattr(t, "data", torch.zeros(4, dtype=torch.float64)),
+    lambda t: t.set_(torch.zeros(4)),
+    lambda t: t.untyped_storage().resize_(1 << 20),
+)
+
+
+class TestAsMade(TestCase):
+    """What tensors were like, asked later."""
+
+    def setUp(self):
+        super().setUp()
+        if tensors.native is None:
+            self.skipTest("not built for this torch")
+
+    def test_what_is_changed(self):
+        for number, change in itertools.product(range(3), CHANGES):
+            given_ = [*some(2), None, *some(1)]
+            made = tensors.as_made(given_)
+            self.assertIsNone(made.changed())
+            at = number + number // 2
+            change(given_[at])
+            self.assertEqual(made.changed(), at)
+            made.note()
+            still = given_[at].requires_grad or given_[at].grad is not None
+            self.assertEqual(made.changed(), at if still else None)
+
+    def test_what_is_no_change(self):
+        """Numbers, and what others make of it."""
+        (tensor,) = given_ = some(1)
+        made = tensors.as_made(given_)
+        tensor.add_(1)
+        others = [tensor.view(2, 2), tensor.detach(), tensor.clone().requires_grad_(), torch._neg_view(tensor)]
+        others[2].backward(tensor)
+        self.assertIsNone(made.changed())
+
+    def test_what_is_filled_and_emptied_later(self):
+        given_ = []
+        made = tensors.as_made(given_)
+        self.assertIsNone(made.changed())
+        given_ += [None, torch.ones(()), torch.ones(2, 0), torch.ones(1, 2, 3, 4, 5, 6, 7)]
+        made.note()
+        self.assertIsNone(made.changed())
+        given_[3].transpose_(2, 6)
+        self.assertEqual(made.changed(), 3)
+        given_[3] = None
+        self.assertIsNone(made.changed())
+        given_[0] = torch.ones(1)  # there was none
+        self.assertEqual(made.changed(), 0)
+        given_.clear()
+        self.assertIsNone(made.changed())
+
+    def test_bad_arguments(self):
+        for arguments in ((), (3,), ((),), ([], [])):
+            self.assertRaises(TypeError, tensors.native.AsMade, *arguments)
+
+    def test_garbage(self):
+        given_ = [*some(1), owner := Plain()]
+        owner.made = tensors.as_made(given_)
+        reference = weakref.ref(owner)
+        del given_, owner
+        gc.collect()
+        self.assertIsNone(reference())
 
 
 class TestPython(TestCase):
@@ -331,6 +404,35 @@ class TestNative(TestCase):
             trees = Trees({}, [*some(1), None], others=[None, 3])
             self.assertRaises(error, trees.entry(picks=picks, views=views), [])
 
+    def test_outputs_that_somebody_changed(self):
+        """They are asked of the recording, which makes them anew."""
+        for number, change in itertools.product(range(3), CHANGES):
+            for picks in (None, [2, 0]):
+                cached = some(3)
+                trees = Trees({}, cached, as_made=tensors.as_made(cached))
+                call = trees.entry(picks=picks)
+                trees.recording.own = own = some(3)
+                for changed in (False, True):
+                    expected = own if changed else cached
+                    self.check_replays(call, [], expected if picks is None else [expected[2], expected[0]])
+                    self.assertEqual(trees.recording.calls, ["own outputs"] if changed else [])
+                    change(cached[number])
+
+    def test_outputs_that_nobody_looked_at(self):
+        """Others than those that are known."""
+        cached = some(2)
+        trees = Trees({}, cached, as_made=(made := tensors.as_made(cached)))
+        call = trees.entry()
+        trees.recording.own = own = some(2)
+        cached[:] = some(2)
+        self.check_replays(call, [], own)
+        made.note()
+        self.check_replays(call, [], cached)
+        cached.append(None)  # and another number of them
+        trees.recording.own = cached
+        self.check_replays(call, [], cached)
+        self.assertEqual(trees.recording.calls, ["own outputs"] * 2)
+
     def test_bad_arguments(self):
         recording, native = Recording({}, some(1)), tensors.native
         with mock.patch.object(tensors, "native", Plain(Entry=dict, Replay=dict)):
@@ -347,6 +449,7 @@ class TestNative(TestCase):
         of_replay = {"cached": ((), None), "others": ((), None), "places": (bytes(8), 3), "patched": (b"1", None)}
         of_replay |= {"managed": (b"1",), "returned": (bytes(8),), "before": (3, (), ([], 3), ((3,), 3)), "more": (3,)}
         of_replay["after"] = (((((), b""),), 3), (([],), 3), ((([], 3),), 3))
+        of_replay["made"] = (3, [], recording)
         for make, good, bad in ((native.Entry, entry, of_entry), (native.Replay, replay, of_replay)):
             for name, values in bad.items():
                 for value in values:
@@ -360,10 +463,12 @@ class TestNative(TestCase):
         moved = [t.clone() for t in given_]
         for order, returned in itertools.product(ORDERS, ({}, {1: (0, None)})):
             live = Live([2], None, returned)
-            trees = Trees({1: ordered(given_, order)[1]}, cached, live=live, before=deaths(earlier, 0), managed=[0])
+            made = tensors.as_made(cached)
+            held = {"before": deaths(earlier, 0), "managed": [0], "as_made": made}
+            trees = Trees({1: ordered(given_, order)[1]}, cached, live=live, **held)
             more = {"constants": constants, "views": [(0, (2,), (1,), 1), (2, (1,), (1,), 0)]}
             calls = [trees.entry(order=order, kept=[1], picks=picks, **more) for picks in (None, range(6), [9])]
-            things = [*given_, *cached, *moved, *constants, *vars(trees).values(), trees.way.compile_id, earlier]
+            things = [*given_, *cached, *moved, *constants, *vars(trees).values(), trees.way.compile_id, earlier, made]
             counted = []
             for number in range(100):
                 live.answer = (lambda: "no") if number % 4 == 0 else lambda: None
