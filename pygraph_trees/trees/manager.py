@@ -26,12 +26,12 @@ from pygraph_trees.tensors import first_fit
 
 from .function import FunctionModel
 from .pools import ranges_of
-from .recording import Recording, forget_frames
+from .recording import Recording, forget_frames, let_go
 from .rerecord import moved, why_recorded
 from .verification import Verification
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from pygraph_trees.coverage.log import FunctionLog
     from pygraph_trees.indirection.inputs import LiveInputs
@@ -78,11 +78,17 @@ class _Way:
         if self.find is None:
             recording = self.recordings[0]
             return recording if recording.takes(inputs) else None
-        position = self.find(0, inputs)
+        found = self._first_of_several(self.find, inputs)
+        if found is None and let_go(self.recordings[0].cuda_graphs_pool):  # what was held, and ruled some out
+            found = self._first_of_several(self.find, inputs)
+        return found
+
+    def _first_of_several(self, find: Callable[[int, Sequence[Any]], int], inputs: list[Any]) -> Recording | None:
+        position = find(0, inputs)
         while position < len(self.recordings):
             if self.recordings[position].takes(inputs):
                 return self.recordings[position]
-            position = self.find(position + 1, inputs)
+            position = find(position + 1, inputs)
         return None
 
 

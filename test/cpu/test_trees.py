@@ -30,11 +30,12 @@ from pygraph_trees.coverage.report import clear
 from pygraph_trees.selection import why_not_graphed
 from pygraph_trees.settings import Settings
 from pygraph_trees.tensors import Whereabouts, released
+from pygraph_trees.trees import manager as trees_manager
 from pygraph_trees.trees import recording as recording_module
 from pygraph_trees.trees import runner
 from pygraph_trees.trees.function import FunctionModel, entered
 from pygraph_trees.trees.isolation import Trees
-from pygraph_trees.trees.manager import Manager, Upstream
+from pygraph_trees.trees.manager import Manager, Upstream, _Way
 from pygraph_trees.trees.recording import Recording
 from pygraph_trees.trees.rerecord import why_recorded
 
@@ -564,6 +565,27 @@ class TestWhoHoldsOutputs(TestCase):
         self.assertTrue(taken.all_outputs_are_dead())
         outputs = [*first.cached_tensor_outputs, *left.cached_tensor_outputs]
         self.assertEqual([output.grad_fn for output in outputs], [None] * 4)
+
+    def test_a_function_with_several_recordings(self):
+        """What nobody holds, but a backward that never comes, rules out none of them."""
+        first = self.recording(2)
+        given_ = [torch.zeros(3) for _ in range(2)]
+        asked = first._deaths([(0, 1)])
+
+        def behind(moved):
+            where = Whereabouts([0], [moved.data_ptr()], [])
+            found = SimpleNamespace(whereabouts=where, deaths_before=asked, native=None, cuda_graphs_pool=self.pool)
+            found.takes = lambda inputs: where.ask(inputs) is not None and asked.ask()
+            return found
+
+        recordings = [behind(t) for t in given_]
+        way = _Way(first, None, recordings, None, None)
+        self.assertIs(way.first_that_takes(given_[1:]), recordings[1])
+        held = [first.cached_tensor_outputs[1]]  # as in 2.13 what is saved for a backward holds it
+        self.assertIsNone(way.first_that_takes(given_[1:]))
+        with mock.patch.object(trees_manager, "let_go", lambda pool: pool is self.pool and held.pop() is not None):
+            self.assertIs(way.first_that_takes(given_[1:]), recordings[1])
+        self.assertEqual(held, [])
 
     def test_managers_are_apart(self):
         """Another one's thread may be about to give its outputs."""
