@@ -209,7 +209,6 @@ struct Replay {
         PyObject *live = nullptr;      // or NULL
         PyObject *log = nullptr, *graph = nullptr;
         PyObject *cached = nullptr, *others = nullptr; // what is returned, see outputs() in tensors.cpp
-        PyObject *made = nullptr; // AsMade of the cached ones, or NULL where they are given again whatever became of them
         std::vector<Watched> fixed, asked;
         std::vector<uint64_t> managed; // let go of
         std::vector<uint64_t> lasting; // of them those that need not be seen to die
@@ -217,14 +216,11 @@ struct Replay {
         bool in_python = false;        // an output is something else of an input
         Mortal before, after;
 
-        std::array<PyObject *, 7> held() const { return {recording, live, log, graph, cached, others, made}; }
+        std::array<PyObject *, 6> held() const { return {recording, live, log, graph, cached, others}; }
     } *state;
 };
 
-extern PyType_Spec replay_spec, call_spec, patcher_spec, as_made_spec;
-
-/* Whether an object is an AsMade, see steady_outputs.cpp. */
-bool is_as_made(PyObject *object);
+extern PyType_Spec replay_spec, call_spec, patcher_spec;
 
 /* The state of a Replay; NULL for any other object. */
 Replay::State *replay_in(PyObject *object);
@@ -239,11 +235,14 @@ Answer take(Replay::State *state, Inputs &inputs, bool *is_copied);
 bool launch(const Replay::State *replay);
 
 /* Outputs of a recording that are at hand, for as long as no other code runs: those in its list, what stands for others,
-   and inputs in the places of those that they are. False where they have to be made, or somebody changed them. */
+   and inputs in the places of those that they are. False where they have to be made. */
 bool at_hand(const Replay::State *replay, PyObject *returned, std::vector<PyObject *> *outputs);
 
 /* The outputs of a recording as a list; NULL with an exception. */
 Ref outputs_of(PyObject *recording, const Replay::State *replay, PyObject *returned);
+
+/* Whether what the backward that is under way gives is accumulated, and seen by nobody; see steady_gradients.cpp. */
+bool are_only_accumulated();
 
 /* The function that makes an object, for a type. */
 template <PyObject *(*make)(PyTypeObject *, PyObject *, PyObject *)>

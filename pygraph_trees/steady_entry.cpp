@@ -30,6 +30,7 @@ struct View {
     uint64_t number;
     std::vector<int64_t> sizes, strides;
     int64_t offset;
+    bool is_own = false; // what it is a view of is a gradient and looks the same: another tensor for who may see it
 };
 
 struct Entry {
@@ -41,10 +42,14 @@ struct Entry {
         PyObject *steps = nullptr, *generations = nullptr; // classes of torch
         PyObject *execution = nullptr, *forward = nullptr, *backward = nullptr;
         bool picks_some = false, clones = false;
+        bool has_own = false, views_are_own = false; // some views, or all
         std::vector<uint64_t> order, kept, picks;
         std::vector<View> views;
         std::vector<PyObject *> outputs; // borrowed, and only while nothing else runs
-        const void *near[8] = {}; // what the last call read: loaded ahead, as Known is
+        // What the last call read: loaded ahead, as Known is, and the first inputs while the way is still to be found.
+        const void *near[8] = {};
+        std::array<Known, 24> first;
+        size_t firsts = 0;
 
         std::vector<PyObject **> held() {
             return {&by_hand, &function, &partitions, &partition, &constants,
@@ -82,13 +87,14 @@ bool take_views(PyObject *sequence, std::vector<View> *views) {
 PyObject *make_entry(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static const char *known[] = {"by_hand",   "function", "runner",      "order",     "kept",    "picks",    "constants",
                                   "views", "steps", "generations", "execution", "forward", "backward",
-                                  "clones", nullptr};
+                                  "clones", "own", nullptr};
     PyObject *by_hand, *function, *runner, *order, *kept, *picks, *constants, *views, *steps, *generations, *execution,
-        *forward, *backward, *partitions = nullptr, *partition = nullptr;
+        *forward, *backward, *own, *partitions = nullptr, *partition = nullptr;
     int clones = 0;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOO!OO!OOOOp", const_cast<char **>(known), &by_hand,
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOO!OO!OOOOpO", const_cast<char **>(known), &by_hand,
                                      &function, &runner, &order, &kept, &picks, &PyTuple_Type, &constants, &views,
-                                     &PyType_Type, &steps, &generations, &execution, &forward, &backward, &clones) ||
+                                     &PyType_Type, &steps, &generations, &execution, &forward, &backward, &clones,
+                                     &own) ||
         (runner != Py_None && !is_tuple(runner)) ||
         (runner != Py_None && !PyArg_ParseTuple(runner, "O!O", &PyList_Type, &partitions, &partition)))
         return nullptr;
@@ -111,6 +117,18 @@ PyObject *make_entry(PyTypeObject *type, PyObject *arguments, PyObject *keywords
     if ((order != Py_None && !unpack(order, &state->order)) || !unpack(kept, &state->kept) || !take_views(views, &state->views) ||
         (picks != Py_None && !unpack(picks, &state->picks)))
         return nullptr;
+    std::vector<uint64_t> own_views;
+    if (!unpack(own, &own_views))
+        return nullptr;
+    for (const uint64_t number : own_views) {
+        if (number >= state->views.size()) {
+            PyErr_SetString(PyExc_ValueError, "expected numbers of views");
+            return nullptr;
+        }
+        state->views[number].is_own = true;
+    }
+    state->views_are_own = std::all_of(state->views.begin(), state->views.end(), [](const View &view) { return view.is_own; });
+    state->has_own = !own_views.empty();
     std::vector<bool> is_taken(state->order.size());
     for (const uint64_t place : state->order) {
         if (place >= state->order.size() || is_taken[place]) {
@@ -240,21 +258,24 @@ PyObject *item_at(const Items *rows, size_t count, uint64_t number) {
     return nullptr;
 }
 
-/* The views as a tuple; NULL with an exception. */
-Ref viewed(const std::vector<View> &views, const Items *rows) {
-    std::vector<at::Tensor> tensors; // held: to wrap one may collect garbage
+/* The views as a tuple, or what they are views of where that is the same; NULL with an exception. */
+Ref viewed(const std::vector<View> &views, bool sees, const Items *rows) {
+    std::vector<Ref> items; // held: to make one may collect garbage
     for (const View &view : views) {
         PyObject *item = item_at(rows, 2, view.number);
-        const at::Tensor *tensor = item == nullptr ? nullptr : tensor_of(item);
-        if (tensor == nullptr)
+        if (item == nullptr || tensor_of(item) == nullptr)
             return Ref();
-        tensors.push_back(*tensor);
+        items.push_back(Ref::dup(item));
     }
     Ref tuple(PyTuple_New(static_cast<Py_ssize_t>(views.size())));
     for (size_t i = 0; tuple && i < views.size(); i++) {
         const View &view = views[i];
-        PyObject *wrapped = THPVariable_Wrap(
-            torch::inductor::_reinterpret_tensor(tensors[i], view.sizes, view.strides, view.offset));
+        const auto anew = [&] {
+            const at::Tensor &tensor = THPVariable_Unpack(items[i].get());
+            return THPVariable_Wrap(
+                torch::inductor::_reinterpret_tensor(tensor, view.sizes, view.strides, view.offset));
+        };
+        PyObject *wrapped = view.is_own && !sees ? items[i].release() : anew();
         if (wrapped == nullptr)
             return Ref();
         PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), wrapped);
@@ -263,20 +284,26 @@ Ref viewed(const std::vector<View> &views, const Items *rows) {
 }
 
 /* What is returned of outputs, as `take_outputs` gives them, of inputs that are kept, of views of both, and of constants.
-   False from `take_outputs` ends it without an exception. */
-template <typename TakeOutputs> Ref returned(const Entry::State *state, const Ref &kept, const TakeOutputs &take_outputs) {
+   Where nobody `sees` them, those that are own are what they are views of. False from `take_outputs` ends it without an exception. */
+template <typename TakeOutputs>
+Ref returned(const Entry::State *state, const Ref &kept, bool sees, const TakeOutputs &take_outputs) {
     Items rows[4]; // taken anew behind whatever may run other code: a new tuple may collect garbage
     if (!rows[1].take(const_cast<PyObject *>(kept.get())) || !rows[3].take(state->constants))
         return Ref();
+    const bool views_some = !state->views.empty(), views_anew = views_some && (sees || !state->views_are_own);
     Ref views;
-    if (!state->views.empty() &&
-        (!take_outputs(&rows[0]) || !(views = viewed(state->views, rows)) || !rows[2].take(views.get())))
+    if (views_anew && (!take_outputs(&rows[0]) || !(views = viewed(state->views, sees, rows)) || !rows[2].take(views.get())))
         return Ref();
     Ref tuple(PyTuple_New(static_cast<Py_ssize_t>(state->picks.size())));
     if (!tuple || !take_outputs(&rows[0]))
         return Ref();
+    const uint64_t first_view = static_cast<uint64_t>(rows[0].count) + static_cast<uint64_t>(rows[1].count);
+    const uint64_t behind_views = first_view + state->views.size();
     for (size_t i = 0; i < state->picks.size(); i++) {
-        PyObject *item = item_at(rows, 4, state->picks[i]);
+        uint64_t number = state->picks[i];
+        if (views_some && !views_anew && number >= first_view) // none are in their row
+            number = number < behind_views ? state->views[number - first_view].number : number - state->views.size();
+        PyObject *item = item_at(rows, 4, number);
         if (item == nullptr)
             return Ref();
         PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), Py_NewRef(item));
@@ -299,7 +326,7 @@ Ref list_at_hand(Entry::State *state, const Replay::State *replay, PyObject *giv
 Ref of_list(const Entry::State *state, const Ref &kept, Ref &outputs) {
     if (!state->picks_some)
         return std::move(outputs);
-    return returned(state, kept, [&](Items *row) { return row->take(outputs.get()); });
+    return returned(state, kept, true, [&](Items *row) { return row->take(outputs.get()); });
 }
 
 /* What the function gives for the inputs that its recording has taken, which are consumed. */
@@ -315,9 +342,10 @@ Ref replayed(Entry::State *state, Found &found, Replay::State *replay, const Inp
     }
     if (!given || !launch(replay))
         return Ref();
+    const bool sees = !state->has_own || !are_only_accumulated();
     Ref result;
     if (state->picks_some)
-        result = returned(state, kept, [&](Items *row) {
+        result = returned(state, kept, sees, [&](Items *row) {
             const bool found = at_hand(replay, given.get(), &state->outputs);
             *row = Items{state->outputs.data(), static_cast<Py_ssize_t>(state->outputs.size())};
             return found;
@@ -349,6 +377,8 @@ PyObject *by_hand(const Entry::State *state, PyObject *inputs) { return PyObject
 PyObject *entry_steadily(Entry::State *state, PyObject *list) {
     for (const void *object : state->near)
         Known::ahead(object, 0), Known::ahead(object, 64);
+    for (size_t i = 0; i < state->firsts; i++)
+        state->first[i].load();
     const bool arranges = !state->order.empty();
     if (!PyList_CheckExact(list) ||
         (arranges && static_cast<size_t>(PyList_GET_SIZE(list)) != state->order.size()) ||
@@ -410,6 +440,9 @@ PyObject *entry_steadily(Entry::State *state, PyObject *list) {
     const void *read[] = {found.manager.get(), found.way.get(), found.replay.get(), replay,
                           replay->live,        replay->log,     replay->graph,      state->function};
     std::copy(std::begin(read), std::end(read), state->near);
+    state->firsts = std::min(state->first.size(), replay->fixed.size());
+    for (size_t i = 0; i < state->firsts; i++)
+        state->first[i] = replay->fixed[i].known;
     return result.release();
 }
 
@@ -451,7 +484,7 @@ bool pygraph::add_steady(PyObject *module) {
         return false;
     ATTRIBUTES(INTERN)
 #undef INTERN
-    for (PyType_Spec *spec : {&replay_spec, &entry_spec, &call_spec, &patcher_spec, &as_made_spec}) {
+    for (PyType_Spec *spec : {&replay_spec, &entry_spec, &call_spec, &patcher_spec}) {
         Ref type(PyType_FromSpec(spec));
         if (!type || PyModule_AddType(module, reinterpret_cast<PyTypeObject *>(type.get())) < 0)
             return false;

@@ -168,17 +168,12 @@ namespace {
 
 PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static const char *known[] = {"recording", "live",    "log",    "graph", "cached", "others",
-                                  "places",    "patched", "managed", "returned", "before", "after", "made", nullptr};
-    PyObject *recording, *live, *log, *graph, *cached, *others, *places, *patched, *managed, *returned, *before, *after,
-        *made_before;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOO!O!OOOOOOO", const_cast<char **>(known), &recording, &live,
+                                  "places",    "patched", "managed", "returned", "before", "after", nullptr};
+    PyObject *recording, *live, *log, *graph, *cached, *others, *places, *patched, *managed, *returned, *before, *after;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOO!O!OOOOOO", const_cast<char **>(known), &recording, &live,
                                      &log, &graph, &PyList_Type, &cached, &PyList_Type, &others, &places, &patched,
-                                     &managed, &returned, &before, &after, &made_before))
+                                     &managed, &returned, &before, &after))
         return nullptr;
-    if (made_before != Py_None && !is_as_made(made_before)) {
-        PyErr_Format(PyExc_TypeError, "expected an AsMade, got %s", Py_TYPE(made_before)->tp_name);
-        return nullptr;
-    }
     Ref made(type->tp_alloc(type, 0));
     if (!made)
         return nullptr;
@@ -189,7 +184,6 @@ PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keyword
     state->graph = Py_NewRef(graph);
     state->cached = Py_NewRef(cached);
     state->others = Py_NewRef(others);
-    state->made = made_before == Py_None ? nullptr : Py_NewRef(made_before);
     Packed<Place> fixed;
     Packed<Replay::Returned> unchanged;
     std::vector<uint64_t> asked;
@@ -399,4 +393,40 @@ bool pygraph::launch(const Replay::State *replay) {
     if (!more || !the.log_replays.set(replay->log, more.get()))
         return false;
     return bool(Ref(PyObject_CallMethodNoArgs(replay->graph, the.graph_replay.name)));
+}
+
+bool pygraph::at_hand(const Replay::State *replay, PyObject *returned, std::vector<PyObject *> *outputs) {
+    const Py_ssize_t count = PyList_GET_SIZE(replay->others);
+    if (count == 0 || PyList_GET_SIZE(replay->cached) != count)
+        return false;
+    constexpr Py_ssize_t further = 16;
+    outputs->resize(static_cast<size_t>(count));
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (i + further < count) {
+            const PyObject *later = PyList_GET_ITEM(replay->cached, i + further);
+            Known::ahead(later, 0), Known::ahead(later, 31);
+        }
+        PyObject *output = PyList_GET_ITEM(replay->cached, i);
+        if (output == Py_None)
+            output = PyList_GET_ITEM(replay->others, i);
+        else if (!is_tensor(output) || reinterpret_cast<THPVariable *>(output)->backward_hooks != nullptr)
+            return false; // torch takes hooks away
+        if (output == Py_NotImplemented)
+            return false;
+        (*outputs)[static_cast<size_t>(i)] = output;
+    }
+    for (size_t i = 0; i < replay->returned.size(); i++)
+        if (replay->returned[i].output < outputs->size())
+            (*outputs)[replay->returned[i].output] = PyTuple_GET_ITEM(returned, static_cast<Py_ssize_t>(i));
+    return true;
+}
+
+Ref pygraph::outputs_of(PyObject *recording, const Replay::State *replay, PyObject *returned) {
+    Ref outputs(PyObject_CallMethodNoArgs(recording, the.recording__own_outputs.name));
+    for (size_t i = 0; outputs && i < replay->returned.size(); i++) {
+        PyObject *input = PyTuple_GET_ITEM(returned, static_cast<Py_ssize_t>(i));
+        if (PySequence_SetItem(outputs.get(), static_cast<Py_ssize_t>(replay->returned[i].output), input) < 0)
+            return Ref();
+    }
+    return outputs;
 }

@@ -142,12 +142,6 @@ def once_more(cached: list[Any], others: Sequence[Any]) -> Callable[[], list[Any
     return (lambda: None) if native is None else partial(native.outputs, cached, list(others))
 
 
-def as_made(tensors: list[Any]) -> Any:
-    """What tensors are like that are given again and again: ``changed()`` says which somebody changed, and ``note()``
-    has them remembered anew. None without C++."""
-    return None if native is None else native.AsMade(tensors)
-
-
 def released(indices: Sequence[int]) -> Callable[[list[Any]], None]:
     """Puts None in these places of a list."""
     if native is not None:

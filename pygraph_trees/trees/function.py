@@ -60,10 +60,9 @@ def loaded_with(meta: Any) -> Iterator[None]:
 
 
 def _first_inside(*, is_backward: bool, is_inference: bool) -> int | None:
-    """Which output of a graph that is put to use is the first that need not be seen anew at each call; None for none.
+    """Which output of a graph that is put to use is the first that a recording has as it is returned; None for none.
 
-    Of a forward those that autograd alone holds, where they are known. What a backward gives, ``torch.autograd.grad``
-    gives a user, who may change it; C++ sees that before it is given once more.
+    Of a forward those that autograd alone holds, if they are known; of a backward all, where C++ says who sees them.
     """
     if is_backward:
         return None if tensors.native is None else 0
@@ -94,7 +93,7 @@ class FunctionModel:
         self.manager: Callable[[], Manager | None] = _nobody
         self.function_id: Any = None
         self.thread: int | None = None  # in which it may be, where each has its own
-        self.first_inside: int | None = None  # the first output that need not be seen anew at each call; None for none
+        self.first_inside: int | None = None  # the first output that a recording may have as it is returned
         self._steady_in: Callable[[], Manager | None] = _nobody  # the same, while who replays it is kept back
         self.instead: Callable[[list[Any]], Any] | None = None  # called in its place, by who enters it
         self.trial: Trial | None = None  # which says so

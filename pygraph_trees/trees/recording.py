@@ -45,7 +45,7 @@ from pygraph_trees.indirection.inputs import LiveInputs, NotStaged, choose
 from pygraph_trees.indirection.routes import Route
 from pygraph_trees.indirection.table import taken_by_variants
 from pygraph_trees.placement.staging import observed
-from pygraph_trees.tensors import Deaths, Whereabouts, as_made, once_more, released
+from pygraph_trees.tensors import Deaths, Whereabouts, once_more, released
 
 from . import steady
 from .function import FunctionModel
@@ -95,7 +95,6 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     unfit: str | None = None  # why it could not be given the inputs of a call, the latest time
     steady = False
     native: Any = None  # its part in a steady replay in C++, where it is plain
-    as_made: Any = None  # what gradients were like when they were made; None where none are given again
     _live: LiveInputs | None = None
     copies = False  # whether a replay copies an input
     _kept: list[Any] = []  # the inputs, where a recording at ghost addresses that fails is tried again  # noqa: RUF012
@@ -172,14 +171,9 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             for made_of, static in zip(self.outputs_metadata, self.static_output_tensors, strict=True)
         ]
         self._outputs_once_more = once_more(self.cached_tensor_outputs, self._constants)
-        model = self.wrapped_function.model
-        if isinstance(model, FunctionModel) and model.log.mode == BACKWARD:
-            self.as_made = as_made(self.cached_tensor_outputs)
 
     def _initialize_cached_tensors(self) -> None:
         super()._initialize_cached_tensors()
-        if self.as_made is not None:
-            self.as_made.note()
         self._siblings = _with_outputs.setdefault(self.cuda_graphs_pool, weakref.WeakSet())
         self._siblings.add(self)
         if hasattr(self, "liveness_check_state"):  # 2.15 sees what autograd alone holds
@@ -482,18 +476,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         self.log.replays += 1
         super().run_graph()
 
-    def _give_up_changed(self) -> None:
-        """Gradients that somebody changed in place, or had ask for a gradient, are made anew from now on."""
-        while (number := self.as_made.changed()) is not None:
-            torch._C._remove_cached_tensor(self.cached_tensor_outputs[number])
-            held: Any = self.outputs_weakrefs[number]
-            held.remove_extra_reference()  # which 2.15 wants to be gone first
-            self.cached_tensor_outputs[number] = None
-
     def _own_outputs(self) -> Any:
         """All outputs but those that lie on live inputs."""
-        if self.as_made is not None:
-            self._give_up_changed()
         outputs = self._outputs_once_more() if self.cached_tensor_outputs else None  # made by the first replay
         return super().reconstruct_outputs() if outputs is None else outputs
 

@@ -7,9 +7,9 @@ same: it orders the list of inputs in place. Code that does anything else stays 
 What a forward saves, and a gradient, that is returned in one way alone is seen that way by the partition's function
 already, where that is ours: a recording holds it so and gives it again at each replay. To make such views anew took 80
 and 66 µs in forward and backward of a BERT on an H200, in C++: memory is allocated that is in no cache. Nobody sees
-what a forward saves but autograd. A gradient may be given to a user, who may see it otherwise in place, or have it ask
-for a gradient itself; before it is given again C++ looks whether it is as it was made, and else it is made anew. What
-else a user is given is seen anew at each call.
+what a forward saves but autograd. A gradient is another tensor at each call, seen in the same way, unless C++ finds
+that nobody but autograd sees it: a hook may keep it, and a user see it otherwise in place, or have it ask for a
+gradient. What else a user is given is seen anew at each call.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pygraph_trees.coverage.naming import BACKWARD
 from pygraph_trees.tensors import chosen
 
 from .steady import entry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from .steady import View
 
@@ -66,11 +67,13 @@ def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
     names: dict[str, Any] = call.__func__.__globals__
     function: Any = getattr(partitions[0], "function", None)
     is_its_own = getattr(getattr(function, "model", None), "__globals__", None) is names
+    own: set[str] = set()  # outputs of which another tensor is given at each call
     if is_its_own and function.first_inside is not None:
-        code, function.as_returned = _with_views_inside(code, names, function.first_inside)
+        is_backward = function.log.mode == BACKWARD
+        code, function.as_returned, own = _with_views_inside(code, names, function.first_inside, anew=is_backward)
     order = chosen(code.given, code.count)
     keep = _several(code.kept)
-    finish = _finish(code, names)
+    finish = _finish(code, names, own)
 
     def run(inputs: list[Any]) -> Any:
         kept = keep(inputs)
@@ -130,11 +133,12 @@ def _steadily(runner: Any, code: _Code, finish: _Finish | None, view: Any) -> Ca
 
 
 def _with_views_inside(
-    code: _Code, names: dict[str, Any], first: int
-) -> tuple[_Code, Callable[[Sequence[Any]], Any] | None]:
-    """The code for a partition that gives outputs as they are returned, and what makes them so of what it gives.
+    code: _Code, names: dict[str, Any], first: int, *, anew: bool = False
+) -> tuple[_Code, Callable[[Sequence[Any]], Any] | None, set[str]]:
+    """The code for a partition that gives outputs as they are returned, what makes them so of what it gives, and which.
 
-    Those that are returned from ``first`` on.
+    Those that are returned from ``first`` on. Where ``anew``, the code gives another tensor for each at each call; of
+    these the outputs are named.
     """
     uses = Counter(_name_in(value) for value in code.returned)
     ways: dict[str, set[str]] = defaultdict(set)
@@ -145,15 +149,19 @@ def _with_views_inside(
         name = _name_in(value)
         if isinstance(value, ast.Call) and name in code.made and ways[name] == {ast.unparse(value)}:
             inside[name] = value
+    if anew:
+        inside = {name: value for name, value in inside.items() if uses[name] == 1}
     returned: list[ast.expr] = []
     for value in code.returned:
         name = _name_in(value)
         uses[name] -= 1
         # Of several that are seen in the same way the last one is given: what a forward saves, and no user holds.
-        returned.append(value if name not in inside else _name(value) if not uses[name] else _seen_so(value))
+        is_given = not uses[name] and not anew
+        returned.append(value if name not in inside else _name(value) if is_given else _seen_so(value))
     given = [inside.get(name, ast.Name(name)) for name in code.outputs]
     finish = _finish(replace(code, returned=given, kept=[], kept_names=[]), names)
-    return replace(code, returned=returned), None if finish is None else lambda outputs: finish.make(outputs, ())
+    as_returned = None if finish is None else lambda outputs: finish.make(outputs, ())
+    return replace(code, returned=returned), as_returned, set(inside) if anew else set()
 
 
 def _name(value: ast.expr) -> ast.expr:
@@ -182,10 +190,11 @@ class _Finish:
     picks: list[int]
     constants: list[Any]
     views: list[View]
+    own: list[int]
 
 
-def _finish(code: _Code, names: dict[str, Any]) -> _Finish | None:
-    """None for the outputs as they are."""
+def _finish(code: _Code, names: dict[str, Any], own: Collection[str] = ()) -> _Finish | None:
+    """None for the outputs as they are. ``own``: those of which a view is the same once more."""
     if [ast.unparse(value) for value in code.returned] == code.outputs:
         return None
     # A training step returns hundreds: they are picked from one row, in which views and constants are the last.
@@ -196,7 +205,7 @@ def _finish(code: _Code, names: dict[str, Any]) -> _Finish | None:
     picks = [tensors.index(v.id) if isinstance(v, ast.Name) else next(numbers[type(v)]) for v in code.returned]
     pick = _several(picks)
     if not views:
-        return _Finish(lambda outputs, kept: tuple(pick([*outputs, *kept, *constants])), picks, constants, [])
+        return _Finish(lambda outputs, kept: tuple(pick([*outputs, *kept, *constants])), picks, constants, [], [])
     seen = list(dict.fromkeys(map(_name_in, views)))
     source = f"lambda {', '.join(seen)}: [{', '.join(map(ast.unparse, views))}]"
     make = eval(compile(source, "<views that a graph returns>", "eval"), names)
@@ -206,7 +215,8 @@ def _finish(code: _Code, names: dict[str, Any]) -> _Finish | None:
         given = [*outputs, *kept]
         return tuple(pick([*given, *make(*pick_seen(given)), *constants]))
 
-    return _Finish(with_views, picks, constants, [_view(value, tensors) for value in views])
+    found = [_view(value, tensors) for value in views]
+    return _Finish(with_views, picks, constants, found, [i for i, v in enumerate(views) if _name_in(v) in own])
 
 
 def _view(call: ast.Call, tensors: list[str]) -> View:

@@ -9,9 +9,10 @@ On an H200's host, launches apart, in µs for the same inputs, with single quest
 with all of it in C++ (another run on another host; upstream's beside each): an MLP 5.9 (47) and 2.0 (41), BERT at
 batch 1 13.6 (94) and 6.5 (78), DLRM 10.4 (280) and 4.6 (195), a training step of BERT 199 (2120) and 80 (1772). On one
 machine without a GPU (torch 2.11), a step of 527 inputs and 521 outputs: 18 and 12 where it is in the caches, 147 and
-91 where other work has filled them. On another, a step of 624 inputs and 521 outputs in C++, with 150 gradients that
-are views made anew and given again (``steady_outputs.cpp``): 87 to 107 and 32 to 38 in the caches, 342 to 395 and 177
-to 213 where not. New addresses for 28 inputs of 30 kernels, over a driver that does nothing, in Python and in C++
+91 where other work has filled them. On another, a step of 624 inputs and 521 outputs in C++, 150 of them gradients that
+are views, in and out of the caches: 64 to 133 and 262 to 331 where these are other tensors at each call, 46 to 65 and
+178 to 211 where they are the recording's own (``steady_gradients.cpp``); and 87 to 107 and 342 to 395 with other
+tensors before both ends of what is read were loaded ahead. New addresses for 28 inputs of 30 kernels, over a driver that does nothing, in Python and in C++
 (``steady_patch.cpp``): 6.2 and 2.6, both with Python's call of it.
 """
 
@@ -52,6 +53,7 @@ def entry(
     picks: Sequence[int] | None = None,
     constants: Sequence[Any] = (),
     views: Sequence[View] = (),
+    own: Sequence[int] = (),
 ) -> Steadily:
     """Does what ``by_hand`` does for a list of inputs: the outputs of a steady replay, or None.
 
@@ -64,6 +66,8 @@ def entry(
             another; all outputs as a list where that is None.
         constants: that are returned.
         views: of outputs and kept inputs, by number: what Inductor's ``reinterpret_tensor`` takes.
+        own: the numbers of views, each of a gradient that is seen so already, and that is returned itself where nobody
+            sees it (``steady_gradients.cpp``).
     """
     if tensors.native is None:
         return by_hand
@@ -82,6 +86,7 @@ def entry(
         forward=_MODE.FORWARD,
         backward=_MODE.BACKWARD,
         clones=_MAY_CLONE,
+        own=packed(own),
     )
     return made
 
@@ -109,7 +114,6 @@ def replay(recording: Recording, managed: Sequence[int], others: Sequence[Any]) 
         returned=_returned(live),
         before=_to_ask(recording.deaths_before),
         after=_to_ask(recording.deaths_after),
-        made=recording.as_made,
     )
 
 

@@ -26,6 +26,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees import tensors
 from pygraph_trees.absent_gpu import lower
 from pygraph_trees.trees import function as trees_function
+from pygraph_trees.trees import runner as trees_runner
 from pygraph_trees.trees.function import FunctionModel, entered
 from pygraph_trees.trees.runner import shortened
 
@@ -297,24 +298,24 @@ class RunnerTestCase(TestCase):
         self.assertIsNone(shortened(runner.call))
 
 
-OF_GRADIENTS = None if tensors.native is None else 0  # C++ looks whether somebody changed them
+OF_GRADIENTS = None if tensors.native is None else 0  # C++ finds who sees them
 
 
 class TestViewsInside(RunnerTestCase):
     """A function of ours gives what is returned in one way that way."""
 
-    def graphed(self, call, partition, first_inside=0):
+    def graphed(self, call, partition, first_inside=0, *, is_backward=False):
         """What Inductor made, the same with the function graphed, and that function."""
         module = self.module(runner_of(call) + "\ndef partition_0(args):\n    return compute(args)\n")
         module.compute = partition
         long, short = module.Runner([module.partition_0]), module.Runner([module.partition_0])
-        model = FunctionModel.of(module.partition_0, is_backward=False, is_inference=True)
+        model = FunctionModel.of(module.partition_0, is_backward=is_backward, is_inference=not is_backward)
         model.first_inside = first_inside
         short.recursively_apply_fns([lambda _: entered(model, model)])
         return long, short, model
 
-    def check(self, call, count, partition, first_inside=0):
-        long, short, model = self.graphed(call, partition, first_inside)
+    def check(self, call, count, partition, first_inside=0, **graph):
+        long, short, model = self.graphed(call, partition, first_inside, **graph)
         found = shortened(short.call)
         inputs = tensors_numbered(count)
         self.assertAreSame(found(list(inputs)), long.call(list(inputs)))
@@ -326,11 +327,38 @@ class TestViewsInside(RunnerTestCase):
         @given(programs())
         def check(program):
             call, count, outputs, _ = program
-            _, model = self.check(call, count, Partition(outputs))
-            if "reinterpret" not in call:
-                self.assertIsNone(model.as_returned)
+            for is_backward in (False, True):
+                _, model = self.check(call, count, Partition(outputs), is_backward=is_backward)
+                if "reinterpret" not in call:
+                    self.assertIsNone(model.as_returned)
 
         check()
+
+    def check_gradients(self, call, own):
+        """Python gives another tensor for each view, and C++ is told of which it may give the function's own."""
+        partition = Partition([torch.zeros(64), torch.ones(64)[4:]])
+        with mock.patch.object(trees_runner, "entry") as entry:
+            found, model = self.check(call, 3, partition, is_backward=True)
+        views, numbers = entry.call_args.kwargs["views"], entry.call_args.kwargs["own"]
+        self.assertEqual(numbers, own)
+        given_ = model(tensors_numbered(3))
+        for number in own:
+            output, sizes, strides, offset = views[number]
+            made = given_[output]
+            self.assertEqual((made.shape, made.stride(), offset), (sizes, strides, 0))
+        with mock.patch.object(FunctionModel, "ungraphed", lambda self, inputs: list(given_)):
+            for value in found(tensors_numbered(3)):
+                self.assertEqual(value is given_[0], isinstance(value, torch.Tensor) and value.dim() == 1)
+                self.assertIsNot(value, given_[1])
+
+    def test_gradients(self):
+        self.check_gradients(CALL, [0])
+
+    def test_a_gradient_of_two(self):
+        """Torch would take one tensor over for both: they are made of what a kernel made, as they were."""
+        self.check_gradients(CALL.replace("None", "reinterpret_tensor(buf1, (2, 3), (3, 1), 4)"), [])
+        self.check_gradients(CALL.replace("None", "reinterpret_tensor(buf1, (3, 2), (1, 3), 4)"), [])
+        self.check_gradients(CALL.replace("None", "reinterpret_tensor(buf0, (3, 2), (1, 3), 4)"), [0])
 
     def test_what_is_returned_once(self):
         partition = Partition([torch.zeros(64), torch.ones(64)[4:]])

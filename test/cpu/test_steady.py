@@ -74,10 +74,10 @@ class Live:
 class Recording:
     are_held = True
 
-    def __init__(self, fixed, cached, *, live=None, before=None, after=None, as_made=None):
+    def __init__(self, fixed, cached, *, live=None, before=None, after=None):
         self.graph, self.log, self.live = Graph(launches=0, at_launch=list), Plain(replays=0), live
         self.cached_tensor_outputs, self.own, self.calls = cached, list(cached), []
-        self.deaths_before, self.deaths_after, self.as_made = before, after, as_made
+        self.deaths_before, self.deaths_after = before, after
         patched = [] if live is None else [item.index for item in live.patched]
         self.whereabouts = tensors.Whereabouts(list(fixed), [t.data_ptr() for t in fixed.values()], patched)
 
@@ -143,77 +143,203 @@ def deaths(cached, *indices):
     return tensors.Deaths([(cached, [lambda: 7] * len(cached), index) for index in indices])
 
 
-# In place, by who was given a tensor of four numbers.
-CHANGES = (
-    lambda t: t.unsqueeze_(0),
-    lambda t: t.as_strided_((4,), (0,)),
-    lambda t: t.as_strided_((1,), (1,), 3),
-    lambda t: t.resize_(2),
-    lambda t: t.requires_grad_(),
-    lambda t: setattr(t, "grad", torch.zeros(4)),
-    lambda t: setattr(t, "data", torch.zeros(4)),
-    lambda t: setattr(t, "data", torch.zeros(4, dtype=torch.float64)),
-    lambda t: t.set_(torch.zeros(4)),
-    lambda t: t.untyped_storage().resize_(1 << 20),
-)
+class Compiled(torch.autograd.Function):
+    """A compiled step, of which only the backward is something: what a call gives for no inputs."""
+
+    @staticmethod
+    def forward(ctx, call, look, *parameters):
+        ctx.call, ctx.look = call, look
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        outputs = ctx.call([])
+        ctx.look(outputs)
+        return None, None, *outputs
 
 
-class TestAsMade(TestCase):
-    """What tensors were like, asked later."""
+def hold(into, by):
+    """Keeps what a hook is given, and lets it be what it is."""
+
+    def hook(*given_):
+        into.extend(t for g in given_ for t in (g if isinstance(g, (list, tuple)) else (g,)))
+
+    return by(hook)
+
+
+def accumulates(parameter):
+    return parameter.view_as(parameter).grad_fn.next_functions[0][0]
+
+
+# Who sees gradients, given parameters, what the forward gave, and where to keep them.
+SEEN = {
+    "a hook": lambda ps, y, into: hold(into, ps[1].register_hook),
+    "a hook of two": lambda ps, y, into: hold(into, lambda h: torch.autograd.graph.register_multi_grad_hook(ps, h)),
+    "before the accumulation": lambda ps, y, into: hold(into, accumulates(ps[2]).register_prehook),
+    "behind it": lambda ps, y, into: hold(into, accumulates(ps[0]).register_hook),
+    "behind the backward": lambda ps, y, into: hold(into, y.grad_fn.register_hook),
+}
+UNSEEN = {
+    "nobody": lambda ps, y, into: None,
+    "a hook of the parameter": lambda ps, y, into: ps[1].register_post_accumulate_grad_hook(lambda p: None),
+    "a hook of the tangent": lambda ps, y, into: y.register_hook(lambda gradient: None),
+    "a parameter that has one": lambda ps, y, into: setattr(ps[1], "grad", torch.zeros(4)),
+}
+
+
+@unittest.skipIf(tensors.load_native() is None, "not built for this torch")
+@mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", 0)
+class TestGradients(TestCase):
+    """A recording's gradients are given themselves where nobody sees them, and else other tensors on their memory."""
+
+    OWN = ((0, (4,), (1,), 0), (1, (4,), (1,), 0), (2, (4,), (1,), 0))
 
     def setUp(self):
         super().setUp()
-        if tensors.native is None:
-            self.skipTest("not built for this torch")
+        torch._C._set_cached_tensors_enabled(True)
+        self.addCleanup(torch._C._set_cached_tensors_enabled, False)
+        self.cached, self.looks = some(3), []
+        for tensor in self.cached:
+            torch._C._add_cached_tensor(tensor)
+            self.addCleanup(torch._C._remove_cached_tensor, tensor)
+        self.call_with(views=self.OWN, own=range(3), picks=range(3, 6))
 
-    def test_what_is_changed(self):
-        for number, change in itertools.product(range(3), CHANGES):
-            given_ = [*some(2), None, *some(1)]
-            made = tensors.as_made(given_)
-            self.assertIsNone(made.changed())
-            at = number + number // 2
-            change(given_[at])
-            self.assertEqual(made.changed(), at)
-            made.note()
-            still = given_[at].requires_grad or given_[at].grad is not None
-            self.assertEqual(made.changed(), at if still else None)
+    def call_with(self, **arguments):
+        self.trees = Trees({}, self.cached, mode=MODE.BACKWARD)
+        self.call = self.trees.entry(**arguments)
 
-    def test_what_is_no_change(self):
-        """Numbers, and what others make of it."""
-        (tensor,) = given_ = some(1)
-        made = tensors.as_made(given_)
-        tensor.add_(1)
-        others = [tensor.view(2, 2), tensor.detach(), tensor.clone().requires_grad_(), torch._neg_view(tensor)]
-        others[2].backward(tensor)
-        self.assertIsNone(made.changed())
+    def step(self):
+        parameters = [torch.ones(4, requires_grad=True) for _ in range(3)]
+        return parameters, Compiled.apply(self.call, self.look, *parameters)
 
-    def test_what_is_filled_and_emptied_later(self):
-        given_ = []
-        made = tensors.as_made(given_)
-        self.assertIsNone(made.changed())
-        given_ += [None, torch.ones(()), torch.ones(2, 0), torch.ones(1, 2, 3, 4, 5, 6, 7)]
-        made.note()
-        self.assertIsNone(made.changed())
-        given_[3].transpose_(2, 6)
-        self.assertEqual(made.changed(), 3)
-        given_[3] = None
-        self.assertIsNone(made.changed())
-        given_[0] = torch.ones(1)  # there was none
-        self.assertEqual(made.changed(), 0)
-        given_.clear()
-        self.assertIsNone(made.changed())
+    def look(self, given_):
+        """Keeps none: who holds one keeps it from being taken over."""
+        self.assertEqual([g.data_ptr() for g in given_], [c.data_ptr() for c in self.cached])
+        self.assertEqual([g.clone() for g in given_], self.cached)
+        self.looks.append([g is c for g, c in zip(given_, self.cached, strict=True)])
 
-    def test_bad_arguments(self):
-        for arguments in ((), (3,), ((),), ([], [])):
-            self.assertRaises(TypeError, tensors.native.AsMade, *arguments)
+    def is_own(self):
+        """Of the last call, for each gradient."""
+        return self.looks.pop()
 
-    def test_garbage(self):
-        given_ = [*some(1), owner := Plain()]
-        owner.made = tensors.as_made(given_)
-        reference = weakref.ref(owner)
-        del given_, owner
-        gc.collect()
-        self.assertIsNone(reference())
+    def test_who_sees_them(self):
+        for seen, ways in ((True, SEEN), (False, UNSEEN)):
+            for name, look in ways.items():
+                with self.subTest(name=name):
+                    parameters, y = self.step()
+                    held = []
+                    handle = look(parameters, y, held)
+                    y.backward()
+                    self.assertEqual(self.is_own(), [not seen] * 3)
+                    addresses = {tensor.data_ptr() for tensor in held if tensor is not None}
+                    self.assertEqual(bool(addresses), seen)
+                    for parameter in parameters:
+                        if parameter.grad.data_ptr() in addresses:
+                            self.assertEqual(name, "behind it")  # where torch has let it be taken over before
+                    del handle
+        self.assertEqual(self.trees.handed, [])
+
+    def test_it_is_taken_over_without_a_copy(self):
+        parameters, y = self.step()
+        y.backward()
+        self.assertEqual([p.grad.data_ptr() for p in parameters], [c.data_ptr() for c in self.cached])
+        self.assertFalse(any(p.grad is c for p, c in zip(parameters, self.cached, strict=True)))
+
+    def test_they_are_asked_for(self):
+        parameters, y = self.step()
+        found = torch.autograd.grad(y, parameters)
+        self.assertEqual(self.is_own(), [False] * 3)
+        self.assertFalse(any(f is c for f, c in zip(found, self.cached, strict=True)))
+        parameters, y = self.step()
+        y.backward(inputs=parameters[:2])
+        self.assertEqual(self.is_own(), [False] * 3)
+
+    def test_a_graph_of_the_backward(self):
+        parameters, y = self.step()
+        with torch.no_grad():
+            y.backward(torch.ones(()))
+        self.assertEqual(self.is_own(), [True] * 3)
+        with torch.autograd.set_grad_enabled(True):
+            parameters, y = self.step()
+            y.backward(torch.ones(()), create_graph=True)
+        self.assertEqual(self.is_own(), [False] * 3)
+        for parameter in parameters:
+            parameter.grad = None
+
+    def test_they_go_on(self):
+        """Into another backward."""
+        parameters = [torch.ones(4, requires_grad=True) for _ in range(3)]
+        y = Compiled.apply(self.call, self.look, parameters[0], parameters[1].exp(), parameters[2])
+        y.backward()
+        self.assertEqual(self.is_own(), [False] * 3)
+
+    def test_parameters_without_a_gradient(self):
+        parameters = [torch.ones(4, requires_grad=number != 1) for number in range(3)]
+        Compiled.apply(self.call, self.look, *parameters).backward()
+        self.assertEqual(self.is_own(), [True] * 3)
+        self.assertIsNone(parameters[1].grad)
+
+    def test_a_backward_in_a_backward(self):
+        """What is run by a hook of another one is looked at for itself."""
+        for seen in (False, True):
+            inner, y = self.step()
+            if seen:
+                inner[0].register_hook(lambda gradient: None)
+            outer = torch.ones(4, requires_grad=True)
+
+            def hook(gradient, y=y):
+                with torch.enable_grad():
+                    y.backward()
+
+            outer.register_hook(hook)
+            outer.sum().backward()
+            self.assertEqual(self.is_own(), [not seen] * 3)
+
+    def test_no_backward(self):
+        for outputs in (self.call([]), torch.no_grad()(self.call)([])):
+            self.look(outputs)
+            self.assertEqual(self.is_own(), [False] * 3)
+
+    def test_beside_other_views(self):
+        """And kept inputs, constants, and outputs as they are."""
+        for more, own in (([], [1, 0]), ([(1, (2,), (2,), 1)], [0, 1])):
+            constants = (7,)
+            views = [self.OWN[0], self.OWN[2], *more]
+            picks = [1, 5, *range(4, 4 + len(views)), 4 + len(views), 3]  # by row: outputs, kept, views, constants
+            trees = Trees({}, self.cached, mode=MODE.BACKWARD)
+            call = trees.entry(kept=[0], views=views, own=own, picks=picks, constants=constants)
+            kept = torch.zeros(1)
+            for sees in (False, True):
+                found = []
+
+                class Both(Compiled):
+                    @staticmethod
+                    def backward(ctx, gradient, call=call, kept=kept, found=found):
+                        found += call([kept])
+                        return None, None, None
+
+                parameter = torch.ones(4, requires_grad=True)
+                if sees:
+                    parameter.register_hook(lambda gradient: None)
+                Both.apply(None, None, parameter).backward()
+                self.assertIs(found[0], self.cached[1])
+                self.assertEqual([found[1] is self.cached[2], found[2] is self.cached[0]], [not sees] * 2)
+                self.assertEqual(found[3] is self.cached[2], not sees)
+                if more:
+                    self.assertEqual(found[4], torch.ones(2))
+                    self.assertIsNot(found[4], self.cached[1])
+                self.assertEqual(found[-2], 7)
+                self.assertIs(found[-1], kept)
+
+    def test_outputs_that_are_not_at_hand(self):
+        """They are asked of the recording, and what it gives is a user's."""
+        self.trees = Trees({}, self.cached, mode=MODE.BACKWARD)
+        self.cached[0]._backward_hooks = {}
+        self.call = self.trees.entry(views=self.OWN, own=range(3), picks=range(3, 6))
+        _, y = self.step()
+        y.backward()
+        self.assertEqual(self.is_own(), [False] * 3)
+        self.assertEqual(self.trees.recording.calls, ["own outputs"])
 
 
 class TestPython(TestCase):
@@ -404,35 +530,6 @@ class TestNative(TestCase):
             trees = Trees({}, [*some(1), None], others=[None, 3])
             self.assertRaises(error, trees.entry(picks=picks, views=views), [])
 
-    def test_outputs_that_somebody_changed(self):
-        """They are asked of the recording, which makes them anew."""
-        for number, change in itertools.product(range(3), CHANGES):
-            for picks in (None, [2, 0]):
-                cached = some(3)
-                trees = Trees({}, cached, as_made=tensors.as_made(cached))
-                call = trees.entry(picks=picks)
-                trees.recording.own = own = some(3)
-                for changed in (False, True):
-                    expected = own if changed else cached
-                    self.check_replays(call, [], expected if picks is None else [expected[2], expected[0]])
-                    self.assertEqual(trees.recording.calls, ["own outputs"] if changed else [])
-                    change(cached[number])
-
-    def test_outputs_that_nobody_looked_at(self):
-        """Others than those that are known."""
-        cached = some(2)
-        trees = Trees({}, cached, as_made=(made := tensors.as_made(cached)))
-        call = trees.entry()
-        trees.recording.own = own = some(2)
-        cached[:] = some(2)
-        self.check_replays(call, [], own)
-        made.note()
-        self.check_replays(call, [], cached)
-        cached.append(None)  # and another number of them
-        trees.recording.own = cached
-        self.check_replays(call, [], cached)
-        self.assertEqual(trees.recording.calls, ["own outputs"] * 2)
-
     def test_bad_arguments(self):
         recording, native = Recording({}, some(1)), tensors.native
         with mock.patch.object(tensors, "native", Plain(Entry=dict, Replay=dict)):
@@ -445,11 +542,11 @@ class TestNative(TestCase):
             "more": (3,),
         }
         of_entry |= {"constants": ([],), "runner": (3, ((), 3), ([],))}
+        of_entry["own"] = (None, b"1", bytes(8))
         of_entry["views"] = (3, [3], [()], [(0, [1], (1,), 0)], [(0, ("1",), (1,), 0)], [("0", (), (), 0)])
         of_replay = {"cached": ((), None), "others": ((), None), "places": (bytes(8), 3), "patched": (b"1", None)}
         of_replay |= {"managed": (b"1",), "returned": (bytes(8),), "before": (3, (), ([], 3), ((3,), 3)), "more": (3,)}
         of_replay["after"] = (((((), b""),), 3), (([],), 3), ((([], 3),), 3))
-        of_replay["made"] = (3, [], recording)
         for make, good, bad in ((native.Entry, entry, of_entry), (native.Replay, replay, of_replay)):
             for name, values in bad.items():
                 for value in values:
@@ -463,12 +560,10 @@ class TestNative(TestCase):
         moved = [t.clone() for t in given_]
         for order, returned in itertools.product(ORDERS, ({}, {1: (0, None)})):
             live = Live([2], None, returned)
-            made = tensors.as_made(cached)
-            held = {"before": deaths(earlier, 0), "managed": [0], "as_made": made}
-            trees = Trees({1: ordered(given_, order)[1]}, cached, live=live, **held)
+            trees = Trees({1: ordered(given_, order)[1]}, cached, live=live, before=deaths(earlier, 0), managed=[0])
             more = {"constants": constants, "views": [(0, (2,), (1,), 1), (2, (1,), (1,), 0)]}
             calls = [trees.entry(order=order, kept=[1], picks=picks, **more) for picks in (None, range(6), [9])]
-            things = [*given_, *cached, *moved, *constants, *vars(trees).values(), trees.way.compile_id, earlier, made]
+            things = [*given_, *cached, *moved, *constants, *vars(trees).values(), trees.way.compile_id, earlier]
             counted = []
             for number in range(100):
                 live.answer = (lambda: "no") if number % 4 == 0 else lambda: None

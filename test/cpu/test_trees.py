@@ -23,7 +23,6 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 import pygraph_trees
 from inductor_patches import output_code
-from pygraph_trees import tensors
 from pygraph_trees.coverage import compiled
 from pygraph_trees.coverage.log import GraphLog, RecordingLog, journal
 from pygraph_trees.coverage.report import clear
@@ -604,40 +603,6 @@ class TestWhoHoldsOutputs(TestCase):
         self.assertIsNone(gone())
         self.assertNotIn(self.pool, recording_module._with_outputs)
         self.assertFalse(reference.expired())  # as upstream has it: nobody can tell
-
-    def test_gradients_that_somebody_changed(self):
-        """They are made anew from then on, as long as the recording has its others."""
-        if tensors.native is None:
-            self.skipTest("not built for this torch")
-        node = self.recording(3)
-        cached = node.cached_tensor_outputs
-        vars(node).update(
-            as_made=tensors.as_made(cached),
-            static_output_tensors=[None] * 3,
-            prepare_alias_info_for_tensor_construction=lambda info, metadata: node.create_storage(metadata),
-            _outputs_once_more=tensors.once_more(cached, [NotImplemented] * 3),
-            _live=None,
-        )
-        first = node.reconstruct_outputs()
-        self.assertTrue(all(a is b for a, b in zip(first, cached, strict=True)))
-        first[1].unsqueeze_(0).requires_grad_()
-        del first
-        before = weakref.ref(cached[1])
-        for _ in range(2):
-            self.assertTrue(node.all_outputs_are_dead())
-            outputs = node.reconstruct_outputs()
-            self.assertIsNone(before())
-            self.assertEqual([output is own for output, own in zip(outputs, cached, strict=True)], [True, False, True])
-            self.assertEqual((outputs[1].shape, outputs[1].requires_grad, cached[1]), ((3,), False, None))
-            self.assertEqual(self.alive(node), [True] * 3)
-            del outputs[0], outputs[1]
-            self.assertEqual(self.alive(node), [False, True, False])
-            outputs[0].t_()
-            del outputs
-        node.remove_node_cached_tensors()
-        node.reconstruct_outputs()
-        self.assertTrue(all(isinstance(output, torch.Tensor) for output in cached))
-        self.assertIsNone(node.as_made.changed())
 
 
 class TestForgotten(TestCase):
