@@ -127,7 +127,8 @@ PyObject *make_entry(PyTypeObject *type, PyObject *arguments, PyObject *keywords
         }
         state->views[number].is_own = true;
     }
-    state->views_are_own = std::all_of(state->views.begin(), state->views.end(), [](const View &view) { return view.is_own; });
+    const auto is_own = [](const View &view) { return view.is_own; };
+    state->views_are_own = std::all_of(state->views.begin(), state->views.end(), is_own);
     state->has_own = !own_views.empty();
     std::vector<bool> is_taken(state->order.size());
     for (const uint64_t place : state->order) {
@@ -284,7 +285,8 @@ Ref viewed(const std::vector<View> &views, bool sees, const Items *rows) {
 }
 
 /* What is returned of outputs, as `take_outputs` gives them, of inputs that are kept, of views of both, and of constants.
-   Where nobody `sees` them, those that are own are what they are views of. False from `take_outputs` ends it without an exception. */
+   Where nobody `sees` them, those that are own are what they are views of. False from `take_outputs` ends it without an
+   exception. */
 template <typename TakeOutputs>
 Ref returned(const Entry::State *state, const Ref &kept, bool sees, const TakeOutputs &take_outputs) {
     Items rows[4]; // taken anew behind whatever may run other code: a new tuple may collect garbage
@@ -292,7 +294,8 @@ Ref returned(const Entry::State *state, const Ref &kept, bool sees, const TakeOu
         return Ref();
     const bool views_some = !state->views.empty(), views_anew = views_some && (sees || !state->views_are_own);
     Ref views;
-    if (views_anew && (!take_outputs(&rows[0]) || !(views = viewed(state->views, sees, rows)) || !rows[2].take(views.get())))
+    if (views_anew &&
+        (!take_outputs(&rows[0]) || !(views = viewed(state->views, sees, rows)) || !rows[2].take(views.get())))
         return Ref();
     Ref tuple(PyTuple_New(static_cast<Py_ssize_t>(state->picks.size())));
     if (!tuple || !take_outputs(&rows[0]))

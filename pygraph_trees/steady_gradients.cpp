@@ -4,7 +4,8 @@
    AccumulateGrad, which takes a gradient over where nobody else holds it, takes a hook's reference for that one: then the
    parameter's gradient and what the hook was given are one memory. So a gradient that anybody may see is another tensor at
    each call. Nobody does where the whole graph of autograd is run, and all that the backward gives goes to AccumulateGrad,
-   with no hook on the way. */
+   with no hook on the way, nor one that could put others on before all is accumulated. Who puts one on while a backward
+   is under way, from another one's code, is not seen. */
 
 #include "steady.h"
 
@@ -20,10 +21,17 @@ namespace {
 
 constexpr size_t AHEAD = 8; // nodes
 
-/* Hooks on a parameter are among those of tensors; those behind the accumulation are given the parameter alone. */
+/* Hooks on a parameter are among those of tensors. */
 bool is_unseen(Node &node) {
     return typeid(node) == typeid(AccumulateGrad) && node.pre_hooks().empty() && node.post_hooks().empty() &&
-           node.retains_grad_hooks().empty() && node.tensor_pre_hooks().empty();
+           node.retains_grad_hooks().empty() && node.tensor_pre_hooks().empty() &&
+           node.tensor_post_acc_grad_hooks() == nullptr;
+}
+
+/* Where a graph of the backward is made, AOTAutograd has the gradients given by another function's forward, which then
+   has them ask for a gradient: torch turns gradients of both modes off there, and in a backward those of reverse mode. */
+bool is_differentiated() {
+    return c10::GradMode::is_enabled() || !c10::AutogradState::get_tls_state().get_fw_grad_mode();
 }
 
 void load(const Node *node) {
@@ -35,8 +43,8 @@ void load(const Node *node) {
 
 bool pygraph::are_only_accumulated() {
     const auto node = torch::autograd::get_current_node();
-    if (!node || c10::GradMode::is_enabled() || !node->post_hooks().empty())
-        return false;
+    if (!node || is_differentiated() || !node->post_hooks().empty() || node->name() != "CompiledFunctionBackward")
+        return false; // of AOTAutograd's, by its name
     const auto *captured = torch::autograd::get_current_graph_task_exec_info();
     if (captured == nullptr || !captured->empty())
         return false; // of torch.autograd.grad, or a backward to some inputs

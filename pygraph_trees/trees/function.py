@@ -62,19 +62,20 @@ def loaded_with(meta: Any) -> Iterator[None]:
 def _first_inside(*, is_backward: bool, is_inference: bool) -> int | None:
     """Which output of a graph that is put to use is the first that a recording has as it is returned; None for none.
 
-    Of a forward those that autograd alone holds, if they are known; of a backward all, where C++ says who sees them.
+    Of a forward those that autograd alone holds; of a backward all, where C++ says who sees them. None where what
+    AOTAutograd knows is not known here, or puts tensors into others of the program's classes.
     """
-    if is_backward:
-        return None if tensors.native is None else 0
-    if is_inference:
+    if is_inference or (is_backward and tensors.native is None):
         return None
     context = TracingContext.try_get()
     meta = _loaded.meta
     if meta is None and context is not None:
         meta = context.fw_metadata
-    if meta is None or any(isinstance(out, SubclassCreationMeta) for out in meta.subclass_fw_graph_out_meta):
+    if meta is None or any(
+        isinstance(found, SubclassCreationMeta) for found in (*meta.subclass_fw_graph_out_meta, *meta.subclass_inp_meta)
+    ):
         return None
-    return int(meta.num_forward)
+    return 0 if is_backward else int(meta.num_forward)
 
 
 class FunctionModel:

@@ -404,7 +404,7 @@ class TestViewsInside(RunnerTestCase):
             self.assertEqual(model.as_returned is not None, inside)
 
     def test_which_is_saved(self):
-        meta = SimpleNamespace(subclass_fw_graph_out_meta=[], num_forward=3)
+        meta = SimpleNamespace(subclass_fw_graph_out_meta=[], subclass_inp_meta=[], num_forward=3)
         context = SimpleNamespace(fw_metadata=meta)
         for given_, more, wanted in (
             (context, {}, 3),
@@ -416,10 +416,19 @@ class TestViewsInside(RunnerTestCase):
             with mock.patch.object(trees_function.TracingContext, "try_get", lambda given_=given_: given_):
                 model = FunctionModel.of(len, **({"is_backward": False, "is_inference": False} | more))
             self.assertEqual(model.first_inside, wanted)
-        meta.subclass_fw_graph_out_meta = [object.__new__(trees_function.SubclassCreationMeta)]
-        with mock.patch.object(trees_function.TracingContext, "try_get", lambda: context):
-            self.assertIsNone(FunctionModel.of(len, is_backward=False, is_inference=False).first_inside)
-        with mock.patch.object(tensors, "native", None):
+        for name in ("subclass_fw_graph_out_meta", "subclass_inp_meta"):
+            of_subclasses = SimpleNamespace(
+                **(vars(meta) | {name: [object.__new__(trees_function.SubclassCreationMeta)]})
+            )
+            given_ = SimpleNamespace(fw_metadata=of_subclasses)
+            with mock.patch.object(trees_function.TracingContext, "try_get", lambda given_=given_: given_):
+                for is_backward in (False, True):
+                    model = FunctionModel.of(len, is_backward=is_backward, is_inference=False)
+                    self.assertIsNone(model.first_inside)
+        with (
+            mock.patch.object(trees_function.TracingContext, "try_get", lambda: context),
+            mock.patch.object(tensors, "native", None),
+        ):
             self.assertIsNone(FunctionModel.of(len, is_backward=True, is_inference=False).first_inside)
 
     def test_which_is_saved_of_a_program_from_the_cache(self):

@@ -143,8 +143,8 @@ def deaths(cached, *indices):
     return tensors.Deaths([(cached, [lambda: 7] * len(cached), index) for index in indices])
 
 
-class Compiled(torch.autograd.Function):
-    """A compiled step, of which only the backward is something: what a call gives for no inputs."""
+class CompiledFunction(torch.autograd.Function):
+    """AOTAutograd's has this name: a compiled step, of which only the backward is something: what a call gives for no inputs."""
 
     @staticmethod
     def forward(ctx, call, look, *parameters):
@@ -177,11 +177,13 @@ SEEN = {
     "a hook of two": lambda ps, y, into: hold(into, lambda h: torch.autograd.graph.register_multi_grad_hook(ps, h)),
     "before the accumulation": lambda ps, y, into: hold(into, accumulates(ps[2]).register_prehook),
     "behind it": lambda ps, y, into: hold(into, accumulates(ps[0]).register_hook),
+    "a hook that may put on others": lambda ps, y, into: ps[1].register_post_accumulate_grad_hook(
+        lambda p: into.append(p.grad.clone())
+    ),
     "behind the backward": lambda ps, y, into: hold(into, y.grad_fn.register_hook),
 }
 UNSEEN = {
     "nobody": lambda ps, y, into: None,
-    "a hook of the parameter": lambda ps, y, into: ps[1].register_post_accumulate_grad_hook(lambda p: None),
     "a hook of the tangent": lambda ps, y, into: y.register_hook(lambda gradient: None),
     "a parameter that has one": lambda ps, y, into: setattr(ps[1], "grad", torch.zeros(4)),
 }
@@ -210,7 +212,7 @@ class TestGradients(TestCase):
 
     def step(self):
         parameters = [torch.ones(4, requires_grad=True) for _ in range(3)]
-        return parameters, Compiled.apply(self.call, self.look, *parameters)
+        return parameters, CompiledFunction.apply(self.call, self.look, *parameters)
 
     def look(self, given_):
         """Keeps none: who holds one keeps it from being taken over."""
@@ -266,16 +268,61 @@ class TestGradients(TestCase):
         for parameter in parameters:
             parameter.grad = None
 
+    def test_a_graph_of_the_backward_by_aotautograd(self):
+        """It has the compiled backward called by another function's forward, where no gradients are on."""
+
+        class CompiledFunctionBackward(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, call, dummy):
+                return tuple(call([]))
+
+        dummy = torch.ones(1, requires_grad=True)
+        parameters = [torch.ones(4, requires_grad=True) for _ in range(3)]
+
+        def nested(_):
+            return CompiledFunctionBackward.apply(self.call, dummy)
+
+        CompiledFunction.apply(nested, self.look, *parameters).backward(create_graph=True)
+        self.assertEqual(self.is_own(), [False] * 3)
+        self.assertEqual([tensor.requires_grad for tensor in self.cached], [False] * 3)
+        for parameter in parameters:
+            parameter.grad = None
+
+    def test_a_backward_that_is_called_by_hand(self):
+        """By a hook, and so in a node of another kind; or in one of another program."""
+        _, y = self.step()
+        other = torch.ones(4, requires_grad=True)
+
+        def hook(parameter):
+            y.grad_fn.apply(torch.ones(()))
+
+        other.register_post_accumulate_grad_hook(hook)
+        other.sum().backward()
+        self.assertEqual(self.is_own(), [False] * 3)
+
+        class Another(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                self.look(self.call([]))
+                return gradient
+
+        Another.apply(torch.ones(4, requires_grad=True)).sum().backward()
+        self.assertEqual(self.is_own(), [False] * 3)
+
     def test_they_go_on(self):
         """Into another backward."""
         parameters = [torch.ones(4, requires_grad=True) for _ in range(3)]
-        y = Compiled.apply(self.call, self.look, parameters[0], parameters[1].exp(), parameters[2])
+        y = CompiledFunction.apply(self.call, self.look, parameters[0], parameters[1].exp(), parameters[2])
         y.backward()
         self.assertEqual(self.is_own(), [False] * 3)
 
     def test_parameters_without_a_gradient(self):
         parameters = [torch.ones(4, requires_grad=number != 1) for number in range(3)]
-        Compiled.apply(self.call, self.look, *parameters).backward()
+        CompiledFunction.apply(self.call, self.look, *parameters).backward()
         self.assertEqual(self.is_own(), [True] * 3)
         self.assertIsNone(parameters[1].grad)
 
@@ -312,16 +359,14 @@ class TestGradients(TestCase):
             for sees in (False, True):
                 found = []
 
-                class Both(Compiled):
-                    @staticmethod
-                    def backward(ctx, gradient, call=call, kept=kept, found=found):
-                        found += call([kept])
-                        return None, None, None
+                def around(_, call=call, kept=kept, found=found):
+                    found += call([kept])
+                    return [None]
 
                 parameter = torch.ones(4, requires_grad=True)
                 if sees:
                     parameter.register_hook(lambda gradient: None)
-                Both.apply(None, None, parameter).backward()
+                CompiledFunction.apply(around, len, parameter).backward()
                 self.assertIs(found[0], self.cached[1])
                 self.assertEqual([found[1] is self.cached[2], found[2] is self.cached[0]], [not sees] * 2)
                 self.assertEqual(found[3] is self.cached[2], not sees)
