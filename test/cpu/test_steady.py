@@ -144,7 +144,7 @@ def deaths(cached, *indices):
 
 
 class CompiledFunction(torch.autograd.Function):
-    """AOTAutograd's has this name: a compiled step, of which only the backward is something: what a call gives for no inputs."""
+    """As AOTAutograd's is named: a compiled step, of which only the backward is something, what a call gives."""
 
     @staticmethod
     def forward(ctx, call, look, *parameters):
