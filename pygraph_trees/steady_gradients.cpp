@@ -4,8 +4,8 @@
    AccumulateGrad, which takes a gradient over where nobody else holds it, takes a hook's reference for that one: then the
    parameter's gradient and what the hook was given are one memory. So a gradient that anybody may see is another tensor at
    each call. Nobody does where the whole graph of autograd is run, and all that the backward gives goes to AccumulateGrad,
-   with no hook on the way, nor one that could put others on before all is accumulated. Who puts one on while a backward
-   is under way, from another one's code, is not seen. */
+   with no hook on the way, nor one that could put others on before all is accumulated. What is not seen is a hook that
+   code of another node, which runs before all is accumulated, puts on a parameter. */
 
 #include "steady.h"
 

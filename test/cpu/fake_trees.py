@@ -1,0 +1,128 @@
+"""What a steady replay in C++ goes through: a manager, a recording, a graph and live inputs, as fakes."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+from torch._inductor import cudagraph_trees
+
+from pygraph_trees import tensors
+from pygraph_trees.trees import manager as trees_manager
+from pygraph_trees.trees import steady
+
+MODE = cudagraph_trees.CompilationMode
+MAY_CLONE = steady._MAY_CLONE  # since 2.14
+
+
+class Failed(Exception): ...
+
+
+fail = mock.Mock(side_effect=Failed)
+
+
+class Plain:
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+
+class Slotted:  # of a manager
+    __slots__ = (*trees_manager.Manager.__slots__, "__weakref__", "has_live_user_visible_output_cloning")
+
+
+class Graph(Plain):
+    def replay(self):
+        self.launches += 1
+        self.at_launch()
+
+
+class Live:
+    """Live inputs; a graph settles on the addresses that it is asked for, where the answer is None."""
+
+    def __init__(self, patched, settled, outputs=()):
+        self.patched = [Plain(index=index) for index in patched]
+        self.outputs, self.temporary, self.prepared = dict(outputs), {}, []
+        self.answer = lambda: None
+        self._settled, self._pool, self._pool_seen = settled, Plain(changes=3), 3
+        self._patcher = None
+
+    def prepare(self, inputs, seen):
+        self.prepared.append((list(inputs), seen))
+        why_not = self.answer()
+        if why_not is None:
+            self._settled, self._pool_seen = seen, self._pool.changes
+        return why_not
+
+
+class Recording:
+    are_held = True
+
+    def __init__(self, fixed, cached, *, live=None, before=None, after=None):
+        self.graph, self.log, self.live = Graph(launches=0, at_launch=list), Plain(replays=0), live
+        self.cached_tensor_outputs, self.own, self.calls = cached, list(cached), []
+        self.deaths_before, self.deaths_after = before, after
+        patched = [] if live is None else [item.index for item in live.patched]
+        self.whereabouts = tensors.Whereabouts(list(fixed), [t.data_ptr() for t in fixed.values()], patched)
+
+    def replay(self, inputs):
+        self.calls.append(list(inputs))
+        inputs.clear()
+        return list(self.own)
+
+    def _own_outputs(self):
+        self.calls.append("own outputs")
+        return list(self.own)
+
+    def _check_what_died(self):
+        self.calls.append("check")
+        if self.are_held:
+            raise Failed
+
+
+class Trees:
+    """The state of the trees in which one recording is replayed, behind the same one each time."""
+
+    def __init__(self, fixed, cached, *, manager=Slotted, managed=(), others=None, mode=MODE.INFERENCE, **recording):
+        self.recording = Recording(fixed, cached, **recording)
+        self.graph, self.log, self.live = self.recording.graph, self.recording.log, self.recording.live
+        native = steady.replay(self.recording, managed, [NotImplemented] * len(cached) if others is None else others)
+        self.before, self.answer, self.partition = Plain(), Plain(), Plain()
+        self.way = Plain(node=self.before, begins=None, replay=native, mode=mode, compile_id=Plain())
+        self.manager, self.partitions, self.handed = manager(), [self.partition], []
+        self.manager.graph, self.manager._ways, self.manager.current_gen = Plain(), {7: self.way}, -5
+        self.manager.mode = self.manager.compile_id = self.manager.path_state = None
+        self.manager.running_forwards_with_pending_backwards = None
+        if MAY_CLONE:
+            self.manager.has_live_user_visible_output_cloning = False
+        self.function = Plain(manager=lambda: self.manager, function_id=7, thread=None, was_asked=False)
+
+    def by_hand(self, inputs):
+        self.handed.append((inputs, list(inputs) if isinstance(inputs, (list, tuple)) else []))
+        return self.answer
+
+    def entry(self, *, around=False, **arguments):
+        """What it gives for inputs, behind the same recording each time."""
+        runner = (self.partitions, self.partition) if around else None
+        made = steady.entry(self.by_hand, self.function, runner=runner, **arguments)
+
+        def call(inputs):
+            self.manager._current_node = self.before
+            return made(inputs)
+
+        return call
+
+
+def some(count):
+    made = [torch.full((4,), float(i)) for i in range(count)]
+    for tensor in made:
+        tensor.untyped_storage()  # as torch's own reference to the storage does
+    return made
+
+
+def ordered(items, order):
+    return list(items) if order is None else [items[index] for index in order]
+
+
+def deaths(cached, *indices):
+    """Of torch's references each says that its output is held: those that C++ sees to be dead are not asked."""
+    return tensors.Deaths([(cached, [lambda: 7] * len(cached), index) for index in indices])

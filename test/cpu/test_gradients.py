@@ -1,0 +1,311 @@
+"""Which gradients of a recording are given as they are, and which as other tensors, in real backwards of autograd."""
+
+from __future__ import annotations
+
+import sys
+import unittest
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from fake_trees import MODE, Trees, some
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor import cudagraph_trees
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees import tensors
+
+
+class CompiledFunction(torch.autograd.Function):
+    """As AOTAutograd's is named: a compiled step, of which only the backward is something, what a call gives."""
+
+    @staticmethod
+    def forward(ctx, call, look, *parameters):
+        ctx.call, ctx.look = call, look
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        outputs = ctx.call([])
+        ctx.look(outputs)
+        return None, None, *outputs
+
+
+def hold(into, by):
+    """Keeps what a hook is given, and lets it be what it is."""
+
+    def hook(*given_):
+        into.extend(t for g in given_ for t in (g if isinstance(g, (list, tuple)) else (g,)))
+
+    return by(hook)
+
+
+def accumulates(parameter):
+    return parameter.view_as(parameter).grad_fn.next_functions[0][0]
+
+
+# Who sees gradients, given parameters, what the forward gave, and where to keep them.
+SEEN = {
+    "a hook": lambda ps, y, into: hold(into, ps[1].register_hook),
+    "a hook of two": lambda ps, y, into: hold(into, lambda h: torch.autograd.graph.register_multi_grad_hook(ps, h)),
+    "before the accumulation": lambda ps, y, into: hold(into, accumulates(ps[2]).register_prehook),
+    "behind it": lambda ps, y, into: hold(into, accumulates(ps[0]).register_hook),
+    "a hook that may put on others": lambda ps, y, into: ps[1].register_post_accumulate_grad_hook(
+        lambda p: into.append(p.grad.clone())
+    ),
+    "behind the backward": lambda ps, y, into: hold(into, y.grad_fn.register_hook),
+}
+UNSEEN = {
+    "nobody": lambda ps, y, into: None,
+    "a hook of the tangent": lambda ps, y, into: y.register_hook(lambda gradient: None),
+    "a parameter that has one": lambda ps, y, into: setattr(ps[1], "grad", torch.zeros(4)),
+}
+
+
+@unittest.skipIf(tensors.load_native() is None, "not built for this torch")
+@mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", 0)
+class TestGradients(TestCase):
+    """A recording's gradients are given themselves where nobody sees them, and else other tensors on their memory."""
+
+    OWN = ((0, (4,), (1,), 0), (1, (4,), (1,), 0), (2, (4,), (1,), 0))
+
+    def setUp(self):
+        super().setUp()
+        torch._C._set_cached_tensors_enabled(True)
+        self.addCleanup(torch._C._set_cached_tensors_enabled, False)
+        self.cached, self.looks = some(3), []
+        for tensor in self.cached:
+            torch._C._add_cached_tensor(tensor)
+            self.addCleanup(torch._C._remove_cached_tensor, tensor)
+        self.trees = Trees({}, self.cached, mode=MODE.BACKWARD)
+        self.call = self.trees.entry(views=self.OWN, own=range(3), picks=range(3, 6))
+
+    def step(self):
+        parameters = [torch.ones(4, requires_grad=True) for _ in range(3)]
+        return parameters, CompiledFunction.apply(self.call, self.look, *parameters)
+
+    def look(self, given_):
+        """Keeps none: who holds one keeps it from being taken over."""
+        self.assertEqual([g.data_ptr() for g in given_], [c.data_ptr() for c in self.cached])
+        self.assertEqual([g.clone() for g in given_], self.cached)
+        self.looks.append([g is c for g, c in zip(given_, self.cached, strict=True)])
+
+    def is_own(self):
+        """Of the last call, for each gradient."""
+        return self.looks.pop()
+
+    def test_who_sees_them(self):
+        for seen, ways in ((True, SEEN), (False, UNSEEN)):
+            for name, look in ways.items():
+                with self.subTest(name=name):
+                    parameters, y = self.step()
+                    held = []
+                    handle = look(parameters, y, held)
+                    y.backward()
+                    self.assertEqual(self.is_own(), [not seen] * 3)
+                    addresses = {tensor.data_ptr() for tensor in held if tensor is not None}
+                    self.assertEqual(bool(addresses), seen)
+                    for parameter in parameters:
+                        if parameter.grad.data_ptr() in addresses:
+                            self.assertEqual(name, "behind it")  # where torch has let it be taken over before
+                    del handle
+        self.assertEqual(self.trees.handed, [])
+
+    def test_it_is_taken_over_without_a_copy(self):
+        parameters, y = self.step()
+        y.backward()
+        self.assertEqual([p.grad.data_ptr() for p in parameters], [c.data_ptr() for c in self.cached])
+        self.assertFalse(any(p.grad is c for p, c in zip(parameters, self.cached, strict=True)))
+
+    def test_they_are_asked_for(self):
+        parameters, y = self.step()
+        found = torch.autograd.grad(y, parameters)
+        self.assertEqual(self.is_own(), [False] * 3)
+        self.assertFalse(any(f is c for f, c in zip(found, self.cached, strict=True)))
+        parameters, y = self.step()
+        y.backward(inputs=parameters[:2])
+        self.assertEqual(self.is_own(), [False] * 3)
+
+    def test_a_graph_of_the_backward(self):
+        parameters, y = self.step()
+        with torch.no_grad():
+            y.backward(torch.ones(()))
+        self.assertEqual(self.is_own(), [True] * 3)
+        parameters, y = self.step()
+        y.backward(torch.ones(()), create_graph=True)
+        self.assertEqual(self.is_own(), [False] * 3)
+        for parameter in parameters:
+            parameter.grad = None
+
+    def test_a_graph_of_the_backward_by_aotautograd(self):
+        """It has the compiled backward called by another function's forward, where no gradients are on."""
+
+        class CompiledFunctionBackward(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, call, dummy):
+                return tuple(call([]))
+
+        dummy = torch.ones(1, requires_grad=True)
+        parameters = [torch.ones(4, requires_grad=True) for _ in range(3)]
+
+        def nested(_):
+            return CompiledFunctionBackward.apply(self.call, dummy)
+
+        CompiledFunction.apply(nested, self.look, *parameters).backward(create_graph=True)
+        self.assertEqual(self.is_own(), [False] * 3)
+        self.assertEqual([tensor.requires_grad for tensor in self.cached], [False] * 3)
+        for parameter in parameters:
+            parameter.grad = None
+
+    def test_a_backward_that_is_called_by_hand(self):
+        """By a hook, and so in a node of another kind; or in one of another program."""
+        _, y = self.step()
+        other = torch.ones(4, requires_grad=True)
+
+        def hook(parameter):
+            y.grad_fn.apply(torch.ones(()))
+
+        other.register_post_accumulate_grad_hook(hook)
+        other.sum().backward()
+        self.assertEqual(self.is_own(), [False] * 3)
+
+        class Another(CompiledFunction): ...
+
+        parameters = [torch.ones(4, requires_grad=True) for _ in range(3)]
+        Another.apply(self.call, self.look, *parameters).backward()
+        self.assertEqual(self.is_own(), [False] * 3)
+
+    def test_they_go_on(self):
+        """Into another backward."""
+        parameters = [torch.ones(4, requires_grad=True) for _ in range(3)]
+        y = CompiledFunction.apply(self.call, self.look, parameters[0], parameters[1].exp(), parameters[2])
+        y.backward()
+        self.assertEqual(self.is_own(), [False] * 3)
+
+    def test_parameters_without_a_gradient(self):
+        parameters = [torch.ones(4, requires_grad=number != 1) for number in range(3)]
+        CompiledFunction.apply(self.call, self.look, *parameters).backward()
+        self.assertEqual(self.is_own(), [True] * 3)
+        self.assertIsNone(parameters[1].grad)
+
+    def test_a_backward_in_a_backward(self):
+        """What is run by a hook of another one is looked at for itself."""
+        for seen in (False, True):
+            inner, y = self.step()
+            if seen:
+                inner[0].register_hook(lambda gradient: None)
+            outer = torch.ones(4, requires_grad=True)
+
+            def hook(gradient, y=y):
+                with torch.enable_grad():
+                    y.backward()
+
+            outer.register_hook(hook)
+            outer.sum().backward()
+            self.assertEqual(self.is_own(), [not seen] * 3)
+
+    def test_no_backward(self):
+        for outputs in (self.call([]), torch.no_grad()(self.call)([])):
+            self.look(outputs)
+            self.assertEqual(self.is_own(), [False] * 3)
+
+    def test_beside_other_views(self):
+        """And kept inputs, constants, and outputs as they are."""
+        for more, own in (([], [1, 0]), ([(1, (2,), (2,), 1)], [0, 1])):
+            constants = (7,)
+            views = [self.OWN[0], self.OWN[2], *more]
+            picks = [1, 5, *range(4, 4 + len(views)), 4 + len(views), 3]  # by row: outputs, kept, views, constants
+            call = self.trees.entry(kept=[0], views=views, own=own, picks=picks, constants=constants)
+            kept = torch.zeros(1)
+            for sees in (False, True):
+                found = []
+
+                def around(_, call=call, kept=kept, found=found):
+                    found += call([kept])
+                    return [None]
+
+                parameter = torch.ones(4, requires_grad=True)
+                if sees:
+                    parameter.register_hook(lambda gradient: None)
+                CompiledFunction.apply(around, len, parameter).backward()
+                self.assertIs(found[0], self.cached[1])
+                self.assertEqual([found[1] is self.cached[2], found[2] is self.cached[0]], [not sees] * 2)
+                self.assertEqual(found[3] is self.cached[2], not sees)
+                if more:
+                    self.assertEqual(found[4], torch.ones(2))
+                    self.assertIsNot(found[4], self.cached[1])
+                self.assertEqual(found[-2], 7)
+                self.assertIs(found[-1], kept)
+
+    def test_outputs_that_are_not_at_hand(self):
+        """They are asked of the recording, and what it gives is a user's."""
+        self.cached[0]._backward_hooks = {}
+        _, y = self.step()
+        y.backward()
+        self.assertEqual(self.is_own(), [False] * 3)
+        self.assertEqual(self.trees.recording.calls, ["own outputs"])
+
+    def test_of_aotautograd(self):
+        """A real compiled backward, around one that a recording gives."""
+        found = []
+
+        def backward_compiler(graph, _):
+            call = None
+
+            def backward(inputs):
+                nonlocal call
+                outputs = graph(*inputs)
+                inputs.clear()
+                gradients = [output for output in outputs if isinstance(output, torch.Tensor)]
+                if call is None:
+                    self.cached[:] = [gradient.clone() for gradient in gradients]
+                    for tensor in self.cached:
+                        tensor.untyped_storage()
+                        torch._C._add_cached_tensor(tensor)
+                        self.addCleanup(torch._C._remove_cached_tensor, tensor)
+                    views = [(i, tuple(c.shape), c.stride(), 0) for i, c in enumerate(self.cached)]
+                    count = len(views)
+                    trees = Trees({}, self.cached, mode=MODE.BACKWARD)
+                    call = trees.entry(views=views, own=range(count), picks=range(count, 2 * count))
+                for cached, gradient in zip(self.cached, gradients, strict=True):
+                    cached.copy_(gradient)
+                given_ = call([])
+                found.append([g is c for g, c in zip(given_, self.cached, strict=True)])
+                rest = iter(given_)
+                return [next(rest) if isinstance(output, torch.Tensor) else output for output in outputs]
+
+            backward._boxed_call = True
+            return backward
+
+        def forward_compiler(graph, _):
+            return make_boxed_func(graph.forward)
+
+        model, x = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh()), torch.randn(2, 4)
+        wanted = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+        compiled = torch.compile(
+            model, backend=aot_autograd(fw_compiler=forward_compiler, bw_compiler=backward_compiler)
+        )
+
+        def backward(**arguments):
+            model.zero_grad()
+            compiled(x).square().sum().backward(**arguments)
+            self.assertEqual([p.grad for p in model.parameters()], list(wanted))
+            return found.pop()
+
+        with torch._functorch.config.patch(donated_buffer=False):
+            for _ in range(2):
+                self.assertEqual(backward(), [True] * 2)
+                self.assertEqual([p.grad.data_ptr() for p in model.parameters()], [c.data_ptr() for c in self.cached])
+            torch.autograd.grad(compiled(x).sum(), list(model.parameters()))
+            self.assertEqual(found.pop(), [False] * 2)
+            self.assertEqual(backward(create_graph=True), [False] * 2)
+            self.assertEqual([cached.requires_grad for cached in self.cached], [False] * 2)
+            model[0].bias.register_hook(lambda gradient: None)
+            self.assertEqual(backward(), [False] * 2)
+
+
+if __name__ == "__main__":
+    run_tests()
