@@ -230,6 +230,13 @@ class TestNotes(TestCase):
                 self.assertNotEqual(differences(Transcript(UPSTREAM), changed), [])
                 self.assertNotEqual(differences(changed, Transcript(UPSTREAM)), [])
 
+    def test_facts_that_may_differ(self) -> None:
+        left, right = Transcript(UPSTREAM, allocated_bytes=512), Transcript(OURS, allocated_bytes=0)
+        self.assertEqual(differences(left, right, ["allocated bytes"]), [])
+        self.assertEqual(len(differences(left, right, ["random"])), 1)
+        right.crash = ErrorNote.of(ValueError("no"))
+        self.assertEqual(len(differences(left, right, ["allocated bytes"])), 1)
+
     def test_oracle_allows_a_tolerance_and_no_more(self) -> None:
         exact, close, far = (transcript_of(torch.full((3,), value)) for value in (1.0, 1.0 + 1e-7, 1.1))
         self.assertEqual(oracle_differences(exact, close), [])

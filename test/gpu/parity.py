@@ -51,7 +51,7 @@ from transcript import (
 from tree_facts import TreeFacts, class_problems, device_manager, tree_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     Program = Callable[["Context"], None]
 
@@ -361,21 +361,22 @@ def compare_sides(
     *,
     oracle: bool = True,
     crash: bool = False,
+    besides: Collection[str] = (),
     tolerance: Mapping[str, float] | None = None,
     run: Callable[..., Transcript] = run_side,
     **options: Any,
 ) -> Parity:
-    """Runs ``program`` on all sides and raises :class:`ParityError` with every difference."""
+    """Runs ``program`` on all sides and raises :class:`ParityError` with every difference but ``besides``."""
     upstream = run(program, UPSTREAM, **options)
     if upstream.crash is not None and not crash:
         raise ParityError(f"the program does not run under upstream:\n{upstream.traceback}")
     ours = run(program, OURS, **options)
     if ours.crash is not None and not crash:
         raise ParityError(f"the program runs under upstream, not under ours:\n{ours.traceback}")
-    found = differences(upstream, ours)
+    found = differences(upstream, ours, besides)
     if found:
         upstream = run(program, UPSTREAM, **options)
-        found = differences(upstream, ours)
+        found = differences(upstream, ours, besides)
     if oracle:
         eager = run(program, EAGER, **options)
         if eager.crash is not None and not crash:

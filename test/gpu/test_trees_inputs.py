@@ -45,9 +45,12 @@ class TestTreeInputs(ParityTestCase):
                 ctx.record(x.grad, model.weight.grad)
                 model.zero_grad()
 
-        tree = self.parity(program).tree
-        self.assertEqual(len(tree.roots), 3)
-        self.assertEqual(tree.recordings, 6)
+        # Up to 2.14 upstream's outputs of earlier trees, which nobody holds, keep their graphs of autograd's, and so x.
+        parity = self.parity(program, besides=["allocated bytes"])
+        more = (parity.upstream.allocated_bytes or 0) - (parity.ours.allocated_bytes or 0)
+        self.assertIn(more, (0, 2 * 512))  # the allocator's smallest blocks
+        self.assertEqual(len(parity.tree.roots), 3)
+        self.assertEqual(parity.tree.recordings, 6)
 
     def test_parameter_changes_in_place(self) -> None:
         def program(ctx: Context) -> None:
