@@ -233,9 +233,9 @@ class TestNotes(TestCase):
     def test_facts_that_may_differ(self) -> None:
         left, right = Transcript(UPSTREAM, allocated_bytes=512), Transcript(OURS, allocated_bytes=0)
         self.assertEqual(differences(left, right, ["allocated bytes"]), [])
-        self.assertEqual(len(differences(left, right, ["random"])), 1)
-        right.counters = {"inductor": {"cudagraph_skips": 1}}
-        self.assertEqual(len(differences(left, right, ["allocated bytes"])), 1)
+        self.assertNotEqual(differences(left, right, ["random"]), [])
+        right.warnings = [("UserWarning", "text")]
+        self.assertNotEqual(differences(left, right, ["allocated bytes"]), [])
 
     def test_oracle_allows_a_tolerance_and_no_more(self) -> None:
         exact, close, far = (transcript_of(torch.full((3,), value)) for value in (1.0, 1.0 + 1e-7, 1.1))

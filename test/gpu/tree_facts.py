@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import time
 from typing import TYPE_CHECKING, Any
 
 from transcript import normalise
@@ -152,7 +153,7 @@ def tree_facts(manager: Any, container: Any) -> TreeFacts:
         graph_counter=repr(manager.graph_counter),
         warmup_counter=repr(manager.warmup_node_counter),
         current=None if current is None else f"{_kind_of_node(current)} {current.id.id}",
-        current_live=0 if current is None else len(list(current.path_live_weakrefs())),
+        current_live=0 if current is None else _count_of_alive(current),
         state=manager.path_state.name,
         mode=None if manager.mode is None else manager.mode.name,
         pending_backwards=manager.running_forwards_with_pending_backwards,
@@ -162,6 +163,16 @@ def tree_facts(manager: Any, container: Any) -> TreeFacts:
         pool_active_bytes=active_bytes,
         pool_active_blocks=active_blocks,
     )
+
+
+def _count_of_alive(node: Any) -> int:
+    """Of outputs; a thread of autograd's may hold gradients for a moment after it gave them."""
+    for wait_s in (0.0, 0.01, 0.1):
+        time.sleep(wait_s)
+        alive = len(list(node.path_live_weakrefs()))
+        if not alive:
+            break
+    return alive
 
 
 def _mutation_hints(manager: Any) -> Any:
