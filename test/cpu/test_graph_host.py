@@ -36,7 +36,7 @@ class TestGraphHost(TestCase):
             self.assertEqual(record["launch"], 0.0)  # there is no GPU to launch anything on
             self.assertTrue(0 < record["trees"] < record["host"] <= record["latency"], record)
             self.assertAlmostEqual(record["outside"], record["host"] - record["trees"])
-            self.assertEqual((record["gpu"], record["rest"]), (None, None))
+            self.assertEqual((record["gpu"], record["rest"], record["parts"]), (None, None, ()))
 
     def test_time_of_graphs_on_the_gpu(self):
         def event(cat, name, ts, dur, correlation=None):
@@ -74,9 +74,20 @@ class TestGraphHost(TestCase):
         times = [graph_host.Times(n * 10.0, n * 2.0, n * 1.0, n * 20.0) for n in (1, 5, 2)]
         self.assertEqual(graph_host.middle(times), graph_host.Times(20.0, 4.0, 2.0, 40.0))
         self.assertEqual(times[0].outside, 7.0)
+        parts = [(1.0, 2.0), (5.0, 4.0), (3.0, 9.0)]
+        timed = [graph_host.Times(1.0, 1.0, 1.0, 1.0, each) for each in parts]
+        self.assertEqual(graph_host.middle(timed).parts, (3.0, 4.0))
+        self.assertEqual(graph_host.middle([*timed, times[0]]).parts, ())  # another number of graphs
+
+    def test_before_and_behind_each_launch(self):
+        graphs, launches = [1000, 9000, 20_000, 26_000], [3000, 8000, 21_000, 22_000]
+        self.assertEqual(graph_host.parts_us(graphs, launches, 0.5), (1.75, 0.75, 0.75, 3.75))
+        self.assertEqual(graph_host.parts_us(graphs, launches[:2], 0.5), ())
+        self.assertEqual(graph_host.parts_us(graphs, [3000, 3500, 4000, 8000], 0.5), ())  # both in one
+        self.assertEqual(graph_host.parts_us([], [], 0.5), ())
 
     def test_table(self):
-        common = {"workload": "MLP", "regime": "same", "launch": 5.0, "gpu": None, "rest": None}
+        common = {"workload": "MLP", "regime": "same", "launch": 5.0, "gpu": None, "rest": None, "parts": ()}
         records = [
             {**common, "way": "upstream", "host": 80.0, "trees": 40.0, "outside": 35.0, "latency": 100.0},
             {
@@ -88,6 +99,7 @@ class TestGraphHost(TestCase):
                 "latency": 60.0,
                 "gpu": 12.5,
                 "rest": 12.5,
+                "parts": (3.0, 1.25, 2.5, 1.25),
             },
         ]
         self.assertEqual(
@@ -96,6 +108,7 @@ class TestGraphHost(TestCase):
                 "workload   way       inputs     host    trees   launch  outside   latency      gpu   rest",
                 "MLP        upstream  same       80.0     40.0      5.0     35.0     100.0        -      -  1.00",
                 "MLP        ours      same       48.0      8.0      5.0     35.0      60.0     12.5   12.5  0.60",
+                "MLP ours same, before and behind each launch: 3.0 + 1.2, 2.5 + 1.2",
             ],
         )
 

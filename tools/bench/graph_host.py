@@ -6,8 +6,9 @@ Two clocks alone: around each compiled graph, which is where Inductor hands over
 a CUDA graph. What lies between the two is *trees*; what lies around both is Dynamo's and AOTAutograd's: *outside*. Both
 ways take turns in rounds. Each figure is a median over calls, then over rounds, in µs, with what a clock costs taken
 off; latency is with a wait for the GPU. *gpu* is from the first to the last work of each graph that was launched,
-summed, by a profiler and in calls of their own; *rest* is what latency has beside that and *outside*. NAMES are
-workloads or the programs of ``sections.py``.
+summed, by a profiler and in calls of their own; *rest* is what latency has beside that and *outside*. Where each graph
+is launched once, the parts of *trees* before and behind each launch stand below. NAMES are workloads or the programs of
+``sections.py``.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class Times:
     trees: float  # in compiled graphs, without launches
     launch: float
     latency: float  # until the GPU is done
+    parts: tuple[float, ...] = ()  # of trees: before and behind the launch of each graph, where each has one
 
     @property
     def outside(self) -> float:
@@ -159,7 +161,8 @@ def _block(
             launch = between_us(launches)
             # A clock's cost falls outside of its own section, and so into the section around it.
             trees = between_us(graphs) - launch - len(launches) / 2 * cost
-            found.append(Times((returned - begin) / 1e3 - clocked, trees, launch, (done - begin) / 1e3 - clocked))
+            host, latency = (returned - begin) / 1e3 - clocked, (done - begin) / 1e3 - clocked
+            found.append(Times(host, trees, launch, latency, parts_us(graphs, launches, cost)))
     return middle(found)
 
 
@@ -206,9 +209,25 @@ def between_us(times: list[int]) -> float:
     return (sum(times[1::2]) - sum(times[::2])) / 1e3
 
 
+def parts_us(graphs: list[int], launches: list[int], cost: float) -> tuple[float, ...]:
+    """Before and behind the launch of each graph, one behind another; nothing where a graph has none or several."""
+    sections = [list(zip(times[::2], times[1::2], strict=True)) for times in (graphs, launches)]
+    if len(sections[0]) != len(sections[1]):
+        return ()
+    parts: list[float] = []
+    for (begin, end), (launch, launched) in zip(*sections, strict=True):
+        if not begin <= launch <= launched <= end:
+            return ()
+        parts += [(launch - begin) / 1e3 - cost / 2, (end - launched) / 1e3 - cost / 2]
+    return tuple(parts)
+
+
 def middle(found: list[Times]) -> Times:
-    """The median of each figure."""
-    return Times(*(median([getattr(t, name) for t in found]) for name in ("host", "trees", "launch", "latency")))
+    """The median of each figure; of parts where all have as many."""
+    figures = (median([getattr(t, name) for t in found]) for name in ("host", "trees", "launch", "latency"))
+    counts = {len(t.parts) for t in found}
+    parts = zip(*(t.parts for t in found), strict=True) if len(counts) == 1 else ()
+    return Times(*figures, tuple(median(list(part)) for part in parts))
 
 
 def table(records: list[dict[str, Any]]) -> str:
@@ -222,6 +241,10 @@ def table(records: list[dict[str, Any]]) -> str:
             f"{r['workload']:10} {r['way']:9} {r['regime']:6} {r['host']:8.1f} {r['trees']:8.1f} {r['launch']:8.1f} "
             f"{r['outside']:8.1f} {r['latency']:9.1f} {_figure(r['gpu']):>8} {_figure(r['rest']):>6}  {ratio:.2f}"
         )
+    for r in records:
+        if r["parts"]:
+            each = [f"{before:.1f} + {behind:.1f}" for before, behind in zip(*[iter(r["parts"])] * 2, strict=True)]
+            lines.append(f"{r['workload']} {r['way']} {r['regime']}, before and behind each launch: {', '.join(each)}")
     return "\n".join(lines)
 
 
