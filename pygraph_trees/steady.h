@@ -195,7 +195,11 @@ struct Mortal {
     bool find_among(std::vector<Watched> *inputs);
 
   private:
-    std::vector<size_t> places; // of each one among the inputs, if it is one; empty where that is not known
+    struct Place {
+        size_t input; // among the inputs, or nowhere
+        uint64_t index;
+    };
+    std::vector<Place> places; // of each one; empty where that is not known
     bool seem_dead();
 };
 
@@ -241,8 +245,14 @@ bool at_hand(const Replay::State *replay, PyObject *returned, std::vector<PyObje
 /* The outputs of a recording as a list; NULL with an exception. */
 Ref outputs_of(PyObject *recording, const Replay::State *replay, PyObject *returned);
 
-/* Whether what the backward that is under way gives is accumulated, and seen by nobody; see steady_gradients.cpp. */
-bool are_only_accumulated();
+/* Where a parameter was found the last time. */
+struct Parameter {
+    const void *tensor = nullptr, *autograd = nullptr;
+};
+
+/* Whether what the backward that is under way gives is accumulated, and seen by nobody; see steady_gradients.cpp. What it
+   read of parameters is noted, and loaded ahead the next time. */
+bool are_only_accumulated(std::vector<Parameter> *parameters);
 
 /* The function that makes an object, for a type. */
 template <PyObject *(*make)(PyTypeObject *, PyObject *, PyObject *)>

@@ -50,6 +50,7 @@ struct Entry {
         const void *near[8] = {};
         std::array<Known, 24> first;
         size_t firsts = 0;
+        std::vector<Parameter> parameters; // by edge of the backward
 
         std::vector<PyObject **> held() {
             return {&by_hand, &function, &partitions, &partition, &constants,
@@ -345,7 +346,7 @@ Ref replayed(Entry::State *state, Found &found, Replay::State *replay, const Inp
     }
     if (!given || !launch(replay))
         return Ref();
-    const bool sees = !state->has_own || !are_only_accumulated();
+    const bool sees = !state->has_own || !are_only_accumulated(&state->parameters);
     Ref result;
     if (state->picks_some)
         result = returned(state, kept, sees, [&](Items *row) {

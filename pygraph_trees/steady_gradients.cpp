@@ -34,14 +34,19 @@ bool is_differentiated() {
     return c10::GradMode::is_enabled() || !c10::AutogradState::get_tls_state().get_fw_grad_mode();
 }
 
-void load(const Node *node) {
-    for (size_t offset = 0; offset < sizeof(AccumulateGrad); offset += 64)
-        pygraph::Known::ahead(node, offset);
+/* What is_unseen reads: of the node its type, its hooks, which lie together, and its parameter, whose hooks are its own. */
+void load(const Node *node, const pygraph::Parameter &parameter) {
+    using pygraph::Known;
+    Known::ahead(node, 0);
+    Known::ahead(node, 128), Known::ahead(node, 192), Known::ahead(node, 264);
+    Known::ahead(node, sizeof(AccumulateGrad) - 1);
+    Known::ahead(parameter.tensor, 24);
+    Known::ahead(parameter.autograd, 80), Known::ahead(parameter.autograd, 143);
 }
 
 } // namespace
 
-bool pygraph::are_only_accumulated() {
+bool pygraph::are_only_accumulated(std::vector<Parameter> *parameters) {
     const auto node = torch::autograd::get_current_node();
     if (!node || is_differentiated() || !node->post_hooks().empty() || node->name() != "CompiledFunctionBackward")
         return false; // of AOTAutograd's, by its name
@@ -49,11 +54,17 @@ bool pygraph::are_only_accumulated() {
     if (captured == nullptr || !captured->empty())
         return false; // of torch.autograd.grad, or a backward to some inputs
     const auto &edges = node->next_edges();
+    parameters->resize(edges.size());
     for (size_t i = 0; i < edges.size(); i++) {
         for (size_t next = i == 0 ? 0 : i + AHEAD; next <= i + AHEAD && next < edges.size(); next++)
-            load(edges[next].function.get());
-        if (edges[i].is_valid() && !is_unseen(*edges[i].function))
+            load(edges[next].function.get(), (*parameters)[next]);
+        if (!edges[i].is_valid())
+            continue;
+        if (!is_unseen(*edges[i].function))
             return false;
+        const c10::TensorImpl *tensor =
+            static_cast<const AccumulateGrad &>(*edges[i].function).variable.unsafeGetTensorImpl();
+        (*parameters)[i] = {tensor, tensor->autograd_meta()};
     }
     return true;
 }

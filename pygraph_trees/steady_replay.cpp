@@ -65,23 +65,24 @@ static PyObject *item_of(PyObject *list, uint64_t index) {
 bool Mortal::died_as(const std::vector<Watched> &inputs) const {
     if (places.empty())
         return false;
-    const size_t *place = places.data();
+    const Place *place = places.data();
     for (const Run &run : runs)
-        for (const Watched &output : run.outputs) {
-            const Watched *input = *place == NOWHERE ? nullptr : &inputs[*place];
-            place++;
-            if (input != nullptr && !(input->dies_here && input->known.object == item_of(run.list, output.index)))
+        for (const Place *end = place + run.outputs.size(); place < end; place++) {
+            if (place->input == NOWHERE)
+                continue;
+            const Watched &input = inputs[place->input];
+            if (!input.dies_here || input.known.object != item_of(run.list, place->index))
                 return false;
         }
     return true;
 }
 
 bool Mortal::others_seem_dead() const {
-    const size_t *place = places.data();
+    const Place *place = places.data();
     for (const Run &run : runs)
-        for (const Watched &output : run.outputs)
-            if (*place++ == NOWHERE) {
-                PyObject *object = item_of(run.list, output.index);
+        for (const Place *end = place + run.outputs.size(); place < end; place++)
+            if (place->input == NOWHERE) {
+                PyObject *object = item_of(run.list, place->index);
                 if (object == nullptr || object == Py_None || !is_dead(object))
                     return false;
             }
@@ -97,7 +98,7 @@ bool Mortal::find_among(std::vector<Watched> *inputs) {
     for (const Run &run : runs)
         for (const Watched &output : run.outputs) {
             const auto place = by_object.find(output.known.object);
-            places.push_back(place == by_object.end() ? NOWHERE : place->second);
+            places.push_back({place == by_object.end() ? NOWHERE : place->second, output.index});
             if (place != by_object.end())
                 (*inputs)[place->second].dies = true;
         }
