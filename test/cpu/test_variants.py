@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(Path(__file__).resolve().parent)]
 
 import torch
 import triton
 import triton.language as tl
 import variant_kernels as kernels
+from bench import slots as benchmark
 from torch import nn
 from torch._inductor import config as inductor_config
 from torch._inductor.runtime import triton_helpers
@@ -101,6 +103,21 @@ class TestCompiled(VariantsTestCase):
             self.assertAsWide(case)
         case = case._replace(signature={**case.signature, "in_ptr0": "*kfp32"})
         self.assertIn("_language.float32", self.variant(case, ["in_ptr0"]).fn.src)
+
+
+class TestBenchmark(VariantsTestCase):
+    def test_kernels_that_slots_are_measured_with(self):
+        for count in benchmark.COUNTS:
+            ptx = [kernel.asm["ptx"] for kernel in benchmark.compiled(count, TARGET)]
+            vectors, loads = ([text.count(load) for text in ptx] for load in ("ld.global.v4", "ld.global"))
+            self.assertGreater(vectors[0], 0)
+            self.assertEqual(vectors[1], vectors[0])
+            self.assertEqual(loads[1], loads[0] + count)  # of the slots, one each
+
+    def test_table(self):
+        record = {"direct_us": 2.0, "slots_us": 2.25, "difference_us": 0.25, "equal": True}
+        lines = benchmark.table([{"pointers": 1, "elements": 1024, **record}]).splitlines()
+        self.assertEqual(lines[1].split(), ["1", "1024", "2.000", "2.250", "+0.250"])
 
 
 class TestRecord(VariantsTestCase):
