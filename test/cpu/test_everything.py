@@ -1,0 +1,94 @@
+"""tools/bench/everything.py: steps that are done one after another, cut, failed, and gone on with."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+import torch
+from bench import everything
+from bench.everything import TIME_IS_UP, Done, Step, run_all
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+
+def python(code, name="one"):
+    return Step(name, [sys.executable, "-c", code, "{out}"], "a step")
+
+
+class TestEverything(TestCase):
+    def setUp(self):
+        super().setUp()
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+
+    def done(self, **of):
+        return Done(self.folder / "progress.json", {"code_hash": "first", **of})
+
+    def run_all(self, *steps, done=None, **options):
+        with mock.patch("builtins.print") as printed:
+            status = run_all(steps, self.folder, "gpu-torch", self.done() if done is None else done, **options)
+        return status, "\n".join(str(call.args[0]) for call in printed.call_args_list)
+
+    def test_figures_and_what_is_printed(self):
+        step = python("import sys, pathlib; pathlib.Path(sys.argv[1]).write_text('7'); print('a figure')")
+        status, shown = self.run_all(step)
+        self.assertEqual((status, "  a figure" in shown.splitlines()), (0, True))
+        self.assertEqual((self.folder / "gpu-torch-one.json").read_text(), "7")
+        self.assertEqual((self.folder / "gpu-torch-one.txt").read_text(), "a figure\n")
+
+    def test_goes_on_where_it_was_cut(self):
+        counted = python(f"open({str(self.folder / 'count')!r}, 'a').write('x')")
+        slow = python("import time; time.sleep(60)", "slow")
+        with mock.patch.object(everything, "_LEAST_S", 0.0):
+            status, shown = self.run_all(counted, slow, left_s=lambda: 5.0)
+        self.assertEqual((status, "slow: cut after 5 s" in shown), (TIME_IS_UP, True))
+        status, shown = self.run_all(counted, slow, left_s=lambda: 1.0)
+        self.assertEqual((status, shown.splitlines()[0]), (TIME_IS_UP, "one: done before"))
+        self.assertEqual(self.run_all(counted, again=True)[0], 0)
+        self.assertEqual((self.folder / "count").read_text(), "xx")
+
+    def test_of_other_code_all_is_done_again(self):
+        step = python("")
+        self.run_all(step)
+        self.assertIn("one", self.done())
+        self.assertNotIn("one", self.done(code_hash="second"))
+        self.assertNotIn("one", self.done(gpu="another"))
+
+    def test_a_step_that_fails_fails_alone(self):
+        status, shown = self.run_all(python("raise SystemExit(5)"), python("", "other"))
+        self.assertEqual((status, shown.splitlines()[-1]), (1, "failed: one"))
+        self.assertIn("one: exit status 5 after", shown)
+        self.assertNotIn("one", self.done())
+        self.assertIn("other", self.done())
+        self.assertEqual(json.loads((self.folder / "progress.json").read_text())["of"], {"code_hash": "first"})
+
+    def test_what_the_steps_run_is_there(self):
+        names = [step.name for step in everything.STEPS]
+        self.assertEqual(len(names), len(set(names)))
+        for step in everything.STEPS:
+            self.assertEqual(step.command[0], sys.executable)
+            paths = [Path(part.partition(".py:")[0]) for part in step.command[1:] if "/" in part]
+            self.assertTrue(all((ROOT / path).exists() or path.with_suffix(".py").exists() for path in paths), paths)
+
+    def test_command_line(self):
+        with mock.patch("builtins.print") as printed:
+            self.assertEqual(everything.main(["--list"]), 0)
+        self.assertIn("what recording takes", printed.call_args.args[0])
+        with mock.patch("sys.stderr") as errors, self.assertRaises(SystemExit):
+            everything.main(["recordin"])
+        self.assertIn("did you mean recording?", str(errors.write.call_args_list))
+        if not torch.cuda.is_available():
+            with mock.patch("builtins.print"):
+                self.assertEqual(everything.main(["--out", str(self.folder / "made")]), 2)
+            self.assertFalse((self.folder / "made").exists())
+
+
+if __name__ == "__main__":
+    run_tests()

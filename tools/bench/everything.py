@@ -1,0 +1,204 @@
+"""Measures all that there is to measure, step by step, and goes on where it was cut.
+
+usage: python tools/bench/everything.py [STEPS ...] [--seconds S] [--out DIR] [--list] [--again]
+
+The workloads in four ways, recording, the host's time, routes of inputs, slots, and real programs, each as the script
+of its own measures it, in a process of its own; then page, plots and the README's table. Results go to
+``tools/bench/results``, named by GPU and torch: a step's figures as JSON, what it printed as text. A step that is done
+is not done again for the same code on the same GPU with the same torch, unless ``--again`` says so: what is done stands
+in ``progress.json`` beside the results, and is not for keeping. With ``--seconds`` it ends when the time is up, with
+exit status 3, and the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from processes import end
+
+BENCH = ROOT / "tools" / "bench"
+TIME_IS_UP = 3  # exit status
+_LEAST_S = 20.0  # that a step is begun with
+_SHOWN = 40  # lines
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One measurement. In the command ``{out}`` is the file for its figures, where it writes some."""
+
+    name: str
+    command: Sequence[str]
+    doc: str
+
+
+def _script(name: str, *arguments: str, out: bool = True) -> list[str]:
+    return [sys.executable, str(BENCH / name), *arguments, *(["--out", "{out}"] if out else [])]
+
+
+def _program(name: str) -> Step:
+    command = [sys.executable, "-m", "pygraph_trees", "compare", f"test/real_programs.py:{name}"]
+    return Step(name, [*command, "--ways", "upstream,ours", "--json", "{out}"], "a real program, against upstream")
+
+
+STEPS = (
+    Step(
+        "workloads", [sys.executable, str(BENCH), "--quick", "--jobs", "4", "--resume"], "all workloads, in four ways"
+    ),
+    Step("recording", _script("record_time.py", "--rounds", "7"), "what recording takes"),
+    Step(
+        "graph-host",
+        _script("graph_host.py", "MLP", "BERT-I", "DLRM", "XLNET-I", "ALNET", "--rounds", "5", "--calls", "50"),
+        "the host's time for replays, of inference",
+    ),
+    Step(
+        "graph-host-bert",
+        _script("graph_host.py", "BERT", "--rounds", "3", "--calls", "14"),
+        "the host's time for replays, of a training step",
+    ),
+    Step("many", _script("many.py"), "replays among many functions, and among many recordings"),
+    Step("slots", _script("slots.py"), "what a slot costs a kernel"),
+    Step("routes", _script("routes.py", "--rounds", "3"), "routes of inputs against each other"),
+    *map(_program, ("relative_positions", "noise_schedule", "mask_of_lengths", "numpy_positions", "tokens")),
+    Step("summary", _script("summary.py", out=False), "page, plots and the README's table"),
+)
+
+
+class Done:
+    """Which steps are done, kept in a file."""
+
+    def __init__(self, path: Path, of: Mapping[str, str]) -> None:
+        """``of``: what the results are of; steps that were done of anything else are not."""
+        self._path, self._of = path, dict(of)
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        self._seconds: dict[str, float] = known["seconds"] if known.get("of") == self._of else {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._seconds
+
+    def add(self, name: str, seconds: float) -> None:
+        self._seconds[name] = round(seconds, 1)
+        text = json.dumps({"of": self._of, "seconds": self._seconds}, indent=1) + "\n"
+        partial = self._path.with_suffix(".part")
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, self._path)
+
+
+def run_all(
+    steps: Sequence[Step],
+    folder: Path,
+    stem: str,
+    done: Done,
+    *,
+    again: bool = False,
+    left_s: Callable[[], float] = lambda: math.inf,
+) -> int:
+    """The exit status: 0, 1 where a step failed, or that of time that is up.
+
+    Args:
+        stem: what the names of files begin with.
+        left_s: the seconds that are left.
+    """
+    failed = []
+    for step in steps:
+        if step.name in done and not again:
+            print(f"{step.name}: done before", flush=True)
+            continue
+        if left_s() < _LEAST_S:
+            print(f"{step.name}: the time is up; the same command goes on from here", flush=True)
+            return TIME_IS_UP
+        print(f"{step.name}: {step.doc}", flush=True)
+        begin = time.monotonic()
+        status = _run(step, folder, stem, left_s())
+        took_s = time.monotonic() - begin
+        if status is None:
+            print(f"{step.name}: cut after {took_s:.0f} s, as the time is up", flush=True)
+            return TIME_IS_UP
+        if status == 0:
+            done.add(step.name, took_s)
+            print(f"{step.name}: done in {took_s:.0f} s", flush=True)
+        else:
+            failed.append(step.name)
+            print(f"{step.name}: exit status {status} after {took_s:.0f} s", flush=True)
+    if failed:
+        print(f"failed: {', '.join(failed)}", flush=True)
+    return 1 if failed else 0
+
+
+def _run(step: Step, folder: Path, stem: str, left_s: float) -> int | None:
+    """The step's exit status, None where it was cut. What it prints is kept beside its figures, and its end is shown."""
+    out, printed = (folder / f"{stem}-{step.name}{suffix}" for suffix in (".json", ".txt"))
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    with printed.open("wb") as output:
+        process = subprocess.Popen(
+            [part.replace("{out}", str(out)) for part in step.command],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            start_new_session=True,
+        )
+        try:
+            status: int | None = process.wait(None if math.isinf(left_s) else left_s)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            end(process)
+    lines = printed.read_text(encoding="utf-8", errors="replace").splitlines()
+    print("\n".join(f"  {line}" for line in lines[-_SHOWN:]), flush=True)
+    return status
+
+
+def listing() -> str:
+    width = max(len(step.name) for step in STEPS)
+    return "\n".join(f"{step.name:{width}}  {step.doc}" for step in STEPS)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("steps", nargs="*", metavar="STEPS", help="all of them by default")
+    parser.add_argument("--seconds", type=float, default=math.inf, metavar="S", help="how long it may take")
+    parser.add_argument("--out", type=Path, default=BENCH / "results", metavar="DIR")
+    parser.add_argument("--list", action="store_true", help="show the steps and do nothing")
+    parser.add_argument("--again", action="store_true", help="also what is done")
+    options = parser.parse_args(arguments)
+    if options.list:
+        print(listing())
+        return 0
+    known = {step.name: step for step in STEPS}
+    for name in options.steps:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            parser.error(f"there is no step {name!r}{f'; did you mean {near[0]}?' if near else ''} (--list shows them)")
+    begin = time.monotonic()
+
+    import torch
+
+    from bench.figures import has_gpu
+    from pygraph_trees.code_hash import code_hash
+    from pygraph_trees.comparison.results import file_stem
+
+    if not has_gpu():
+        return 2
+    options.out.mkdir(parents=True, exist_ok=True)
+    gpu, version = torch.cuda.get_device_name(), str(torch.__version__)
+    done = Done(options.out / "progress.json", {"gpu": gpu, "torch": version, "code_hash": code_hash()})
+    steps = [known[name] for name in options.steps] or list(STEPS)
+    left_s = lambda: options.seconds - (time.monotonic() - begin)  # noqa: E731
+    return run_all(steps, options.out, file_stem(gpu, version), done, again=options.again, left_s=left_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
