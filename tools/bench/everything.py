@@ -138,7 +138,7 @@ def run_all(
 
 
 def _run(step: Step, folder: Path, stem: str, left_s: float) -> int | None:
-    """The step's exit status, None where it was cut. What it prints is kept beside its figures, and its end is shown."""
+    """The step's exit status, None where it was cut. What it prints is kept beside its figures, the end of it shown."""
     out, printed = (folder / f"{stem}-{step.name}{suffix}" for suffix in (".json", ".txt"))
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     with printed.open("wb") as output:
