@@ -19,7 +19,7 @@ using torch::autograd::Node;
 
 namespace {
 
-constexpr size_t AHEAD = 8; // nodes
+constexpr size_t AHEAD = 16; // nodes
 
 /* Hooks on a parameter are among those of tensors. */
 bool is_unseen(Node &node) {

@@ -35,7 +35,7 @@ void Attribute::find(PyTypeObject *asked) {
 
 namespace {
 
-constexpr size_t AHEAD = 12; // tensors
+constexpr size_t AHEAD = 24; // tensors
 constexpr size_t NOWHERE = ~size_t{0};
 
 /* Loads what comes some tensors later, and at the first what comes before that. */
@@ -400,7 +400,7 @@ bool pygraph::at_hand(const Replay::State *replay, PyObject *returned, std::vect
     const Py_ssize_t count = PyList_GET_SIZE(replay->others);
     if (count == 0 || PyList_GET_SIZE(replay->cached) != count)
         return false;
-    constexpr Py_ssize_t further = 16;
+    constexpr Py_ssize_t further = 32;
     outputs->resize(static_cast<size_t>(count));
     for (Py_ssize_t i = 0; i < count; i++) {
         if (i + further < count) {
