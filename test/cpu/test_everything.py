@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import tempfile
@@ -29,7 +30,7 @@ class TestEverything(TestCase):
         self.folder = Path(folder.name)
 
     def done(self, **of):
-        return Done(self.folder / "progress.json", {"code_hash": "first", **of})
+        return Done(self.folder / "done.txt", {"code_hash": "first", **of})
 
     def run_all(self, *steps, done=None, **options):
         with mock.patch("builtins.print") as printed:
@@ -42,6 +43,8 @@ class TestEverything(TestCase):
         self.assertEqual((status, "  a figure" in shown.splitlines()), (0, True))
         self.assertEqual((self.folder / "gpu-torch-one.json").read_text(), "7")
         self.assertEqual((self.folder / "gpu-torch-one.txt").read_text(), "a figure\n")
+        self.run_all(dataclasses.replace(step, name="two", is_printed=False))
+        self.assertEqual([path.name for path in self.folder.glob("*two*")], ["gpu-torch-two.json"])
 
     def test_goes_on_where_it_was_cut(self):
         counted = python(f"open({str(self.folder / 'count')!r}, 'a').write('x')")
@@ -67,7 +70,7 @@ class TestEverything(TestCase):
         self.assertIn("one: exit status 5 after", shown)
         self.assertNotIn("one", self.done())
         self.assertIn("other", self.done())
-        self.assertEqual(json.loads((self.folder / "progress.json").read_text())["of"], {"code_hash": "first"})
+        self.assertEqual(json.loads((self.folder / "done.txt").read_text())["of"], {"code_hash": "first"})
 
     def test_what_the_steps_run_is_there(self):
         names = [step.name for step in everything.STEPS]
@@ -86,8 +89,7 @@ class TestEverything(TestCase):
         self.assertIn("did you mean recording?", str(errors.write.call_args_list))
         if not torch.cuda.is_available():
             with mock.patch("builtins.print"):
-                self.assertEqual(everything.main(["--out", str(self.folder / "made")]), 2)
-            self.assertFalse((self.folder / "made").exists())
+                self.assertEqual(everything.main([]), 2)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """Measures all that there is to measure, step by step, and goes on where it was cut.
 
-usage: python tools/bench/everything.py [STEPS ...] [--seconds S] [--out DIR] [--list] [--again]
+usage: python tools/bench/everything.py [STEPS ...] [--seconds S] [--list] [--again]
 
 The workloads in four ways, recording, the host's time, routes of inputs, slots, and real programs, each as the script
 of its own measures it, in a process of its own; then page, plots and the README's table. Results go to
 ``tools/bench/results``, named by GPU and torch: a step's figures as JSON, what it printed as text. A step that is done
 is not done again for the same code on the same GPU with the same torch, unless ``--again`` says so: what is done stands
-in ``progress.json`` beside the results, and is not for keeping. With ``--seconds`` it ends when the time is up, with
-exit status 3, and the same command goes on.
+in ``done.txt`` beside the results, and is not for keeping. With ``--seconds`` it ends when the time is up, with exit
+status 3, and the same command goes on.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class Step:
     name: str
     command: Sequence[str]
     doc: str
+    is_printed: bool = True  # whether what it prints is a result
 
 
 def _script(name: str, *arguments: str, out: bool = True) -> list[str]:
@@ -50,12 +52,15 @@ def _script(name: str, *arguments: str, out: bool = True) -> list[str]:
 
 def _program(name: str) -> Step:
     command = [sys.executable, "-m", "pygraph_trees", "compare", f"test/real_programs.py:{name}"]
-    return Step(name, [*command, "--ways", "upstream,ours", "--json", "{out}"], "a real program, against upstream")
+    return Step(name, [*command, "--ways", "upstream,ours"], "a real program, against upstream")
 
 
 STEPS = (
     Step(
-        "workloads", [sys.executable, str(BENCH), "--quick", "--jobs", "4", "--resume"], "all workloads, in four ways"
+        "workloads",
+        [sys.executable, str(BENCH), "--quick", "--jobs", "4", "--resume"],
+        "all workloads, in four ways",
+        is_printed=False,
     ),
     Step("recording", _script("record_time.py", "--rounds", "7"), "what recording takes"),
     Step(
@@ -72,7 +77,7 @@ STEPS = (
     Step("slots", _script("slots.py"), "what a slot costs a kernel"),
     Step("routes", _script("routes.py", "--rounds", "3"), "routes of inputs against each other"),
     *map(_program, ("relative_positions", "noise_schedule", "mask_of_lengths", "numpy_positions", "tokens")),
-    Step("summary", _script("summary.py", out=False), "page, plots and the README's table"),
+    Step("summary", _script("summary.py", out=False), "page, plots and the README's table", is_printed=False),
 )
 
 
@@ -138,10 +143,10 @@ def run_all(
 
 
 def _run(step: Step, folder: Path, stem: str, left_s: float) -> int | None:
-    """The step's exit status, None where it was cut. What it prints is kept beside its figures, the end of it shown."""
+    """The step's exit status, None where it was cut. The end of what it prints is shown, and all kept if it is done."""
     out, printed = (folder / f"{stem}-{step.name}{suffix}" for suffix in (".json", ".txt"))
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    with printed.open("wb") as output:
+    with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             [part.replace("{out}", str(out)) for part in step.command],
             cwd=ROOT,
@@ -156,8 +161,11 @@ def _run(step: Step, folder: Path, stem: str, left_s: float) -> int | None:
             status = None
         finally:
             end(process)
-    lines = printed.read_text(encoding="utf-8", errors="replace").splitlines()
-    print("\n".join(f"  {line}" for line in lines[-_SHOWN:]), flush=True)
+        output.seek(0)
+        text = output.read().decode("utf-8", errors="replace")
+    if step.is_printed and status == 0:
+        printed.write_text(text, encoding="utf-8")
+    print("\n".join(f"  {line}" for line in text.splitlines()[-_SHOWN:]), flush=True)
     return status
 
 
@@ -170,7 +178,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("steps", nargs="*", metavar="STEPS", help="all of them by default")
     parser.add_argument("--seconds", type=float, default=math.inf, metavar="S", help="how long it may take")
-    parser.add_argument("--out", type=Path, default=BENCH / "results", metavar="DIR")
     parser.add_argument("--list", action="store_true", help="show the steps and do nothing")
     parser.add_argument("--again", action="store_true", help="also what is done")
     options = parser.parse_args(arguments)
@@ -186,18 +193,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     import torch
 
+    from bench.command_line import RESULTS_FOLDER
     from bench.figures import has_gpu
     from pygraph_trees.code_hash import code_hash
     from pygraph_trees.comparison.results import file_stem
 
     if not has_gpu():
         return 2
-    options.out.mkdir(parents=True, exist_ok=True)
     gpu, version = torch.cuda.get_device_name(), str(torch.__version__)
-    done = Done(options.out / "progress.json", {"gpu": gpu, "torch": version, "code_hash": code_hash()})
+    done = Done(RESULTS_FOLDER / "done.txt", {"gpu": gpu, "torch": version, "code_hash": code_hash()})
     steps = [known[name] for name in options.steps] or list(STEPS)
     left_s = lambda: options.seconds - (time.monotonic() - begin)  # noqa: E731
-    return run_all(steps, options.out, file_stem(gpu, version), done, again=options.again, left_s=left_s)
+    return run_all(steps, RESULTS_FOLDER, file_stem(gpu, version), done, again=options.again, left_s=left_s)
 
 
 if __name__ == "__main__":
