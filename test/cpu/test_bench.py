@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from bench import command_line, figures, graph_host, host_time, many, record_time, routes, sections
+from bench import command_line, figures, graph_host, host_time, many, quiet, record_time, routes, sections
 from bench.isolated import Job, Worker
 from bench.loading import load_workloads
 
@@ -376,6 +376,42 @@ class TestIsolation(TestCase):
         for record in self._run("HANGS", timeout_s=1.0):
             self.assertEqual(record.error, "no end after 1 s")
         self.assertLess(time.monotonic() - start, 30)
+
+
+class TestQuiet(TestCase):
+    def wait(self, used, most_s=5.0):
+        """Whether it was quiet, and when it was known, by processor time at each look."""
+        clock = {"now": 100.0}
+        used = iter(used)
+
+        def sleep(seconds):
+            clock["now"] += seconds
+
+        found = quiet.wait_until_quiet(most_s, lambda: next(used), lambda: clock["now"], sleep)
+        return found, clock["now"] - 100.0
+
+    def test_waits_for_others(self):
+        look = quiet._LOOK_S
+        self.assertEqual(self.wait([7.0, 7.0 + 0.5 * look]), (True, look))
+        found, took = self.wait([7.0, 7.0 + 9 * look, 9.0, 9.0 + 9 * look, 12.0, 12.0])
+        self.assertEqual((found, round(took / look)), (True, 3))
+
+    def test_does_not_wait_for_ever(self):
+        busy = (9.0 * number for number in range(100))
+        found, took = self.wait(busy, most_s=2.0)
+        self.assertEqual((found, 2.0 <= took < 3.0), (False, True))
+
+    def test_where_it_is_not_known(self):
+        self.assertEqual(self.wait([None]), (True, 0.0))
+        with mock.patch.object(quiet, "_STAT", Path("/nowhere/stat")):
+            self.assertIsNone(quiet.cpu_s())
+
+    @unittest.skipUnless(Path("/proc/stat").exists(), "Linux tells")
+    def test_processor_time_of_the_machine(self):
+        before, own = quiet.cpu_s(), time.process_time()
+        while time.process_time() - own < 0.5:
+            pass
+        self.assertGreaterEqual(quiet.cpu_s() - before, 0.4)
 
 
 class TestCommandLine(TestCase):

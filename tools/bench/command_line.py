@@ -151,6 +151,7 @@ def _in_batches(jobs: Sequence[Job], size: int, timeout_s: float) -> Iterator[li
     from pygraph_trees.progress import Progress
 
     from .isolated import Worker
+    from .quiet import wait_until_quiet
 
     batches = [jobs[begin : begin + size] for begin in range(0, len(jobs), size)]
     with contextlib.ExitStack() as stack:
@@ -167,6 +168,7 @@ def _in_batches(jobs: Sequence[Job], size: int, timeout_s: float) -> Iterator[li
             for worker in after:
                 worker.wait_until_imported()
             for worker in current:
+                wait_until_quiet()
                 records = worker.measure(None if size == 1 else Progress())
                 # What a machine took that was busy with others is not theirs.
                 yield records if size == 1 else [replace(record, compile_s=None, record_s=None) for record in records]

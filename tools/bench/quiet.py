@@ -1,0 +1,47 @@
+"""Waits until a machine has little to do: processes that were started to compile go on starting for some seconds."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_STAT = Path("/proc/stat")
+_LOOK_S = 0.3
+FEW_CORES = 1.0
+
+
+def wait_until_quiet(
+    most_s: float = 15.0,
+    used_s: Callable[[], float | None] | None = None,
+    now: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Returns as soon as fewer than :data:`FEW_CORES` are at work, or behind ``most_s`` seconds: whether they are.
+
+    Args:
+        used_s: the processor time of the whole machine so far, in s; None where it is not known, and nobody waits.
+    """
+    used_s = cpu_s if used_s is None else used_s
+    begin = now()
+    while True:
+        at, before = now(), used_s()
+        if before is None:
+            return True
+        sleep(_LOOK_S)
+        after = used_s()
+        if after is None or (after - before) / max(now() - at, 1e-9) < FEW_CORES:
+            return True
+        if now() - begin >= most_s:
+            return False
+
+
+def cpu_s() -> float | None:
+    """Processor time since the start of the machine, but for what it was idle; None where Linux does not tell."""
+    try:
+        words = _STAT.read_text(encoding="ascii").splitlines()[0].split()
+    except (OSError, IndexError):
+        return None
+    ticks = [int(word) for word in words[1:9]]  # user, nice, system, idle, iowait, irq, softirq, steal
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
