@@ -57,6 +57,22 @@ class TestEverything(TestCase):
         self.assertEqual(self.run_all(counted, again=True)[0], 0)
         self.assertEqual((self.folder / "count").read_text(), "xx")
 
+    def test_what_is_cut_may_clean_up(self):
+        note = f"open({str(self.folder / 'clean')!r}, 'w').close()"
+        step = python(f"import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: {note}")
+        with mock.patch.object(everything, "_LEAST_S", 0.0):
+            self.assertEqual(self.run_all(step, left_s=lambda: 3.0)[0], TIME_IS_UP)
+        self.assertTrue((self.folder / "clean").exists())
+
+    def test_one_that_goes_on_begins_anew_if_it_is_asked_to(self):
+        step = dataclasses.replace(python("import sys; print(sys.argv[2:])"), goes_on=["--resume"])
+        self.assertIn("['--resume']", self.run_all(step)[1])
+        self.assertIn("  []", self.run_all(step, again=True)[1])
+
+    def test_damaged_notes(self):
+        (self.folder / "done.txt").write_text("{")
+        self.assertNotIn("one", self.done())
+
     def test_of_other_code_all_is_done_again(self):
         step = python("")
         self.run_all(step)

@@ -13,10 +13,12 @@ status 3, and the same command goes on.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +35,7 @@ from processes import end
 BENCH = ROOT / "tools" / "bench"
 TIME_IS_UP = 3  # exit status
 _LEAST_S = 20.0  # that a step is begun with
+_CLEANUP_S = 10.0
 _SHOWN = 40  # lines
 
 
@@ -44,6 +47,7 @@ class Step:
     command: Sequence[str]
     doc: str
     is_printed: bool = True  # whether what it prints is a result
+    goes_on: Sequence[str] = ()  # what it is told besides, so that it goes on where it was cut
 
 
 def _script(name: str, *arguments: str, out: bool = True) -> list[str]:
@@ -58,9 +62,10 @@ def _program(name: str) -> Step:
 STEPS = (
     Step(
         "workloads",
-        [sys.executable, str(BENCH), "--quick", "--jobs", "4", "--resume"],
+        [sys.executable, str(BENCH), "--quick", "--jobs", "4"],
         "all workloads, in four ways",
         is_printed=False,
+        goes_on=["--resume"],
     ),
     Step("recording", _script("record_time.py", "--rounds", "7"), "what recording takes"),
     Step(
@@ -87,7 +92,10 @@ class Done:
     def __init__(self, path: Path, of: Mapping[str, str]) -> None:
         """``of``: what the results are of; steps that were done of anything else are not."""
         self._path, self._of = path, dict(of)
-        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        try:
+            known = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):  # none, or one that somebody has damaged
+            known = {}
         self._seconds: dict[str, float] = known["seconds"] if known.get("of") == self._of else {}
 
     def __contains__(self, name: str) -> bool:
@@ -126,7 +134,7 @@ def run_all(
             return TIME_IS_UP
         print(f"{step.name}: {step.doc}", flush=True)
         begin = time.monotonic()
-        status = _run(step, folder, stem, left_s())
+        status = _run(step, folder, stem, left_s(), [] if again else step.goes_on)
         took_s = time.monotonic() - begin
         if status is None:
             print(f"{step.name}: cut after {took_s:.0f} s, as the time is up", flush=True)
@@ -142,13 +150,13 @@ def run_all(
     return 1 if failed else 0
 
 
-def _run(step: Step, folder: Path, stem: str, left_s: float) -> int | None:
+def _run(step: Step, folder: Path, stem: str, left_s: float, more: Sequence[str]) -> int | None:
     """The step's exit status, None where it was cut. The end of what it prints is shown, and all kept if it is done."""
     out, printed = (folder / f"{stem}-{step.name}{suffix}" for suffix in (".json", ".txt"))
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
-            [part.replace("{out}", str(out)) for part in step.command],
+            [part.replace("{out}", str(out)) for part in (*step.command, *more)],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
@@ -159,6 +167,9 @@ def _run(step: Step, folder: Path, stem: str, left_s: float) -> int | None:
             status: int | None = process.wait(None if math.isinf(left_s) else left_s)
         except subprocess.TimeoutExpired:
             status = None
+            process.send_signal(signal.SIGINT)  # so that it ends those that it has started in sessions of their own
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_CLEANUP_S)
         finally:
             end(process)
         output.seek(0)
