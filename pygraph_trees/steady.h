@@ -195,11 +195,11 @@ struct Mortal {
     bool find_among(std::vector<Watched> *inputs);
 
   private:
-    struct Place {
-        size_t input; // among the inputs, or nowhere
+    struct Dying {
+        size_t input; // its place among the inputs, or nowhere
         uint64_t index;
     };
-    std::vector<Place> places; // of each one; empty where that is not known
+    std::vector<Dying> places; // of each one; empty where that is not known
     bool seem_dead();
 };
 

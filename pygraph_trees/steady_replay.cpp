@@ -65,9 +65,9 @@ static PyObject *item_of(PyObject *list, uint64_t index) {
 bool Mortal::died_as(const std::vector<Watched> &inputs) const {
     if (places.empty())
         return false;
-    const Place *place = places.data();
+    const Dying *place = places.data();
     for (const Run &run : runs)
-        for (const Place *end = place + run.outputs.size(); place < end; place++) {
+        for (const Dying *end = place + run.outputs.size(); place < end; place++) {
             if (place->input == NOWHERE)
                 continue;
             const Watched &input = inputs[place->input];
@@ -78,9 +78,9 @@ bool Mortal::died_as(const std::vector<Watched> &inputs) const {
 }
 
 bool Mortal::others_seem_dead() const {
-    const Place *place = places.data();
+    const Dying *place = places.data();
     for (const Run &run : runs)
-        for (const Place *end = place + run.outputs.size(); place < end; place++)
+        for (const Dying *end = place + run.outputs.size(); place < end; place++)
             if (place->input == NOWHERE) {
                 PyObject *object = item_of(run.list, place->index);
                 if (object == nullptr || object == Py_None || !is_dead(object))
