@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import functools
 import json
 import math
 import os
@@ -162,6 +163,8 @@ def _run(step: Step, folder: Path, stem: str, left_s: float, more: Sequence[str]
             stdin=subprocess.DEVNULL,
             stdout=output,
             start_new_session=True,
+            # What a shell begins in the background ignores interrupts, and so would all that it starts.
+            preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
         try:
             status: int | None = process.wait(None if math.isinf(left_s) else left_s)
