@@ -62,10 +62,10 @@ FLAGS: tuple[Flag, ...] = (
         values=("auto", "patch", "table", "off"),
         default="auto",
         changes_artifacts=True,  # without it nothing is staged
-        help="How a replay gets its inputs. `patch`: by address, copied only where a rule demands it; `auto` means the "
-        "same as yet. `table`: the same, but torch's Triton kernels read the addresses from a table, so that a replay "
-        "sets the parameters of one kernel, however many read an input. `off`: every live input is copied, as "
-        "upstream.",
+        help="How a replay gets its inputs. `patch`: by address, copied only where a rule demands it. `table`: the "
+        "same, but torch's Triton kernels read the addresses from a table, so that a replay sets the parameters of one "
+        "kernel, however many read an input. `auto`: as `patch`, until replays were found to be faster by a table. "
+        "`off`: every live input is copied, as upstream.",
     ),
     Flag(
         name="pygraph_verify",

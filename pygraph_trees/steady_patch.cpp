@@ -1,15 +1,16 @@
 /* Other addresses for an instantiated graph: pygraph_trees._tensors.Patcher, for graphs in which all that is patched are
    parameters of kernels.
 
-   Patcher(patches, words, nodes, holders, inputs, exec, set) has of an indirection.patching.Patches what apply() would
-   use, packed as uint64: words, where an address is written, the position of its input, and what is added to it; nodes,
-   handle and struct of each kernel node; holders, a position and the number of a node for each node that holds an input;
-   and where the driver's cuGraphExecKernelNodeSetParams_v2 is.
+   Patcher(patches, words, nodes, holders, inputs, exec, set, ask_every) has of an indirection.patching.Patches what
+   apply() would use, packed as uint64: words, where an address is written, the position of its input, and what is added
+   to it; nodes, handle and struct of each kernel node; holders, a position and the number of a node for each node that
+   holds an input; and where the driver's cuGraphExecKernelNodeSetParams_v2 is.
 
    Called with live inputs and a list of addresses of those that are patched, it does what LiveInputs.prepare does where
    each of them fitted before, and is True; else nothing has changed and it is False, and Python does it. That is so as
-   well where the driver refuses one: what was set is taken back, and Python, to which the same will happen, says what was
-   refused. Where that cannot be taken back, patches stay broken, and are stuck. */
+   well in one of so many calls as ask_every says (0: in none), for Python to look at what they cost, and where the driver
+   refuses an address: what was set is taken back, and Python, to which the same will happen, says what was refused. Where
+   that cannot be taken back, patches stay broken, and are stuck. */
 
 #include "steady.h"
 
@@ -40,6 +41,7 @@ struct Patcher {
         int (*set)(void *exec, void *node, const void *parameters) = nullptr;
         std::vector<uint64_t> addresses, before; // of this call, and what the graph holds
         std::vector<char> is_due;                // by node
+        uint64_t ask_every = 0, calls = 0;       // since Python was left one
     } *state;
 };
 
@@ -120,6 +122,10 @@ Answer apply(Patcher::State *state, PyObject *live, PyObject *seen) {
     const auto count = static_cast<size_t>(PyList_GET_SIZE(seen));
     if (count != state->holders.size())
         return Answer::no;
+    if (state->ask_every != 0 && ++state->calls >= state->ask_every) {
+        state->calls = 0;
+        return Answer::no;
+    }
     Ref given(PyList_New(static_cast<Py_ssize_t>(count))), nothing(PyList_New(0));
     if (!given || !nothing)
         return Answer::error;
@@ -153,12 +159,12 @@ Answer apply(Patcher::State *state, PyObject *live, PyObject *seen) {
 }
 
 PyObject *make_patcher(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    static const char *known[] = {"patches", "words", "nodes", "holders", "inputs", "exec", "set", nullptr};
+    static const char *known[] = {"patches", "words", "nodes", "holders", "inputs", "exec", "set", "ask_every", nullptr};
     PyObject *patches, *words, *nodes, *holders;
-    unsigned long long exec, set;
+    unsigned long long exec, set, ask_every;
     Py_ssize_t inputs;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOnKK", const_cast<char **>(known), &patches, &words, &nodes,
-                                     &holders, &inputs, &exec, &set))
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOnKKK", const_cast<char **>(known), &patches, &words, &nodes,
+                                     &holders, &inputs, &exec, &set, &ask_every))
         return nullptr;
     Packed<Word> written;
     Packed<Node> all;
@@ -172,6 +178,7 @@ PyObject *make_patcher(PyTypeObject *type, PyObject *arguments, PyObject *keywor
     state->patches = Py_NewRef(patches);
     state->exec = reinterpret_cast<void *>(exec);
     state->set = reinterpret_cast<int (*)(void *, void *, const void *)>(set);
+    state->ask_every = ask_every;
     const auto count = static_cast<size_t>(std::max<Py_ssize_t>(inputs, 0));
     state->addresses.resize(count);
     state->before.resize(count);

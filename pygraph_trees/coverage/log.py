@@ -86,6 +86,7 @@ class FunctionLog:
     ungraphed_reason: str | None = None
     trial_runs: int = 0  # of the compiled code, un-graphed for the sake of a measurement
     decision: str | None = None  # what was measured, and which way was taken
+    route: str | None = None  # what replays were found to cost, and how inputs are given since
 
     @property
     def name(self) -> str:
@@ -105,6 +106,11 @@ class FunctionLog:
         _trace("pygraph_function", self)
         for given in recording.inputs if _log.isEnabledFor(logging.DEBUG) else ():
             _log.debug("%s: recording %d: input %s", self.name, recording.number, InputRecord(*given))
+
+    def route_was_found(self, text: str) -> None:
+        """Notes how inputs are given from now on, and why."""
+        _log.info("%s: %s", self.name, text)
+        self.route = text
 
     def not_graphed(self, reason: str) -> None:
         """Notes why calls of the function run un-graphed."""
@@ -127,6 +133,7 @@ class FunctionLog:
             ungraphed_calls=max(0, self.runs - self.warmups - len(recordings) - self.trial_runs),
             ungraphed_reason=self.ungraphed_reason,
             decision=self.decision,
+            route=self.route,
         )
 
 

@@ -150,6 +150,8 @@ def _function(function: FunctionRecord) -> str:
         summary += ' <strong class="bad">un-graphed calls</strong>'
     if function.decision:
         body += f"<p>Measured: {escaped(function.decision)}.</p>"
+    if function.route:
+        body += f"<p>Inputs are given by {escaped(function.route.removeprefix('by '))}.</p>"
     costs = [_count(function.warmups, "warm-up"), f"{function.record_s:.3f} s to record"]
     body += f"<p>{'; '.join([*costs, f'{nbytes(function.pool_bytes)} of the graph pool'])}.</p>"
     if function.recordings:

@@ -119,6 +119,8 @@ def _function_notes(functions: Sequence[FunctionRecord]) -> Iterator[str]:
         yield from _copies(f)
         if f.decision:
             yield f"{_place(f)}: {f.decision}"
+        if f.route:
+            yield f"{_place(f)}: inputs are given by {f.route.removeprefix('by ')}"
         if f.ungraphed_calls:
             why = f.ungraphed_reason or "the limit of re-recordings, or capture failed"
             yield f"{_place(f)}: {f.ungraphed_calls} calls un-graphed: {why}"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -32,6 +33,7 @@ from ..exc import PygraphError
 from ..extent import extent, flat
 from .ghost import Extent, Ghosts
 from .patching import CapturedCopies, Patches, PatchFailed
+from .route_choice import EVERY
 from .routes import NO_SLOTS, Decision, Route, Slots, alignments, decide, fits, why_not_ghost
 from .sites import Scan, Site, scan
 from .staging import Staging
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from pygraph_trees.graph_nodes import GraphNode, NodeKind
 
     from .pool import PoolRanges
+    from .route_choice import Watch
     from .table import Table
 
 _T = TypeVar("_T")
@@ -233,6 +236,7 @@ class LiveInputs:
         self._copied_back: tuple[Item, ...] = ()
         self._reads: dict[int, HostRead] = {}  # of staged ones, by number
         self._complex: tuple[int, ...] = ()  # of those whose address does not carry that they are conjugated
+        self.watch: Watch | None = None  # of its replays, set before it is set up
         self.is_of_backward = False  # whether some may be tangents, of which nobody guards that they are not negated
         self._tangents: tuple[int, ...] = ()
         self._put: tuple[int, ...] = ()  # of the staged ones those that the instantiated graph copies
@@ -384,7 +388,8 @@ class LiveInputs:
         self._settles = self._is_simple and not (self._patches.sets_always or self._staged)
         self._fitting = tuple({} for _ in patched)
         self._addresses = self._patches.addresses[: len(patched)]
-        self._patcher = self._patches.patcher() if self._settles else None
+        ask_every = 0 if self.watch is None else EVERY
+        self._patcher = self._patches.patcher(ask_every) if self._settles else None
 
     def _buffers_of(self, found: Scan) -> dict[int, int]:
         """What is staged in the buffers that a graph is given: by number in its sites, the item's position.
@@ -413,6 +418,14 @@ class LiveInputs:
 
     def _materialise(self, position: int) -> None:
         _with_memory(lambda: self._ghosts.materialise(position))
+
+    def holders(self) -> list[str | None]:
+        """Of each node that holds an address of an input given so, the name of its kernel; None where it is none."""
+        given = {item.index for item in self._patched}
+        positions = {position for position, item in enumerate(self.items) if item.index in given}
+        nodes = {site.node: self._nodes[site.node] for site in self._sites if site.input in positions}
+        names = self._driver.function_name
+        return [names(n.function, n.kernel) if isinstance(n, KernelNode) else None for n in nodes.values()]
 
     def kernels_of(self, index: int) -> list[str]:
         """Names of the kernels that hold an input's address or read it in the table, each once."""
@@ -510,21 +523,23 @@ class LiveInputs:
 
     def _hold(self, seen: list[int], inputs: Any) -> None:
         """Makes the graph hold what was found for inputs at these addresses, and where those of the CPU are staged."""
-        assert self._patches is not None
+        patches, watch = self._patches, self.watch
+        assert patches is not None
+        addresses, anew = self._addresses, list[int]()
         if self._put:
             assert self._staging is not None
             buffers = self._staging.put([inputs[index] for index in self._put])
-            if self._staging.is_fixed:
-                self._patches.apply(self._addresses)
-            else:
-                first = len(self._addresses)
-                anew = [first + number for number in self._staging.in_place]
-                self._patches.apply([*self._addresses, *buffers], anew)
-        else:
-            self._patches.apply(self._addresses)
+            if not self._staging.is_fixed:
+                anew = [len(addresses) + number for number in self._staging.in_place]
+                addresses = [*addresses, *buffers]
+        start = time.perf_counter_ns() if watch is not None and watch.is_due() else None
+        count = patches.apply(addresses, anew)
+        end = 0 if start is None else time.perf_counter_ns()
         self._seen = seen
         if self._settles and not self._again:
             self._settled = seen
+        if watch is not None and start is not None:
+            watch.look((end - start) / 1e3, count, patches.set_calls, self.holders)
 
     def _find_addresses(
         self, seen: list[int], inputs: Sequence[Any], stays: Callable[[torch.Tensor], bool]

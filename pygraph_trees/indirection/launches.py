@@ -3,8 +3,7 @@
 Two scopes, each for the thread that enters it:
 
 - :func:`noting`, around a function's warmup: which kernels are given the addresses of its live inputs, and by which
-  parameters. Behind it, where the winners of autotuning are known, their variants are built, and it is known which of
-  the addresses these take.
+  parameters. Behind it the winners of autotuning are known, and their variants can be built.
 - :func:`through`, around its capture: a kernel that is given the address of an input with a slot is launched through
   its variant, with the address of the slot, and all else as it was. Nothing is compiled or loaded there. Where there is
   no variant of just these parameters, the one that takes most of them is used, else the kernel is launched as it is;
@@ -21,6 +20,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -133,20 +133,23 @@ def _watching(watcher: _Watcher) -> Iterator[None]:
             _here.watcher = before
 
 
-@contextlib.contextmanager
-def noting(addresses: Collection[int]) -> Iterator[set[int]]:
-    """Builds, behind what is run in it, the variants of the kernels that were given one of these addresses.
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A kernel, and those of its parameters that were given addresses in one launch or in several alike."""
 
-    The set is filled then: with the addresses that variants were found to take.
-    """
-    notes, taken = _Notes(frozenset(addresses)), set[int]()
+    autotuner: Any
+    names: frozenset[str]
+    given: frozenset[tuple[str, int]]  # parameter and address
+
+
+@contextlib.contextmanager
+def noting(addresses: Collection[int]) -> Iterator[list[Reading]]:
+    """Notes which kernels are given one of these addresses by what is run in it; the list is filled behind that."""
+    notes, found = _Notes(frozenset(addresses)), list[Reading]()
     with _watching(notes):
-        yield taken
+        yield found
     for autotuner, choices in notes.seen.items():
-        for names, given in choices.items():
-            variant = variant_launchers.build(autotuner, names)
-            if variant is not None:
-                taken |= {address for name, address in given if name in variant.slots}
+        found += [Reading(autotuner, names, frozenset(given)) for names, given in choices.items()]
 
 
 @contextlib.contextmanager

@@ -164,8 +164,11 @@ class Patches:
         others = [number for number in nodes if set_kernels is None or number not in self._kernels]
         return _Change(len(nodes), set_kernels, kernels, tuple(others))
 
-    def patcher(self) -> Any:
-        """What gives kernels new addresses in C++ (``steady_patch.cpp``); None where there are other nodes as well."""
+    def patcher(self, ask_every: int = 0) -> Any:
+        """What gives kernels new addresses in C++ (``steady_patch.cpp``); None where there are other nodes as well.
+
+        ``ask_every``: it leaves every so many calls to Python; 0 for none of them.
+        """
         change = self._all_changed
         setter = None if tensors.native is None or change.others else self._setter()
         if setter is None or not change.kernels:
@@ -185,6 +188,7 @@ class Patches:
             inputs=len(self.addresses),
             exec=self._exec,
             set=setter,
+            ask_every=ask_every,
         )
 
     @property

@@ -9,8 +9,8 @@ The table is ordinary memory of the caching allocator, outside of the graph pool
 It must live until no queued replay reads it: whoever drops it waits for the device first. Writers live as long as the
 process. Where one cannot be made, :func:`table_for` says so in the log, and the inputs are patched.
 
-Slots are for inputs that a warmup (:class:`Warmups`) found to be given to a kernel that has a variant; without any
-there is no table.
+Slots are for inputs that a warmup (:class:`Warmups`) found to be given to a kernel whose variant was built since;
+without any there is no table.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ import linecache
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..graph_nodes import KernelNode
+from . import variant_launchers
 from .launches import available, noting, through
 from .routes import Slots, why_not_ghost
 
@@ -44,8 +46,9 @@ _log = logging.getLogger("pygraph_trees.indirection")
 
 _failed: set[tuple[int, int]] = set()  # devices, with the widths of writers that could not be made there
 
-# By function: the indices of inputs that variants were found to take.
+# By function: the indices of inputs that variants were found to take, and what warmups found that built nothing.
 _taken: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+_readers: weakref.WeakKeyDictionary[Any, dict[tuple[Any, frozenset[str]], Reader]] = weakref.WeakKeyDictionary()
 
 
 class Table:
@@ -163,9 +166,34 @@ def table_for(device: int, addresses: Sequence[int]) -> Table | None:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A kernel that a warmup of a function launched with addresses of its inputs."""
+
+    autotuner: Any
+    names: frozenset[str]  # of the parameters
+    inputs: frozenset[tuple[str, int]]  # parameter, and index of the input
+
+    @property
+    def kernel(self) -> str:
+        return variant_launchers.name_of(self.autotuner)
+
+    def build(self, function: Any) -> None:
+        """Builds its variant. That compiles, unless Triton's cache has it, and never raises."""
+        variant = variant_launchers.build(self.autotuner, self.names)
+        if variant is not None:
+            taken = {index for name, index in self.inputs if name in variant.slots}
+            _taken.setdefault(function, set()).update(taken)
+
+
 def taken_by_variants(function: Any) -> Collection[int]:
-    """Which inputs of a function were given, in a warmup, to a kernel whose variant takes them from slots."""
+    """Which inputs of a function a warmup saw given to a kernel whose variant, built since, takes them from slots."""
     return frozenset(_taken.get(function, ()))
+
+
+def readers_of(function: Any) -> list[Reader]:
+    """The kernels that read inputs of a function which could have slots, as noted by warmups that built nothing."""
+    return list(_readers.get(function, {}).values())
 
 
 class Warmups:
@@ -185,8 +213,9 @@ class Warmups:
         pool: PoolRanges,
         *,
         is_backward: bool,
+        builds: bool,
     ) -> contextlib.AbstractContextManager[None]:
-        """Around a warmup of a function: builds variants of the kernels that read such inputs, and notes which.
+        """Around a warmup of a function: notes which kernels read such inputs, and ``builds`` their variants.
 
         What a backward is given of its forward's live inputs is static yet, and will be found to be live. Other inputs
         that turn out to move are recorded once more without a warmup; like all that has none, they are patched.
@@ -203,12 +232,20 @@ class Warmups:
             if why_not_ghost(value, device, value.is_cuda and pool.holds(value.data_ptr())) is None
         }
         self._live.update(addresses.values())
-        return _noting(function, addresses) if addresses else contextlib.nullcontext()
+        return _noting(function, addresses, builds=builds) if addresses else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _noting(function: Any, addresses: Mapping[int, int]) -> Iterator[None]:
+def _noting(function: Any, addresses: Mapping[int, int], *, builds: bool) -> Iterator[None]:
     """``addresses``: by index among the function's inputs."""
-    with noting(frozenset(addresses.values())) as taken:
+    with noting(frozenset(addresses.values())) as readings:
         yield
-    _taken.setdefault(function, set()).update(index for index, address in addresses.items() if address in taken)
+    known = _readers.setdefault(function, {})
+    for reading in readings:
+        inputs = {(name, i) for name, given in reading.given for i, address in addresses.items() if address == given}
+        reader = Reader(reading.autotuner, reading.names, frozenset(inputs))
+        if builds:
+            reader.build(function)
+            continue
+        key = reader.autotuner, reader.names
+        known[key] = reader if key not in known else replace(reader, inputs=reader.inputs | known[key].inputs)

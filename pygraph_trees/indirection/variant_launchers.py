@@ -87,14 +87,17 @@ def build(autotuner: Any, names: frozenset[str]) -> VariantLauncher | None:
     except NoVariant as error:
         _log.info("%s", error)
     except Exception as error:  # of Triton, of the driver, of another version's Inductor
-        _log.warning("%s was not compiled to take pointers from slots: %s", _name(autotuner), error)
+        _log.warning("%s was not compiled to take pointers from slots: %s", name_of(autotuner), error)
     return built[names]
 
 
-def _made(autotuner: Any, launcher: Any, names: frozenset[str]) -> VariantLauncher:
+def compile_variant(autotuner: Any, config: Any, names: Collection[str]) -> tuple[Any, frozenset[str]]:
+    """A kernel's variant, compiled for a configuration as Inductor has it, and the parameters that are slots in it.
+
+    Loads nothing. Raises :class:`~.variants.NoVariant`, and whatever the compiler raises.
+    """
     if autotuner.triton_meta["device"] is None:  # may be since 2.14
-        raise NoVariant(kernel=_name(autotuner), why="it is compiled for whatever device it is launched on")
-    config = launcher.config
+        raise NoVariant(kernel=name_of(autotuner), why="it is compiled for whatever device it is launched on")
     fn = _with_source(autotuner)
     meta = autotuner._create_compile_meta(config)
     signature, constants, attrs = meta["signature"], meta["constants"], meta["configs"][0]
@@ -108,13 +111,18 @@ def _made(autotuner: Any, launcher: Any, names: frozenset[str]) -> VariantLaunch
         "signature": {name: variant.signature[name] for name in autotuner.triton_meta["signature"]},
         "configs": [variant.attrs],
     }
+    return twin._precompile_config(config), slots
+
+
+def _made(autotuner: Any, launcher: Any, names: frozenset[str]) -> VariantLauncher:
+    compiled, slots = compile_variant(autotuner, launcher.config, names)
     with _on_its_device(autotuner):
-        run = twin._precompile_config(config).make_launcher()
+        run = compiled.make_launcher()
     if parameters(run) != parameters(launcher):
-        raise NoVariant(kernel=_name(autotuner), why=f"it would be launched with {parameters(run)}")
+        raise NoVariant(kernel=name_of(autotuner), why=f"it would be launched with {parameters(run)}")
     if autotuner.custom_kernel and not _fits_as_often(run, launcher):
-        raise NoVariant(kernel=_name(autotuner), why="fewer of its blocks might be on the GPU at once")
-    return VariantLauncher(_name(autotuner), slots, run)
+        raise NoVariant(kernel=name_of(autotuner), why="fewer of its blocks might be on the GPU at once")
+    return VariantLauncher(name_of(autotuner), slots, run)
 
 
 def _fits_as_often(run: Any, original: Any) -> bool:
@@ -147,5 +155,5 @@ def _provide_scratch(autotuner: Any) -> None:
     triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=device))
 
 
-def _name(autotuner: Any) -> str:
+def name_of(autotuner: Any) -> str:
     return str(autotuner.fn.__name__)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -97,6 +98,7 @@ class Manager(Upstream):
 
     # What a steady replay reads and writes; the part in C++ finds slots at once.
     __slots__ = (
+        "_anew",
         "_current_node",  # behind a property
         "_forgotten",
         "_warmups",
@@ -117,6 +119,7 @@ class Manager(Upstream):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._ways: dict[Any, _Way] = {}  # by function: good until upstream is asked for anything but a steady replay
         self._forgotten: list[Any] = []  # functions whose recordings are to be given back
+        self._anew: dict[Any, str] = {}  # why, of those that are to be recorded again
         self._warmups = Warmups()
         super().__init__(*args, **kwargs)
         self.pools.add(self.cuda_graphs_thread_pool)
@@ -245,6 +248,12 @@ class Manager(Upstream):
             self.try_end_curr_execution()
         self._forget()
 
+    def record_anew(self, function_id: Any, why: str) -> None:
+        """The same for a function that will be recorded again; a call may be under way."""
+        self._anew[function_id] = why
+        self._forgotten.append(function_id)
+        self._ways.clear()
+
     def _forget(self) -> None:
         if self.current_node is not None:
             return
@@ -310,7 +319,7 @@ class Manager(Upstream):
             if self.path_state is _EXECUTION and self.current_node is not None:
                 self.path_state = cudagraph_trees.ExecutionState.RECORDING  # so it is for the allocator
             return self._run_ungraphed(new_inputs, function_id, why_not)
-        reason = why_recorded(self, new_inputs, function_id, function)
+        reason = self._anew.pop(function_id, None) or why_recorded(self, new_inputs, function_id, function)
         self._demote_saved_inputs(new_inputs, function_id)
         self._demote_moved_inputs(new_inputs, function_id)
         verification = self._verification(new_inputs, function_id)
@@ -337,9 +346,24 @@ class Manager(Upstream):
         log.reason = reason
         log.pool_bytes = self._pool.nbytes() - before
         function.recorded(log)
+        self._let_watch(self.current_node, function_id)
         if verification is not None:
             verification.check(self.current_node, outputs, function.name)
         return outputs
+
+    def _let_watch(self, recording: Recording, function_id: Any) -> None:
+        """A recording may find that its function had better be recorded anew."""
+        watch = None if recording.live is None else recording.live.watch
+        if watch is None:
+            return
+        manager = weakref.ref(self)
+
+        def ready() -> None:
+            found = manager()
+            if found is not None:
+                found.record_anew(function_id, "its inputs are read from a table from now on")
+
+        watch.ready = ready
 
     def _why_not_staged(self, inputs: list[Any], function_id: Any) -> str | None:
         """Why an input on the CPU, which torch does not record, cannot be staged either; None where all can."""
@@ -480,11 +504,12 @@ class Manager(Upstream):
 
     def _warming_up(self, inputs: list[Any], function_id: Any) -> AbstractContextManager[None]:
         wrapped = self.ids_to_funcs[function_id]
-        if wrapped.model.settings.indirection != "table" or not self._uses_addresses(wrapped.model):
+        indirection = wrapped.model.settings.indirection if self._uses_addresses(wrapped.model) else "off"
+        if indirection not in ("auto", "table"):
             return nullcontext()
         is_backward = self.id_to_mode[function_id] is _BACKWARD
         given = self.get_curr_generation(), inputs, wrapped.static_input_idxs, self.device_index, self._pool
-        return self._warmups.begin(wrapped.model, *given, is_backward=is_backward)
+        return self._warmups.begin(wrapped.model, *given, is_backward=is_backward, builds=indirection == "table")
 
     @property
     def _pool(self) -> PoolRanges:

@@ -42,8 +42,9 @@ from pygraph_trees.extent import flat
 from pygraph_trees.graph_nodes import NodeKind
 from pygraph_trees.indirection.availability import usable_driver
 from pygraph_trees.indirection.inputs import LiveInputs, NotStaged, choose
+from pygraph_trees.indirection.route_choice import Watch
 from pygraph_trees.indirection.routes import Route
-from pygraph_trees.indirection.table import taken_by_variants
+from pygraph_trees.indirection.table import readers_of, taken_by_variants
 from pygraph_trees.placement.staging import observed
 from pygraph_trees.tensors import Deaths, Whereabouts, once_more, released
 
@@ -232,9 +233,10 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 self._refused,
                 self._managed_and_moving(),
                 stage=model.settings.placement != "off",
-                tabled=taken_by_variants(model) if model.settings.indirection == "table" else (),
+                tabled=taken_by_variants(model) if model.settings.indirection != "patch" else (),
             )
             if self._live is not None:
+                self._live.watch = _watch(model, self.log, self.device)
                 if (self._live.has_ghosts or self._live.has_staged) and self._may_be_kept(inputs):
                     self._kept = list(inputs)
                 self._live.is_of_backward = self.wrapped_function.model.log.mode == BACKWARD
@@ -521,6 +523,18 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 None if kind != "live" else "copy" if is_copied else route.value,
                 why if is_copied else None,
             )
+
+
+def _watch(model: FunctionModel, log: RecordingLog, device: int) -> Watch | None:
+    """What looks at replays where routes are chosen; None where they are not, or where no kernel could read a table."""
+    if model.settings.indirection != "auto" or taken_by_variants(model) or not readers_of(model):
+        return None
+
+    def is_idle() -> bool:
+        idle: bool = torch.cuda.current_stream(device).query()
+        return idle
+
+    return Watch(model, replays=lambda: log.replays, is_idle=is_idle, told=model.log.route_was_found)
 
 
 def without_staged(outputs: Sequence[Any], live: LiveInputs) -> list[Any]:

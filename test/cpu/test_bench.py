@@ -689,19 +689,44 @@ class TestRoutes(TestCase):
 
     def test_a_program_is_measured_by_each_route(self):
         device, plan = torch.device("cpu"), Plan(rounds=2, block_s=0.001)
-        found = routes.measure(2, 3, False, ("patch", "off"), plan, device)
+        found = routes.measure(2, 3, False, ("patch", "auto"), plan, device)
         self.assertEqual(found["program"], "2 x 3")
-        cells = {f"{route} {rate}" for route in ("patch", "off") for rate in routes.RATES}
+        cells = {f"{route} {rate}" for route in ("patch", "auto") for rate in routes.RATES}
         self.assertEqual(found["samples"].keys(), cells)
         self.assertTrue(all(len(all_) == 2 for cell in found["samples"].values() for all_ in cell.values()))
-        table = routes.table([found], ("patch", "off"))
+        self.assertEqual(found["chosen"], dict.fromkeys(map(str, routes.RATES)))  # no graphs here
+        table = routes.table([found], ("patch", "auto"))
         self.assertEqual([line[:8] for line in table.splitlines()[1:]], ["2 x 3   "] * 3)
+        found["chosen"]["0.5"] = "by address: for a reason"
+        (line,) = [line for line in routes.table([found], ("patch", "auto")).splitlines() if "reason" in line]
+        self.assertEqual(line.strip(), "by address: for a reason")
         model = routes.Consumers(3, loaded=False)
         x, y = torch.rand(16, 16), torch.rand(16, 16)
         total = x
         for _ in range(3):
             total = total.sin() + x + y
         self.assertEqual(model(x, y), total)
+
+    def test_calls_until_a_route_is_chosen(self):
+        awaited = "table: 5 us of a replay against 30 us by address"
+        by_address, by_table = ([SimpleNamespace(route=route)] for route in ("patch", "table"))
+        enough = 4 * routes.EVERY * routes.LOOKS
+        for found, switched_at, wanted in (
+            ("by address: 2 us", None, enough),
+            (None, None, enough),  # nothing was looked at
+            (awaited, 10 * enough, 10 * enough),
+            (awaited, enough // 2, enough),
+        ):
+            calls = []
+
+            def report(found=found, switched_at=switched_at, calls=calls):
+                inputs = by_table if switched_at is not None and len(calls) >= switched_at else by_address
+                function = SimpleNamespace(route=found, recordings=[SimpleNamespace(inputs=inputs)])
+                return SimpleNamespace(functions=[object(), function])
+
+            with mock.patch.object(routes.pygraph_trees, "report", report):
+                self.assertEqual(routes._settle(calls.append, [(1,), (2,)], 0.5), found)
+            self.assertEqual(len(calls), wanted)
 
 
 if __name__ == "__main__":

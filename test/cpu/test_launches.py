@@ -77,6 +77,18 @@ class FakeAutotuner:
         return self.launchers[0](*args, **kwargs, stream=stream)
 
 
+@contextlib.contextmanager
+def warming_up(addresses: Collection[int]) -> Iterator[set[int]]:
+    """Notes launches, and builds the variants behind; then the set holds the addresses that these take."""
+    taken = set[int]()
+    with noting(addresses) as readings:
+        yield taken
+    for reading in readings:
+        variant = variant_launchers.build(reading.autotuner, reading.names)
+        if variant is not None:
+            taken |= {address for name, address in reading.given if name in variant.slots}
+
+
 class LaunchesTestCase(TestCase):
     def setUp(self) -> None:
         super().setUp()
@@ -122,7 +134,7 @@ class TestCapture(LaunchesTestCase):
     def warmed(self, *inputs: torch.Tensor, **more: Any) -> tuple[FakeAutotuner, torch.Tensor]:
         """A kernel that was launched with two inputs and an output."""
         kernel, out = FakeAutotuner(**more), torch.zeros(8)
-        with noting({t.data_ptr() for t in inputs}):
+        with warming_up({t.data_ptr() for t in inputs}):
             kernel.run(*(inputs * 2)[:2], out, 8, stream=7)
             self.assertEqual(self.made, [])  # not before the end
         kernel.launched.clear()
@@ -163,7 +175,7 @@ class TestCapture(LaunchesTestCase):
     def test_other_parameters_than_in_warmup(self) -> None:
         a, b = tensors(2)
         kernel, out = FakeAutotuner(), torch.zeros(8)
-        with noting({a.data_ptr()}):
+        with warming_up({a.data_ptr()}):
             kernel.run(a, b, out, 8, stream=7)
         c, d = tensors(2)
         with through(Table(c, d)):  # the one there is takes one of both
@@ -191,7 +203,7 @@ class TestCapture(LaunchesTestCase):
             self.assertEqual(kernel.run(a, b, out, 8, stream=7), "launched")
             self.assertEqual(FakeAutotuner().run(a, b, out, 8, stream=7), "launched")  # was never warmed up
         self.assertEqual(table.read, [])
-        with noting({a.data_ptr()}):
+        with warming_up({a.data_ptr()}):
             kernel.run(a, a, out, 8, stream=7)
         self.assertEqual(len(self.made), 1)  # that there is none is remembered
 
@@ -207,7 +219,7 @@ class TestCapture(LaunchesTestCase):
     def test_benchmarks_are_left_alone(self) -> None:
         a, b = tensors(2)
         kernel, out = FakeAutotuner(), torch.zeros(8)
-        with noting({a.data_ptr()}):
+        with warming_up({a.data_ptr()}):
             kernel.run(a, b, out, 8, stream=7, benchmark_run=True)
         self.assertEqual(self.made, [])
         kernel, out = self.warmed(a, b)
@@ -227,7 +239,7 @@ class TestWarmup(LaunchesTestCase):
         kernel, out = FakeAutotuner(count=3), torch.zeros(8)
         winner = kernel.launchers[-1]
         (a,) = tensors(1)
-        with noting({a.data_ptr()}):
+        with warming_up({a.data_ptr()}):
             kernel.run(a, out, out, 8, stream=7)
             kernel.run(a, out, out, 8, stream=7)
         self.assertEqual(self.made, [("kernel", frozenset({"in_ptr0"}))])
@@ -236,7 +248,7 @@ class TestWarmup(LaunchesTestCase):
     def test_only_kernels_that_read_an_input(self) -> None:
         a, b = tensors(2)
         first, second = FakeAutotuner("first"), FakeAutotuner("second")
-        with noting({a.data_ptr()}):
+        with warming_up({a.data_ptr()}):
             first.run(b, b, b, 8, stream=7)
             second.run(b, b, a, 8, stream=7)  # writes to it
             second.run(a, b, b, 8, stream=7)
@@ -247,7 +259,7 @@ class TestWarmup(LaunchesTestCase):
         a, b, c, d, other = tensors(5)
         first, second = FakeAutotuner("first"), FakeAutotuner("second")
         for _ in range(2):  # also where they were built before
-            with noting({t.data_ptr() for t in (a, b, c, d)}) as taken:
+            with warming_up({t.data_ptr() for t in (a, b, c, d)}) as taken:
                 first.run(a, b, other, 8, stream=7)
                 first.run(c, b, other, 8, stream=7)
                 second.run(other, d, other, 8, stream=7)  # has no variant
@@ -257,7 +269,7 @@ class TestWarmup(LaunchesTestCase):
 
     def test_nothing_is_built_behind_a_failure(self) -> None:
         a, b = tensors(2)
-        with self.assertRaises(KeyError), noting({a.data_ptr()}):
+        with self.assertRaises(KeyError), warming_up({a.data_ptr()}):
             FakeAutotuner().run(a, b, b, 8, stream=7)
             raise KeyError
         self.assertEqual(self.made, [])
@@ -265,7 +277,7 @@ class TestWarmup(LaunchesTestCase):
     def test_variants_go_with_their_kernel(self) -> None:
         (a,) = tensors(1)
         kernel = FakeAutotuner()
-        with noting({a.data_ptr()}):
+        with warming_up({a.data_ptr()}):
             kernel.run(a, a, a, 8, stream=7)
         self.assertEqual(len(variant_launchers._built), 1)
         gone = weakref.ref(kernel)
@@ -280,7 +292,7 @@ class TestWarmup(LaunchesTestCase):
 class TestTap(LaunchesTestCase):
     def test_on_while_it_is_needed(self) -> None:
         original = FakeAutotuner.run
-        with noting(()):
+        with warming_up(()):
             self.assertIsNot(FakeAutotuner.run, original)
             with through(Table()):
                 pass
@@ -294,8 +306,8 @@ class TestTap(LaunchesTestCase):
     def test_scopes_inside_of_each_other(self) -> None:
         a, b = tensors(2)
         kernel = FakeAutotuner()
-        with noting({a.data_ptr()}):
-            with noting({b.data_ptr()}):
+        with warming_up({a.data_ptr()}):
+            with warming_up({b.data_ptr()}):
                 kernel.run(a, b, b, 8, stream=7)
             self.assertEqual(self.made, [("kernel", frozenset({"in_ptr1", "out_ptr0"}))])
             kernel.run(a, b, b, 8, stream=7)
@@ -309,7 +321,7 @@ class TestTap(LaunchesTestCase):
         def there() -> None:
             results.append(other.run(a, b, b, 8, stream=7))
 
-        with noting({a.data_ptr()}):
+        with warming_up({a.data_ptr()}):
             kernel.run(a, b, b, 8, stream=7)
             thread = threading.Thread(target=there)
             thread.start()
@@ -325,7 +337,7 @@ class TestTap(LaunchesTestCase):
             for _ in range(200):
                 a, b = tensors(2)
                 kernel = FakeAutotuner()
-                with noting({a.data_ptr()}):
+                with warming_up({a.data_ptr()}):
                     kernel.run(a, b, b, 8, stream=7)
                 table = Table(a)
                 with through(table):
@@ -415,17 +427,40 @@ def on_gpu(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(*size, dtype=dtype, device="meta")
 
 
+@contextlib.contextmanager
+def of_inductor(folder: Path) -> Iterator[None]:
+    """Inductor generates kernels for a GPU that is not there; Triton's cache is in a folder."""
+    with (
+        # Inductor sets this for the process when it makes a kernel's autotuner.
+        mock.patch.dict(os.environ, TRITON_CACHE_DIR=str(folder / "cache")),
+        # Each kernel's module makes Triton look for a GPU.
+        mock.patch.object(triton_helpers, "set_driver_to_gpu"),
+        absent_gpu(),
+    ):
+        yield
+
+
+def autotuners(folder: Path, fn: Any, *args: torch.Tensor) -> Iterator[Any]:
+    """Of a program's kernels, each with a file of its own in the folder."""
+    for graph in lower(fn, args, {}):
+        for node in ast.walk(ast.parse(graph.source_code)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "async_compile.triton":
+                name, source = (ast.literal_eval(argument) for argument in node.args[:2])
+                path = folder / f"{name}.py"
+                path.write_text(source)
+                spec = importlib.util.spec_from_file_location(name, path)
+                module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+                yield getattr(module, name)
+
+
 class TestInductor(TestCase):
     """Kernels that Inductor generates, on both launchers."""
 
     def setUp(self) -> None:
         super().setUp()
         self.folder = self.enterContext(tempfile.TemporaryDirectory())
-        # Inductor sets this for the process when it makes a kernel's autotuner.
-        self.enterContext(mock.patch.dict(os.environ, TRITON_CACHE_DIR=os.path.join(self.folder, "cache")))
-        # Each kernel's module makes Triton look for a GPU.
-        self.enterContext(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
-        self.enterContext(absent_gpu())
+        self.enterContext(of_inductor(Path(self.folder)))
 
     def enterContext(self, manager: Any) -> Any:
         value = manager.__enter__()
@@ -433,16 +468,7 @@ class TestInductor(TestCase):
         return value
 
     def autotuners(self, fn: Any, *args: torch.Tensor) -> Iterator[Any]:
-        for graph in lower(fn, args, {}):
-            for node in ast.walk(ast.parse(graph.source_code)):
-                if isinstance(node, ast.Call) and ast.unparse(node.func) == "async_compile.triton":
-                    name, source = (ast.literal_eval(argument) for argument in node.args[:2])
-                    path = Path(self.folder) / f"{name}.py"
-                    path.write_text(source)
-                    spec = importlib.util.spec_from_file_location(name, path)
-                    module = importlib.util.module_from_spec(spec)
-                    spec.loader.exec_module(module)
-                    yield getattr(module, name)
+        return autotuners(Path(self.folder), fn, *args)
 
     def check(self, autotuner: Any, static: bool = True) -> None:
         """Its variant for all pointers is launched like the original, but for the addresses of slots."""
@@ -452,7 +478,7 @@ class TestInductor(TestCase):
             names = parameters(autotuner.launchers[0])[:-1]
             pointers = [n for n in names if str(autotuner.triton_meta["signature"].get(n)).startswith("*")]
             values = {n: torch.zeros(8) if n in pointers else 1 + i for i, n in enumerate(names)}
-            with noting({values[n].data_ptr() for n in pointers}):
+            with warming_up({values[n].data_ptr() for n in pointers}):
                 autotuner.run(*values.values(), stream=7)
             table = Table(*(values[n] for n in pointers))
             with through(table):

@@ -542,11 +542,11 @@ class TestCopies(LiveInputsTestCase):
     def test_an_interrupt_before_or_behind_the_change_of_addresses(self):
         apply = live_inputs.Patches.apply
 
-        def before(patches, addresses):
+        def before(patches, *addresses):
             raise KeyboardInterrupt
 
-        def behind(patches, addresses):
-            apply(patches, addresses)
+        def behind(patches, *addresses):
+            apply(patches, *addresses)
             raise KeyboardInterrupt
 
         for interrupted in (before, behind):

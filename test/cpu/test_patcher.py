@@ -311,7 +311,7 @@ class TestSteadyReplay(LiveInputsTestCase):
 @requires_cpp
 class TestBadArguments(TestCase):
     def make(self, **more):
-        arguments = dict(patches=None, words=b"", nodes=b"", holders=b"", inputs=1, exec=1, set=1)
+        arguments = dict(patches=None, words=b"", nodes=b"", holders=b"", inputs=1, exec=1, set=1, ask_every=0)
         return tensors.native.Patcher(**(arguments | more))
 
     def test_numbers_that_do_not_exist(self):

@@ -30,9 +30,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pygraph_trees.indirection import inputs as live_inputs
-from pygraph_trees.indirection import launches
+from pygraph_trees.indirection import launches, variant_launchers
 from pygraph_trees.indirection import table as tables
 from pygraph_trees.indirection.inputs import LiveInputs, choose
+from pygraph_trees.indirection.launches import Reading
 from pygraph_trees.indirection.routes import Route
 from pygraph_trees.indirection.table import (
     WIDTHS,
@@ -307,12 +308,12 @@ class TestSlots(LiveInputsTestCase):
         static, live, pooled = at(0), at(0), at(0)
 
         @contextlib.contextmanager
-        def noting(addresses: Collection[int]) -> Iterator[set[int]]:
+        def noting(addresses: Collection[int]) -> Iterator[list[Reading]]:
             seen.append(addresses)
-            yield set()
+            yield []
 
         def begin(*inputs: Any, step: int = 1, is_backward: bool = False) -> None:
-            with warmups.begin(print, step, inputs, [0], 0, self.pool, is_backward=is_backward):
+            with warmups.begin(print, step, inputs, [0], 0, self.pool, is_backward=is_backward, builds=True):
                 pass
 
         def why_not(tensor: torch.Tensor, device: int, in_pool: bool) -> str | None:
@@ -337,20 +338,29 @@ class TestSlots(LiveInputsTestCase):
         a, b, c = at(0), at(0), at(0)
 
         @contextlib.contextmanager
-        def noting(addresses: Collection[int]) -> Iterator[set[int]]:
-            taken = set[int]()
-            yield taken
-            taken |= {given.data_ptr() for given in variants}
+        def noting(addresses: Collection[int]) -> Iterator[list[Reading]]:
+            found = list[Reading]()
+            yield found
+            given = {(f"in_ptr{n}", t.data_ptr()) for n, t in enumerate((a, b, c))}
+            found.append(Reading(object(), frozenset(name for name, _ in given), frozenset(given)))
 
-        def warm_up(function: Any, *inputs: Any) -> None:
-            with Warmups().begin(function, 1, inputs, [0], 0, self.pool, is_backward=False):
+        def build(autotuner: Any, names: frozenset[str]) -> VariantLauncher | None:
+            slots = {f"in_ptr{n}" for n, t in enumerate((a, b, c)) if any(t is taken for taken in variants)}
+            return VariantLauncher("kernel", frozenset(slots), print) if slots else None
+
+        def warm_up(function: Any, *inputs: Any, builds: bool = True) -> None:
+            with Warmups().begin(function, 1, inputs, [0], 0, self.pool, is_backward=False, builds=builds):
                 self.assertEqual(tables.taken_by_variants(function), before)
 
         def one() -> None: ...
 
         def other() -> None: ...
 
-        with mock.patch.object(tables, "noting", noting), mock.patch.object(tables, "why_not_ghost", lambda *_: None):
+        with (
+            mock.patch.object(tables, "noting", noting),
+            mock.patch.object(tables, "why_not_ghost", lambda *_: None),
+            mock.patch.object(variant_launchers, "build", build),
+        ):
             before, variants = frozenset[int](), [b]
             warm_up(one, a, 3, b, c)
             self.assertEqual(tables.taken_by_variants(one), {2})
@@ -361,9 +371,20 @@ class TestSlots(LiveInputsTestCase):
             self.assertEqual(tables.taken_by_variants(one), {1, 2, 3, 4})
             with contextlib.suppress(KeyError):
                 before = frozenset()
-                with Warmups().begin(other, 1, [a, c], [0], 0, self.pool, is_backward=False):
+                with Warmups().begin(other, 1, [a, c], [0], 0, self.pool, is_backward=False, builds=True):
                     raise KeyError
-        self.assertEqual(tables.taken_by_variants(other), set())
+            self.assertEqual(tables.taken_by_variants(other), set())
+            # Where nothing is built yet, it is known what can be.
+            before, variants = frozenset(), [b]
+            warm_up(other, a, 3, b, c, builds=False)
+            (reader,) = tables.readers_of(other)
+            self.assertEqual(reader.inputs, {("in_ptr1", 2), ("in_ptr2", 3)})
+            self.assertEqual((tables.taken_by_variants(other), tables.readers_of(one)), (set(), []))
+            reader.build(other)
+            self.assertEqual(tables.taken_by_variants(other), {2})
+            variants = []
+            reader.build(other)  # has none
+            self.assertEqual(tables.taken_by_variants(other), {2})
         gone = weakref.ref(one)
         del one
         gc.collect()
@@ -397,8 +418,8 @@ class TestSlots(LiveInputsTestCase):
 
     def test_warmup_of_functions_that_have_a_table(self) -> None:
         noted = []
-        cases = ("table", True, 1), ("table", False, 0), ("auto", True, 0), ("patch", True, 0)
-        for flag, addresses, expected in cases:
+        cases = ("table", True, [True]), ("table", False, []), ("auto", True, [False]), ("auto", False, [])
+        for flag, addresses, builds in (*cases, ("patch", True, [])):
             wrapped = SimpleNamespace(model=SimpleNamespace(settings=SimpleNamespace(indirection=flag)))
             wrapped.static_input_idxs = [1]
             holder = SimpleNamespace(
@@ -408,11 +429,12 @@ class TestSlots(LiveInputsTestCase):
                 get_curr_generation=lambda: 9,
                 _pool=self.pool,
                 _uses_addresses=lambda model, addresses=addresses: addresses,
-                _warmups=SimpleNamespace(begin=lambda *given, is_backward: noted.append((*given, is_backward))),
+                _warmups=SimpleNamespace(begin=lambda *given, **named: noted.append((given, named))),
             )
             noted.clear()
             manager.Manager._warming_up(holder, ["inputs"], 0)
-            self.assertEqual(noted, [(wrapped.model, 9, ["inputs"], [1], 3, self.pool, True)] * expected)
+            given = wrapped.model, 9, ["inputs"], [1], 3, self.pool
+            self.assertEqual(noted, [(given, {"is_backward": True, "builds": each}) for each in builds])
 
     def test_a_capture_begins_with_the_writers(self) -> None:
         done: list[str] = []

@@ -650,6 +650,59 @@ class TestForgotten(TestCase):
         self.below.remove_node_cached_tensors.assert_called_once_with()
         self.assertEqual((self.first.graph, self.manager._forgotten), ("captured", []))
 
+    def test_recorded_anew_while_a_call_is_under_way(self):
+        """What is replayed goes on; the function's recordings are given back where the next step begins, and it says
+        once why it is recorded again."""
+        self.manager._ways, self.manager._anew = {2: "a way"}, {}
+        self.manager.record_anew(2, "of the test")
+        self.assertEqual((self.manager._ways, self.manager.current_node), ({}, self.first))
+        self.assertEqual((self.first.graph, self.manager.roots), ("captured", {2: [self.first]}))
+
+        def try_end(manager):
+            manager.current_node = None
+
+        recorded, log = [], mock.Mock(recordings=[object()])
+        self.manager.cuda_graphs_thread_pool, self.manager.device_index = (0, 1), 0
+        with (
+            mock.patch.object(Upstream, "try_end_curr_execution", try_end),
+            mock.patch.object(Manager, "_graphs", lambda *_: True),
+            mock.patch("pygraph_trees.trees.manager.release_retired"),
+        ):
+            self.assertIsNone(self.manager._find_way(2, True))
+        self.assertEqual((self.manager.roots, self.first.graph, self.below.graph), ({}, None, None))
+        self.assertIsNone(self.manager.current_node)
+
+        def record(manager, inputs, function_id):
+            manager.current_node = mock.Mock(live=None)
+            recorded.append(function_id)
+
+        with (
+            mock.patch.object(Manager, "_log_of", lambda *_: log),
+            mock.patch.object(Manager, "_would_lose_writes", lambda *_: False),
+            mock.patch.object(Manager, "_demote_saved_inputs", lambda *_: None),
+            mock.patch.object(Manager, "_demote_moved_inputs", lambda *_: None),
+            mock.patch.object(Manager, "_verification", lambda *_: None),
+            mock.patch.object(Manager, "_pool", mock.Mock(nbytes=lambda: 0)),
+            mock.patch.object(Upstream, "record_function", record),
+        ):
+            for reason in ("of the test", "first call with these sizes"):
+                self.manager.current_node = None
+                self.manager.record_function([], 2)
+                self.assertEqual(self.manager.current_node.log.reason, reason)
+        self.assertEqual(recorded, [2, 2])
+
+    def test_a_recording_that_had_better_be_another(self):
+        watch = SimpleNamespace(ready=None)
+        self.manager._anew = {}
+        for live in (None, SimpleNamespace(watch=None), SimpleNamespace(watch=watch)):
+            self.manager._let_watch(SimpleNamespace(live=live), 2)
+        watch.ready()
+        self.assertEqual((self.manager._forgotten, list(self.manager._anew)), ([2], [2]))
+        gone = weakref.ref(self.manager)
+        del self.manager
+        self.assertIsNone(gone())
+        watch.ready()  # nobody is there
+
 
 class TestSteadyReplay(TestCase):
     """Which calls go past upstream, on upstream's own rules for the end of a path."""
@@ -965,7 +1018,7 @@ class TestSteadyReplay(TestCase):
         inputs = [torch.ones(2), torch.ones(2), torch.ones(0)]
         chosen = mock.patch.object(recording_module, "choose", lambda *_, **__: (None, {}))
         node._refused, node.device, node.cuda_graphs_pool = {}, 0, "its pool"
-        node.wrapped_function.model = SimpleNamespace(settings=SimpleNamespace(placement="off", indirection="auto"))
+        node.wrapped_function.model = SimpleNamespace(settings=SimpleNamespace(placement="off", indirection="patch"))
         more = {"_managed_and_moving": lambda node: set()}
         with done, chosen, mock.patch.multiple(Recording, **more), mock.patch.object(recording_module, "ranges_of"):
             for copied, api, fits in (((0, 1), "driver", False), ((0,), "driver", True), ((0, 1), None, True)):

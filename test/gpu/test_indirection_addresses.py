@@ -124,7 +124,7 @@ class TestIndirectionAddresses(IndirectionTestCase):
             return number
 
         per_call = []
-        with mock.patch.object(Patches, "apply", counting), mock.patch.object(Patches, "patcher", lambda self: None):
+        with mock.patch.object(Patches, "apply", counting), mock.patch.object(Patches, "patcher", lambda *_: None):
             for call in range(9):
                 torch.compiler.cudagraph_mark_step_begin()
                 before = len(counts)

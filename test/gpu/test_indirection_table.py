@@ -33,7 +33,7 @@ def thirty(x):
 
 def in_python():
     """Recordings made here are given new addresses by ``Patches.apply`` alone."""
-    return mock.patch.object(Patches, "patcher", lambda self: None)
+    return mock.patch.object(Patches, "patcher", lambda *_: None)
 
 
 class TestTable(IndirectionTestCase):

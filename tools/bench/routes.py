@@ -6,9 +6,12 @@ A program has n small inputs, and c kernels of Triton that read all of them, wit
 that none can be joined with the next. One with load ends with a product of large matrices, which keeps the GPU busy for
 longer than the host. Each is compiled with each route forced (``pygraph_indirection``) and called with its inputs at
 the same addresses, at others in every second call, and at others in each call. All that is measured of one program
-takes turns, in rounds: calls that are waited for (latency), and one behind the other (throughput).
+takes turns, in rounds: calls that are waited for (latency), and one behind the other (throughput). Where the route is
+chosen ("auto") each share has a compiled program of its own, which is called until it has chosen (``SETTLE_S`` at
+most).
 
-The table that is printed has a row for each program and share of calls with new addresses, in µs.
+The table that is printed has a row for each program and share of calls with new addresses, in µs; which route was
+chosen stands behind it.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,20 +27,23 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
 import torch
 
+import pygraph_trees
 from bench.figures import has_gpu, write_figures
 from pygraph_trees.comparison.program import Program
 from pygraph_trees.comparison.timing import Plan, median, schedule, synchroniser, time_block, timed_call
 from pygraph_trees.comparison.ways import make_ways
+from pygraph_trees.indirection.route_choice import EVERY, LOOKS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pygraph_trees.comparison.ways import Way
 
     Inputs = tuple[torch.Tensor, ...]
 
 FLAG = "triton.pygraph_indirection"
-ROUTES = ("patch", "table", "off")
+ROUTES = ("patch", "table", "off", "auto")
+SETTLE_S = 60.0  # within which a route is chosen, or the one there is stays
 GRID = ((1, 4, False), (1, 32, False), (8, 4, False), (8, 32, False), (32, 8, False), (32, 32, False), (8, 32, True))
 SMALL = ((1, 4, False), (8, 32, False), (8, 32, True))
 RATES = (0.0, 0.5, 1.0)  # shares of calls with new addresses
@@ -81,28 +88,57 @@ def measure(
     """Microseconds of one program, by route and rate, with all rounds."""
     sets = [tuple(torch.rand(_WIDTH, _WIDTH, device=device) for _ in range(inputs)) for _ in range(_SETS)]
     program = Program(fn=Consumers(consumers, loaded).to(device).eval(), args=sets[0])
-    wait, ways = synchroniser(device), {}
-    for route in routes:
-        (ways[route],) = make_ways(program, ["ours"])
-        with torch._inductor.config.patch({FLAG: route}), ways[route].active():
-            for _, given in zip(range(_WARM_CALLS), feed(sets, 1.0), strict=False):
-                timed_call(_step(program, ways[route]), given, wait)
-    samples: dict[str, dict[str, list[float]]] = {}
+    wait = synchroniser(device)
+    ways: dict[tuple[str, float], Way] = {}
+    chosen: dict[str, str | None] = {}
     cells = [(route, rate) for rate in RATES for route in routes]
+    for route, rate in cells:
+        if route != "auto" and rate != RATES[0]:
+            ways[route, rate] = ways[route, RATES[0]]
+            continue
+        (way,) = make_ways(program, ["ours"])
+        ways[route, rate] = way
+        with torch._inductor.config.patch({FLAG: route}), way.active():
+            for _, given in zip(range(_WARM_CALLS), feed(sets, 1.0), strict=False):
+                timed_call(_step(program, way), given, wait)
+            if route == "auto":
+                chosen[str(rate)] = _settle(
+                    lambda given, way=way: timed_call(_step(program, way), given, wait), sets, rate
+                )
+    samples: dict[str, dict[str, list[float]]] = {}
     for _, (route, rate) in schedule(cells, plan.rounds):
-        with ways[route].active():
+        way = ways[route, rate]
+        with way.active():
             given = feed(sets, rate)
-            (steady, _) = timed_call(_step(program, ways[route]), next(given), wait)
-            block = time_block(_step(program, ways[route]), given, plan.block_calls(steady), plan.settle_calls, wait)
+            (steady, _) = timed_call(_step(program, way), next(given), wait)
+            block = time_block(_step(program, way), given, plan.block_calls(steady), plan.settle_calls, wait)
         found = samples.setdefault(f"{route} {rate}", {"latency_us": [], "throughput_us": [], "host_us": []})
         found["latency_us"].append(median(block.latency_s) * 1e6)
         found["throughput_us"].append(block.throughput_s * 1e6)
         found["host_us"].append(median(block.host_s) * 1e6)
     return {
         "program": name_of(inputs, consumers, loaded),
+        "chosen": chosen,
         "medians": {cell: {name: median(all_) for name, all_ in found.items()} for cell, found in samples.items()},
         "samples": samples,
     }
+
+
+def _settle(call: Callable[[Inputs], Any], sets: Sequence[Inputs], rate: float) -> str | None:
+    """Calls until a table is in use, or none was found to be better by then; what was found of the newest function."""
+    end, enough = time.monotonic() + SETTLE_S, 4 * EVERY * LOOKS
+    for number, given in enumerate(feed(sets, rate), start=1):
+        call(given)
+        if number % EVERY:
+            continue
+        functions = pygraph_trees.report().functions
+        if not functions or not functions[-1].recordings:
+            return None
+        found, inputs = functions[-1].route, functions[-1].recordings[-1].inputs
+        is_awaited = found is not None and found.startswith("table") and all(i.route != "table" for i in inputs)
+        if time.monotonic() > end or (number >= enough and not is_awaited):
+            return found
+    return None
 
 
 def _step(program: Program, way: Way) -> Any:
@@ -117,6 +153,11 @@ def table(results: Sequence[dict[str, Any]], routes: Sequence[str]) -> str:
             cells = [result["medians"][f"{route} {rate}"] for route in routes]
             figures = "".join(f"{cell['latency_us']:9.1f}{cell['throughput_us']:7.1f}" for cell in cells)
             lines.append(f"{result['program']:20}{rate:5.1f}{figures}")
+            chosen = result["chosen"].get(str(rate))
+            lines += [f"{'':25}  {chosen}"] if chosen else []
+        chosen = result["chosen"].get(str(rate))
+        if chosen is not None:
+            lines.append(f"{'':25} {chosen}")
     return "\n".join(lines)
 
 

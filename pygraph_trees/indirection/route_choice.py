@@ -1,0 +1,209 @@
+"""Whether a recording's inputs are given by address or through a table, chosen by what its replays are found to cost.
+
+At first each node that holds an address is set. A :class:`Watch` looks at a replay now and then: what it takes to set a
+node on this machine, how many are set in a replay, and whether the GPU has nothing to do then, so that the program
+waits for the host. With a table one node is set, whatever reads the addresses, but the GPU has a kernel more to run,
+and some a load more: :func:`saved_us` is the difference. Where it is clear, variants of the kernels are compiled
+(:mod:`.variant_worker`) and loaded, one at a look, and the function is recorded anew, once.
+
+Rules over plain facts, and a walk through states. What the GPU takes is an H200's, from a table's writer and kernels
+measured there; all else is measured where it runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import statistics
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .table import Reader, readers_of, taken_by_variants
+from .variant_worker import Job, Worker, job_of
+
+EVERY = 128  # replays from one look to the next, at least
+
+LOOKS = 8  # that a choice needs
+_MOST_PAUSE = 1 << 20  # replays
+_LEAST_SAVED_US = 3.0
+_LEAST_WAITING = 0.75
+
+_log = logging.getLogger("pygraph_trees.indirection")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What replays were found to cost."""
+
+    set_us: float  # of the host, to set one node
+    set_nodes: float  # in a replay, in the mean
+    holders: int  # nodes that hold addresses
+    readers: int  # of these, kernels that could read them in a table
+    waiting: float  # how often the GPU had nothing to do when a replay was about to begin, from 0 to 1
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What a table takes of the GPU's time."""
+
+    writer_us: float = 1.4
+    reader_us: float = 0.1  # each
+
+
+def by_address_us(seen: Seen) -> float:
+    return seen.set_us * seen.set_nodes
+
+
+def by_table_us(seen: Seen, costs: Costs = Costs()) -> float:
+    """The same with a table; what no variant reads is set as before."""
+    still = 1 - seen.readers / max(1, seen.holders)
+    set_nodes = min(1.0, seen.set_nodes) + still * seen.set_nodes
+    return seen.set_us * set_nodes + costs.writer_us + costs.reader_us * seen.readers
+
+
+def saved_us(seen: Seen, costs: Costs = Costs()) -> float:
+    """What a table saves of a replay from idle to idle; less than nothing where it costs more."""
+    return by_address_us(seen) - by_table_us(seen, costs)
+
+
+def wants_table(seen: Seen) -> bool:
+    return seen.waiting >= _LEAST_WAITING and saved_us(seen) >= _LEAST_SAVED_US
+
+
+def text_of(seen: Seen) -> str:
+    """One line: ``table: 5.8 us of a replay against 31 us by address (33 of 34 nodes can read there)``."""
+    address, table = f"{by_address_us(seen):.3g} us", f"{by_table_us(seen):.3g} us"
+    note = f"{seen.readers} of {seen.holders} nodes can read there"
+    if wants_table(seen):
+        return f"table: {table} of a replay against {address} by address ({note})"
+    if seen.waiting < _LEAST_WAITING:
+        note = f"hidden behind the GPU's work in {1 - seen.waiting:.0%} of them"
+    return f"by address: {address} of a replay against {table} by a table ({note})"
+
+
+class Watch:
+    """Of the replays of one recording whose inputs are given by address."""
+
+    def __init__(
+        self,
+        function: Any,
+        *,
+        replays: Callable[[], int],
+        is_idle: Callable[[], bool],
+        told: Callable[[str], None],
+    ) -> None:
+        """
+        Args:
+            replays: how many there were.
+            is_idle: whether the GPU has nothing to do.
+            told: what was found, in words.
+        """
+        self._function = weakref.ref(function)
+        self._replays, self._is_idle, self._told = replays, is_idle, told
+        self.ready: Callable[[], None] | None = None  # called where the function is to be recorded anew, with a table
+        self._next: float = EVERY
+        self._pause = EVERY * LOOKS
+        self._looks: list[tuple[float, bool]] = []
+        self._from = 0, 0
+        self._builds = False
+
+    def is_due(self) -> bool:
+        return self._replays() >= self._next
+
+    def look(self, us: float, count: int, set_calls: int, holders: Callable[[], Sequence[str | None]]) -> None:
+        """Behind the setting of nodes for a call, before its launch. It may load a kernel, or begin a process.
+
+        Args:
+            us, count: how long that took, and how many they were.
+            set_calls: the sum of all so far.
+            holders: of each node that holds an address the name of its kernel, None where it is none.
+        """
+        function, replays = self._function(), self._replays()
+        self._next = replays + EVERY
+        if function is None or not count:
+            return
+        if self._builds:
+            self._go_on(function)
+            return
+        if not self._looks:
+            self._from = replays, set_calls
+        self._looks.append((us / count, self._is_idle()))
+        if len(self._looks) == LOOKS:
+            self._choose(function, replays, set_calls, Counter(holders()))
+
+    def _choose(self, function: Any, replays: int, set_calls: int, names: Counter[str | None]) -> None:
+        began, before = self._from
+        seen = Seen(
+            set_us=statistics.median(us for us, _ in self._looks),
+            set_nodes=(set_calls - before) / (replays - began),
+            holders=names.total(),
+            readers=sum(names[kernel] for kernel in {reader.kernel for reader in readers_of(function)}),
+            waiting=sum(idle for _, idle in self._looks) / len(self._looks),
+        )
+        self._told(text_of(seen))
+        self._looks.clear()
+        if wants_table(seen):
+            self._builds = True
+        else:
+            self._next = replays + self._pause
+            self._pause = min(4 * self._pause, _MOST_PAUSE)
+
+    def _go_on(self, function: Any) -> None:
+        done = go_on(function)
+        if done is None:
+            return
+        self._next = float("inf")
+        if not done:
+            self._told("by address: no kernel could be compiled to read a table")
+        elif self.ready is not None:
+            self.ready()
+
+
+_lock = threading.Lock()  # one function may have recordings in several threads
+_building: weakref.WeakKeyDictionary[Any, _Building] = weakref.WeakKeyDictionary()
+
+
+def go_on(function: Any) -> bool | None:
+    """A step towards a table for a function: None where there are more to come, else whether variants were built."""
+    if not _lock.acquire(blocking=False):
+        return None
+    try:
+        try:
+            building = _building.get(function)
+            if building is None:
+                building = _building[function] = _Building(readers_of(function))
+            is_over = building.go_on(function)
+        except (OSError, pickle.PicklingError, TypeError, AttributeError) as error:
+            _log.warning("kernels were not compiled to read addresses from a table: %s", error)
+            _building[function] = _Building(())
+            is_over = True
+        return bool(taken_by_variants(function)) if is_over else None
+    finally:
+        _lock.release()
+
+
+class _Building:
+    """Of the variants of a function's kernels: compiled by a process, then loaded one at a time."""
+
+    def __init__(self, readers: Collection[Reader]) -> None:
+        found = [(reader, job_of(reader.autotuner, reader.names)) for reader in readers]
+        self._jobs: list[tuple[Reader, Job]] = [(reader, job) for reader, job in found if job is not None]
+        self._worker: Worker | None = None
+        self.left: list[Reader] | None = None if self._jobs else []  # to be loaded, once it is known which
+
+    def go_on(self, function: Any) -> bool:
+        """Whether there is nothing more to do."""
+        if self.left is None:
+            if self._worker is None:
+                self._worker = Worker.start([job for _, job in self._jobs])
+            compiled = None if self._worker is None else self._worker.done()
+            if compiled is not None:
+                self._worker = None
+                self.left = [reader for number, (reader, _) in enumerate(self._jobs) if number in compiled]
+        elif self.left:
+            self.left.pop().build(function)
+        return self.left == []

@@ -1,0 +1,200 @@
+"""Routes chosen by what replays cost: a function goes on as it was until its table is ready, and is right all the time.
+
+Looks are taken at more replays here than they are elsewhere, so that the choice is made within some hundred calls.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import TYPE_CHECKING
+from unittest import mock
+
+import torch
+from indirection import Facts, IndirectionTestCase, Program, Ways, assert_same_bits, compiled, run, tensor
+from test_indirection_table import thirty
+from torch.testing._internal.common_utils import run_tests
+
+import pygraph_trees
+from pygraph_trees.indirection import inputs as live_inputs
+from pygraph_trees.indirection import route_choice, variant_launchers
+from pygraph_trees.indirection.variant_worker import Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+OFTEN = 4  # replays between two looks
+CALLS = OFTEN * (route_choice.LOOKS + 3)  # within which it is chosen
+
+
+class TestRouteChoice(IndirectionTestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        for module, name, value in (
+            (route_choice, "EVERY", OFTEN),
+            (live_inputs, "EVERY", OFTEN),
+            (variant_launchers, "_built", weakref.WeakKeyDictionary()),  # kernels live on from test to test
+        ):
+            patch = mock.patch.object(module, name, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def fresh(self, *shape: int, number: int) -> torch.Tensor:
+        generator = torch.Generator(self.device).manual_seed(number)
+        return torch.randn(*shape, device=self.device, generator=generator) / 8
+
+    def call(self, ways: Ways, number: int, count: int = 1, size: int = 64) -> None:
+        """One that is waited for, with inputs that were not there before."""
+        given = [self.fresh(size, size, number=number * count + i) for i in range(count)]
+        self.held = [*getattr(self, "held", []), given][-4:]  # so that addresses change
+        wanted = ways.plain(*given)
+        torch.compiler.cudagraph_mark_step_begin()
+        torch.cuda.synchronize()
+        found = ways.graphed(*given)
+        assert_same_bits(found, wanted, f"call {number}: ")
+
+    def until(self, done: Callable[[], bool], call: Callable[[int], None], *, at_most_s: float = 120.0) -> int:
+        """Calls until something is so; how many there were."""
+        end, number = time.monotonic() + at_most_s, 0
+        while not done():
+            self.assertLess(time.monotonic(), end, str(pygraph_trees.report()))
+            call(number)
+            number += 1
+        return number
+
+    def found(self) -> list[str | None]:
+        return [function.route for function in pygraph_trees.report().functions]
+
+    def newest_routes(self) -> list[str | None]:
+        """Of the live inputs of each function's newest recording."""
+        newest = [function.recordings[-1] for function in pygraph_trees.report().functions]
+        return [i.route for recording in newest for i in recording.inputs if i.kind == "live"]
+
+    def is_by_table(self) -> bool:
+        return "table" in self.newest_routes()
+
+    def test_many_kernels_of_fresh_inputs(self) -> None:
+        ways = compiled(thirty)
+        made = self.until(self.is_by_table, lambda number: self.call(ways, number))
+        for number in range(made, made + 40):
+            self.call(ways, number)
+        facts = Facts.now()
+        self.assertEqual((facts.recordings, facts.warmups, facts.ungraphed_calls), (2, 1, 0), str(facts))
+        self.assertEqual((facts.copied_bytes, facts.replays), (0, made + 40 - 3), str(facts))
+        self.assertEqual(facts.reasons, ("its inputs are read from a table from now on",))
+        (text,) = self.found()
+        self.assertRegex(str(text), r"^table: [\d.]+ us of a replay against [\d.]+ us by address \(\d+ of \d+ nodes")
+        run(Program("behind it", thirty, (tensor(64, 64),)), ways, self.device)
+
+    def test_same_inputs(self) -> None:
+        ways = compiled(thirty)
+        given = self.fresh(64, 64, number=0)
+        for _ in range(2 * CALLS):
+            torch.compiler.cudagraph_mark_step_begin()
+            torch.cuda.synchronize()
+            ways.graphed(given)
+        self.assertEqual((self.found(), Facts.now().recordings), ([None], 1))
+
+    def test_few_kernels(self) -> None:
+        ways = compiled(lambda x, y: (x + y).softmax(1))
+        for number in range(2 * CALLS):
+            self.call(ways, number, 2)
+        (text,) = self.found()
+        self.assertTrue(str(text).startswith("by address: "), text)
+        self.assertEqual(Facts.now().recordings, 1)
+
+    def test_a_busy_gpu(self) -> None:
+        big = torch.ones(8192, 8192, device=self.device, dtype=torch.bfloat16)
+
+        def loaded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            product = big
+            for _ in range(4):
+                product = product @ big
+            return thirty(x), product
+
+        ways = compiled(loaded)
+        given = [self.fresh(64, 64, number=number) for number in range(8)]
+        for number in range(3 * CALLS):
+            torch.compiler.cudagraph_mark_step_begin()
+            ways.graphed(given[number % 8])
+        torch.cuda.synchronize()
+        (text,) = self.found()
+        self.assertIn("hidden behind the GPU's work", str(text))
+        self.assertEqual(Facts.now().recordings, 1)
+
+    def test_forced(self) -> None:
+        with torch._inductor.config.patch({"triton.pygraph_indirection": "patch"}):
+            ways = compiled(thirty)
+            for number in range(2 * CALLS):
+                self.call(ways, number)
+        self.assertEqual((self.found(), Facts.now().recordings), ([None], 1))
+
+    def test_no_other_process_can_be_made(self) -> None:
+        ways = compiled(thirty)
+        with mock.patch.object(Worker, "start", side_effect=OSError("of the test")):
+            for number in range(2 * CALLS):
+                self.call(ways, number)
+        self.assertEqual(self.found(), ["by address: no kernel could be compiled to read a table"])
+        self.assertEqual(Facts.now().recordings, 1)
+
+    def test_training(self) -> None:
+        ways = compiled(thirty)
+
+        def step(number: int) -> None:
+            x = self.fresh(64, 64, number=number)
+            self.held = [*getattr(self, "held", []), x][-4:]
+            torch.compiler.cudagraph_mark_step_begin()
+            gradients = []
+            for way in (ways.plain, ways.graphed):
+                leaf = x.clone().requires_grad_()
+                self.held.append(leaf)
+                torch.cuda.synchronize()
+                way(leaf).square().sum().backward()
+                gradients.append(leaf.grad)
+            assert_same_bits(gradients[1], gradients[0], f"step {number}: ")
+
+        made = self.until(self.is_by_table, step)
+        for number in range(made, made + 3 * CALLS):
+            step(number)
+        self.assertEqual((Facts.now().copied_bytes, Facts.now().ungraphed_calls), (0, 0))
+
+    def test_functions_behind_each_other(self) -> None:
+        """What is behind the one that is recorded anew is recorded again as well."""
+
+        @torch._dynamo.disable
+        def between() -> None:
+            pass
+
+        def program(x: torch.Tensor) -> torch.Tensor:
+            y = thirty(x)
+            between()
+            return thirty(x) + y
+
+        ways = compiled(program)
+
+        def all_by_table() -> bool:
+            return self.newest_routes().count("table") == 2
+
+        made = self.until(all_by_table, lambda number: self.call(ways, number))
+        for number in range(made, made + 20):
+            self.call(ways, number)
+        facts = Facts.now()
+        self.assertEqual((facts.functions, facts.copied_bytes, facts.ungraphed_calls), (2, 0, 0), str(facts))
+        self.assertLessEqual(facts.recordings, 5, str(facts))
+
+    def test_memory_is_that_of_one_recording(self) -> None:
+        ways = compiled(thirty)
+        self.call(ways, 0, size=1024)
+        for number in range(1, 4):
+            self.call(ways, number, size=1024)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_reserved()
+        made = self.until(self.is_by_table, lambda number: self.call(ways, number, size=1024))
+        for number in range(made, made + 8):
+            self.call(ways, number, size=1024)
+        torch.cuda.synchronize()
+        self.assertLessEqual(torch.cuda.memory_reserved() - before, 4 << 20)
+
+
+if __name__ == "__main__":
+    run_tests()
