@@ -10,6 +10,10 @@ is a clock's around the call; the GPU's lies between two events, of which nobody
 the GPU is idle when a replay begins, what the host does before the launch lies between them too, and is taken off; of
 an un-graphed call it cannot be, so no more than the graph's own time is believed.
 
+A decision is looked after: now and then one more call is measured, the way that was taken (:meth:`Contestant.look`).
+Where calls are found to be others than behind the decision (:mod:`.shift`), the trial begins anew, some times at most,
+and the way changes where several measurements one after another speak against it.
+
 Where an earlier process measured the same graph with inputs of the same shapes, what it decided holds from the first
 call on, and nothing is measured.
 
@@ -28,6 +32,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -51,6 +56,7 @@ from .decision import (
     next_way,
     why_never_graphed,
 )
+from .shift import Look, Shift
 
 if TYPE_CHECKING:
     from pygraph_trees.coverage.log import FunctionLog
@@ -66,6 +72,7 @@ _LEFT_OUT = {
     Way.GRAPHED: 1,
 }  # calls of each way that are not measured: kernels are chosen, caches fill
 _MOST_STEPS = 100  # of a trial, without those of other integers; of these one after another
+_MOST_RENEWALS = 3  # of a trial
 
 
 class Watch(Protocol):
@@ -118,6 +125,19 @@ class GpuWatch:
         self._cuda.empty_cache()
 
 
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """A call, of which the GPU may not be done yet."""
+
+    is_idle: bool  # the GPU, before it
+    host_us: float
+    begin: Any  # marks in the stream
+    end: Any
+
+    def gpu_us(self, watch: Watch) -> float | None:
+        return watch.us_between(self.begin, self.end)
+
+
 @dataclass(slots=True)
 class _Calls:
     """Measured calls of one way."""
@@ -137,23 +157,37 @@ class Contestant:
     """
 
     def __init__(
-        self, trial: Trial, log: FunctionLog, graphed: Run, ungraphed: Run, watch: Watch, ended: Callable[[Way], None]
+        self,
+        trial: Trial,
+        log: FunctionLog,
+        graphed: Run,
+        ungraphed: Run,
+        watch: Watch,
+        ended: Callable[[Way], None],
+        began: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             graphed: warms up, records and replays; consumes its inputs.
             ungraphed: runs the compiled code; consumes its inputs.
-            ended: told the way that is taken from then on, once.
+            ended: told the way that is taken from then on.
+            began: told that the trial begins anew, and that calls are to come here again.
         """
-        self._trial, self._log, self._watch, self._ended = trial, log, watch, ended
+        self._trial, self._log, self._watch, self._ended, self._began = trial, log, watch, ended, began
         self.mode = log.mode
         self._run = {Way.GRAPHED: graphed, Way.UNGRAPHED: ungraphed}
-        self._calls = {way: _Calls(left_out) for way, left_out in _LEFT_OUT.items()}
-        self._pending: deque[tuple[Way, bool, float, Any, Any]] = deque()
-        self._graphed_us: deque[float] = deque(maxlen=_MOST_STEPS)  # the host's time, of the newest calls
-        self._replays = 0
         self._thread: int | None = None
         self.calls = 0  # since a step began
+        self._shift: Shift | None = None  # behind a decision
+        self._looked: _Timed | None = None
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forgets what was measured."""
+        self._calls = {way: _Calls(left_out) for way, left_out in _LEFT_OUT.items()}
+        self._pending: deque[tuple[Way, _Timed]] = deque()
+        self._graphed_us: deque[float] = deque(maxlen=_MOST_STEPS)  # the host's time, of the newest calls
+        self._replays = 0
 
     def __call__(self, inputs: list[Any]) -> Any:
         way = self._trial.way_of(self, inputs)
@@ -162,29 +196,48 @@ class Contestant:
             return run(inputs)
         self._log.trial_runs += way is Way.UNGRAPHED
         before = self._counts()
-        idle, begin = self._watch.is_idle(), self._watch.mark()
-        start = time.perf_counter_ns()
-        outputs = run(inputs)
-        host_us = (time.perf_counter_ns() - start) / 1e3
-        after = self._counts()
-        is_replay = way is Way.GRAPHED and after == (before[0] + 1, before[1])  # and nothing else
-        end = self._watch.mark() if is_replay or way is Way.UNGRAPHED else None
+        outputs, timed = self._timed(way, inputs)
         with self._trial.lock:
             if not self._trial.is_over:
-                if way is Way.GRAPHED and after != before:  # who graphs may run it un-graphed
-                    self._graphed_us.append(host_us)
-                    self._replays += is_replay
-                if end is not None and self._trial.measures_step():
-                    self._take(way, idle, host_us, begin, end)
+                if way is Way.GRAPHED and self._counts() != before:  # who graphs may run it un-graphed
+                    self._graphed_us.append(timed.host_us)
+                    self._replays += timed.end is not None
+                if timed.end is not None and self._trial.measures_step():
+                    self._take(way, timed)
         return outputs
 
-    def _take(self, way: Way, idle: bool, host_us: float, begin: Any, end: Any) -> None:
+    def _timed(self, way: Way, inputs: list[Any]) -> tuple[Any, _Timed]:
+        """A call; without an end where it was to be a replay, and was anything else."""
+        before = self._counts()
+        is_idle, begin = self._watch.is_idle(), self._watch.mark()
+        start = time.perf_counter_ns()
+        outputs = self._run[way](inputs)
+        host_us = (time.perf_counter_ns() - start) / 1e3
+        is_replay = way is Way.GRAPHED and self._counts() == (before[0] + 1, before[1])  # and nothing else
+        end = self._watch.mark() if is_replay or way is Way.UNGRAPHED else None
+        return outputs, _Timed(is_idle, host_us, begin, end)
+
+    def _take(self, way: Way, timed: _Timed) -> None:
         calls = self._calls[way]
         if calls.left_out:
             calls.left_out -= 1
         elif self.made(way) < self._trial.rules.most_calls:
             self._trial.was_measured()
-            self._pending.append((way, idle, host_us, begin, end))
+            self._pending.append((way, timed))
+
+    def look(self, inputs: list[Any]) -> Any:
+        """A call behind the trial, which is looked at; the trial may begin anew behind it."""
+        way = self._trial.way
+        if not self._trial.may_be_renewed() or not self.is_in_its_thread():
+            return self._run[way](inputs)
+        outputs, timed = self._timed(way, inputs)
+        looked, self._looked = self._looked, None if timed.end is None else timed
+        gpu_us = None if looked is None else looked.gpu_us(self._watch)
+        if looked is not None and gpu_us is not None:
+            self._shift = self._shift or Shift()
+            if self._shift.takes(Look(looked.host_us, gpu_us, looked.is_idle)):
+                self._trial.begin_anew()
+        return outputs
 
     def is_in_its_thread(self) -> bool:
         """Whether the thread that calls is the one that called first."""
@@ -200,14 +253,14 @@ class Contestant:
     def collect(self) -> None:
         """Takes what the GPU is done with."""
         while self._pending:
-            way, idle, host_us, begin, end = self._pending[0]
-            gpu_us = self._watch.us_between(begin, end)
+            way, timed = self._pending[0]
+            gpu_us = timed.gpu_us(self._watch)
             if gpu_us is None:
                 return
             self._pending.popleft()
-            if way is Way.GRAPHED and idle:
-                gpu_us = max(0.0, gpu_us - host_us)
-            self._calls[way].host_us.append(host_us)
+            if way is Way.GRAPHED and timed.is_idle:
+                gpu_us = max(0.0, gpu_us - timed.host_us)
+            self._calls[way].host_us.append(timed.host_us)
             self._calls[way].gpu_us.append(gpu_us)
 
     def measured(self, way: Way) -> int:
@@ -229,6 +282,13 @@ class Contestant:
 
     def make_room(self) -> None:
         self._watch.make_room()
+
+    def begin(self) -> None:
+        """The trial begins anew."""
+        self._shift = self._looked = None
+        self.calls = 0
+        self.start_over()
+        self._began()
 
     def end(self, way: Way, why: str | None) -> None:
         self._pending.clear()
@@ -253,7 +313,10 @@ class Trial:
         self._awaits_backward = False  # whether a forward was graphed whose backward is to come
         self.lock = threading.RLock()  # what is freed under it may call a function
         self._contestants: list[Contestant] = []
+        self._behind: list[weakref.ref[Contestant]] = []  # those that ended, the one first whose calls begin steps
         self._way = Way.UNGRAPHED
+        self._standing: Decision | None = None  # what holds while it is measured anew
+        self._renewals = 0
         self._first: Contestant | None = None  # the one whose calls begin steps
         self._steps = 0
         self._others = 0  # steps of other integers since there was one of ours
@@ -269,9 +332,40 @@ class Trial:
         """One more function; one that comes late goes the way of the others."""
         with self.lock:
             if self.is_over:
+                self._behind.append(weakref.ref(contestant))
                 contestant.end(self._way, self._why)
             else:
                 self._contestants.append(contestant)
+
+    @property
+    def way(self) -> Way:
+        """The one that is taken."""
+        return self._way
+
+    def may_be_renewed(self) -> bool:
+        """Whether it is over, with a decision that may be another one some time."""
+        return self.is_over and self.decision is not None and self._renewals < _MOST_RENEWALS
+
+    def begin_anew(self) -> None:
+        """Measures once more: from the next step on, the way that was decided until then."""
+        with self.lock:
+            found = [contestant for reference in self._behind if (contestant := reference()) is not None]
+            if not self.may_be_renewed() or not found or self._behind[0]() is not found[0]:
+                return
+            self._renewals += 1
+            self._behind, self._contestants, self._first = [], found, found[0]
+            self._standing, self.is_over, self._is_disturbed = self.decision, False, False
+            # A forward may have been graphed whose backward is to come.
+            graphed = self._way is Way.GRAPHED
+            self._awaits_backward = graphed and any(contestant.mode == BACKWARD for contestant in found)
+            self._start_over()
+            for contestant in found:
+                contestant.begin()
+        _log.info("calls are no longer what was measured (%s): measured anew", self._why)
+
+    def _start_over(self) -> None:
+        self._steps = self._others = 0
+        self._integers = None
 
     def way_of(self, contestant: Contestant, inputs: Sequence[object]) -> Way:
         """The way of a function's call that is about to be made."""
@@ -293,7 +387,7 @@ class Trial:
     def _go_on(self, contestant: Contestant, inputs: Sequence[object]) -> None:
         """Begins a step, or goes on with it."""
         if not contestant.is_in_its_thread():
-            self._end(Way.GRAPHED, None, None)
+            self._end_undecided(Way.GRAPHED, None)
             return
         if self._first is None:
             self._first = contestant
@@ -305,7 +399,7 @@ class Trial:
             self._given = _integers(inputs)
             self._step()
         elif contestant.calls > _MOST_STEPS:
-            self._end(Way.GRAPHED, None, None)
+            self._end_undecided(Way.GRAPHED, None)
         if contestant.mode != "inference":
             goes_graphed = contestant.mode == "forward" and self._way is Way.GRAPHED
             self._awaits_backward = goes_graphed and any(c.mode == BACKWARD for c in self._contestants)
@@ -350,13 +444,27 @@ class Trial:
     def _give_up(self) -> None:
         """Ends the trial without a decision that would hold for others."""
         why = why_never_graphed([c.restless() for c in self._contestants], self.rules)
-        self._end(Way.GRAPHED if why is None else Way.UNGRAPHED, None, why)
+        self._end_undecided(Way.GRAPHED if why is None else Way.UNGRAPHED, why)
+
+    def _end_undecided(self, way: Way, why: str | None) -> None:
+        """What stood before stands."""
+        standing = self._standing
+        if standing is None:
+            self._end(way, None, why)
+        else:
+            self._end(standing.way, standing, standing.text)
 
     def _compare(self) -> Comparison:
         return compare([c.part() for c in self._contestants], self._objective, self.rules)
 
     def _decide(self) -> None:
-        decision = decide(self._compare(), None, self.rules)
+        decision = decide(self._compare(), self._standing, self.rules)
+        if decision.against:  # once more, at once
+            self._standing = decision
+            self._start_over()
+            for contestant in self._contestants:
+                contestant.start_over()
+            return
         memory = None if self._is_disturbed or self._integers != self._asked else self._memory
         if self._end(decision.way, decision, decision.text) and memory is not None:
             memory.store(decision)
@@ -366,7 +474,9 @@ class Trial:
         if self.is_over:
             return False
         self._way, self._why, self.decision, self.is_over = way, why, decision, True
-        contestants, self._contestants, self._first = self._contestants, [], None
+        contestants, first, self._contestants, self._first = self._contestants, self._first, [], None
+        contestants.sort(key=lambda contestant: contestant is not first)
+        self._behind = [weakref.ref(contestant) for contestant in contestants]
         for contestant in contestants:
             contestant.end(way, why)
         _log.info("%s", why or f"{way.value}: not enough calls could be measured")

@@ -23,6 +23,7 @@ from pygraph_trees.selection import trial_of
 from pygraph_trees.selection.decision import Way
 from pygraph_trees.selection.trial import Contestant, GpuWatch
 
+from . import function as function_module
 from .function import PER_THREAD
 from .manager import Manager
 
@@ -67,12 +68,25 @@ def chooser(
                 function.may_replay(may=True)
             return outputs
 
+        def looked_at(inputs: list[Any]) -> Any:
+            function.instead = None
+            try:
+                return contestant.look(inputs)
+            finally:
+                if function.instead is None:
+                    function.may_replay(may=True)
+
+        def began() -> None:
+            function.instead, function.looked_at = contestant, None
+            function.may_replay(may=False)
+
         def ended(way: Way) -> None:
             if way is Way.GRAPHED:
                 function.instead = None if PER_THREAD or function.is_added else until_added
+                function.looked_at = looked_at if trial.may_be_renewed() else None
                 function.may_replay(may=True)
             else:
-                function.instead = ungraphed
+                function.instead = _now_and_then(contestant.look, ungraphed) if trial.may_be_renewed() else ungraphed
                 function.may_replay(may=False)
                 log.not_graphed("it was measured to be faster so")
                 manager = trees.manager()
@@ -80,10 +94,27 @@ def chooser(
                     manager.forget(function)
 
         function.trial = trial
-        function.instead = contestant = Contestant(trial, log, first_graphed, first_ungraphed, GpuWatch(device), ended)
+        watch = GpuWatch(device)
+        contestant = Contestant(trial, log, first_graphed, first_ungraphed, watch, ended, began)
+        function.instead = contestant
         trial.join(contestant)
 
     return choose
+
+
+def _now_and_then(look: Run, run: Run) -> Run:
+    """``run``, but one call of many is a ``look``."""
+    left = function_module.LOOK_EVERY
+
+    def call(inputs: list[Any]) -> Any:
+        nonlocal left
+        left -= 1
+        if left > 0:
+            return run(inputs)
+        left = function_module.LOOK_EVERY
+        return look(inputs)
+
+    return call
 
 
 class _Trees:

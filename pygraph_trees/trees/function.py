@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 PER_THREAD = "thread_local" in inspect.unwrap(compile_fx.cudagraphify).__code__.co_cellvars
 
 
+# Calls from one that is looked at to the next, where functions are chosen by measurement.
+LOOK_EVERY = 4096
+
+
 def _nobody() -> None:
     return None
 
@@ -78,6 +82,29 @@ def _first_inside(*, is_backward: bool, is_inference: bool) -> int | None:
     return 0 if is_backward else int(meta.num_forward)
 
 
+class _Counting:
+    """Who may replay a function, but for one call of many, which is looked at."""
+
+    __slots__ = ("_function", "_left")
+
+    def __init__(self, function: FunctionModel) -> None:
+        self._function = weakref.ref(function)
+        self._left = LOOK_EVERY
+
+    def __call__(self) -> Manager | None:
+        function = self._function()
+        if function is None:
+            return None
+        self._left -= 1
+        if self._left > 0:
+            return function.steady_in()
+        self._left = LOOK_EVERY
+        if function.instead is None and function.looked_at is not None:
+            function.instead = function.looked_at
+            function.may_replay(may=False)
+        return None
+
+
 class FunctionModel:
     """The compiled code of one function, with its settings and its log."""
 
@@ -95,9 +122,11 @@ class FunctionModel:
         self.function_id: Any = None
         self.thread: int | None = None  # in which it may be, where each has its own
         self.first_inside: int | None = None  # the first output that a recording may have as it is returned
-        self._steady_in: Callable[[], Manager | None] = _nobody  # the same, while who replays it is kept back
+        self.steady_in: Callable[[], Manager | None] = _nobody  # the same, while who replays it is kept back
+        self._counting = _Counting(self)
         self.instead: Callable[[list[Any]], Any] | None = None  # called in its place, by who enters it
         self.trial: Trial | None = None  # which says so
+        self.looked_at: Callable[[list[Any]], Any] | None = None  # called so, a graphed call of many
         self.as_returned: Callable[[Sequence[Any]], Any] | None = None  # makes the outputs of what the model gives
         self.is_entered = False  # by :func:`entered`
         self.was_asked = False  # for a steady replay, in vain, by who calls it next
@@ -119,7 +148,8 @@ class FunctionModel:
         """It was added to a manager: once, but for a function of integers, which is once for each value of theirs."""
         self._added += 1
         self._of_integers |= of_integers
-        self.manager = self._steady_in = _nobody
+        self.steady_in = _nobody
+        self.may_replay(may=self.instead is None)
 
     @property
     def is_added(self) -> bool:
@@ -129,10 +159,10 @@ class FunctionModel:
     def is_steady_in(self, manager: Manager, function_id: Any) -> None:
         """It begins a step there, and replays what it replayed the last time."""
         if self._added == 1 and not self._of_integers and self.settings.indirection != "off":
-            self._steady_in, self.function_id = weakref.ref(manager), function_id
+            self.steady_in, self.function_id = weakref.ref(manager), function_id
             self.thread = tensors.thread_id() if PER_THREAD else None
             if self.instead is None:
-                self.manager = self._steady_in
+                self.may_replay(may=True)
 
     def steadily(self, inputs: list[Any]) -> Any:
         """The outputs of a steady replay, for which the inputs are consumed; None where there is none."""
@@ -141,7 +171,8 @@ class FunctionModel:
 
     def may_replay(self, *, may: bool) -> None:
         """Whether it may be replayed without a look at what else could be done."""
-        self.manager = self._steady_in if may else _nobody
+        by_whom = self.steady_in if self.looked_at is None else self._counting
+        self.manager = by_whom if may else _nobody
 
     @staticmethod
     def of(model: Callable[[list[Any]], Any], *, is_backward: bool, is_inference: bool) -> FunctionModel:

@@ -8,6 +8,7 @@ import itertools
 import sys
 import threading
 import time
+import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,9 +33,11 @@ from pygraph_trees.coverage.naming import compile_id
 from pygraph_trees.selection import trial as trials
 from pygraph_trees.selection.decision import Comparison, Decision, Objective, Rules, Way
 from pygraph_trees.selection.profiles import Profile
+from pygraph_trees.selection.shift import ShiftRules
 from pygraph_trees.selection.trial import Contestant, Trial
 from pygraph_trees.settings import InvalidFlag, Settings
 from pygraph_trees.trees import choice
+from pygraph_trees.trees import function as function_module
 from pygraph_trees.trees.function import FunctionModel, entered
 from pygraph_trees.trees.manager import Manager, Upstream
 
@@ -80,8 +83,8 @@ class Function:
     def __init__(self, world, trial, ungraphed=(100.0, 50.0), graphed=(10.0, 40.0), kernels=4, mode="inference"):
         self.world, self.times, self.kernels = world, {Way.UNGRAPHED: ungraphed, Way.GRAPHED: graphed}, kernels
         self.log = FunctionLog("Net", "0/0", mode, 1, {})
-        self.went, self.graphed_calls = [], 0
-        self.contestant = Contestant(trial, self.log, self.graph, self.ungraph, world, self.went.append)
+        self.went, self.graphed_calls, self.began = [], 0, 0
+        self.contestant = Contestant(trial, self.log, self.graph, self.ungraph, world, self.went.append, self.begin)
         trial.join(self.contestant)
         self.calls = []
 
@@ -106,6 +109,12 @@ class Function:
             self.log.recordings[-1].replays += 1
             self.world.work(*self.times[Way.GRAPHED])
         return self.outputs(inputs)
+
+    def begin(self):
+        self.began += 1
+
+    def look(self, number):
+        return self.contestant.look([float(number)])
 
     def outputs(self, inputs):
         return [int(x) + 1 for x in inputs if type(x) is float]
@@ -464,6 +473,196 @@ class TestTrial(TrialTestCase):
         self.assertLessEqual("".join(function.calls).count("ug") + "".join(function.calls).count("gu"), 2)
 
 
+class TestRenewal(TrialTestCase):
+    """Trials that begin anew, because calls are no longer what was measured."""
+
+    HEAVY = types.MappingProxyType({"ungraphed": (20.0, 40.0), "graphed": (90.0, 40.0)})  # un-graphed is better
+    LOOKS = ShiftRules().looks
+
+    def decided(self, trial, *functions):
+        self.steps(60, *functions)
+        self.assertTrue(trial.is_over)
+        return trial.decision.way
+
+    def becomes(self, function, ungraphed, graphed):
+        function.times = {Way.UNGRAPHED: ungraphed, Way.GRAPHED: graphed}
+
+    def looks(self, count, *functions):
+        """Steps of calls that are looked at, as long as there is a decision; how many."""
+        for number in range(count):
+            for function in functions:
+                if function.contestant._trial.is_over:
+                    self.assertEqual(function.look(number), [number + 1])
+                else:
+                    self.assertEqual(function(number), [number + 1])
+            self.world.wait()
+            if not functions[0].contestant._trial.is_over:
+                return number + 1
+        return count
+
+    def test_calls_as_before_are_not_measured_again(self):
+        trial = Trial(Objective.LATENCY)
+        function = Function(self.world, trial)
+        self.decided(trial, function)
+        self.assertEqual(self.looks(200, function), 200)
+        self.assertEqual((trial.is_over, function.began, function.went), (True, 0, [Way.GRAPHED]))
+
+    def test_graphs_that_no_longer_pay(self):
+        trial = Trial(Objective.LATENCY)
+        function = Function(self.world, trial)
+        self.assertEqual(self.decided(trial, function), Way.GRAPHED)
+        self.looks(2 * self.LOOKS, function)
+        self.becomes(function, **self.HEAVY)
+        self.assertLess(self.looks(100, function), 4 * self.LOOKS)
+        self.assertEqual((trial.is_over, function.began), (False, 1))
+        before = len(function.calls)
+        self.steps(200, function)
+        self.assertEqual((trial.decision.way, function.went), (Way.UNGRAPHED, [Way.GRAPHED, Way.UNGRAPHED]))
+        self.assertRegex(function.log.decision, "^un-graphed: 45 us a call against 130 us")
+        # Three measurements, each of so many calls and of those that are left out.
+        measured = "".join(function.calls[before:]).rstrip("u")
+        self.assertLessEqual(len(measured), RULES.flips_after * (RULES.most_calls + 4))
+
+    def test_graphs_that_pay_now(self):
+        trial = Trial(Objective.LATENCY)
+        function = Function(self.world, trial, **self.HEAVY)
+        self.assertEqual(self.decided(trial, function), Way.UNGRAPHED)
+        self.looks(2 * self.LOOKS, function)
+        self.becomes(function, (100.0, 50.0), (10.0, 40.0))
+        self.looks(100, function)
+        self.steps(200, function)
+        self.assertEqual((trial.decision.way, function.went), (Way.GRAPHED, [Way.UNGRAPHED, Way.GRAPHED]))
+
+    def test_another_load_for_which_the_same_is_better(self):
+        memory = mock.Mock(find=mock.Mock(return_value=None))
+        trial = Trial(Objective.LATENCY, memory=memory)
+        function = Function(self.world, trial)
+        self.decided(trial, function)
+        first = trial.decision
+        self.looks(2 * self.LOOKS, function)
+        self.becomes(function, (400.0, 200.0), (40.0, 160.0))
+        self.looks(100, function)
+        self.steps(60, function)
+        self.assertEqual((trial.decision.way, trial.decision.against), (Way.GRAPHED, 0))
+        self.assertIsNot(trial.decision, first)
+        self.assertEqual([call.args for call in memory.store.call_args_list], [(first,), (trial.decision,)])
+        memory.find.assert_called_once()
+
+    def test_what_spoke_against_it_for_a_moment(self):
+        trial = Trial(Objective.LATENCY)
+        function = Function(self.world, trial)
+        self.decided(trial, function)
+        self.looks(2 * self.LOOKS, function)
+        self.becomes(function, **self.HEAVY)
+        self.looks(100, function)
+        for _ in range(100):
+            self.steps(1, function)
+            if trial._standing.against:  # one of three measurements
+                break
+        self.assertFalse(trial.is_over)
+        self.becomes(function, (100.0, 50.0), (10.0, 40.0))
+        self.steps(60, function)
+        self.assertEqual((trial.decision.way, function.went), (Way.GRAPHED, [Way.GRAPHED, Way.GRAPHED]))
+
+    def test_a_step_goes_one_way(self):
+        """Whoever finds that calls are others, and whether the others of its step were called by then."""
+        for finder in (0, 1):
+            for modes in (("inference", "inference"), ("forward", "backward")):
+                with self.subTest(finder=finder, modes=modes):
+                    trial = Trial(Objective.LATENCY)
+                    functions = [Function(self.world, trial, mode=mode) for mode in modes]
+                    self.decided(trial, *functions)
+                    self.looks(2 * self.LOOKS, *functions)
+                    self.becomes(functions[finder], **self.HEAVY)
+                    self.becomes(functions[1 - finder], (100.0, 50.0), (10.0, 40.0))
+                    self.looks(100, *functions)
+                    self.assertFalse(trial.is_over)
+                    self.steps(200, *functions)
+                    self.assertTrue(trial.is_over)
+                    self.assertEqual(functions[0].calls, functions[1].calls)
+                    self.assertEqual(functions[0].went, functions[1].went)
+
+    def test_so_many_times_at_most(self):
+        trial = Trial(Objective.LATENCY)
+        function = Function(self.world, trial)
+        self.decided(trial, function)
+        for number in range(10):
+            self.looks(100, function)
+            factor = 1.0 + 9.0 * (number % 2)
+            self.becomes(function, (100.0 * factor, 50.0 * factor), (10.0 * factor, 40.0 * factor))
+            self.looks(100, function)
+            self.steps(60, function)
+        self.assertEqual(function.began, trials._MOST_RENEWALS)
+        self.assertFalse(trial.may_be_renewed())
+        with mock.patch.object(self.world, "mark", side_effect=AssertionError("it is not measured")):
+            self.assertEqual(function.look(3), [4])
+
+    def test_what_cannot_be_measured_again_stays(self):
+        for times in ({}, self.HEAVY):
+            trial = Trial(Objective.LATENCY)
+            function = Function(self.world, trial, **times)
+            way = self.decided(trial, function)
+            standing = trial.decision
+            self.looks(2 * self.LOOKS, function)
+            self.becomes(function, (1e3, 1e3), (1e3, 1e3))
+            self.looks(100, function)
+            self.world.behind = True
+            self.steps(trials._MOST_STEPS + 2, function)
+            self.world.behind = False
+            self.assertEqual((trial.is_over, trial.decision, function.went), (True, standing, [way, way]))
+
+    def test_another_thread_measures_nothing(self):
+        trial = Trial(Objective.LATENCY)
+        function = Function(self.world, trial)
+        self.decided(trial, function)
+        with (
+            ThreadPoolExecutor(1) as other,
+            mock.patch.object(self.world, "mark", side_effect=AssertionError("it is not measured")),
+        ):
+            self.assertEqual(other.submit(function.look, 3).result(), [4])
+
+    def test_without_a_decision_there_is_nothing_to_renew(self):
+        trial = Trial(Objective.LATENCY)
+        function = Function(self.world, trial)
+        self.world.behind = True
+        self.steps(trials._MOST_STEPS + 2, function)
+        self.assertFalse(trial.may_be_renewed())
+        trial.begin_anew()
+        self.assertEqual((trial.is_over, function.began), (True, 0))
+
+    def test_functions_that_are_gone(self):
+        trial = Trial(Objective.LATENCY)
+        functions = [Function(self.world, trial) for _ in range(3)]
+        self.decided(trial, *functions)
+        first, *others = functions
+        gone = weakref.ref(others.pop().contestant)
+        del functions
+        gc.collect()
+        self.assertIsNone(gone())
+        trial.begin_anew()
+        self.assertEqual([f.began for f in (first, *others)], [1, 1])
+        self.steps(60, first, *others)
+        self.assertTrue(trial.is_over)
+        del first  # whose calls begin steps
+        gc.collect()
+        trial.begin_anew()
+        self.assertEqual((trial.is_over, others[0].began), (True, 1))
+
+    @given(st.lists(st.tuples(st.booleans(), st.floats(1, 500), st.floats(1, 500)), min_size=100, max_size=200))
+    def test_every_call_is_made_once(self, drawn):
+        self.world = World()
+        trial = Trial(Objective.LATENCY)
+        function = Function(self.world, trial)
+        for number, (wait, host_us, gpu_us) in enumerate(drawn):
+            self.becomes(function, (host_us, gpu_us), (gpu_us, host_us))
+            called = function.look if trial.is_over else function
+            self.assertEqual(called(number), [number + 1])
+            self.assertEqual(len(function.calls), number + 1)
+            if wait:
+                self.world.wait()
+        self.assertLessEqual(function.began, trials._MOST_RENEWALS)
+
+
 class TestMemory(TrialTestCase):
     """Decisions of earlier processes."""
 
@@ -654,6 +853,41 @@ class TestChoice(TrialTestCase):
         self.assertIsNone(model.instead)
         self.assertIs(model.manager(), manager)
         self.assertEqual(calls.count("run"), 2)
+
+    def test_calls_behind_it_are_looked_at_now_and_then(self):
+        """One of so many, whichever way was taken; and a function is tried again."""
+        for way in Way:
+            model, looks = self.model(), []
+            manager = mock.Mock(spec=Manager)
+            with (
+                self.subTest(way=way.value),
+                mock.patch.object(function_module, "LOOK_EVERY", 10),
+                mock.patch.object(cudagraph_trees, "get_manager", lambda *args, **kwargs: manager),  # noqa: B023
+            ):
+                model._counting._left = 10
+                call = self.enter(model, lambda inputs: ["graphed"])
+                contestant, trial = model.instead, model.trial
+                model.add(of_integers=False)
+                self.assertIsNone(model.manager())
+                with mock.patch.object(Contestant, "look", lambda self, inputs: looks.append(inputs) or ["look"]):  # noqa: B023
+                    trial._end(way, Decision(way, mock.Mock()), "why")
+                    found = [call([torch.ones(2)]) for _ in range(95)]
+                # A replay that is not steady is asked for twice.
+                self.assertIn(found.count(["look"]), (8, 9) if way is Way.UNGRAPHED else (15, 16))
+                self.assertEqual(len(looks), found.count(["look"]))
+                # Where calls are others, they come to the contestant.
+                trial.begin_anew()
+                self.assertIs(model.instead, contestant)
+                self.assertIsNone(model.manager())
+                trial._end(way, None, None)  # for good
+                with mock.patch.object(Contestant, "look", lambda self, inputs: self.fail("there is no decision")):
+                    for _ in range(50):
+                        call([torch.ones(2)])
+                gone = weakref.ref(model)
+                manager.reset_mock()  # holds what it was called with
+                del model, call, contestant, trial
+                gc.collect()
+                self.assertIsNone(gone())
 
     def test_ungraphed_from_then_on(self):
         model = self.model()

@@ -16,6 +16,7 @@ from torch.testing._internal.common_utils import run_tests
 from pygraph_trees.selection import trial
 from pygraph_trees.selection.decision import Decision, Rules, Way
 from pygraph_trees.selection.profiles import Profiles
+from pygraph_trees.trees import function as function_module
 
 
 @torch.library.custom_op("pygraph_selection_test::at_home", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -62,6 +63,41 @@ class TestTrials(SelectionTestCase):
             graphed(x)
         after = tensors.native.counts()
         self.assertEqual((after[0] - before[0], after[1] - before[1]), (10, 10))
+
+    def test_a_load_that_changes(self):
+        """It is found by looks at single calls, and measured; whichever way is taken, each call is made once."""
+        ways = iter([Way.GRAPHED, Way.UNGRAPHED, Way.GRAPHED])
+        taken = []
+        big = torch.ones(8192, 8192, device=self.device, dtype=torch.bfloat16)
+        state = torch.zeros(64, device=self.device)
+
+        def decide(compared, standing, rules):
+            taken.append(next(ways))
+            return Decision(taken[-1], compared)
+
+        def program(x, state):
+            state.add_(1)
+            return x.sin() * 2
+
+        with mock.patch.object(trial, "decide", decide), mock.patch.object(function_module, "LOOK_EVERY", 5):
+            graphed = torch.compile(program, mode="reduce-overhead")
+            for phase in range(3):
+                results = []
+                for number in range(250):
+                    x = torch.full((64,), float(number), device=self.device)
+                    is_busy = phase == 1
+                    if not is_busy or number % 8 == 0:
+                        torch.cuda.synchronize()
+                    if is_busy:
+                        big @ big
+                    torch.compiler.cudagraph_mark_step_begin()
+                    results.append((x, graphed(x, state).clone()))
+                for x, result in results:
+                    self.assertEqual(result, x.sin() * 2)
+                self.assertEqual(len(taken), phase + 1)
+                (function,) = self.functions()
+                self.assertTrue(str(function.decision).startswith(f"{taken[-1].value}: "), function.decision)
+        self.assertEqual(state, torch.full_like(state, 750.0))
 
     def test_recordings_are_given_back(self):
         """Also where another function, which is graphed, was called before in each step."""

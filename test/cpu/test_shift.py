@@ -1,0 +1,68 @@
+"""Looks behind a decision: which calls are others than those before."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.selection.shift import Look, Shift, ShiftRules
+
+RULES = ShiftRules()
+TIMES = st.floats(0.1, 1e6)
+
+
+class TestShift(TestCase):
+    def looks(self, shift: Shift, count: int, host_us: float = 20.0, gpu_us: float = 50.0, idle: float = 1.0) -> int:
+        """Takes looks, a share of them at a GPU that is idle, until calls are others; how many, all where they are not."""
+        for number in range(count):
+            if shift.takes(Look(host_us, gpu_us, (number % 10) < 10 * idle)):
+                return number + 1
+        return count
+
+    def test_calls_as_before(self) -> None:
+        shift = Shift()
+        self.assertEqual(self.looks(shift, 1000), 1000)
+        self.assertEqual(self.looks(shift, 1000, host_us=29.0, gpu_us=70.0, idle=0.6), 1000)
+        self.assertEqual(self.looks(shift, 1000, host_us=20.0 + RULES.floor_us - 1), 1000)
+
+    def test_other_calls(self) -> None:
+        for other in ({"host_us": 31.0}, {"host_us": 10.0}, {"gpu_us": 80.0}, {"gpu_us": 30.0}, {"idle": 0.0}):
+            with self.subTest(**other):
+                shift = Shift()
+                self.looks(shift, RULES.looks)
+                self.assertEqual(self.looks(shift, 100, **other), RULES.windows * RULES.looks)
+
+    def test_small_times(self) -> None:
+        shift = Shift()
+        self.looks(shift, RULES.looks, host_us=2.0, gpu_us=1.0)
+        self.assertEqual(self.looks(shift, 100, host_us=6.0, gpu_us=5.0), 100)
+
+    def test_one_window_is_not_enough(self) -> None:
+        shift = Shift()
+        self.looks(shift, RULES.looks)
+        for _ in range(20):
+            self.assertEqual(self.looks(shift, RULES.looks, gpu_us=500.0), RULES.looks)
+            self.assertEqual(self.looks(shift, RULES.looks), RULES.looks)
+
+    def test_single_calls_are_no_matter(self) -> None:
+        shift = Shift()
+        for number in range(500):
+            self.assertFalse(shift.takes(Look(20.0 if number % 5 else 2e4, 50.0 if number % 5 != 2 else 1e5, True)))
+
+    @given(st.lists(st.tuples(TIMES, TIMES, st.booleans()), max_size=60))
+    def test_not_before_enough_were_seen(self, drawn: list[tuple[float, float, bool]]) -> None:
+        shift = Shift()
+        for number, (host_us, gpu_us, is_idle) in enumerate(drawn, start=1):
+            if shift.takes(Look(host_us, gpu_us, is_idle)):
+                self.assertGreaterEqual(number, (1 + RULES.windows) * RULES.looks)
+                return
+
+
+if __name__ == "__main__":
+    run_tests()
