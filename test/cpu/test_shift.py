@@ -19,7 +19,7 @@ TIMES = st.floats(0.1, 1e6)
 
 class TestShift(TestCase):
     def looks(self, shift: Shift, count: int, host_us: float = 20.0, gpu_us: float = 50.0, idle: float = 1.0) -> int:
-        """Takes looks, a share of them at a GPU that is idle, until calls are others; how many, all where they are not."""
+        """Takes looks, a share of them at an idle GPU, until calls are others; how many, all where they are not."""
         for number in range(count):
             if shift.takes(Look(host_us, gpu_us, (number % 10) < 10 * idle)):
                 return number + 1
