@@ -45,6 +45,7 @@ from pygraph_trees.coverage.naming import BACKWARD
 from .decision import (
     Comparison,
     Decision,
+    Handed,
     Objective,
     Part,
     Restless,
@@ -165,6 +166,7 @@ class Contestant:
         watch: Watch,
         ended: Callable[[Way], None],
         began: Callable[[], None] = lambda: None,
+        handed: Callable[[], Handed] = Handed,
     ) -> None:
         """
         Args:
@@ -172,8 +174,10 @@ class Contestant:
             ungraphed: runs the compiled code; consumes its inputs.
             ended: told the way that is taken from then on.
             began: told that the trial begins anew, and that calls are to come here again.
+            handed: what graphed functions downstream would do if it were un-graphed.
         """
         self._trial, self._log, self._watch, self._ended, self._began = trial, log, watch, ended, began
+        self._handed = handed
         self.mode = log.mode
         self._run = {Way.GRAPHED: graphed, Way.UNGRAPHED: ungraphed}
         self._thread: int | None = None
@@ -278,7 +282,7 @@ class Contestant:
         launches = (last.kernels or 0) + (last.other_nodes or 0)
         graphed = self._calls[Way.GRAPHED].sample(1)
         ungraphed = self._calls[Way.UNGRAPHED].sample(max(1, launches)).without_waits(graphed.gpu_us)
-        return Part(ungraphed, graphed, kernels=last.kernels or 0, copied_bytes=last.copied_bytes)
+        return Part(ungraphed, graphed, self._handed(), last.kernels or 0, last.copied_bytes)
 
     def make_room(self) -> None:
         self._watch.make_room()

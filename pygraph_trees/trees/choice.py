@@ -20,7 +20,7 @@ from torch._inductor import cudagraph_trees
 
 from pygraph_trees.coverage.naming import BACKWARD
 from pygraph_trees.selection import trial_of
-from pygraph_trees.selection.decision import Way
+from pygraph_trees.selection.decision import Handed, Way
 from pygraph_trees.selection.trial import Contestant, GpuWatch
 
 from . import function as function_module
@@ -76,6 +76,12 @@ def chooser(
                 if function.instead is None:
                     function.may_replay(may=True)
 
+        def looked_at_ungraphed(inputs: list[Any]) -> Any:
+            manager = trees.manager()
+            if isinstance(manager, Manager):
+                manager.give_pool_back()  # somebody may have held what lay there
+            return contestant.look(inputs)
+
         def began() -> None:
             function.instead, function.looked_at = contestant, None
             function.may_replay(may=False)
@@ -86,7 +92,7 @@ def chooser(
                 function.looked_at = looked_at if trial.may_be_renewed() else None
                 function.may_replay(may=True)
             else:
-                function.instead = _now_and_then(contestant.look, ungraphed) if trial.may_be_renewed() else ungraphed
+                function.instead = _now_and_then(looked_at_ungraphed, ungraphed)
                 function.may_replay(may=False)
                 log.not_graphed("it was measured to be faster so")
                 manager = trees.manager()
@@ -94,8 +100,16 @@ def chooser(
                     manager.forget(function)
 
         function.trial = trial
+
+        def handed() -> Handed:
+            manager = trees.manager()
+            sizes = manager.handed_on(function) if isinstance(manager, Manager) else []
+            if function.settings.indirection == "off":
+                return Handed(copied=len(sizes), copied_bytes=sum(sizes))
+            return Handed(patched=len(sizes))  # in one kernel each, at least
+
         watch = GpuWatch(device)
-        contestant = Contestant(trial, log, first_graphed, first_ungraphed, watch, ended, began)
+        contestant = Contestant(trial, log, first_graphed, first_ungraphed, watch, ended, began, handed)
         function.instead = contestant
         trial.join(contestant)
 

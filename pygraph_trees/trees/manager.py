@@ -101,6 +101,8 @@ class Manager(Upstream):
         "_anew",
         "_current_node",  # behind a property
         "_forgotten",
+        "_left",
+        "_made_with",
         "_warmups",
         "_ways",
         "compile_id",
@@ -110,8 +112,10 @@ class Manager(Upstream):
         "path_state",
         "running_forwards_with_pending_backwards",
     )
+    cuda_graphs_thread_pool: Any
     current_node: Any
     current_gen: int
+    graph: Any
     path_state: Any
     running_forwards_with_pending_backwards: bool
     pools: ClassVar[set[Any]] = set()  # the graph pools of all that were made
@@ -120,6 +124,8 @@ class Manager(Upstream):
         self._ways: dict[Any, _Way] = {}  # by function: good until upstream is asked for anything but a steady replay
         self._forgotten: list[Any] = []  # functions whose recordings are to be given back
         self._anew: dict[Any, str] = {}  # why, of those that are to be recorded again
+        self._left: list[Any] | None = None  # outputs of what was given back, that somebody held; None for nothing
+        self._made_with = args, kwargs
         self._warmups = Warmups()
         super().__init__(*args, **kwargs)
         self.pools.add(self.cuda_graphs_thread_pool)
@@ -248,6 +254,29 @@ class Manager(Upstream):
             self.try_end_curr_execution()
         self._forget()
 
+    def handed_on(self, model: FunctionModel) -> list[int]:
+        """What functions that are decided by themselves take of this one's outputs in the pool, in bytes each.
+
+        By the recordings behind the newest one of this function.
+        """
+        nodes = [node for found in self.roots.values() for node in found]
+        for node in nodes:  # which grows
+            nodes += itertools.chain.from_iterable(node.children.values())
+        own = [node for node in nodes if node.wrapped_function.model is model]
+        if not own:
+            return []
+        outputs = [made for made in own[-1].outputs_metadata if isinstance(made, dict)]
+        behind, taken = [own[-1]], []
+        for node in behind:
+            behind += itertools.chain.from_iterable(node.children.values())
+            if getattr(node.wrapped_function.model, "trial", None) is model.trial:
+                continue
+            for index in node.cudagraph_managed_idxs:
+                address = node.static_input_data_ptrs[index]
+                lies_in = (made["nbytes"] for made in outputs if 0 <= address - made["data_ptr"] < made["nbytes"])
+                taken += [nbytes for nbytes in itertools.islice(lies_in, 1)]
+        return taken
+
     def record_anew(self, function_id: Any, why: str) -> None:
         """The same for a function that will be recorded again; a call may be under way."""
         self._anew[function_id] = why
@@ -265,13 +294,38 @@ class Manager(Upstream):
             for function_id in ids:
                 gone += below.pop(function_id, ())
             todo += [node.children for nodes in below.values() for node in nodes]
+        self._left = self._left or []
         while gone:
             node = gone.pop()
             gone += itertools.chain.from_iterable(node.children.values())
             node.remove_node_cached_tensors()  # somebody may still hold one
+            own = zip(node.outputs_weakrefs, node.unaliased_in_all_paths, strict=True)
+            self._left += [held for held, is_own in own if is_own]
             node.graph = None
             del node
         release_retired()
+        self.give_pool_back()
+
+    def give_pool_back(self) -> bool:
+        """Where recordings were given back, and nothing is left in the graph pool, what it had is free for others.
+
+        Nothing is while somebody holds an output, of whatever was recorded there. Whether it was done.
+        """
+        is_used = self._forgotten or self._anew or self.current_node is not None or any(self.roots.values())
+        if self._left is None or is_used:
+            return False
+        self._left = [held for held in self._left if not held.expired()]
+        if self._left:
+            return False
+        # Torch keeps a pool as long as a graph uses it, if only the empty one that its manager begins with.
+        args, kwargs = self._made_with
+        fresh, old = type(self)(*args, **kwargs), self.cuda_graphs_thread_pool
+        for name in ("graph", "stream", "cuda_graphs_thread_pool"):
+            setattr(self, name, getattr(fresh, name))
+        self.pools.discard(old)
+        self._left = None
+        torch.cuda.empty_cache()
+        return True
 
     def _run(self, new_inputs: list[Any], function_id: Any) -> Any:
         # At the begin of a step upstream looks for a child of the last step's recording, finds none, ends the path and

@@ -612,14 +612,15 @@ class TestForgotten(TestCase):
         super().setUp()
         self.manager = manager = Manager.__new__(Manager)
         self.model = object()
-        manager._ways, manager._forgotten = {}, []
+        manager._ways, manager._forgotten, manager._anew, manager._left = {}, [], {}, None
         manager.ids_to_funcs = {
             number: SimpleNamespace(model=model, mutated_input_idxs=())
             for number, model in ((1, self.model), (2, None))
         }
         manager.warmed_up_functions, manager.path_state = {1, 2}, cudagraph_trees.ExecutionState.EXECUTION
-        self.below = mock.Mock(children={}, graph="captured")
-        self.first = mock.Mock(children={1: [self.below]}, graph="captured")
+        own = {"outputs_weakrefs": [], "unaliased_in_all_paths": []}
+        self.below = mock.Mock(children={}, graph="captured", **own)
+        self.first = mock.Mock(children={1: [self.below]}, graph="captured", **own)
         manager.roots, manager.current_node = {2: [self.first]}, self.first
         self.enterContext(mock.patch.object(Manager, "_why_not_staged", lambda *_: None))
 

@@ -31,7 +31,7 @@ from pygraph_trees import selection
 from pygraph_trees.coverage.log import FunctionLog, GraphLog, RecordingLog, journal
 from pygraph_trees.coverage.naming import compile_id
 from pygraph_trees.selection import trial as trials
-from pygraph_trees.selection.decision import Comparison, Decision, Objective, Rules, Way
+from pygraph_trees.selection.decision import Comparison, Decision, Handed, Objective, Rules, Way
 from pygraph_trees.selection.profiles import Profile
 from pygraph_trees.selection.shift import ShiftRules
 from pygraph_trees.selection.trial import Contestant, Trial
@@ -84,7 +84,9 @@ class Function:
         self.world, self.times, self.kernels = world, {Way.UNGRAPHED: ungraphed, Way.GRAPHED: graphed}, kernels
         self.log = FunctionLog("Net", "0/0", mode, 1, {})
         self.went, self.graphed_calls, self.began = [], 0, 0
-        self.contestant = Contestant(trial, self.log, self.graph, self.ungraph, world, self.went.append, self.begin)
+        run, told = (self.graph, self.ungraph), (self.went.append, self.begin, lambda: self.handed)
+        self.handed = Handed()
+        self.contestant = Contestant(trial, self.log, *run, world, *told)
         trial.join(self.contestant)
         self.calls = []
 
@@ -198,6 +200,15 @@ class TestTrial(TrialTestCase):
         self.steps(2, function)
         self.assertEqual(trial.decision.way, Way.GRAPHED)
         self.assertEqual((trial.decision.compared.graphed_us, trial.decision.compared.ungraphed_us), (90.0, 90.0))
+
+    def test_functions_downstream_count(self):
+        """What they would do more if this one were not graphed."""
+        for handed, way in ((Handed(), Way.UNGRAPHED), (Handed(patched=40), Way.GRAPHED)):
+            trial = Trial(Objective.LATENCY)
+            function = Function(self.world, trial, ungraphed=(50.0, 5.0), graphed=(60.0, 5.0), kernels=1)
+            function.handed = handed
+            self.steps(40, function)
+            self.assertEqual(trial.decision.way, way)
 
     def test_a_step_goes_one_way(self):
         trial = Trial(Objective.LATENCY)
@@ -880,10 +891,11 @@ class TestChoice(TrialTestCase):
                 self.assertIs(model.instead, contestant)
                 self.assertIsNone(model.manager())
                 trial._end(way, None, None)  # for good
-                with mock.patch.object(Contestant, "look", lambda self, inputs: self.fail("there is no decision")):
+                with mock.patch.object(self.world, "mark", side_effect=AssertionError("there is no decision")):
                     for _ in range(50):
                         call([torch.ones(2)])
                 gone = weakref.ref(model)
+                manager.give_pool_back.assert_called() if way is Way.UNGRAPHED else None
                 manager.reset_mock()  # holds what it was called with
                 del model, call, contestant, trial
                 gc.collect()
@@ -914,16 +926,46 @@ class TestChoice(TrialTestCase):
         self.assertEqual(base, torch.tensor([0.0] + [1.0] * 8))
 
 
+class TestHandedOn(TestCase):
+    """What other functions take of a function's outputs in the graph pool."""
+
+    def node(self, model, managed=(), outputs=(), **children):
+        return SimpleNamespace(
+            wrapped_function=SimpleNamespace(model=model),
+            cudagraph_managed_idxs=list(range(len(managed))),
+            static_input_data_ptrs=list(managed),
+            outputs_metadata=[{"data_ptr": begin, "nbytes": nbytes} for begin, nbytes in outputs] + [7, None],
+            children={number: list(nodes) for number, nodes in enumerate(children.values())},
+        )
+
+    def test_by_the_newest_recording(self):
+        own, other = object(), object()
+        first, partition, neighbour, plain = (SimpleNamespace(trial=trial) for trial in (own, own, other, None))
+        manager = Manager.__new__(Manager)
+        outputs = ((1000, 100), (2000, 500))
+        last = self.node(neighbour, managed=(2499, 5000))
+        behind = self.node(partition, managed=(1000,), a=[last, self.node(plain, managed=(1000, 1000, 2000))])
+        manager.roots = {
+            1: [self.node(first, outputs=((1000, 9),)), self.node(first, outputs=outputs, a=[behind])],
+            2: [self.node(neighbour, managed=(1000,))],
+        }
+        self.assertEqual(sorted(manager.handed_on(first)), [100, 100, 500, 500])
+        self.assertEqual(manager.handed_on(SimpleNamespace(trial=own)), [])
+        model = self.node(first)  # a function that upstream graphs has no trial
+        manager.roots = {1: [self.node(model.wrapped_function.model)]}
+        self.assertEqual(manager.handed_on(first), [])
+
+
 class TestForget(TestCase):
     def node(self, **children):
         node = mock.Mock(children={int(key[1:]): nodes for key, nodes in children.items()})
-        node.graph = "graph"
+        node.graph, node.outputs_weakrefs, node.unaliased_in_all_paths = "graph", [], []
         return node
 
     def test_recordings_and_those_behind_them(self):
         model, other = object(), object()
         manager = Manager.__new__(Manager)
-        manager._ways, manager._forgotten = {}, []
+        manager._ways, manager._forgotten, manager._anew, manager._left = {}, [], {}, None
         manager.ids_to_funcs = {1: SimpleNamespace(model=model), 2: SimpleNamespace(model=other)}
         below, last = self.node(), self.node()
         gone, leaf = self.node(f2=[below]), self.node(f1=[last])
@@ -943,6 +985,48 @@ class TestForget(TestCase):
             self.assertIsNone(node.graph)
         self.assertEqual(leaf.graph, "graph")
         leaf.remove_node_cached_tensors.assert_not_called()
+        self.assertFalse(manager.give_pool_back())  # there is another recording
+
+    def test_the_pool_behind_the_last_recording(self):
+        """It is given back where nobody holds an output that lies there."""
+        made = []
+
+        class Fresh(Manager):
+            def __init__(self, device_index):
+                self.graph, self.stream, self.cuda_graphs_thread_pool = "graph", "stream", (0, 9)
+                made.append(device_index)
+
+        for is_held in (False, True):
+            model, manager = object(), Fresh.__new__(Fresh)
+            manager._ways, manager._forgotten, manager._anew, manager._left = {}, [], {}, None
+            manager._made_with, manager.graph, manager.stream = ((3,), {}), "first graph", "first stream"
+            manager.cuda_graphs_thread_pool = 0, 7
+            manager.pools = {(0, 7), (0, 9)}
+            manager.ids_to_funcs = {1: SimpleNamespace(model=model)}
+            node = self.node()
+            outputs = [mock.Mock(expired=lambda number=number: not (is_held and number == 0)) for number in range(3)]  # noqa: B023
+            never_asked = mock.Mock(expired=mock.Mock(side_effect=AssertionError("another's memory")))
+            node.outputs_weakrefs = [*outputs, never_asked, None]
+            node.unaliased_in_all_paths = [True, True, True, False, False]
+            manager.roots, manager._current_node = {1: [node]}, None
+            manager.path_state = cudagraph_trees.ExecutionState.NONE
+            made.clear()
+            with mock.patch.object(torch.cuda, "empty_cache") as emptied:
+                self.assertFalse(manager.give_pool_back())  # nothing was given back yet
+                manager.forget(model)
+                self.assertEqual((made, emptied.call_count), ([], 0) if is_held else ([3], 1))
+                self.assertEqual(manager.graph, "first graph" if is_held else "graph")
+                if is_held:
+                    self.assertFalse(manager.give_pool_back())
+                    is_held = False
+                    manager._anew[1] = "a reason"
+                    self.assertFalse(manager.give_pool_back())  # it is about to be used
+                    manager._anew.clear()
+                    self.assertTrue(manager.give_pool_back())
+                self.assertEqual((manager.cuda_graphs_thread_pool, manager.stream), ((0, 9), "stream"))
+                self.assertEqual((manager.pools, manager._left), ({(0, 9)}, None))
+                self.assertFalse(manager.give_pool_back())  # once
+            self.assertEqual((made, emptied.call_count), ([3], 1))
 
 
 if __name__ == "__main__":

@@ -122,6 +122,49 @@ class TestTrials(SelectionTestCase):
                     todo += [node.children for node in nodes]
             self.assertLessEqual(found, len(graphed) - 1)
 
+    def test_the_pool_is_given_back(self):
+        """As soon as nobody holds an output of the last replay."""
+
+        def in_pools():
+            segments = torch.cuda.memory_snapshot()
+            return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0))
+
+        for is_held in (False, True):
+            reset()
+            Profiles.default().clear()
+            torch.cuda.empty_cache()
+            graphed = torch.compile(lambda x: (x.sin() @ x, x.cos()), mode="reduce-overhead")
+            x = torch.randn(2048, 2048, device=self.device)
+            outputs, most = (), 0
+            with decided(Way.UNGRAPHED), mock.patch.object(function_module, "LOOK_EVERY", 5):
+                for number in range(CALLS):
+                    if not is_held:
+                        outputs = ()
+                    torch.compiler.cudagraph_mark_step_begin()
+                    outputs = graphed(x)
+                    most = max(most, in_pools())
+                    if number % 7 == 0:
+                        self.assertEqual(outputs[1], x.cos())
+            self.assertGreater(most, 30 << 20)
+            (function,) = self.functions()
+            self.assertRegex(str(function.decision), "^un-graphed: ")
+            self.assertLessEqual(in_pools(), 2 << 20)
+            self.assertEqual(outputs[0], x.sin() @ x, rtol=1e-2, atol=1e-2)
+
+    def test_another_function_goes_on_in_the_pool(self):
+        first, second = (torch.compile(fn, mode="reduce-overhead") for fn in (lambda x: x * 2, lambda x: x.cos()))
+        x = torch.randn(1 << 20, device=self.device)
+        ways = iter([Way.GRAPHED, Way.UNGRAPHED])
+        with (
+            mock.patch.object(trial, "decide", lambda compared, standing, rules: Decision(next(ways), compared)),
+            mock.patch.object(function_module, "LOOK_EVERY", 5),
+        ):
+            for _ in range(2 * CALLS):
+                torch.compiler.cudagraph_mark_step_begin()
+                self.assertEqual(second(first(x)), (x * 2).cos())
+        found = {str(function.decision).split(":")[0] for function in self.functions()}
+        self.assertEqual(found, {"graphed", "un-graphed"})
+
     def test_a_backward_that_cannot_be_graphed(self):
         """It asks for the manager that its forward has made."""
 
