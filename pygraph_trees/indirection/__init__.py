@@ -5,7 +5,8 @@ that each word of the captured graph inside one is a place where the graph holds
 each input that decides how a replay gets it: patched, or copied with a reason (``routes``). Before a replay the
 addresses that changed are written into the instantiated graph (``patching``).
 
-Where a table is asked for, the graph begins with a kernel that writes all addresses to slots (``table``), and
-Inductor's Triton kernels are captured (``launches``, ``variant_launchers``) as variants that read them there
-(``variants``).
+Where there is a table, the graph begins with a kernel that writes all addresses to slots (``table``), and Inductor's
+Triton kernels are captured (``launches``, ``variant_launchers``) as variants that read them there (``variants``). It is
+asked for, or chosen by what replays are found to cost (``route_choice``); then another process compiles the variants
+(``variant_worker``).
 """
