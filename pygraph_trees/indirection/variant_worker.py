@@ -2,8 +2,8 @@
 
 A variant's text is the same in every process, and so is its key in Triton's cache on disk: what :class:`Worker` has
 compiled there, :func:`.variant_launchers.build` finds and only loads. The process gets each kernel's file as Inductor
-wrote it, its name, the configuration that won and the parameters that are to be slots (:class:`Job`); it runs at the
-lowest priority, with our patches off, and ends when it is done. There is one at a time.
+wrote it, its name, the configuration that won and the parameters that are to be slots (:class:`Job`); it runs at
+a low priority, with our patches off, and ends when it is done. There is one at a time.
 
 What does not work, and why: a thread of the program's own. Triton's front end is Python, and holds the interpreter for
 milliseconds at a time; each call of the program would wait for it.
@@ -30,6 +30,7 @@ from typing import Any
 from . import variant_launchers
 
 _MOST_S = 600.0  # that it may take
+_NICE = 10
 
 _log = logging.getLogger("pygraph_trees.indirection")
 _one_at_a_time = threading.Lock()
@@ -132,7 +133,7 @@ def _autotuner(job: Job) -> Any:
 
 def main() -> None:
     with contextlib.suppress(OSError):
-        os.nice(19)
+        os.nice(_NICE)
     jobs = pickle.load(sys.stdin.buffer)
     for number in compile_jobs(jobs):
         print(number)
