@@ -1,9 +1,9 @@
 """Runs a program in several ways and measures them: the protocol behind ``compare`` and the benchmark.
 
-Three stages, with a checkpoint after each: *prepare* compiles each way, warms it up until it is steady and compares
-its outputs with eager's, with a checkpoint after each way; *time* takes rounds of interleaved blocks; *inspect*
-profiles one call and counts recordings, copies and memory. A way that raises is out from there on: its measurements
-carry the error and no figures, and the others go on.
+Three stages, with a checkpoint after each: *prepare* compiles each way, warms it up until it is steady and has chosen
+how its inputs are given, and compares its outputs with eager's, with a checkpoint after each way; *time* takes rounds
+of interleaved blocks; *inspect* profiles one call and counts recordings, copies and memory. A way that raises is out
+from there on: its measurements carry the error and no figures, and the others go on.
 
 In the "fresh" regime, outputs are compared on a set of inputs while all other sets hold zeros, so that a way that
 reads the inputs of another call is found out. Random numbers are seeded alike before each compared call.
@@ -27,6 +27,7 @@ from .differences import Snapshot, difference, snapshot
 from .program import Program
 from .results import REGIMES, Measurement
 from .rings import InputSet, Ring
+from .settling import call_until_chosen, functions_so_far
 from .timing import Plan, is_steady, median, percentile, schedule, synchroniser, time_block, timed_call
 from .trace import GpuWork, profile_call
 from .tuning import own_cache
@@ -92,6 +93,7 @@ class Comparison:
         self._on_gpu = program.device.type == "cuda"
         self._references: dict[str, Snapshot] = {}
         self._progress = progress
+        self._first_function = 0  # in the report, of the way that is prepared
         self._done = 0
         self._total = len(self._runs) * (1 + self.plan.rounds + self.plan.inspect)
 
@@ -151,6 +153,7 @@ class Comparison:
 
     def _prepare(self, way: Way) -> None:
         runs = [run for run in self._runs if run.way is way]
+        self._first_function = functions_so_far()
         for number, run in enumerate(runs):
             if number and runs[0].compile_s is None:
                 run.error = runs[0].error
@@ -177,6 +180,8 @@ class Comparison:
             recordings.append(len(graphs.recordings(managers())))
         run.steady_s = median(durations[-_STEADY_WINDOW:])
         run.record_s = max(0.0, sum(durations) - run.steady_s * len(durations))
+        if run.way.patched and run.regime == "fresh" and self._on_gpu:
+            call_until_chosen(lambda: timed_call(step, next(feed), self._wait), self._first_function)
 
     def _check(self, run: _Run) -> None:
         """Compares the outputs of one call with those of eager and upstream."""

@@ -707,27 +707,6 @@ class TestRoutes(TestCase):
             total = total.sin() + x + y
         self.assertEqual(model(x, y), total)
 
-    def test_calls_until_a_route_is_chosen(self):
-        awaited = "table: 5 us of a replay against 30 us by address"
-        by_address, by_table = ([SimpleNamespace(route=route)] for route in ("patch", "table"))
-        enough = 4 * routes.EVERY * routes.LOOKS
-        for found, switched_at, wanted in (
-            ("by address: 2 us", None, enough),
-            (None, None, enough),  # nothing was looked at
-            (awaited, 10 * enough, 10 * enough),
-            (awaited, enough // 2, enough),
-        ):
-            calls = []
-
-            def report(found=found, switched_at=switched_at, calls=calls):
-                inputs = by_table if switched_at is not None and len(calls) >= switched_at else by_address
-                function = SimpleNamespace(route=found, recordings=[SimpleNamespace(inputs=inputs)])
-                return SimpleNamespace(functions=[object(), function])
-
-            with mock.patch.object(routes.pygraph_trees, "report", report):
-                self.assertEqual(routes._settle(calls.append, [(1,), (2,)], 0.5), found)
-            self.assertEqual(len(calls), wanted)
-
 
 if __name__ == "__main__":
     run_tests()

@@ -7,8 +7,7 @@ that none can be joined with the next. One with load ends with a product of larg
 longer than the host. Each is compiled with each route forced (``pygraph_indirection``) and called with its inputs at
 the same addresses, at others in every second call, and at others in each call. All that is measured of one program
 takes turns, in rounds: calls that are waited for (latency), and one behind the other (throughput). Where the route is
-chosen ("auto") each share has a compiled program of its own, which is called until it has chosen (``SETTLE_S`` at
-most).
+chosen ("auto") each share has a compiled program of its own, which is called until it has chosen.
 
 The table that is printed has a row for each program and share of calls with new addresses, in µs; which route was
 chosen stands behind it.
@@ -19,7 +18,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +28,12 @@ import torch
 import pygraph_trees
 from bench.figures import has_gpu, write_figures
 from pygraph_trees.comparison.program import Program
+from pygraph_trees.comparison.settling import call_until_chosen, functions_so_far
 from pygraph_trees.comparison.timing import Plan, median, schedule, synchroniser, time_block, timed_call
 from pygraph_trees.comparison.ways import make_ways
-from pygraph_trees.indirection.route_choice import EVERY, LOOKS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from pygraph_trees.comparison.ways import Way
 
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
 
 FLAG = "triton.pygraph_indirection"
 ROUTES = ("patch", "table", "off", "auto")
-SETTLE_S = 60.0  # within which a route is chosen, or the one there is stays
 GRID = ((1, 4, False), (1, 32, False), (8, 4, False), (8, 32, False), (32, 8, False), (32, 32, False), (8, 32, True))
 SMALL = ((1, 4, False), (8, 32, False), (8, 32, True))
 RATES = (0.0, 0.5, 1.0)  # shares of calls with new addresses
@@ -96,15 +93,18 @@ def measure(
         if route != "auto" and rate != RATES[0]:
             ways[route, rate] = ways[route, RATES[0]]
             continue
+        first = functions_so_far()
         (way,) = make_ways(program, ["ours"])
         ways[route, rate] = way
         with torch._inductor.config.patch({FLAG: route}), way.active():
             for _, given in zip(range(_WARM_CALLS), feed(sets, 1.0), strict=False):
                 timed_call(_step(program, way), given, wait)
             if route == "auto":
-                chosen[str(rate)] = _settle(
-                    lambda given, way=way: timed_call(_step(program, way), given, wait), sets, rate
+                given = feed(sets, rate)
+                call_until_chosen(
+                    lambda way=way, given=given: timed_call(_step(program, way), next(given), wait), first
                 )
+                chosen[str(rate)] = next((f.route for f in pygraph_trees.report().functions[first:]), None)
     samples: dict[str, dict[str, list[float]]] = {}
     for _, (route, rate) in schedule(cells, plan.rounds):
         way = ways[route, rate]
@@ -122,23 +122,6 @@ def measure(
         "medians": {cell: {name: median(all_) for name, all_ in found.items()} for cell, found in samples.items()},
         "samples": samples,
     }
-
-
-def _settle(call: Callable[[Inputs], Any], sets: Sequence[Inputs], rate: float) -> str | None:
-    """Calls until a table is in use, or none was found to be better by then; what was found of the newest function."""
-    end, enough = time.monotonic() + SETTLE_S, 4 * EVERY * LOOKS
-    for number, given in enumerate(feed(sets, rate), start=1):
-        call(given)
-        if number % EVERY:
-            continue
-        functions = pygraph_trees.report().functions
-        if not functions or not functions[-1].recordings:
-            return None
-        found, inputs = functions[-1].route, functions[-1].recordings[-1].inputs
-        is_awaited = found is not None and found.startswith("table") and all(i.route != "table" for i in inputs)
-        if time.monotonic() > end or (number >= enough and not is_awaited):
-            return found
-    return None
 
 
 def _step(program: Program, way: Way) -> Any:

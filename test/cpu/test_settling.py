@@ -1,0 +1,90 @@
+"""Calls until the routes of inputs are chosen, on a clock and a report of the test's own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.comparison import settling
+from pygraph_trees.comparison.settling import CALLS, call_until_chosen, functions_so_far
+from pygraph_trees.coverage.log import FunctionLog, RecordingLog, journal
+
+BETTER = "table: 5 us of a replay against 30 us by address"
+
+
+def function(route: str | None, *routes: str) -> FunctionLog:
+    inputs = tuple((0, None, "live", "cuda:0", 4, 0, False, given) for given in routes)
+    return FunctionLog("f", None, "inference", 1, {}, route=route, recordings=[RecordingLog(inputs=inputs)])
+
+
+class TestSettling(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        self.now, self.each_s = 0.0, 1e-4
+        self.functions: list[FunctionLog] = []
+        for target, name, value in (
+            (settling, "time", SimpleNamespace(monotonic=lambda: self.now)),
+            (journal, "records", lambda: ((), tuple(found.record() for found in self.functions))),
+        ):
+            patch = mock.patch.object(target, name, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def calls(self, first: int = 0, then: Any = lambda number: None) -> int:
+        """How many there are."""
+        count = 0
+
+        def call() -> None:
+            nonlocal count
+            count += 1
+            self.now += self.each_s
+            then(count)
+
+        call_until_chosen(call, first)
+        return count
+
+    def test_as_many_as_a_choice_takes(self) -> None:
+        self.assertEqual(self.calls(), CALLS)
+        for route in (None, "by address: 2 us of a replay against 3 us by a table"):
+            self.functions = [function(route, "patch")]
+            self.assertEqual(self.calls(), CALLS)
+
+    def test_long_calls(self) -> None:
+        self.each_s = 0.5
+        self.assertEqual(self.calls(), 6)
+
+    def test_until_a_table_is_there(self) -> None:
+        self.functions = [function(None, "patch"), function(BETTER, "patch", "patch")]
+
+        def then(number: int) -> None:
+            if number == 3 * CALLS:
+                self.functions[1].recordings.append(function(BETTER, "table", "patch").recordings[0])
+
+        self.assertEqual(self.calls(then=then), 3 * CALLS)
+        self.assertEqual(self.calls(), CALLS)
+
+    def test_one_that_never_comes(self) -> None:
+        self.functions, self.each_s = [function(BETTER, "patch")], 0.1
+        self.assertEqual(self.calls(), 600)
+
+    def test_functions_of_other_programs(self) -> None:
+        self.functions = [function(BETTER, "patch")]
+        first = functions_so_far()
+        self.functions.append(function(None, "patch"))
+        self.assertEqual((first, self.calls(first)), (1, CALLS))
+
+    def test_inputs_that_are_none(self) -> None:
+        self.functions = [function(BETTER)]
+        self.functions[0].recordings = []
+        self.assertEqual(self.calls(), CALLS)
+
+
+if __name__ == "__main__":
+    run_tests()
