@@ -8,27 +8,29 @@ from collections.abc import Callable
 from typing import Any
 
 from pygraph_trees.coverage.log import journal
-from pygraph_trees.indirection.route_choice import EVERY, LOOKS
+from pygraph_trees.indirection.route_choice import AWAITED, EVERY, LOOKS
 
-CALLS = EVERY * (LOOKS + 1)  # with new addresses, within which a route is found to be better, or none
+CALLS = EVERY * (LOOKS + 2)  # with new addresses, within which a route is found to be better, or none
 _MOST_S = 3.0  # that this may take, of a program with long calls
 _AWAITED_S = 60.0  # in which a table that was found to be better has to be there
 
 
-def call_until_chosen(call: Callable[[], Any], first: int) -> None:
+def call_until_chosen(call: Callable[[], Any], first: int, share: float = 1.0) -> None:
     """Calls a program until the routes of its inputs are chosen, and in use.
 
     Args:
-        call: one call, with inputs at other addresses than the one before.
+        call: one call.
         first: the number of the program's first function in the report.
+        share: of calls with inputs at other addresses than the one before; without any nothing is to be chosen.
     """
+    calls = CALLS / share if share else CALLS
     began = time.monotonic()
     for number in itertools.count(1):
         call()
         spent_s = time.monotonic() - began
         if number % EVERY and spent_s < _MOST_S:
             continue
-        is_long_enough = number >= CALLS or spent_s >= _MOST_S
+        is_long_enough = number >= calls or spent_s >= _MOST_S
         if is_long_enough and (spent_s >= _AWAITED_S or not _is_table_awaited(first)):
             return
 
@@ -42,7 +44,7 @@ def _is_table_awaited(first: int) -> bool:
     _, functions = journal.records()
     for function in functions[first:]:
         inputs = function.recordings[-1].inputs if function.recordings else ()
-        is_wanted = function.route is not None and function.route.startswith("table")
+        is_wanted = function.route is not None and AWAITED in function.route
         if is_wanted and inputs and all(given.route != "table" for given in inputs):
             return True
     return False

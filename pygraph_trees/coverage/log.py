@@ -118,6 +118,11 @@ class FunctionLog:
             _log.info("%s: not graphed: %s", self.name, reason)
         self.ungraphed_reason = reason
 
+    def graphed_again(self, reason: str) -> None:
+        """Takes back what was noted by :meth:`not_graphed`, where it is that."""
+        if self.ungraphed_reason == reason:
+            self.ungraphed_reason = None
+
     def record(self) -> FunctionRecord:
         recordings = tuple(r.record() for r in list(self.recordings))
         return FunctionRecord(

@@ -471,7 +471,8 @@ class LiveInputs:
         same_pool = self._pool.changes == self._pool_seen
         if same_pool and seen == self._settled:
             return None
-        if self._patcher is not None and self._patcher(self, seen):
+        is_looked_at = self.watch is not None and self.watch.is_due()
+        if self._patcher is not None and not is_looked_at and self._patcher(self, seen):
             return None
         assert self._patches is not None
         if self._patches.broken:

@@ -3,8 +3,8 @@
 At first each node that holds an address is set. A :class:`Watch` looks at a replay now and then: what it takes to set a
 node on this machine, how many are set in a replay, and whether the GPU has nothing to do then, so that the program
 waits for the host. With a table one node is set, whatever reads the addresses, but the GPU has a kernel more to run,
-and some a load more: :func:`saved_us` is the difference. Where it is clear, variants of the kernels are compiled
-(:mod:`.variant_worker`) and loaded, one at a look, and the function is recorded anew, once.
+and some a load more: :func:`saved_us` is the difference. Where it is clear, the kernels are compiled elsewhere
+(:mod:`.variant_worker`) and loaded, one at a look; when all are there the function is recorded anew, once.
 
 Rules over plain facts, and a walk through states. What the GPU takes is an H200's, from a table's writer and kernels
 measured there; all else is measured where it runs.
@@ -12,8 +12,8 @@ measured there; all else is measured where it runs.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import pickle
 import statistics
 import threading
 import weakref
@@ -22,15 +22,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .table import Reader, readers_of, taken_by_variants
-from .variant_worker import Job, Worker, job_of
+from .table import Reader, current_target, load_writer, readers_of, take, taken_by_variants, widths_for
+from .variant_worker import Job, Worker, WriterJob, job_of
 
-EVERY = 128  # replays from one look to the next, at least
-
+EVERY = 128  # replays from one look to the next, about
 LOOKS = 8  # that a choice needs
+AWAITED = "which is being made"  # in what is told, while a table is
+
 _MOST_PAUSE = 1 << 20  # replays
 _LEAST_SAVED_US = 3.0
 _LEAST_WAITING = 0.75
+_AROUND_US = 3.0  # of what a look measures, that Python does around the nodes; most replays are set by C++
 
 _log = logging.getLogger("pygraph_trees.indirection")
 
@@ -74,12 +76,17 @@ def wants_table(seen: Seen) -> bool:
     return seen.waiting >= _LEAST_WAITING and saved_us(seen) >= _LEAST_SAVED_US
 
 
-def text_of(seen: Seen) -> str:
-    """One line: ``table: 13.1 us of a replay against 29.7 us by address (33 of 34 nodes can read there)``."""
+def text_of(seen: Seen, *, is_used: bool = False) -> str:
+    """One line: ``table: 13.1 us of a replay against 29.7 us by address (33 of 34 nodes can read there)``.
+
+    ``is_used``: whether there is a table by now.
+    """
     address, table = f"{by_address_us(seen):.3g} us", f"{by_table_us(seen):.3g} us"
     note = f"{seen.readers} of {seen.holders} nodes can read there"
-    if wants_table(seen):
+    if is_used:
         return f"table: {table} of a replay against {address} by address ({note})"
+    if wants_table(seen):
+        return f"by address: {address} of a replay against {table} by a table, {AWAITED} ({note})"
     if seen.waiting < _LEAST_WAITING:
         note = f"hidden behind the GPU's work in {1 - seen.waiting:.0%} of them"
     return f"by address: {address} of a replay against {table} by a table ({note})"
@@ -88,28 +95,22 @@ def text_of(seen: Seen) -> str:
 class Watch:
     """Of the replays of one recording whose inputs are given by address."""
 
-    def __init__(
-        self,
-        function: Any,
-        *,
-        replays: Callable[[], int],
-        is_idle: Callable[[], bool],
-        told: Callable[[str], None],
-    ) -> None:
+    def __init__(self, function: Any, device: int, *, replays: Callable[[], int], is_idle: Callable[[], bool]) -> None:
         """
         Args:
+            function: its ``log`` is told what is found, in words.
             replays: how many there were.
             is_idle: whether the GPU has nothing to do.
-            told: what was found, in words.
         """
-        self._function = weakref.ref(function)
-        self._replays, self._is_idle, self._told = replays, is_idle, told
+        self._function, self._device = weakref.ref(function), device
+        self._replays, self._is_idle = replays, is_idle
         self.ready: Callable[[], None] | None = None  # called where the function is to be recorded anew, with a table
-        self._next: float = EVERY
+        # Who sets nodes in C++ leaves every 128th replay to Python, which did not look at all of those before.
+        self._between = EVERY // 2
+        self._next: float = self._between
         self._pause = EVERY * LOOKS
         self._looks: list[tuple[float, bool]] = []
         self._from = 0, 0
-        self._builds = False
 
     def is_due(self) -> bool:
         return self._replays() >= self._next
@@ -117,21 +118,30 @@ class Watch:
     def look(self, us: float, count: int, set_calls: int, holders: Callable[[], Sequence[str | None]]) -> None:
         """Behind the setting of nodes for a call, before its launch. It may load a kernel, or begin a process.
 
+        Never raises: there will be no more looks.
+
         Args:
             us, count: how long that took, and how many they were.
             set_calls: the sum of all so far.
             holders: of each node that holds an address the name of its kernel, None where it is none.
         """
+        try:
+            self._look(us, count, set_calls, holders)
+        except Exception as error:
+            _log.warning("how inputs are given is not chosen: %s: %s", type(error).__name__, error)
+            self._next = float("inf")
+
+    def _look(self, us: float, count: int, set_calls: int, holders: Callable[[], Sequence[str | None]]) -> None:
         function, replays = self._function(), self._replays()
-        self._next = replays + EVERY
+        self._next = replays + self._between
         if function is None or not count:
             return
-        if self._builds:
+        if is_begun(function):
             self._go_on(function)
             return
         if not self._looks:
             self._from = replays, set_calls
-        self._looks.append((us / count, self._is_idle()))
+        self._looks.append((max(0.0, us - _AROUND_US) / count, self._is_idle()))
         if len(self._looks) == LOOKS:
             self._choose(function, replays, set_calls, Counter(holders()))
 
@@ -144,10 +154,10 @@ class Watch:
             readers=sum(names[kernel] for kernel in {reader.kernel for reader in readers_of(function)}),
             waiting=sum(idle for _, idle in self._looks) / len(self._looks),
         )
-        self._told(text_of(seen))
         self._looks.clear()
+        function.log.route_was_found(text_of(seen))
         if wants_table(seen):
-            self._builds = True
+            begin(function, self._device, text_of(seen, is_used=True))
         else:
             self._next = replays + self._pause
             self._pause = min(4 * self._pause, _MOST_PAUSE)
@@ -158,7 +168,7 @@ class Watch:
             return
         self._next = float("inf")
         if not done:
-            self._told("by address: no kernel could be compiled to read a table")
+            function.log.route_was_found("by address: no kernel could be compiled to read a table")
         elif self.ready is not None:
             self.ready()
 
@@ -167,43 +177,90 @@ _lock = threading.Lock()  # one function may have recordings in several threads
 _building: weakref.WeakKeyDictionary[Any, _Building] = weakref.WeakKeyDictionary()
 
 
+def begin(function: Any, device: int, why: str) -> None:
+    """The first step towards a table for a function; ``why``: what it is told when it has one."""
+    with _lock:
+        _building.setdefault(function, _Building(readers_of(function), device, why))
+
+
+def is_begun(function: Any) -> bool:
+    return function in _building
+
+
+def is_over(function: Any) -> bool:
+    """Whether all that could be built is, or nothing could be."""
+    building = _building.get(function)
+    return building is not None and building.is_over
+
+
+def why_by_table(function: Any) -> str | None:
+    building = _building.get(function)
+    return None if building is None else building.why
+
+
 def go_on(function: Any) -> bool | None:
     """A step towards a table for a function: None where there are more to come, else whether variants were built."""
     if not _lock.acquire(blocking=False):
         return None
     try:
+        building = _building[function]
         try:
-            building = _building.get(function)
-            if building is None:
-                building = _building[function] = _Building(readers_of(function))
-            is_over = building.go_on(function)
-        except (OSError, pickle.PicklingError, TypeError, AttributeError) as error:
+            building.go_on(function)
+        except Exception as error:  # no process can be made, say
             _log.warning("kernels were not compiled to read addresses from a table: %s", error)
-            _building[function] = _Building(())
-            is_over = True
-        return bool(taken_by_variants(function)) if is_over else None
+            building.give_up()
+        return bool(taken_by_variants(function)) if building.is_over else None
     finally:
         _lock.release()
 
 
 class _Building:
-    """Of the variants of a function's kernels: compiled by a process, then loaded one at a time."""
+    """Of the variants of a function's kernels, and of writers: compiled by a process, then loaded one at a time."""
 
-    def __init__(self, readers: Collection[Reader]) -> None:
-        found = [(reader, job_of(reader.autotuner, reader.names)) for reader in readers]
-        self._jobs: list[tuple[Reader, Job]] = [(reader, job) for reader, job in found if job is not None]
+    def __init__(self, readers: Collection[Reader], device: int, why: str) -> None:
+        self.why = why
+        self._device = device
+        self._readers: list[Reader] = list(readers)
         self._worker: Worker | None = None
-        self.left: list[Reader] | None = None if self._jobs else []  # to be loaded, once it is known which
+        self._jobs: list[tuple[Reader | int, Job | WriterJob]] = []
+        self._left: list[Reader | int] | None = None  # to be loaded, once it is known which; a width is a writer's
+        self._taken: set[int] = set()
 
-    def go_on(self, function: Any) -> bool:
-        """Whether there is nothing more to do."""
-        if self.left is None:
-            if self._worker is None:
-                self._worker = Worker.start([job for _, job in self._jobs])
-            compiled = None if self._worker is None else self._worker.done()
+    @property
+    def is_over(self) -> bool:
+        return self._left == []
+
+    def give_up(self) -> None:
+        self._left, self._worker = [], None
+
+    def go_on(self, function: Any) -> None:
+        if self._worker is None and self._left is None:
+            self._start()
+        elif self._left is None and self._worker is not None:
+            compiled = self._worker.done()
             if compiled is not None:
-                self._worker = None
-                self.left = [reader for number, (reader, _) in enumerate(self._jobs) if number in compiled]
-        elif self.left:
-            self.left.pop().build(function)
-        return self.left == []
+                self._left = [what for number, (what, _) in enumerate(self._jobs) if number in compiled]
+        elif self._left and self._worker is not None:
+            what = self._left[-1]
+            with self._worker.cache():
+                if isinstance(what, Reader):
+                    self._taken |= what.build()
+                else:
+                    load_writer(self._device, what)
+            self._left.pop()
+        if self.is_over:
+            self._worker = None
+            if self._taken:
+                take(function, self._taken)  # all at once: a recording that is made meanwhile is as it was
+
+    def _start(self) -> None:
+        found = [(reader, job_of(reader.autotuner, reader.names)) for reader in self._readers]
+        jobs: list[tuple[Reader | int, Job | WriterJob]] = [(reader, job) for reader, job in found if job is not None]
+        if not jobs:
+            self.give_up()
+            return
+        with contextlib.suppress(Exception):  # without a target a writer is compiled when it is needed
+            target = current_target()
+            slots = len({index for reader in self._readers for _, index in reader.inputs})
+            jobs += [(width, WriterJob(width, target)) for width in set(widths_for(slots))]
+        self._worker, self._jobs = Worker.start([job for _, job in jobs]), jobs

@@ -137,19 +137,36 @@ def writer_signature(width: int) -> dict[str, str]:
     return {"table": "*i64", **{f"address{i}": "i64" for i in range(width)}}
 
 
-@functools.cache
-def _writer(device: int, width: int) -> _Writer:
-    """Compiled for a device, which is the current one, and loaded there."""
+def current_target() -> Any:
+    """What Triton compiles for on the current device."""
+    import triton
+
+    return triton.runtime.driver.active.get_current_target()
+
+
+def compile_writer(width: int, target: Any) -> Any:
+    """What Triton makes of a writer; nothing is loaded."""
     import triton
     from triton.compiler import ASTSource
 
+    source = ASTSource(writer_function(width), writer_signature(width), {}, {})
+    return triton.compile(source, target=target, options={"num_warps": 1})
+
+
+@functools.cache
+def _writer(device: int, width: int) -> _Writer:
+    """Compiled for a device, which is the current one, and loaded there."""
     try:
-        target = triton.runtime.driver.active.get_current_target()
-        source = ASTSource(writer_function(width), writer_signature(width), {}, {})
-        return triton.compile(source, target=target, options={"num_warps": 1})[(1, 1, 1)]
+        return compile_writer(width, current_target())[(1, 1, 1)]
     except Exception:
         _failed.add((device, width))
         raise
+
+
+def load_writer(device: int, width: int) -> None:
+    """Ahead of the first table that needs it. Never raises: the table will say why there is none."""
+    with contextlib.suppress(Exception), torch.cuda.device(device):
+        _writer(device, width)
 
 
 def table_for(device: int, addresses: Sequence[int]) -> Table | None:
@@ -178,12 +195,18 @@ class Reader:
     def kernel(self) -> str:
         return variant_launchers.name_of(self.autotuner)
 
-    def build(self, function: Any) -> None:
-        """Builds its variant. That compiles, unless Triton's cache has it, and never raises."""
+    def build(self) -> set[int]:
+        """Builds its variant: the indices of inputs that it takes from slots.
+
+        That compiles, unless Triton's cache has it, and never raises.
+        """
         variant = variant_launchers.build(self.autotuner, self.names)
-        if variant is not None:
-            taken = {index for name, index in self.inputs if name in variant.slots}
-            _taken.setdefault(function, set()).update(taken)
+        return set() if variant is None else {index for name, index in self.inputs if name in variant.slots}
+
+
+def take(function: Any, indices: Collection[int]) -> None:
+    """From now on these inputs of a function have slots."""
+    _taken.setdefault(function, set()).update(indices)
 
 
 def taken_by_variants(function: Any) -> Collection[int]:
@@ -245,7 +268,7 @@ def _noting(function: Any, addresses: Mapping[int, int], *, builds: bool) -> Ite
         inputs = {(name, i) for name, given in reading.given for i, address in addresses.items() if address == given}
         reader = Reader(reading.autotuner, reading.names, frozenset(inputs))
         if builds:
-            reader.build(function)
+            take(function, reader.build())
             continue
         key = reader.autotuner, reader.names
         known[key] = reader if key not in known else replace(reader, inputs=reader.inputs | known[key].inputs)

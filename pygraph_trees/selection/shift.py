@@ -3,6 +3,7 @@
 A look says what one call took, the way that was decided, and whether the GPU had nothing to do when it began. The first
 ones behind a decision say how calls are; when those of two windows, one after another, are otherwise, there is another
 load: sizes, what else the host or the GPU is busy with, who waits for whom. What was measured may no longer hold then.
+A window is of calls of the same sizes, one look after another: where sizes change all the time there is none.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ class Look:
     host_us: float  # until the call returned
     gpu_us: float  # between an event before and one after it
     is_idle: bool  # the GPU, when it began
+    sizes: tuple[int, ...] = ()  # that it was given as integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class Shift:
 
     def takes(self, look: Look) -> bool:
         """Whether, with this look, calls are found to be others."""
+        if self._window and self._window[-1].sizes != look.sizes:
+            self._window.clear()
         self._window.append(look)
         if len(self._window) < self._rules.looks:
             return False

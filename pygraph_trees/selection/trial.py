@@ -35,7 +35,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.autograd import profiler
@@ -167,6 +167,7 @@ class Contestant:
         ended: Callable[[Way], None],
         began: Callable[[], None] = lambda: None,
         handed: Callable[[], Handed] = Handed,
+        has_room: Callable[[], bool] = lambda: True,
     ) -> None:
         """
         Args:
@@ -175,15 +176,16 @@ class Contestant:
             ended: told the way that is taken from then on.
             began: told that the trial begins anew, and that calls are to come here again.
             handed: what graphed functions downstream would do if it were un-graphed.
+            has_room: whether there is memory to run it un-graphed while its recordings are there.
         """
         self._trial, self._log, self._watch, self._ended, self._began = trial, log, watch, ended, began
-        self._handed = handed
+        self._handed, self.has_room = handed, has_room
         self.mode = log.mode
         self._run = {Way.GRAPHED: graphed, Way.UNGRAPHED: ungraphed}
         self._thread: int | None = None
         self.calls = 0  # since a step began
         self._shift: Shift | None = None  # behind a decision
-        self._looked: _Timed | None = None
+        self._looked: tuple[_Timed, tuple[int, ...]] | None = None  # and the integers that it was given
         self.start_over()
 
     def start_over(self) -> None:
@@ -234,13 +236,16 @@ class Contestant:
         way = self._trial.way
         if not self._trial.may_be_renewed() or not self.is_in_its_thread():
             return self._run[way](inputs)
+        sizes = _integers(inputs)
         outputs, timed = self._timed(way, inputs)
-        looked, self._looked = self._looked, None if timed.end is None else timed
-        gpu_us = None if looked is None else looked.gpu_us(self._watch)
-        if looked is not None and gpu_us is not None:
-            self._shift = self._shift or Shift()
-            if self._shift.takes(Look(looked.host_us, gpu_us, looked.is_idle)):
-                self._trial.begin_anew()
+        looked, self._looked = self._looked, None if timed.end is None else (timed, sizes)
+        if looked is not None:
+            before, sizes = looked
+            gpu_us = before.gpu_us(self._watch)
+            if gpu_us is not None:
+                self._shift = self._shift or Shift()
+                if self._shift.takes(Look(before.host_us, gpu_us, before.is_idle, sizes)):
+                    self._trial.begin_anew()
         return outputs
 
     def is_in_its_thread(self) -> bool:
@@ -326,11 +331,12 @@ class Trial:
         self._others = 0  # steps of other integers since there was one of ours
         self._asked: tuple[int, ...] = ()  # integers that the memory was asked for
         self._integers: tuple[int, ...] | None = None  # of the steps that are measured
-        self._given: tuple[int, ...] = ()  # of this step
+        self._given: tuple[int, ...] | None = ()  # of this step; None where none has begun since
         self._is_disturbed = False  # whether what was measured is not what other processes would find
         self._why: str | None = None  # the way that was taken in the end, in numbers
         self.decision: Decision | None = None
         self.is_over = False
+        self.is_elsewhere = False  # whether it was ended by a thread that the functions are not called by
 
     def join(self, contestant: Contestant) -> None:
         """One more function; one that comes late goes the way of the others."""
@@ -357,12 +363,18 @@ class Trial:
             if not self.may_be_renewed() or not found or self._behind[0]() is not found[0]:
                 return
             self._renewals += 1
+            if self._way is Way.GRAPHED and not all(contestant.has_room() for contestant in found):
+                _log.info("calls are no longer what was measured (%s): no memory to measure anew", self._why)
+                return
             self._behind, self._contestants, self._first = [], found, found[0]
-            self._standing, self.is_over, self._is_disturbed = self.decision, False, False
+            assert self.decision is not None
+            self._standing = replace(self.decision, against=0)
+            self.is_over = self._is_disturbed = False
             # A forward may have been graphed whose backward is to come.
             graphed = self._way is Way.GRAPHED
             self._awaits_backward = graphed and any(contestant.mode == BACKWARD for contestant in found)
             self._start_over()
+            self._given = None
             for contestant in found:
                 contestant.begin()
         _log.info("calls are no longer what was measured (%s): measured anew", self._why)
@@ -381,7 +393,7 @@ class Trial:
 
     def measures_step(self) -> bool:
         """Whether this step is like those that were measured."""
-        return self._integers is None or self._integers == self._given
+        return self._given is not None and self._integers in (None, self._given)
 
     def was_measured(self) -> None:
         """Notes that a call of this step was."""
@@ -391,6 +403,7 @@ class Trial:
     def _go_on(self, contestant: Contestant, inputs: Sequence[object]) -> None:
         """Begins a step, or goes on with it."""
         if not contestant.is_in_its_thread():
+            self.is_elsewhere = True
             self._end_undecided(Way.GRAPHED, None)
             return
         if self._first is None:

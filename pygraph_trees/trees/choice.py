@@ -34,19 +34,23 @@ if TYPE_CHECKING:
 
     Run = Callable[[list[Any]], Any]
 
+_FASTER = "it was measured to be faster so"
 _TREES = ("tree_manager_containers", "tree_manager_locks")  # of a thread, by device
 
 
 def chooser(
     static_input_idxs: Sequence[int], mutated: Collection[int], device: int
-) -> Callable[[FunctionModel, Run], None]:
-    """What makes a function take part in its graph's trial, if there is one."""
+) -> Callable[[FunctionModel, Run], Contestant | None]:
+    """What makes a function take part in its graph's trial, if there is one.
 
-    def choose(function: FunctionModel, graphed: Run) -> None:
+    Behind the trial the function holds its contestant weakly, since that holds what graphs it.
+    """
+
+    def choose(function: FunctionModel, graphed: Run) -> Contestant | None:
         log = function.log
         trial = trial_of(log, function.settings, device)
         if trial is None:
-            return
+            return None
         trees = _Trees(device)
         ungraphed = _as_upstream_has_it(_aligned(function, static_input_idxs, mutated), log.mode, trees)
 
@@ -55,6 +59,7 @@ def chooser(
             return ungraphed(inputs)
 
         def first_graphed(inputs: list[Any]) -> Any:
+            trees.remember()
             with trees.at_hand() as there:
                 if there:
                     return graphed(inputs)
@@ -69,21 +74,26 @@ def chooser(
             return outputs
 
         def looked_at(inputs: list[Any]) -> Any:
-            function.instead = None
+            found = contestant()
+            if function.instead is looked_at:
+                function.instead = None
             try:
-                return contestant.look(inputs)
+                return ungraphed(inputs) if found is None else found.look(inputs)
             finally:
                 if function.instead is None:
                     function.may_replay(may=True)
 
         def looked_at_ungraphed(inputs: list[Any]) -> Any:
-            manager = trees.manager()
+            found = contestant()
+            if found is None:
+                return ungraphed(inputs)
+            manager = trees.manager() if found.is_in_its_thread() else None
             if isinstance(manager, Manager):
                 manager.give_pool_back()  # somebody may have held what lay there
-            return contestant.look(inputs)
+            return found.look(inputs)
 
         def began() -> None:
-            function.instead, function.looked_at = contestant, None
+            function.instead, function.looked_at = contestant(), None
             function.may_replay(may=False)
 
         def ended(way: Way) -> None:
@@ -91,13 +101,14 @@ def chooser(
                 function.instead = None if PER_THREAD or function.is_added else until_added
                 function.looked_at = looked_at if trial.may_be_renewed() else None
                 function.may_replay(may=True)
+                log.graphed_again(_FASTER)
             else:
                 function.instead = _now_and_then(looked_at_ungraphed, ungraphed)
                 function.may_replay(may=False)
-                log.not_graphed("it was measured to be faster so")
+                log.not_graphed(_FASTER)
                 manager = trees.manager()
                 if isinstance(manager, Manager):
-                    manager.forget(function)
+                    manager.forget(function, later=trial.is_elsewhere)
 
         function.trial = trial
 
@@ -108,10 +119,16 @@ def chooser(
                 return Handed(copied=len(sizes), copied_bytes=sum(sizes))
             return Handed(patched=len(sizes))  # in one kernel each, at least
 
-        watch = GpuWatch(device)
-        contestant = Contestant(trial, log, first_graphed, first_ungraphed, watch, ended, began, handed)
-        function.instead = contestant
-        trial.join(contestant)
+        def has_room() -> bool:
+            manager = trees.manager()
+            return not isinstance(manager, Manager) or manager.has_room_for_another()
+
+        told = ended, began, handed, has_room
+        made = Contestant(trial, log, first_graphed, first_ungraphed, GpuWatch(device), *told)
+        contestant = weakref.ref(made)
+        function.instead = made
+        trial.join(made)
+        return made
 
     return choose
 

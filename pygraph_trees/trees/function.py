@@ -204,14 +204,15 @@ class FunctionModel:
 def entered(
     function: FunctionModel,
     run: Callable[[list[Any]], Any],
-    choose: Callable[[FunctionModel, Callable[[list[Any]], Any]], None] | None = None,
+    choose: Callable[[FunctionModel, Callable[[list[Any]], Any]], object] | None = None,
 ) -> Callable[[list[Any]], Any]:
     """``run``, but past it and all that it calls where a steady replay will do.
 
     A function is entered in one place, the outermost. What comes back says of which ``function`` it is.
 
     Args:
-        choose: given the function and what graphs it; may set what is called :attr:`~FunctionModel.instead`.
+        choose: given the function and what graphs it; may set what is called :attr:`~FunctionModel.instead`. What it
+            returns lives as long as what comes back.
     """
     if function.is_entered or function.settings.indirection == "off":
         return run
@@ -227,8 +228,8 @@ def entered(
                 function.may_replay(may=False)
         return run(inputs) if outputs is None else outputs
 
-    if choose is not None:
-        choose(function, graphed)
+    # Held by what is handed to torch alone: it holds what is graphed, and while that lives torch holds the function.
+    kept = None if choose is None else choose(function, graphed)
 
     def call(inputs: list[Any]) -> Any:
         instead = function.instead
@@ -243,5 +244,5 @@ def entered(
                 return outputs
         return run(inputs)
 
-    call.function = function  # type: ignore[attr-defined]
+    call.function, call.kept = function, kept  # type: ignore[attr-defined]
     return call

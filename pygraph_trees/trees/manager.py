@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import time
 import weakref
 from contextlib import AbstractContextManager, nullcontext
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from pygraph_trees.coverage.log import FunctionLog
     from pygraph_trees.indirection.inputs import LiveInputs
     from pygraph_trees.indirection.pool import PoolRanges
+
+_log = logging.getLogger("pygraph_trees.trees")
 
 Upstream: type = cudagraph_trees.CUDAGraphTreeManager
 _EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
@@ -202,7 +205,10 @@ class Manager(Upstream):
         node = self.current_node
         wanted: bool | None = None
         siblings = None
-        if node is not None:
+        if node is None:
+            if self._forgotten:
+                self._forget()
+        else:
             if self.path_state is not _EXECUTION or not self._graphs(function_id, node.id):
                 return None
             # Where what is alive is cloned, a new step never goes on where the last one ended.
@@ -244,12 +250,21 @@ class Manager(Upstream):
 
     def shutdown(self) -> None:
         self._ways.clear()
+        self._forgotten, self._left = [], None
         super().shutdown()
 
-    def forget(self, model: FunctionModel) -> None:
-        """Gives back what a function's recordings hold, and those behind them, as soon as no path is open."""
-        self._forgotten += [id_ for id_, function in self.ids_to_funcs.items() if function.model is model]
+    def forget(self, model: FunctionModel, *, later: bool = False) -> None:
+        """Gives back what a function's recordings hold, and those behind them, as soon as no path is open.
+
+        ``later``: where this is not the thread that replays; it will do that.
+        """
+        ids = [id_ for id_, function in list(self.ids_to_funcs.items()) if function.model is model]
+        self._forgotten += ids
+        for function_id in ids:
+            self._anew.pop(function_id, None)
         self._ways.clear()
+        if later or self.graph is None:
+            return
         if self.path_state is _EXECUTION:
             self.try_end_curr_execution()
         self._forget()
@@ -257,24 +272,28 @@ class Manager(Upstream):
     def handed_on(self, model: FunctionModel) -> list[int]:
         """What functions that are decided by themselves take of this one's outputs in the pool, in bytes each.
 
-        By the recordings behind the newest one of this function.
+        By the newest recordings behind the newest one of this function.
         """
-        nodes = [node for found in self.roots.values() for node in found]
-        for node in nodes:  # which grows
-            nodes += itertools.chain.from_iterable(node.children.values())
-        own = [node for node in nodes if node.wrapped_function.model is model]
-        if not own:
+        own, todo = None, [self.roots or {}]
+        while todo:
+            for recordings in todo.pop().values():
+                todo += [node.children for node in recordings]
+                for node in recordings:
+                    if node.wrapped_function.model is model and (own is None or node.id.id > own.id.id):
+                        own = node
+        if own is None:
             return []
-        outputs = [made for made in own[-1].outputs_metadata if isinstance(made, dict)]
-        behind, taken = [own[-1]], []
-        for node in behind:
-            behind += itertools.chain.from_iterable(node.children.values())
+        depth, taken = len(list(own._path_from_root)) - 1, []
+        behind = [found[-1] for found in own.children.values() if found]
+        for node in behind:  # which grows
+            behind += [found[-1] for found in node.children.values() if found]
             if getattr(node.wrapped_function.model, "trial", None) is model.trial:
                 continue
             for index in node.cudagraph_managed_idxs:
-                address = node.static_input_data_ptrs[index]
-                lies_in = (made["nbytes"] for made in outputs if 0 <= address - made["data_ptr"] < made["nbytes"])
-                taken += [nbytes for nbytes in itertools.islice(lies_in, 1)]
+                place = node.live_cudagraph_managed_path_refs[index]
+                made = own.outputs_metadata[place[1]] if place is not None and place[0] == depth else None
+                if isinstance(made, dict):
+                    taken.append(made["nbytes"])
         return taken
 
     def record_anew(self, function_id: Any, why: str) -> None:
@@ -284,9 +303,10 @@ class Manager(Upstream):
         self._ways.clear()
 
     def _forget(self) -> None:
-        if self.current_node is not None:
+        if self.current_node is not None or self.roots is None:
             return
         ids, self._forgotten = self._forgotten, []
+        self._ways.clear()  # some may have been found since
         gone: list[Any] = []
         todo = [self.roots]
         while todo:
@@ -294,14 +314,15 @@ class Manager(Upstream):
             for function_id in ids:
                 gone += below.pop(function_id, ())
             todo += [node.children for nodes in below.values() for node in nodes]
-        self._left = self._left or []
+        if gone:
+            self._left = self._left or []
         while gone:
             node = gone.pop()
             gone += itertools.chain.from_iterable(node.children.values())
             node.remove_node_cached_tensors()  # somebody may still hold one
-            own = zip(node.outputs_weakrefs, node.unaliased_in_all_paths, strict=True)
-            self._left += [held for held, is_own in own if is_own]
-            node.graph = None
+            assert self._left is not None
+            self._left += [held for held in node.outputs_weakrefs if held is not None]
+            node.graph = node.native = None
             del node
         release_retired()
         self.give_pool_back()
@@ -311,21 +332,48 @@ class Manager(Upstream):
 
         Nothing is while somebody holds an output, of whatever was recorded there. Whether it was done.
         """
-        is_used = self._forgotten or self._anew or self.current_node is not None or any(self.roots.values())
-        if self._left is None or is_used:
+        if self.graph is None or torch.cuda.is_current_stream_capturing():  # it was shut down
+            return False
+        if self._forgotten:
+            self._end_path()
+            if self.current_node is None:
+                self._forget()  # which comes back here
+            return False
+        if self._left is None or self._anew or self.current_node is not None or any(self.roots.values()):
             return False
         self._left = [held for held in self._left if not held.expired()]
         if self._left:
             return False
         # Torch keeps a pool as long as a graph uses it, if only the empty one that its manager begins with.
         args, kwargs = self._made_with
-        fresh, old = type(self)(*args, **kwargs), self.cuda_graphs_thread_pool
+        try:
+            fresh = type(self)(*args, **kwargs)
+        except RuntimeError as error:  # no memory, or somebody captures
+            _log.warning("a graph pool could not be given back: %s", error)
+            return False
+        old = self.cuda_graphs_thread_pool
         for name in ("graph", "stream", "cuda_graphs_thread_pool"):
             setattr(self, name, getattr(fresh, name))
         self.pools.discard(old)
         self._left = None
         torch.cuda.empty_cache()
         return True
+
+    def has_room_for_another(self) -> bool:
+        """Whether the GPU has as much memory free as the graph pool takes, and some."""
+        free, _ = torch.cuda.mem_get_info(self.device_index)
+        return bool(free > 1.1 * self._pool.nbytes())
+
+    def _end_path(self) -> None:
+        """Where that leaves everybody's tensors as they are."""
+        if self.path_state is _EXECUTION:
+            self.try_end_curr_execution()
+        elif (
+            self.path_state is cudagraph_trees.ExecutionState.RECORDING
+            and self.current_node is not None
+            and self.current_node.all_outputs_are_dead()
+        ):
+            self.clear_current_path_state_and_set_to_none()
 
     def _run(self, new_inputs: list[Any], function_id: Any) -> Any:
         # At the begin of a step upstream looks for a child of the last step's recording, finds none, ends the path and
@@ -373,7 +421,8 @@ class Manager(Upstream):
             if self.path_state is _EXECUTION and self.current_node is not None:
                 self.path_state = cudagraph_trees.ExecutionState.RECORDING  # so it is for the allocator
             return self._run_ungraphed(new_inputs, function_id, why_not)
-        reason = self._anew.pop(function_id, None) or why_recorded(self, new_inputs, function_id, function)
+        reason = None if function_id in self._forgotten else self._anew.pop(function_id, None)
+        reason = reason or why_recorded(self, new_inputs, function_id, function)
         self._demote_saved_inputs(new_inputs, function_id)
         self._demote_moved_inputs(new_inputs, function_id)
         verification = self._verification(new_inputs, function_id)

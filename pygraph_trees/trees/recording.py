@@ -42,7 +42,7 @@ from pygraph_trees.extent import flat
 from pygraph_trees.graph_nodes import NodeKind
 from pygraph_trees.indirection.availability import usable_driver
 from pygraph_trees.indirection.inputs import LiveInputs, NotStaged, choose
-from pygraph_trees.indirection.route_choice import Watch
+from pygraph_trees.indirection.route_choice import Watch, is_over, why_by_table
 from pygraph_trees.indirection.routes import Route
 from pygraph_trees.indirection.table import readers_of, taken_by_variants
 from pygraph_trees.placement.staging import observed
@@ -138,6 +138,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             and not _is_debugged()
         )
         self.log.inputs = tuple(self._describe_inputs())
+        if isinstance(wrapped_function.model, FunctionModel):
+            _tell_route(wrapped_function.model, self._live)
         self.copies = self.log.copied_bytes > 0
         # Whether nothing is done around the launch of a replay, but for copies of that call alone.
         copies_some = self.copies or (self._live is not None and self._live.copies_some)
@@ -527,14 +529,22 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
 def _watch(model: FunctionModel, log: RecordingLog, device: int) -> Watch | None:
     """What looks at replays where routes are chosen; None where they are not, or where no kernel could read a table."""
-    if model.settings.indirection != "auto" or taken_by_variants(model) or not readers_of(model):
+    if model.settings.indirection != "auto" or is_over(model) or not readers_of(model):
         return None
 
     def is_idle() -> bool:
-        idle: bool = torch.cuda.current_stream(device).query()
-        return idle
+        return not torch.cuda.is_current_stream_capturing() and torch.cuda.current_stream(device).query()
 
-    return Watch(model, replays=lambda: log.replays, is_idle=is_idle, told=model.log.route_was_found)
+    return Watch(model, device, replays=lambda: log.replays, is_idle=is_idle)
+
+
+def _tell_route(model: FunctionModel, live: LiveInputs | None) -> None:
+    """Where a table was made for the function: whether this recording has it."""
+    why = why_by_table(model)
+    if why is None or live is None or not is_over(model) or not taken_by_variants(model):
+        return
+    is_used = any(decision.route is Route.TABLE for decision in live.decisions.values())
+    model.log.route_was_found(why if is_used else "by address: there is no table, whose kernels are made")
 
 
 def without_staged(outputs: Sequence[Any], live: LiveInputs) -> list[Any]:

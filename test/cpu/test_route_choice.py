@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
@@ -21,12 +22,15 @@ from hypothesis import strategies as st
 from test_launches import FakeAutotuner, autotuners, of_inductor, on_gpu
 from test_live_inputs import LiveInputsTestCase, at
 from test_patcher import requires_cpp
+from test_steady import Trees as steady_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
+from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pygraph_trees.coverage.log import RecordingLog
+from pygraph_trees.coverage.log import FunctionLog, RecordingLog
 from pygraph_trees.indirection import route_choice, table, variant_launchers, variant_worker
 from pygraph_trees.indirection.route_choice import (
+    AWAITED,
     EVERY,
     Seen,
     Watch,
@@ -36,8 +40,9 @@ from pygraph_trees.indirection.route_choice import (
     text_of,
     wants_table,
 )
+from pygraph_trees.indirection.routes import Route
 from pygraph_trees.indirection.table import Reader
-from pygraph_trees.indirection.variant_worker import Job, Worker, compile_jobs, job_of
+from pygraph_trees.indirection.variant_worker import Job, Worker, WriterJob, compile_jobs, job_of
 from pygraph_trees.trees import recording
 
 LOOKS = route_choice.LOOKS
@@ -52,7 +57,14 @@ class TestRule(TestCase):
     def test_many_nodes_that_are_waited_for(self) -> None:
         self.assertTrue(wants_table(seen()))
         self.assertExpectedInline(
-            text_of(seen()), """table: 13.1 us of a replay against 29.7 us by address (33 of 34 nodes can read there)"""
+            text_of(seen()).replace(" (", "\n("),
+            """\
+by address: 29.7 us of a replay against 13.1 us by a table, which is being made
+(33 of 34 nodes can read there)""",
+        )
+        self.assertExpectedInline(
+            text_of(seen(), is_used=True),
+            """table: 13.1 us of a replay against 29.7 us by address (33 of 34 nodes can read there)""",
         )
 
     def test_few_nodes(self) -> None:
@@ -93,11 +105,14 @@ by address: 29.7 us of a replay against 13.1 us by a table (hidden behind the GP
         more = Seen(set_us, set_nodes + 1, holders, readers, waiting)
         if set_nodes >= 1:  # the writer is set already
             self.assertGreaterEqual(saved_us(more) + 1e-9, saved_us(found))
-        self.assertEqual(text_of(found).startswith("table"), wants_table(found))
+        self.assertEqual(AWAITED in text_of(found), wants_table(found))
 
 
 class Function:
-    """Anything that can be held weakly."""
+    """What can be held weakly, and is told what is found."""
+
+    def __init__(self) -> None:
+        self.log = FunctionLog("f", None, "inference", 1, {})
 
 
 def reader(kernel: str, autotuner: Any = None) -> Reader:
@@ -109,36 +124,44 @@ class WatchTestCase(TestCase):
     def setUp(self) -> None:
         super().setUp()
         self.function = Function()
+        self.log = self.function.log
         self.replays, self.set_calls, self.idle = 0, 0, True
         self.told: list[str] = []
-        self.ready = 0
+        self.ready = self.begun = 0
         self.names: Sequence[str | None] = ["kernel"] * 33 + [None]
-        for target, name, value in (
-            (route_choice, "readers_of", lambda function: [reader("kernel"), reader("other")]),
-            (route_choice, "go_on", self.go_on),
+        for name, value in (
+            ("readers_of", lambda function: [reader("kernel"), reader("other")]),
+            ("go_on", self.go_on),
+            ("begin", self.begin),
+            ("is_begun", lambda function: self.begun > 0),
         ):
-            patch = mock.patch.object(target, name, value)
+            patch = mock.patch.object(route_choice, name, value)
             patch.start()
             self.addCleanup(patch.stop)
+        patch = mock.patch.object(FunctionLog, "route_was_found", lambda log, text: self.told.append(text))
+        patch.start()
+        self.addCleanup(patch.stop)
         self.steps: list[bool | None] = []
-        self.watch = Watch(
-            self.function, replays=lambda: self.replays, is_idle=lambda: self.idle, told=self.told.append
-        )
+        self.watch = Watch(self.function, 0, replays=lambda: self.replays, is_idle=lambda: self.idle)
         self.watch.ready = self.is_ready
 
     def is_ready(self) -> None:
         self.ready += 1
 
+    def begin(self, function: Any, device: int, why: str) -> None:
+        self.begun += 1
+        self.why = why
+
     def go_on(self, function: Any) -> bool | None:
         self.assertIs(function, self.function)
         return self.steps.pop(0)
 
-    def replay(self, times: int, nodes: int = 34, us: float = 30.0) -> int:
-        """Replays, each of which sets nodes; how often there was a look."""
+    def replay(self, times: int, nodes: int = 34, us: float = 33.0) -> int:
+        """Replays, each of which sets nodes, one of many in Python; how often there was a look."""
         looks = 0
         for _ in range(times):
             self.set_calls += nodes
-            if self.watch.is_due() and nodes:
+            if self.replays % EVERY == EVERY - 1 and self.watch.is_due() and nodes:
                 looks += 1
                 self.watch.look(us, nodes, self.set_calls, lambda: self.names)
             self.replays += 1
@@ -147,19 +170,25 @@ class WatchTestCase(TestCase):
 
 class TestWatch(WatchTestCase):
     def test_a_table_is_found_to_be_faster(self) -> None:
-        self.assertEqual(self.replay(EVERY), 0)
         self.assertEqual(self.replay(EVERY * LOOKS), LOOKS)
         (text,) = self.told
-        self.assertIn("30 us by address (33 of 34", text)
-        self.assertTrue(text.startswith("table"), text)
+        self.assertRegex(
+            text, r"^by address: 30 us of a replay against .* us by a table, which is being made \(33 of 34"
+        )
+        self.assertRegex(self.why, r"^table: .* us of a replay against 30 us by address")
         self.steps = [None, None, True]
         self.replay(2 * EVERY)
         self.assertEqual(self.ready, 0)
         self.assertEqual(self.replay(100 * EVERY), 1)  # the last step, and it is over
-        self.assertEqual((self.ready, self.steps, len(self.told)), (1, [], 1))
+        self.assertEqual((self.ready, self.steps, len(self.told), self.begun), (1, [], 1, 1))
+
+    def test_another_recording_has_begun_it(self) -> None:
+        self.begun, self.steps = 1, [None, True]
+        self.assertEqual(self.replay(10 * EVERY), 2)
+        self.assertEqual((self.ready, self.told), (1, []))
 
     def test_where_nothing_could_be_compiled(self) -> None:
-        self.replay(EVERY * (LOOKS + 1))
+        self.replay(EVERY * LOOKS)
         self.steps = [None, False]
         self.assertEqual(self.replay(100 * EVERY), 2)
         self.assertEqual(self.ready, 0)
@@ -167,7 +196,7 @@ class TestWatch(WatchTestCase):
 
     def test_looks_become_rare(self) -> None:
         self.idle = False
-        self.assertEqual(self.replay(EVERY * (LOOKS + 1)), LOOKS)
+        self.assertEqual(self.replay(EVERY * LOOKS), LOOKS)
         self.assertTrue(self.told[0].startswith("by address"))
         self.assertEqual(self.replay(EVERY * (LOOKS - 1)), 0)
         self.assertEqual(self.replay(EVERY * LOOKS), LOOKS)
@@ -183,13 +212,19 @@ class TestWatch(WatchTestCase):
 
     def test_replays_that_set_nothing_count(self) -> None:
         while len(self.told) < 1:
+            self.replay(EVERY - 1, nodes=0)
             self.replay(1)
-            self.replay(63, nodes=0)
-        self.assertIn("by address: 0.469 us of a replay", self.told[0])  # 30 of them in each 64th
+        self.assertIn("by address: 0.234 us of a replay", self.told[0])  # 30 of them in each 128th
+
+    def test_what_python_does_around_the_nodes_is_not_theirs(self) -> None:
+        self.names = ["kernel"] * 4
+        self.replay(EVERY * LOOKS, nodes=4, us=6.6)
+        self.assertIn("by address: 3.6 us of a replay", self.told[0])
+        self.assertEqual(self.begun, 0)
 
     def test_nothing_is_looked_at_for_a_function_that_is_gone(self) -> None:
         del self.function
-        self.assertEqual(self.replay(EVERY * (LOOKS + 2)), LOOKS + 1)
+        self.assertEqual(self.replay(EVERY * (LOOKS + 2)), LOOKS + 2)
         self.assertEqual(self.told, [])
 
     def test_it_holds_no_function(self) -> None:
@@ -197,29 +232,44 @@ class TestWatch(WatchTestCase):
         del self.function
         self.assertIsNone(gone())
 
+    def test_whatever_goes_wrong_there(self) -> None:
+        with (
+            mock.patch.object(self.watch, "_is_idle", side_effect=RuntimeError("of the test")),
+            self.assertLogs("pygraph_trees.indirection", "WARNING") as logs,
+        ):
+            self.assertEqual(self.replay(EVERY * 10), 1)  # and never again
+        self.assertIn("of the test", logs.output[0])
+
 
 class FakeWorker:
     """Does its work when it is told to."""
 
-    free = True
-
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self.jobs, self.compiled = list(jobs), None
+    def __init__(self, jobs: Sequence[Job | WriterJob]) -> None:
+        self.jobs, self.compiled, self.inside = list(jobs), None, 0
 
     def done(self) -> set[int] | None:
         return self.compiled
+
+    @contextlib.contextmanager
+    def cache(self) -> Iterator[None]:
+        self.inside += 1
+        yield
+        self.inside -= 1
 
 
 class TestBuilding(TestCase):
     def setUp(self) -> None:
         super().setUp()
-        self.function, self.started, self.built = Function(), list[FakeWorker](), list[str]()
+        self.function, self.started = Function(), list[FakeWorker]()
+        self.built = list[Any]()  # kernels and writers
         self.readers = [reader(name) for name in ("a", "b", "c")]
         self.free = True
         self.error: Exception | None = None
         for target, name, value in (
             (route_choice, "readers_of", lambda function: self.readers),
             (route_choice, "job_of", self.job_of),
+            (route_choice, "current_target", lambda: "a target"),
+            (route_choice, "load_writer", lambda device, width: self.load((device, width))),
             (route_choice.Worker, "start", self.start),
             (route_choice, "_building", weakref.WeakKeyDictionary()),
             (table, "_taken", weakref.WeakKeyDictionary()),
@@ -229,10 +279,13 @@ class TestBuilding(TestCase):
             patch.start()
             self.addCleanup(patch.stop)
 
+    def begin(self) -> None:
+        route_choice.begin(self.function, 3, "why")
+
     def job_of(self, autotuner: FakeAutotuner, names: frozenset[str]) -> Job | None:
         return None if autotuner.fn.__name__ == "b" else Job("path", autotuner.fn.__name__, None, names)
 
-    def start(self, jobs: Sequence[Job]) -> FakeWorker | None:
+    def start(self, jobs: Sequence[Job | WriterJob]) -> FakeWorker | None:
         if self.error is not None:
             raise self.error
         if not self.free:
@@ -240,45 +293,65 @@ class TestBuilding(TestCase):
         self.started.append(FakeWorker(jobs))
         return self.started[-1]
 
+    def load(self, what: Any) -> None:
+        self.assertEqual(self.started[-1].inside, 1)  # it is looked for where it was put
+        self.assertEqual(table.taken_by_variants(self.function), frozenset())  # all at once, in the end
+        self.built.append(what)
+
     def build(self, autotuner: FakeAutotuner, names: frozenset[str]) -> Any:
-        self.built.append(autotuner.fn.__name__)
+        self.load(autotuner.fn.__name__)
         return SimpleNamespace(slots=names)
 
     def go_on(self) -> bool | None:
         return route_choice.go_on(self.function)
 
     def test_one_is_loaded_at_a_step(self) -> None:
+        self.assertFalse(route_choice.is_begun(self.function))
+        self.begin()
+        self.assertEqual((route_choice.is_begun(self.function), route_choice.is_over(self.function)), (True, False))
         self.assertEqual([self.go_on(), self.go_on()], [None, None])
         (worker,) = self.started
-        self.assertEqual([job.kernel for job in worker.jobs], ["a", "c"])
-        worker.compiled = {0, 1}
+        *kernels, writer = worker.jobs
+        self.assertEqual([job.kernel for job in kernels], ["a", "c"])
+        self.assertEqual(writer, WriterJob(8, "a target"))
+        worker.compiled = {0, 1, 2}
         self.assertIsNone(self.go_on())
         self.assertEqual(self.built, [])
         self.assertIsNone(self.go_on())
-        self.assertEqual(len(self.built), 1)
+        self.assertEqual(self.built, [(3, 8)])
+        self.assertIsNone(self.go_on())
         self.assertIs(self.go_on(), True)
-        self.assertEqual(sorted(self.built), ["a", "c"])
+        self.assertEqual(self.built, [(3, 8), "c", "a"])
+        self.assertEqual(
+            (table.taken_by_variants(self.function), route_choice.why_by_table(self.function)), ({0}, "why")
+        )
+        self.begin()
         self.assertIs(self.go_on(), True)  # another recording asks
-        self.assertEqual((len(self.built), len(self.started)), (2, 1))
+        self.assertTrue(route_choice.is_over(self.function))
+        self.assertEqual((len(self.built), len(self.started)), (3, 1))
 
     def test_what_was_not_compiled_is_not_loaded(self) -> None:
+        self.begin()
         self.go_on()
         self.started[0].compiled = {1}
         self.assertEqual([self.go_on(), self.go_on()], [None, True])
         self.assertEqual(self.built, ["c"])
 
     def test_nothing_was_compiled(self) -> None:
+        self.begin()
         self.go_on()
         self.started[0].compiled = set()
         self.assertIs(self.go_on(), False)
 
     def test_none_can_be(self) -> None:
         self.readers = self.readers[1:2]
+        self.begin()
         self.assertIs(self.go_on(), False)
         self.assertEqual(self.started, [])
 
     def test_another_function_has_the_worker(self) -> None:
         self.free = False
+        self.begin()
         self.assertEqual([self.go_on(), self.go_on()], [None, None])
         self.free = True
         self.assertIsNone(self.go_on())
@@ -286,12 +359,19 @@ class TestBuilding(TestCase):
 
     def test_no_process_can_be_made(self) -> None:
         self.error = OSError("of the test")
+        self.begin()
         with self.assertLogs("pygraph_trees.indirection", "WARNING") as logs:
             self.assertIs(self.go_on(), False)
         self.assertIn("of the test", logs.output[0])
         self.assertIs(self.go_on(), False)  # and is not tried again
         with route_choice._lock:
             self.assertIsNone(self.go_on())  # another thread is at it
+
+    def test_without_a_target_there_is_no_writer(self) -> None:
+        with mock.patch.object(route_choice, "current_target", side_effect=RuntimeError("no GPU")):
+            self.begin()
+            self.go_on()
+        self.assertEqual([job.kernel for job in self.started[0].jobs], ["a", "c"])
 
 
 PRESENCE = """
@@ -333,12 +413,29 @@ class TestWorker(TestCase):
         self.assertEqual(Path(job.path), self.folder / f"{job.kernel}.py")
         # The process has no GPU either.
         Path(job.path).write_text(PRESENCE + Path(job.path).read_text())
-        worker = Worker.start([Job(job.path, "none of that name", job.config, job.names), job])
+        target = GPUTarget("cuda", 90, 32)
+        jobs = [Job(job.path, "none of that name", job.config, job.names), job, WriterJob(8, target)]
+        (self.folder / "triton").mkdir()  # nothing of the folder that it is begun in is imported
+        (self.folder / "triton" / "__init__.py").write_text("raise ImportError")
+        before = os.getcwd()
+        self.addCleanup(os.chdir, before)
+        os.chdir(self.folder)
+        worker = Worker.start(jobs)
+        os.chdir(before)
         assert worker is not None
         self.assertIsNone(Worker.start([job]))  # one at a time
-        self.assertEqual(self.wait(worker), {1})
-        with mock.patch.object(ASTSource, "make_ir", side_effect=AssertionError("it is compiled already")):
-            _, slots = variant_launchers.compile_variant(autotuner, job.config, job.names)
+        self.assertEqual(self.wait(worker), {1, 2})
+        # Wherever this process looks by then.
+        is_compiled = mock.patch.object(ASTSource, "make_ir", side_effect=AssertionError("it is compiled already"))
+        for elsewhere in (None, str(self.folder / "elsewhere")):
+            with mock.patch.dict(os.environ):
+                os.environ.pop("TRITON_CACHE_DIR")
+                if elsewhere is not None:
+                    os.environ["TRITON_CACHE_DIR"] = elsewhere
+                with is_compiled, worker.cache():
+                    _, slots = variant_launchers.compile_variant(autotuner, job.config, job.names)
+                    table.compile_writer(8, target)
+                self.assertEqual(os.environ.get("TRITON_CACHE_DIR"), elsewhere)
         self.assertEqual(slots, job.names)
 
     def test_jobs_one_by_one(self) -> None:
@@ -347,7 +444,7 @@ class TestWorker(TestCase):
         assert job is not None
         gone = Job(str(self.folder / "none.py"), job.kernel, job.config, job.names)
         other = Job(job.path, job.kernel, job.config, frozenset({"xnumel"}))  # which is no pointer
-        self.assertEqual(compile_jobs([gone, job, other]), [1])
+        self.assertEqual(list(compile_jobs([gone, job, other])), [1])
 
     def test_kernels_that_no_other_process_could_compile(self) -> None:
         for name, value in (("filename", None), ("filename", "none.py"), ("launchers", [])):
@@ -357,6 +454,10 @@ class TestWorker(TestCase):
             self.assertIsNotNone(job_of(autotuner, frozenset()))
             setattr(autotuner, name, value)
             self.assertIsNone(job_of(autotuner, frozenset()), name)
+        autotuner = FakeAutotuner()
+        autotuner.filename = __file__  # type: ignore[attr-defined]
+        autotuner.launchers[0].config = SimpleNamespace(pre_hook=lambda: None)  # cannot be sent
+        self.assertIsNone(job_of(autotuner, frozenset()))
 
     def fake(self, code: str) -> Worker:
         """One that runs this instead."""
@@ -386,6 +487,32 @@ class TestWorker(TestCase):
         ):
             self.assertEqual(worker.done(), set())
         self.assertIsNotNone(process.poll())
+
+    def test_one_that_nobody_asks_any_longer(self) -> None:
+        """Another function's does not wait for it."""
+        worker = self.fake("echo 0")
+        worker._process.wait()
+        other = self.fake("true")
+        self.assertEqual((worker.done(), self.wait(other)), ({0}, set()))
+
+    def test_what_it_had_done_by_then(self) -> None:
+        worker = self.fake("echo 0; echo 1; sleep 1000")
+        time.sleep(0.5)
+        with (
+            mock.patch.object(variant_worker, "_MOST_S", 0.0),
+            self.assertLogs("pygraph_trees.indirection", "WARNING") as logs,
+        ):
+            self.assertEqual(worker.done(), {0, 1})
+        self.assertIn("did not end in time", logs.output[0])
+
+    def test_a_program_that_is_no_python(self) -> None:
+        for frozen, executable in ((True, sys.executable), (False, "/usr/bin/editor"), (False, None)):
+            with (
+                mock.patch.object(sys, "frozen", frozen, create=True),
+                mock.patch.object(sys, "executable", executable),
+                self.assertRaisesRegex(OSError, "is no Python"),
+            ):
+                Worker.start([])
 
     def test_it_ends_with_who_holds_it(self) -> None:
         worker = self.fake("sleep 1000")
@@ -445,7 +572,7 @@ class TestLiveInputs(LiveInputsTestCase):
             self.replay(live, graph, sets[0])
             self.replay(live, graph, sets[1])
         self.assertEqual(live._patches.set_calls - before, 4 * EVERY * 3)
-        self.assertEqual(len(looks), self.expected_looks(4 * EVERY))
+        self.assertEqual(len(looks), 4 * EVERY)
         count, set_calls, holders = looks[-1]
         self.assertEqual((count, len(holders)), (3, 3))
         self.assertLessEqual(set_calls, live._patches.set_calls)
@@ -455,9 +582,6 @@ class TestLiveInputs(LiveInputsTestCase):
             self.replay(live, graph, sets[1])
         self.assertEqual(looks, [])
 
-    def expected_looks(self, calls: int) -> int:
-        return calls
-
 
 @requires_cpp
 class TestLiveInputsNative(TestLiveInputs):
@@ -465,8 +589,31 @@ class TestLiveInputsNative(TestLiveInputs):
 
     native = True
 
-    def expected_looks(self, calls: int) -> int:
-        return calls // EVERY
+    def test_the_whole_way(self) -> None:
+        """A steady replay in C++ asks the recording, which asks who looks; addresses are those of two sets."""
+        live, graph, sets, looks, watch = self.watched()
+        replays = SimpleNamespace(count=0, next=EVERY // 2)
+        watch.is_due = lambda: replays.count >= replays.next
+        look = watch.look
+
+        def looked(*given: Any) -> None:
+            look(*given)
+            replays.next = replays.count + EVERY // 2
+
+        watch.look = looked
+        for inputs in (*sets, *sets):
+            self.replay(live, graph, inputs)
+        looks.clear()
+        trees = steady_trees({}, [torch.zeros(1)], live=live)
+        entry = trees.entry(order=())
+        for number in range(20 * EVERY):
+            self.given = sets[number % 2]
+            self.assertEqual(len(entry(list(self.given))), 1)
+            self.assertEqual(graph.launch()[0][:2], [t.data_ptr() for t in self.given])
+            replays.count += 1
+        self.assertEqual(len(looks), 20)
+        self.assertEqual({count for count, _, _ in looks}, {3})
+        self.assertEqual(trees.handed, [])
 
     def test_nobody_is_asked_without_a_watch(self) -> None:
         sets = [[at(0), at(0)] for _ in range(2)]
@@ -481,46 +628,75 @@ class TestLiveInputsNative(TestLiveInputs):
 
 
 class TestRecording(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        self.model: Any = Function()
+        self.key = object(), frozenset({"in_ptr0"})
+        self.enter(mock.patch.object(route_choice, "_building", weakref.WeakKeyDictionary()))
+        self.enter(mock.patch.object(table, "_taken", weakref.WeakKeyDictionary()))
+        self.enter(mock.patch.dict(table._readers, {self.model: {self.key: reader("kernel")}}))
+
+    def enter(self, manager: Any) -> None:
+        manager.__enter__()
+        self.addCleanup(manager.__exit__, None, None, None)
+
+    def building(self, **state: Any) -> Any:
+        route_choice.begin(self.model, 0, "table: why")
+        building = route_choice._building[self.model]
+        vars(building).update(state)
+        return building
+
     def test_which_recordings_are_watched(self) -> None:
-        model: Any = Function()
-        told: list[str] = []
-        model.log = SimpleNamespace(route_was_found=told.append)
         log = RecordingLog()
-        key = object(), frozenset({"in_ptr0"})
-        cases = (
-            ("auto", {key: reader("kernel")}, (), True),
-            ("auto", {}, (), False),  # no kernel could
-            ("auto", {key: reader("kernel")}, {0}, False),  # there is a table already
-            ("patch", {key: reader("kernel")}, (), False),
-            ("table", {key: reader("kernel")}, (), False),
-        )
-        for flag, readers, taken, is_watched in cases:
-            model.settings = SimpleNamespace(indirection=flag)
+        for flag, is_watched in (("auto", True), ("patch", False), ("table", False)):
+            self.model.settings = SimpleNamespace(indirection=flag)
+            self.assertEqual(recording._watch(self.model, log, 0) is not None, is_watched)
+        self.model.settings.indirection = "auto"
+        with mock.patch.dict(table._readers, {self.model: {}}):  # no kernel could
+            self.assertIsNone(recording._watch(self.model, log, 0))
+        building = self.building()
+        self.assertIsNotNone(recording._watch(self.model, log, 0))  # it goes on with what is begun
+        building.give_up()
+        self.assertIsNone(recording._watch(self.model, log, 0))
+
+    def test_what_it_asks(self) -> None:
+        stream, log = SimpleNamespace(), RecordingLog()
+        self.model.settings = SimpleNamespace(indirection="auto")
+        cases = (True, False, AWAITED), (False, False, "hidden"), (True, True, "hidden")
+        for is_idle, is_capturing, text in cases:
+            stream.query = lambda is_idle=is_idle: is_idle
+            route_choice._building.clear()
             with (
-                self.subTest(flag=flag, readers=readers, taken=taken),
-                mock.patch.dict(table._readers, {model: readers}),
-                mock.patch.dict(table._taken, {model: set(taken)}),
+                mock.patch.object(torch.cuda, "current_stream", lambda device: stream),
+                mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: is_capturing),  # noqa: B023
             ):
-                watch = recording._watch(model, log, 0)
-                self.assertEqual(watch is not None, is_watched)
-        stream = SimpleNamespace()
-        with (
-            mock.patch.dict(table._readers, {model: {key: reader("kernel")}}),
-            mock.patch.object(torch.cuda, "current_stream", lambda device: stream),
-        ):
-            model.settings = SimpleNamespace(indirection="auto")
-            for is_idle, text in ((True, "table: "), (False, "by address: ")):
-                stream.query = lambda is_idle=is_idle: is_idle
-                log.replays, set_calls = 0, 0
-                watch = recording._watch(model, log, 0)
+                log.replays, set_calls, self.model.log.route = 0, 0, None
+                watch = recording._watch(self.model, log, 0)
                 assert watch is not None
-                while len(told) < 1:
+                while self.model.log.route is None:
                     log.replays += 1
                     set_calls += 50
-                    if watch.is_due():
+                    if log.replays % EVERY == 0:
+                        self.assertTrue(watch.is_due())
                         watch.look(50.0, 50, set_calls, lambda: ["kernel"] * 50)
-                self.assertTrue(told.pop().startswith(text))
+                self.assertIn(text, self.model.log.route)
                 self.assertEqual(log.replays, LOOKS * EVERY)
+
+    def test_what_is_told_of_one_with_a_table(self) -> None:
+        live = SimpleNamespace(decisions={0: SimpleNamespace(route=Route.PATCH)})
+        building = self.building(_left=None)
+        for left, taken, route, told in (
+            (None, {0}, Route.TABLE, None),  # not yet
+            ([], set(), Route.PATCH, None),
+            ([], {0}, Route.TABLE, "table: why"),
+            ([], {0}, Route.PATCH, "by address: there is no table, whose kernels are made"),
+        ):
+            building._left, self.model.log.route, live.decisions[0].route = left, None, route
+            table._taken[self.model] = taken
+            for inputs in (None, live):
+                recording._tell_route(self.model, inputs)
+            self.assertEqual(self.model.log.route, told)
+        recording._tell_route(cast("Any", Function()), cast("Any", live))
 
 
 if __name__ == "__main__":

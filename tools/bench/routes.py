@@ -102,7 +102,7 @@ def measure(
             if route == "auto":
                 given = feed(sets, rate)
                 call_until_chosen(
-                    lambda way=way, given=given: timed_call(_step(program, way), next(given), wait), first
+                    lambda way=way, given=given: timed_call(_step(program, way), next(given), wait), first, rate
                 )
                 chosen[str(rate)] = next((f.route for f in pygraph_trees.report().functions[first:]), None)
     samples: dict[str, dict[str, list[float]]] = {}
