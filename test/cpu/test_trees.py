@@ -618,7 +618,9 @@ class TestForgotten(TestCase):
             for number, model in ((1, self.model), (2, None))
         }
         manager.warmed_up_functions, manager.path_state = {1, 2}, cudagraph_trees.ExecutionState.EXECUTION
-        own = {"outputs_weakrefs": [], "unaliased_in_all_paths": []}
+        manager.graph = "its own"
+        self.enterContext(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
+        own = {"outputs_weakrefs": []}
         self.below = mock.Mock(children={}, graph="captured", **own)
         self.first = mock.Mock(children={1: [self.below]}, graph="captured", **own)
         manager.roots, manager.current_node = {2: [self.first]}, self.first
@@ -691,6 +693,27 @@ class TestForgotten(TestCase):
                 self.manager.record_function([], 2)
                 self.assertEqual(self.manager.current_node.log.reason, reason)
         self.assertEqual(recorded, [2, 2])
+
+    def test_no_way_leads_to_what_is_given_back(self):
+        """Ways that were found while it could not be given back yet, also where none is open."""
+        calls = mock.Mock(return_value=[])
+        for is_open in (True, False):
+            with self.subTest(is_open=is_open):
+                self.first.children, self.manager.roots = {1: [self.below]}, {2: [self.first]}
+                self.manager._ways, self.manager._forgotten = {1: "to what is given back", 2: "another"}, [1]
+                self.manager.current_node = self.first if is_open else None
+
+                def try_end(manager):
+                    manager.current_node = None
+
+                with (
+                    mock.patch.object(Upstream, "try_end_curr_execution", try_end),
+                    mock.patch.object(Manager, "_graphs", lambda *_: True),
+                    mock.patch("pygraph_trees.trees.manager.release_retired", calls),
+                ):
+                    self.manager._find_way(2, False)
+                self.assertEqual((self.manager._forgotten, self.first.children), ([], {}))
+                self.assertNotIn(1, self.manager._ways)
 
     def test_a_recording_that_had_better_be_another(self):
         watch = SimpleNamespace(ready=None)

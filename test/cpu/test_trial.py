@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import inspect
 import itertools
 import sys
 import threading
@@ -84,8 +86,9 @@ class Function:
         self.world, self.times, self.kernels = world, {Way.UNGRAPHED: ungraphed, Way.GRAPHED: graphed}, kernels
         self.log = FunctionLog("Net", "0/0", mode, 1, {})
         self.went, self.graphed_calls, self.began = [], 0, 0
-        run, told = (self.graph, self.ungraph), (self.went.append, self.begin, lambda: self.handed)
+        run, told = (self.graph, self.ungraph), (self.went.append, self.begin, lambda: self.handed, lambda: self.room)
         self.handed = Handed()
+        self.room = True
         self.contestant = Contestant(trial, self.log, *run, world, *told)
         trial.join(self.contestant)
         self.calls = []
@@ -115,8 +118,8 @@ class Function:
     def begin(self):
         self.began += 1
 
-    def look(self, number):
-        return self.contestant.look([float(number)])
+    def look(self, number, sizes=()):
+        return self.contestant.look([float(number), *sizes])
 
     def outputs(self, inputs):
         return [int(x) + 1 for x in inputs if type(x) is float]
@@ -593,6 +596,77 @@ class TestRenewal(TrialTestCase):
                     self.assertEqual(functions[0].calls, functions[1].calls)
                     self.assertEqual(functions[0].went, functions[1].went)
 
+    def test_sizes_that_change_all_the_time(self):
+        """Such calls are like no other; where they change for good, they are compared."""
+        trial = Trial(Objective.LATENCY)
+        function = Function(self.world, trial)
+        for number in range(60):
+            function(number, sizes=(8,))
+            self.world.wait()
+        self.assertTrue(trial.is_over)
+        for number in range(400):
+            size = 8 * (1 + number % 3)
+            self.becomes(function, (20.0, 40.0 * size), (90.0, 40.0 * size))
+            self.assertEqual(function.look(number, (size,)), [number + 1])
+            self.world.wait()
+        self.assertEqual(function.began, 0)
+        for number in range(100):
+            self.becomes(function, (20.0, 400.0 * (number // 50)), (90.0, 400.0 * (number // 50)))
+            called = function.look if trial.is_over else function
+            called(number, sizes=(8 * (1 + number // 50),))
+            self.world.wait()
+        self.assertEqual(function.began, 1)
+
+    def test_what_was_given_before_is_not_what_is_measured(self):
+        trial = Trial(Objective.LATENCY)
+        forward, backward = (Function(self.world, trial, mode=mode) for mode in ("forward", "backward"))
+
+        def step(number, size):
+            for function in (forward, backward):
+                function(number, sizes=(size,) if function is forward else ())
+            self.world.wait()
+
+        for number in range(60):
+            step(number, 8)
+        self.assertTrue(trial.is_over)
+        trial.begin_anew()  # in the forward's call: its backward is to come
+        backward(0)
+        backward(0)
+        self.assertEqual((trial._integers, backward.contestant.made(Way.GRAPHED)), (None, 0))
+        for number in range(60):
+            step(number, 16)
+        self.assertTrue(trial.is_over)
+        self.assertEqual(trial._integers, (16,))
+        self.assertEqual(len(forward.went), 2)
+
+    def test_no_memory_for_both_ways(self):
+        """Of what is graphed: its recordings stay while it is run un-graphed."""
+        for times, begins in (({}, 0), (self.HEAVY, 1)):
+            trial = Trial(Objective.LATENCY)
+            function = Function(self.world, trial, **times)
+            self.decided(trial, function)
+            function.room = False
+            trial.begin_anew()
+            self.assertEqual((function.began, trial.is_over), (begins, not begins))
+
+    def test_another_thread_that_ends_it(self):
+        trial = Trial(Objective.LATENCY)
+        function = Function(self.world, trial)
+        self.decided(trial, function)
+        self.assertFalse(trial.is_elsewhere)
+        trial.begin_anew()
+        with ThreadPoolExecutor(1) as other:
+            self.assertEqual(other.submit(function, 3).result(), [4])
+        self.assertEqual((trial.is_over, trial.is_elsewhere), (True, True))
+
+    def test_what_spoke_against_it_long_ago(self):
+        trial = Trial(Objective.LATENCY)
+        function = Function(self.world, trial)
+        self.decided(trial, function)
+        trial.decision = replace(trial.decision, against=2)
+        trial.begin_anew()
+        self.assertEqual(trial._standing.against, 0)
+
     def test_so_many_times_at_most(self):
         trial = Trial(Objective.LATENCY)
         function = Function(self.world, trial)
@@ -901,6 +975,50 @@ class TestChoice(TrialTestCase):
                 gc.collect()
                 self.assertIsNone(gone())
 
+    def test_torch_lets_go_of_what_is_compiled(self):
+        """It holds a function as long as what it made of it lives, and the trees as long as there is one."""
+
+        class Trees:  # what of a manager matters
+            def __init__(self, device):
+                self.ids_to_funcs, self.device = {}, device
+
+            def add_function(self, model, inputs, *args, **kwargs):
+                self.ids_to_funcs[len(self.ids_to_funcs)] = SimpleNamespace(model=model)
+                fn = functools.partial(self.run, model=weakref.ref(model))
+                cudagraph_trees.get_container(self.device).add_strong_reference(fn)
+                model.add(of_integers=False)
+                return fn, fn(inputs)
+
+            def run(self, inputs, model):
+                log = model().log
+                log.recordings = log.recordings or [RecordingLog(number=0, kernels=1, other_nodes=0)]
+                log.recordings[0].replays += 1
+                return [x * 2 for x in inputs]
+
+        upstream = inspect.unwrap(cudagraph_trees.cudagraphify_impl)
+        for way in Way:
+            with (
+                self.subTest(way=way.value),
+                mock.patch.object(cudagraph_trees, "CUDAGraphTreeManager", Trees),
+                mock.patch.object(cudagraph_trees, "get_input_idxs_to_check", lambda *args: []),
+                mock.patch.object(cudagraph_trees, "remove_unaligned_input_idxs", lambda inputs, static: static),
+                mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda *args: []),
+                mock.patch.object(trials, "decide", lambda compared, *_: Decision(way, compared)),  # noqa: B023
+            ):
+                model = self.model()
+                given = {"device_index": 0, "is_backward": False, "is_inference": True}
+                call = self.enter(model, upstream(model, [torch.ones(2)], (), **given))
+                for _ in range(60):
+                    self.assertEqual(call([torch.ones(2)]), [torch.full((2,), 2.0)])
+                self.assertRegex(model.log.decision, f"^{way.value}: ")
+                container = cudagraph_trees.get_container(0)
+                trees, gone = weakref.ref(container.tree_manager), weakref.ref(model)
+                self.assertEqual(container.live_cudagraphify_fns, 1)
+                del model, call
+                gc.collect()
+                self.assertEqual((container.live_cudagraphify_fns, trees(), gone()), (0, None, None))
+                cudagraph_trees.local.tree_manager_containers.clear()
+
     def test_ungraphed_from_then_on(self):
         model = self.model()
         call = self.enter(model, lambda inputs: self.fail("graphed"))
@@ -909,7 +1027,7 @@ class TestChoice(TrialTestCase):
             model.instead._ended(Way.UNGRAPHED)
         x = torch.ones(2)
         self.assertEqual(call([x]), [x * 2])
-        manager.forget.assert_called_once_with(model)
+        manager.forget.assert_called_once_with(model, later=False)
         self.assertRegex(model.log.ungraphed_reason, "measured to be faster")
 
     def test_misaligned_inputs_are_written_to_as_well(self):
@@ -929,43 +1047,53 @@ class TestChoice(TrialTestCase):
 class TestHandedOn(TestCase):
     """What other functions take of a function's outputs in the graph pool."""
 
-    def node(self, model, managed=(), outputs=(), **children):
+    def node(self, model, number, managed=(), outputs=(), depth=0, **children):
+        """``managed``: depth and output, of each managed input."""
         return SimpleNamespace(
+            id=SimpleNamespace(id=number),
             wrapped_function=SimpleNamespace(model=model),
             cudagraph_managed_idxs=list(range(len(managed))),
-            static_input_data_ptrs=list(managed),
-            outputs_metadata=[{"data_ptr": begin, "nbytes": nbytes} for begin, nbytes in outputs] + [7, None],
-            children={number: list(nodes) for number, nodes in enumerate(children.values())},
+            live_cudagraph_managed_path_refs=list(managed),
+            outputs_metadata=[*({"nbytes": nbytes} for nbytes in outputs), 7, None],
+            _path_from_root=iter(range(depth + 1)),
+            children=dict(enumerate(children.values())),
         )
 
     def test_by_the_newest_recording(self):
         own, other = object(), object()
         first, partition, neighbour, plain = (SimpleNamespace(trial=trial) for trial in (own, own, other, None))
         manager = Manager.__new__(Manager)
-        outputs = ((1000, 100), (2000, 500))
-        last = self.node(neighbour, managed=(2499, 5000))
-        behind = self.node(partition, managed=(1000,), a=[last, self.node(plain, managed=(1000, 1000, 2000))])
-        manager.roots = {
-            1: [self.node(first, outputs=((1000, 9),)), self.node(first, outputs=outputs, a=[behind])],
-            2: [self.node(neighbour, managed=(1000,))],
-        }
+        # What another's recording behind it gives, at depth 2, is not this one's; of several recordings one is
+        # replayed.
+        last = self.node(neighbour, 6, ((1, 1), (2, 0)))
+        older, newer = self.node(plain, 4, ((1, 0),) * 9), self.node(plain, 5, ((1, 0), (1, 0), (1, 1), None))
+        behind = self.node(partition, 3, ((1, 0),), outputs=(9,), a=[last], b=[older, newer])
+        newest = self.node(first, 2, outputs=(100, 500), depth=1, a=[behind])
+        above = self.node(neighbour, 0, a=[newest])
+        manager.roots = {1: [self.node(first, 1, outputs=(9,))], 2: [above], 3: [self.node(neighbour, 7, ((0, 0),))]}
         self.assertEqual(sorted(manager.handed_on(first)), [100, 100, 500, 500])
         self.assertEqual(manager.handed_on(SimpleNamespace(trial=own)), [])
-        model = self.node(first)  # a function that upstream graphs has no trial
-        manager.roots = {1: [self.node(model.wrapped_function.model)]}
+        manager.roots = {1: [self.node(first, 1)]}
         self.assertEqual(manager.handed_on(first), [])
 
 
 class TestForget(TestCase):
+    def setUp(self):
+        super().setUp()
+        patch = mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.start()
+        self.addCleanup(patch.stop)
+
     def node(self, **children):
         node = mock.Mock(children={int(key[1:]): nodes for key, nodes in children.items()})
-        node.graph, node.outputs_weakrefs, node.unaliased_in_all_paths = "graph", [], []
+        node.graph, node.native, node.outputs_weakrefs = "graph", "in C++", []
         return node
 
     def test_recordings_and_those_behind_them(self):
         model, other = object(), object()
         manager = Manager.__new__(Manager)
-        manager._ways, manager._forgotten, manager._anew, manager._left = {}, [], {}, None
+        manager._ways, manager._forgotten, manager._anew, manager._left = {}, [], {1: "why"}, None
+        manager.graph = "its own"
         manager.ids_to_funcs = {1: SimpleNamespace(model=model), 2: SimpleNamespace(model=other)}
         below, last = self.node(), self.node()
         gone, leaf = self.node(f2=[below]), self.node(f1=[last])
@@ -983,6 +1111,8 @@ class TestForget(TestCase):
         for node in (gone, below, last):
             node.remove_node_cached_tensors.assert_called_once()
             self.assertIsNone(node.graph)
+            self.assertIsNone(node.native)
+        self.assertEqual(manager._anew, {})
         self.assertEqual(leaf.graph, "graph")
         leaf.remove_node_cached_tensors.assert_not_called()
         self.assertFalse(manager.give_pool_back())  # there is another recording
@@ -1004,10 +1134,8 @@ class TestForget(TestCase):
             manager.pools = {(0, 7), (0, 9)}
             manager.ids_to_funcs = {1: SimpleNamespace(model=model)}
             node = self.node()
-            outputs = [mock.Mock(expired=lambda number=number: not (is_held and number == 0)) for number in range(3)]  # noqa: B023
-            never_asked = mock.Mock(expired=mock.Mock(side_effect=AssertionError("another's memory")))
-            node.outputs_weakrefs = [*outputs, never_asked, None]
-            node.unaliased_in_all_paths = [True, True, True, False, False]
+            # Also of outputs that share their memory with others.
+            node.outputs_weakrefs = [mock.Mock(expired=lambda: True), None, mock.Mock(expired=lambda: not is_held)]  # noqa: B023
             manager.roots, manager._current_node = {1: [node]}, None
             manager.path_state = cudagraph_trees.ExecutionState.NONE
             made.clear()
@@ -1027,6 +1155,84 @@ class TestForget(TestCase):
                 self.assertEqual((manager.pools, manager._left), ({(0, 9)}, None))
                 self.assertFalse(manager.give_pool_back())  # once
             self.assertEqual((made, emptied.call_count), ([3], 1))
+
+    def a_pool(self, **state):
+        """A manager with nothing to give back."""
+        manager = Manager.__new__(Manager)
+        given = {"_ways": {}, "_forgotten": [], "_anew": {}, "_left": None, "graph": "graph", "roots": {}, "stream": 0}
+        given |= {
+            "_made_with": ((0,), {}),
+            "_current_node": None,
+            "cuda_graphs_thread_pool": (0, 7),
+            "ids_to_funcs": {},
+        }
+        given |= {"path_state": cudagraph_trees.ExecutionState.NONE}
+        for name, value in (given | state).items():
+            setattr(manager, name, value)
+        return manager
+
+    def test_nothing_is_begun_anew_where_nothing_was_recorded(self):
+        model = object()
+        manager = self.a_pool(ids_to_funcs={1: SimpleNamespace(model=model)})
+        with mock.patch.object(Manager, "__init__", side_effect=AssertionError("a new one")):
+            manager.forget(model)
+            self.assertFalse(manager.give_pool_back())
+        self.assertIsNone(manager._left)
+
+    def test_a_pool_that_cannot_be_begun(self):
+        manager = self.a_pool(_left=[])
+        with (
+            mock.patch.object(Manager, "__init__", side_effect=RuntimeError("out of memory")),
+            self.assertLogs("pygraph_trees.trees", "WARNING") as logs,
+        ):
+            self.assertFalse(manager.give_pool_back())
+        self.assertIn("out of memory", logs.output[0])
+        self.assertEqual((manager.graph, manager._left), ("graph", []))
+
+    def test_what_was_shut_down_has_nothing(self):
+        model = object()
+        manager = self.a_pool(_left=[], _forgotten=[1], ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: []})
+        manager.shutdown()
+        self.assertEqual((manager._left, manager._forgotten), (None, []))
+        manager.forget(model)
+        self.assertFalse(manager.give_pool_back())
+        manager._forget()
+        self.assertEqual(manager.handed_on(SimpleNamespace(trial=object())), [])
+
+    def test_not_while_somebody_captures(self):
+        manager = self.a_pool(_left=[])
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
+            self.assertFalse(manager.give_pool_back())
+
+    def test_from_another_thread_it_is_the_managers_own_that_does_it(self):
+        model, node = object(), self.node()
+        manager = self.a_pool(ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: [node]}, _ways={1: "a way"})
+        manager.forget(model, later=True)
+        self.assertEqual((manager.roots, manager._ways, manager._forgotten), ({1: [node]}, {}, [1]))
+
+    def test_a_path_that_was_open(self):
+        """It is ended at a look, where that takes nothing from anybody."""
+        state = cudagraph_trees.ExecutionState
+        for path_state, are_dead, is_ended in (
+            (state.EXECUTION, False, True),  # upstream ends it at a new step
+            (state.RECORDING, True, True),
+            (state.RECORDING, False, False),  # upstream would take the outputs away
+            (state.WARMUP, True, False),
+        ):
+            node = self.node()
+            last = mock.Mock(all_outputs_are_dead=lambda are_dead=are_dead: are_dead)
+            manager = self.a_pool(_forgotten=[1], roots={1: [node]}, _current_node=last, path_state=path_state)
+
+            def end(manager):
+                manager.current_node = None
+
+            with (
+                mock.patch.object(Upstream, "try_end_curr_execution", end),
+                mock.patch.object(Upstream, "clear_current_path_state_and_set_to_none", end),
+                mock.patch.object(Manager, "__init__", side_effect=RuntimeError("not now")),
+            ):
+                manager.give_pool_back()
+            self.assertEqual(manager.roots, {} if is_ended else {1: [node]})
 
 
 if __name__ == "__main__":
