@@ -262,6 +262,10 @@ class LiveInputs:
         return bool(self._ghosts.ghosts)
 
     @property
+    def has_table(self) -> bool:
+        return self._table is not None
+
+    @property
     def has_staged(self) -> bool:
         return bool(self._staged)
 

@@ -22,7 +22,19 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .table import Reader, current_target, load_writer, readers_of, take, taken_by_variants, widths_for
+import torch
+
+from .table import (
+    WIDTHS,
+    Reader,
+    current_target,
+    load_writer,
+    readers_of,
+    take,
+    take_no_longer,
+    taken_by_variants,
+    widths_for,
+)
 from .variant_worker import Job, Worker, WriterJob, job_of
 
 EVERY = 128  # replays from one look to the next, about
@@ -32,6 +44,7 @@ AWAITED = "which is being made"  # in what is told, while a table is
 _MOST_PAUSE = 1 << 20  # replays
 _LEAST_SAVED_US = 3.0
 _LEAST_WAITING = 0.75
+_PATIENCE = 64  # looks that a function waits for others
 _AROUND_US = 3.0  # of what a look measures, that Python does around the nodes; most replays are set by C++
 
 _log = logging.getLogger("pygraph_trees.indirection")
@@ -95,12 +108,14 @@ def text_of(seen: Seen, *, is_used: bool = False) -> str:
 class Watch:
     """Of the replays of one recording whose inputs are given by address."""
 
-    def __init__(self, function: Any, device: int, *, replays: Callable[[], int], is_idle: Callable[[], bool]) -> None:
+    def __init__(
+        self, function: Any, device: int, *, replays: Callable[[], int], is_idle: Callable[[], bool | None]
+    ) -> None:
         """
         Args:
             function: its ``log`` is told what is found, in words.
             replays: how many there were.
-            is_idle: whether the GPU has nothing to do.
+            is_idle: whether the GPU has nothing to do; None where that cannot be asked.
         """
         self._function, self._device = weakref.ref(function), device
         self._replays, self._is_idle = replays, is_idle
@@ -111,6 +126,7 @@ class Watch:
         self._pause = EVERY * LOOKS
         self._looks: list[tuple[float, bool]] = []
         self._from = 0, 0
+        self._patience = _PATIENCE
 
     def is_due(self) -> bool:
         return self._replays() >= self._next
@@ -134,14 +150,15 @@ class Watch:
     def _look(self, us: float, count: int, set_calls: int, holders: Callable[[], Sequence[str | None]]) -> None:
         function, replays = self._function(), self._replays()
         self._next = replays + self._between
-        if function is None or not count:
+        is_idle = self._is_idle()
+        if function is None or not count or is_idle is None:
             return
         if is_begun(function):
             self._go_on(function)
             return
         if not self._looks:
             self._from = replays, set_calls
-        self._looks.append((max(0.0, us - _AROUND_US) / count, self._is_idle()))
+        self._looks.append((max(0.0, us - _AROUND_US) / count, is_idle))
         if len(self._looks) == LOOKS:
             self._choose(function, replays, set_calls, Counter(holders()))
 
@@ -166,21 +183,30 @@ class Watch:
         done = go_on(function)
         if done is None:
             return
-        self._next = float("inf")
         if not done:
+            self._next = float("inf")
             function.log.route_was_found("by address: no kernel could be compiled to read a table")
-        elif self.ready is not None:
-            self.ready()
+            return
+        # What is behind a function in a step is recorded anew with it: functions wait for each other.
+        _waiting.add(self)
+        self._patience -= 1
+        if self._patience and any(not building.is_over for building in list(_building.values())):
+            return
+        for watch in list(_waiting):
+            watch._next = float("inf")
+            if watch.ready is not None:
+                watch.ready()
+        _waiting.clear()
 
 
-_lock = threading.Lock()  # one function may have recordings in several threads
+_waiting: weakref.WeakSet[Watch] = weakref.WeakSet()  # those whose functions could be recorded anew
+_lock = threading.Lock()  # one function may have recordings in several threads; nobody waits for it
 _building: weakref.WeakKeyDictionary[Any, _Building] = weakref.WeakKeyDictionary()
 
 
 def begin(function: Any, device: int, why: str) -> None:
     """The first step towards a table for a function; ``why``: what it is told when it has one."""
-    with _lock:
-        _building.setdefault(function, _Building(readers_of(function), device, why))
+    _building.setdefault(function, _Building(readers_of(function), device, why))
 
 
 def is_begun(function: Any) -> bool:
@@ -196,6 +222,14 @@ def is_over(function: Any) -> bool:
 def why_by_table(function: Any) -> str | None:
     building = _building.get(function)
     return None if building is None else building.why
+
+
+def leave(function: Any) -> None:
+    """No table for this function, and none again."""
+    take_no_longer(function)
+    building = _building.get(function)
+    if building is not None:
+        building.give_up()
 
 
 def go_on(function: Any) -> bool | None:
@@ -247,20 +281,23 @@ class _Building:
                     self._taken |= what.build()
                 else:
                     load_writer(self._device, what)
+            if len(self._left) == 1 and self._taken:
+                take(function, self._taken)  # all at once: a recording that is made meanwhile is as it was
             self._left.pop()
         if self.is_over:
             self._worker = None
-            if self._taken:
-                take(function, self._taken)  # all at once: a recording that is made meanwhile is as it was
 
     def _start(self) -> None:
+        if Worker.is_busy():
+            return
         found = [(reader, job_of(reader.autotuner, reader.names)) for reader in self._readers]
         jobs: list[tuple[Reader | int, Job | WriterJob]] = [(reader, job) for reader, job in found if job is not None]
         if not jobs:
             self.give_up()
             return
         with contextlib.suppress(Exception):  # without a target a writer is compiled when it is needed
-            target = current_target()
-            slots = len({index for reader in self._readers for _, index in reader.inputs})
-            jobs += [(width, WriterJob(width, target)) for width in set(widths_for(slots))]
+            with torch.cuda.device(self._device):
+                target = current_target()
+            most = max(widths_for(len({index for reader in self._readers for _, index in reader.inputs})))
+            jobs += [(width, WriterJob(width, target)) for width in WIDTHS if width <= most]  # some may get no slot
         self._worker, self._jobs = Worker.start([job for _, job in jobs]), jobs

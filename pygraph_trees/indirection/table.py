@@ -164,8 +164,8 @@ def _writer(device: int, width: int) -> _Writer:
 
 
 def load_writer(device: int, width: int) -> None:
-    """Ahead of the first table that needs it. Never raises: the table will say why there is none."""
-    with contextlib.suppress(Exception), torch.cuda.device(device):
+    """Ahead of the first table that needs it. Raises what Triton and the driver do; it is not tried again."""
+    with torch.cuda.device(device):
         _writer(device, width)
 
 
@@ -207,6 +207,11 @@ class Reader:
 def take(function: Any, indices: Collection[int]) -> None:
     """From now on these inputs of a function have slots."""
     _taken.setdefault(function, set()).update(indices)
+
+
+def take_no_longer(function: Any) -> None:
+    """Its inputs have no slots any more."""
+    _taken.pop(function, None)
 
 
 def taken_by_variants(function: Any) -> Collection[int]:

@@ -17,6 +17,7 @@ import importlib.util
 import logging
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -90,17 +91,25 @@ class Worker:
         self._end = weakref.finalize(self, _stop, process, said)
 
     @staticmethod
+    def is_busy() -> bool:
+        """Whether there is one at work."""
+        running = None if _newest is None else _newest()
+        return running is not None and running.done() is None
+
+    @staticmethod
     def start(jobs: Sequence[Job | WriterJob]) -> Worker | None:
         """None while another one is at work. Raises :class:`OSError`. Not for two threads at once."""
         global _newest
-        running = None if _newest is None else _newest()
-        if running is not None and running.done() is None:
+        if Worker.is_busy():
             return None
         executable = sys.executable or ""
         if getattr(sys, "frozen", False) or not Path(executable).name.startswith("python"):
             raise OSError(f"{executable!r} is no Python")
         cache = _cache_in_use()
-        path = [folder or os.getcwd() for folder in sys.path]
+        path = [folder for folder in sys.path if isinstance(folder, str) and folder]
+        if "" in sys.path:
+            with contextlib.suppress(OSError):
+                path.append(os.getcwd())
         said = tempfile.TemporaryFile()  # noqa: SIM115  # closed when the process is done
         try:
             with tempfile.TemporaryFile() as asked:
@@ -186,5 +195,6 @@ def compile_jobs(jobs: Sequence[Job | WriterJob]) -> Iterator[int]:
 def main() -> None:
     with contextlib.suppress(OSError):
         os.nice(_NICE)
+    signal.alarm(int(_MOST_S))  # also where nobody is there any more who would end it
     for number in compile_jobs(pickle.load(sys.stdin.buffer)):
         print(number, flush=True)

@@ -292,9 +292,13 @@ class Contestant:
     def make_room(self) -> None:
         self._watch.make_room()
 
+    def look_anew(self) -> None:
+        """Calls are as they are from now on."""
+        self._shift = self._looked = None
+
     def begin(self) -> None:
         """The trial begins anew."""
-        self._shift = self._looked = None
+        self.look_anew()
         self.calls = 0
         self.start_over()
         self._began()
@@ -362,10 +366,12 @@ class Trial:
             found = [contestant for reference in self._behind if (contestant := reference()) is not None]
             if not self.may_be_renewed() or not found or self._behind[0]() is not found[0]:
                 return
-            self._renewals += 1
             if self._way is Way.GRAPHED and not all(contestant.has_room() for contestant in found):
                 _log.info("calls are no longer what was measured (%s): no memory to measure anew", self._why)
+                for contestant in found:
+                    contestant.look_anew()
                 return
+            self._renewals += 1
             self._behind, self._contestants, self._first = [], found, found[0]
             assert self.decision is not None
             self._standing = replace(self.decision, against=0)

@@ -96,6 +96,21 @@ class _Way:
         return None
 
 
+def _older_outputs(node: Any) -> Sequence[Any]:
+    """None of upstream's own, which were recorded before the patches went on."""
+    found: Sequence[Any] = getattr(node, "older_outputs", ())
+    return found
+
+
+def _makes_outputs_anew(node: Any) -> bool:
+    """Whether an output that is neither cached nor static was another tensor at each replay."""
+    log = getattr(node, "log", None)
+    if log is not None and not log.replays:
+        return False
+    own = zip(node.outputs_weakrefs, node.unaliased_in_all_paths, strict=True)
+    return any(held is not None and not is_cached for held, is_cached in own)
+
+
 class Manager(Upstream):
     """The recordings of one device (and, since 2.13, of one thread)."""
 
@@ -104,6 +119,7 @@ class Manager(Upstream):
         "_anew",
         "_current_node",  # behind a property
         "_forgotten",
+        "_is_unknown",
         "_left",
         "_made_with",
         "_warmups",
@@ -128,6 +144,7 @@ class Manager(Upstream):
         self._forgotten: list[Any] = []  # functions whose recordings are to be given back
         self._anew: dict[Any, str] = {}  # why, of those that are to be recorded again
         self._left: list[Any] | None = None  # outputs of what was given back, that somebody held; None for nothing
+        self._is_unknown = False  # whether somebody may hold one that is not among them
         self._made_with = args, kwargs
         self._warmups = Warmups()
         super().__init__(*args, **kwargs)
@@ -303,7 +320,7 @@ class Manager(Upstream):
         self._ways.clear()
 
     def _forget(self) -> None:
-        if self.current_node is not None or self.roots is None:
+        if self.current_node is not None or self.roots is None or torch.cuda.is_current_stream_capturing():
             return
         ids, self._forgotten = self._forgotten, []
         self._ways.clear()  # some may have been found since
@@ -321,7 +338,8 @@ class Manager(Upstream):
             gone += itertools.chain.from_iterable(node.children.values())
             node.remove_node_cached_tensors()  # somebody may still hold one
             assert self._left is not None
-            self._left += [held for held in node.outputs_weakrefs if held is not None]
+            self._left += [held for held in (*_older_outputs(node), *node.outputs_weakrefs) if held is not None]
+            self._is_unknown |= _makes_outputs_anew(node)
             node.graph = node.native = None
             del node
         release_retired()
@@ -330,7 +348,8 @@ class Manager(Upstream):
     def give_pool_back(self) -> bool:
         """Where recordings were given back, and nothing is left in the graph pool, what it had is free for others.
 
-        Nothing is while somebody holds an output, of whatever was recorded there. Whether it was done.
+        Nothing is while somebody holds an output, of whatever was recorded there, or might: of outputs that are made
+        anew at each replay only the newest are known. Whether it was done.
         """
         if self.graph is None or torch.cuda.is_current_stream_capturing():  # it was shut down
             return False
@@ -339,7 +358,8 @@ class Manager(Upstream):
             if self.current_node is None:
                 self._forget()  # which comes back here
             return False
-        if self._left is None or self._anew or self.current_node is not None or any(self.roots.values()):
+        is_used = self._anew or self.current_node is not None or any(self.roots.values())
+        if self._left is None or self._is_unknown or is_used:
             return False
         self._left = [held for held in self._left if not held.expired()]
         if self._left:
@@ -361,8 +381,14 @@ class Manager(Upstream):
 
     def has_room_for_another(self) -> bool:
         """Whether the GPU has as much memory free as the graph pool takes, and some."""
-        free, _ = torch.cuda.mem_get_info(self.device_index)
-        return bool(free > 1.1 * self._pool.nbytes())
+        pool = self._pool.nbytes()
+        try:
+            free, _ = torch.cuda.mem_get_info(self.device_index)
+        except RuntimeError:
+            return False
+        # What torch holds in reserve; none of the pool's can be used.
+        reserve = torch.cuda.memory_reserved(self.device_index) - torch.cuda.memory_allocated(self.device_index)
+        return bool(free + max(0, reserve - pool) > 1.1 * pool)
 
     def _end_path(self) -> None:
         """Where that leaves everybody's tensors as they are."""

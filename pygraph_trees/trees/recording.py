@@ -42,7 +42,7 @@ from pygraph_trees.extent import flat
 from pygraph_trees.graph_nodes import NodeKind
 from pygraph_trees.indirection.availability import usable_driver
 from pygraph_trees.indirection.inputs import LiveInputs, NotStaged, choose
-from pygraph_trees.indirection.route_choice import Watch, is_over, why_by_table
+from pygraph_trees.indirection.route_choice import Watch, is_over, leave, why_by_table
 from pygraph_trees.indirection.routes import Route
 from pygraph_trees.indirection.table import readers_of, taken_by_variants
 from pygraph_trees.placement.staging import observed
@@ -98,6 +98,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     native: Any = None  # its part in a steady replay in C++, where it is plain
     _live: LiveInputs | None = None
     copies = False  # whether a replay copies an input
+    older_outputs: Any = ()  # references to those that others have taken the place of
     _kept: list[Any] = []  # the inputs, where a recording at ghost addresses that fails is tried again  # noqa: RUF012
     graph: Any
     recording_outputs: Any
@@ -109,24 +110,29 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         self._why_copied: dict[int, str] = {}
         self._refused: dict[int, str] = dict(getattr(wrapped_function.model, "refused", ()))
         self._moving = {index: inputs[index] for index in getattr(wrapped_function.model, "moving", ())}
-        refused = dict(self._refused)
-        failure: Exception | None = None
-        try:
-            self._make(wrapped_function, id, parent, inputs, *args, **kwargs)
-        except Exception as error:
-            if not self._kept or isinstance(error, NotStaged) or self._refused == refused:
-                # It cannot be tried once more at this call, so the next ones go without ghosts.
-                getattr(wrapped_function.model, "refused", {}).update(self._refused)
-                if isinstance(error, NotStaged):
-                    inputs[:], self._kept = self._kept, []
-                raise
-            failure = error
-        if failure is not None:
-            # The model or the driver may not bear ghost addresses: once more, on memory.
+        is_tried_again = False
+        while True:
+            refused, self._left_table = dict(self._refused), False
+            failure: Exception | None = None
+            try:
+                self._make(wrapped_function, id, parent, inputs, *args, **kwargs)
+                break
+            except Exception as error:
+                is_another = self._left_table or self._refused != refused
+                if not self._kept or isinstance(error, NotStaged) or not is_another:
+                    if not is_tried_again:
+                        # It cannot be tried once more at this call, so the next ones go without ghosts.
+                        getattr(wrapped_function.model, "refused", {}).update(self._refused)
+                    if isinstance(error, NotStaged):
+                        inputs[:], self._kept = self._kept, []
+                    raise
+                failure = error
+            # The model or the driver may not bear a table: once more, by address. Or ghost addresses: on memory.
             forget_frames(failure)
             del failure
             inputs[:], self._kept = self._kept, []
-            self._make(wrapped_function, id, parent, inputs, *args, **kwargs)
+            is_tried_again = True
+        if is_tried_again:
             wrapped_function.model.refused.update(self._refused)
         self._moving = {}
         self._has_moving = self._live is not None and any(item.managed for item in self._live.items)
@@ -176,6 +182,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         self._outputs_once_more = once_more(self.cached_tensor_outputs, self._constants)
 
     def _initialize_cached_tensors(self) -> None:
+        known = (*self.older_outputs, *self.outputs_weakrefs)
+        self.older_outputs = [held for held in known if held is not None and not held.expired()]
         super()._initialize_cached_tensors()
         self._siblings = _with_outputs.setdefault(self.cuda_graphs_pool, weakref.WeakSet())
         self._siblings.add(self)
@@ -210,11 +218,17 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             live = self._live
             if live is not None:
                 live.release()
-                why = f"recording it at a ghost address failed: {type(error).__name__}: {error}"
-                # Without them it is tried once more; torch does not record what lies on the CPU.
-                refused = [error.fields["index"]] if isinstance(error, NotStaged) else live.in_place
-                self._refused |= dict.fromkeys(refused, why)
                 self._live = None
+                model = wrapped_function.model
+                self._left_table = live.has_table and model.settings.indirection == "auto"
+                if self._left_table and not isinstance(error, NotStaged):
+                    model.log.route_was_found(f"by address: recording it with a table failed: {error}")
+                    leave(model)
+                else:
+                    why = f"recording it at a ghost address failed: {type(error).__name__}: {error}"
+                    # Without them it is tried once more; torch does not record what lies on the CPU.
+                    refused = [error.fields["index"]] if isinstance(error, NotStaged) else live.in_place
+                    self._refused |= dict.fromkeys(refused, why)
             raise
 
     # -- recording
@@ -225,6 +239,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         if api is None:
             self._why_copied = dict.fromkeys(copied, why_not)
         elif not getattr(self.wrapped_function, "kernel_free_cudagraph", False):
+            # What is chosen has to be left again where it cannot be recorded, and then the inputs are needed once more.
+            may_choose = model.settings.indirection == "auto" and self._may_be_kept(inputs)
             self._live, self._why_copied = choose(
                 api,
                 self.device,
@@ -235,10 +251,10 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 self._refused,
                 self._managed_and_moving(),
                 stage=model.settings.placement != "off",
-                tabled=taken_by_variants(model) if model.settings.indirection != "patch" else (),
+                tabled=taken_by_variants(model) if may_choose or model.settings.indirection == "table" else (),
             )
             if self._live is not None:
-                self._live.watch = _watch(model, self.log, self.device)
+                self._live.watch = _watch(model, self.log, self.device) if may_choose else None
                 if (self._live.has_ghosts or self._live.has_staged) and self._may_be_kept(inputs):
                     self._kept = list(inputs)
                 self._live.is_of_backward = self.wrapped_function.model.log.mode == BACKWARD
@@ -528,12 +544,12 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
 
 def _watch(model: FunctionModel, log: RecordingLog, device: int) -> Watch | None:
-    """What looks at replays where routes are chosen; None where they are not, or where no kernel could read a table."""
-    if model.settings.indirection != "auto" or is_over(model) or not readers_of(model):
+    """What looks at replays where the route is to be chosen; None where no kernel could read a table, or all can."""
+    if is_over(model) or not readers_of(model):
         return None
 
-    def is_idle() -> bool:
-        return not torch.cuda.is_current_stream_capturing() and torch.cuda.current_stream(device).query()
+    def is_idle() -> bool | None:
+        return None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream(device).query()
 
     return Watch(model, device, replays=lambda: log.replays, is_idle=is_idle)
 

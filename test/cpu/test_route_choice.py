@@ -187,6 +187,28 @@ class TestWatch(WatchTestCase):
         self.assertEqual(self.replay(10 * EVERY), 2)
         self.assertEqual((self.ready, self.told), (1, []))
 
+    def test_functions_wait_for_each_other(self) -> None:
+        """So that what is behind one is recorded anew once; not for one that is never ready."""
+        others: dict[Any, Any] = {0: SimpleNamespace(is_over=False)}
+        told = []
+        waiting = Watch(self.function, 0, replays=lambda: 0, is_idle=lambda: True)
+        waiting.ready = lambda: told.append("other")
+        self.begun, self.steps = 1, [True] * 3 * route_choice._PATIENCE
+        with (
+            mock.patch.object(route_choice, "_building", others),
+            mock.patch.object(route_choice, "_waiting", weakref.WeakSet([waiting])),
+        ):
+            self.replay(3 * EVERY)
+            self.assertEqual((self.ready, told), (0, []))
+            others[0].is_over = True
+            self.assertEqual(self.replay(20 * EVERY), 1)
+            self.assertEqual((self.ready, told), (1, ["other"]))
+            self.assertFalse(route_choice._waiting)
+            others[0].is_over = False
+            self.watch._next = 0
+            self.replay(2 * route_choice._PATIENCE * EVERY)
+        self.assertEqual(self.ready, 2)
+
     def test_where_nothing_could_be_compiled(self) -> None:
         self.replay(EVERY * LOOKS)
         self.steps = [None, False]
@@ -271,6 +293,7 @@ class TestBuilding(TestCase):
             (route_choice, "current_target", lambda: "a target"),
             (route_choice, "load_writer", lambda device, width: self.load((device, width))),
             (route_choice.Worker, "start", self.start),
+            (torch.cuda, "device", lambda device: contextlib.nullcontext(self.assertEqual(device, 3))),
             (route_choice, "_building", weakref.WeakKeyDictionary()),
             (table, "_taken", weakref.WeakKeyDictionary()),
             (variant_launchers, "build", self.build),
@@ -366,6 +389,39 @@ class TestBuilding(TestCase):
         self.assertIs(self.go_on(), False)  # and is not tried again
         with route_choice._lock:
             self.assertIsNone(self.go_on())  # another thread is at it
+
+    def test_a_writer_that_cannot_be_loaded(self) -> None:
+        self.begin()
+        self.go_on()
+        self.started[0].compiled = {0, 1, 2}
+        self.go_on()
+        with (
+            mock.patch.object(route_choice, "load_writer", side_effect=RuntimeError("of the test")),
+            self.assertLogs("pygraph_trees.indirection", "WARNING"),
+        ):
+            self.assertIs(self.go_on(), False)
+        self.assertTrue(route_choice.is_over(self.function))
+
+    def test_all_writers_that_it_may_need(self) -> None:
+        inputs = frozenset(("in_ptr0", index) for index in range(40))
+        self.readers = [Reader(FakeAutotuner("a"), frozenset({"in_ptr0"}), inputs)]
+        self.begin()
+        self.go_on()
+        self.assertEqual([job.width for job in self.started[0].jobs[1:]], [8, 32, 128])
+
+    def test_what_is_left_for_good(self) -> None:
+        self.test_one_is_loaded_at_a_step()
+        route_choice.leave(self.function)
+        self.assertEqual(table.taken_by_variants(self.function), frozenset())
+        self.assertTrue(route_choice.is_over(self.function))
+        other = Function()
+        route_choice.leave(other)  # that had none
+
+    def test_a_finalizer_may_begin_one(self) -> None:
+        """Nobody waits for a lock: it may be called while this thread holds it."""
+        with route_choice._lock:
+            self.begin()
+        self.assertTrue(route_choice.is_begun(self.function))
 
     def test_without_a_target_there_is_no_writer(self) -> None:
         with mock.patch.object(route_choice, "current_target", side_effect=RuntimeError("no GPU")):
@@ -504,6 +560,11 @@ class TestWorker(TestCase):
         ):
             self.assertEqual(worker.done(), {0, 1})
         self.assertIn("did not end in time", logs.output[0])
+
+    def test_whatever_is_on_the_path(self) -> None:
+        path = ["", self.folder, str(self.folder)]
+        with mock.patch.object(sys, "path", path), mock.patch.object(os, "getcwd", side_effect=FileNotFoundError):
+            self.assertEqual(self.wait(self.fake('test "$PYTHONPATH" = ' + str(self.folder) + " && echo 7")), {7})
 
     def test_a_program_that_is_no_python(self) -> None:
         for frozen, executable in ((True, sys.executable), (False, "/usr/bin/editor"), (False, None)):
@@ -648,10 +709,7 @@ class TestRecording(TestCase):
 
     def test_which_recordings_are_watched(self) -> None:
         log = RecordingLog()
-        for flag, is_watched in (("auto", True), ("patch", False), ("table", False)):
-            self.model.settings = SimpleNamespace(indirection=flag)
-            self.assertEqual(recording._watch(self.model, log, 0) is not None, is_watched)
-        self.model.settings.indirection = "auto"
+        self.assertIsNotNone(recording._watch(self.model, log, 0))
         with mock.patch.dict(table._readers, {self.model: {}}):  # no kernel could
             self.assertIsNone(recording._watch(self.model, log, 0))
         building = self.building()
@@ -661,8 +719,7 @@ class TestRecording(TestCase):
 
     def test_what_it_asks(self) -> None:
         stream, log = SimpleNamespace(), RecordingLog()
-        self.model.settings = SimpleNamespace(indirection="auto")
-        cases = (True, False, AWAITED), (False, False, "hidden"), (True, True, "hidden")
+        cases = (True, False, AWAITED), (False, False, "hidden"), (True, True, None)
         for is_idle, is_capturing, text in cases:
             stream.query = lambda is_idle=is_idle: is_idle
             route_choice._building.clear()
@@ -673,13 +730,16 @@ class TestRecording(TestCase):
                 log.replays, set_calls, self.model.log.route = 0, 0, None
                 watch = recording._watch(self.model, log, 0)
                 assert watch is not None
-                while self.model.log.route is None:
+                while self.model.log.route is None and log.replays < LOOKS * EVERY:
                     log.replays += 1
                     set_calls += 50
                     if log.replays % EVERY == 0:
                         self.assertTrue(watch.is_due())
                         watch.look(50.0, 50, set_calls, lambda: ["kernel"] * 50)
-                self.assertIn(text, self.model.log.route)
+                if text is None:  # who captures may not be asked
+                    self.assertIsNone(self.model.log.route)
+                else:
+                    self.assertIn(text, self.model.log.route)
                 self.assertEqual(log.replays, LOOKS * EVERY)
 
     def test_what_is_told_of_one_with_a_table(self) -> None:

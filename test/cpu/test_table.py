@@ -396,18 +396,22 @@ class TestSlots(LiveInputsTestCase):
 
         def choosing(*_: Any, tabled: Collection[int], **__: Any) -> tuple[None, dict[int, str]]:
             given.append(tabled)
-            return None, {}
+            return (live, {}) if may_be_kept else (None, {})
 
         given: list[Collection[int]] = []
+        live, may_be_kept = SimpleNamespace(has_ghosts=False, has_staged=False, items=[], watch=None), False
+        model.log = SimpleNamespace(mode="inference")  # type: ignore[attr-defined]
         model.settings = SimpleNamespace(placement="off", indirection="table")  # type: ignore[attr-defined]
         node = recording.Recording.__new__(recording.Recording)
         node.wrapped_function = SimpleNamespace(model=model, mutated_input_idxs=[])
-        node.device, node.cuda_graphs_pool, node._refused, node._moving = 0, None, {}, {}
+        node.device, node.cuda_graphs_pool, node._refused, node._moving, node.log = 0, None, {}, {}, None
         with (
             mock.patch.object(recording, "choose", choosing),
             mock.patch.object(recording, "ranges_of", lambda *_: self.pool),
             mock.patch.object(recording.Recording, "_driver_for_addresses", lambda node: (self.driver, "")),
             mock.patch.object(recording.Recording, "_copied_indices", lambda node: []),
+            mock.patch.object(recording.Recording, "_may_be_kept", lambda *_: may_be_kept),
+            mock.patch.object(recording, "_watch", lambda *_: "a watch"),
             mock.patch.object(recording.Upstream, "_allocate_and_copy_recording_inputs", lambda node, inputs: inputs),
         ):
             node._allocate_and_copy_recording_inputs([1])
@@ -415,7 +419,16 @@ class TestSlots(LiveInputsTestCase):
                 node._allocate_and_copy_recording_inputs([1])
                 model.settings.indirection = "patch"  # type: ignore[attr-defined]
                 node._allocate_and_copy_recording_inputs([1])
-        self.assertEqual(given, [set(), {0, 2}, ()])
+                # Chosen where it can be left again: where the inputs can be kept.
+                model.settings.indirection = "auto"  # type: ignore[attr-defined]
+                node._allocate_and_copy_recording_inputs([1])
+                may_be_kept = True
+                node._allocate_and_copy_recording_inputs([1])
+                self.assertEqual(live.watch, "a watch")
+                model.settings.indirection = "table"  # type: ignore[attr-defined]
+                node._allocate_and_copy_recording_inputs([1])
+                self.assertIsNone(live.watch)
+        self.assertEqual(given, [set(), {0, 2}, (), (), {0, 2}, {0, 2}])
 
     def test_warmup_of_functions_that_have_a_table(self) -> None:
         noted = []

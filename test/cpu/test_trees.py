@@ -620,7 +620,8 @@ class TestForgotten(TestCase):
         manager.warmed_up_functions, manager.path_state = {1, 2}, cudagraph_trees.ExecutionState.EXECUTION
         manager.graph = "its own"
         self.enterContext(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
-        own = {"outputs_weakrefs": []}
+        own = {"outputs_weakrefs": [], "older_outputs": [], "unaliased_in_all_paths": []}
+        manager._is_unknown = False
         self.below = mock.Mock(children={}, graph="captured", **own)
         self.first = mock.Mock(children={1: [self.below]}, graph="captured", **own)
         manager.roots, manager.current_node = {2: [self.first]}, self.first

@@ -1086,13 +1086,15 @@ class TestForget(TestCase):
 
     def node(self, **children):
         node = mock.Mock(children={int(key[1:]): nodes for key, nodes in children.items()})
-        node.graph, node.native, node.outputs_weakrefs = "graph", "in C++", []
+        node.graph, node.native, node.outputs_weakrefs, node.older_outputs = "graph", "in C++", [], []
+        node.unaliased_in_all_paths, node.log = [], RecordingLog(replays=3)
         return node
 
     def test_recordings_and_those_behind_them(self):
         model, other = object(), object()
         manager = Manager.__new__(Manager)
         manager._ways, manager._forgotten, manager._anew, manager._left = {}, [], {1: "why"}, None
+        manager._is_unknown = False
         manager.graph = "its own"
         manager.ids_to_funcs = {1: SimpleNamespace(model=model), 2: SimpleNamespace(model=other)}
         below, last = self.node(), self.node()
@@ -1129,13 +1131,15 @@ class TestForget(TestCase):
         for is_held in (False, True):
             model, manager = object(), Fresh.__new__(Fresh)
             manager._ways, manager._forgotten, manager._anew, manager._left = {}, [], {}, None
+            manager._is_unknown = False
             manager._made_with, manager.graph, manager.stream = ((3,), {}), "first graph", "first stream"
             manager.cuda_graphs_thread_pool = 0, 7
             manager.pools = {(0, 7), (0, 9)}
             manager.ids_to_funcs = {1: SimpleNamespace(model=model)}
             node = self.node()
-            # Also of outputs that share their memory with others.
-            node.outputs_weakrefs = [mock.Mock(expired=lambda: True), None, mock.Mock(expired=lambda: not is_held)]  # noqa: B023
+            # Also of outputs that others have taken the place of.
+            node.outputs_weakrefs, node.unaliased_in_all_paths = [mock.Mock(expired=lambda: True), None], [True, False]
+            node.older_outputs = [mock.Mock(expired=lambda: not is_held)]  # noqa: B023
             manager.roots, manager._current_node = {1: [node]}, None
             manager.path_state = cudagraph_trees.ExecutionState.NONE
             made.clear()
@@ -1166,10 +1170,23 @@ class TestForget(TestCase):
             "cuda_graphs_thread_pool": (0, 7),
             "ids_to_funcs": {},
         }
-        given |= {"path_state": cudagraph_trees.ExecutionState.NONE}
+        given |= {"path_state": cudagraph_trees.ExecutionState.NONE, "_is_unknown": False}
         for name, value in (given | state).items():
             setattr(manager, name, value)
         return manager
+
+    def test_outputs_that_are_made_anew_at_each_replay(self):
+        """Of these only the newest are known, and somebody may hold others; of upstream's own recordings, who knows."""
+        for log, is_back in ((RecordingLog(), True), (RecordingLog(replays=5), False), (None, False)):
+            model, node = object(), self.node()
+            node.outputs_weakrefs = [mock.Mock(expired=lambda: True), None, mock.Mock(expired=lambda: True)]
+            node.unaliased_in_all_paths, node.log = [True, False, False], log
+            manager = self.a_pool(ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: [node]})
+            made = mock.Mock(side_effect=RuntimeError("it would be given back"))
+            with mock.patch.object(Manager, "__init__", made):
+                manager.forget(model)
+                manager.give_pool_back()
+            self.assertEqual((manager._is_unknown, made.called), (not is_back, is_back))
 
     def test_nothing_is_begun_anew_where_nothing_was_recorded(self):
         model = object()
