@@ -1034,6 +1034,62 @@ class TestSteadyReplay(TestCase):
             ):
                 self.assertEqual(other.submit(node._driver_for_addresses).result()[0], found)
 
+    def test_a_recording_that_fails_is_tried_in_another_way(self):
+        """With a table, by address, on memory; as long as the inputs are there."""
+
+        class Done(Exception):
+            pass
+
+        class Live:
+            in_place, items, released = (0,), (), 0
+
+            def __init__(self, has_table):
+                self.has_table = has_table
+
+            def release(self):
+                Live.released += 1
+
+        inputs = ["an input"]
+        log = mock.Mock()
+
+        for flag, outcomes, wanted in (
+            ("auto", [True, False], {}),  # a table fails
+            ("auto", [True, True, False], {0}),  # and addresses as well
+            ("table", [True, False], {0}),  # asked for: on memory at once
+            ("auto", [True, True, True], None),  # whatever it is
+        ):
+            model = SimpleNamespace(settings=SimpleNamespace(indirection=flag), refused={}, moving=(), log=log)
+            wrapped, has_table, calls, todo = SimpleNamespace(model=model), [True], [], list(outcomes)
+
+            def make(node, wrapped, id, parent, given, *, todo=todo, has_table=has_table, calls=calls):
+                self.assertEqual(given, inputs)
+                on_memory = bool(node._refused)
+                calls.append("memory" if on_memory else "table" if has_table[0] else "address")
+                node._live = None if on_memory else Live(has_table[0])
+                node._kept = [] if on_memory else list(given)
+                given[:] = [0]
+                if todo.pop(0):
+                    raise RuntimeError("of the test")
+
+            def leave(model, has_table=has_table):
+                has_table[0] = False
+
+            node, given = Recording.__new__(Recording), list(inputs)
+            with (
+                self.subTest(flag=flag, outcomes=outcomes),
+                mock.patch.object(recording_module.Upstream, "__init__", make),
+                mock.patch.object(Recording, "_finish_first_call", lambda *_: None),
+                mock.patch.object(Recording, "_prepare_questions", side_effect=Done),
+                mock.patch.object(recording_module, "leave", leave),
+                self.assertRaises(Done if wanted is not None else RuntimeError),
+            ):
+                node.__init__(wrapped, SimpleNamespace(id=3), None, given)
+            ways = {"auto": ["table", "address", "memory"], "table": ["table", "memory"]}[flag]
+            self.assertEqual(calls, ways[: len(outcomes)])
+            self.assertEqual(set(model.refused), wanted or set())
+        told = {call.args[0] for call in log.route_was_found.call_args_list}
+        self.assertEqual(told, {"by address: recording it with a table failed: of the test"})
+
     def test_no_copy_is_written_to(self):
         """Whoever decided that the function may be recorded."""
         node = Recording.__new__(Recording)
