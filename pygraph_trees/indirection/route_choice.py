@@ -180,12 +180,14 @@ class Watch:
             self._pause = min(4 * self._pause, _MOST_PAUSE)
 
     def _go_on(self, function: Any) -> None:
+        was_over = is_over(function)
         done = go_on(function)
         if done is None:
             return
         if not done:
             self._next = float("inf")
-            function.log.route_was_found("by address: no kernel could be compiled to read a table")
+            if not was_over:  # else it was said why
+                function.log.route_was_found("by address: no kernel could be compiled to read a table")
             return
         # What is behind a function in a step is recorded anew with it: functions wait for each other.
         _waiting.add(self)

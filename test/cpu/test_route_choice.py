@@ -128,11 +128,13 @@ class WatchTestCase(TestCase):
         self.replays, self.set_calls, self.idle = 0, 0, True
         self.told: list[str] = []
         self.ready = self.begun = 0
+        self.is_over = False
         self.names: Sequence[str | None] = ["kernel"] * 33 + [None]
         for name, value in (
             ("readers_of", lambda function: [reader("kernel"), reader("other")]),
             ("go_on", self.go_on),
             ("begin", self.begin),
+            ("is_over", lambda function: self.is_over),
             ("is_begun", lambda function: self.begun > 0),
         ):
             patch = mock.patch.object(route_choice, name, value)
@@ -215,6 +217,11 @@ class TestWatch(WatchTestCase):
         self.assertEqual(self.replay(100 * EVERY), 2)
         self.assertEqual(self.ready, 0)
         self.assertEqual(self.told[1:], ["by address: no kernel could be compiled to read a table"])
+
+    def test_another_recording_was_told(self) -> None:
+        self.begun, self.steps, self.is_over = 1, [False], True
+        self.assertEqual(self.replay(100 * EVERY), 1)
+        self.assertEqual((self.ready, self.told), (0, []))
 
     def test_looks_become_rare(self) -> None:
         self.idle = False
