@@ -478,6 +478,20 @@ class TestWhoHoldsOutputs(TestCase):
     def alive(self, node):
         return [cudagraph_trees.is_live(reference) for reference in node.outputs_weakrefs]
 
+    def test_outputs_that_others_have_taken_the_place_of(self):
+        """They lie in the pool as long as somebody holds them, though nobody asks for them any more."""
+        node = self.recording(2)
+        self.assertEqual(node.older_outputs, [])
+        held = node.cached_tensor_outputs[1][1:]  # a view will do
+        for _ in range(2):
+            node.remove_node_cached_tensors()
+            node._initialize_cached_tensors()
+            self.assertEqual([older.expired() for older in node.older_outputs], [False])
+        self.assertTrue(all(reference.expired() for reference in node.outputs_weakrefs))
+        node.remove_node_cached_tensors()
+        del held
+        self.assertEqual([older.expired() for older in node.older_outputs], [True])
+
     def test_what_autograd_alone_holds_is_alive(self):
         """As the view is that a graph's code would have made of it."""
         node = self.recording(3)
