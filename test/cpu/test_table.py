@@ -330,6 +330,8 @@ class TestSlots(LiveInputsTestCase):
             begin(live, is_backward=True)
             self.assertEqual(seen[1:], [{live.data_ptr()}])
             begin(live, step=2, is_backward=True)
+            overwritten = mock.Mock(spec=torch.Tensor, data_ptr=mock.Mock(side_effect=RuntimeError("overwritten")))
+            begin(static, overwritten)  # it is for upstream to say so, in its own state
             with mock.patch.object(launches, "tap", launches.Tap()):
                 begin(static, live)
             self.assertEqual(len(seen), 2)

@@ -119,8 +119,8 @@ class TestIndirectionAddresses(IndirectionTestCase):
         pairs = [[torch.randn(64, 64, device=self.device) for _ in range(2)] for _ in range(2)]
         counts, apply = [], Patches.apply
 
-        def counting(patches, addresses):
-            counts.extend([1] * (number := apply(patches, addresses)))
+        def counting(patches, *addresses):
+            counts.extend([1] * (number := apply(patches, *addresses)))
             return number
 
         per_call = []

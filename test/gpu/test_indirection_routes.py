@@ -205,17 +205,15 @@ class TestRouteChoice(IndirectionTestCase):
         made in another way at the same call.
         """
 
-        @torch._dynamo.disable
-        def between() -> None:
+        first, second = compiled(thirty), compiled(lambda x, y: thirty(x) + y)
+
+        def graphed(x: torch.Tensor) -> torch.Tensor:
+            y = first.graphed(x)
             torch.cuda.synchronize()  # else what is behind it is hidden behind the first one's work
+            result: torch.Tensor = second.graphed(x, y)
+            return result
 
-        def program(x: torch.Tensor) -> torch.Tensor:
-            y = thirty(x)
-            between()
-            return thirty(x) + y
-
-        ways = compiled(program)
-
+        ways = Ways(lambda x: second.plain(x, first.plain(x)), graphed)
         made = self.until(self.is_by_table, lambda number: self.call(ways, number))
         for number in range(made, made + 20):
             self.call(ways, number)

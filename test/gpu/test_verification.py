@@ -99,12 +99,12 @@ def stale(position):
     """An input, by position among the patched ones, whose address stays that of the first launch."""
     original = Patches.apply
 
-    def apply(patches, addresses):
+    def apply(patches, addresses, *anew):
         addresses = list(addresses)
         if not hasattr(patches, "planted"):
             patches.planted = addresses[position]
         addresses[position] = patches.planted
-        return original(patches, addresses)
+        return original(patches, addresses, *anew)
 
     with mock.patch.object(Patches, "apply", apply):
         yield
