@@ -18,6 +18,16 @@ def end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def end_on_termination() -> None:
+    """Has SIGTERM end this process as an interrupt does: what it has started in sessions of their own ends with it."""
+    signal.signal(signal.SIGTERM, _terminated)
+
+
+def _terminated(number: int, _: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # ``timeout`` sends it twice, and what is cleaned up is not left half-way
+    raise SystemExit(128 + number)
+
+
 def how_it_ended(status: int, log: Path) -> str:
     """Signal or exit status of a dead process, and the end of its output."""
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_TAIL:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -86,6 +87,37 @@ class TestEvidence(TestCase):
             module.EVIDENCE.write_text(json.dumps({"seconds": {"a.py": 3, "b.py": 70, "c.py": 9}}))
             ordered = [file.name for file in module.longest_first(files)]
         self.assertEqual(ordered, ["new.py", "b.py", "c.py", "a.py"])
+
+    def test_what_compiles_the_same_runs_behind(self):
+        names = ["test_x_table_a.py", "test_x_table_only.py", "test_x_a.py", "test_x_table.py"]
+        module = suite()
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(module, "EVIDENCE", Path(folder) / "none"):
+            ordered = [file.name for file in module.longest_first([Path(name) for name in names])]
+        self.assertEqual(ordered, [*names[1:], names[0]])
+
+    def test_nothing_is_built_twice(self):
+        module = suite()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder)
+            source = path / "tensors.cpp"
+            native, tensors = (path / f"{name}{module.EXTENSION_SUFFIXES[0]}" for name in ("_native", "_tensors"))
+            for number, (file, content) in enumerate(
+                ((source, b""), (native, b""), (tensors, b"\0002.11.0+cu130\000"))
+            ):
+                self.assertFalse(module.is_built(path, "2.11.0+cu130"))
+                file.write_bytes(content)
+                os.utime(file, (number, number))
+            self.assertTrue(module.is_built(path, "2.11.0+cu130"))
+            self.assertFalse(module.is_built(path, "2.11.0"))
+            self.assertFalse(module.is_built(path, "2.12.0+cu130"))
+            with mock.patch.object(module, "ROOT", path), mock.patch.object(module.subprocess, "run") as ran:
+                (path / "pygraph_trees").symlink_to(path)
+                module.build_native_part("2.11.0+cu130")
+                ran.assert_not_called()
+                os.utime(source, (2, 2))
+                module.build_native_part("2.11.0+cu130")  # its oldest part is older
+            ran.assert_called_once()
+            self.assertIn("build_ext", ran.call_args.args[0])
 
     def test_check(self):
         module = suite()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -64,6 +66,25 @@ class TestEverything(TestCase):
         with mock.patch.object(everything, "_LEAST_S", 0.0):
             self.assertEqual(self.run_all(step, left_s=lambda: 5.0)[0], TIME_IS_UP)
         self.assertTrue((self.folder / "clean").exists())
+
+    def test_so_may_what_is_left_when_the_whole_is_ended(self):
+        note, ready = self.folder / "clean", self.folder / "ready"
+        step = python(
+            f"import time\ntry:\n open({str(ready)!r}, 'w').close()\n time.sleep(60)\n"
+            f"except KeyboardInterrupt: open({str(note)!r}, 'w').close()"
+        )
+
+        def ended(process, timeout=None):
+            if not ready.exists():
+                while not ready.exists():
+                    time.sleep(0.01)
+                raise SystemExit(143)
+            return wait(process, timeout)
+
+        wait = subprocess.Popen.wait
+        with mock.patch.object(subprocess.Popen, "wait", ended), self.assertRaises(SystemExit):
+            self.run_all(step)
+        self.assertTrue(note.exists())
 
     def test_one_that_goes_on_begins_anew_if_it_is_asked_to(self):
         step = dataclasses.replace(python("import sys; print(sys.argv[2:])"), goes_on=["--resume"])

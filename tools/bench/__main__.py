@@ -15,6 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     # The checkout itself, installed or not, and ``bench`` as a package for relative imports.
     sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+    from processes import end_on_termination
+
     from bench.command_line import main
 
+    end_on_termination()
     sys.exit(main(sys.argv[1:]))

@@ -31,7 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from processes import end
+from processes import end, end_on_termination
 
 BENCH = ROOT / "tools" / "bench"
 TIME_IS_UP = 3  # exit status
@@ -170,10 +170,11 @@ def _run(step: Step, folder: Path, stem: str, left_s: float, more: Sequence[str]
             status: int | None = process.wait(None if math.isinf(left_s) else left_s)
         except subprocess.TimeoutExpired:
             status = None
-            process.send_signal(signal.SIGINT)  # so that it ends those that it has started in sessions of their own
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_CLEANUP_S)
         finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)  # so that it ends what it has started in sessions of their own
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_CLEANUP_S)
             end(process)
         output.seek(0)
         text = output.read().decode("utf-8", errors="replace")
@@ -222,4 +223,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_on_termination()
     sys.exit(main())

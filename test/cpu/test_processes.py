@@ -1,0 +1,71 @@
+"""tools/processes.py: a tool that is told to end takes along what it has started."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+import bench.command_line
+import fuzzing.command_line
+import processes
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+TOOL = """
+import subprocess, sys, time
+from processes import end, end_on_termination
+
+end_on_termination()
+started = [sys.executable, "-c", "print('up', flush=True); import time; time.sleep(60)"]
+process = subprocess.Popen(started, start_new_session=True, stdout=subprocess.PIPE, text=True)
+process.stdout.readline()
+print(process.pid, flush=True)
+try:
+    time.sleep(60)
+finally:
+    print("ending", flush=True)
+    time.sleep(0.5)  # a second signal comes
+    end(process)
+    print("ended", flush=True)
+"""
+
+
+class TestTermination(TestCase):
+    def test_what_was_started_ends_too(self):
+        tool = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(TOOL)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "tools")},
+        )
+        with tool:
+            assert tool.stdout is not None
+            started = int(tool.stdout.readline())
+            tool.send_signal(signal.SIGTERM)
+            self.assertEqual(tool.stdout.readline(), "ending\n")
+            tool.send_signal(signal.SIGTERM)
+            self.assertEqual(tool.stdout.read(), "ended\n")
+        self.assertEqual(tool.returncode, 128 + signal.SIGTERM)
+        with self.assertRaises(ProcessLookupError):
+            os.kill(started, 0)
+
+    def test_those_that_start_others_listen(self):
+        before = signal.getsignal(signal.SIGTERM)
+        self.addCleanup(signal.signal, signal.SIGTERM, before)
+        for tool, command_line in (("bench", bench.command_line), ("fuzzing", fuzzing.command_line)):
+            signal.signal(signal.SIGTERM, before)
+            with mock.patch.object(command_line, "main", return_value=0), self.assertRaises(SystemExit):
+                runpy.run_path(str(ROOT / "tools" / tool), run_name="__main__")
+            self.assertIs(signal.getsignal(signal.SIGTERM), processes._terminated)
+
+
+if __name__ == "__main__":
+    run_tests()
