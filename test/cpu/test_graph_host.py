@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
@@ -26,7 +27,9 @@ class TestGraphHost(TestCase):
     def test_parts_make_up_the_whole(self):
         program = Program(lambda x: x * 2 + 1, (torch.ones(4),), name="SMALL")
         before = wrappers(graph_host.CompiledFxGraph.__call__)
-        found = graph_host.measure("SMALL", program, 2, 3)
+        with mock.patch.object(graph_host, "call_until_chosen", side_effect=lambda call, first: call()) as settled:
+            found = graph_host.measure("SMALL", program, 2, 3)
+        settled.assert_called_once()  # of the two ways, ours has routes
         self.assertEqual(wrappers(graph_host.CompiledFxGraph.__call__), before)  # none of the clocks is left
         self.assertEqual(
             [(r["way"], r["regime"]) for r in found],
@@ -37,6 +40,9 @@ class TestGraphHost(TestCase):
             self.assertTrue(0 < record["trees"] < record["host"] <= record["latency"], record)
             self.assertAlmostEqual(record["outside"], record["host"] - record["trees"])
             self.assertEqual((record["gpu"], record["rest"], record["parts"]), (None, None, ()))
+            rounds = record["samples"]
+            self.assertEqual({name: len(each) for name, each in rounds.items()}, dict.fromkeys(rounds, 2))
+            self.assertAlmostEqual(sum(rounds["host"]) / 2, record["host"], delta=0.01)
 
     def test_time_of_graphs_on_the_gpu(self):
         def event(cat, name, ts, dur, correlation=None):

@@ -4,11 +4,11 @@ usage: python tools/bench/graph_host.py [NAMES ...] [--rounds N] [--calls N] [--
 
 Two clocks alone: around each compiled graph, which is where Inductor hands over to the trees, and around each launch of
 a CUDA graph. What lies between the two is *trees*; what lies around both is Dynamo's and AOTAutograd's: *outside*. Both
-ways take turns in rounds. Each figure is a median over calls, then over rounds, in µs, with what a clock costs taken
-off; latency is with a wait for the GPU. *gpu* is from the first to the last work of each graph that was launched,
-summed, by a profiler and in calls of their own; *rest* is what latency has beside that and *outside*. Where each graph
-is launched once, the parts of *trees* before and behind each launch stand below. NAMES are workloads or the programs of
-``sections.py``.
+ways take turns in rounds, once the routes of our inputs are chosen. Each figure is a median over calls, then over
+rounds, in µs, with what a clock costs taken off; latency is with a wait for the GPU. *gpu* is from the first to the
+last work of each graph that was launched, summed, by a profiler and in calls of their own; *rest* is what latency has
+beside that and *outside*. Where each graph is launched once, the parts of *trees* before and behind each launch stand
+below. The file has each round's figures too. NAMES are workloads or the programs of ``sections.py``.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ from bench.figures import has_gpu, write_figures
 from bench.sections import program_of
 from pygraph_trees.comparison.program import Program
 from pygraph_trees.comparison.rings import Ring
+from pygraph_trees.comparison.settling import call_until_chosen, functions_so_far
 from pygraph_trees.comparison.timing import collector_off, median, synchroniser
 from pygraph_trees.comparison.ways import Way, make_ways
 
 _GRAPH, _LAUNCH = (CompiledFxGraph, "__call__"), (torch.cuda.CUDAGraph, "replay")
 _SETTLE = 10  # un-timed calls at the start of each block
 _PROFILED = 5  # calls
+_FIGURES = ("host", "trees", "launch", "latency")
 _WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -67,9 +69,12 @@ def measure(name: str, program: Program, rounds: int, calls: int) -> list[dict[s
     with torch._dynamo.config.patch(recompile_limit=64):
         cost = clock_us()
         for way in ways:
+            first, feed = functions_so_far(), ring.fresh()
             with way.active():
-                for own in ring.sets * 2:
-                    program.step(way.callable, own.args, own.kwargs)
+                for _ in ring.sets * 2:
+                    _call(program, way, feed, wait)
+                if way.patched:
+                    call_until_chosen(lambda way=way, feed=feed: _call(program, way, feed, wait), first)
         for number in range(rounds):
             for way in ways[:: -1 if number % 2 else 1]:
                 for regime, feed in (("same", ring.same()), ("fresh", ring.fresh())):
@@ -89,9 +94,15 @@ def measure(name: str, program: Program, rounds: int, calls: int) -> list[dict[s
         rest = None if in_graphs is None else times.latency - times.outside - in_graphs
         records.append(
             {"workload": name, "way": way_name, "regime": regime, **asdict(times), "outside": times.outside}
-            | {"gpu": in_graphs, "rest": rest}
+            | {"gpu": in_graphs, "rest": rest, "samples": samples_of(found)}
         )
     return records
+
+
+def _call(program: Program, way: Way, feed: Iterator[Any], wait: Callable[[], None]) -> None:
+    own = next(feed)
+    program.step(way.callable, own.args, own.kwargs)
+    wait()
 
 
 def _gpu_us(program: Program, way: Way, ring: Ring, wait: Callable[[], None]) -> float | None:
@@ -224,10 +235,15 @@ def parts_us(graphs: list[int], launches: list[int], cost: float) -> tuple[float
 
 def middle(found: list[Times]) -> Times:
     """The median of each figure; of parts where all have as many."""
-    figures = (median([getattr(t, name) for t in found]) for name in ("host", "trees", "launch", "latency"))
+    figures = (median([getattr(t, name) for t in found]) for name in _FIGURES)
     counts = {len(t.parts) for t in found}
     parts = zip(*(t.parts for t in found), strict=True) if len(counts) == 1 else ()
     return Times(*figures, tuple(median(list(part)) for part in parts))
+
+
+def samples_of(rounds: list[Times]) -> dict[str, list[float]]:
+    """Each round's figures: what else runs on a host falls on some of them."""
+    return {name: [round(getattr(t, name), 3) for t in rounds] for name in _FIGURES}
 
 
 def table(records: list[dict[str, Any]]) -> str:
