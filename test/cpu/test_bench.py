@@ -697,7 +697,7 @@ class TestRoutes(TestCase):
         self.assertEqual(found["chosen"], dict.fromkeys(map(str, routes.RATES)))  # no graphs here
         table = routes.table([found], ("patch", "auto"))
         self.assertEqual([line[:8] for line in table.splitlines()[1:]], ["2 x 3   "] * 3)
-        found["chosen"]["0.5"] = "by address: for a reason"
+        found["chosen"]["1.0"] = "by address: for a reason"
         (line,) = [line for line in routes.table([found], ("patch", "auto")).splitlines() if "reason" in line]
         self.assertEqual(line.strip(), "by address: for a reason")
         model = routes.Consumers(3, loaded=False)

@@ -138,9 +138,6 @@ def table(results: Sequence[dict[str, Any]], routes: Sequence[str]) -> str:
             lines.append(f"{result['program']:20}{rate:5.1f}{figures}")
             chosen = result["chosen"].get(str(rate))
             lines += [f"{'':25}  {chosen}"] if chosen else []
-        chosen = result["chosen"].get(str(rate))
-        if chosen is not None:
-            lines.append(f"{'':25} {chosen}")
     return "\n".join(lines)
 
 
