@@ -65,6 +65,10 @@ class TestTermination(TestCase):
             with mock.patch.object(command_line, "main", return_value=0), self.assertRaises(SystemExit):
                 runpy.run_path(str(ROOT / "tools" / tool), run_name="__main__")
             self.assertIs(signal.getsignal(signal.SIGTERM), processes._terminated)
+        signal.signal(signal.SIGTERM, before)
+        with mock.patch.object(sys, "argv", ["everything.py", "--list"]), self.assertRaises(SystemExit):
+            runpy.run_path(str(ROOT / "tools" / "bench" / "everything.py"), run_name="__main__")
+        self.assertIs(signal.getsignal(signal.SIGTERM), processes._terminated)
 
 
 if __name__ == "__main__":

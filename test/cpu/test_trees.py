@@ -400,8 +400,9 @@ class TestInputsThatMove(TestCase):
 
     def test_one_that_is_written_to(self):
         self.assertEqual(self.static(1, 2), [0])
-        self.setUp()
-        self.in_place = False  # it could not be, elsewhere
+
+    def test_one_that_could_not_be_written_to_elsewhere(self):
+        self.in_place = False
         self.assertEqual(self.static(1, 2), [0, 2])
 
     def test_where_there_is_no_recording_yet(self):

@@ -5,6 +5,7 @@ Compiled for a GPU that is not there, and interpreted on the CPU.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.util
 import os
@@ -118,6 +119,12 @@ class TestBenchmark(VariantsTestCase):
         direct, _ = benchmark.compiled(2, TARGET, 256)
         self.assertEqual(direct.asm["ptx"].count("ld.global.v2"), 2)  # of 128 threads
         self.assertIn("arange(0, 256)", benchmark.source(2, 256))
+
+    def test_numbers_that_are_none(self):
+        self.assertEqual((benchmark._sizes("1024,7"), benchmark._block("256")), ((1024, 7), 256))
+        for read, text in ((benchmark._sizes, "1024,0"), (benchmark._sizes, "many"), (benchmark._block, "1000")):
+            with self.assertRaisesRegex(argparse.ArgumentTypeError, f"expected .*, got '{text}'"):
+                read(text)
 
     def test_table(self):
         record = {"direct_us": 2.0, "slots_us": 2.25, "difference_us": 0.25, "equal": True}

@@ -133,15 +133,24 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
+def _sizes(text: str) -> tuple[int, ...]:
+    sizes = text.split(",")
+    if not all(size.isdecimal() and int(size) for size in sizes):
+        raise argparse.ArgumentTypeError(f"expected numbers of at least 1, got {text!r}")
+    return tuple(map(int, sizes))
+
+
+def _block(text: str) -> int:
+    if not text.isdecimal() or int(text).bit_count() != 1:
+        raise argparse.ArgumentTypeError(f"expected a power of two, got {text!r}")
+    return int(text)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--sizes", type=_numbers, default=SIZES, help="elements of each input (1024,1048576)")
-    parser.add_argument("--block", type=int, default=BLOCK, help="elements of each block (1024)")
+    parser.add_argument("--sizes", type=_sizes, default=SIZES, help="elements of each input (1024,1048576)")
+    parser.add_argument("--block", type=_block, default=BLOCK, help="elements of each block (1024)")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if not has_gpu():
