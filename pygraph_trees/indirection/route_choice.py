@@ -4,10 +4,13 @@ At first each node that holds an address is set. A :class:`Watch` looks at a rep
 node on this machine, how many are set in a replay, and whether the GPU has nothing to do then, so that the program
 waits for the host. With a table one node is set, whatever reads the addresses, but the GPU has a kernel more to run,
 and some a load more: :func:`saved_us` is the difference. Where it is clear, the kernels are compiled elsewhere
-(:mod:`.variant_worker`) and loaded, one at a look; when all are there the function is recorded anew, once.
+(:mod:`.variant_worker`) and loaded, one at a look; when all are there the function is recorded anew, once. What the
+GPU takes for a replay is measured before and behind that: where a table costs it more than the host saves, a
+:class:`TableWatch` has the function recorded by address again, for good.
 
-Rules over plain facts, and a walk through states. What the GPU takes is an H200's, from a table's writer and kernels
-measured there; all else is measured where it runs.
+Rules over plain facts, and a walk through states. What the GPU is expected to take for a table is an H200's, from
+kernels measured there; all else is measured where it runs. Expected too little it was for an ocean model, whose kernels
+of 30 us each took 2 us more where they read 21 addresses in a table.
 """
 
 from __future__ import annotations
@@ -18,9 +21,9 @@ import statistics
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -40,11 +43,13 @@ from .variant_worker import Job, Worker, WriterJob, job_of
 EVERY = 128  # replays from one look to the next, about
 LOOKS = 8  # that a choice needs
 AWAITED = "which is being made"  # in what is told, while a table is
+EXPECTED = "as expected"  # in what is told, while a table is used and not judged yet
 
 _MOST_PAUSE = 1 << 20  # replays
 _LEAST_SAVED_US = 3.0
 _LEAST_WAITING = 0.75
 _PATIENCE = 64  # looks that a function waits for others
+_MOST_LOOKS = 4 * LOOKS  # that a table gets until it is judged
 _AROUND_US = 3.0  # of what a look measures, that Python does around the nodes; most replays are set by C++
 
 _log = logging.getLogger("pygraph_trees.indirection")
@@ -59,14 +64,17 @@ class Seen:
     holders: int  # nodes that hold addresses
     readers: int  # of these, kernels that could read them in a table
     waiting: float  # how often the GPU had nothing to do when a replay was about to begin, from 0 to 1
+    slots: int = 0  # addresses that the readers would read there, all together
+    gpu_us: float | None = None  # of the GPU, for a replay, where that was measured
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a table takes of the GPU's time: the most that was measured, of a kernel of a microsecond."""
+    """What a table takes of the GPU's time, as measured with kernels of 1 to 4 us (``tools/bench/slots.py``)."""
 
     writer_us: float = 1.4
-    reader_us: float = 0.3  # each
+    reader_us: float = 0.1  # each
+    slot_us: float = 0.033  # each that one reads
 
 
 def by_address_us(seen: Seen) -> float:
@@ -77,7 +85,7 @@ def by_table_us(seen: Seen, costs: Costs = Costs()) -> float:
     """The same with a table; what no variant reads is set as before."""
     still = 1 - seen.readers / max(1, seen.holders)
     set_nodes = min(1.0, seen.set_nodes) + still * seen.set_nodes
-    return seen.set_us * set_nodes + costs.writer_us + costs.reader_us * seen.readers
+    return seen.set_us * set_nodes + costs.writer_us + costs.reader_us * seen.readers + costs.slot_us * seen.slots
 
 
 def saved_us(seen: Seen, costs: Costs = Costs()) -> float:
@@ -90,14 +98,14 @@ def wants_table(seen: Seen) -> bool:
 
 
 def text_of(seen: Seen, *, is_used: bool = False) -> str:
-    """One line: ``table: 13.1 us of a replay against 29.7 us by address (33 of 34 nodes can read there)``.
+    """One line: ``by address: 4.5 us of a replay against 3.8 us by a table (5 of 5 nodes can read there)``.
 
     ``is_used``: whether there is a table by now.
     """
     address, table = f"{by_address_us(seen):.3g} us", f"{by_table_us(seen):.3g} us"
     note = f"{seen.readers} of {seen.holders} nodes can read there"
     if is_used:
-        return f"table: {table} of a replay against {address} by address ({note})"
+        return f"table: {table} of a replay against {address} by address, {EXPECTED} ({note})"
     if wants_table(seen):
         return f"by address: {address} of a replay against {table} by a table, {AWAITED} ({note})"
     if seen.waiting < _LEAST_WAITING:
@@ -105,26 +113,44 @@ def text_of(seen: Seen, *, is_used: bool = False) -> str:
     return f"by address: {address} of a replay against {table} by a table ({note})"
 
 
+class Clock(Protocol):
+    """Of a recording's launches, as a :class:`~.launch_clock.LaunchClock` is."""
+
+    def time_next(self) -> None: ...
+    def took_us(self) -> float | None: ...
+
+
 class Watch:
     """Of the replays of one recording whose inputs are given by address."""
 
     def __init__(
-        self, function: Any, device: int, *, replays: Callable[[], int], is_idle: Callable[[], bool | None]
+        self,
+        function: Any,
+        device: int,
+        *,
+        replays: Callable[[], int],
+        is_idle: Callable[[], bool | None],
+        clock: Clock,
+        sizes: Hashable = None,
     ) -> None:
         """
         Args:
             function: its ``log`` is told what is found, in words.
             replays: how many there were.
             is_idle: whether the GPU has nothing to do; None where that cannot be asked.
+            clock: told before a launch to time it.
+            sizes: tells recordings of other sizes from this one, where a function has such.
         """
         self._function, self._device = weakref.ref(function), device
-        self._replays, self._is_idle = replays, is_idle
-        self.ready: Callable[[], None] | None = None  # called where the function is to be recorded anew, with a table
+        self._replays, self._is_idle, self._clock = replays, is_idle, clock
+        self._sizes = sizes
+        self.ready: Callable[[str], None] | None = None  # called, with a reason, where it is to be recorded anew
         # Who sets nodes in C++ leaves every 128th replay to Python, which did not look at all of those before.
         self._between = EVERY // 2
         self._next: float = self._between
         self._pause = EVERY * LOOKS
         self._looks: list[tuple[float, bool]] = []
+        self._gpu_us: list[float] = []  # of replays that found the GPU idle
         self._from = 0, 0
         self._patience = _PATIENCE
 
@@ -156,25 +182,45 @@ class Watch:
         if is_begun(function):
             self._go_on(function)
             return
-        if not self._looks:
-            self._from = replays, set_calls
-        self._looks.append((max(0.0, us - _AROUND_US) / count, is_idle))
+        self._note(us, count, is_idle, replays, set_calls)
         if len(self._looks) == LOOKS:
             self._choose(function, replays, set_calls, Counter(holders()))
 
-    def _choose(self, function: Any, replays: int, set_calls: int, names: Counter[str | None]) -> None:
+    def _note(self, us: float, count: int, is_idle: bool, replays: int, set_calls: int) -> None:
+        took_us = self._clock.took_us()
+        if not self._looks:
+            self._from = replays, set_calls
+            self._gpu_us.clear()  # of a time long gone
+        elif took_us is not None:
+            self._gpu_us.append(took_us)
+        self._looks.append((max(0.0, us - _AROUND_US) / count, is_idle))
+        if is_idle:  # else what lies before it in the stream may be the host's as well
+            self._clock.time_next()
+
+    def _set_per_replay(self, replays: int, set_calls: int) -> tuple[float, float]:
+        """What it takes to set a node, in us, and how many were set in a replay, in the mean."""
         began, before = self._from
+        return statistics.median(us for us, _ in self._looks), (set_calls - before) / (replays - began)
+
+    def _waiting(self) -> float:
+        return sum(idle for _, idle in self._looks) / len(self._looks)
+
+    def _choose(self, function: Any, replays: int, set_calls: int, names: Counter[str | None]) -> None:
+        set_us, set_nodes = self._set_per_replay(replays, set_calls)
+        slots = {reader.kernel: len(reader.names) for reader in readers_of(function)}
         seen = Seen(
-            set_us=statistics.median(us for us, _ in self._looks),
-            set_nodes=(set_calls - before) / (replays - began),
+            set_us=set_us,
+            set_nodes=set_nodes,
             holders=names.total(),
-            readers=sum(names[kernel] for kernel in {reader.kernel for reader in readers_of(function)}),
-            waiting=sum(idle for _, idle in self._looks) / len(self._looks),
+            readers=sum(names[kernel] for kernel in slots),
+            waiting=self._waiting(),
+            slots=sum(names[kernel] * count for kernel, count in slots.items()),
+            gpu_us=statistics.median(self._gpu_us) if len(self._gpu_us) >= LOOKS // 2 else None,
         )
         self._looks.clear()
         function.log.route_was_found(text_of(seen))
         if wants_table(seen):
-            begin(function, self._device, text_of(seen, is_used=True))
+            begin(function, self._device, text_of(seen, is_used=True), (seen, self._sizes))
         else:
             self._next = replays + self._pause
             self._pause = min(4 * self._pause, _MOST_PAUSE)
@@ -197,8 +243,47 @@ class Watch:
         for watch in list(_waiting):
             watch._next = float("inf")
             if watch.ready is not None:
-                watch.ready()
+                watch.ready("its inputs are read from a table from now on")
         _waiting.clear()
+
+
+class TableWatch(Watch):
+    """Of the first replays of a recording with a table: whether they are faster."""
+
+    def _look(self, us: float, count: int, set_calls: int, holders: Callable[[], Sequence[str | None]]) -> None:
+        function, replays = self._function(), self._replays()
+        self._next = replays + self._between
+        is_idle = self._is_idle()
+        if function is None or not count or is_idle is None:
+            return
+        self._note(us, count, is_idle, replays, set_calls)
+        if len(self._gpu_us) >= LOOKS or len(self._looks) >= _MOST_LOOKS:
+            self._next = float("inf")
+            self._judge(function, replays, set_calls)
+
+    def _judge(self, function: Any, replays: int, set_calls: int) -> None:
+        if self._waiting() < 1 - _LEAST_WAITING:
+            self._go_back(function, f"hidden behind the GPU's work in {1 - self._waiting():.0%} of replays by now")
+            return
+        before, sizes = seen_by_address(function)
+        if before is None or before.gpu_us is None or len(self._gpu_us) < LOOKS or sizes != self._sizes:
+            if function.log.route is not None:
+                function.log.route_was_found(function.log.route.replace(f", {EXPECTED}", ""))
+            return
+        set_us, set_nodes = self._set_per_replay(replays, set_calls)
+        table = set_us * set_nodes, statistics.median(self._gpu_us)
+        address = by_address_us(before), before.gpu_us
+        measured = "{:.3g} us of a replay and {:.4g} of the GPU's".format
+        if sum(table) > sum(address):
+            self._go_back(function, f"{measured(*address)}, against {measured(*table)} by a table")
+        else:
+            function.log.route_was_found(f"table: {measured(*table)}, against {measured(*address)} by address")
+
+    def _go_back(self, function: Any, why: str) -> None:
+        leave(function)
+        function.log.route_was_found(f"by address: {why}")
+        if self.ready is not None:
+            self.ready("its inputs are given by address again")
 
 
 _waiting: weakref.WeakSet[Watch] = weakref.WeakSet()  # those whose functions could be recorded anew
@@ -206,9 +291,14 @@ _lock = threading.Lock()  # one function may have recordings in several threads;
 _building: weakref.WeakKeyDictionary[Any, _Building] = weakref.WeakKeyDictionary()
 
 
-def begin(function: Any, device: int, why: str) -> None:
-    """The first step towards a table for a function; ``why``: what it is told when it has one."""
-    _building.setdefault(function, _Building(readers_of(function), device, why))
+def begin(function: Any, device: int, why: str, seen: tuple[Seen, Hashable]) -> None:
+    """The first step towards a table for a function.
+
+    Args:
+        why: what it is told when it has one.
+        seen: what it is begun for, and of which sizes.
+    """
+    _building.setdefault(function, _Building(readers_of(function), device, why, seen))
 
 
 def is_begun(function: Any) -> bool:
@@ -224,6 +314,12 @@ def is_over(function: Any) -> bool:
 def why_by_table(function: Any) -> str | None:
     building = _building.get(function)
     return None if building is None else building.why
+
+
+def seen_by_address(function: Any) -> tuple[Seen | None, Hashable]:
+    """What a table was begun for, and of which sizes."""
+    building = _building.get(function)
+    return (None, None) if building is None else building.seen
 
 
 def leave(function: Any) -> None:
@@ -253,8 +349,8 @@ def go_on(function: Any) -> bool | None:
 class _Building:
     """Of the variants of a function's kernels, and of writers: compiled by a process, then loaded one at a time."""
 
-    def __init__(self, readers: Collection[Reader], device: int, why: str) -> None:
-        self.why = why
+    def __init__(self, readers: Collection[Reader], device: int, why: str, seen: tuple[Seen, Hashable]) -> None:
+        self.why, self.seen = why, seen
         self._device = device
         self._readers: list[Reader] = list(readers)
         self._worker: Worker | None = None

@@ -29,10 +29,13 @@ from triton.compiler import ASTSource
 
 from pygraph_trees.coverage.log import FunctionLog, RecordingLog
 from pygraph_trees.indirection import route_choice, table, variant_launchers, variant_worker
+from pygraph_trees.indirection.launch_clock import LaunchClock
 from pygraph_trees.indirection.route_choice import (
     AWAITED,
     EVERY,
+    EXPECTED,
     Seen,
+    TableWatch,
     Watch,
     by_address_us,
     by_table_us,
@@ -49,7 +52,7 @@ LOOKS = route_choice.LOOKS
 
 
 def seen(set_nodes: float = 33.0, **more: Any) -> Seen:
-    found = dict(set_us=0.9, set_nodes=set_nodes, holders=34, readers=33, waiting=1.0)
+    found = dict(set_us=0.9, set_nodes=set_nodes, holders=34, readers=33, waiting=1.0, slots=66)
     return Seen(**(found | more))
 
 
@@ -59,19 +62,19 @@ class TestRule(TestCase):
         self.assertExpectedInline(
             text_of(seen()).replace(" (", "\n("),
             """\
-by address: 29.7 us of a replay against 13.1 us by a table, which is being made
+by address: 29.7 us of a replay against 8.65 us by a table, which is being made
 (33 of 34 nodes can read there)""",
         )
         self.assertExpectedInline(
             text_of(seen(), is_used=True),
-            """table: 13.1 us of a replay against 29.7 us by address (33 of 34 nodes can read there)""",
+            """table: 8.65 us of a replay against 29.7 us by address, as expected (33 of 34 nodes can read there)""",
         )
 
     def test_few_nodes(self) -> None:
-        few = seen(5.0, holders=5, readers=5)
+        few = seen(5.0, holders=5, readers=5, slots=5)
         self.assertFalse(wants_table(few))
         self.assertExpectedInline(
-            text_of(few), """by address: 4.5 us of a replay against 3.8 us by a table (5 of 5 nodes can read there)"""
+            text_of(few), """by address: 4.5 us of a replay against 2.96 us by a table (5 of 5 nodes can read there)"""
         )
 
     def test_inputs_that_hardly_ever_move(self) -> None:
@@ -81,9 +84,10 @@ by address: 29.7 us of a replay against 13.1 us by a table, which is being made
         hidden = seen(waiting=0.25)
         self.assertFalse(wants_table(hidden))
         self.assertExpectedInline(
-            text_of(hidden),
+            text_of(hidden).replace(" (", "\n("),
             """\
-by address: 29.7 us of a replay against 13.1 us by a table (hidden behind the GPU's work in 75% of them)""",
+by address: 29.7 us of a replay against 8.65 us by a table
+(hidden behind the GPU's work in 75% of them)""",
         )
 
     def test_nodes_that_are_no_kernels_of_triton(self) -> None:
@@ -120,6 +124,23 @@ def reader(kernel: str, autotuner: Any = None) -> Reader:
     return Reader(made, frozenset({"in_ptr0"}), frozenset({("in_ptr0", 0)}))
 
 
+class FakeClock:
+    """Of which launches take what the test says."""
+
+    def __init__(self) -> None:
+        self.us: float | None = 50.0
+        self.timed = 0
+        self._is_timed = False
+
+    def time_next(self) -> None:
+        self.timed += 1
+        self._is_timed = True
+
+    def took_us(self) -> float | None:
+        took, self._is_timed = self.us if self._is_timed else None, False
+        return took
+
+
 class WatchTestCase(TestCase):
     def setUp(self) -> None:
         super().setUp()
@@ -144,15 +165,29 @@ class WatchTestCase(TestCase):
         patch.start()
         self.addCleanup(patch.stop)
         self.steps: list[bool | None] = []
-        self.watch = Watch(self.function, 0, replays=lambda: self.replays, is_idle=lambda: self.idle)
-        self.watch.ready = self.is_ready
+        self.clock = FakeClock()
+        self.watch = self.made(Watch)
 
-    def is_ready(self) -> None:
+    def made(self, kind: type[Watch]) -> Watch:
+        watch = kind(
+            self.function,
+            0,
+            replays=lambda: self.replays,
+            is_idle=lambda: self.idle,
+            clock=self.clock,
+            sizes="sizes",
+        )
+        watch.ready = self.is_ready
+        return watch
+
+    def is_ready(self, why: str) -> None:
         self.ready += 1
+        self.reason = why
 
-    def begin(self, function: Any, device: int, why: str) -> None:
+    def begin(self, function: Any, device: int, why: str, seen: Any) -> None:
         self.begun += 1
-        self.why = why
+        self.why, (self.seen, sizes) = why, seen
+        self.assertEqual(sizes, "sizes")
 
     def go_on(self, function: Any) -> bool | None:
         self.assertIs(function, self.function)
@@ -173,6 +208,7 @@ class WatchTestCase(TestCase):
 class TestWatch(WatchTestCase):
     def test_a_table_is_found_to_be_faster(self) -> None:
         self.assertEqual(self.replay(EVERY * LOOKS), LOOKS)
+        self.assertEqual((self.seen.gpu_us, self.seen.readers, self.seen.slots), (50.0, 33, 33))
         (text,) = self.told
         self.assertRegex(
             text, r"^by address: 30 us of a replay against .* us by a table, which is being made \(33 of 34"
@@ -193,8 +229,8 @@ class TestWatch(WatchTestCase):
         """So that what is behind one is recorded anew once; not for one that is never ready."""
         others: dict[Any, Any] = {0: SimpleNamespace(is_over=False)}
         told = []
-        waiting = Watch(self.function, 0, replays=lambda: 0, is_idle=lambda: True)
-        waiting.ready = lambda: told.append("other")
+        waiting = Watch(self.function, 0, replays=lambda: 0, is_idle=lambda: True, clock=self.clock)
+        waiting.ready = lambda why: told.append("other")
         self.begun, self.steps = 1, [True] * 3 * route_choice._PATIENCE
         with (
             mock.patch.object(route_choice, "_building", others),
@@ -270,6 +306,164 @@ class TestWatch(WatchTestCase):
         self.assertIn("of the test", logs.output[0])
 
 
+class TestTableWatch(WatchTestCase):
+    """A table that is there: each replay sets the writer alone."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.watch = self.made(TableWatch)
+        self.before: tuple[Seen | None, Any] = seen(20.0, set_us=0.5, gpu_us=50.0), "sizes"  # 10 us by the host
+        self.left: list[Any] = []
+        for name, value in (("seen_by_address", lambda function: self.before), ("leave", self.left.append)):
+            patch = mock.patch.object(route_choice, name, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def replays_by_table(self, gpu_us: float | None, looks: int = 2 * LOOKS) -> int:
+        self.clock.us = gpu_us
+        return self.replay(EVERY * looks, nodes=1, us=5.0)  # 3 of these is what Python does
+
+    def test_it_is_faster(self) -> None:
+        self.assertEqual(
+            self.replays_by_table(57.9), LOOKS + 1
+        )  # one launch is timed at a look, and asked for at the next
+        self.assertEqual((self.left, self.ready, self.clock.timed), ([], 0, LOOKS + 1))
+        (text,) = self.told
+        self.assertExpectedInline(
+            text.replace(", ", ",\n"),
+            """\
+table: 2 us of a replay and 57.9 of the GPU's,
+against 10 us of a replay and 50 of the GPU's by address""",
+        )
+
+    def test_it_takes_the_gpu_longer_than_it_saves(self) -> None:
+        self.assertEqual(self.replays_by_table(58.1), LOOKS + 1)
+        self.assertEqual((self.left, self.ready), ([self.function], 1))
+        self.assertEqual(self.reason, "its inputs are given by address again")
+        self.assertExpectedInline(
+            self.told[0].replace(", ", ",\n"),
+            """\
+by address: 10 us of a replay and 50 of the GPU's,
+against 2 us of a replay and 58.1 of the GPU's by a table""",
+        )
+
+    def test_a_gpu_that_is_busy_by_now(self) -> None:
+        self.idle = False
+        self.assertEqual(self.replays_by_table(50.0, 5 * LOOKS), 4 * LOOKS)
+        self.assertEqual((self.left, self.ready, self.clock.timed), ([self.function], 1, 0))
+        self.assertEqual(self.told, ["by address: hidden behind the GPU's work in 100% of replays by now"])
+
+    def test_what_cannot_be_judged(self) -> None:
+        by_address, _ = self.before
+        assert by_address is not None
+        for before, gpu_us in (
+            ((None, None), 90.0),
+            ((seen(20.0), "sizes"), 90.0),  # nothing was timed then
+            ((by_address, "others"), 90.0),
+            (self.before, None),  # nor now
+        ):
+            self.before, self.watch = before, self.made(TableWatch)
+            self.log.route, self.told = text_of(seen(), is_used=True), []
+            self.assertIn(EXPECTED, self.log.route)
+            self.assertGreaterEqual(self.replays_by_table(gpu_us, 5 * LOOKS), LOOKS)
+            self.assertFalse(self.watch.is_due())
+            self.assertEqual((self.left, self.ready, len(self.told)), ([], 0, 1))
+            self.assertRegex(self.told[0], r"^table: .* by address \(33 of 34")
+
+    def test_who_asks_in_a_capture(self) -> None:
+        with mock.patch.object(self.watch, "_is_idle", return_value=None):
+            self.replays_by_table(90.0)
+        self.assertEqual((self.told, self.clock.timed), ([], 0))
+
+
+class FakeEvent:
+    """Of a stream whose time the test sets."""
+
+    now, is_done = 0.0, True
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: Any) -> None:
+        assert stream == "of 3"
+        self.at = FakeEvent.now
+
+    def query(self) -> bool:
+        return self.is_done
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return end.at - self.at
+
+
+class TestLaunchClock(TestCase):
+    class Graph:
+        launches = 0
+
+        def replay(self) -> None:
+            self.launches += 1
+            FakeEvent.now += 0.25  # ms
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.graph, self.is_capturing = self.Graph(), False
+        graph = weakref.ref(self.graph)
+        self.clock = LaunchClock(graph, 3)
+        for name, value in (
+            ("Event", FakeEvent),
+            ("current_stream", lambda device: f"of {device}"),
+            ("is_current_stream_capturing", lambda: self.is_capturing),
+        ):
+            patch = mock.patch.object(torch.cuda, name, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def test_one_launch(self) -> None:
+        self.assertIsNone(self.clock.took_us())
+        self.clock.time_next()
+        self.assertIsNone(self.clock.took_us())
+        self.graph.replay()
+        self.assertEqual(vars(self.graph), {"launches": 1})
+        self.graph.replay()
+        self.assertEqual((self.graph.launches, self.clock.took_us()), (2, 250.0))
+        self.assertIsNone(self.clock.took_us())  # once
+
+    def test_the_gpu_is_at_it(self) -> None:
+        self.clock.time_next()
+        self.graph.replay()
+        with mock.patch.object(FakeEvent, "is_done", new=False):
+            self.assertIsNone(self.clock.took_us())
+        self.clock.time_next()  # the next one alone counts
+        self.assertIsNone(self.clock.took_us())
+        self.graph.replay()
+        self.assertEqual(self.clock.took_us(), 250.0)
+
+    def test_while_somebody_captures(self) -> None:
+        self.is_capturing = True
+        self.clock.time_next()
+        self.graph.replay()
+        self.assertEqual((self.graph.launches, self.clock.took_us()), (1, None))
+
+    def test_a_launch_that_fails(self) -> None:
+        self.clock.time_next()
+        failing = mock.patch.object(self.Graph, "replay", side_effect=RuntimeError("of the test"))
+        with failing, self.assertRaisesRegex(RuntimeError, "of the test"):
+            self.graph.replay()
+        self.assertEqual((vars(self.graph), self.clock.took_us()), ({}, None))
+
+    def test_it_holds_no_graph(self) -> None:
+        self.clock.time_next()
+        gone = weakref.ref(self.graph)
+        del self.graph
+        self.assertIsNone(gone())
+        self.clock.time_next()
+
+    def test_one_that_takes_no_attributes(self) -> None:
+        graph = mock.Mock(spec_set=["launches"])
+        clock = LaunchClock(lambda: graph, 3)
+        clock.time_next()
+        self.assertIsNone(clock.took_us())
+
+
 class FakeWorker:
     """Does its work when it is told to."""
 
@@ -310,7 +504,7 @@ class TestBuilding(TestCase):
             self.addCleanup(patch.stop)
 
     def begin(self) -> None:
-        route_choice.begin(self.function, 3, "why")
+        route_choice.begin(self.function, 3, "why", (seen(), "sizes"))
 
     def job_of(self, autotuner: FakeAutotuner, names: frozenset[str]) -> Job | None:
         return None if autotuner.fn.__name__ == "b" else Job("path", autotuner.fn.__name__, None, names)
@@ -709,20 +903,24 @@ class TestRecording(TestCase):
         self.addCleanup(manager.__exit__, None, None, None)
 
     def building(self, **state: Any) -> Any:
-        route_choice.begin(self.model, 0, "table: why")
+        route_choice.begin(self.model, 0, "table: why", (seen(), "sizes"))
         building = route_choice._building[self.model]
         vars(building).update(state)
         return building
 
+    def watch(self, log: RecordingLog, *, has_table: bool = False) -> Watch | None:
+        return recording._watch(self.model, "sizes", log, 0, FakeClock(), has_table=has_table)
+
     def test_which_recordings_are_watched(self) -> None:
         log = RecordingLog()
-        self.assertIsNotNone(recording._watch(self.model, log, 0))
+        self.assertIsNotNone(self.watch(log))
         with mock.patch.dict(table._readers, {self.model: {}}):  # no kernel could
-            self.assertIsNone(recording._watch(self.model, log, 0))
+            self.assertIsNone(self.watch(log))
         building = self.building()
-        self.assertIsNotNone(recording._watch(self.model, log, 0))  # it goes on with what is begun
+        self.assertIsNotNone(self.watch(log))  # it goes on with what is begun
         building.give_up()
-        self.assertIsNone(recording._watch(self.model, log, 0))
+        self.assertIsNone(self.watch(log))
+        self.assertIs(type(self.watch(log, has_table=True)), TableWatch)
 
     def test_what_it_asks(self) -> None:
         stream, log = SimpleNamespace(), RecordingLog()
@@ -735,7 +933,7 @@ class TestRecording(TestCase):
                 mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: is_capturing),  # noqa: B023
             ):
                 log.replays, set_calls, self.model.log.route = 0, 0, None
-                watch = recording._watch(self.model, log, 0)
+                watch = self.watch(log)
                 assert watch is not None
                 while self.model.log.route is None and log.replays < LOOKS * EVERY:
                     log.replays += 1
