@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pygraph_trees.coverage.log import journal
+from pygraph_trees.coverage.text import title
 from pygraph_trees.indirection.route_choice import AWAITED, EVERY, EXPECTED, LOOKS
 
 CALLS = EVERY * (LOOKS + 2)  # with new addresses, within which a route is found to be better, or none
@@ -38,6 +39,12 @@ def call_until_chosen(call: Callable[[], Any], first: int, share: float = 1.0) -
 def functions_so_far() -> int:
     """The number of the next function in the report."""
     return len(journal.records()[1])
+
+
+def routes_of(functions: slice) -> list[str]:
+    """What was found of functions in the report, where something was: ``model 0/0, inference: table: ...``."""
+    _, known = journal.records()
+    return [f"{title(found)}, {found.mode}: {found.route}" for found in known[functions] if found.route is not None]
 
 
 def _is_choice_awaited(first: int) -> bool:

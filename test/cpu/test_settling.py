@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.comparison import settling
-from pygraph_trees.comparison.settling import CALLS, call_until_chosen, functions_so_far
+from pygraph_trees.comparison.settling import CALLS, call_until_chosen, functions_so_far, routes_of
 from pygraph_trees.coverage.log import FunctionLog, RecordingLog, journal
 from pygraph_trees.indirection.route_choice import AWAITED, EXPECTED
 
@@ -93,6 +93,12 @@ class TestSettling(TestCase):
         first = functions_so_far()
         self.functions.append(function(None, "patch"))
         self.assertEqual((first, self.calls(first)), (1, CALLS))
+
+    def test_what_is_told_of_some(self) -> None:
+        self.functions = [function("by address", "patch"), function(None, "patch"), function("table", "table")]
+        self.assertEqual(routes_of(slice(0, 2)), ["f, inference: by address"])
+        self.assertEqual(routes_of(slice(1, 3)), ["f, inference: table"])
+        self.assertEqual(routes_of(slice(0)), [])
 
     def test_inputs_that_are_none(self) -> None:
         self.functions = [function(BETTER)]
