@@ -30,7 +30,7 @@ from bench.isolated import Job, Worker
 from bench.loading import load_workloads
 
 from pygraph_trees.comparison import Measurement, Plan, Program, Results
-from pygraph_trees.comparison.differences import difference, snapshot
+from pygraph_trees.comparison.differences import snapshot
 
 WORKLOADS = load_workloads()
 FAST = Plan(rounds=1, block_s=0.0, calls=(2, 2), settle_calls=1, warm_calls=(5, 6), ring=2, fresh_caches=False)
@@ -156,7 +156,11 @@ class TestWorkloads(TestCase):
                 traced = torch.compile(program.fn, backend="eager", fullgraph=name != "VM")  # that one reads its data
                 expected = snapshot(program.step(program.fn, program.args, program.kwargs))
                 found = snapshot(program.step(traced, program.args, program.kwargs))
-                self.assertEqual(difference(found, expected).largest, 0.0, name)
+                self.assertEqual([where for where, _ in found], [where for where, _ in expected], name)
+                for (where, one), (_, other) in zip(found, expected, strict=True):
+                    # Gradients in bfloat16 may be added up in another order.
+                    most = other.abs().max().item() / 128 if program.training else 0.0
+                    self.assertEqual(one, other, f"{name}, {where}", rtol=0, atol=most)
                 self.assertTrue(all(t.isfinite().all() for _, t in expected), name)
 
     def test_the_seed_decides(self):

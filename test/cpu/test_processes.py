@@ -27,8 +27,8 @@ end_on_termination()
 started = [sys.executable, "-c", "print('up', flush=True); import time; time.sleep(60)"]
 process = subprocess.Popen(started, start_new_session=True, stdout=subprocess.PIPE, text=True)
 process.stdout.readline()
-print(process.pid, flush=True)
 try:
+    print(process.pid, flush=True)
     time.sleep(60)
 finally:
     print("ending", flush=True)

@@ -9,7 +9,7 @@ import torch
 
 from pygraph_trees.comparison.program import Program
 
-from .registry import DROPS_NOTHING, seeded, training, workload
+from .registry import DROPS_NOTHING, seeded, training, without_layer_drop, workload
 from .texts import labelled
 
 
@@ -39,6 +39,6 @@ def build(
         use_cache=False,
     )
     with seeded(device):
-        model = BlenderbotSmallForConditionalGeneration(config).train()
+        model = without_layer_drop(BlenderbotSmallForConditionalGeneration(config).train())
         inputs = labelled(vocabulary, batch, sequence)
     return Program(model, kwargs=inputs, training=True, context=training(device), name="BSCG", batch=batch)

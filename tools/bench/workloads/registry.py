@@ -74,3 +74,16 @@ def training(device: torch.device | str) -> Callable[[], AbstractContextManager[
     """The context of a training step's forward: bfloat16 autocast."""
     kind = "cpu" if torch.device(device).type == "cpu" else "cuda"
     return lambda: torch.autocast(kind, torch.bfloat16)
+
+
+def without_layer_drop(model: torch.nn.Module) -> torch.nn.Module:
+    """The model, in training, with no coin for each of its layers whether it is left out; none of them ever is.
+
+    Up to transformers 5.17 at least the coin is a tensor also where nothing is left out, and Dynamo breaks the graph at
+    each layer. What holds the layers is told that it does not train, so that its own dropout, of what goes into the
+    first one, is not computed either.
+    """
+    for module in model.modules():
+        if hasattr(module, "layerdrop"):
+            module.training = False
+    return model

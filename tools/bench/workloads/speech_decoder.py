@@ -13,7 +13,7 @@ import torch
 
 from pygraph_trees.comparison.program import Program
 
-from .registry import DROPS_NOTHING, seeded, training, workload
+from .registry import DROPS_NOTHING, seeded, training, without_layer_drop, workload
 from .texts import continued
 
 
@@ -45,7 +45,7 @@ def build(
         layernorm_embedding=False,
     )
     with seeded(device):
-        model = TrOCRForCausalLM(config).train()
+        model = without_layer_drop(TrOCRForCausalLM(config).train())
         positions = model.model.decoder.embed_positions
         table = positions.get_embedding(config.max_position_embeddings, hidden, config.pad_token_id)
         del positions.weights
