@@ -6,6 +6,8 @@ A launch is between two events of the stream that it is launched on. Nobody wait
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +28,9 @@ class LaunchClock:
         graph = self._graph()
         self._is_timed = False
         if graph is not None:
-            with contextlib.suppress(AttributeError):  # of a class without a dictionary: it is not timed
-                graph.replay = self._replay  # in the place of its class's, and gone with the launch
+            with contextlib.suppress(AttributeError, TypeError):  # of a class that does not allow it: it is not timed
+                # In the place of its class's, and gone with the launch.
+                graph.replay = functools.partial(self._replay, weakref.ref(graph))
 
     def took_us(self) -> float | None:
         """What the launch that was timed took, once; None where none was, or the GPU is not done with it."""
@@ -39,17 +42,22 @@ class LaunchClock:
         self._is_timed = False
         return float(begin.elapsed_time(end)) * 1e3
 
-    def _replay(self) -> None:
-        graph = self._graph()
-        del graph.replay
-        if torch.cuda.is_current_stream_capturing():  # an event of a capture has no time
-            graph.replay()
-            return
+    def _replay(self, graph_of: Callable[[], Any]) -> None:
+        """Launches, once, whatever becomes of the events."""
+        graph = graph_of()
+        vars(graph).pop("replay", None)
+        events = None
+        if not torch.cuda.is_current_stream_capturing():  # an event of a capture has no time
+            with contextlib.suppress(RuntimeError):
+                events = self._begun()
+        graph.replay()
+        if events is not None:
+            with contextlib.suppress(RuntimeError):
+                events[1].record(torch.cuda.current_stream(self._device))
+                self._is_timed = True
+
+    def _begun(self) -> tuple[Any, Any]:
         if self._events is None:
             self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin, end = self._events
-        stream = torch.cuda.current_stream(self._device)
-        begin.record(stream)
-        graph.replay()
-        end.record(stream)
-        self._is_timed = True
+        self._events[0].record(torch.cuda.current_stream(self._device))
+        return self._events

@@ -17,16 +17,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import statistics
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from .replay_costs import Clock, Looks, Took
 from .table import (
     WIDTHS,
     Reader,
@@ -50,6 +50,7 @@ _LEAST_SAVED_US = 3.0
 _LEAST_WAITING = 0.75
 _PATIENCE = 64  # looks that a function waits for others
 _MOST_LOOKS = 4 * LOOKS  # that a table gets until it is judged
+_AS_OFTEN = 0.1  # by which shares of calls may differ where the times from one to the next are compared
 _AROUND_US = 3.0  # of what a look measures, that Python does around the nodes; most replays are set by C++
 
 _log = logging.getLogger("pygraph_trees.indirection")
@@ -65,7 +66,6 @@ class Seen:
     readers: int  # of these, kernels that could read them in a table
     waiting: float  # how often the GPU had nothing to do when a replay was about to begin, from 0 to 1
     slots: int = 0  # addresses that the readers would read there, all together
-    gpu_us: float | None = None  # of the GPU, for a replay, where that was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,42 @@ def wants_table(seen: Seen) -> bool:
     return seen.waiting >= _LEAST_WAITING and saved_us(seen) >= _LEAST_SAVED_US
 
 
+def lost_us(table: Took, address: Took) -> float | None:
+    """What a replay from idle to idle takes longer with a table than it took by address; None where nobody knows.
+
+    What was measured by address may have had new addresses at another share of its calls.
+    """
+    if table.gpu is None or address.gpu is None:
+        return None
+    return table.gpu.us - address.gpu.us - table.share * (address.set_us - table.set_us)
+
+
+def is_slower(table: Took, address: Took) -> bool:
+    """Whether a table clearly costs more than it saves.
+
+    Not where the program steps faster by now: it may wait for the host alone, and what the GPU does is hidden then.
+    """
+    lost = lost_us(table, address)
+    if lost is None or table.gpu is None or address.gpu is None:
+        return False
+    is_as_often = abs(table.share - address.share) <= _AS_OFTEN
+    if is_as_often and address.step.us - table.step.us > address.step.about + table.step.about:
+        return False
+    return lost > max(_LEAST_SAVED_US, table.gpu.about + address.gpu.about)
+
+
+def measured_text(table: Took, address: Took, *, is_used: bool) -> str:
+    """``table: 2 us of a replay and 57.9 of the GPU's, against 10 us of a replay and 50 of the GPU's by address``."""
+
+    def text(took: Took) -> str:
+        assert took.gpu is not None
+        return f"{table.share * took.set_us:.3g} us of a replay and {took.gpu.us:.4g} of the GPU's"
+
+    if is_used:
+        return f"table: {text(table)}, against {text(address)} by address"
+    return f"by address: {text(address)}, against {text(table)} by a table"
+
+
 def text_of(seen: Seen, *, is_used: bool = False) -> str:
     """One line: ``by address: 4.5 us of a replay against 3.8 us by a table (5 of 5 nodes can read there)``.
 
@@ -113,11 +149,12 @@ def text_of(seen: Seen, *, is_used: bool = False) -> str:
     return f"by address: {address} of a replay against {table} by a table ({note})"
 
 
-class Clock(Protocol):
-    """Of a recording's launches, as a :class:`~.launch_clock.LaunchClock` is."""
+@dataclass(frozen=True, slots=True)
+class ByAddress:
+    """What replays took when a table was begun, and of which sizes."""
 
-    def time_next(self) -> None: ...
-    def took_us(self) -> float | None: ...
+    took: Took
+    sizes: Hashable
 
 
 class Watch:
@@ -139,19 +176,16 @@ class Watch:
             replays: how many there were.
             is_idle: whether the GPU has nothing to do; None where that cannot be asked.
             clock: told before a launch to time it.
-            sizes: tells recordings of other sizes from this one, where a function has such.
+            sizes: tells recordings of other sizes from this one, where the function has such.
         """
         self._function, self._device = weakref.ref(function), device
-        self._replays, self._is_idle, self._clock = replays, is_idle, clock
-        self._sizes = sizes
+        self._replays, self._is_idle, self._looks = replays, is_idle, Looks(clock)
+        self.sizes = sizes
         self.ready: Callable[[str], None] | None = None  # called, with a reason, where it is to be recorded anew
         # Who sets nodes in C++ leaves every 128th replay to Python, which did not look at all of those before.
         self._between = EVERY // 2
         self._next: float = self._between
         self._pause = EVERY * LOOKS
-        self._looks: list[tuple[float, bool]] = []
-        self._gpu_us: list[float] = []  # of replays that found the GPU idle
-        self._from = 0, 0
         self._patience = _PATIENCE
 
     def is_due(self) -> bool:
@@ -182,45 +216,25 @@ class Watch:
         if is_begun(function):
             self._go_on(function)
             return
-        self._note(us, count, is_idle, replays, set_calls)
+        self._looks.add(max(0.0, us - _AROUND_US), count, replays, set_calls, is_idle=is_idle)
         if len(self._looks) == LOOKS:
-            self._choose(function, replays, set_calls, Counter(holders()))
+            self._choose(function, replays, Counter(holders()))
 
-    def _note(self, us: float, count: int, is_idle: bool, replays: int, set_calls: int) -> None:
-        took_us = self._clock.took_us()
-        if not self._looks:
-            self._from = replays, set_calls
-            self._gpu_us.clear()  # of a time long gone
-        elif took_us is not None:
-            self._gpu_us.append(took_us)
-        self._looks.append((max(0.0, us - _AROUND_US) / count, is_idle))
-        if is_idle:  # else what lies before it in the stream may be the host's as well
-            self._clock.time_next()
-
-    def _set_per_replay(self, replays: int, set_calls: int) -> tuple[float, float]:
-        """What it takes to set a node, in us, and how many were set in a replay, in the mean."""
-        began, before = self._from
-        return statistics.median(us for us, _ in self._looks), (set_calls - before) / (replays - began)
-
-    def _waiting(self) -> float:
-        return sum(idle for _, idle in self._looks) / len(self._looks)
-
-    def _choose(self, function: Any, replays: int, set_calls: int, names: Counter[str | None]) -> None:
-        set_us, set_nodes = self._set_per_replay(replays, set_calls)
+    def _choose(self, function: Any, replays: int, names: Counter[str | None]) -> None:
         slots = {reader.kernel: len(reader.names) for reader in readers_of(function)}
         seen = Seen(
-            set_us=set_us,
-            set_nodes=set_nodes,
+            set_us=self._looks.node_us(),
+            set_nodes=self._looks.nodes(),
             holders=names.total(),
             readers=sum(names[kernel] for kernel in slots),
-            waiting=self._waiting(),
+            waiting=self._looks.waiting(),
             slots=sum(names[kernel] * count for kernel, count in slots.items()),
-            gpu_us=statistics.median(self._gpu_us) if len(self._gpu_us) >= LOOKS // 2 else None,
         )
+        took = self._looks.took()
         self._looks.clear()
         function.log.route_was_found(text_of(seen))
         if wants_table(seen):
-            begin(function, self._device, text_of(seen, is_used=True), (seen, self._sizes))
+            begin(function, self._device, text_of(seen, is_used=True), ByAddress(took, self.sizes))
         else:
             self._next = replays + self._pause
             self._pause = min(4 * self._pause, _MOST_PAUSE)
@@ -250,55 +264,51 @@ class Watch:
 class TableWatch(Watch):
     """Of the first replays of a recording with a table: whether they are faster."""
 
+    def __init__(self, function: Any, device: int, **more: Any) -> None:
+        super().__init__(function, device, **more)
+        _with_table.setdefault(function, weakref.WeakSet()).add(self)
+
     def _look(self, us: float, count: int, set_calls: int, holders: Callable[[], Sequence[str | None]]) -> None:
         function, replays = self._function(), self._replays()
         self._next = replays + self._between
         is_idle = self._is_idle()
         if function is None or not count or is_idle is None:
             return
-        self._note(us, count, is_idle, replays, set_calls)
-        if len(self._gpu_us) >= LOOKS or len(self._looks) >= _MOST_LOOKS:
+        building = _building.get(function)
+        if building is None or building.verdict is not None or building.before.sizes != self.sizes:
+            self._next = float("inf")  # what is found for some sizes holds for all
+            return
+        self._looks.add(max(0.0, us - _AROUND_US), count, replays, set_calls, is_idle=is_idle)
+        if self._looks.timed >= LOOKS or len(self._looks) >= _MOST_LOOKS:
             self._next = float("inf")
-            self._judge(function, replays, set_calls)
+            self._judge(function, building)
 
-    def _judge(self, function: Any, replays: int, set_calls: int) -> None:
-        if self._waiting() < 1 - _LEAST_WAITING:
-            self._go_back(function, f"hidden behind the GPU's work in {1 - self._waiting():.0%} of replays by now")
-            return
-        before, sizes = seen_by_address(function)
-        if before is None or before.gpu_us is None or len(self._gpu_us) < LOOKS or sizes != self._sizes:
-            if function.log.route is not None:
-                function.log.route_was_found(function.log.route.replace(f", {EXPECTED}", ""))
-            return
-        set_us, set_nodes = self._set_per_replay(replays, set_calls)
-        table = set_us * set_nodes, statistics.median(self._gpu_us)
-        address = by_address_us(before), before.gpu_us
-        measured = "{:.3g} us of a replay and {:.4g} of the GPU's".format
-        if sum(table) > sum(address):
-            self._go_back(function, f"{measured(*address)}, against {measured(*table)} by a table")
+    def _judge(self, function: Any, building: _Building) -> None:
+        table, address = self._looks.took(), building.before.took
+        is_used = not is_slower(table, address)
+        if lost_us(table, address) is None:
+            building.verdict = building.why.replace(f", {EXPECTED}", "")
         else:
-            function.log.route_was_found(f"table: {measured(*table)}, against {measured(*address)} by address")
-
-    def _go_back(self, function: Any, why: str) -> None:
+            building.verdict = measured_text(table, address, is_used=is_used)
+        function.log.route_was_found(building.verdict)
+        if is_used:
+            return
         leave(function)
-        function.log.route_was_found(f"by address: {why}")
-        if self.ready is not None:
-            self.ready("its inputs are given by address again")
+        for watch in list(_with_table.pop(function, ())):
+            watch._next = float("inf")
+            if watch.ready is not None:
+                watch.ready("its inputs are given by address again")
 
 
 _waiting: weakref.WeakSet[Watch] = weakref.WeakSet()  # those whose functions could be recorded anew
+_with_table: weakref.WeakKeyDictionary[Any, weakref.WeakSet[TableWatch]] = weakref.WeakKeyDictionary()  # by function
 _lock = threading.Lock()  # one function may have recordings in several threads; nobody waits for it
 _building: weakref.WeakKeyDictionary[Any, _Building] = weakref.WeakKeyDictionary()
 
 
-def begin(function: Any, device: int, why: str, seen: tuple[Seen, Hashable]) -> None:
-    """The first step towards a table for a function.
-
-    Args:
-        why: what it is told when it has one.
-        seen: what it is begun for, and of which sizes.
-    """
-    _building.setdefault(function, _Building(readers_of(function), device, why, seen))
+def begin(function: Any, device: int, why: str, before: ByAddress) -> None:
+    """The first step towards a table for a function; ``why``: what it is told when it has one."""
+    _building.setdefault(function, _Building(readers_of(function), device, why, before))
 
 
 def is_begun(function: Any) -> bool:
@@ -313,13 +323,7 @@ def is_over(function: Any) -> bool:
 
 def why_by_table(function: Any) -> str | None:
     building = _building.get(function)
-    return None if building is None else building.why
-
-
-def seen_by_address(function: Any) -> tuple[Seen | None, Hashable]:
-    """What a table was begun for, and of which sizes."""
-    building = _building.get(function)
-    return (None, None) if building is None else building.seen
+    return None if building is None else building.verdict or building.why
 
 
 def leave(function: Any) -> None:
@@ -349,8 +353,9 @@ def go_on(function: Any) -> bool | None:
 class _Building:
     """Of the variants of a function's kernels, and of writers: compiled by a process, then loaded one at a time."""
 
-    def __init__(self, readers: Collection[Reader], device: int, why: str, seen: tuple[Seen, Hashable]) -> None:
-        self.why, self.seen = why, seen
+    def __init__(self, readers: Collection[Reader], device: int, why: str, before: ByAddress) -> None:
+        self.why, self.before = why, before
+        self.verdict: str | None = None  # once replays with a table were compared with those by address
         self._device = device
         self._readers: list[Reader] = list(readers)
         self._worker: Worker | None = None

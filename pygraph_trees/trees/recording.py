@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from pygraph_trees.driver import Driver
-    from pygraph_trees.indirection.route_choice import Clock
+    from pygraph_trees.indirection.replay_costs import Clock
 
 Upstream: type = cudagraph_trees.CUDAGraphNode
 _UPSTREAM_INIT: Any = cudagraph_trees.CUDAGraphNode.__init__
@@ -580,6 +580,8 @@ def _tell_route(model: FunctionModel, live: LiveInputs | None) -> None:
         return
     is_used = any(decision.route is Route.TABLE for decision in live.decisions.values())
     model.log.route_was_found(why if is_used else "by address: there is no table, whose kernels are made")
+    if not is_used:
+        live.watch = None  # there is nothing to judge
 
 
 def without_staged(outputs: Sequence[Any], live: LiveInputs) -> list[Any]:

@@ -28,17 +28,21 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pygraph_trees.coverage.log import FunctionLog, RecordingLog
-from pygraph_trees.indirection import route_choice, table, variant_launchers, variant_worker
+from pygraph_trees.indirection import replay_costs, route_choice, table, variant_launchers, variant_worker
 from pygraph_trees.indirection.launch_clock import LaunchClock
+from pygraph_trees.indirection.replay_costs import Looks, Middle, Took
 from pygraph_trees.indirection.route_choice import (
     AWAITED,
     EVERY,
     EXPECTED,
+    ByAddress,
     Seen,
     TableWatch,
     Watch,
     by_address_us,
     by_table_us,
+    is_slower,
+    lost_us,
     saved_us,
     text_of,
     wants_table,
@@ -112,6 +116,9 @@ by address: 29.7 us of a replay against 8.65 us by a table
         self.assertEqual(AWAITED in text_of(found), wants_table(found))
 
 
+BY_ADDRESS = Took(set_us=10.0, share=1.0, gpu=Middle(50.0, 1.0), step=Middle(100.0, 2.0))
+
+
 class Function:
     """What can be held weakly, and is told what is found."""
 
@@ -148,6 +155,7 @@ class WatchTestCase(TestCase):
         self.log = self.function.log
         self.replays, self.set_calls, self.idle = 0, 0, True
         self.told: list[str] = []
+        self.now, self.step_us = 0.0, 100.0
         self.ready = self.begun = 0
         self.is_over = False
         self.names: Sequence[str | None] = ["kernel"] * 33 + [None]
@@ -162,6 +170,9 @@ class WatchTestCase(TestCase):
             patch.start()
             self.addCleanup(patch.stop)
         patch = mock.patch.object(FunctionLog, "route_was_found", lambda log, text: self.told.append(text))
+        patch.start()
+        self.addCleanup(patch.stop)
+        patch = mock.patch.object(replay_costs, "time", SimpleNamespace(perf_counter=lambda: self.now))
         patch.start()
         self.addCleanup(patch.stop)
         self.steps: list[bool | None] = []
@@ -184,10 +195,10 @@ class WatchTestCase(TestCase):
         self.ready += 1
         self.reason = why
 
-    def begin(self, function: Any, device: int, why: str, seen: Any) -> None:
+    def begin(self, function: Any, device: int, why: str, before: Any) -> None:
         self.begun += 1
-        self.why, (self.seen, sizes) = why, seen
-        self.assertEqual(sizes, "sizes")
+        self.why, self.before = why, before
+        self.assertEqual(before.sizes, "sizes")
 
     def go_on(self, function: Any) -> bool | None:
         self.assertIs(function, self.function)
@@ -202,13 +213,16 @@ class WatchTestCase(TestCase):
                 looks += 1
                 self.watch.look(us, nodes, self.set_calls, lambda: self.names)
             self.replays += 1
+            self.now += self.step_us * 1e-6
         return looks
 
 
 class TestWatch(WatchTestCase):
     def test_a_table_is_found_to_be_faster(self) -> None:
         self.assertEqual(self.replay(EVERY * LOOKS), LOOKS)
-        self.assertEqual((self.seen.gpu_us, self.seen.readers, self.seen.slots), (50.0, 33, 33))
+        took = self.before.took
+        self.assertEqual((took.set_us, took.share, took.gpu), (30.0, 1.0, Middle(50.0, 0.0)))
+        self.assertAlmostEqual(took.step.us, 100.0)
         (text,) = self.told
         self.assertRegex(
             text, r"^by address: 30 us of a replay against .* us by a table, which is being made \(33 of 34"
@@ -306,18 +320,71 @@ class TestWatch(WatchTestCase):
         self.assertIn("of the test", logs.output[0])
 
 
+def by_table(gpu_us: float = 50.0, step_us: float = 100.0, **more: Any) -> Took:
+    took = {"set_us": 2.0, "share": 1.0, "gpu": Middle(gpu_us, 1.0), "step": Middle(step_us, 2.0)}
+    return Took(**(took | more))
+
+
+class TestJudgement(TestCase):
+    """Of 10 us that the host takes by address, a table leaves 2."""
+
+    def test_what_the_gpu_takes_more(self) -> None:
+        self.assertFalse(is_slower(by_table(57.9), BY_ADDRESS))
+        self.assertFalse(is_slower(by_table(60.9), BY_ADDRESS))  # as little as nobody would begin one for
+        self.assertTrue(is_slower(by_table(61.1), BY_ADDRESS))
+        self.assertTrue(is_slower(by_table(61.1, step_us=103.0), BY_ADDRESS))
+
+    def test_figures_that_vary(self) -> None:
+        self.assertFalse(is_slower(by_table(gpu=Middle(65.0, 10.0)), BY_ADDRESS))
+        self.assertTrue(is_slower(by_table(gpu=Middle(75.0, 10.0)), BY_ADDRESS))
+
+    def test_a_program_that_waits_for_the_host_alone(self) -> None:
+        """The GPU is idle before each replay, and yet nobody waits for what it takes."""
+        self.assertFalse(is_slower(by_table(90.0, step_us=92.0), BY_ADDRESS))
+        self.assertTrue(is_slower(by_table(90.0, step_us=97.0), BY_ADDRESS))  # within what they vary
+        elsewhere = by_table(90.0, step_us=50.0, share=0.5)  # steps that cannot be compared
+        self.assertTrue(is_slower(elsewhere, BY_ADDRESS))
+
+    def test_addresses_that_change_more_often_now(self) -> None:
+        seldom = Took(set_us=30.0, share=0.1, gpu=Middle(50.0, 1.0), step=Middle(100.0, 2.0))
+        self.assertFalse(is_slower(by_table(70.0), seldom))  # by address they would take 30 by now
+        self.assertTrue(is_slower(by_table(60.0, share=0.1), seldom))
+
+    def test_what_nobody_has_measured(self) -> None:
+        for one, other in ((by_table(gpu=None), BY_ADDRESS), (by_table(90.0), by_table(gpu=None))):
+            self.assertIsNone(lost_us(one, other))
+            self.assertFalse(is_slower(one, other))
+
+    @given(*[st.floats(0, 1000) for _ in range(4)], st.floats(0, 1), st.floats(0, 1))
+    def test_any(self, host: float, gpu: float, other_host: float, other_gpu: float, one: float, two: float) -> None:
+        took = Took(host, one, Middle(gpu, 0.0), Middle(100.0, 0.0))
+        before = Took(other_host, two, Middle(other_gpu, 0.0), Middle(100.0, 0.0))
+        more = gpu + one * host - other_gpu - one * other_host
+        self.assertAlmostEqual(lost_us(took, before) or 0.0, more, places=6)
+        if abs(more - route_choice._LEAST_SAVED_US) > 1e-6:
+            self.assertEqual(is_slower(took, before), more > route_choice._LEAST_SAVED_US)
+
+
 class TestTableWatch(WatchTestCase):
     """A table that is there: each replay sets the writer alone."""
 
     def setUp(self) -> None:
         super().setUp()
-        self.watch = self.made(TableWatch)
-        self.before: tuple[Seen | None, Any] = seen(20.0, set_us=0.5, gpu_us=50.0), "sizes"  # 10 us by the host
+        self.building = SimpleNamespace(before=ByAddress(BY_ADDRESS, "sizes"), verdict=None, why=self.why_expected())
         self.left: list[Any] = []
-        for name, value in (("seen_by_address", lambda function: self.before), ("leave", self.left.append)):
+        for name, value in (
+            ("_building", weakref.WeakKeyDictionary({self.function: self.building})),
+            ("_with_table", weakref.WeakKeyDictionary()),
+            ("leave", self.left.append),
+        ):
             patch = mock.patch.object(route_choice, name, value)
             patch.start()
             self.addCleanup(patch.stop)
+        self.watch = self.made(TableWatch)
+
+    @staticmethod
+    def why_expected() -> str:
+        return text_of(seen(), is_used=True)
 
     def replays_by_table(self, gpu_us: float | None, looks: int = 2 * LOOKS) -> int:
         self.clock.us = gpu_us
@@ -325,55 +392,87 @@ class TestTableWatch(WatchTestCase):
 
     def test_it_is_faster(self) -> None:
         self.assertEqual(
-            self.replays_by_table(57.9), LOOKS + 1
-        )  # one launch is timed at a look, and asked for at the next
+            self.replays_by_table(58.0), LOOKS + 1
+        )  # a launch is timed at a look, and asked for at the next
         self.assertEqual((self.left, self.ready, self.clock.timed), ([], 0, LOOKS + 1))
         (text,) = self.told
         self.assertExpectedInline(
             text.replace(", ", ",\n"),
             """\
-table: 2 us of a replay and 57.9 of the GPU's,
+table: 2 us of a replay and 58 of the GPU's,
 against 10 us of a replay and 50 of the GPU's by address""",
         )
+        self.assertEqual(self.building.verdict, text)
+        self.watch = self.made(TableWatch)  # of another recording
+        self.assertEqual(self.replays_by_table(90.0), 1)
+        self.assertEqual((len(self.told), self.ready), (1, 0))
 
     def test_it_takes_the_gpu_longer_than_it_saves(self) -> None:
-        self.assertEqual(self.replays_by_table(58.1), LOOKS + 1)
-        self.assertEqual((self.left, self.ready), ([self.function], 1))
+        other = self.made(TableWatch)  # of a recording for other sizes, or in another thread
+        self.assertEqual(self.replays_by_table(62.0), LOOKS + 1)
+        self.assertEqual((self.left, self.ready), ([self.function], 2))
+        self.assertFalse(other.is_due())
         self.assertEqual(self.reason, "its inputs are given by address again")
         self.assertExpectedInline(
             self.told[0].replace(", ", ",\n"),
             """\
 by address: 10 us of a replay and 50 of the GPU's,
-against 2 us of a replay and 58.1 of the GPU's by a table""",
+against 2 us of a replay and 62 of the GPU's by a table""",
         )
 
-    def test_a_gpu_that_is_busy_by_now(self) -> None:
-        self.idle = False
-        self.assertEqual(self.replays_by_table(50.0, 5 * LOOKS), 4 * LOOKS)
-        self.assertEqual((self.left, self.ready, self.clock.timed), ([self.function], 1, 0))
-        self.assertEqual(self.told, ["by address: hidden behind the GPU's work in 100% of replays by now"])
-
     def test_what_cannot_be_judged(self) -> None:
-        by_address, _ = self.before
-        assert by_address is not None
-        for before, gpu_us in (
-            ((None, None), 90.0),
-            ((seen(20.0), "sizes"), 90.0),  # nothing was timed then
-            ((by_address, "others"), 90.0),
-            (self.before, None),  # nor now
-        ):
-            self.before, self.watch = before, self.made(TableWatch)
-            self.log.route, self.told = text_of(seen(), is_used=True), []
-            self.assertIn(EXPECTED, self.log.route)
-            self.assertGreaterEqual(self.replays_by_table(gpu_us, 5 * LOOKS), LOOKS)
-            self.assertFalse(self.watch.is_due())
-            self.assertEqual((self.left, self.ready, len(self.told)), ([], 0, 1))
-            self.assertRegex(self.told[0], r"^table: .* by address \(33 of 34")
+        self.idle = False
+        self.assertEqual(self.replays_by_table(90.0, 5 * LOOKS), 4 * LOOKS)
+        self.assertFalse(self.watch.is_due())
+        self.assertEqual((self.left, self.ready, self.clock.timed), ([], 0, 0))
+        (text,) = self.told
+        self.assertIn(EXPECTED, self.why_expected())
+        self.assertRegex(text, r"^table: .* by address \(33 of 34")
+
+    def test_other_sizes(self) -> None:
+        self.building.before = ByAddress(BY_ADDRESS, "others")
+        self.assertEqual(self.replays_by_table(90.0, 5 * LOOKS), 1)
+        self.assertEqual((self.left, self.ready, self.told), ([], 0, []))
 
     def test_who_asks_in_a_capture(self) -> None:
         with mock.patch.object(self.watch, "_is_idle", return_value=None):
             self.replays_by_table(90.0)
         self.assertEqual((self.told, self.clock.timed), ([], 0))
+
+    def test_it_holds_no_function(self) -> None:
+        gone = weakref.ref(self.function)
+        del self.function
+        self.assertIsNone(gone())
+
+
+class TestLooks(TestCase):
+    def test_figures(self) -> None:
+        clock, now = FakeClock(), [0.0]
+        looks = Looks(clock)
+        with mock.patch.object(replay_costs, "time", SimpleNamespace(perf_counter=lambda: now[0])):
+            for number, (us, count, is_idle) in enumerate([(8.0, 4, True), (2.0, 2, True), (6.0, 6, False)] * 4):
+                clock.us = 40.0 + number
+                looks.add(us, count, 100 * number, 200 * number, is_idle=is_idle)
+                now[0] += 0.01 if number != 5 else 0.5
+        self.assertEqual((len(looks), looks.timed), (12, 8))  # each that found it idle has one behind it
+        self.assertEqual((looks.node_us(), looks.nodes(), looks.waiting()), (1.0, 2.0, 8 / 12))
+        took = looks.took()
+        self.assertEqual((took.set_us, took.share), (6.0, 0.5))
+        self.assertEqual(took.gpu, Middle.of([41.0, 42.0, 44.0, 45.0, 47.0, 48.0, 50.0, 51.0]))
+        self.assertAlmostEqual(took.step.us, 100.0)
+        looks.clear()
+        self.assertEqual((len(looks), looks.timed), (0, 0))
+        looks.add(1.0, 1, 0, 0, is_idle=True)  # what was timed before is of a time long gone
+        self.assertEqual(looks.timed, 0)
+
+    def test_too_few_that_were_timed(self) -> None:
+        clock = FakeClock()
+        looks = Looks(clock)
+        for number in range(replay_costs.LEAST_TIMED):
+            looks.add(1.0, 1, 100 * number, 100 * number, is_idle=True)
+        self.assertIsNone(looks.took().gpu)
+        looks.add(1.0, 1, 900, 900, is_idle=True)
+        self.assertIsNotNone(looks.took().gpu)
 
 
 class FakeEvent:
@@ -436,6 +535,22 @@ class TestLaunchClock(TestCase):
         self.assertIsNone(self.clock.took_us())
         self.graph.replay()
         self.assertEqual(self.clock.took_us(), 250.0)
+
+    def test_a_launch_within_the_launch(self) -> None:
+        """A finalizer may make one at any time."""
+        self.clock.time_next()
+        timed = self.graph.replay
+        self.graph.replay()
+        timed()
+        self.assertEqual((self.graph.launches, vars(self.graph)), (2, {"launches": 2}))
+
+    def test_events_that_cannot_be_recorded(self) -> None:
+        for failing in (1, 2):
+            records = [None] * (failing - 1) + [RuntimeError("of the test"), None]
+            self.clock.time_next()
+            with mock.patch.object(FakeEvent, "record", side_effect=records):
+                self.graph.replay()
+            self.assertEqual((self.graph.launches, self.clock.took_us()), (failing, None))
 
     def test_while_somebody_captures(self) -> None:
         self.is_capturing = True
@@ -504,7 +619,7 @@ class TestBuilding(TestCase):
             self.addCleanup(patch.stop)
 
     def begin(self) -> None:
-        route_choice.begin(self.function, 3, "why", (seen(), "sizes"))
+        route_choice.begin(self.function, 3, "why", ByAddress(BY_ADDRESS, "sizes"))
 
     def job_of(self, autotuner: FakeAutotuner, names: frozenset[str]) -> Job | None:
         return None if autotuner.fn.__name__ == "b" else Job("path", autotuner.fn.__name__, None, names)
@@ -903,7 +1018,7 @@ class TestRecording(TestCase):
         self.addCleanup(manager.__exit__, None, None, None)
 
     def building(self, **state: Any) -> Any:
-        route_choice.begin(self.model, 0, "table: why", (seen(), "sizes"))
+        route_choice.begin(self.model, 0, "table: why", ByAddress(BY_ADDRESS, "sizes"))
         building = route_choice._building[self.model]
         vars(building).update(state)
         return building
@@ -961,6 +1076,12 @@ class TestRecording(TestCase):
             for inputs in (None, live):
                 recording._tell_route(self.model, inputs)
             self.assertEqual(self.model.log.route, told)
+        live.decisions[0].route, building.verdict, live.watch = Route.TABLE, "table: as measured", self
+        recording._tell_route(self.model, cast("Any", live))
+        self.assertEqual((self.model.log.route, live.watch), ("table: as measured", self))
+        live.decisions[0].route = Route.PATCH
+        recording._tell_route(self.model, cast("Any", live))
+        self.assertIsNone(live.watch)  # there is nothing to judge
         recording._tell_route(cast("Any", Function()), cast("Any", live))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import weakref
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ from torch.testing._internal.common_utils import run_tests
 
 import pygraph_trees
 from pygraph_trees.indirection import inputs as live_inputs
-from pygraph_trees.indirection import route_choice, variant_launchers
+from pygraph_trees.indirection import replay_costs, route_choice, variant_launchers
 from pygraph_trees.indirection.launch_clock import LaunchClock
 from pygraph_trees.indirection.variant_launchers import VariantLauncher
 from pygraph_trees.indirection.variant_worker import Worker, compile_jobs
@@ -67,6 +68,7 @@ class TestRouteChoice(IndirectionTestCase):
             (route_choice, "EVERY", OFTEN),
             (live_inputs, "EVERY", OFTEN),
             (LaunchClock, "took_us", as_told),
+            (replay_costs, "time", SimpleNamespace(perf_counter=lambda: 0.0)),  # steps are as long as ever
             (variant_launchers, "_built", weakref.WeakKeyDictionary()),  # kernels live on from test to test
             (Worker, "start", Here),
         ):
@@ -144,6 +146,23 @@ class TestRouteChoice(IndirectionTestCase):
             rf"^by address: [\d.]+ {measured.format(100)}, against [\d.]+ {measured.format(1000)} by a table$",
         )
         self.assertEqual(self.newest_routes(), ["patch"])
+
+    def test_what_is_left_for_one_size_is_left_for_all(self) -> None:
+        ways, self.by_table_us = compiled(thirty, dynamic=True), 1000.0
+
+        def call(number: int) -> None:
+            self.call(ways, number, size=(64, 96)[number % 2])
+
+        made = self.until(self.is_by_table, call)
+        made += made % 2
+        left = made + self.until(lambda: not self.is_by_table(), lambda number: call(made + number))
+        for number in range(left, left + 4 * CALLS):
+            call(number)
+        facts = Facts.now()
+        self.assertEqual((facts.copied_bytes, facts.ungraphed_calls), (0, 0), str(facts))
+        self.assertEqual(facts.reasons.count("its inputs are given by address again"), 2, str(facts))
+        self.assertTrue(all(str(text).startswith("by address: ") for text in self.found()), self.found())
+        self.assertEqual(set(self.newest_routes()), {"patch"})
 
     def test_same_inputs(self) -> None:
         ways = compiled(thirty)
