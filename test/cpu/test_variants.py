@@ -114,6 +114,11 @@ class TestBenchmark(VariantsTestCase):
             self.assertEqual(vectors[1], vectors[0])
             self.assertEqual(loads[1], loads[0] + count)  # of the slots, one each
 
+    def test_small_blocks(self):
+        direct, _ = benchmark.compiled(2, TARGET, 256)
+        self.assertEqual(direct.asm["ptx"].count("ld.global.v2"), 2)  # of 128 threads
+        self.assertIn("arange(0, 256)", benchmark.source(2, 256))
+
     def test_table(self):
         record = {"direct_us": 2.0, "slots_us": 2.25, "difference_us": 0.25, "equal": True}
         lines = benchmark.table([{"pointers": 1, "elements": 1024, **record}]).splitlines()

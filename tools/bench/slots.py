@@ -1,11 +1,11 @@
 """What it costs a kernel to take pointers from slots of a table of addresses.
 
-usage: python tools/bench/slots.py [--rounds N] [--out FILE]
+usage: python tools/bench/slots.py [--rounds N] [--sizes N,N] [--block N] [--out FILE]
 
 A Triton kernel adds up n inputs, given as pointers, and once more as its variant, given n slots that hold them
 (:mod:`pygraph_trees.indirection.variants`). Both are captured many times over into a graph each, and the graphs take
 turns; a figure is the GPU's time for one kernel, the median over rounds, in µs. With few elements it is what a kernel
-takes at least, with many it is the memory's.
+takes at least, with many it is the memory's; with small blocks there are many that wait for their addresses.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Compiled(NamedTuple):
     slotted: Any
 
 
-def source(count: int) -> str:
+def source(count: int, block: int = BLOCK) -> str:
     """A kernel of ``count`` pointers, one for what it gives, and the number of elements."""
     pointers = [f"in_ptr{i}" for i in range(count)]
     lines = [
         f"def add_{count}({', '.join(pointers)}, out_ptr, xnumel):",
-        f"    x = tl.program_id(0) * {BLOCK} + tl.arange(0, {BLOCK})",
+        f"    x = tl.program_id(0) * {block} + tl.arange(0, {block})",
         "    mask = x < xnumel",
         *(f"    value{i} = tl.load({pointer} + x, mask)" for i, pointer in enumerate(pointers)),
         f"    tl.store(out_ptr + x, {' + '.join(f'value{i}' for i in range(count))}, mask)",
@@ -51,13 +51,13 @@ def source(count: int) -> str:
     return "\n".join([*lines, ""])
 
 
-def compiled(count: int, target: Any) -> Compiled:
+def compiled(count: int, target: Any, block: int = BLOCK) -> Compiled:
     """For a GPU, which need not be there."""
     import triton
     from triton.compiler import ASTSource
 
-    path = f"<slots_{count}>"
-    text = source(count)
+    path = f"<slots_{count}_{block}>"
+    text = source(count, block)
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)  # where triton.jit looks
     names: dict[str, Any] = {"__name__": __name__, "tl": triton.language}
     exec(compile(text, path, "exec", dont_inherit=True), names)
@@ -70,14 +70,14 @@ def compiled(count: int, target: Any) -> Compiled:
     return Compiled(*(triton.compile(one, target=target, options={"num_warps": 4}) for one in sources))
 
 
-def measure(count: int, size: int, rounds: int) -> dict[str, Any]:
+def measure(count: int, size: int, rounds: int, block: int = BLOCK) -> dict[str, Any]:
     """Of both kernels, the GPU's time for one of many in a graph, and whether they give the same."""
     import triton
 
-    kernels = compiled(count, triton.runtime.driver.active.get_current_target())
+    kernels = compiled(count, triton.runtime.driver.active.get_current_target(), block)
     inputs = [torch.randn(size, device="cuda") for _ in range(count)]
     slots = torch.tensor([value.data_ptr() for value in inputs], dtype=torch.int64, device="cuda")
-    grid = (-(-size // BLOCK), 1, 1)
+    grid = (-(-size // block), 1, 1)
     outputs = [torch.empty(size, device="cuda") for _ in kernels]
     given = (inputs, [slots[i : i + 1] for i in range(count)])
     graphs = [
@@ -92,6 +92,7 @@ def measure(count: int, size: int, rounds: int) -> dict[str, Any]:
     return {
         "pointers": count,
         "elements": size,
+        "block": block,
         "direct_us": direct,
         "slots_us": slotted,
         "difference_us": slotted - direct,
@@ -132,14 +133,20 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--sizes", type=_numbers, default=SIZES, help="elements of each input (1024,1048576)")
+    parser.add_argument("--block", type=int, default=BLOCK, help="elements of each block (1024)")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if not has_gpu():
         return 2
-    records = [measure(count, size, options.rounds) for count in COUNTS for size in SIZES]
+    records = [measure(count, size, options.rounds, options.block) for count in COUNTS for size in options.sizes]
     print(table(records))
     write_figures(options.out, records, rounds=options.rounds)
     return 0 if all(record["equal"] for record in records) else 1
