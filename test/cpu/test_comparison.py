@@ -331,6 +331,16 @@ class TestWays(TestCase):
         with self.assertRaisesRegex(UnknownWayError, "got 'jit'"):
             make_ways(Program(lambda: None), ["eager", "jit"])
 
+    def test_a_route_that_is_forced(self):
+        for name, route in (("ours", "auto"), ("ours:patch", "patch"), ("ours:table", "table")):
+            (way,) = make_ways(Program(lambda: None), [name])
+            self.assertTrue(way.compiled and way.patched)
+            with way.active():
+                self.assertEqual(torch._inductor.config.triton.pygraph_indirection, route)
+        for name in ("upstream:patch", "ours:off", "ours:"):
+            with self.assertRaises(UnknownWayError):
+                make_ways(Program(lambda: None), [name])
+
     def test_ours_needs_the_patches(self):
         off = [inductor_patches.Status("trees", "disabled", ())]
         with (
