@@ -176,6 +176,18 @@ What the features do about it:
 """,
         )
 
+    def test_moves_are_named(self):
+        with self.file.open("a") as program:
+            program.write(
+                "\n\ndef added(x, ids):\n    steps = ids + 1\n    return x + steps.to(x.device)\n"
+                "\n\ndef moved(device):\n    return added, (torch.empty(64, device=device), torch.arange(64))\n"
+            )
+        with mock.patch("pygraph_trees.explain._WIDTH", 400):
+            status, out, err = run("explain", f"{self.file}:moved")
+        self.assertEqual(status, 0, err)
+        self.assertIn("placement full: 1 partition, none outside of CUDA graphs; without it 2, 1 outside", out)
+        self.assertRegex(out, r"made on the GPU: \w+, at .*program.py:\d+ in added: steps = ids \+ 1")
+
     def test_fits_a_terminal(self):
         _, out, _ = run("explain", f"{self.file}:net")
         self.assertLessEqual(max(map(len, out.splitlines())), 104)

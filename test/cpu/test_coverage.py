@@ -119,6 +119,45 @@ class TestLogs(TestCase):
             self.assertEqual(partition_from_json(json.loads(json.dumps(partition_to_json(partition)))), partition)
 
 
+class TestCopies(TestCase):
+    """The report's lines on live inputs that are copied."""
+
+    def lines(self, *inputs, **fields):
+        log = function()
+        given = [(number, f"arg{number}_1", *rest) for number, rest in enumerate(inputs)]
+        log.recorded(RecordingLog(number=0, reason="first call", inputs=tuple(given), **fields))
+        text = render(ENVIRONMENT, (), (log.record(),), 200)
+        return [line for line in text.splitlines() if "copied:" in line or "copied for" in line]
+
+    @staticmethod
+    def live(nbytes, route, why=None):
+        return "live", "cuda:0", nbytes, nbytes if route == "copy" else 0, False, route, why
+
+    def test_by_rule(self):
+        pool, host = "it lies in the graph pool", "a host node holds its address"
+        inputs = (
+            self.live(300_000, "copy", pool),
+            self.live(500_000, "patch"),
+            self.live(4096, "copy", host),
+            self.live(7000, "copy", pool),
+            ("static", "cuda:0", 9000, 0, False),
+        )
+        self.assertEqual(
+            self.lines(*inputs),
+            [
+                f"Net 0/0, inference: copied: 2 of 4 live inputs, 307 kB, because {pool}",
+                f"Net 0/0, inference: copied: 1 of 4 live inputs, 4.1 kB, because {host}",
+            ],
+        )
+
+    def test_for_one_call(self):
+        (line,) = self.lines(self.live(4096, "patch"), extra_copies=3)
+        self.assertRegex(line, "copied for one call: 3 live inputs, because they were less aligned than")
+
+    def test_nothing(self):
+        self.assertEqual(self.lines(self.live(4096, "patch"), self.live(16, "table")), [])
+
+
 class TestNaming(TestCase):
     """Names are those that a person gave: of the module's class, or of the function."""
 

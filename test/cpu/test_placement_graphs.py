@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
+import numpy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -504,6 +505,74 @@ class TestLowered(TestCase):
                 graph, found = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
                 self.assertEqual(found, (1, 1))
                 self.assertNotIn("pygraph_trees.staged", graph.source_code)
+
+    def records(self, program, *inputs):
+        """Of each value of the CPU that the GPU needs: what became of it, why, and the line of the program."""
+        graph, _ = self.partitions(program, inputs, "full")
+        lines = [(record.source or "").partition(": ")[::2] for record in graph.gm.meta[PLACED]]
+        self.assertTrue(all(place.startswith(__file__) for place, _ in lines if place), lines)
+        return [(r.how, r.why, line) for r, (_, line) in zip(graph.gm.meta[PLACED], lines, strict=True)]
+
+    def test_what_became_of_values_and_why(self):
+        x, v = torch.empty(64, device="meta"), torch.rand(64)
+        staged_input = ("staged", "it is an input", "")
+
+        def made(x):
+            roots = torch.arange(64).sqrt()
+            return x + roots.to("cuda")
+
+        root = "roots = torch.arange(64).sqrt()"
+        self.assertEqual({how for how, _, _ in self.records(made, x)}, {"made on the GPU"})
+        self.assertEqual({line for _, _, line in self.records(made, x)}, {root})
+
+        def returned_too(x, v):
+            more = v + 1
+            return more, x + more.to("cuda")
+
+        self.assertEqual(self.records(returned_too, x, v), [("made on the GPU", None, "more = v + 1"), staged_input])
+
+        def random(x):
+            noise = torch.rand(64)
+            return x + noise.to("cuda")
+
+        self.assertEqual(self.records(random, x), [("staged", "it is random", "noise = torch.rand(64)")])
+
+        def product(x, v):
+            squares = v @ v
+            return x + squares.to("cuda")[0]
+
+        why = "it may give something else on the GPU"
+        self.assertEqual(self.records(product, x, torch.rand(64, 64)), [("staged", why, "squares = v @ v")])
+
+        def of_a_user(x, v):
+            louder = torch.ops.pygraph_test_placement.loud(v)
+            return x + louder.to("cuda")
+
+        line = "louder = torch.ops.pygraph_test_placement.loud(v)"
+        self.assertEqual(self.records(of_a_user, x, v), [("staged", "it is a custom operator", line)])
+
+    def test_what_is_written_to_is_written_to_on_the_cpu(self):
+        def program(x, v):
+            v.add_(1)
+            return x + v.to("cuda")
+
+        graph, _ = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
+        self.assertIn("cpp_fused", graph.source_code)
+
+    def test_too_many_bytes_to_be_staged(self):
+        x = torch.empty(64, device="meta")
+        for nbytes, wanted in ((320 << 10, ("staged", "it is an input")), ((320 << 10) + 4, None)):
+            wanted = wanted or ("copied", f"it is an input, and {nbytes} bytes are too many to be staged")
+            ((how, why, _),) = self.records(lambda x, v: x.sum() + v.to("cuda"), x, torch.rand(nbytes // 4))
+            self.assertEqual((how, why), wanted)
+
+    def test_scalars_of_numpy(self):
+        x = torch.empty(64, device="meta")
+        for program in (lambda x, s: x * s, lambda x, s: x * torch.as_tensor(s).to("cuda")):
+            for scalar in (numpy.float32(2.5), numpy.int64(3)):
+                graph, found = self.partitions(program, (x, scalar), "full")
+                self.assertEqual(found, (1, 0))
+                self.assertEqual([record.how for record in graph.gm.meta[PLACED]], ["staged"])
 
     def test_nothing_to_do(self):
         """The same code as without placement."""

@@ -17,14 +17,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch._inductor import compile_fx, config, cudagraph_trees
-from torch._inductor.cudagraph_utils import FunctionID, PlaceholderInfo
+from torch._inductor.cudagraph_utils import FunctionID, PlaceholderInfo, WrappedFunction
 from torch._inductor.utils import BoxedBool
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import pygraph_trees
 from inductor_patches import output_code
 from pygraph_trees.coverage import compiled
-from pygraph_trees.coverage.log import GraphLog, RecordingLog, journal
+from pygraph_trees.coverage.log import FunctionLog, GraphLog, RecordingLog, journal
 from pygraph_trees.coverage.report import clear
 from pygraph_trees.selection import why_not_graphed
 from pygraph_trees.settings import Settings
@@ -355,6 +355,64 @@ class TestIsolation(TestCase):
         trees.clear()
         manager.shutdown.assert_called_once_with()
         self.assertEqual(trees.managers(), [])
+
+
+class TestInputsThatMove(TestCase):
+    """Static inputs that are found elsewhere are live in the next recording; what else is recorded stays as it is."""
+
+    def setUp(self):
+        super().setUp()
+        self.inputs = [torch.ones(2) for _ in range(4)] + [7]
+        self.manager, self.id = Manager.__new__(Manager), FunctionID(0)
+        model = FunctionModel(double, Settings.current(), FunctionLog("f", "0/0", "inference", 1, {}))
+        wrapped = WrappedFunction(model, [0, 1, 2], self.id, (), [], [2])
+        self.manager.ids_to_funcs = {self.id: wrapped}
+        self.manager.current_node = None
+        self.recorded = SimpleNamespace(
+            static_input_idxs=[0, 1, 2, 4],
+            static_input_data_ptrs=[t.data_ptr() if isinstance(t, torch.Tensor) else None for t in self.inputs],
+            cudagraph_managed_idxs=[],
+            preserved_aliased_inputs=[False] * 5,
+        )
+        self.manager.roots = {self.id: [self.recorded]}
+        self.in_place = True
+        for name, found in (("_uses_addresses", lambda *_: True), ("_is_written_in_place", lambda *_: self.in_place)):
+            patch = mock.patch.object(Manager, name, found)
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def static(self, *moved):
+        """Which inputs are static once these lie elsewhere."""
+        inputs = [value.clone() if index in moved else value for index, value in enumerate(self.inputs)]
+        self.manager._demote_moved_inputs(inputs, self.id)
+        return list(self.manager.ids_to_funcs[self.id].static_input_idxs)
+
+    def test_none(self):
+        before = self.manager.ids_to_funcs[self.id]
+        self.assertEqual(self.static(), [0, 1, 2])
+        self.assertIs(self.manager.ids_to_funcs[self.id], before)
+        self.assertEqual(self.static(3), [0, 1, 2])  # that one is live
+
+    def test_one_after_another(self):
+        self.assertEqual(self.static(1), [0, 2])
+        self.assertEqual(self.static(1), [0, 2])
+        self.assertEqual(self.static(0, 1), [2])
+
+    def test_one_that_is_written_to(self):
+        self.assertEqual(self.static(1, 2), [0])
+        self.setUp()
+        self.in_place = False  # it could not be, elsewhere
+        self.assertEqual(self.static(1, 2), [0, 2])
+
+    def test_where_there_is_no_recording_yet(self):
+        self.manager.roots = {}
+        self.assertEqual(self.static(0, 1, 2), [0, 1, 2])
+        self.manager.roots, self.manager.current_node = {self.id: [self.recorded]}, SimpleNamespace(children={})
+        self.assertEqual(self.static(0, 1, 2), [0, 1, 2])  # behind that one
+
+    def test_without_addresses(self):
+        with mock.patch.object(Manager, "_uses_addresses", lambda *_: False):
+            self.assertEqual(self.static(0, 1, 2), [0, 1, 2])
 
 
 class TestWhyRecorded(TestCase):

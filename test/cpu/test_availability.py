@@ -1,0 +1,81 @@
+"""Whether graphs are given addresses: what is said once where the driver or its bindings do not allow it."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
+
+import torch
+from torch._inductor import cudagraph_trees
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.coverage.log import FunctionLog
+from pygraph_trees.indirection import availability
+from pygraph_trees.indirection.availability import IndirectionOff, usable_driver
+from pygraph_trees.settings import Settings
+from pygraph_trees.trees import recording
+from pygraph_trees.trees.function import FunctionModel
+from pygraph_trees.trees.manager import Manager
+from pygraph_trees.trees.recording import Recording
+
+
+class TestUsableDriver(TestCase):
+    def setUp(self):
+        super().setUp()
+        usable_driver.cache_clear()
+        self.addCleanup(usable_driver.cache_clear)
+
+    def said(self, found):
+        """What is given, and the warnings of two calls."""
+        with mock.patch.object(availability, "driver", lambda: found), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            given = usable_driver(), usable_driver()
+        self.assertIs(*given)
+        self.assertTrue(all(issubclass(warning.category, IndirectionOff) for warning in caught))
+        return given[0], [str(warning.message) for warning in caught]
+
+    def test_no_bindings(self):
+        given, (text,) = self.said(None)
+        self.assertIsNone(given)
+        self.assertRegex(text, "inputs of CUDA graphs are copied at each replay.*cuda.bindings is not installed")
+
+    def test_too_old(self):
+        given, (text,) = self.said(SimpleNamespace(missing_calls=lambda: ["cuMemMap", "cuGraphNodeGetType"]))
+        self.assertIsNone(given)
+        self.assertRegex(text, "too old, they lack cuMemMap, cuGraphNodeGetType")
+
+    def test_all_is_there(self):
+        driver = SimpleNamespace(missing_calls=list)
+        self.assertEqual(self.said(driver), (driver, []))
+
+    def test_what_becomes_of_a_function(self):
+        """Its live inputs are copied and say why, and one that is written to is not graphed: as upstream."""
+        model = FunctionModel(lambda inputs: inputs, Settings.current(), FunctionLog("f", "0/0", "inference", 1, {}))
+        made = Recording.__new__(Recording)
+        made.wrapped_function = SimpleNamespace(model=model)
+        made.cuda_graphs_pool = object()
+        manager = Manager.__new__(Manager)
+        manager.ids_to_funcs = {
+            0: SimpleNamespace(model=model, mutated_input_idxs=[1], static_input_idxs=[], constants=())
+        }
+        with (
+            mock.patch.object(Manager, "pools", {made.cuda_graphs_pool: None}),
+            mock.patch.object(cudagraph_trees, "CUDAGraphNode", Recording),
+            mock.patch.object(
+                Manager, "_get_cuda_graph_recorded_tensor_checker", lambda manager: lambda t: False, create=True
+            ),
+            mock.patch.object(availability, "driver", lambda: None),
+            self.assertWarns(IndirectionOff),
+        ):
+            self.assertEqual(recording.usable_driver(), None)
+            self.assertEqual(made._driver_for_addresses(), (None, "the driver or its bindings are too old"))
+            self.assertTrue(manager._would_lose_writes([torch.zeros(1), torch.zeros(1)], 0))
+
+
+if __name__ == "__main__":
+    run_tests()
