@@ -256,6 +256,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 tabled=taken_by_variants(model) if may_choose or model.settings.indirection == "table" else (),
             )
             if self._live is not None:
+                self._live.watch = None
                 if may_choose:
                     clock = LaunchClock(_graph_of(weakref.ref(self)), self.device)
                     sizes = self.wrapped_function.id  # with integers a function has one for each value of theirs
