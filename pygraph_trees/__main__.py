@@ -55,7 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("compare", help="run a target as eager, compile, upstream and ours, and measure")
     compare.add_argument("target", nargs="?", default=target.DEFAULT, metavar="TARGET", help=help_target)
     compare.add_argument("--rounds", type=_positive, default=5, help="rounds over the ways (default 5)")
-    compare.add_argument("--ways", metavar="A,B", help="some of eager,compile,upstream,ours; all by default")
+    compare.add_argument(
+        "--ways", metavar="A,B", help="some of eager,compile,upstream,ours (the default), ours:patch,ours:table"
+    )
     compare.add_argument("--json", type=Path, metavar="FILE", help="also write measurements and report to FILE")
     compare.add_argument("--html", type=Path, metavar="FILE", help="also write both, with drawings, as a page to FILE")
     compare.set_defaults(command=_compare)

@@ -11,9 +11,10 @@ from .program import Program
 from .results import REGIMES, Measurement, Results
 from .table import markdown_table, text_table
 from .timing import FULL, QUICK, Plan
-from .ways import WAYS
+from .ways import FORCED, WAYS
 
 __all__ = [
+    "FORCED",
     "FULL",
     "QUICK",
     "REGIMES",

@@ -27,7 +27,7 @@ from .differences import Snapshot, difference, snapshot
 from .program import Program
 from .results import REGIMES, Measurement
 from .rings import InputSet, Ring
-from .settling import call_until_chosen, functions_so_far
+from .settling import call_until_chosen, functions_so_far, routes_of
 from .timing import Plan, is_steady, median, percentile, schedule, synchroniser, time_block, timed_call
 from .trace import GpuWork, profile_call
 from .tuning import own_cache
@@ -60,6 +60,7 @@ class _Run:
     recordings: int | None = None
     peak_bytes: int | None = None
     pool_bytes: int | None = None
+    functions: slice = field(default_factory=lambda: slice(0))  # in the report
 
     def note(self, **figures: float) -> None:
         for name, value in figures.items():
@@ -165,6 +166,8 @@ class Comparison:
                 gc.collect()
                 if self._on_gpu:
                     torch.cuda.empty_cache()
+        for run in runs:
+            run.functions = slice(self._first_function, functions_so_far())
 
     def _warm_up(self, run: _Run, compile_s: float | None) -> None:
         step, feed, managers = self._step(run.way), self._feed(run), lambda: run.way.managers
@@ -279,6 +282,7 @@ class Comparison:
             gpu_total_ms=work.total_ms if work is not None else None,
             ring=1 if run.regime == "same" else len(self.ring),
             calls=run.calls,
+            routes=routes_of(run.functions),
             samples={name: tuple(values) for name, values in run.samples.items()},
             timeline=work.timeline if work is not None else (),
         )

@@ -64,6 +64,9 @@ class Measurement:
     samples: Mapping[str, Sequence[float]] = field(
         default_factory=dict
     )  # what the medians are of, by figure, a round each
+    routes: Sequence[str] = field(
+        default_factory=list
+    )  # how a function's inputs are given and why, where it was chosen
     timeline: tuple[Span, ...] = ()  # of one call; no part of a result file
 
     def failed(self, error: str) -> Measurement:

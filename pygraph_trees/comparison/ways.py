@@ -11,6 +11,8 @@ without and with our patches. All in one process, which takes care in three plac
 - Only ``ours`` runs with patches installed. :meth:`Way.active` leaves them as it found them.
 
 Entering and leaving a way is no part of any timed region.
+
+Besides there are ``ours:patch`` and ``ours:table``, ours where the route of inputs is not chosen.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from ..trees.isolation import Trees
 
 WAYS = ("eager", "compile", "upstream", "ours")
+FORCED = ("ours:patch", "ours:table")  # ours, with the route of inputs that is named, whatever is faster
+
+_ROUTE_FLAG = "triton.pygraph_indirection"
 
 
 class UnknownWayError(PygraphError):
@@ -61,6 +66,7 @@ class Way:
     callable: Callable[..., Any]
     patched: bool
     trees: Trees | None
+    route: str | None = None  # that is forced
 
     @property
     def compiled(self) -> bool:
@@ -74,15 +80,20 @@ class Way:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Makes this way's patches and trees the current ones."""
-        with _patches(self.patched), self.trees.active() if self.trees is not None else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_patches(self.patched))
+            if self.route is not None:  # behind the patches, which make the flag
+                stack.enter_context(torch._inductor.config.patch({_ROUTE_FLAG: self.route}))
+            if self.trees is not None:
+                stack.enter_context(self.trees.active())
             yield
 
 
 def make_ways(program: Program, names: Sequence[str] = WAYS) -> list[Way]:
     """The named ways of running ``program``, in the given order; nothing is compiled yet."""
     for name in names:
-        if name not in WAYS:
-            raise UnknownWayError(allowed=", ".join(WAYS), got=name)
+        if name not in (*WAYS, *FORCED):
+            raise UnknownWayError(allowed=", ".join((*WAYS, *FORCED)), got=name)
     return [_make(program, name) for name in names]
 
 
@@ -105,10 +116,12 @@ def _optimize(backend: OwnInductor, fn: Callable[..., Any]) -> Callable[..., Any
 def _make(program: Program, name: str) -> Way:
     if name == "eager":
         return Way(name, program.fn, patched=False, trees=None)
-    with _patches(name == "ours"):
+    kind, _, route = name.partition(":")
+    with _patches(kind == "ours"):
         backend = OwnInductor(None if name == "compile" else "reduce-overhead")
         compiled = _optimize(backend, program.fn)
-    return Way(name, compiled, patched=name == "ours", trees=None if name == "compile" else _trees())
+    trees = None if name == "compile" else _trees()
+    return Way(name, compiled, patched=kind == "ours", trees=trees, route=route or None)
 
 
 def _trees() -> Trees:

@@ -4,26 +4,29 @@ At first each node that holds an address is set. A :class:`Watch` looks at a rep
 node on this machine, how many are set in a replay, and whether the GPU has nothing to do then, so that the program
 waits for the host. With a table one node is set, whatever reads the addresses, but the GPU has a kernel more to run,
 and some a load more: :func:`saved_us` is the difference. Where it is clear, the kernels are compiled elsewhere
-(:mod:`.variant_worker`) and loaded, one at a look; when all are there the function is recorded anew, once.
+(:mod:`.variant_worker`) and loaded, one at a look; when all are there the function is recorded anew, once. What the
+GPU takes for a replay is measured before and behind that: where a table costs it more than the host saves, a
+:class:`TableWatch` has the function recorded by address again, for good.
 
-Rules over plain facts, and a walk through states. What the GPU takes is an H200's, from a table's writer and kernels
-measured there; all else is measured where it runs.
+Rules over plain facts, and a walk through states. What the GPU is expected to take for a table is an H200's, from
+kernels measured there; all else is measured where it runs. For large kernels it is too little: each block loads its
+addresses before anything else, and those of an ocean model, 30 us each, took 2 us more with a table.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import statistics
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .replay_costs import Clock, Looks, Took
 from .table import (
     WIDTHS,
     Reader,
@@ -40,11 +43,14 @@ from .variant_worker import Job, Worker, WriterJob, job_of
 EVERY = 128  # replays from one look to the next, about
 LOOKS = 8  # that a choice needs
 AWAITED = "which is being made"  # in what is told, while a table is
+EXPECTED = "as expected"  # in what is told, while a table is used and not judged yet
 
 _MOST_PAUSE = 1 << 20  # replays
 _LEAST_SAVED_US = 3.0
 _LEAST_WAITING = 0.75
 _PATIENCE = 64  # looks that a function waits for others
+_MOST_LOOKS = 4 * LOOKS  # that a table gets until it is judged
+_AS_OFTEN = 0.1  # by which shares of calls may differ where the times from one to the next are compared
 _AROUND_US = 3.0  # of what a look measures, that Python does around the nodes; most replays are set by C++
 
 _log = logging.getLogger("pygraph_trees.indirection")
@@ -59,14 +65,16 @@ class Seen:
     holders: int  # nodes that hold addresses
     readers: int  # of these, kernels that could read them in a table
     waiting: float  # how often the GPU had nothing to do when a replay was about to begin, from 0 to 1
+    slots: int = 0  # addresses that the readers would read there, all together
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a table takes of the GPU's time: the most that was measured, of a kernel of a microsecond."""
+    """What a table takes of the GPU's time, as measured with kernels of 1 to 4 us (``tools/bench/slots.py``)."""
 
     writer_us: float = 1.4
-    reader_us: float = 0.3  # each
+    reader_us: float = 0.1  # each
+    slot_us: float = 0.033  # each that one reads
 
 
 def by_address_us(seen: Seen) -> float:
@@ -77,7 +85,7 @@ def by_table_us(seen: Seen, costs: Costs = Costs()) -> float:
     """The same with a table; what no variant reads is set as before."""
     still = 1 - seen.readers / max(1, seen.holders)
     set_nodes = min(1.0, seen.set_nodes) + still * seen.set_nodes
-    return seen.set_us * set_nodes + costs.writer_us + costs.reader_us * seen.readers
+    return seen.set_us * set_nodes + costs.writer_us + costs.reader_us * seen.readers + costs.slot_us * seen.slots
 
 
 def saved_us(seen: Seen, costs: Costs = Costs()) -> float:
@@ -89,15 +97,51 @@ def wants_table(seen: Seen) -> bool:
     return seen.waiting >= _LEAST_WAITING and saved_us(seen) >= _LEAST_SAVED_US
 
 
+def lost_us(table: Took, address: Took) -> float | None:
+    """What a replay from idle to idle takes longer with a table than it took by address; None where nobody knows.
+
+    What was measured by address may have had new addresses at another share of its calls.
+    """
+    if table.gpu is None or address.gpu is None:
+        return None
+    return table.gpu.us - address.gpu.us - table.share * (address.set_us - table.set_us)
+
+
+def is_slower(table: Took, address: Took) -> bool:
+    """Whether a table clearly costs more than it saves.
+
+    Not where the program steps faster by now: it may wait for the host alone, and what the GPU does is hidden then.
+    """
+    lost = lost_us(table, address)
+    if lost is None or table.gpu is None or address.gpu is None:
+        return False
+    is_as_often = abs(table.share - address.share) <= _AS_OFTEN
+    if is_as_often and address.step.us - table.step.us > address.step.about + table.step.about:
+        return False
+    return lost > max(_LEAST_SAVED_US, table.gpu.about + address.gpu.about)
+
+
+def measured_text(table: Took, address: Took, *, is_used: bool) -> str:
+    """``table: 2 us of a replay and 57.9 of the GPU's, against 10 us of a replay and 50 of the GPU's by address``."""
+
+    def text(took: Took) -> str:
+        assert took.gpu is not None
+        return f"{table.share * took.set_us:.3g} us of a replay and {took.gpu.us:.4g} of the GPU's"
+
+    if is_used:
+        return f"table: {text(table)}, against {text(address)} by address"
+    return f"by address: {text(address)}, against {text(table)} by a table"
+
+
 def text_of(seen: Seen, *, is_used: bool = False) -> str:
-    """One line: ``table: 13.1 us of a replay against 29.7 us by address (33 of 34 nodes can read there)``.
+    """One line: ``by address: 4.5 us of a replay against 3.8 us by a table (5 of 5 nodes can read there)``.
 
     ``is_used``: whether there is a table by now.
     """
     address, table = f"{by_address_us(seen):.3g} us", f"{by_table_us(seen):.3g} us"
     note = f"{seen.readers} of {seen.holders} nodes can read there"
     if is_used:
-        return f"table: {table} of a replay against {address} by address ({note})"
+        return f"table: {table} of a replay against {address} by address, {EXPECTED} ({note})"
     if wants_table(seen):
         return f"by address: {address} of a replay against {table} by a table, {AWAITED} ({note})"
     if seen.waiting < _LEAST_WAITING:
@@ -105,27 +149,43 @@ def text_of(seen: Seen, *, is_used: bool = False) -> str:
     return f"by address: {address} of a replay against {table} by a table ({note})"
 
 
+@dataclass(frozen=True, slots=True)
+class ByAddress:
+    """What replays took when a table was begun, and of which sizes."""
+
+    took: Took
+    sizes: Hashable
+
+
 class Watch:
     """Of the replays of one recording whose inputs are given by address."""
 
     def __init__(
-        self, function: Any, device: int, *, replays: Callable[[], int], is_idle: Callable[[], bool | None]
+        self,
+        function: Any,
+        device: int,
+        *,
+        replays: Callable[[], int],
+        is_idle: Callable[[], bool | None],
+        clock: Clock,
+        sizes: Hashable = None,
     ) -> None:
         """
         Args:
             function: its ``log`` is told what is found, in words.
             replays: how many there were.
             is_idle: whether the GPU has nothing to do; None where that cannot be asked.
+            clock: told before a launch to time it.
+            sizes: tells recordings of other sizes from this one, where the function has such.
         """
         self._function, self._device = weakref.ref(function), device
-        self._replays, self._is_idle = replays, is_idle
-        self.ready: Callable[[], None] | None = None  # called where the function is to be recorded anew, with a table
+        self._replays, self._is_idle, self._looks = replays, is_idle, Looks(clock)
+        self.sizes = sizes
+        self.ready: Callable[[str], None] | None = None  # called, with a reason, where it is to be recorded anew
         # Who sets nodes in C++ leaves every 128th replay to Python, which did not look at all of those before.
         self._between = EVERY // 2
         self._next: float = self._between
         self._pause = EVERY * LOOKS
-        self._looks: list[tuple[float, bool]] = []
-        self._from = 0, 0
         self._patience = _PATIENCE
 
     def is_due(self) -> bool:
@@ -156,25 +216,25 @@ class Watch:
         if is_begun(function):
             self._go_on(function)
             return
-        if not self._looks:
-            self._from = replays, set_calls
-        self._looks.append((max(0.0, us - _AROUND_US) / count, is_idle))
+        self._looks.add(max(0.0, us - _AROUND_US), count, replays, set_calls, is_idle=is_idle)
         if len(self._looks) == LOOKS:
-            self._choose(function, replays, set_calls, Counter(holders()))
+            self._choose(function, replays, Counter(holders()))
 
-    def _choose(self, function: Any, replays: int, set_calls: int, names: Counter[str | None]) -> None:
-        began, before = self._from
+    def _choose(self, function: Any, replays: int, names: Counter[str | None]) -> None:
+        slots = {reader.kernel: len(reader.names) for reader in readers_of(function)}
         seen = Seen(
-            set_us=statistics.median(us for us, _ in self._looks),
-            set_nodes=(set_calls - before) / (replays - began),
+            set_us=self._looks.node_us(),
+            set_nodes=self._looks.nodes(),
             holders=names.total(),
-            readers=sum(names[kernel] for kernel in {reader.kernel for reader in readers_of(function)}),
-            waiting=sum(idle for _, idle in self._looks) / len(self._looks),
+            readers=sum(names[kernel] for kernel in slots),
+            waiting=self._looks.waiting(),
+            slots=sum(names[kernel] * count for kernel, count in slots.items()),
         )
+        took = self._looks.took()
         self._looks.clear()
         function.log.route_was_found(text_of(seen))
         if wants_table(seen):
-            begin(function, self._device, text_of(seen, is_used=True))
+            begin(function, self._device, text_of(seen, is_used=True), ByAddress(took, self.sizes))
         else:
             self._next = replays + self._pause
             self._pause = min(4 * self._pause, _MOST_PAUSE)
@@ -197,18 +257,58 @@ class Watch:
         for watch in list(_waiting):
             watch._next = float("inf")
             if watch.ready is not None:
-                watch.ready()
+                watch.ready("its inputs are read from a table from now on")
         _waiting.clear()
 
 
+class TableWatch(Watch):
+    """Of the first replays of a recording with a table: whether they are faster."""
+
+    def __init__(self, function: Any, device: int, **more: Any) -> None:
+        super().__init__(function, device, **more)
+        _with_table.setdefault(function, weakref.WeakSet()).add(self)
+
+    def _look(self, us: float, count: int, set_calls: int, holders: Callable[[], Sequence[str | None]]) -> None:
+        function, replays = self._function(), self._replays()
+        self._next = replays + self._between
+        is_idle = self._is_idle()
+        if function is None or not count or is_idle is None:
+            return
+        building = _building.get(function)
+        if building is None or building.verdict is not None or building.before.sizes != self.sizes:
+            self._next = float("inf")  # what is found for some sizes holds for all
+            return
+        self._looks.add(max(0.0, us - _AROUND_US), count, replays, set_calls, is_idle=is_idle)
+        if self._looks.timed >= LOOKS or len(self._looks) >= _MOST_LOOKS:
+            self._next = float("inf")
+            self._judge(function, building)
+
+    def _judge(self, function: Any, building: _Building) -> None:
+        table, address = self._looks.took(), building.before.took
+        is_used = not is_slower(table, address)
+        if lost_us(table, address) is None:
+            building.verdict = building.why.replace(f", {EXPECTED}", "")
+        else:
+            building.verdict = measured_text(table, address, is_used=is_used)
+        function.log.route_was_found(building.verdict)
+        if is_used:
+            return
+        leave(function)
+        for watch in list(_with_table.pop(function, ())):
+            watch._next = float("inf")
+            if watch.ready is not None:
+                watch.ready("its inputs are given by address again")
+
+
 _waiting: weakref.WeakSet[Watch] = weakref.WeakSet()  # those whose functions could be recorded anew
+_with_table: weakref.WeakKeyDictionary[Any, weakref.WeakSet[TableWatch]] = weakref.WeakKeyDictionary()  # by function
 _lock = threading.Lock()  # one function may have recordings in several threads; nobody waits for it
 _building: weakref.WeakKeyDictionary[Any, _Building] = weakref.WeakKeyDictionary()
 
 
-def begin(function: Any, device: int, why: str) -> None:
+def begin(function: Any, device: int, why: str, before: ByAddress) -> None:
     """The first step towards a table for a function; ``why``: what it is told when it has one."""
-    _building.setdefault(function, _Building(readers_of(function), device, why))
+    _building.setdefault(function, _Building(readers_of(function), device, why, before))
 
 
 def is_begun(function: Any) -> bool:
@@ -223,7 +323,7 @@ def is_over(function: Any) -> bool:
 
 def why_by_table(function: Any) -> str | None:
     building = _building.get(function)
-    return None if building is None else building.why
+    return None if building is None else building.verdict or building.why
 
 
 def leave(function: Any) -> None:
@@ -253,8 +353,9 @@ def go_on(function: Any) -> bool | None:
 class _Building:
     """Of the variants of a function's kernels, and of writers: compiled by a process, then loaded one at a time."""
 
-    def __init__(self, readers: Collection[Reader], device: int, why: str) -> None:
-        self.why = why
+    def __init__(self, readers: Collection[Reader], device: int, why: str, before: ByAddress) -> None:
+        self.why, self.before = why, before
+        self.verdict: str | None = None  # once replays with a table were compared with those by address
         self._device = device
         self._readers: list[Reader] = list(readers)
         self._worker: Worker | None = None

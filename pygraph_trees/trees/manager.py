@@ -487,10 +487,10 @@ class Manager(Upstream):
             return
         manager = weakref.ref(self)
 
-        def ready() -> None:
+        def ready(why: str) -> None:
             found = manager()
             if found is not None:
-                found.record_anew(function_id, "its inputs are read from a table from now on")
+                found.record_anew(function_id, why)
 
         watch.ready = ready
 

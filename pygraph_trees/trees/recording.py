@@ -42,7 +42,8 @@ from pygraph_trees.extent import flat
 from pygraph_trees.graph_nodes import NodeKind
 from pygraph_trees.indirection.availability import usable_driver
 from pygraph_trees.indirection.inputs import LiveInputs, NotStaged, choose
-from pygraph_trees.indirection.route_choice import Watch, is_over, leave, why_by_table
+from pygraph_trees.indirection.launch_clock import LaunchClock
+from pygraph_trees.indirection.route_choice import TableWatch, Watch, is_over, leave, why_by_table
 from pygraph_trees.indirection.routes import Route
 from pygraph_trees.indirection.table import readers_of, taken_by_variants
 from pygraph_trees.placement.staging import observed
@@ -53,9 +54,10 @@ from .function import FunctionModel
 from .pools import ranges_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from pygraph_trees.driver import Driver
+    from pygraph_trees.indirection.replay_costs import Clock
 
 Upstream: type = cudagraph_trees.CUDAGraphNode
 _UPSTREAM_INIT: Any = cudagraph_trees.CUDAGraphNode.__init__
@@ -254,7 +256,12 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 tabled=taken_by_variants(model) if may_choose or model.settings.indirection == "table" else (),
             )
             if self._live is not None:
-                self._live.watch = _watch(model, self.log, self.device) if may_choose else None
+                self._live.watch = None
+                if may_choose:
+                    clock = LaunchClock(_graph_of(weakref.ref(self)), self.device)
+                    sizes = self.wrapped_function.id  # with integers a function has one for each value of theirs
+                    table = self._live.has_table
+                    self._live.watch = _watch(model, sizes, self.log, self.device, clock, has_table=table)
                 if (self._live.has_ghosts or self._live.has_staged) and self._may_be_kept(inputs):
                     self._kept = list(inputs)
                 self._live.is_of_backward = self.wrapped_function.model.log.mode == BACKWARD
@@ -543,15 +550,28 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             )
 
 
-def _watch(model: FunctionModel, log: RecordingLog, device: int) -> Watch | None:
-    """What looks at replays where the route is to be chosen; None where no kernel could read a table, or all can."""
-    if is_over(model) or not readers_of(model):
+def _graph_of(recording: Callable[[], Recording | None]) -> Callable[[], Any]:
+    """Gives the graph of a recording while there is one."""
+
+    def graph() -> Any:
+        found = recording()
+        return None if found is None else found.graph
+
+    return graph
+
+
+def _watch(
+    model: FunctionModel, sizes: Hashable, log: RecordingLog, device: int, clock: Clock, *, has_table: bool
+) -> Watch | None:
+    """What looks at replays where the route is to be chosen; None where no kernel could read a table, or did."""
+    if not readers_of(model) or (is_over(model) and not has_table):
         return None
 
     def is_idle() -> bool | None:
         return None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream(device).query()
 
-    return Watch(model, device, replays=lambda: log.replays, is_idle=is_idle)
+    kind = TableWatch if has_table else Watch
+    return kind(model, device, replays=lambda: log.replays, is_idle=is_idle, clock=clock, sizes=sizes)
 
 
 def _tell_route(model: FunctionModel, live: LiveInputs | None) -> None:
@@ -561,6 +581,8 @@ def _tell_route(model: FunctionModel, live: LiveInputs | None) -> None:
         return
     is_used = any(decision.route is Route.TABLE for decision in live.decisions.values())
     model.log.route_was_found(why if is_used else "by address: there is no table, whose kernels are made")
+    if not is_used:
+        live.watch = None  # there is nothing to judge
 
 
 def without_staged(outputs: Sequence[Any], live: LiveInputs) -> list[Any]:

@@ -89,6 +89,14 @@ class TestSummary(TestCase):
             with self.subTest(wanted):
                 self.assertRegex("\n".join(self.lines(*both("A", ours, upstream, others))), wanted)
 
+    def test_a_route_that_would_have_been_faster(self):
+        others = [("ours:patch", {"latency_ms": 0.96}), ("ours:table", {"latency_ms": 1.2})]
+        lines = "\n".join(self.lines(*both("A", {"latency_ms": 1.0}, others=others)))
+        self.assertIn("**A**, fresh inputs: latency 1.000 ms, ours, all by address 0.960", lines)
+        self.assertNotIn("all by", "\n".join(self.lines(*both("A", {"latency_ms": 0.98}, others=others))))
+        failed = measured("A", "ours:table").failed("why")
+        self.assertIn("**A**, ours, all by table, same inputs: failed: why", self.lines(*both("A", {}), failed))
+
     def test_a_failure_comes_first_and_has_no_figures(self):
         records = [measured("A", "upstream"), measured("A", "ours").failed("out of\nmemory")]
         self.assertEqual(self.lines(*records)[0], "**A**, ours, same inputs: failed: out of memory")

@@ -331,6 +331,16 @@ class TestWays(TestCase):
         with self.assertRaisesRegex(UnknownWayError, "got 'jit'"):
             make_ways(Program(lambda: None), ["eager", "jit"])
 
+    def test_a_route_that_is_forced(self):
+        for name, route in (("ours", "auto"), ("ours:patch", "patch"), ("ours:table", "table")):
+            (way,) = make_ways(Program(lambda: None), [name])
+            self.assertTrue(way.compiled and way.patched)
+            with way.active():
+                self.assertEqual(torch._inductor.config.triton.pygraph_indirection, route)
+        for name in ("upstream:patch", "ours:off", "ours:"):
+            with self.assertRaises(UnknownWayError):
+                make_ways(Program(lambda: None), [name])
+
     def test_ours_needs_the_patches(self):
         off = [inductor_patches.Status("trees", "disabled", ())]
         with (
@@ -423,6 +433,7 @@ class TestComparison(TestCase):
             for figure in (m.gpu_ms, m.copied_bytes, m.kernels_total, m.recordings, m.peak_bytes):
                 self.assertIsNone(figure)
         self.assertEqual([m.max_diff_upstream for m in found if m.way == "ours"], [0.0, 0.0])
+        self.assertEqual([m.routes for m in found], [[]] * 8)  # without a GPU there are none
         self.assertEqual(checkpoints, [0, 0, 0, 0, 8, 8])  # behind each way that is prepared, and the other stages
         self.assertEqual(steps[-1][0], steps[-1][1])
         self.assertEqual([done for done, _ in steps], sorted(done for done, _ in steps))
@@ -554,7 +565,7 @@ class TestResults(TestCase):
         self.assertEqual(body["records"][0]["latency_ms"], 1.5)
 
     def test_round_trip(self):
-        full = _measurement(latency_ms=1.0, copied_bytes=5, samples={"latency_ms": [1.0, 2.0]})
+        full = _measurement(latency_ms=1.0, copied_bytes=5, samples={"latency_ms": [1.0, 2.0]}, routes=["f: table"])
         results = here("hash", 3).with_records([full, _measurement("eager").failed("it broke")])
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "x.json"

@@ -28,14 +28,21 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pygraph_trees.coverage.log import FunctionLog, RecordingLog
-from pygraph_trees.indirection import route_choice, table, variant_launchers, variant_worker
+from pygraph_trees.indirection import replay_costs, route_choice, table, variant_launchers, variant_worker
+from pygraph_trees.indirection.launch_clock import LaunchClock
+from pygraph_trees.indirection.replay_costs import Looks, Middle, Took
 from pygraph_trees.indirection.route_choice import (
     AWAITED,
     EVERY,
+    EXPECTED,
+    ByAddress,
     Seen,
+    TableWatch,
     Watch,
     by_address_us,
     by_table_us,
+    is_slower,
+    lost_us,
     saved_us,
     text_of,
     wants_table,
@@ -49,7 +56,7 @@ LOOKS = route_choice.LOOKS
 
 
 def seen(set_nodes: float = 33.0, **more: Any) -> Seen:
-    found = dict(set_us=0.9, set_nodes=set_nodes, holders=34, readers=33, waiting=1.0)
+    found = dict(set_us=0.9, set_nodes=set_nodes, holders=34, readers=33, waiting=1.0, slots=66)
     return Seen(**(found | more))
 
 
@@ -59,19 +66,19 @@ class TestRule(TestCase):
         self.assertExpectedInline(
             text_of(seen()).replace(" (", "\n("),
             """\
-by address: 29.7 us of a replay against 13.1 us by a table, which is being made
+by address: 29.7 us of a replay against 8.65 us by a table, which is being made
 (33 of 34 nodes can read there)""",
         )
         self.assertExpectedInline(
             text_of(seen(), is_used=True),
-            """table: 13.1 us of a replay against 29.7 us by address (33 of 34 nodes can read there)""",
+            """table: 8.65 us of a replay against 29.7 us by address, as expected (33 of 34 nodes can read there)""",
         )
 
     def test_few_nodes(self) -> None:
-        few = seen(5.0, holders=5, readers=5)
+        few = seen(5.0, holders=5, readers=5, slots=5)
         self.assertFalse(wants_table(few))
         self.assertExpectedInline(
-            text_of(few), """by address: 4.5 us of a replay against 3.8 us by a table (5 of 5 nodes can read there)"""
+            text_of(few), """by address: 4.5 us of a replay against 2.96 us by a table (5 of 5 nodes can read there)"""
         )
 
     def test_inputs_that_hardly_ever_move(self) -> None:
@@ -81,9 +88,10 @@ by address: 29.7 us of a replay against 13.1 us by a table, which is being made
         hidden = seen(waiting=0.25)
         self.assertFalse(wants_table(hidden))
         self.assertExpectedInline(
-            text_of(hidden),
+            text_of(hidden).replace(" (", "\n("),
             """\
-by address: 29.7 us of a replay against 13.1 us by a table (hidden behind the GPU's work in 75% of them)""",
+by address: 29.7 us of a replay against 8.65 us by a table
+(hidden behind the GPU's work in 75% of them)""",
         )
 
     def test_nodes_that_are_no_kernels_of_triton(self) -> None:
@@ -108,6 +116,9 @@ by address: 29.7 us of a replay against 13.1 us by a table (hidden behind the GP
         self.assertEqual(AWAITED in text_of(found), wants_table(found))
 
 
+BY_ADDRESS = Took(set_us=10.0, share=1.0, gpu=Middle(50.0, 1.0), step=Middle(100.0, 2.0))
+
+
 class Function:
     """What can be held weakly, and is told what is found."""
 
@@ -120,6 +131,23 @@ def reader(kernel: str, autotuner: Any = None) -> Reader:
     return Reader(made, frozenset({"in_ptr0"}), frozenset({("in_ptr0", 0)}))
 
 
+class FakeClock:
+    """Of which launches take what the test says."""
+
+    def __init__(self) -> None:
+        self.us: float | None = 50.0
+        self.timed = 0
+        self._is_timed = False
+
+    def time_next(self) -> None:
+        self.timed += 1
+        self._is_timed = True
+
+    def took_us(self) -> float | None:
+        took, self._is_timed = self.us if self._is_timed else None, False
+        return took
+
+
 class WatchTestCase(TestCase):
     def setUp(self) -> None:
         super().setUp()
@@ -127,6 +155,7 @@ class WatchTestCase(TestCase):
         self.log = self.function.log
         self.replays, self.set_calls, self.idle = 0, 0, True
         self.told: list[str] = []
+        self.now, self.step_us = 0.0, 100.0
         self.ready = self.begun = 0
         self.is_over = False
         self.names: Sequence[str | None] = ["kernel"] * 33 + [None]
@@ -143,16 +172,33 @@ class WatchTestCase(TestCase):
         patch = mock.patch.object(FunctionLog, "route_was_found", lambda log, text: self.told.append(text))
         patch.start()
         self.addCleanup(patch.stop)
+        patch = mock.patch.object(replay_costs, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        patch.start()
+        self.addCleanup(patch.stop)
         self.steps: list[bool | None] = []
-        self.watch = Watch(self.function, 0, replays=lambda: self.replays, is_idle=lambda: self.idle)
-        self.watch.ready = self.is_ready
+        self.clock = FakeClock()
+        self.watch = self.made(Watch)
 
-    def is_ready(self) -> None:
+    def made(self, kind: type[Watch]) -> Watch:
+        watch = kind(
+            self.function,
+            0,
+            replays=lambda: self.replays,
+            is_idle=lambda: self.idle,
+            clock=self.clock,
+            sizes="sizes",
+        )
+        watch.ready = self.is_ready
+        return watch
+
+    def is_ready(self, why: str) -> None:
         self.ready += 1
+        self.reason = why
 
-    def begin(self, function: Any, device: int, why: str) -> None:
+    def begin(self, function: Any, device: int, why: str, before: Any) -> None:
         self.begun += 1
-        self.why = why
+        self.why, self.before = why, before
+        self.assertEqual(before.sizes, "sizes")
 
     def go_on(self, function: Any) -> bool | None:
         self.assertIs(function, self.function)
@@ -167,12 +213,16 @@ class WatchTestCase(TestCase):
                 looks += 1
                 self.watch.look(us, nodes, self.set_calls, lambda: self.names)
             self.replays += 1
+            self.now += self.step_us * 1e-6
         return looks
 
 
 class TestWatch(WatchTestCase):
     def test_a_table_is_found_to_be_faster(self) -> None:
         self.assertEqual(self.replay(EVERY * LOOKS), LOOKS)
+        took = self.before.took
+        self.assertEqual((took.set_us, took.share, took.gpu), (30.0, 1.0, Middle(50.0, 0.0)))
+        self.assertAlmostEqual(took.step.us, 100.0)
         (text,) = self.told
         self.assertRegex(
             text, r"^by address: 30 us of a replay against .* us by a table, which is being made \(33 of 34"
@@ -193,8 +243,8 @@ class TestWatch(WatchTestCase):
         """So that what is behind one is recorded anew once; not for one that is never ready."""
         others: dict[Any, Any] = {0: SimpleNamespace(is_over=False)}
         told = []
-        waiting = Watch(self.function, 0, replays=lambda: 0, is_idle=lambda: True)
-        waiting.ready = lambda: told.append("other")
+        waiting = Watch(self.function, 0, replays=lambda: 0, is_idle=lambda: True, clock=self.clock)
+        waiting.ready = lambda why: told.append("other")
         self.begun, self.steps = 1, [True] * 3 * route_choice._PATIENCE
         with (
             mock.patch.object(route_choice, "_building", others),
@@ -270,6 +320,265 @@ class TestWatch(WatchTestCase):
         self.assertIn("of the test", logs.output[0])
 
 
+def by_table(gpu_us: float = 50.0, step_us: float = 100.0, **more: Any) -> Took:
+    took = {"set_us": 2.0, "share": 1.0, "gpu": Middle(gpu_us, 1.0), "step": Middle(step_us, 2.0)}
+    return Took(**(took | more))
+
+
+class TestJudgement(TestCase):
+    """Of 10 us that the host takes by address, a table leaves 2."""
+
+    def test_what_the_gpu_takes_more(self) -> None:
+        self.assertFalse(is_slower(by_table(57.9), BY_ADDRESS))
+        self.assertFalse(is_slower(by_table(60.9), BY_ADDRESS))  # as little as nobody would begin one for
+        self.assertTrue(is_slower(by_table(61.1), BY_ADDRESS))
+        self.assertTrue(is_slower(by_table(61.1, step_us=103.0), BY_ADDRESS))
+
+    def test_figures_that_vary(self) -> None:
+        self.assertFalse(is_slower(by_table(gpu=Middle(65.0, 10.0)), BY_ADDRESS))
+        self.assertTrue(is_slower(by_table(gpu=Middle(75.0, 10.0)), BY_ADDRESS))
+
+    def test_a_program_that_waits_for_the_host_alone(self) -> None:
+        """The GPU is idle before each replay, and yet nobody waits for what it takes."""
+        self.assertFalse(is_slower(by_table(90.0, step_us=92.0), BY_ADDRESS))
+        self.assertTrue(is_slower(by_table(90.0, step_us=97.0), BY_ADDRESS))  # within what they vary
+        elsewhere = by_table(90.0, step_us=50.0, share=0.5)  # steps that cannot be compared
+        self.assertTrue(is_slower(elsewhere, BY_ADDRESS))
+
+    def test_addresses_that_change_more_often_now(self) -> None:
+        seldom = Took(set_us=30.0, share=0.1, gpu=Middle(50.0, 1.0), step=Middle(100.0, 2.0))
+        self.assertFalse(is_slower(by_table(70.0), seldom))  # by address they would take 30 by now
+        self.assertTrue(is_slower(by_table(60.0, share=0.1), seldom))
+
+    def test_what_nobody_has_measured(self) -> None:
+        for one, other in ((by_table(gpu=None), BY_ADDRESS), (by_table(90.0), by_table(gpu=None))):
+            self.assertIsNone(lost_us(one, other))
+            self.assertFalse(is_slower(one, other))
+
+    @given(*[st.floats(0, 1000) for _ in range(4)], st.floats(0, 1), st.floats(0, 1))
+    def test_any(self, host: float, gpu: float, other_host: float, other_gpu: float, one: float, two: float) -> None:
+        took = Took(host, one, Middle(gpu, 0.0), Middle(100.0, 0.0))
+        before = Took(other_host, two, Middle(other_gpu, 0.0), Middle(100.0, 0.0))
+        more = gpu + one * host - other_gpu - one * other_host
+        self.assertAlmostEqual(lost_us(took, before) or 0.0, more, places=6)
+        if abs(more - route_choice._LEAST_SAVED_US) > 1e-6:
+            self.assertEqual(is_slower(took, before), more > route_choice._LEAST_SAVED_US)
+
+
+class TestTableWatch(WatchTestCase):
+    """A table that is there: each replay sets the writer alone."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.building = SimpleNamespace(before=ByAddress(BY_ADDRESS, "sizes"), verdict=None, why=self.why_expected())
+        self.left: list[Any] = []
+        for name, value in (
+            ("_building", weakref.WeakKeyDictionary({self.function: self.building})),
+            ("_with_table", weakref.WeakKeyDictionary()),
+            ("leave", self.left.append),
+        ):
+            patch = mock.patch.object(route_choice, name, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+        self.watch = self.made(TableWatch)
+
+    @staticmethod
+    def why_expected() -> str:
+        return text_of(seen(), is_used=True)
+
+    def replays_by_table(self, gpu_us: float | None, looks: int = 2 * LOOKS) -> int:
+        self.clock.us = gpu_us
+        return self.replay(EVERY * looks, nodes=1, us=5.0)  # 3 of these is what Python does
+
+    def test_it_is_faster(self) -> None:
+        self.assertEqual(
+            self.replays_by_table(58.0), LOOKS + 1
+        )  # a launch is timed at a look, and asked for at the next
+        self.assertEqual((self.left, self.ready, self.clock.timed), ([], 0, LOOKS + 1))
+        (text,) = self.told
+        self.assertExpectedInline(
+            text.replace(", ", ",\n"),
+            """\
+table: 2 us of a replay and 58 of the GPU's,
+against 10 us of a replay and 50 of the GPU's by address""",
+        )
+        self.assertEqual(self.building.verdict, text)
+        self.watch = self.made(TableWatch)  # of another recording
+        self.assertEqual(self.replays_by_table(90.0), 1)
+        self.assertEqual((len(self.told), self.ready), (1, 0))
+
+    def test_it_takes_the_gpu_longer_than_it_saves(self) -> None:
+        other = self.made(TableWatch)  # of a recording for other sizes, or in another thread
+        self.assertEqual(self.replays_by_table(62.0), LOOKS + 1)
+        self.assertEqual((self.left, self.ready), ([self.function], 2))
+        self.assertFalse(other.is_due())
+        self.assertEqual(self.reason, "its inputs are given by address again")
+        self.assertExpectedInline(
+            self.told[0].replace(", ", ",\n"),
+            """\
+by address: 10 us of a replay and 50 of the GPU's,
+against 2 us of a replay and 62 of the GPU's by a table""",
+        )
+
+    def test_what_cannot_be_judged(self) -> None:
+        self.idle = False
+        self.assertEqual(self.replays_by_table(90.0, 5 * LOOKS), 4 * LOOKS)
+        self.assertFalse(self.watch.is_due())
+        self.assertEqual((self.left, self.ready, self.clock.timed), ([], 0, 0))
+        (text,) = self.told
+        self.assertIn(EXPECTED, self.why_expected())
+        self.assertRegex(text, r"^table: .* by address \(33 of 34")
+
+    def test_other_sizes(self) -> None:
+        self.building.before = ByAddress(BY_ADDRESS, "others")
+        self.assertEqual(self.replays_by_table(90.0, 5 * LOOKS), 1)
+        self.assertEqual((self.left, self.ready, self.told), ([], 0, []))
+
+    def test_who_asks_in_a_capture(self) -> None:
+        with mock.patch.object(self.watch, "_is_idle", return_value=None):
+            self.replays_by_table(90.0)
+        self.assertEqual((self.told, self.clock.timed), ([], 0))
+
+    def test_it_holds_no_function(self) -> None:
+        gone = weakref.ref(self.function)
+        del self.function
+        self.assertIsNone(gone())
+
+
+class TestLooks(TestCase):
+    def test_figures(self) -> None:
+        clock, now = FakeClock(), [0.0]
+        looks = Looks(clock)
+        with mock.patch.object(replay_costs, "time", SimpleNamespace(perf_counter=lambda: now[0])):
+            for number, (us, count, is_idle) in enumerate([(8.0, 4, True), (2.0, 2, True), (6.0, 6, False)] * 4):
+                clock.us = 40.0 + number
+                looks.add(us, count, 100 * number, 200 * number, is_idle=is_idle)
+                now[0] += 0.01 if number != 5 else 0.5
+        self.assertEqual((len(looks), looks.timed), (12, 8))  # each that found it idle has one behind it
+        self.assertEqual((looks.node_us(), looks.nodes(), looks.waiting()), (1.0, 2.0, 8 / 12))
+        took = looks.took()
+        self.assertEqual((took.set_us, took.share), (6.0, 0.5))
+        self.assertEqual(took.gpu, Middle.of([41.0, 42.0, 44.0, 45.0, 47.0, 48.0, 50.0, 51.0]))
+        self.assertAlmostEqual(took.step.us, 100.0)
+        looks.clear()
+        self.assertEqual((len(looks), looks.timed), (0, 0))
+        looks.add(1.0, 1, 0, 0, is_idle=True)  # what was timed before is of a time long gone
+        self.assertEqual(looks.timed, 0)
+
+    def test_too_few_that_were_timed(self) -> None:
+        clock = FakeClock()
+        looks = Looks(clock)
+        for number in range(replay_costs.LEAST_TIMED):
+            looks.add(1.0, 1, 100 * number, 100 * number, is_idle=True)
+        self.assertIsNone(looks.took().gpu)
+        looks.add(1.0, 1, 900, 900, is_idle=True)
+        self.assertIsNotNone(looks.took().gpu)
+
+
+class FakeEvent:
+    """Of a stream whose time the test sets."""
+
+    now, is_done = 0.0, True
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: Any) -> None:
+        assert stream == "of 3"
+        self.at = FakeEvent.now
+
+    def query(self) -> bool:
+        return self.is_done
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return end.at - self.at
+
+
+class TestLaunchClock(TestCase):
+    class Graph:
+        launches = 0
+
+        def replay(self) -> None:
+            self.launches += 1
+            FakeEvent.now += 0.25  # ms
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.graph, self.is_capturing = self.Graph(), False
+        graph = weakref.ref(self.graph)
+        self.clock = LaunchClock(graph, 3)
+        for name, value in (
+            ("Event", FakeEvent),
+            ("current_stream", lambda device: f"of {device}"),
+            ("is_current_stream_capturing", lambda: self.is_capturing),
+        ):
+            patch = mock.patch.object(torch.cuda, name, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def test_one_launch(self) -> None:
+        self.assertIsNone(self.clock.took_us())
+        self.clock.time_next()
+        self.assertIsNone(self.clock.took_us())
+        self.graph.replay()
+        self.assertEqual(vars(self.graph), {"launches": 1})
+        self.graph.replay()
+        self.assertEqual((self.graph.launches, self.clock.took_us()), (2, 250.0))
+        self.assertIsNone(self.clock.took_us())  # once
+
+    def test_the_gpu_is_at_it(self) -> None:
+        self.clock.time_next()
+        self.graph.replay()
+        with mock.patch.object(FakeEvent, "is_done", new=False):
+            self.assertIsNone(self.clock.took_us())
+        self.clock.time_next()  # the next one alone counts
+        self.assertIsNone(self.clock.took_us())
+        self.graph.replay()
+        self.assertEqual(self.clock.took_us(), 250.0)
+
+    def test_a_launch_within_the_launch(self) -> None:
+        """A finalizer may make one at any time."""
+        self.clock.time_next()
+        timed = self.graph.replay
+        self.graph.replay()
+        timed()
+        self.assertEqual((self.graph.launches, vars(self.graph)), (2, {"launches": 2}))
+
+    def test_events_that_cannot_be_recorded(self) -> None:
+        for failing in (1, 2):
+            records = [None] * (failing - 1) + [RuntimeError("of the test"), None]
+            self.clock.time_next()
+            with mock.patch.object(FakeEvent, "record", side_effect=records):
+                self.graph.replay()
+            self.assertEqual((self.graph.launches, self.clock.took_us()), (failing, None))
+
+    def test_while_somebody_captures(self) -> None:
+        self.is_capturing = True
+        self.clock.time_next()
+        self.graph.replay()
+        self.assertEqual((self.graph.launches, self.clock.took_us()), (1, None))
+
+    def test_a_launch_that_fails(self) -> None:
+        self.clock.time_next()
+        failing = mock.patch.object(self.Graph, "replay", side_effect=RuntimeError("of the test"))
+        with failing, self.assertRaisesRegex(RuntimeError, "of the test"):
+            self.graph.replay()
+        self.assertEqual((vars(self.graph), self.clock.took_us()), ({}, None))
+
+    def test_it_holds_no_graph(self) -> None:
+        self.clock.time_next()
+        gone = weakref.ref(self.graph)
+        del self.graph
+        self.assertIsNone(gone())
+        self.clock.time_next()
+
+    def test_one_that_takes_no_attributes(self) -> None:
+        graph = mock.Mock(spec_set=["launches"])
+        clock = LaunchClock(lambda: graph, 3)
+        clock.time_next()
+        self.assertIsNone(clock.took_us())
+
+
 class FakeWorker:
     """Does its work when it is told to."""
 
@@ -310,7 +619,7 @@ class TestBuilding(TestCase):
             self.addCleanup(patch.stop)
 
     def begin(self) -> None:
-        route_choice.begin(self.function, 3, "why")
+        route_choice.begin(self.function, 3, "why", ByAddress(BY_ADDRESS, "sizes"))
 
     def job_of(self, autotuner: FakeAutotuner, names: frozenset[str]) -> Job | None:
         return None if autotuner.fn.__name__ == "b" else Job("path", autotuner.fn.__name__, None, names)
@@ -709,20 +1018,24 @@ class TestRecording(TestCase):
         self.addCleanup(manager.__exit__, None, None, None)
 
     def building(self, **state: Any) -> Any:
-        route_choice.begin(self.model, 0, "table: why")
+        route_choice.begin(self.model, 0, "table: why", ByAddress(BY_ADDRESS, "sizes"))
         building = route_choice._building[self.model]
         vars(building).update(state)
         return building
 
+    def watch(self, log: RecordingLog, *, has_table: bool = False) -> Watch | None:
+        return recording._watch(self.model, "sizes", log, 0, FakeClock(), has_table=has_table)
+
     def test_which_recordings_are_watched(self) -> None:
         log = RecordingLog()
-        self.assertIsNotNone(recording._watch(self.model, log, 0))
+        self.assertIsNotNone(self.watch(log))
         with mock.patch.dict(table._readers, {self.model: {}}):  # no kernel could
-            self.assertIsNone(recording._watch(self.model, log, 0))
+            self.assertIsNone(self.watch(log))
         building = self.building()
-        self.assertIsNotNone(recording._watch(self.model, log, 0))  # it goes on with what is begun
+        self.assertIsNotNone(self.watch(log))  # it goes on with what is begun
         building.give_up()
-        self.assertIsNone(recording._watch(self.model, log, 0))
+        self.assertIsNone(self.watch(log))
+        self.assertIs(type(self.watch(log, has_table=True)), TableWatch)
 
     def test_what_it_asks(self) -> None:
         stream, log = SimpleNamespace(), RecordingLog()
@@ -735,7 +1048,7 @@ class TestRecording(TestCase):
                 mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: is_capturing),  # noqa: B023
             ):
                 log.replays, set_calls, self.model.log.route = 0, 0, None
-                watch = recording._watch(self.model, log, 0)
+                watch = self.watch(log)
                 assert watch is not None
                 while self.model.log.route is None and log.replays < LOOKS * EVERY:
                     log.replays += 1
@@ -763,6 +1076,12 @@ class TestRecording(TestCase):
             for inputs in (None, live):
                 recording._tell_route(self.model, inputs)
             self.assertEqual(self.model.log.route, told)
+        live.decisions[0].route, building.verdict, live.watch = Route.TABLE, "table: as measured", self
+        recording._tell_route(self.model, cast("Any", live))
+        self.assertEqual((self.model.log.route, live.watch), ("table: as measured", self))
+        live.decisions[0].route = Route.PATCH
+        recording._tell_route(self.model, cast("Any", live))
+        self.assertIsNone(live.watch)  # there is nothing to judge
         recording._tell_route(cast("Any", Function()), cast("Any", live))
 
 

@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.comparison import settling
-from pygraph_trees.comparison.settling import CALLS, call_until_chosen, functions_so_far
+from pygraph_trees.comparison.settling import CALLS, call_until_chosen, functions_so_far, routes_of
 from pygraph_trees.coverage.log import FunctionLog, RecordingLog, journal
-from pygraph_trees.indirection.route_choice import AWAITED
+from pygraph_trees.indirection.route_choice import AWAITED, EXPECTED
 
 BETTER = f"by address: 30 us of a replay against 5 us by a table, {AWAITED}"
 
@@ -75,6 +75,15 @@ class TestSettling(TestCase):
         self.assertEqual(self.calls(then=then), 3 * CALLS)
         self.assertEqual(self.calls(), CALLS)
 
+    def test_until_a_table_is_judged(self) -> None:
+        self.functions = [function(f"table: 5 us of a replay against 30 us by address, {EXPECTED} (2 of 2)", "table")]
+
+        def then(number: int) -> None:
+            if number == 2 * CALLS:
+                self.functions[0].route = "table: 5 us of a replay and 9 of the GPU's, against 30 and 9 by address"
+
+        self.assertEqual(self.calls(then=then), 2 * CALLS)
+
     def test_one_that_never_comes(self) -> None:
         self.functions, self.each_s = [function(BETTER, "patch")], 0.1
         self.assertEqual(self.calls(), 600)
@@ -84,6 +93,12 @@ class TestSettling(TestCase):
         first = functions_so_far()
         self.functions.append(function(None, "patch"))
         self.assertEqual((first, self.calls(first)), (1, CALLS))
+
+    def test_what_is_told_of_some(self) -> None:
+        self.functions = [function("by address", "patch"), function(None, "patch"), function("table", "table")]
+        self.assertEqual(routes_of(slice(0, 2)), ["f, inference: by address"])
+        self.assertEqual(routes_of(slice(1, 3)), ["f, inference: table"])
+        self.assertEqual(routes_of(slice(0)), [])
 
     def test_inputs_that_are_none(self) -> None:
         self.functions = [function(BETTER)]

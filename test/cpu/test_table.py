@@ -401,11 +401,14 @@ class TestSlots(LiveInputsTestCase):
             return (live, {}) if may_be_kept else (None, {})
 
         given: list[Collection[int]] = []
-        live, may_be_kept = SimpleNamespace(has_ghosts=False, has_staged=False, items=[], watch=None), False
+        live, may_be_kept = (
+            SimpleNamespace(has_ghosts=False, has_staged=False, has_table=False, items=[], watch=None),
+            False,
+        )
         model.log = SimpleNamespace(mode="inference")  # type: ignore[attr-defined]
         model.settings = SimpleNamespace(placement="off", indirection="table")  # type: ignore[attr-defined]
         node = recording.Recording.__new__(recording.Recording)
-        node.wrapped_function = SimpleNamespace(model=model, mutated_input_idxs=[])
+        node.wrapped_function = SimpleNamespace(model=model, mutated_input_idxs=[], id=3)
         node.device, node.cuda_graphs_pool, node._refused, node._moving, node.log = 0, None, {}, {}, None
         with (
             mock.patch.object(recording, "choose", choosing),
@@ -413,7 +416,7 @@ class TestSlots(LiveInputsTestCase):
             mock.patch.object(recording.Recording, "_driver_for_addresses", lambda node: (self.driver, "")),
             mock.patch.object(recording.Recording, "_copied_indices", lambda node: []),
             mock.patch.object(recording.Recording, "_may_be_kept", lambda *_: may_be_kept),
-            mock.patch.object(recording, "_watch", lambda *_: "a watch"),
+            mock.patch.object(recording, "_watch", lambda *_, **__: "a watch"),
             mock.patch.object(recording.Upstream, "_allocate_and_copy_recording_inputs", lambda node, inputs: inputs),
         ):
             node._allocate_and_copy_recording_inputs([1])

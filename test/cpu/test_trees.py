@@ -794,12 +794,12 @@ class TestForgotten(TestCase):
         self.manager._anew = {}
         for live in (None, SimpleNamespace(watch=None), SimpleNamespace(watch=watch)):
             self.manager._let_watch(SimpleNamespace(live=live), 2)
-        watch.ready()
-        self.assertEqual((self.manager._forgotten, list(self.manager._anew)), ([2], [2]))
+        watch.ready("of the test")
+        self.assertEqual((self.manager._forgotten, self.manager._anew), ([2], {2: "of the test"}))
         gone = weakref.ref(self.manager)
         del self.manager
         self.assertIsNone(gone())
-        watch.ready()  # nobody is there
+        watch.ready("of the test")  # nobody is there
 
 
 class TestSteadyReplay(TestCase):

@@ -68,9 +68,14 @@ class PlacementTestCase(IndirectionTestCase):
         self.assertEqual(sum(p.graphed for p in graph.partitions), graphed)
         self.assertEqual(len(graph.partitions) - graphed, outside)
         self.assertGraphed(facts, CALLS_EACH)
+        if program.family == "number" and graphed == 1:
+            self.assertCopied(facts, 0)
+            staged = sum(placed.how == "staged" for placed in graph.placed)
+            self.assertEqual(facts.routes.count("stage"), staged)
 
 
 def aliases(outputs, inputs):
-    """Which share their memory, by number."""
-    memory = [t.untyped_storage().data_ptr() for t in [*inputs, *outputs]]
+    """Which share their memory, by number; scalars of NumPy's have none."""
+    tensors = [t for t in [*inputs, *outputs] if isinstance(t, torch.Tensor)]
+    memory = [t.untyped_storage().data_ptr() for t in tensors]
     return [memory.index(address) for address in memory]

@@ -4,7 +4,9 @@ and streams.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import math
 import threading
 from unittest import mock
 
@@ -72,6 +74,27 @@ FUNCTIONAL = Program(
     with_parameters(perceptron().to("meta"), ["0.weight", "0.bias", "2.weight", "2.bias"]),
     (tensor(16, 64), tensor(128, 64), tensor(128), tensor(32, 128), tensor(32)),
 )
+
+
+def made_anew(tensors, values):
+    """Spoils and frees their memory and makes it anew elsewhere, with ``values``, as FSDP does around each use.
+
+    Hold on to what is returned: it keeps old memory from being given out again.
+    """
+    held = []
+    for t, new in zip(tensors, values, strict=True):
+        storage, before = t.untyped_storage(), t.data_ptr()
+        nbytes = storage.nbytes()
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(t):
+            t.fill_(math.nan)
+            storage.resize_(0)
+            storage.resize_(nbytes)
+            if t.data_ptr() == before:
+                storage.resize_(0)
+                held.append(torch.empty_like(new))
+                storage.resize_(nbytes)
+            t.copy_(new)
+    return held
 
 
 class TestIndirectionAddresses(IndirectionTestCase):
@@ -190,6 +213,57 @@ class TestIndirectionAddresses(IndirectionTestCase):
                 self.assertLessEqual(facts.recordings - before.recordings, 2, str(facts))
                 self.assertEqual((facts.copied_bytes, facts.ungraphed_calls), (0, 0), str(facts))
 
+    def unsharded(self, sides, trained):
+        """Steps of ``way(x)`` for each (way, parameters): their memory is made anew before, and before the backward."""
+        held, recordings = [], []
+        for call in range(12):
+            results = []
+            for way, parameters in sides:
+                generator = torch.Generator(self.device).manual_seed(call)
+                values = [torch.randn(p.shape, device=self.device, generator=generator) for p in parameters]
+                x = torch.randn(8, 64, device=self.device, generator=generator)
+                before = [p.data_ptr() for p in parameters]
+                held += made_anew(parameters, values)
+                self.assertTrue(all(p.data_ptr() != old for p, old in zip(parameters, before, strict=True)))
+                torch.compiler.cudagraph_mark_step_begin()
+                with torch.set_grad_enabled(trained):
+                    output = way(x)
+                    result = [output.detach().clone()]
+                    if trained:
+                        held += made_anew(parameters, values)
+                        gradients = torch.autograd.grad(output, parameters, torch.full_like(output, 0.5))
+                        result += [g.clone() for g in gradients]
+                        del gradients
+                    del output
+                results.append(result)
+            assert_same_bits(results[1], results[0], f"call {call}: ")
+            recordings.append(Facts.now().recordings)
+        facts = Facts.now()
+        # Each of a function's inputs is found to move, and a backward's anew behind its forward's next recording.
+        self.assertEqual(recordings[5:], [recordings[-1]] * 7, str(facts))
+        self.assertEqual((facts.copied_bytes, facts.ungraphed_calls, facts.skips), (0, 0, 0), str(facts))
+        return facts
+
+    @parametrize("trained", [False, True])
+    def test_input_storage_that_is_freed_and_made_anew(self, trained):
+        ways = compiled(lambda x, w, b: ((x @ w).relu() + b) * b.sin())
+        sides = []
+        for way in (ways.plain, ways.graphed):
+            given = [torch.zeros(*shape, device=self.device, requires_grad=trained) for shape in ((64, 32), (32,))]
+            sides.append((lambda x, way=way, given=given: way(x, *given), given))
+        facts = self.unsharded(sides, trained)
+        if not trained:
+            self.assertEqual((facts.functions, facts.recordings, facts.replays), (1, 1, 10), str(facts))
+
+    @parametrize("trained", [False, True])
+    def test_parameter_storage_that_is_freed_and_made_anew(self, trained):
+        models = [perceptron().to(self.device) for _ in range(2)]
+        ways = [compiled(models[0]).plain, compiled(models[1]).graphed]
+        sides = [(way, list(model.parameters())) for way, model in zip(ways, models, strict=True)]
+        facts = self.unsharded(sides, trained)
+        if not trained:
+            self.assertLessEqual(facts.recordings, 2, str(facts))
+
     def test_marked_tensor_that_moves(self):
         weights = [torch.randn(64, 64, device=self.device) for _ in range(6)]
         for weight in weights:
@@ -225,17 +299,46 @@ class TestIndirectionAddresses(IndirectionTestCase):
         facts = Facts.now()
         self.assertEqual((facts.recordings, facts.copied_bytes), (len(sizes), 0), str(facts))
 
-    def test_inference_and_then_training(self):
+    @parametrize("inference", [torch.no_grad, torch.inference_mode], name_fn=lambda mode: mode.__name__)
+    def test_inference_and_then_training(self, inference):
         def program(x, w):
             return (x @ w).sin()
 
         ways = compiled(program)
         inputs = (tensor(32, 64), tensor(64, 16))
         for backward in (False, True, False, True):
-            run(Program(f"backward {backward}", program, inputs, backward=backward), ways, self.device)
+            with contextlib.nullcontext() if backward else inference():
+                run(Program(f"backward {backward}", program, inputs, backward=backward), ways, self.device)
         facts = Facts.now()
         self.assertLessEqual(facts.recordings, 2 * facts.functions, str(facts))
         self.assertEqual((facts.copied_bytes, facts.ungraphed_calls), (0, 0), str(facts))
+
+    def test_a_model_in_inference_mode_and_then_in_training(self):
+        """Parameters and inputs are made outside of the mode, and are the same kind of tensors in all."""
+        model = perceptron().to(self.device)
+        ways = compiled(model)
+        parameters = list(model.parameters())
+        modes = (torch.inference_mode, torch.no_grad, torch.enable_grad)
+        for call, mode in enumerate([mode for mode in (*modes, *modes) for _ in range(4)]):
+            x = torch.full((8, 64), 0.1 * call, device=self.device)
+            results = []
+            for way in (ways.plain, ways.graphed):
+                torch.compiler.cudagraph_mark_step_begin()
+                with mode():
+                    output = way(x)
+                    result = [output.detach().clone()]
+                    if mode is torch.enable_grad:
+                        gradients = torch.autograd.grad(output, parameters, torch.full_like(output, 0.5))
+                        result += [g.clone() for g in gradients]
+                        del gradients
+                    if mode is not torch.inference_mode:
+                        self.assertFalse(output.is_inference())
+                    del output
+                results.append(result)
+            assert_same_bits(results[1], results[0], f"{mode.__name__}, call {call}: ")
+        facts = Facts.now()
+        self.assertLessEqual(facts.recordings, 2 * facts.functions, str(facts))
+        self.assertEqual((facts.copied_bytes, facts.ungraphed_calls, facts.skips), (0, 0, 0), str(facts))
 
     def each_call(self, step):
         """24 steps of ``step(call, kind, x)``, which gives the same bits for both kinds; the facts in the end."""

@@ -11,7 +11,9 @@ import warnings
 from unittest import mock
 
 import torch
-from indirection import Facts, IndirectionTestCase, Program, compiled, reset, run, tensor
+from indirection import FLAG, Facts, IndirectionTestCase, Program, compiled, reset, run, tensor
+from isolated import run_isolated
+from parity import OURS, UPSTREAM
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from user_operators import cloned, zeroed
 
@@ -24,6 +26,37 @@ from pygraph_trees.indirection.availability import IndirectionOff, usable_driver
 def all_kinds_of_nodes(x, y, c):
     zeroed(c)
     return (x.sin() @ y).relu(), cloned(y), cloned(x) + 1
+
+
+@torch.library.custom_op("pygraph_indirection_test::greedy", mutates_args=())
+def greedy(x: torch.Tensor) -> torch.Tensor:
+    """Takes 1 GiB for a while where it is captured, and nothing where it runs."""
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        torch.empty(1 << 30, dtype=torch.uint8, device=x.device)
+    return x * 2
+
+
+@greedy.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def runs_out_of_memory(ctx):
+    """Twice there is too little for a recording."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    f = ctx.compile(lambda x: greedy(x + 1).sin())
+    for call in range(8):
+        x = torch.full((1 << 20,), float(call), device=ctx.device)
+        torch.compiler.cudagraph_mark_step_begin()
+        if call in (1, 2):
+            torch.cuda.set_per_process_memory_fraction(2**29 / total)
+            ctx.raises(f, x)
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        else:
+            ctx.record(f(x))
+    if ctx.side == OURS:
+        facts = Facts.now()
+        ctx.fact("ours", [facts.recordings, facts.replays, facts.copied_bytes])
 
 
 PAIR = (tensor(64, 33), tensor(64, 33))
@@ -186,6 +219,21 @@ class TestIndirectionFailures(IndirectionTestCase):
                 self.assertEqual(graphed(x), (x * 2).sin())
         facts = Facts.now()
         self.assertEqual((facts.recordings, facts.copied_bytes), (1, 0), str(facts))
+
+    def test_out_of_memory_while_recording(self):
+        """The allocator's own error, as upstream has it, and right results once there is enough."""
+        upstream = run_isolated("test_indirection_failures", "runs_out_of_memory", UPSTREAM)
+        ours = run_isolated("test_indirection_failures", "runs_out_of_memory", OURS, config={FLAG: self.indirection})
+        self.assertEqual([kind for kind, _ in ours["errors"]], ["torch.OutOfMemoryError"] * 2, str(ours["errors"]))
+        self.assertEqual([kind for kind, _ in upstream["errors"]], ["torch.OutOfMemoryError"] * 2)
+        # Messages tell how much was taken by whom.
+        noted = [
+            {path: v for path, v in child["facts"].items() if path.startswith("note ") and ".message" not in path}
+            for child in (upstream, ours)
+        ]
+        facts = [noted[1].pop(path) for path in sorted(noted[1]) if "(ours)[" in path]
+        self.assertEqual(facts, [1, 4, 0])
+        self.assertEqual({p: v for p, v in noted[1].items() if "(ours)" not in p}, noted[0])
 
     def test_exception_while_recording(self):
         self.interrupted(ValueError)

@@ -7,6 +7,9 @@ import torch.nn.functional as F
 from indirection import IndirectionTestCase, Program, by_name, tensor
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
+import pygraph_trees
+from pygraph_trees.indirection.ghost import PAGE_NBYTES
+
 SDPA = F.scaled_dot_product_attention
 
 CONVOLUTION = [
@@ -67,6 +70,16 @@ SORT = [
     Program("bucketize", lambda x, y: torch.bucketize(y, x),
             (tensor(1000, dtype="int64", values="order"), tensor(5000, dtype="int64", values="below 1000"))),
     Program("cummax", lambda x: x.cummax(1).values, (tensor(32, 4096),)),
+]  # fmt: skip
+
+# Each input is larger than a granule of the driver's: its ghost lies on several.
+LARGE = [
+    Program("convolution", lambda x, w: F.conv2d(x, w, padding=1),
+            (tensor(16, 512, 14, 14), tensor(512, 512, 3, 3))),
+    Program("matmul", torch.mm, (tensor(2048, 1536, dtype="bfloat16"), tensor(1536, 2048, dtype="bfloat16"))),
+    Program("attention", SDPA, (tensor(2, 8, 2048, 64, dtype="bfloat16"),) * 3),
+    Program("embedding", F.embedding,
+            (tensor(1 << 19, dtype="int64", values="below 100000"), tensor(100_000, 9))),
 ]  # fmt: skip
 
 FFT = [
@@ -130,6 +143,14 @@ class TestIndirectionLibraries(IndirectionTestCase):
     @parametrize("program", SORT, name_fn=by_name)
     def test_sort(self, program):
         self.check(program)
+
+    @parametrize("program", LARGE, name_fn=by_name)
+    def test_large(self, program):
+        self.check(program)
+        recordings = [r for f in pygraph_trees.report().functions for r in f.recordings]
+        nbytes = [i.nbytes for r in recordings for i in r.inputs if i.kind == "live"]
+        self.assertEqual(len(nbytes), len(program.inputs))
+        self.assertGreater(min(nbytes), PAGE_NBYTES)
 
     @parametrize("program", FFT, name_fn=by_name)
     def test_fft(self, program):

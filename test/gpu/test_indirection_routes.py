@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import weakref
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -18,7 +19,8 @@ from torch.testing._internal.common_utils import run_tests
 
 import pygraph_trees
 from pygraph_trees.indirection import inputs as live_inputs
-from pygraph_trees.indirection import route_choice, variant_launchers
+from pygraph_trees.indirection import replay_costs, route_choice, variant_launchers
+from pygraph_trees.indirection.launch_clock import LaunchClock
 from pygraph_trees.indirection.variant_launchers import VariantLauncher
 from pygraph_trees.indirection.variant_worker import Worker, compile_jobs
 
@@ -51,9 +53,22 @@ CALLS = OFTEN * (route_choice.LOOKS + 3)  # within which it is chosen
 class TestRouteChoice(IndirectionTestCase):
     def setUp(self) -> None:
         super().setUp()
+        self.by_table_us = 100.0  # of the GPU, where it is 100 by address
+        self.timed = list[float]()
+        took_us = LaunchClock.took_us
+
+        def as_told(clock: LaunchClock) -> float | None:
+            took = took_us(clock)
+            if took is None:
+                return None
+            self.timed.append(took)
+            return self.by_table_us if self.is_by_table() else 100.0
+
         for module, name, value in (
             (route_choice, "EVERY", OFTEN),
             (live_inputs, "EVERY", OFTEN),
+            (LaunchClock, "took_us", as_told),
+            (replay_costs, "time", SimpleNamespace(perf_counter=lambda: 0.0)),  # steps are as long as ever
             (variant_launchers, "_built", weakref.WeakKeyDictionary()),  # kernels live on from test to test
             (Worker, "start", Here),
         ):
@@ -100,15 +115,54 @@ class TestRouteChoice(IndirectionTestCase):
         ways = compiled(thirty)
         with mock.patch.object(Worker, "start", START):
             made = self.until(self.is_by_table, lambda number: self.call(ways, number), at_most_s=PROCESS_S)
-        for number in range(made, made + 40):
+        for number in range(made, made + 2 * CALLS):
             self.call(ways, number)
         facts = Facts.now()
         self.assertEqual((facts.recordings, facts.warmups, facts.ungraphed_calls), (2, 1, 0), str(facts))
-        self.assertEqual((facts.copied_bytes, facts.replays), (0, made + 40 - 3), str(facts))
+        self.assertEqual((facts.copied_bytes, facts.replays), (0, made + 2 * CALLS - 3), str(facts))
         self.assertEqual(facts.reasons, ("its inputs are read from a table from now on",))
         (text,) = self.found()
-        self.assertRegex(str(text), r"^table: [\d.]+ us of a replay against [\d.]+ us by address \(\d+ of \d+ nodes")
+        measured = r"[\d.]+ us of a replay and 100 of the GPU's"
+        self.assertRegex(str(text), rf"^table: {measured}, against {measured} by address$")
+        self.assertGreaterEqual(len(self.timed), 2 * route_choice.LOOKS - 2)
+        for took_us in self.timed:
+            self.assertTrue(1 < took_us < 1e5, str(self.timed))
         run(Program("behind it", thirty, (tensor(64, 64),)), ways, self.device)
+
+    def test_a_table_that_takes_the_gpu_longer_than_it_saves(self) -> None:
+        """Which nobody knows before it is tried: it is left for good."""
+        ways, self.by_table_us = compiled(thirty), 1000.0
+        made = self.until(self.is_by_table, lambda number: self.call(ways, number))
+        left = made + self.until(lambda: not self.is_by_table(), lambda number: self.call(ways, made + number))
+        for number in range(left, left + 3 * CALLS):
+            self.call(ways, number)
+        facts = Facts.now()
+        self.assertEqual((facts.recordings, facts.copied_bytes, facts.ungraphed_calls), (3, 0, 0), str(facts))
+        self.assertEqual(facts.reasons[1:], ("its inputs are given by address again",))
+        (text,) = self.found()
+        measured = "us of a replay and {} of the GPU's"
+        self.assertRegex(
+            str(text),
+            rf"^by address: [\d.]+ {measured.format(100)}, against [\d.]+ {measured.format(1000)} by a table$",
+        )
+        self.assertEqual(self.newest_routes(), ["patch"])
+
+    def test_what_is_left_for_one_size_is_left_for_all(self) -> None:
+        ways, self.by_table_us = compiled(thirty, dynamic=True), 1000.0
+
+        def call(number: int) -> None:
+            self.call(ways, number, size=(64, 96)[number % 2])
+
+        made = self.until(self.is_by_table, call)
+        made += made % 2
+        left = made + self.until(lambda: not self.is_by_table(), lambda number: call(made + number))
+        for number in range(left, left + 4 * CALLS):
+            call(number)
+        facts = Facts.now()
+        self.assertEqual((facts.copied_bytes, facts.ungraphed_calls), (0, 0), str(facts))
+        self.assertEqual(facts.reasons.count("its inputs are given by address again"), 2, str(facts))
+        self.assertTrue(all(str(text).startswith("by address: ") for text in self.found()), self.found())
+        self.assertEqual(set(self.newest_routes()), {"patch"})
 
     def test_same_inputs(self) -> None:
         ways = compiled(thirty)

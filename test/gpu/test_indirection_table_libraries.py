@@ -8,7 +8,7 @@ from torch.testing._internal.common_utils import run_tests
 
 
 class TestLibrariesByTable(ByTable, by_patch.TestIndirectionLibraries):
-    tabled = frozenset({"large table", "int32 indices", "gather", "index select", "two indices"})
+    tabled = frozenset({"large table", "int32 indices", "gather", "index select", "two indices", "embedding"})
 
 
 if __name__ == "__main__":

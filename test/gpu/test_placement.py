@@ -11,7 +11,7 @@ import numpy
 import torch
 from indirection import FLAG, VERIFY, Facts, reset
 from placement import CALLS_EACH, PlacementTestCase, name_of
-from placement_programs import PROGRAMS, TABLE
+from placement_programs import CALLS, PROGRAMS, TABLE, loud, louder
 from torch._inductor.utils import fresh_cache
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
@@ -283,13 +283,48 @@ class TestPlacement(PlacementTestCase):
 
     def test_a_look_up_by_a_number_is_reported(self):
         """Dynamo breaks the graph there, or compiles it for each number."""
-        graphed = torch.compile(lambda x, t: x * TABLE[t].to("cuda"), mode="reduce-overhead")
-        for call in range(3):
-            x, t = torch.ones(64, device=self.device), torch.tensor(call)
+        doubles, rows = TABLE.double(), TABLE.view(8, 8)
+        for function, look_up in (
+            (lambda x, t: x * TABLE[t].to("cuda"), "TABLE[t]"),
+            (lambda x, t: x * doubles[t].sqrt().to("cuda"), "doubles[t]"),
+            (lambda x, t: x * rows[t].sqrt().to("cuda"), "rows[t]"),
+        ):
+            with self.subTest(look_up):
+                reset()
+                graphed = torch.compile(function, mode="reduce-overhead")
+                for call in range(3):
+                    x, t = torch.ones(8, device=self.device), torch.tensor(call)
+                    torch.compiler.cudagraph_mark_step_begin()
+                    self.assertEqual(graphed(x, t), function(x, t))
+                report = pygraph_trees.report()
+                if report.breaks or look_up == "TABLE[t]":
+                    (broken,) = report.breaks
+                    self.assertIn(look_up, broken.source)
+                    self.assertNotEqual(broken.reason, "")
+                else:
+                    self.assertEqual(len(report.graphs), 1)
+
+    def test_side_effects_keep_their_order(self):
+        """Of two operators, and of a write between them to what both read; the first one's result is read last."""
+
+        def program(x, v):
+            first = loud(v)
+            v.add_(1)
+            second = louder(v)
+            return (x.sin() + second.to("cuda")) * first.to("cuda")
+
+        graphed = torch.compile(program, mode="reduce-overhead")
+        v, own = torch.zeros(64), torch.zeros(64)
+        for call in range(CALLS_EACH):
+            x = torch.rand(64, device=self.device)
+            CALLS.clear()
             torch.compiler.cudagraph_mark_step_begin()
-            self.assertEqual(graphed(x, t), x * TABLE[t].to("cuda"))
-        (broken,) = pygraph_trees.report().breaks
-        self.assertIn("TABLE[t]", broken.source)
+            found = graphed(x, v)
+            self.assertEqual(CALLS, [("loud", 64.0 * call), ("louder", 64.0 * (call + 1))])
+            self.assertEqual(found, program(x, own))
+            self.assertEqual(CALLS[2:], CALLS[:2])
+            self.assertEqual(v, own, rtol=0, atol=0)
+        self.assertGraphed(Facts.now(), CALLS_EACH)
 
     def test_large_inputs_are_copied_outside(self):
         graphed = torch.compile(lambda x, v: x + v.to("cuda").sum(), mode="reduce-overhead")

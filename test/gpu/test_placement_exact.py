@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from indirection import Facts
+from indirection import Facts, assert_same_bits, reset
 from last_place import EQUAL, NEXT, numbers, places_apart
 from placement import CALLS_EACH, PlacementTestCase, name_of
 from placement_programs import PROGRAMS
@@ -21,9 +21,22 @@ SOME = [p for n, p in enumerate(PROGRAMS) if p.exact or p.family not in [q.famil
 
 
 class TestExactPlacement(PlacementTestCase):
+    def assertLikeEager(self, found, wanted, rounds, where):
+        super().assertLikeEager(found, wanted, rounds, where)
+        if not rounds:
+            assert_same_bits(found, wanted, where)
+
     @parametrize("program", SOME, name_fn=name_of)
     def test_family(self, program):
         self.check_family(program, "exact")
+
+    def test_bits(self):
+        """Integers, constructors and copies, with which the GPU does at most one thing, that rounds as eager's."""
+        for program in PROGRAMS:
+            if not program.rounds:
+                with self.subTest(name_of(program)):
+                    reset()
+                    self.check_family(program, "exact")
 
     def test_last_place(self):
         """What the GPU computes instead of the CPU is the same, or the next number to it."""

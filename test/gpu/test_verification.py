@@ -311,7 +311,10 @@ class TestFaults(VerificationTestCase):
 
     @parametrize("position", range(3))
     def test_a_stale_address(self, position):
-        graphed = compiled(lambda x, y, z: (x * 2 + y, z.sin())).graphed
+        def program(x, y, z):
+            return x * 2 + y, z.sin()
+
+        graphed = compiled(program).graphed
         arguments = [torch.randn(64, 64, device=self.device) for _ in range(3)]
         before = [a.clone() for a in arguments]
         with stale(position):
@@ -322,6 +325,12 @@ class TestFaults(VerificationTestCase):
         self.assertIn(f"output {0 if position < 2 else 1}", str(error))
         self.assertIn("4096 of 4096 elements differ", str(error))
         self.assertIn("triton", at_fault)
+        (function,) = pygraph_trees.report().functions
+        name = f"{function.model} {function.compile_id} {function.mode} {function.partition}"
+        self.assertEqual(str(error).partition(": ")[0], name)
+        code = program.__code__
+        line = f"{code.co_filename}:{code.co_firstlineno + 1} in program: return x * 2 + y, z.sin()"
+        self.assertEqual(at_fault.count(f"read at {line} by "), 1, str(error))
         # The fault is gone, and so is what it did.
         for _ in range(3):
             x, y, z = (torch.randn(64, 64, device=self.device) for _ in range(3))
