@@ -170,27 +170,68 @@ class TestEvidence(TestCase):
 
     def test_a_run_that_was_cut_is_resumed(self):
         module = suite()
-        of = {"gpu": "a", "code_hash": "1"}
+        of, hashes = {"gpu": "a"}, {"good": "1", "mended": "1", "bad": "1"}
         with tempfile.TemporaryDirectory() as folder, mock.patch("builtins.print") as printed:
             path = Path(folder) / "outcomes.json"
-            cut = module.Progress(path, of)
+            cut = module.Progress(path, of, hashes)
             cut.resume()
             cut.add("good", module.Outcome(passed=3, skipped=1, seconds={"good": 5}))
+            cut.add("mended", module.Outcome(passed=1, seconds={"mended": 5}))
             cut.add("bad", module.Outcome(passed=1, failed=1, failures=["bad.x"], seconds={"bad": 7}))
-            again = module.Progress(path, of)
+            again = module.Progress(path, of, {**hashes, "mended": "2"})
             again.resume()
             self.assertEqual(list(again.outcomes), ["good"])
-            again.add("bad", module.Outcome(passed=2, seconds={"bad": 6}))
+            for name, passed in (("bad", 2), ("mended", 1)):
+                again.add(name, module.Outcome(passed=passed, seconds={name: 6}))
             total = again.total()
-            self.assertEqual((total.passed, total.failed, total.skipped, total.failures), (5, 0, 1, []))
-            self.assertEqual(total.seconds, {"good": 5, "bad": 6})
-            for other in ({**of, "code_hash": "2"}, {**of, "gpu": "b"}):
-                elsewhere = module.Progress(path, other)
+            self.assertEqual((total.passed, total.failed, total.skipped, total.failures), (6, 0, 1, []))
+            self.assertEqual(total.seconds, {"good": 5, "bad": 6, "mended": 6})
+            for other in ((of, dict.fromkeys(hashes, "3")), ({"gpu": "b"}, hashes)):
+                elsewhere = module.Progress(path, *other)
                 elsewhere.resume()
                 self.assertEqual(elsewhere.outcomes, {})
             self.assertEqual([p.name for p in Path(folder).iterdir()], ["outcomes.json"])
         said = [call.args[0] for call in printed.call_args_list]
-        self.assertRegex(" | ".join(said), r"is missing.*1 files passed.*differs in code_hash.*differs in gpu")
+        self.assertEqual(
+            said[1:3], ["1 files passed before, and 1 of other code", "0 files passed before, and 3 of other code"]
+        )
+        self.assertIn("is missing", said[0])
+        self.assertIn("differs in gpu", said[3])
+
+    def test_what_an_outcome_depends_on(self):
+        module = suite()
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder)
+            product, lane = root / "pygraph_trees", root / "test" / "gpu"
+            for path in (product, lane):
+                path.mkdir(parents=True)
+            (product / "code_hash.py").write_text((ROOT / "pygraph_trees" / "code_hash.py").read_text())
+            files = {
+                "test_a": "import test_b\n",
+                "test_b": "from test_c import x\n",
+                "test_c": "x = 1\n",
+                "test_c_too": "y = 1\n",
+                "helper": "",
+            }
+            for name, text in files.items():
+                (lane / f"{name}.py").write_text(text)
+            with mock.patch.object(module, "ROOT", root), mock.patch.object(module, "LANE", lane):
+                before = module.hashes_of_files()
+                self.assertEqual(len(set(before.values())), 4)
+
+                def differ(path: Path, text: str) -> str:
+                    kept = path.read_text() if path.exists() else None
+                    path.write_text(text)
+                    after = module.hashes_of_files()
+                    path.unlink() if kept is None else path.write_text(kept)
+                    return " ".join(name.removesuffix(".py") for name in before if after[name] != before[name])
+
+                self.assertEqual(differ(lane / "test_c.py", "x = 2\n"), "test_a test_b test_c")
+                self.assertEqual(differ(lane / "test_c.py", "x = 1  # one\n"), "")
+                self.assertEqual(differ(lane / "test_b.py", "import test_c_too\n"), "test_a test_b")
+                self.assertEqual(differ(lane / "helper.py", "z = 1\n"), "test_a test_b test_c test_c_too")
+                self.assertEqual(differ(product / "native.c", "int x;"), "test_a test_b test_c test_c_too")
+                self.assertEqual(module.hashes_of_files(), before)
 
     def test_check_runs_without_torch(self):
         done = subprocess.run(
