@@ -28,7 +28,10 @@ def tensors_extension(torch: Path) -> Extension:
         "pygraph_trees._tensors",
         [
             "pygraph_trees/tensors.cpp",
-            *(f"pygraph_trees/steady_{part}.cpp" for part in ("entry", "replay", "gradients", "call", "patch")),
+            *(
+                f"pygraph_trees/steady_{part}.cpp"
+                for part in ("entry", "sieve", "replay", "gradients", "call", "patch")
+            ),
         ],
         depends=["pygraph_trees/steady.h", "pygraph_trees/tensors.h"],
         define_macros=[("PYGRAPH_TORCH_VERSION", f'"{version[1] if version else "unknown"}"')],

@@ -68,6 +68,7 @@ class Attribute {
     each(manager, running_forwards_with_pending_backwards) each(manager, has_live_user_visible_output_cloning)        \
     each(manager, mode) each(manager, compile_id) each(manager, path_state) each(steps, mark_step_counter)            \
     each(generations, generation) each(way, begins) each(way, replay) each(way, mode)                                 \
+    each(way, replays) each(way, sieve)                                                                               \
     each(way, compile_id) each(live, _settled) each(live, _pool) each(live, _pool_seen) each(live, prepare)           \
     each(live, temporary) each(live, _patcher) each(live, _fitting) each(live, _seen) each(live, _addresses)          \
     each(patches, addresses) each(patches, broken) each(patches, is_stuck) each(patches, set_calls)                   \
@@ -224,7 +225,34 @@ struct Replay {
     } *state;
 };
 
-extern PyType_Spec replay_spec, call_spec, patcher_spec;
+/* What tells many choices apart, see steady_sieve.cpp. */
+struct Sieve {
+    PyObject_HEAD
+    struct Output {
+        PyObject *list;
+        uint64_t index;
+        size_t row; // where the row of choices begins
+    };
+    struct Input {
+        uint64_t index;
+        size_t row;
+        std::vector<std::pair<uint64_t, size_t>> addresses; // sorted, each with a row
+    };
+    struct State {
+        size_t count = 0, words = 0; // a row's
+        std::vector<uint64_t> rows;
+        std::vector<Output> held;
+        std::vector<Input> places;
+    } *state;
+};
+
+extern PyType_Spec replay_spec, call_spec, patcher_spec, sieve_spec;
+
+/* The state of a Sieve; NULL for any other object. */
+Sieve::State *sieve_in(PyObject *object);
+
+/* The first choice from `position` on that may fit, or their number; false where an input is none or no tensor. */
+bool sift(const Sieve::State *state, const Inputs &inputs, size_t *position);
 
 /* The state of a Replay; NULL for any other object. */
 Replay::State *replay_in(PyObject *object);

@@ -3,7 +3,7 @@
    Entry(**what trees/steady.py says)(inputs)
        the outputs of a steady replay, for which the inputs are consumed; None where there is none, and then the inputs
        are as they were. It does what the Python callable `by_hand` does, and calls that one wherever anything is not as
-       usual: no way is known, a way has several recordings, a step's outputs may have to be cloned.
+       usual: no way is known, none of a way's recordings fits, a step's outputs may have to be cloned.
    Replay(**what trees/steady.py says)
        one recording's part in it: which inputs have to lie where, whose addresses the graph is given, what has to be
        dead, and what is returned. Python is asked where addresses are new, and where outputs are not to be had from the
@@ -172,7 +172,7 @@ void entry_dealloc(PyObject *self) {
 /* Where a function's steady replay is found, and the state of the trees that it is found in. */
 struct Found {
     Ref manager, way, recording, generation;
-    Ref replay;
+    Ref replay, sieve, replays; // of its recording, or which of several and theirs
 };
 
 /* An attribute of a class that is set at each step, which no cache of the interpreter then has; NULL with an exception. */
@@ -236,8 +236,22 @@ Answer find_way(const Entry::State *state, Found *found) {
     }
     if (!(wanted = the.way_begins.of(found->way.get())) || !(found->replay = the.way_replay.of(found->way.get())))
         return Answer::error;
+    if (found->replay.get() == Py_None && (!(found->sieve = the.way_sieve.of(found->way.get())) ||
+                                           !(found->replays = the.way_replays.of(found->way.get()))))
+        return Answer::error;
     const bool fits = wanted.get() == Py_None || wanted.get() == (begins ? Py_True : Py_False);
     return fits ? Answer::yes : Answer::by_hand;
+}
+
+/* Makes the first of several recordings, from `position` on, that may fit be the one that was found; false where Python
+   has to look. */
+bool find_next(Found *found, const Sieve::State *sieve, const Inputs &inputs, size_t *position) {
+    PyObject *replays = found->replays.get();
+    if (!PyTuple_Check(replays) || static_cast<size_t>(PyTuple_GET_SIZE(replays)) != sieve->count ||
+        !sift(sieve, inputs, position) || *position >= sieve->count)
+        return false;
+    found->replay = Ref(Py_NewRef(PyTuple_GET_ITEM(replays, static_cast<Py_ssize_t>(*position))));
+    return true;
 }
 
 /* The state of the trees once a recording is the one. */
@@ -398,12 +412,10 @@ PyObject *entry_steadily(Entry::State *state, PyObject *list) {
             return nullptr;
         PyErr_Clear();
     }
+    const Sieve::State *sieve = way == Answer::yes && found.sieve ? sieve_in(found.sieve.get()) : nullptr;
     Replay::State *replay = way == Answer::yes ? replay_in(found.replay.get()) : nullptr;
-    if (replay == nullptr)
+    if (replay == nullptr && sieve == nullptr)
         return by_hand(state, list);
-    found.recording = Ref(PyObject_CallNoArgs(replay->recording));
-    if (!found.recording)
-        return nullptr;
     Ref kept(PyTuple_New(static_cast<Py_ssize_t>(state->kept.size())));
     for (size_t i = 0; kept && i < state->kept.size(); i++) {
         if (state->kept[i] >= static_cast<uint64_t>(PyList_GET_SIZE(list)))
@@ -412,13 +424,23 @@ PyObject *entry_steadily(Entry::State *state, PyObject *list) {
         PyTuple_SET_ITEM(kept.get(), static_cast<Py_ssize_t>(i), Py_NewRef(item));
     }
     Ref mode = the.way_mode.of(found.way.get());
-    if (!kept || !mode || found.recording.get() == Py_None)
-        return PyErr_Occurred() ? nullptr : by_hand(state, list);
+    if (!kept || !mode)
+        return nullptr;
 
     const std::vector<uint64_t> *order = arranges ? &state->order : nullptr;
     Inputs inputs{list, order};
     bool is_copied = false;
-    const Answer taken = take(replay, inputs, &is_copied);
+    Answer taken = Answer::no;
+    for (size_t position = 0; taken == Answer::no; position++) {
+        if (sieve != nullptr)
+            replay = find_next(&found, sieve, inputs, &position) ? replay_in(found.replay.get()) : nullptr;
+        found.recording = replay == nullptr ? Ref() : Ref(PyObject_CallNoArgs(replay->recording));
+        if (replay != nullptr && !found.recording)
+            return nullptr;
+        taken = found.recording && found.recording.get() != Py_None ? take(replay, inputs, &is_copied) : Answer::by_hand;
+        if (sieve == nullptr)
+            break;
+    }
     counts.asked += taken == Answer::yes || taken == Answer::no;
     counts.steady += taken == Answer::yes;
     if (taken != Answer::yes) {
@@ -490,7 +512,7 @@ bool pygraph::add_steady(PyObject *module) {
         return false;
     ATTRIBUTES(INTERN)
 #undef INTERN
-    for (PyType_Spec *spec : {&replay_spec, &entry_spec, &call_spec, &patcher_spec}) {
+    for (PyType_Spec *spec : {&replay_spec, &entry_spec, &call_spec, &patcher_spec, &sieve_spec}) {
         Ref type(PyType_FromSpec(spec));
         if (!type || PyModule_AddType(module, reinterpret_cast<PyTypeObject *>(type.get())) < 0)
             return false;

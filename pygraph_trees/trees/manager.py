@@ -24,7 +24,7 @@ from pygraph_trees.indirection.availability import usable_driver
 from pygraph_trees.indirection.inputs import NotStaged, may_be_staged, release_retired
 from pygraph_trees.indirection.routes import why_not_ghost
 from pygraph_trees.indirection.table import Warmups
-from pygraph_trees.tensors import first_fit
+from pygraph_trees.tensors import first_fit, sieve
 
 from .function import FunctionModel
 from .pools import ranges_of
@@ -66,31 +66,56 @@ _FunctionID.__qualname__, _GraphID.__qualname__ = "FunctionID", "GraphID"
 
 # Ways that are remembered of a function; a program that needs more has them found again.
 _MOST_WAYS = 1024
+# Calls until a way's recordings are told apart by a sieve, which takes longer to make than many calls without.
+_ASKED_BEFORE = 8
 
 
 class _Way:
     """Where a function's steady replays are found, behind the replay of one recording or where no path is open."""
 
-    __slots__ = ("begins", "compile_id", "find", "mode", "recordings", "replay")
+    __slots__ = (
+        "_asked",
+        "_choices",
+        "_find",
+        "begins",
+        "compile_id",
+        "mode",
+        "recordings",
+        "replay",
+        "replays",
+        "sieve",
+    )
 
     def __init__(self, begins: bool | None, recordings: Sequence[Recording], mode: Any, compile_id: Any):
         self.begins = begins  # whether a new step must begin here, or must not; None where that is no matter
         self.recordings = recordings  # in upstream's order
         self.mode, self.compile_id = mode, compile_id
-        choices = [(recording.whereabouts, recording.deaths_before) for recording in recordings]
-        self.find = first_fit(choices) if len(choices) > 1 else None
-        self.replay = recordings[0].native if len(choices) == 1 else None  # for the part in C++
+        # For the part in C++: of the only recording, or of several, with a sieve once there is one.
+        self.replays = tuple(recording.native for recording in recordings)
+        self.replay = self.replays[0] if len(recordings) == 1 else None
+        self.sieve: Callable[[int, list[Any]], int] | None = None
+        self._choices = [(recording.whereabouts, recording.deaths_before) for recording in recordings]
+        self._asked = 0
 
     def first_that_takes(self, inputs: list[Any]) -> Recording | None:
-        if self.find is None:
+        if len(self.recordings) == 1:
             recording = self.recordings[0]
             return recording if recording.takes(inputs) else None
-        found = self._first_of_several(self.find, inputs)
+        find = self.sieve or self._finder()
+        found = self._first_of_several(find, inputs)
         if found is None and let_go(self.recordings[0].cuda_graphs_pool):  # what was held, and ruled some out
-            found = self._first_of_several(self.find, inputs)
+            found = self._first_of_several(find, inputs)
         return found
 
-    def _first_of_several(self, find: Callable[[int, Sequence[Any]], int], inputs: list[Any]) -> Recording | None:
+    def _finder(self) -> Callable[[int, list[Any]], int]:
+        self._asked += 1
+        if self._asked == 1:
+            self._find: Callable[[int, list[Any]], int] = first_fit(self._choices)
+        if self._asked > _ASKED_BEFORE:
+            self.sieve = self._find = sieve(self._choices)
+        return self._find
+
+    def _first_of_several(self, find: Callable[[int, list[Any]], int], inputs: list[Any]) -> Recording | None:
         position = find(0, inputs)
         while position < len(self.recordings):
             if self.recordings[position].takes(inputs):
@@ -144,7 +169,8 @@ class Manager(Upstream):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # By function, and by the recording that was replayed before, None where no path is open: good until upstream is
-        # asked for anything but a steady replay.
+        # asked for anything but a steady replay. A function's way to its roots at the begin of a step, behind whatever
+        # recording, is also there by True.
         self._ways: dict[Any, dict[Any, _Way]] = {}
         self._forgotten: list[Any] = []  # functions whose recordings are to be given back
         self._anew: dict[Any, str] = {}  # why, of those that are to be recorded again
@@ -253,16 +279,17 @@ class Manager(Upstream):
         steady = list(itertools.takewhile(lambda r: type(r) is Recording and r.steady, siblings))
         if not steady:
             return None
-        way = _Way(wanted, steady, self.id_to_mode[function_id], self.id_to_compile_id[function_id])
-        if begins or wanted is not True:  # a path also ends where all of it is dead, which is asked each time
-            self._remember(function_id, node, way)
-        return way
-
-    def _remember(self, function_id: Any, node: Any, way: _Way) -> None:
         ways = self._ways.setdefault(function_id, {})
         if len(ways) >= _MOST_WAYS:
             ways.clear()
-        ways[node] = way
+        way = ways.get(True) if wanted else None
+        if way is None:
+            way = _Way(wanted, steady, self.id_to_mode[function_id], self.id_to_compile_id[function_id])
+            if wanted:
+                ways[True] = way
+        if begins or not wanted:  # a path also ends where all of it is dead, which is asked each time
+            ways[node] = way
+        return way
 
     def _graphs(self, function_id: Any, node_id: Any) -> bool:
         """Whether it is known that upstream graphs a function at a place; where it writes, this is asked there once."""

@@ -333,6 +333,67 @@ class TestNative(TestCase):
             self.check_replays(call, others, trees.recording.own)
             self.assertEqual((len(live.prepared), trees.graph.launches, trees.recording.calls), (1, 9, []))
 
+    def several(self, order, lives):
+        """Recordings in the place of one, of which the first has its static input elsewhere."""
+        given_ = some(3)
+        theirs = ordered(given_, order)
+        where = [torch.zeros(1), *[theirs[1]] * len(lives)]
+        found = [Recording({1: t}, some(1), live=live) for t, live in zip(where, [None, *lives], strict=True)]
+        trees = Trees({}, some(1))
+        trees.way.replay, trees.recordings = None, found
+        trees.way.replays = tuple(steady.replay(recording, (), [NotImplemented]) for recording in found)
+        trees.way.sieve = tensors.sieve([(recording.whereabouts, None) for recording in found])
+        return trees, given_
+
+    def test_the_first_of_several(self):
+        for order in ORDERS:
+            lives = [Live([2, 0], None) for _ in range(3)]
+            trees, given_ = self.several(order, lives)
+            call = trees.entry(order=order)
+            for refusing in range(3):  # each leads to the next
+                for number, live in enumerate(lives):
+                    live._settled = None
+                    live.answer = lambda number=number, refusing=refusing: "why not" if number < refusing else None
+                taken = trees.recordings[1 + refusing]
+                self.check_replays(call, given_, taken.own)
+                self.assertIs(trees.manager._current_node, taken)
+                self.assertEqual(
+                    [r.graph.launches for r in trees.recordings], [0, *[1] * (refusing + 1), *[0] * (2 - refusing)]
+                )
+                self.assertTrue(
+                    all(found[1] is ordered(given_, order)[1] for live in lives for found, _ in live.prepared)
+                )
+            self.assertEqual(trees.handed, [])
+            trees, given_ = self.several(order, lives)
+            for live in lives:
+                live._settled, live.answer = None, lambda: "why not"
+            self.check_by_hand(trees, trees.entry(order=order), list(given_))
+
+    def test_several_that_python_has_to_ask(self):
+        cases = [
+            ("sieve", None),
+            ("sieve", 3),
+            ("sieve", fail),
+            ("replays", None),
+            ("replays", (3, 3)),
+            ("replays", fail),
+        ]
+        cases += [("replays", (None, None)), ("replays", (3,)), ("replays", [])]
+        for order, (name, value) in itertools.product(ORDERS, cases):
+            with self.subTest(name=name, value=value):
+                trees, given_ = self.several(order, [None])
+                if value is fail:
+                    delattr(trees.way, name)
+                else:
+                    setattr(trees.way, name, value)
+                self.check_by_hand(trees, trees.entry(order=order), list(given_))
+        for inputs in ([3, 3, 3], [torch.zeros(1)] * 3):
+            trees, _ = self.several(None, [None, None])
+            self.check_by_hand(trees, trees.entry(), inputs)
+        trees, given_ = self.several(None, [None])
+        del trees.recordings[:]  # they are gone
+        self.check_by_hand(trees, trees.entry(), given_)
+
     def dying(self, order=None, live=None):
         """Two cached outputs of another recording are inputs, and all three have to be dead."""
         earlier, static = some(3), torch.zeros(3)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import struct
 import sys
 import threading
 import unittest
+import weakref
 from pathlib import Path
 from unittest import mock
 
@@ -263,6 +265,70 @@ class TestPython(TestCase):
 
         check()
 
+    def test_a_sieve_leads_to_the_same(self):
+        """Those that it names before may not fit; none that fits is passed over."""
+
+        @EXAMPLES
+        @given(CHOICES, st.integers(0, 8), st.sampled_from([1, 30]))
+        def check(drawn, begin, times):
+            given_ = some_tensors()
+            choices, outputs = [], []
+            for fixed, last_moved, kinds in drawn * times:
+                where = addresses(given_, fixed)
+                if last_moved and fixed:
+                    where[-1] += 1
+                outputs.append(None if kinds is None else Outputs(kinds))
+                deaths = None if kinds is None else tensors.Deaths(outputs[-1].places)
+                choices.append((tensors.Whereabouts(fixed, where), deaths))
+
+            def fits(number):
+                where, deaths = choices[number]
+                return where.ask(given_) is not None and (deaths is None or deaths.ask())
+
+            found = []
+            for find in (tensors.first_fit(choices), tensors.sieve(choices)):
+                position = find(begin, given_)
+                while position < len(choices) and not fits(position):
+                    position = find(position + 1, given_)
+                found.append(min(position, len(choices)))
+            self.assertEqual(found[1], next(filter(fits, range(begin, len(choices))), len(choices)))
+            self.assertEqual(found[0], found[1])
+
+        check()
+
+    def test_what_a_sieve_lets_through(self):
+        """By what is alive and by where an input lies, of more than a word of choices; asked anew each time."""
+        given_, cached = some_tensors()[:4], [torch.zeros(1) for _ in range(7)]
+        shared = [given_[0].data_ptr()]
+        references = [Reference(False)] * 7
+        choices = [
+            (
+                tensors.Whereabouts([0, 1], shared + [given_[1].data_ptr() + (number >= 64)]),
+                tensors.Deaths([(cached, references, n) for n in range(7) if not number >> n & 1]),
+            )
+            for number in range(128)
+        ]
+        find = tensors.sieve(choices)
+        for kept in (0, 1, 2, 63, 37):
+            held = [cached[n] for n in range(7) if kept >> n & 1]
+            self.assertEqual(find(0, given_), kept)
+            held.append(cached[6])
+            self.assertGreaterEqual(find(0, given_), 127)  # the last one that is left is not asked
+            del held
+        self.assertEqual([find(n, given_) for n in (63, 64, 127, 128, 200)], [63, 128, 127, 128, 128])
+        moved = torch.zeros(9)[1:]
+        self.assertEqual([find(n, [given_[0], moved]) for n in (0, 126, 127)], [128, 128, 127])
+        held = cached[6].detach()  # of which Python has no reference
+        self.assertEqual(find(5, given_), 5)
+        held = list(cached)
+        cached.clear()
+        self.assertEqual(find(5, given_), 5)  # it can no longer be told
+        del held
+        self.assertEqual({reference.asked for reference in references}, {0})
+        self.assertEqual([tensors.sieve([])(n, []) for n in (0, 3)], [0, 0])
+        with self.assertRaises((TypeError, IndexError)):
+            find(0, given_[:1])
+
     def test_which_fits_first_of_none(self):
         self.assertEqual(tensors.first_fit([])(0, []), 0)
         self.assertEqual(tensors.first_fit([])(0, [torch.zeros(1)]), 0)
@@ -492,6 +558,38 @@ class TestNative(TestPython):
         )
         self.assertEqual(self.native.first_fit([3, (b"", ())], 1, x), 1)  # what comes before is not looked at
         self.assertEqual(self.native.first_fit([(b"", ((x, packed(7, MOST)),))], 0, x), 0)
+
+    def test_bad_arguments_of_a_sieve(self):
+        x, row = [torch.zeros(1)], bytes(8)
+        good = {"count": 2, "held": [(x, 0, row)], "places": [(0, row, {7: row})]}
+        bad = {"count": ("2", None), "held": (3, [3], [(x, 0)], [((), 0, row)], [(x, 0, b"")], [(x, "0", row)])}
+        bad["places"] = (3, [3], [(0, row)], [(0, row, [])], [(0, b"1", {})], [(0, row, {"7": row})])
+        bad["places"] += ([(0, row, {7: b""})], [(0, row, {-1: row})], [("0", row, {})])
+        for name, values in bad.items():
+            for value in values:
+                with self.subTest(name=name, value=value), self.assertRaises((TypeError, ValueError, OverflowError)):
+                    self.native.Sieve(**(good | {name: value}))
+        sieve = self.native.Sieve(2, [], [(1, b"\3" + bytes(7), {})])
+        for arguments in ((), (0,), (0, ()), ("0", x), (0, x, x), (0, x), (0, [3, 3])):
+            self.assertRaises(TypeError, sieve, *arguments)
+        self.assertRaises(TypeError, sieve, 0, x, more=3)
+        self.assertRaises(RuntimeError, sieve, 0, [3, torch.eye(3).to_sparse()])
+
+    def test_references_of_a_sieve(self):
+        x, lists = [torch.zeros(1)], [[torch.zeros(1)] for _ in range(3)]
+        where = tensors.Whereabouts([0], [7])
+        for is_cycle in (False, True):
+            before = references_to([*x, *lists])
+            find = tensors.sieve([(where, tensors.Deaths([(cached, [None], 0)])) for cached in lists])
+            self.assertEqual([find(0, x) for _ in range(9)], [0] * 9)
+            if is_cycle:
+                lists[0].append(find)
+                gone = weakref.ref(lists[0][0])
+                del lists[0], before[1]
+            del find
+            gc.collect()  # a question to outputs is one, too
+            self.assertEqual(references_to([*x, *lists]), before)
+        self.assertIsNone(gone())
 
     def test_bad_arguments_of_count_dead(self):
         x = [torch.zeros(1)]

@@ -42,10 +42,11 @@ class Reference:
     """Torch's weak reference to an output, which is alive while somebody beside its recording holds it."""
 
     def __init__(self, outputs, index):
-        self.outputs, self.index = outputs, index
+        self.outputs, self.index, self.is_held = outputs, index, False
 
     def __call__(self):
-        return self.outputs[self.index] if sys.getrefcount(self.outputs[self.index]) > 2 else None
+        is_alive = self.is_held or sys.getrefcount(self.outputs[self.index]) > 2
+        return self.outputs[self.index] if is_alive else None
 
     def data_ptr(self):
         return self.outputs[self.index].data_ptr()
@@ -223,6 +224,79 @@ class Ways:
                 with self.looked_for(0) if times > 1 else contextlib.nullcontext():
                     for call, node in path:
                         self.check(call, [], node)
+
+    def fifty(self):
+        """A function behind another, with a recording for each set of the other's outputs that are kept."""
+        (first, call_first), (second, call_second) = self.trees.function(), self.trees.function()
+        root = self.trees.recording(first, outputs=6)
+        behind = []
+        for kept in range(50):
+            dead = [(0, n) for n in range(6) if not kept >> n & 1]
+            behind.append(self.trees.recording(second, root, dead=dead))
+
+        def run(kept, expected):
+            self.step()
+            self.check(call_first, [], root)
+            held = [root.cached_tensor_outputs[n] for n in range(6) if kept >> n & 1]
+            if expected is None:
+                self.check_none(call_second, [])
+            else:
+                self.check(call_second, [], behind[expected])
+            del held
+
+        return root, behind, run
+
+    def test_fifty_recordings_in_turn(self):
+        """Each is found by what is alive, and once they are told apart no other one is asked."""
+        _, _, run = self.fifty()
+        for _ in range(2):
+            for kept in range(50):
+                run(kept, kept)
+        takes = Recording.takes
+        with self.looked_for(0), mock.patch.object(Recording, "takes", autospec=True, side_effect=takes) as asked:
+            for kept in (*range(50), 49, 0, 31, 7, 7):
+                run(kept, kept)
+        self.assertEqual(asked.call_count, 0 if self.in_cpp else 2 * 55)
+        for kept, expected in ((51, None), (50, None), (62, None), (48, 48)):  # for which there is none, and once more
+            run(kept, expected)
+
+    def test_the_first_of_several_that_takes(self):
+        """Where more than one fits, in upstream's order."""
+        root, behind, run = self.fifty()
+        behind.reverse()
+        root.children[1].reverse()
+        for times in range(6):
+            with self.looked_for(0) if times > 4 else contextlib.nullcontext():
+                for kept, expected in ((0, 0), (1, 0), (2, 2), (16, 0), (49, 0), (47, 2), (15, 2)):
+                    run(kept, expected)
+
+    def test_an_output_that_is_held_where_nobody_sees_it(self):
+        """Torch's reference is asked of each recording that may fit, in their order."""
+        root, _, run = self.fifty()
+        for _ in range(10):
+            run(0, 0)
+        reference = root.outputs_weakrefs[2]
+        held, reference.is_held = root.cached_tensor_outputs[2].view(2, 2), True
+        for kept, expected in ((0, 4), (1, 5), (2, 6), (4, 4), (48, None), (9, 13)):
+            run(kept, expected)
+        reference.is_held = False
+        del held
+        run(0, 0)
+
+    def test_recordings_with_static_inputs(self):
+        """Of one function behind the same one, each with a tensor of its own beside one that all share."""
+        number, call = self.trees.function()
+        shared, *own = some(71)
+        nodes = [self.trees.recording(number, static=[shared, weight]) for weight in own]
+        for times in range(3):
+            with self.looked_for(70 * (not times)) if times != 1 else contextlib.nullcontext():
+                for weight, node in zip(own, nodes, strict=True):
+                    self.step()
+                    self.check(call, [shared, weight], node)
+        for inputs in ([shared, *some(1)], [own[0], own[1]], [own[1], shared]):
+            self.step()
+            self.check_none(call, inputs)
+        self.check(call, [shared, own[69]], nodes[69])
 
     def test_whether_a_step_begins_is_asked_each_time(self):
         number, call = self.trees.function()
