@@ -33,7 +33,7 @@ from .settling import call_until_chosen, functions_so_far, routes_of
 from .timing import Plan, is_steady, median, percentile, schedule, synchroniser, time_block, timed_call
 from .trace import GpuWork, profile_call
 from .tuning import own_cache
-from .ways import WAYS, Way, make_ways, wake_compiler
+from .ways import FORCED, WAYS, Way, make_ways, wake_compiler
 
 Progress = Callable[[int, int, str], None]
 Checkpoint = Callable[[list[Measurement]], None]
@@ -97,7 +97,11 @@ class Comparison:
         self._references: dict[str, Snapshot] = {}
         self._progress = progress
         self._done = 0
-        self._choosing = [run for run in self._runs if run.way.patched and run.regime == "fresh" and self._on_gpu]
+        self._choosing = [
+            run
+            for run in self._runs
+            if run.way.patched and run.way.name not in FORCED and run.regime == "fresh" and self._on_gpu
+        ]
         self._total = len(self._runs) * (1 + self.plan.rounds + self.plan.inspect) + len(self._choosing)
 
     def run(self, checkpoint: Checkpoint | None = None) -> list[Measurement]:

@@ -331,12 +331,19 @@ class TestWays(TestCase):
         with self.assertRaisesRegex(UnknownWayError, "got 'jit'"):
             make_ways(Program(lambda: None), ["eager", "jit"])
 
-    def test_a_route_that_is_forced(self):
-        for name, route in (("ours", "auto"), ("ours:patch", "patch"), ("ours:table", "table")):
+    def test_ours_with_flags(self):
+        for name, route, selective in (
+            ("ours", "auto", "always"),
+            ("ours:patch", "patch", "always"),
+            ("ours:table", "table", "always"),
+            ("ours:selected", "auto", "auto"),
+        ):
             (way,) = make_ways(Program(lambda: None), [name])
             self.assertTrue(way.compiled and way.patched)
             with way.active():
-                self.assertEqual(torch._inductor.config.triton.pygraph_indirection, route)
+                flags = torch._inductor.config.triton
+                self.assertEqual((flags.pygraph_indirection, flags.pygraph_selective), (route, selective))
+        self.assertEqual(torch._inductor.config.triton.pygraph_selective, "always")
         for name in ("upstream:patch", "ours:off", "ours:"):
             with self.assertRaises(UnknownWayError):
                 make_ways(Program(lambda: None), [name])

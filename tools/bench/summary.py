@@ -44,6 +44,7 @@ _NAMES = {
     "ours": "ours",
     "ours:patch": "ours, all by address",
     "ours:table": "ours, all by table",
+    "ours:selected": "ours, selected",
 }
 
 
