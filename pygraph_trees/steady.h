@@ -64,10 +64,10 @@ class Attribute {
 
 #define ATTRIBUTES(each)                                                                                              \
     each(function, manager) each(function, function_id) each(function, thread) each(function, was_asked)              \
-    each(manager, graph) each(manager, _current_node) each(manager, current_gen) each(manager, _ways)                                       \
+    each(manager, graph) each(manager, _current_node) each(manager, current_gen) each(manager, _ways)                 \
     each(manager, running_forwards_with_pending_backwards) each(manager, has_live_user_visible_output_cloning)        \
     each(manager, mode) each(manager, compile_id) each(manager, path_state) each(steps, mark_step_counter)            \
-    each(generations, generation) each(way, node) each(way, begins) each(way, replay) each(way, mode)                 \
+    each(generations, generation) each(way, begins) each(way, replay) each(way, mode)                                 \
     each(way, compile_id) each(live, _settled) each(live, _pool) each(live, _pool_seen) each(live, prepare)           \
     each(live, temporary) each(live, _patcher) each(live, _fitting) each(live, _seen) each(live, _addresses)          \
     each(patches, addresses) each(patches, broken) each(patches, is_stuck) each(patches, set_calls)                   \

@@ -201,7 +201,7 @@ Answer find_way(const Entry::State *state, Found *found) {
         if (number != PyThreadState_GetID(PyThreadState_Get()))
             return Answer::by_hand;
     }
-    Ref graph, node, current, ways, steps, function_id, behind, wanted;
+    Ref graph, node, current, ways, steps, function_id, wanted;
     if (!(graph = the.manager_graph.of(manager)) || !(node = the.manager__current_node.of(manager)) ||
         !(current = the.manager_current_gen.of(manager)) || !(ways = the.manager__ways.of(manager)) ||
         !(steps = of_class(state->steps, the.steps_mark_step_counter)) ||
@@ -209,7 +209,10 @@ Answer find_way(const Entry::State *state, Found *found) {
         return Answer::error;
     if (graph.get() == Py_None || !PyDict_Check(ways.get()))
         return Answer::by_hand;
-    found->way = Ref::dup(PyDict_GetItemWithError(ways.get(), function_id.get()));
+    ways = Ref::dup(PyDict_GetItemWithError(ways.get(), function_id.get()));
+    if (!ways || !PyDict_Check(ways.get()))
+        return PyErr_Occurred() ? Answer::error : Answer::by_hand;
+    found->way = Ref::dup(PyDict_GetItemWithError(ways.get(), node.get()));
     if (!found->way)
         return PyErr_Occurred() ? Answer::error : Answer::by_hand;
 
@@ -231,11 +234,10 @@ Answer find_way(const Entry::State *state, Found *found) {
         if (clones)
             return clones < 0 ? Answer::error : Answer::by_hand;
     }
-    if (!(behind = the.way_node.of(found->way.get())) || !(wanted = the.way_begins.of(found->way.get())) ||
-        !(found->replay = the.way_replay.of(found->way.get())))
+    if (!(wanted = the.way_begins.of(found->way.get())) || !(found->replay = the.way_replay.of(found->way.get())))
         return Answer::error;
     const bool fits = wanted.get() == Py_None || wanted.get() == (begins ? Py_True : Py_False);
-    return fits && behind.get() == node.get() ? Answer::yes : Answer::by_hand;
+    return fits ? Answer::yes : Answer::by_hand;
 }
 
 /* The state of the trees once a recording is the one. */

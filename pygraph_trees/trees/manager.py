@@ -64,13 +64,16 @@ class _GraphID(cudagraph_trees.GraphID):
 _FunctionID.__qualname__, _GraphID.__qualname__ = "FunctionID", "GraphID"
 
 
+# Ways that are remembered of a function; a program that needs more has them found again.
+_MOST_WAYS = 1024
+
+
 class _Way:
     """Where a function's steady replays are found, behind the replay of one recording or where no path is open."""
 
-    __slots__ = ("begins", "compile_id", "find", "mode", "node", "recordings", "replay")
+    __slots__ = ("begins", "compile_id", "find", "mode", "recordings", "replay")
 
-    def __init__(self, node: Any, begins: bool | None, recordings: Sequence[Recording], mode: Any, compile_id: Any):
-        self.node = node  # the recording that was replayed before; None where no path is open
+    def __init__(self, begins: bool | None, recordings: Sequence[Recording], mode: Any, compile_id: Any):
         self.begins = begins  # whether a new step must begin here, or must not; None where that is no matter
         self.recordings = recordings  # in upstream's order
         self.mode, self.compile_id = mode, compile_id
@@ -140,7 +143,9 @@ class Manager(Upstream):
     pools: ClassVar[set[Any]] = set()  # the graph pools of all that were made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._ways: dict[Any, _Way] = {}  # by function: good until upstream is asked for anything but a steady replay
+        # By function, and by the recording that was replayed before, None where no path is open: good until upstream is
+        # asked for anything but a steady replay.
+        self._ways: dict[Any, dict[Any, _Way]] = {}
         self._forgotten: list[Any] = []  # functions whose recordings are to be given back
         self._anew: dict[Any, str] = {}  # why, of those that are to be recorded again
         self._left: list[Any] | None = None  # outputs of what was given back, that somebody held; None for nothing
@@ -190,8 +195,9 @@ class Manager(Upstream):
         begins = self.current_gen != generation and (
             not self.running_forwards_with_pending_backwards or self.user_invoked_mark_step()
         )
-        way = self._ways.get(function_id)
-        if way is None or way.node is not self.current_node or (way.begins is not None and way.begins is not begins):
+        ways = self._ways.get(function_id)
+        way = None if ways is None else ways.get(self.current_node)
+        if way is None or (way.begins is not None and way.begins is not begins):
             way = self._find_way(function_id, begins)
             if way is None:
                 return None
@@ -247,10 +253,16 @@ class Manager(Upstream):
         steady = list(itertools.takewhile(lambda r: type(r) is Recording and r.steady, siblings))
         if not steady:
             return None
-        way = _Way(node, wanted, steady, self.id_to_mode[function_id], self.id_to_compile_id[function_id])
+        way = _Way(wanted, steady, self.id_to_mode[function_id], self.id_to_compile_id[function_id])
         if begins or wanted is not True:  # a path also ends where all of it is dead, which is asked each time
-            self._ways[function_id] = way
+            self._remember(function_id, node, way)
         return way
+
+    def _remember(self, function_id: Any, node: Any, way: _Way) -> None:
+        ways = self._ways.setdefault(function_id, {})
+        if len(ways) >= _MOST_WAYS:
+            ways.clear()
+        ways[node] = way
 
     def _graphs(self, function_id: Any, node_id: Any) -> bool:
         """Whether it is known that upstream graphs a function at a place; where it writes, this is asked there once."""

@@ -150,8 +150,13 @@ class TestNative(TestCase):
         self.assertEqual((trees.function.was_asked, tensors.native.counts()), (False, asked))
 
     def test_who_is_asked_by_hand(self):
-        cases = [("function", "manager", lambda: None), ("manager", "graph", None), ("way", "node", object())]
-        cases += [("manager", "_ways", {}), ("manager", "_ways", None), ("way", "replay", None), ("way", "replay", 3)]
+        cases = [
+            ("function", "manager", lambda: None),
+            ("manager", "graph", None),
+            ("way", "replay", None),
+            ("way", "replay", 3),
+        ]
+        cases += [("manager", "_ways", ways) for ways in (None, {}, {7: {}}, {7: None}, {7: {object(): "another"}})]
         cases += [("manager", n, fail) for n in ("graph", "_ways", "current_gen")]  # fail: deleted
         cases += [("function", "function_id", fail), ("function", "manager", fail), ("way", "begins", fail)]
         cases.append(("way", "replay", steady.replay(Recording({}, []), (), [])))  # the recording is gone

@@ -651,7 +651,7 @@ class TestWhoHoldsOutputs(TestCase):
             return found
 
         recordings = [behind(t) for t in given_]
-        way = _Way(first, None, recordings, None, None)
+        way = _Way(None, recordings, None, None)
         self.assertIs(way.first_that_takes(given_[1:]), recordings[1])
         held = [first.cached_tensor_outputs[1]]  # as in 2.13 what is saved for a backward holds it
         self.assertIsNone(way.first_that_takes(given_[1:]))

@@ -162,6 +162,28 @@ class TestSteadyReplay(IndirectionTestCase):
         self.assertEqual(counts["steady"], 3 * (calls - 3))
         self.assertEqual(Facts.now().recordings, 3)
 
+    def test_a_function_that_is_called_three_times_a_step(self):
+        """Each call has a recording behind the one before; where it is found is remembered of all three."""
+        ways = compiled(lambda x, y: (x @ y).tanh())
+        settle, calls = 6, 4
+        with mock.patch.object(Manager, "_find_way", autospec=True, side_effect=Manager._find_way) as found:
+            for call in range(settle + calls):
+                x, *others = (torch.randn(64, 64, device=self.device) for _ in range(4))
+                if call == settle:
+                    self.assertGreaterEqual(found.call_count, 3)
+                    found.reset_mock()
+                results = []
+                for way in (ways.plain, ways.graphed):
+                    torch.compiler.cudagraph_mark_step_begin()
+                    made = [way(x, others[0])]
+                    for other in others[1:]:
+                        made.append(way(made[-1], other))
+                    results.append(made)
+                assert_same_bits(results[1], results[0], f"call {call}: ")
+                del made, results
+            self.assertEqual(found.call_count, 0)
+        self.assertEqual(Facts.now().recordings, 3)
+
     def test_a_step_that_branches(self):
         """What comes behind the first function is not always the same one."""
         first = compiled(lambda x: x.sin() + 1)

@@ -1,0 +1,373 @@
+"""Which recording a call replays where its function has several: in Python and in C++ alike."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import gc
+import itertools
+import sys
+import unittest
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from fake_trees import Graph, Plain, some
+from torch._inductor import cudagraph_trees
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees import tensors
+from pygraph_trees.trees import manager as trees_manager
+from pygraph_trees.trees import steady
+from pygraph_trees.trees.function import PER_THREAD, FunctionModel
+from pygraph_trees.trees.manager import Manager, Upstream
+from pygraph_trees.trees.recording import Recording
+
+MODE, EXECUTION = cudagraph_trees.CompilationMode, cudagraph_trees.ExecutionState.EXECUTION
+SKIPPED = "skip_cudagraph" if "skip_cudagraph" in Upstream.__init__.__code__.co_names else None
+
+
+def in_python(found, addresses, indices):
+    """As torch's own, which builds for a GPU alone have."""
+    return all(found[index].data_ptr() == addresses[index] for index in indices)
+
+
+class Reference:
+    """Torch's weak reference to an output, which is alive while somebody beside its recording holds it."""
+
+    def __init__(self, outputs, index):
+        self.outputs, self.index = outputs, index
+
+    def __call__(self):
+        return self.outputs[self.index] if sys.getrefcount(self.outputs[self.index]) > 2 else None
+
+    def data_ptr(self):
+        return self.outputs[self.index].data_ptr()
+
+
+class Trees:
+    """A manager of functions; their recordings ask and replay as all do, and their graphs do nothing."""
+
+    def __init__(self):
+        self.manager = manager = Manager.__new__(Manager)
+        self.roots, self.wrapped, self.replayed, self.by_hand = {}, {}, [], 0
+        state = {
+            "graph": object(),
+            "current_node": None,
+            "path_state": cudagraph_trees.ExecutionState.NONE,
+            "current_gen": -1,
+            "running_forwards_with_pending_backwards": False,
+            "id_to_mode": collections.defaultdict(lambda: MODE.INFERENCE),
+            "id_to_compile_id": collections.defaultdict(lambda: "3/1"),
+            "roots": self.roots,
+            "warmed_up_functions": self.wrapped,
+            "num_rerecord": {},
+            "ids_to_funcs": self.wrapped,
+            "has_live_user_visible_output_cloning": False,
+            "_ways": {},
+            "_anew": {},
+            "_left": None,
+            "_forgotten": [],
+            "_is_unknown": False,
+        }
+        for name, value in state.items():
+            setattr(manager, name, value)
+        vars(manager)[SKIPPED or "non_cudagraph_managed_mutation_hint"] = collections.defaultdict(dict)
+
+    def function(self):
+        """A function, and who enters it."""
+        model = FunctionModel.of(lambda inputs: inputs, is_backward=False, is_inference=True)
+        model.settings = dataclasses.replace(model.settings, indirection="auto")
+        model.add(of_integers=False)
+        number = len(self.wrapped)
+        self.wrapped[number] = SimpleNamespace(id=number, model=model, mutated_input_idxs=())
+        model.is_steady_in(self.manager, number)
+
+        def by_hand(inputs):
+            self.by_hand += 1
+            return model.steadily(inputs)
+
+        return number, steady.entry(by_hand, model)
+
+    def recording(self, number, parent=None, *, static=(), outputs=1, dead=()):
+        """The newest of a function behind another: of static inputs, and of outputs on the path that are to be dead."""
+        node = Recording.__new__(Recording)
+        cached = some(outputs)
+        references = [Reference(cached, index) for index in range(outputs)]
+        path = [*([] if parent is None else parent.path_weakrefs), references]
+        replayed = self.replayed
+        own = {
+            "wrapped_function": self.wrapped[number],
+            "id": object(),
+            "children": {},
+            "_parent": None if parent is None else weakref.ref(parent),
+            "cuda_graphs_pool": (0, id(self)),
+            "rerecord_if_static_inputs_change": True,
+            "tensor_static_input_idxs": range(len(static)),
+            "static_input_idxs": range(len(static)),
+            "static_input_data_ptrs": [tensor.data_ptr() for tensor in static],
+            "cudagraph_managed_idxs": [],
+            "expected_dead_indices_before_graph": list(dead),
+            "expected_dead_indices_after_graph": [],
+            "outputs_metadata": [{}] * outputs,
+            "static_output_tensors": [None] * outputs,
+            "cached_tensor_outputs": cached,
+            "outputs_weakrefs": references,
+            "path_weakrefs": path,
+            "live_indices_after_graph": [(d, i) for d, held in enumerate(path) for i in range(len(held))],
+            "graph": Graph(launches=0),
+            "log": Plain(replays=0),
+            "steady": True,
+            "_is_plain": True,
+        }
+        for name, value in own.items():
+            setattr(node, name, value)
+        node._prepare_questions()
+        if tensors.native is None:
+            node._outputs_once_more = lambda: list(cached)  # which torch would make
+        node.native = steady.replay(node, node._dropped, node._constants)
+        name = id(node)
+        node.graph.at_launch = lambda: replayed.append(name)
+        (self.roots if parent is None else parent.children).setdefault(number, []).append(node)
+        return node
+
+    def reset(self):
+        """All recordings go, as they do where upstream resets its trees."""
+        self.roots.clear()
+        self.manager._ways.clear()
+        self.manager.current_node = None
+
+
+class Ways:
+    """Of both parts, one after the other."""
+
+    in_cpp = False
+
+    def setUp(self):
+        super().setUp()
+        if not self.in_cpp:
+            self.enterContext(mock.patch.object(tensors, "native", None))
+            name = "_tensors_data_ptrs_at_indices_equal"
+            self.enterContext(mock.patch.object(torch._C, name, in_python, create=True))
+        self.enterContext(mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", -1))
+        self.trees = Trees()
+        self.steps = itertools.count(2)
+
+    def step(self):
+        cudagraph_trees.MarkStepBox.mark_step_counter = -next(self.steps)
+
+    def check(self, call, inputs, node):
+        """It is ``node`` that is replayed."""
+        given, manager = list(inputs), self.trees.manager
+        outputs = call(given)
+        self.assertEqual([id(one) for one in outputs], [id(one) for one in node.cached_tensor_outputs])
+        self.assertEqual((given, self.trees.replayed.pop(), self.trees.replayed), ([], id(node), []))
+        self.assertIs(manager.current_node, node)
+        self.assertEqual((manager.path_state, manager.mode, manager.compile_id), (EXECUTION, MODE.INFERENCE, "3/1"))
+        self.assertEqual(manager.current_gen, manager.get_curr_generation())
+
+    def check_none(self, call, inputs):
+        given, node = list(inputs), self.trees.manager.current_node
+        self.assertIsNone(call(given))
+        self.assertEqual([id(one) for one in given], [id(one) for one in inputs])
+        self.assertEqual(self.trees.replayed, [])
+        self.assertIs(self.trees.manager.current_node, node)
+
+    @contextlib.contextmanager
+    def looked_for(self, count):
+        """How often a way is looked for; with the part in C++ no other call is Python's."""
+        by_hand = self.trees.by_hand
+        with mock.patch.object(Manager, "_find_way", autospec=True, side_effect=Manager._find_way) as found:
+            yield
+        self.assertEqual(found.call_count, count)
+        if self.in_cpp:
+            self.assertEqual(self.trees.by_hand - by_hand, count)
+
+    def test_a_function_that_is_called_three_times_a_step(self):
+        number, call = self.trees.function()
+        weights, nodes = some(3), []
+        for weight in weights:
+            nodes.append(self.trees.recording(number, nodes[-1] if nodes else None, static=[weight]))
+        for count in (3, 1, 0, 0, 0):  # the second step is the first one that begins behind another
+            self.step()
+            with self.looked_for(count):
+                for weight, node in zip(weights, nodes, strict=True):
+                    self.check(call, [weight], node)
+        self.step()
+        with self.looked_for(0):
+            self.check_none(call, some(1))  # not where it should lie
+            self.check(call, weights[:1], nodes[0])
+            self.check_none(call, weights[:1])
+
+    def test_functions_that_follow_each_other_in_turn(self):
+        """A function of several positions, each time behind the same one or another."""
+        (first, call_first), (second, call_second) = self.trees.function(), self.trees.function()
+        root, others = self.trees.recording(first), self.trees.recording(second)
+        behind = [self.trees.recording(second, root), self.trees.recording(second, others)]
+        inner = self.trees.recording(first, behind[0])
+        paths = [
+            [(call_first, root), (call_second, behind[0]), (call_first, inner)],
+            [(call_second, others), (call_second, behind[1])],
+            [(call_first, root), (call_second, behind[0])],
+            [(call_second, others)],
+        ]
+        for times in range(4):
+            for path in paths:
+                self.step()
+                with self.looked_for(0) if times > 1 else contextlib.nullcontext():
+                    for call, node in path:
+                        self.check(call, [], node)
+
+    def test_whether_a_step_begins_is_asked_each_time(self):
+        number, call = self.trees.function()
+        root = self.trees.recording(number)
+        for count in (1, 1, 0):
+            self.step()
+            with self.looked_for(count):
+                self.check(call, [], root)
+        held = root.cached_tensor_outputs[0]
+        with self.looked_for(1):
+            self.check_none(call, [])
+        del held
+        with self.looked_for(2):  # where all of a path is dead it ends, and that is not remembered
+            self.check(call, [], root)
+            self.check(call, [], root)
+        self.step()
+        with self.looked_for(0):
+            self.check(call, [], root)
+
+    def test_forwards_that_wait_for_their_backwards(self):
+        (forward, call_forward), (backward, call_backward) = self.trees.function(), self.trees.function()
+        root = self.trees.recording(forward)
+        behind = self.trees.recording(forward, root)
+        nodes = [root, behind, *(self.trees.recording(backward, node) for node in (root, behind))]
+        self.trees.manager.id_to_mode |= {forward: MODE.FORWARD, backward: MODE.BACKWARD}
+        for count in (2, 1, 0):
+            self.step()
+            with self.looked_for(count + (count > 1)):
+                for call, node in ((call_forward, nodes[0]), (call_forward, nodes[1]), (call_backward, nodes[3])):
+                    self.assertIsNotNone(call([]))
+                    self.assertIs(self.trees.manager.current_node, node)
+                    pending = self.trees.manager.running_forwards_with_pending_backwards
+                    self.assertEqual(pending, call is call_forward)
+
+    def test_nothing_is_remembered_behind_anything_else(self):
+        """Upstream's own way, recordings that are to be made anew, the end; and no recording is kept."""
+        number, call = self.trees.function()
+        nodes = [self.trees.recording(number)]
+        nodes.append(self.trees.recording(number, nodes[0]))
+        manager = self.trees.manager
+
+        def upstream():
+            with mock.patch.object(Upstream, "_run", lambda *_: ["upstream's"]):
+                manager._run([], number)
+
+        def forget():
+            manager.record_anew(number, "of the test")
+            manager._forgotten.clear()  # as though none were left to be given back
+
+        def end():
+            with mock.patch.object(Upstream, "shutdown", lambda _: None):
+                manager.shutdown()
+
+        for what in (upstream, forget, end):
+            with self.subTest(what=what.__name__):
+                for _ in range(3):
+                    self.step()
+                    for node in nodes:
+                        self.check(call, [], node)
+                self.assertEqual({None, *nodes} - {None, *manager._ways[number]}, set())
+                what()
+                self.assertEqual(manager._ways, {})
+                self.step()
+                with self.looked_for(2):
+                    for node in nodes:
+                        self.check(call, [], node)
+        gone = [weakref.ref(node) for node in nodes]
+        gc.disable()
+        try:
+            del node
+            nodes.clear()
+            self.trees.reset()
+            self.assertEqual([reference() for reference in gone], [None] * 2)  # with no garbage to be collected
+        finally:
+            gc.enable()
+        self.step()
+        self.check_none(call, [])
+
+    def test_a_new_recording_at_the_same_place(self):
+        """Upstream records, and the newest one is asked behind the others."""
+        number, call = self.trees.function()
+        old, new = some(2)
+        nodes = [self.trees.recording(number, static=[old])]
+        for _ in range(3):
+            self.step()
+            self.check(call, [old], nodes[0])
+        self.step()
+        self.check_none(call, [new])
+
+        def record(manager, inputs, function_id):
+            nodes.append(self.trees.recording(function_id, static=inputs))
+            manager.current_node, manager.path_state = nodes[-1], EXECUTION  # replayed since
+
+        with mock.patch.object(Upstream, "_run", record):
+            self.trees.manager._run([new], number)
+        for _ in range(2):
+            for weight, node in zip((new, old), nodes[::-1], strict=True):
+                self.step()
+                self.check(call, [weight], node)
+
+    def test_they_are_not_too_many(self):
+        (first, call_first), *others = [self.trees.function() for _ in range(7)]
+        root = self.trees.recording(first)
+        behind = [(call, self.trees.recording(number, root)) for number, call in others]
+
+        def run():
+            for call, node in behind:
+                self.step()
+                self.check(call_first, [], root)
+                self.check(call, [], node)
+
+        with mock.patch.object(trees_manager, "_MOST_WAYS", 4):
+            for _ in range(3):
+                run()
+                self.assertLessEqual(len(self.trees.manager._ways[first]), 4)
+        run()
+        with self.looked_for(0):
+            run()
+
+    def test_another_thread(self):
+        """Where each has trees of its own, what one remembers is nothing to another."""
+        number, call = self.trees.function()
+        nodes = [self.trees.recording(number)]
+        nodes.append(self.trees.recording(number, nodes[0]))
+        for _ in range(3):
+            self.step()
+            for node in nodes:
+                self.check(call, [], node)
+        self.step()
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(call, []).result()
+        self.assertEqual(found is None, PER_THREAD)
+        if PER_THREAD:
+            self.assertIs(self.trees.manager.current_node, nodes[1])
+            with self.looked_for(0):
+                self.check(call, [], nodes[0])
+
+
+class TestInPython(Ways, TestCase): ...
+
+
+@unittest.skipIf(tensors.load_native() is None, "not built for this torch")
+class TestInCpp(Ways, TestCase):
+    in_cpp = True
+
+
+if __name__ == "__main__":
+    run_tests()
