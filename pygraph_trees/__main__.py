@@ -56,7 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("target", nargs="?", default=target.DEFAULT, metavar="TARGET", help=help_target)
     compare.add_argument("--rounds", type=_positive, default=5, help="rounds over the ways (default 5)")
     compare.add_argument(
-        "--ways", metavar="A,B", help="some of eager,compile,upstream,ours (the default), ours:patch,ours:table"
+        "--ways",
+        metavar="A,B",
+        help="some of eager,compile,upstream,ours (the default), ours:patch,ours:table,ours:selected",
     )
     compare.add_argument("--json", type=Path, metavar="FILE", help="also write measurements and report to FILE")
     compare.add_argument("--html", type=Path, metavar="FILE", help="also write both, with drawings, as a page to FILE")

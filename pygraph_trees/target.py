@@ -51,7 +51,10 @@ def resolve(target: str, device: torch.device) -> Program:
         workload = _workloads().get(target)
         if workload is None:
             raise TargetError(target, "no such workload")
-        return workload.build(device)
+        try:
+            return workload.build(device)
+        except ModuleNotFoundError as missing:
+            raise TargetError(target, f"it needs the package {missing.name}, which is not installed") from missing
     place, name = target.rsplit(":", 1)
     function = getattr(_module(target, place), name, None)
     if not callable(function):

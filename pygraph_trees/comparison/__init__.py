@@ -11,11 +11,12 @@ from .program import Program
 from .results import REGIMES, Measurement, Results
 from .table import markdown_table, text_table
 from .timing import FULL, QUICK, Plan
-from .ways import FORCED, WAYS
+from .ways import FORCED, MORE_WAYS, WAYS
 
 __all__ = [
     "FORCED",
     "FULL",
+    "MORE_WAYS",
     "QUICK",
     "REGIMES",
     "WAYS",

@@ -1,9 +1,11 @@
 """Runs a program in several ways and measures them: the protocol behind ``compare`` and the benchmark.
 
-Three stages, with a checkpoint after each: *prepare* compiles each way, warms it up until it is steady and has chosen
-how its inputs are given, and compares its outputs with eager's, with a checkpoint after each way; *time* takes rounds
-of interleaved blocks; *inspect* profiles one call and counts recordings, copies and memory. A way that raises is out
-from there on: its measurements carry the error and no figures, and the others go on.
+Four stages, with a checkpoint after each: *prepare* compiles each way, warms it up until it is steady, and compares its
+outputs with eager's, with a checkpoint after each way; *settle* calls those that choose how their inputs are given
+until they have chosen, and compares their outputs again; *time* takes rounds of interleaved blocks; *inspect* profiles
+one call and counts recordings, copies and memory. From *settle* on what else the machine does is in the figures, and in
+what is chosen by them. A way that raises is out from there on: its measurements carry the error and no figures, and the
+others go on.
 
 In the "fresh" regime, outputs are compared on a set of inputs while all other sets hold zeros, so that a way that
 reads the inputs of another call is found out. Random numbers are seeded alike before each compared call.
@@ -31,7 +33,7 @@ from .settling import call_until_chosen, functions_so_far, routes_of
 from .timing import Plan, is_steady, median, percentile, schedule, synchroniser, time_block, timed_call
 from .trace import GpuWork, profile_call
 from .tuning import own_cache
-from .ways import WAYS, Way, make_ways, wake_compiler
+from .ways import FORCED, WAYS, Way, make_ways, wake_compiler
 
 Progress = Callable[[int, int, str], None]
 Checkpoint = Callable[[list[Measurement]], None]
@@ -94,9 +96,13 @@ class Comparison:
         self._on_gpu = program.device.type == "cuda"
         self._references: dict[str, Snapshot] = {}
         self._progress = progress
-        self._first_function = 0  # in the report, of the way that is prepared
         self._done = 0
-        self._total = len(self._runs) * (1 + self.plan.rounds + self.plan.inspect)
+        self._choosing = [
+            run
+            for run in self._runs
+            if run.way.patched and run.way.name not in FORCED and run.regime == "fresh" and self._on_gpu
+        ]
+        self._total = len(self._runs) * (1 + self.plan.rounds + self.plan.inspect) + len(self._choosing)
 
     def run(self, checkpoint: Checkpoint | None = None) -> list[Measurement]:
         """All stages; ``checkpoint`` gets the measurements as they stand then."""
@@ -110,6 +116,10 @@ class Comparison:
                 with cache():
                     self._prepare(way)
                 self._report(checkpoint)
+            for run in self._choosing:
+                with cache():
+                    self._settle(run)
+            self._report(checkpoint)
             self._references.clear()
             in_turn = sorted(self._runs, key=lambda run: run.regime, reverse=True)  # ways take turns, not regimes
             for _, run in schedule(in_turn, self.plan.rounds):
@@ -154,7 +164,7 @@ class Comparison:
 
     def _prepare(self, way: Way) -> None:
         runs = [run for run in self._runs if run.way is way]
-        self._first_function = functions_so_far()
+        first = functions_so_far()
         for number, run in enumerate(runs):
             if number and runs[0].compile_s is None:
                 run.error = runs[0].error
@@ -167,7 +177,7 @@ class Comparison:
                 if self._on_gpu:
                     torch.cuda.empty_cache()
         for run in runs:
-            run.functions = slice(self._first_function, functions_so_far())
+            run.functions = slice(first, functions_so_far())
 
     def _warm_up(self, run: _Run, compile_s: float | None) -> None:
         step, feed, managers = self._step(run.way), self._feed(run), lambda: run.way.managers
@@ -183,8 +193,13 @@ class Comparison:
             recordings.append(len(graphs.recordings(managers())))
         run.steady_s = median(durations[-_STEADY_WINDOW:])
         run.record_s = max(0.0, sum(durations) - run.steady_s * len(durations))
-        if run.way.patched and run.regime == "fresh" and self._on_gpu:
-            call_until_chosen(lambda: timed_call(step, next(feed), self._wait), self._first_function)
+
+    def _settle(self, run: _Run) -> None:
+        with self._turn(run, "settling") as going:
+            if going:
+                step, feed = self._step(run.way), self._feed(run)
+                call_until_chosen(lambda: timed_call(step, next(feed), self._wait), run.functions.start)
+                self._check(run)
 
     def _check(self, run: _Run) -> None:
         """Compares the outputs of one call with those of eager and upstream."""

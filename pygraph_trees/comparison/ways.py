@@ -12,14 +12,15 @@ without and with our patches. All in one process, which takes care in three plac
 
 Entering and leaving a way is no part of any timed region.
 
-Besides there are ``ours:patch`` and ``ours:table``, ours where the route of inputs is not chosen.
+Besides there are ``ours:patch`` and ``ours:table``, ours where the route of inputs is not chosen, and
+``ours:selected``, ours where it is measured what is graphed.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,8 +35,13 @@ if TYPE_CHECKING:
 
 WAYS = ("eager", "compile", "upstream", "ours")
 FORCED = ("ours:patch", "ours:table")  # ours, with the route of inputs that is named, whatever is faster
+MORE_WAYS = (*FORCED, "ours:selected")
 
-_ROUTE_FLAG = "triton.pygraph_indirection"
+_FLAGS = {
+    "ours:patch": {"triton.pygraph_indirection": "patch"},
+    "ours:table": {"triton.pygraph_indirection": "table"},
+    "ours:selected": {"triton.pygraph_selective": "auto"},
+}
 
 
 class UnknownWayError(PygraphError):
@@ -66,7 +72,7 @@ class Way:
     callable: Callable[..., Any]
     patched: bool
     trees: Trees | None
-    route: str | None = None  # that is forced
+    flags: Mapping[str, str] = field(default_factory=dict)  # that differ from the user's
 
     @property
     def compiled(self) -> bool:
@@ -82,8 +88,8 @@ class Way:
         """Makes this way's patches and trees the current ones."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(_patches(self.patched))
-            if self.route is not None:  # behind the patches, which make the flag
-                stack.enter_context(torch._inductor.config.patch({_ROUTE_FLAG: self.route}))
+            if self.flags:  # behind the patches, which make them
+                stack.enter_context(torch._inductor.config.patch(dict(self.flags)))
             if self.trees is not None:
                 stack.enter_context(self.trees.active())
             yield
@@ -92,8 +98,8 @@ class Way:
 def make_ways(program: Program, names: Sequence[str] = WAYS) -> list[Way]:
     """The named ways of running ``program``, in the given order; nothing is compiled yet."""
     for name in names:
-        if name not in (*WAYS, *FORCED):
-            raise UnknownWayError(allowed=", ".join((*WAYS, *FORCED)), got=name)
+        if name not in (*WAYS, *MORE_WAYS):
+            raise UnknownWayError(allowed=", ".join((*WAYS, *MORE_WAYS)), got=name)
     return [_make(program, name) for name in names]
 
 
@@ -116,12 +122,12 @@ def _optimize(backend: OwnInductor, fn: Callable[..., Any]) -> Callable[..., Any
 def _make(program: Program, name: str) -> Way:
     if name == "eager":
         return Way(name, program.fn, patched=False, trees=None)
-    kind, _, route = name.partition(":")
+    kind = name.partition(":")[0]
     with _patches(kind == "ours"):
         backend = OwnInductor(None if name == "compile" else "reduce-overhead")
         compiled = _optimize(backend, program.fn)
     trees = None if name == "compile" else _trees()
-    return Way(name, compiled, patched=kind == "ours", trees=trees, route=route or None)
+    return Way(name, compiled, patched=kind == "ours", trees=trees, flags=_FLAGS.get(name, {}))
 
 
 def _trees() -> Trees:

@@ -6,7 +6,8 @@ waits for the host. With a table one node is set, whatever reads the addresses, 
 and some a load more: :func:`saved_us` is the difference. Where it is clear, the kernels are compiled elsewhere
 (:mod:`.variant_worker`) and loaded, one at a look; when all are there the function is recorded anew, once. What the
 GPU takes for a replay is measured before and behind that: where a table costs it more than the host saves, a
-:class:`TableWatch` has the function recorded by address again, for good.
+:class:`TableWatch` has the function recorded by address again, for good. So it does later on, where a table costs the
+GPU more and the GPU no longer waits for the host.
 
 Rules over plain facts, and a walk through states. What the GPU is expected to take for a table is an H200's, from
 kernels measured there; all else is measured where it runs. For large kernels it is too little: each block loads its
@@ -20,9 +21,9 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -54,6 +55,7 @@ _AS_OFTEN = 0.1  # by which shares of calls may differ where the times from one 
 _AROUND_US = 3.0  # of what a look measures, that Python does around the nodes; most replays are set by C++
 
 _log = logging.getLogger("pygraph_trees.indirection")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,14 @@ def is_slower(table: Took, address: Took) -> bool:
     return lost > max(_LEAST_SAVED_US, table.gpu.about + address.gpu.about)
 
 
+def gpu_lost_us(table: Took, address: Took) -> float:
+    """What the GPU clearly takes longer with a table; 0 where that is in doubt."""
+    if table.gpu is None or address.gpu is None:
+        return 0.0
+    lost = table.gpu.us - address.gpu.us
+    return lost if lost > max(_LEAST_SAVED_US, table.gpu.about + address.gpu.about) else 0.0
+
+
 def measured_text(table: Took, address: Took, *, is_used: bool) -> str:
     """``table: 2 us of a replay and 57.9 of the GPU's, against 10 us of a replay and 50 of the GPU's by address``."""
 
@@ -131,6 +141,11 @@ def measured_text(table: Took, address: Took, *, is_used: bool) -> str:
     if is_used:
         return f"table: {text(table)}, against {text(address)} by address"
     return f"by address: {text(address)}, against {text(table)} by a table"
+
+
+def hidden_text(gpu_lost_us: float) -> str:
+    """For a table that the program no longer waits less with."""
+    return f"by address: the GPU's work hides what the host does by now, and a table adds {gpu_lost_us:.3g} us to it"
 
 
 def text_of(seen: Seen, *, is_used: bool = False) -> str:
@@ -252,9 +267,9 @@ class Watch:
         # What is behind a function in a step is recorded anew with it: functions wait for each other.
         _waiting.add(self)
         self._patience -= 1
-        if self._patience and any(not building.is_over for building in list(_building.values())):
+        if self._patience and any(not building.is_over for building in _all_of(_building.values)):
             return
-        for watch in list(_waiting):
+        for watch in _all_of(lambda: _waiting):
             watch._next = float("inf")
             if watch.ready is not None:
                 watch.ready("its inputs are read from a table from now on")
@@ -262,7 +277,7 @@ class Watch:
 
 
 class TableWatch(Watch):
-    """Of the first replays of a recording with a table: whether they are faster."""
+    """Of the replays of a recording with a table: whether they are faster, and whether they stay so."""
 
     def __init__(self, function: Any, device: int, **more: Any) -> None:
         super().__init__(function, device, **more)
@@ -275,13 +290,27 @@ class TableWatch(Watch):
         if function is None or not count or is_idle is None:
             return
         building = _building.get(function)
-        if building is None or building.verdict is not None or building.before.sizes != self.sizes:
+        is_judged = building is not None and building.verdict is not None
+        if building is None or building.before.sizes != self.sizes or (is_judged and not building.gpu_lost_us):
             self._next = float("inf")  # what is found for some sizes holds for all
             return
         self._looks.add(max(0.0, us - _AROUND_US), count, replays, set_calls, is_idle=is_idle)
-        if self._looks.timed >= LOOKS or len(self._looks) >= _MOST_LOOKS:
-            self._next = float("inf")
-            self._judge(function, building)
+        if not is_judged:
+            if self._looks.timed >= LOOKS or len(self._looks) >= _MOST_LOOKS:
+                self._judge(function, building)
+                self._rest(replays if building.gpu_lost_us else float("inf"))
+        elif len(self._looks) == LOOKS:
+            if self._looks.waiting() <= 1 - _LEAST_WAITING:
+                building.verdict = hidden_text(building.gpu_lost_us)
+                function.log.route_was_found(building.verdict)
+                self._leave(function)
+            self._rest(replays)
+
+    def _rest(self, replays: float) -> None:
+        """Until the next looks, unless there shall be none."""
+        self._looks.clear()
+        self._next = max(self._next, replays + self._pause)
+        self._pause = min(4 * self._pause, _MOST_PAUSE)
 
     def _judge(self, function: Any, building: _Building) -> None:
         table, address = self._looks.took(), building.before.took
@@ -291,13 +320,24 @@ class TableWatch(Watch):
         else:
             building.verdict = measured_text(table, address, is_used=is_used)
         function.log.route_was_found(building.verdict)
-        if is_used:
-            return
+        building.gpu_lost_us = gpu_lost_us(table, address)
+        if not is_used:
+            self._leave(function)
+
+    def _leave(self, function: Any) -> None:
         leave(function)
-        for watch in list(_with_table.pop(function, ())):
+        watches = _with_table.pop(function, ())
+        for watch in _all_of(lambda: watches):
             watch._next = float("inf")
             if watch.ready is not None:
                 watch.ready("its inputs are given by address again")
+
+
+def _all_of(found: Callable[[], Iterable[T]]) -> list[T]:
+    """What is there now, while another thread may add to it."""
+    while True:
+        with contextlib.suppress(RuntimeError):  # it did just now
+            return list(found())
 
 
 _waiting: weakref.WeakSet[Watch] = weakref.WeakSet()  # those whose functions could be recorded anew
@@ -356,6 +396,7 @@ class _Building:
     def __init__(self, readers: Collection[Reader], device: int, why: str, before: ByAddress) -> None:
         self.why, self.before = why, before
         self.verdict: str | None = None  # once replays with a table were compared with those by address
+        self.gpu_lost_us = 0.0  # by then: what the GPU takes longer with one
         self._device = device
         self._readers: list[Reader] = list(readers)
         self._worker: Worker | None = None

@@ -7,6 +7,7 @@ import functools
 import importlib
 import io
 import json
+import re
 import sys
 import tempfile
 import textwrap
@@ -31,6 +32,7 @@ from bench.loading import load_workloads
 
 from pygraph_trees.comparison import Measurement, Plan, Program, Results
 from pygraph_trees.comparison.differences import snapshot
+from pygraph_trees.explain import explain
 
 WORKLOADS = load_workloads()
 FAST = Plan(rounds=1, block_s=0.0, calls=(2, 2), settle_calls=1, warm_calls=(5, 6), ring=2, fresh_caches=False)
@@ -75,6 +77,7 @@ PACKAGES = {
 INPUTS = {"ALNET": 1, "BERT": 2, "BERT-I": 3, "DR-I": 1, "DR-T": 1, "DLRM": 28, "EOS": 3, "MMC": 2, "ST": 3, "TKE": 21}
 INPUTS |= {"BSCG": 2, "DALLE2": 3, "DBV2": 3, "DCGAN": 2, "DGPT2": 2, "DMLM": 2, "DNET": 1, "LCNET": 1, "MBERT": 3}
 INPUTS |= {"MTCG-I": 2, "MTCG-T": 2, "STCLM": 2, "TEFD": 3, "VM": 1, "XLNET-I": 1, "XLNET-T": 2}
+BREAK = ("DMLM", "VM")  # into graphs, more or fewer by what they are built from
 FROM_THE_CPU = ("DALLE2", "MMC", "ST")  # one input of each
 
 
@@ -162,6 +165,23 @@ class TestWorkloads(TestCase):
                     most = other.abs().max().item() / 128 if program.training else 0.0
                     self.assertEqual(one, other, f"{name}, {where}", rtol=0, atol=most)
                 self.assertTrue(all(t.isfinite().all() for _, t in expected), name)
+
+    def test_small_ones_are_explained(self):
+        for name, sizes in SMALL.items():
+            with self.subTest(name):
+                _require(name)
+                torch._dynamo.reset()
+                workload = WORKLOADS[name]
+                text = explain(workload.build(torch.device("meta"), **sizes))
+                head = re.match(r"(\S+) for sm_90, torch \S+: (\d+) graphs?\n", text)
+                assert head is not None, text
+                self.assertEqual(head[1], name)
+                count = int(head[2])
+                if name in BREAK:
+                    self.assertGreater(count, 1)
+                else:
+                    self.assertEqual(count, 1 if workload.mode == "inference" else 2, name)
+                self.assertIn("What the features do about it:", text)
 
     def test_the_seed_decides(self):
         one, two = (WORKLOADS["DLRM"].build("cpu", batch=4, rows=50) for _ in range(2))

@@ -75,6 +75,8 @@ class TestSummary(TestCase):
         alone = self.lines(*both("A", {}))
         self.assertEqual(alone, ["without a figure of no graphs, so compared with upstream alone: A"])
         self.assertEqual(self.lines(*both("A", {}, others=[("compile", {"latency_ms": 1.0})])), [])
+        untold = self.lines(*both("A", {"compile_s": None}, others=[("compile", {"latency_ms": 1.0})]))
+        self.assertEqual(untold, ["without times to compile and record, so not compared in them: A"])
 
     def test_what_is_worse_is_said(self):
         no_graphs = [("compile", {"latency_ms": 0.5, "throughput_ms": 2.0})]
@@ -108,6 +110,9 @@ class TestSummary(TestCase):
         text = pages.page(pages.summarise({Path("a.json"): results(*records)}, []), ["speedup"])
         self.assertIn("| geometric mean of 2 |  |  | 2.83x |", text)
         self.assertIn(FIGURES["EOS"], text)
+        beside = pages.summarise({Path("a.json"): results(*records, *both("BERT-I", {"latency_ms": 0.1}))}, [])
+        self.assertIn("| geometric mean of 2 |  |  | 2.83x |", pages.page(beside))
+        self.assertIn("| BERT-I |", pages.page(beside))
         self.assertIn('srcset="plots/speedup-dark.svg"', text)
         self.assertLess(text.index("Worse than upstream"), text.index("## Latency"))
 

@@ -8,6 +8,7 @@ import re
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,6 +139,17 @@ class TestTarget(Folder):
         self.file.write_text("import a_module_that_is_missing")
         with self.assertRaises(ModuleNotFoundError):
             target.resolve(f"{self.file}:net", META)
+
+    def test_a_workload_whose_package_is_missing(self):
+        def build(device: torch.device) -> None:
+            import a_package_that_is_missing  # noqa: F401
+
+        workload = SimpleNamespace(build=build)
+        with (
+            mock.patch.object(target, "_workloads", lambda: {"EOS": workload}),
+            self.assertRaisesRegex(target.TargetError, "it needs the package a_package_that_is_missing, which is not"),
+        ):
+            target.resolve("EOS", META)
 
     def test_without_a_checkout(self):
         with mock.patch.object(target, "_WORKLOADS", Path("/nowhere")):

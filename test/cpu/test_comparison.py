@@ -331,12 +331,19 @@ class TestWays(TestCase):
         with self.assertRaisesRegex(UnknownWayError, "got 'jit'"):
             make_ways(Program(lambda: None), ["eager", "jit"])
 
-    def test_a_route_that_is_forced(self):
-        for name, route in (("ours", "auto"), ("ours:patch", "patch"), ("ours:table", "table")):
+    def test_ours_with_flags(self):
+        for name, route, selective in (
+            ("ours", "auto", "always"),
+            ("ours:patch", "patch", "always"),
+            ("ours:table", "table", "always"),
+            ("ours:selected", "auto", "auto"),
+        ):
             (way,) = make_ways(Program(lambda: None), [name])
             self.assertTrue(way.compiled and way.patched)
             with way.active():
-                self.assertEqual(torch._inductor.config.triton.pygraph_indirection, route)
+                flags = torch._inductor.config.triton
+                self.assertEqual((flags.pygraph_indirection, flags.pygraph_selective), (route, selective))
+        self.assertEqual(torch._inductor.config.triton.pygraph_selective, "always")
         for name in ("upstream:patch", "ours:off", "ours:"):
             with self.assertRaises(UnknownWayError):
                 make_ways(Program(lambda: None), [name])
@@ -434,9 +441,36 @@ class TestComparison(TestCase):
                 self.assertIsNone(figure)
         self.assertEqual([m.max_diff_upstream for m in found if m.way == "ours"], [0.0, 0.0])
         self.assertEqual([m.routes for m in found], [[]] * 8)  # without a GPU there are none
-        self.assertEqual(checkpoints, [0, 0, 0, 0, 8, 8])  # behind each way that is prepared, and the other stages
+        self.assertEqual(checkpoints, [0, 0, 0, 0, 0, 8, 8])  # behind each way that is prepared, and the other stages
         self.assertEqual(steps[-1][0], steps[-1][1])
         self.assertEqual([done for done, _ in steps], sorted(done for done, _ in steps))
+
+    def _that_chooses(self, then: Any) -> Any:
+        """The measurement of a way that, once it has chosen, does something else than to multiply by two."""
+        texts: list[str] = []
+        used = eager = lambda x: x * 2
+
+        def chosen(call: Any, first: int) -> None:
+            nonlocal used
+            call()
+            used = then
+
+        with _ways(eager=eager, ours=lambda x: used(x)):
+            program = Program(eager, (torch.ones(3),))
+            comparison = Comparison(program, plan=FAST, progress=lambda done, total, text: texts.append(text))
+            comparison._choosing = comparison._runs[-1:]  # as on a GPU
+            with mock.patch("pygraph_trees.comparison.measure.call_until_chosen", side_effect=chosen) as settled:
+                found = comparison.run()
+        settled.assert_called_once()
+        stages = [stage for stage, _ in itertools.groupby(text.split()[0] for text in texts)]
+        self.assertEqual(stages[:6], ["compiling", "warming", "compiling", "warming", "settling", "timing"])
+        return found[-1]
+
+    def test_what_chooses_routes_does_so_behind_all_preparation(self):
+        self.assertEqual(self._that_chooses(lambda x: x * 2).max_diff, 0.0)
+        self.assertEqual(self._that_chooses(lambda x: x * 3).max_diff, 1.0)
+        error = self._that_chooses(lambda x: (x * 2).double()).error
+        self.assertIn("outputs differ from those of eager: output has dtype", error)
 
     def test_training(self):
         program = Program(_model(), (torch.randn(3, 4),), training=True)

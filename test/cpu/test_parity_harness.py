@@ -24,6 +24,7 @@ for folder in (GPU_TESTS, Path(__file__).resolve().parent):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
+import test_address_parity
 import tree_facts as facts_of_trees
 from isolated import compare_isolated, run_isolated
 from parity import EAGER, OURS, UPSTREAM, Context, ParityError, compare_sides, run_side
@@ -368,6 +369,39 @@ class TestPrograms(TestCase):
         for program in (other_value, other_warning, other_random_state, other_compilation, other_end, other_than_eager):
             with self.subTest(program=program.__name__), self.assertRaises(ParityError):
                 compare_on_the_host(program)
+
+    def test_what_a_user_sees_is_compared_with_flags_on(self) -> None:
+        seen: list[Any] = []
+
+        def facts_of_recordings(ctx: Context) -> None:
+            calls(ctx)
+            ctx.fact("recordings", 2 if ctx.side == OURS else 1)
+            if ctx.side == OURS:
+                warnings.warn("new", stacklevel=1)
+            seen.append(ctx.side)
+
+        def other_value(ctx: Context) -> None:
+            ctx.record(torch.tensor(2.0 if ctx.side == OURS else 1.0))
+
+        def other_error(ctx: Context) -> None:
+            ctx.raises(int, "a" if ctx.side == OURS else "b")
+
+        def no_error(ctx: Context) -> None:
+            ctx.raises(int, "1" if ctx.side == OURS else "b")
+
+        def other_random_state(ctx: Context) -> None:
+            torch.rand(1 if ctx.side == OURS else 2)
+
+        def other_end(ctx: Context) -> None:
+            if ctx.side == OURS:
+                raise ValueError("new")
+
+        compare = test_address_parity.ByAddress().parity
+        result = compare(facts_of_recordings, **ON_THE_HOST)
+        self.assertEqual((seen, result.ours.side, result.noted("recordings")), ([UPSTREAM, OURS], UPSTREAM, 1))
+        for program in (other_value, other_error, no_error, other_random_state, other_end):
+            with self.subTest(program=program.__name__), self.assertRaises(ParityError):
+                compare(program, **ON_THE_HOST)
 
     def test_a_difference_of_the_first_run_is_asked_of_upstream_again(self) -> None:
         sides: list[str] = []

@@ -261,6 +261,19 @@ class TestWatch(WatchTestCase):
             self.replay(2 * route_choice._PATIENCE * EVERY)
         self.assertEqual(self.ready, 2)
 
+    def test_what_another_thread_adds_meanwhile(self) -> None:
+        tries = 0
+
+        def found() -> Iterator[int]:
+            nonlocal tries
+            tries += 1
+            yield 1
+            if tries < 3:
+                raise RuntimeError("dictionary changed size during iteration")
+            yield 2
+
+        self.assertEqual((route_choice._all_of(found), tries), ([1, 2], 3))
+
     def test_where_nothing_could_be_compiled(self) -> None:
         self.replay(EVERY * LOOKS)
         self.steps = [None, False]
@@ -370,7 +383,9 @@ class TestTableWatch(WatchTestCase):
 
     def setUp(self) -> None:
         super().setUp()
-        self.building = SimpleNamespace(before=ByAddress(BY_ADDRESS, "sizes"), verdict=None, why=self.why_expected())
+        self.building = SimpleNamespace(
+            before=ByAddress(BY_ADDRESS, "sizes"), verdict=None, why=self.why_expected(), gpu_lost_us=0.0
+        )
         self.left: list[Any] = []
         for name, value in (
             ("_building", weakref.WeakKeyDictionary({self.function: self.building})),
@@ -392,14 +407,14 @@ class TestTableWatch(WatchTestCase):
 
     def test_it_is_faster(self) -> None:
         self.assertEqual(
-            self.replays_by_table(58.0), LOOKS + 1
+            self.replays_by_table(52.0), LOOKS + 1
         )  # a launch is timed at a look, and asked for at the next
         self.assertEqual((self.left, self.ready, self.clock.timed), ([], 0, LOOKS + 1))
         (text,) = self.told
         self.assertExpectedInline(
             text.replace(", ", ",\n"),
             """\
-table: 2 us of a replay and 58 of the GPU's,
+table: 2 us of a replay and 52 of the GPU's,
 against 10 us of a replay and 50 of the GPU's by address""",
         )
         self.assertEqual(self.building.verdict, text)
@@ -419,6 +434,27 @@ against 10 us of a replay and 50 of the GPU's by address""",
 by address: 10 us of a replay and 50 of the GPU's,
 against 2 us of a replay and 62 of the GPU's by a table""",
         )
+
+    def test_the_gpu_no_longer_waits(self) -> None:
+        self.assertEqual(self.replays_by_table(57.0), LOOKS + 1)
+        self.assertEqual((self.left, self.building.gpu_lost_us), ([], 7.0))
+        other = self.made(TableWatch)  # of a recording that is made later
+        self.assertEqual(self.replays_by_table(57.0, 10 * LOOKS), 2 * LOOKS)  # it waits still, and pauses become longer
+        self.idle = False
+        self.replays_by_table(None, 100 * LOOKS)
+        self.assertEqual((self.left, self.ready), ([self.function], 2))
+        self.assertFalse(self.watch.is_due() or other.is_due())
+        self.assertExpectedInline(
+            self.told[-1],
+            """by address: the GPU's work hides what the host does by now, and a table adds 7 us to it""",
+        )
+        self.assertEqual((len(self.told), self.building.verdict), (2, self.told[-1]))
+
+    def test_a_gpu_that_takes_about_as_long_with_a_table(self) -> None:
+        self.replays_by_table(52.0)
+        self.idle = False
+        self.assertLessEqual(self.replays_by_table(None, 100 * LOOKS), 1)
+        self.assertEqual((self.left, self.ready, len(self.told)), ([], 0, 1))
 
     def test_what_cannot_be_judged(self) -> None:
         self.idle = False

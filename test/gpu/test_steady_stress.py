@@ -1,7 +1,8 @@
 """Steps of all kinds in random order, many times over: results and errors are upstream's.
 
-Each step calls some functions, keeps or drops what they return, takes gradients or forgets to, fails in between, or
-runs in another thread; now and then an output of an earlier step is read, which is an error where upstream says so.
+Each step calls some functions, keeps or drops what they return, takes gradients or forgets to, fails in between or in
+the backward, moves the parameters, or runs in another thread; now and then an output of an earlier step is read, which
+is an error where upstream says so.
 ``PYGRAPH_STRESS`` says how many steps, 1,500 without it.
 """
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 STEPS = int(os.environ.get("PYGRAPH_STRESS", "1500"))
 MOST_KEPT = 12
+MOST_MOVES = 40  # upstream records anew for each, and gives up after 128
 
 
 class Interruption(Exception):
@@ -40,6 +42,7 @@ class World:
         self.kept: list[torch.Tensor] = []
         self.number = 0
         self.failing = False
+        self.moves = 0
         torch.manual_seed(0)
         layers = torch.nn.Linear(24, 32), torch.nn.GELU(), torch.nn.Linear(32, 24)
         self.model = torch.nn.Sequential(*layers).to(ctx.device)
@@ -80,11 +83,15 @@ class World:
             (self.call_parts, 12),
             (self.train, 20),
             (self.forget_the_backward, 4),
+            (self.fail_in_the_backward, 5),
+            (self.move_parameters, 2),
             (self.read_kept, 12),
             (self.drop_all, 4),
+            *([(self.in_another_thread, 1)] if self.ctx.graphs and self.marks else []),
         ]
         action = draw.choices([a for a, _ in actions], [weight for _, weight in actions])[0]
-        with torch.no_grad() if action.__name__ not in ("train", "forget_the_backward") else torch.enable_grad():
+        trains = action in (self.train, self.forget_the_backward, self.fail_in_the_backward)
+        with torch.enable_grad() if trains else torch.no_grad():
             # Where steps are guessed, what was returned may be overwritten in the middle of one.
             self.ctx.attempt(action)
 
@@ -133,6 +140,25 @@ class World:
     def forget_the_backward(self) -> None:
         self.note("forgotten", self.trained(self.fresh()))
 
+    def fail_in_the_backward(self) -> None:
+        """Before the compiled backward, or behind it."""
+        self.model.zero_grad(set_to_none=True)
+        loss = self.trained(self.fresh()).square().mean()
+
+        def fail(gradient: torch.Tensor) -> None:
+            raise Interruption
+
+        handle = self.draw.choice([loss, *self.model.parameters()]).register_hook(fail)
+        self.ctx.raises(loss.backward)
+        handle.remove()
+        self.model.zero_grad(set_to_none=True)
+
+    def move_parameters(self) -> None:
+        if self.moves < MOST_MOVES:
+            self.moves += 1
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.clone()
+
     def read_kept(self) -> None:
         """Values of an earlier step may be anybody's by now; whether they can be read is upstream's to say."""
         for output in self.kept[-3:]:
@@ -159,9 +185,7 @@ class World:
 def steps(seed: int, count: int) -> Callable[[Context], None]:
     def program(ctx: Context) -> None:
         world = World(ctx, seed)
-        for number in range(count):
-            if ctx.graphs and world.marks and number % 400 == 399:
-                world.in_another_thread()
+        for _ in range(count):
             world.step()
         world.kept.clear()
 

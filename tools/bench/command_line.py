@@ -37,7 +37,10 @@ def parser() -> argparse.ArgumentParser:
     length.add_argument("--full", action="store_true", help="15 long rounds")
     parse.add_argument("--rounds", type=int, metavar="N", help="rounds of interleaved blocks (7)")
     parse.add_argument(
-        "--ways", default=None, metavar="A,B", help="some of eager,compile,upstream,ours,ours:patch,ours:table"
+        "--ways",
+        default=None,
+        metavar="A,B",
+        help="some of eager,compile,upstream,ours,ours:patch,ours:table,ours:selected",
     )
     parse.add_argument(
         "--jobs",
@@ -76,12 +79,12 @@ def main(arguments: Sequence[str]) -> int:
 
     import torch
 
-    from pygraph_trees.comparison import FORCED, WAYS
+    from pygraph_trees.comparison import MORE_WAYS, WAYS
 
     ways = tuple(options.ways.split(",")) if options.ways else WAYS
     for way in ways:
-        if way not in (*WAYS, *FORCED):
-            parse.error(f"there is no way {way!r}, only {', '.join((*WAYS, *FORCED))}")
+        if way not in (*WAYS, *MORE_WAYS):
+            parse.error(f"there is no way {way!r}, only {', '.join((*WAYS, *MORE_WAYS))}")
     if not torch.cuda.is_available():
         print(NO_GPU, file=sys.stderr)
         return 2

@@ -2,9 +2,9 @@
 
 It goes from stage to stage as who started it says, a line on standard input each: it imports what it needs, says so and
 waits; builds the program and prepares all ways, says so and waits; times and inspects them. Nothing is done on the GPU
-before the first line comes, and nothing is timed before the second one. Records are written to a file as they come. On
-standard output are, besides what is said, steps done, steps in all and what comes next, a line for each step. What
-programs print goes to standard error.
+before the first line comes, and nothing is timed, nor chosen by time, before the second one. Records are written to a
+file as they come. On standard output are, besides what is said, steps done, steps in all and what comes next, a line
+for each step. What programs print goes to standard error.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(job: str) -> int:
 
     def progress(done: int, total: int, text: str) -> None:
         nonlocal is_prepared
-        if text.startswith("timing ") and not is_prepared:
+        if text.startswith(("settling ", "timing ")) and not is_prepared:
             is_prepared = True
             say_and_wait(PREPARED)
         print(done, total, text, file=told_to, flush=True)
