@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pygraph_trees.coverage.page import Section, escaped, page, table
+from pygraph_trees.coverage.markup import Section, escaped, scrolled, table
+from pygraph_trees.coverage.page import page
 
 from .results import REGIMES
 from .table import cells, speedup
@@ -118,7 +119,8 @@ def _axis(end_us: float, y: int) -> Iterator[str]:
 
 
 def _drawing(body: str, height: float, label: str) -> str:
-    return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="drawing"><svg style="min-width:36rem" '
-        f'viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="{escaped(label)}">{body}</svg></div>'
+    drawing = (
+        f'<svg style="min-width:36rem" viewBox="0 0 {_WIDTH} {height:.0f}" role="img" '
+        f'aria-label="{escaped(label)}">{body}</svg>'
     )
+    return scrolled(drawing, "drawing")

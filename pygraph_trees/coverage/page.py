@@ -7,13 +7,13 @@ JSON too, in the element ``#report``, for tools. All that comes from a program i
 
 from __future__ import annotations
 
-import html
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .markup import Section, counted, escaped, link, opened, table
+from .recorded_tree import facts, function_anchor, recorded_tree, recording_anchor
 from .records import FunctionRecord, GraphRecord, InputRecord, Partition, RecordingRecord
 from .text import kernels, nbytes, title
 
@@ -25,20 +25,12 @@ _MOST_STEPS = 8  # ways through the trees
 _CSS = Path(__file__).with_name("page.css")
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A part of the page."""
-
-    anchor: str
-    title: str
-    body: str  # HTML
-
-
 def page(report: Report, first: Sequence[Section] = (), *, name: str = "CUDA graphs") -> str:
     """The page. ``first``: sections that come before those of the report."""
     sections = [
         *first,
         Section("functions", "Functions", _functions(report.functions)),
+        Section("tree", "Tree of recordings", recorded_tree(report.functions)),
         Section("step", "Steps, as they were recorded", _steps(report.functions)),
         Section("graphs", "Compiled graphs", _graphs(report.graphs)),
     ]
@@ -60,34 +52,6 @@ def page(report: Report, first: Sequence[Section] = (), *, name: str = "CUDA gra
         f'</header>\n<main id="content" tabindex="-1">{_facts(report)}{parts}</main>\n'
         f'<script type="application/json" id="report">{data}</script>\n</body>\n</html>\n'
     )
-
-
-def escaped(text: object) -> str:
-    return html.escape(str(text))
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[int] = (), label: str = "") -> str:
-    """Rows of plain text; ``words``: columns of sentences, which are broken into lines."""
-
-    def row(cells: Sequence[str], tag: str) -> str:
-        kinds = (' class="words"' if number in words else "" for number in range(len(cells)))
-        return "<tr>" + "".join(f"<{tag}{k}>{escaped(c)}</{tag}>" for c, k in zip(cells, kinds, strict=True)) + "</tr>"
-
-    body = "".join(row(cells, "td") for cells in rows)
-    name = escaped(label or "table: " + ", ".join(cell for cell in head if cell))
-    return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{name}"><table><thead>'
-        f"{row(head, 'th')}</thead><tbody>{body}</tbody></table></div>"
-    )
-
-
-def opened(summary: str, body: str) -> str:
-    """Something that can be opened; both are HTML."""
-    return f"<details><summary>{summary}</summary><div>{body}</div></details>"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _environment(report: Report) -> str:
@@ -128,15 +92,15 @@ def _facts(report: Report) -> str:
 def _functions(functions: Sequence[FunctionRecord]) -> str:
     if not functions:
         return "<p>There are none.</p>"
-    return "".join(map(_function, functions))
+    return "".join(_function(index, function) for index, function in enumerate(functions))
 
 
-def _function(function: FunctionRecord) -> str:
+def _function(index: int, function: FunctionRecord) -> str:
     part = f", partition {function.partition} of {function.partitions}" if function.partitions > 1 else ""
     last = function.recordings[-1] if function.recordings else None
     summary = (
         f"<strong>{escaped(title(function))}</strong> {function.mode}{part} "
-        f'<span class="quiet">{_count(len(function.recordings), "recording")}, {_count(function.replays, "replay")}'
+        f'<span class="quiet">{counted(len(function.recordings), "recording")}, {counted(function.replays, "replay")}'
     )
     if last is not None:
         summary += (
@@ -146,47 +110,33 @@ def _function(function: FunctionRecord) -> str:
     body = ""
     if function.ungraphed_calls:
         why = function.ungraphed_reason or "the limit of re-recordings, or capture failed"
-        body += f'<p class="bad">{_count(function.ungraphed_calls, "call")} un-graphed: {escaped(why)}</p>'
+        body += f'<p class="bad">{counted(function.ungraphed_calls, "call")} un-graphed: {escaped(why)}</p>'
         summary += ' <strong class="bad">un-graphed calls</strong>'
     if function.decision:
         body += f"<p>Measured: {escaped(function.decision)}.</p>"
     if function.route:
         body += f"<p>Inputs are given by {escaped(function.route.removeprefix('by '))}.</p>"
-    costs = [_count(function.warmups, "warm-up"), f"{function.record_s:.3f} s to record"]
+    costs = [counted(function.warmups, "warm-up"), f"{function.record_s:.3f} s to record"]
     body += f"<p>{'; '.join([*costs, f'{nbytes(function.pool_bytes)} of the graph pool'])}.</p>"
     if function.recordings:
-        body += f"<h3>Tree of recordings</h3>{_tree(function.recordings)}"
+        body += f"<h3>Recordings</h3>{_recordings(index, function.recordings)}"
     if last is not None:
         body += f"<h3>Inputs of recording {last.number}</h3>{_inputs(last.inputs)}"
     settings = ", ".join(f"{name} {value}" for name, value in function.settings.items())
-    return opened(summary, f'{body}<p class="quiet">Compiled with: {escaped(settings)}.</p>')
+    return opened(
+        summary, f'{body}<p class="quiet">Compiled with: {escaped(settings)}.</p>', anchor=function_anchor(index)
+    )
 
 
-def _tree(recordings: Sequence[RecordingRecord]) -> str:
-    """Each recording below the one that it follows, if that is of the same function."""
-    numbers = {r.number for r in recordings}
-    below: dict[int | None, list[RecordingRecord]] = {}
-    for recording in recordings:
-        below.setdefault(recording.parent if recording.parent in numbers else None, []).append(recording)
-
-    def branch(parent: int | None) -> str:
-        found = "".join(f"<li>{_node(r)}{branch(r.number)}</li>" for r in below.get(parent, ()))
-        return f"<ul>{found}</ul>" if found else ""
-
-    return branch(None).replace("<ul>", '<ul class="tree">', 1)
-
-
-def _node(recording: RecordingRecord) -> str:
-    behind = "" if recording.parent is None else f", behind recording {recording.parent}"
-    count = "?" if recording.kernels is None else str(recording.kernels)
-    extra = f", {recording.extra_copies} inputs copied for one call" if recording.extra_copies else ""
-    facts = [
-        f"{count} kernels",
-        _count(recording.replays, "replay"),
-        f"{recording.record_s * 1e3:.1f} ms to record{extra}",
-    ]
-    why = f'<span class="quiet">{escaped(recording.reason)}{behind}</span>'
-    return f'<span class="node">recording {recording.number}</span> {", ".join(facts)}; {why}'
+def _recordings(index: int, recordings: Sequence[RecordingRecord]) -> str:
+    """Each with a link to where it stands in the tree."""
+    rows = []
+    for position, r in enumerate(recordings):
+        behind = "" if r.parent is None else f", behind recording {r.parent}"
+        name = link(recording_anchor(index, position), f"recording {r.number}")
+        why = f'<span class="quiet">{escaped(r.reason + behind)}</span>'
+        rows.append(f"<li>{name} {escaped(facts(r))}; {why}</li>")
+    return f'<ul class="rows">{"".join(rows)}</ul>'
 
 
 def _inputs(inputs: Sequence[InputRecord]) -> str:
@@ -238,7 +188,7 @@ def _steps(functions: Sequence[FunctionRecord]) -> str:
     if not strips:
         return "<p>Nothing was replayed.</p>"
     left = len(ends) - _MOST_STEPS
-    more = f"<p>And {_count(left, 'way')} more, which steps took less often.</p>" if left > 0 else ""
+    more = f"<p>And {counted(left, 'way')} more, which steps took less often.</p>" if left > 0 else ""
     return "<p>One row a step: its graphs in the order in which they are launched.</p>" + "".join(strips) + more
 
 
@@ -249,7 +199,7 @@ def _step(path: Sequence[tuple[FunctionRecord, RecordingRecord]], steps: int) ->
     )
     label = "; ".join(_what(f, r) for f, r in path)
     drawn = f'<div class="strip" role="img" aria-label="{escaped(label)}">{spans}</div>'
-    return f'<h3>{_count(steps, "step")}</h3>{drawn}<p class="quiet">{escaped(label)}</p>'
+    return f'<h3>{counted(steps, "step")}</h3>{drawn}<p class="quiet">{escaped(label)}</p>'
 
 
 def _what(function: FunctionRecord, recording: RecordingRecord) -> str:

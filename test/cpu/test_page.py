@@ -6,15 +6,14 @@ import html.parser
 import json
 import logging
 import re
-import shutil
-import subprocess
 import sys
 import tempfile
-import unittest
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from browser import PROGRAM, browser
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.comparison.page import sections, write_page
@@ -178,13 +177,56 @@ class TestPage(TestCase):
             if attributes.get("role") == "img":
                 self.assertTrue(attributes["aria-label"])
 
-    def test_trees(self):
+    def shape(self, *functions):
+        """The tree of a report: in brackets what follows a recording, where that are several."""
+        text = report(functions).to_html()
+        self.elements(text)
+        tree = text.partition('<ul class="tree">')[2].partition("</section>")[0].rpartition("</ul>")[0]
+        tokens = re.findall(r"<ul>|</ul>|<ol>|</ol>|>recording (\d+)<", tree)
+        marks = re.findall(r"<ul>|</ul>|<ol>|</ol>|>recording \d+<", tree)
+        names = {"<ul>": "[", "</ul>": "]", "<ol>": "(", "</ol>": ")"}
+        return " ".join(names.get(mark, token) for mark, token in zip(marks, tokens, strict=True))
+
+    def test_a_tree_across_functions(self):
+        forward = function(recording(0), recording(3), mode="forward")
+        backward = function(recording(1, 0), recording(4, 3), recording(5, 0, "static input arg3_1 moved"))
+        behind_both = function(recording(2, 1), recording(6, 4), recording(7, 5))
+        self.assertEqual(self.shape(forward, backward, behind_both), "( 0 [ ( 1 2 ) ( 5 7 ) ] ) ( 3 4 6 )")
+
+    def test_a_tree_of_one_function(self):
         tree = function(*[recording(n, p) for n, p in ((0, None), (1, 0), (2, 1), (3, 0), (4, 9))])
-        text = report([tree]).to_html()
-        branches = text.partition('<ul class="tree">')[2].partition("<h3>")[0]
-        shape = re.sub(r"<span class=.node.>recording (\d)</span>.*?(?=</?(?:li|ul))", r"\1", branches)
-        wanted = "<li>0<ul><li>1<ul><li>2</li></ul></li><li>3</li></ul></li><li>4</li></ul>"
-        self.assertEqual(shape, wanted)
+        self.assertEqual(self.shape(tree), "( 0 [ ( 1 2 ) ( 3 ) ] ) ( 4 )")
+        self.assertIn("behind recording 9, of which nothing is known", report([tree]).to_html())
+
+    def test_a_tree_leaves_no_recording_out_and_has_none_twice(self):
+        circle = function(recording(0, 1), recording(1, 0), recording(2, 0), recording(3, 3))
+        self.assertEqual(self.shape(circle), "( 0 [ ( 1 ) ( 2 ) ] ) ( 3 )")
+        twice = (function(recording(0), recording(1, 0)), function(recording(0), recording(2, 1)))
+        self.assertEqual(self.shape(*twice), "( 0 ) ( 0 ) ( 1 2 )")
+        self.assertIn("behind recording 0, of which there are several", report(twice).to_html())
+        chain = [function(recording(n, n - 1 if n else None)) for n in range(1200)]
+        self.assertEqual(self.shape(*chain), f"( {' '.join(map(str, range(1200)))} )")
+        ladder = function(*[recording(n, max(0, n - 1) // 2 * 2 if n else None) for n in range(1200)])
+        self.assertEqual(len(re.findall(r"\d+", self.shape(ladder))), 1200)
+
+    def test_a_tree_names_functions_and_leads_to_them(self):
+        found = self.elements(FULL.to_html())
+        opened = [a["id"] for tag, a in found if tag == "details" and "id" in a]
+        self.assertEqual(opened, ["function-0", "function-1"])
+        tree = FULL.to_html().partition('<ul class="tree">')[2].partition("</section>")[0]
+        names = re.findall(r'>recording (\d)</span> <a href="#function-(\d)">(.*?)</a>: (.*?) <', tree)
+        wanted = [
+            ("0", "0", "Net 0/0 forward", "first call"),
+            ("1", "1", "Net 0/0 backward", "first call"),
+            ("2", "0", "Net 0/0 forward", "static input arg3_1 moved"),
+        ]
+        self.assertEqual(names, wanted)
+        parts = FunctionRecord(EVIL, "0/0", "forward", 2, 3, SETTINGS, (recording(0, reason=EVIL),), 1, 0, 0, None)
+        text = report([parts]).to_html()
+        self.elements(text)
+        self.assertIn("forward, partition 2 of 3</a>", text)
+        self.assertNotIn(EVIL, text)
+        self.assertIn("Nothing was recorded", report([function()]).to_html())
 
     def test_steps(self):
         text = FULL.to_html()
@@ -267,43 +309,67 @@ class TestPage(TestCase):
             self.assertIn("<title>Net: pygraph_trees</title>", text)
             self.assertIn("ours and upstream are bit-equal", text)
 
-    @unittest.skipUnless(shutil.which("chromium"), "chromium is not installed")
-    def test_a_browser_shows_it(self):
-        """On a phone nothing but what can be scrolled by itself is wider than the screen, opened or not."""
-        look = """<script>addEventListener("load", () => {
-            const found = {};
-            for (const open of [false, true]) {
-                document.querySelectorAll("details").forEach(d => { d.open = open; });
-                const tables = document.querySelectorAll("table").length;
-                found[open] = [document.documentElement.scrollWidth, innerWidth, tables];
-            }
-            const first = document.querySelector("summary");
-            first.focus();
-            found.focus = document.activeElement === first;
-            found.dark = getComputedStyle(document.body).backgroundColor;
-            document.title = JSON.stringify(found);
-        });</script></body>"""
-        text = page(FULL, sections(MEASURED)).replace("</body>", look)
-        grounds = set()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "page.html"
-            path.write_text(text, encoding="utf-8")
-            for scheme in (0, 1):
-                options = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync"
-                options += (
-                    " --disable-background-networking --disable-component-update --window-size=500,900 --dump-dom"
-                )
-                command = ["chromium", *options.split(), f"--user-data-dir={folder}/{scheme}"]
-                command += [f"--blink-settings=preferredColorScheme={scheme}", path.as_uri()]
-                shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-                found = json.loads(re.search("<title>(.*?)</title>", shown)[1])
-                for open_ in ("false", "true"):
-                    width, screen, tables = found[open_]
-                    self.assertLessEqual(width, screen)
-                    self.assertGreater(tables, 5)
-                self.assertTrue(found["focus"])
-                grounds.add(found["dark"])
-        self.assertEqual(len(grounds), 2)
+
+class TestBrowser(TestCase):
+    """Looks at the page in a browser, where there is one."""
+
+    def setUp(self):
+        super().setUp()
+        if PROGRAM is None:
+            self.skipTest("chromium is not installed")
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.path = Path(folder.name) / "page.html"
+
+    def wider_than(self, width, shown):
+        """What sticks out of a screen, and is not inside of what scrolls by itself."""
+        return shown.ask(f"""[...document.querySelectorAll("body *:not(.skip)")]
+            .filter(e => !e.parentElement.closest(".scroll") && e.getBoundingClientRect().right > {width + 1})
+            .map(e => e.outerHTML.slice(0, 200))""")
+
+    def test_nothing_is_wider_than_the_screen(self):
+        """Opened or not, on a phone and on a desk."""
+        long = "AModelWithANameThatIsLongerThanTheScreenOfAPhoneIsWide"
+        ladder = [recording(9 + n, 9 + (n - 1) // 2 * 2 if n else None) for n in range(30)]
+        deep = [FunctionRecord(long, "0/0", "forward", 2, 3, SETTINGS, tuple(ladder), 1, 0, 0, None)]
+        self.path.write_text(page(report([*deep, *FULL.functions], FULL.graphs, FULL.breaks), sections(MEASURED)))
+        with browser() as shown:
+            for width in (390, 1280):
+                shown.open(self.path, width)
+                for is_open in ("false", "true"):
+                    shown.ask(f"document.querySelectorAll('details').forEach(d => {{ d.open = {is_open}; }})")
+                    self.assertLessEqual(shown.ask("document.documentElement.scrollWidth"), width)
+                    self.assertEqual(self.wider_than(width, shown), [])
+
+    def test_light_and_dark(self):
+        self.path.write_text(page(FULL, sections(MEASURED)))
+        grounds = []
+        with browser() as shown:
+            for dark in (False, True):
+                shown.open(self.path, 1280, dark=dark)
+                grounds.append(shown.ask("getComputedStyle(document.body).backgroundColor"))
+        self.assertEqual(grounds, ["rgb(255, 255, 255)", "rgb(16, 20, 24)"])
+
+    def test_a_keyboard_reaches_a_function_from_the_tree(self):
+        self.path.write_text(FULL.to_html())
+        with browser() as shown:
+            shown.open(self.path, 390)
+            links = shown.ask("document.querySelectorAll('.tree a').length")
+            self.assertEqual(links, 3)
+            for _ in range(60):
+                shown.press("Tab")
+                if shown.ask("document.activeElement.closest('.tree')?.querySelector('a') === document.activeElement"):
+                    break
+            self.assertEqual(shown.ask("document.activeElement.textContent"), "Net 0/0 forward")
+            self.assertNotEqual(shown.ask("getComputedStyle(document.activeElement).outlineStyle"), "none")
+            shown.press("Enter")
+            self.assertEqual(shown.ask("location.hash"), "#function-0")
+            top = shown.ask("document.querySelector('#function-0').getBoundingClientRect().top")
+            self.assertLess(top, 900)
+            shown.press("Tab")
+            self.assertEqual(shown.ask("document.activeElement.parentElement.id"), "function-0")
+            shown.press("Enter")
+            self.assertTrue(shown.ask("document.querySelector('#function-0').open"))
 
 
 class TestTrace(TestCase):
