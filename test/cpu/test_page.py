@@ -228,6 +228,11 @@ class TestPage(TestCase):
         self.assertNotIn(EVIL, text)
         self.assertIn("Nothing was recorded", report([function()]).to_html())
 
+    def test_strips_wrap(self):
+        """As the style says; where there is a browser, it is looked at."""
+        (strip,) = re.findall(r"\n\.strip \{(.*?)\}", FULL.to_html())
+        self.assertIn("flex-wrap: wrap", strip)
+
     def test_steps(self):
         text = FULL.to_html()
         wanted = ["86 steps", "4 steps"]
@@ -340,6 +345,20 @@ class TestBrowser(TestCase):
                     shown.ask(f"document.querySelectorAll('details').forEach(d => {{ d.open = {is_open}; }})")
                     self.assertLessEqual(shown.ask("document.documentElement.scrollWidth"), width)
                     self.assertEqual(self.wider_than(width, shown), [])
+
+    def test_sixty_parts_stay_on_the_screen(self):
+        parts = tuple(Partition(n % 2 == 0, {"triton": 10_000 if n == 4 else 1 + n}) for n in range(60))
+        chain = function(*[recording(n, n - 1 if n else None) for n in range(60)])
+        self.path.write_text(report([chain], [GraphRecord("Net", "0/0", "forward", parts, None)]).to_html())
+        with browser() as shown:
+            for width in (390, 1280):
+                shown.open(self.path, width)
+                shown.ask("document.querySelectorAll('details').forEach(d => { d.open = true; })")
+                self.assertLessEqual(shown.ask("document.documentElement.scrollWidth"), width)
+                self.assertEqual(self.wider_than(width, shown), [])
+                self.assertEqual(shown.ask("document.querySelectorAll('.strip span').length"), 120)
+                cut = "[...document.querySelectorAll('.strip span')].filter(e => e.scrollWidth > e.clientWidth).length"
+                self.assertEqual(shown.ask(cut), 0)
 
     def test_light_and_dark(self):
         self.path.write_text(page(FULL, sections(MEASURED)))
