@@ -8,14 +8,14 @@ JSON too, in the element ``#report``, for tools. All that comes from a program i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .markup import Section, counted, escaped, link, opened, table
 from .recorded_tree import facts, function_anchor, recorded_tree, recording_anchor
-from .records import FunctionRecord, GraphRecord, InputRecord, Partition, RecordingRecord
-from .text import kernels, nbytes, title
+from .records import FunctionRecord, GraphRecord, InputRecord, Partition, PartitionInput, RecordingRecord
+from .text import cause_line, kernels, nbytes, title
 
 if TYPE_CHECKING:
     from .report import Report
@@ -170,10 +170,14 @@ def _steps(functions: Sequence[FunctionRecord]) -> str:
     counts = Counter(r.number for f in functions for r in f.recordings)
     if any(count > 1 for count in counts.values()):
         return "<p>There are trees of several threads, devices or ways, whose recordings have the same numbers.</p>"
-    nodes = {r.number: (f, r) for f in functions for r in f.recordings}
+    nodes = {
+        r.number: (f, r, recording_anchor(index, position))
+        for index, f in enumerate(functions)
+        for position, r in enumerate(f.recordings)
+    }
     # Replays of a recording behind which none of its children was replayed.
-    ended = Counter({number: r.replays for number, (_, r) in nodes.items()})
-    for _, r in nodes.values():
+    ended = Counter({number: r.replays for number, (_, r, _) in nodes.items()})
+    for _, r, _ in nodes.values():
         if r.parent in nodes:
             ended[r.parent] -= r.replays
     ends = [number for number, steps in ended.most_common() if steps > 0]
@@ -192,14 +196,23 @@ def _steps(functions: Sequence[FunctionRecord]) -> str:
     return "<p>One row a step: its graphs in the order in which they are launched.</p>" + "".join(strips) + more
 
 
-def _step(path: Sequence[tuple[FunctionRecord, RecordingRecord]], steps: int) -> str:
-    spans = "".join(
-        f'<span class="in" style="flex-grow:{max(1, r.kernels or 1)}" title="{escaped(_what(f, r))}">{r.number}</span>'
-        for f, r in path
-    )
-    label = "; ".join(_what(f, r) for f, r in path)
-    drawn = f'<div class="strip" role="img" aria-label="{escaped(label)}">{spans}</div>'
+def _step(path: Sequence[tuple[FunctionRecord, RecordingRecord, str]], steps: int) -> str:
+    drawn = _strip((r.kernels or 0, str(r.number), "in", anchor, _what(f, r)) for f, r, anchor in path)
+    label = "; ".join(_what(f, r) for f, r, _ in path)
     return f'<h3>{counted(steps, "step")}</h3>{drawn}<p class="quiet">{escaped(label)}</p>'
+
+
+def _strip(parts: Iterable[tuple[int, str, str, str, str]]) -> str:
+    """Parts as wide as they have kernels: how many, what stands in it, kind, where it is told of, and its name.
+
+    A part is a link for who points at it; to others it is hidden, as all that it tells is told where it leads.
+    """
+    drawn = "".join(
+        f'<a class="{kind}" href="#{anchor}" tabindex="-1" style="flex-grow:{max(1, count)}" title="{escaped(name)}">'
+        f"{escaped(text)}</a>"
+        for count, text, kind, anchor, name in parts
+    )
+    return f'<div class="strip" aria-hidden="true">{drawn}</div>'
 
 
 def _what(function: FunctionRecord, recording: RecordingRecord) -> str:
@@ -213,12 +226,14 @@ def _what(function: FunctionRecord, recording: RecordingRecord) -> str:
 def _graphs(graphs: Sequence[GraphRecord]) -> str:
     legend = (
         '<p><span class="key in"></span> inside of a CUDA graph, <span class="key out"></span> outside; '
-        "a part's number is that of its GPU kernels.</p>"
+        "a part shows how many GPU kernels it has.</p>"
     )
-    return legend + "".join(map(_graph, graphs)) if graphs else "<p>There are none.</p>"
+    if not graphs:
+        return "<p>There are none.</p>"
+    return legend + "".join(_graph(index, graph) for index, graph in enumerate(graphs))
 
 
-def _graph(graph: GraphRecord) -> str:
+def _graph(index: int, graph: GraphRecord) -> str:
     outside = graph.kernels_outside
     state = (
         '<strong class="bad">not graphed</strong>'
@@ -226,18 +241,14 @@ def _graph(graph: GraphRecord) -> str:
         else f'<span class="{"bad" if outside else "good"}">{escaped(kernels(outside))} outside</span>'
     )
     summary = f"<strong>{escaped(title(graph))}</strong> {graph.mode} {state}"
-    body = "".join(_graph_body(graph))
-    return opened(summary, body)
+    return opened(summary, "".join(_graph_body(index, graph)))
 
 
-def _graph_body(graph: GraphRecord) -> Iterator[str]:
+def _graph_body(index: int, graph: GraphRecord) -> Iterator[str]:
     if graph.dropped:
         yield f'<p class="bad">Not graphed: {escaped(" ".join(graph.dropped.split()))}</p>'
     if graph.partitions:
-        yield _strip(graph)
-    if graph.causes:
-        rows = [[cause.reason, cause.op, cause.source or "-"] for cause in graph.causes]
-        yield "<h3>What keeps a part outside</h3>" + table(["because of", "operation", "where"], rows, words=(1, 2))
+        yield from _partitions(index, graph)
     if graph.why_not_placed:
         yield f"<p>Values of the CPU stay there, because {escaped(graph.why_not_placed)}.</p>"
     if graph.placed:
@@ -246,16 +257,48 @@ def _graph_body(graph: GraphRecord) -> Iterator[str]:
         yield "<h3>Values of the CPU</h3>" + table(head, rows, words=(1, 2, 3))
 
 
-def _strip(graph: GraphRecord) -> str:
-    parts = "".join(
-        f'<span class="{"in" if p.graphed and not graph.dropped else "out"}" '
-        f'style="flex-grow:{max(1, p.gpu_kernels)}" title="{escaped(_partition(number, p))}">{p.gpu_kernels}</span>'
-        for number, p in enumerate(graph.partitions, 1)
-    )
-    label = "; ".join(_partition(number, p) for number, p in enumerate(graph.partitions, 1))
-    return f'<div class="strip" role="img" aria-label="{escaped(label)}">{parts}</div>'
+def _partitions(index: int, graph: GraphRecord) -> Iterator[str]:
+    """A strip of them, and below it what is known of each one."""
+    strip, rows = [], []
+    for number, part in enumerate(graph.partitions, 1):
+        is_graphed = part.graphed and not graph.dropped
+        by_kind = ", ".join(f"{count} {kind}" for kind, count in part.kernels.items()) or "nothing"
+        name = f"part {number}, {'graphed' if is_graphed else 'outside'}: {by_kind}"
+        anchor, kind = f"graph-{index}-part-{number}", "in" if is_graphed else "out"
+        strip.append((part.gpu_kernels, str(part.gpu_kernels), kind, anchor, name))
+        shown = _partition(part, f'<span class="key {kind}"></span> {escaped(name)}')
+        rows.append(f'<li id="{anchor}">{shown}</li>')
+    yield f'{_strip(strip)}<ul class="rows">{"".join(rows)}</ul>'
 
 
-def _partition(number: int, part: Partition) -> str:
-    by_kind = ", ".join(f"{count} {kind}" for kind, count in part.kernels.items()) or "nothing"
-    return f"part {number}, {'graphed' if part.graphed else 'outside'}: {by_kind}"
+def _partition(part: Partition, name: str) -> str:
+    """What cuts it off, what it reads and what it hands on; ``name`` is HTML."""
+    first, *more = part.causes or (None,)
+    if first is not None:
+        others = f", and {counted(len(more), 'other operation')}" if more else ""
+        name += f'<span class="cause">because of {escaped(cause_line(first))}{others}</span>'
+    body = ""
+    if more:
+        rows = [[cause.reason, cause.op, cause.source or "-"] for cause in part.causes]
+        body += table(["because of", "operation", "where"], rows, words=(1, 2))
+    if part.inputs:
+        body += "<h3>Inputs</h3>" + _partition_inputs(part.inputs)
+    if part.outputs:
+        body += f"<h3>Outputs</h3><p>{escaped(', '.join(part.outputs))}</p>"
+    return opened(name, body) if body else f'<div class="row">{name}</div>'
+
+
+def _partition_inputs(inputs: Sequence[PartitionInput]) -> str:
+    rows = [
+        [
+            i.name,
+            "the graph" if i.graph_input else "another part",
+            i.device,
+            i.dtype,
+            "symbolic" if i.nbytes is None else nbytes(i.nbytes),
+            ", ".join(f"{count} {kind}" for kind, count in i.consumers.items()) or "-",
+        ]
+        for i in inputs[:_MOST_ROWS]
+    ]
+    more = f"<p>The first {_MOST_ROWS} of {len(inputs)}.</p>" if len(inputs) > _MOST_ROWS else ""
+    return table(["input", "of", "device", "dtype", "size", "read by"], rows, label="inputs of a part") + more

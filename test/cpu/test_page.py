@@ -8,6 +8,7 @@ import logging
 import re
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -30,6 +31,7 @@ from pygraph_trees.coverage.records import (
     GraphRecord,
     InputRecord,
     Partition,
+    PartitionInput,
     Placed,
     RecordingRecord,
 )
@@ -233,6 +235,64 @@ class TestPage(TestCase):
         (strip,) = re.findall(r"\n\.strip \{(.*?)\}", FULL.to_html())
         self.assertIn("flex-wrap: wrap", strip)
 
+    def visible(self, text):
+        """What is read without a pointer: no attributes."""
+        return html.unescape(re.sub(r"<[^>]*>", "\n", text))
+
+    def test_parts_are_told_in_text(self):
+        """With what cuts each one off, and its inputs and outputs as in JSON."""
+        (record,) = report([], [graph()]).graphs
+        reads = (
+            PartitionInput("primals_1", True, "cuda:0", "float32", 4096, {"triton": 2, "extern": 1}),
+            PartitionInput(EVIL, False, "cpu", "int64", None, {}),
+        )
+        causes = (*record.partitions[1].causes, Cause("DeviceCopy ops", "prims.device_put.default", None))
+        parts = (
+            replace(record.partitions[0], inputs=reads[:1], outputs=("buf1",)),
+            replace(record.partitions[1], inputs=reads, outputs=("buf2", EVIL), causes=causes),
+            Partition(True, {"triton": 1}),
+        )
+        found = report([], [replace(record, partitions=parts), replace(record, partitions=parts, dropped="why")])
+        text = found.to_html()
+        self.elements(text)
+        self.assertNotIn(EVIL, text)
+        shown = re.findall(r'<li id="graph-0-part-\d">(.*?)</li>', text)
+        one, two, three = (" ".join(self.visible(part).split()) for part in shown)
+        self.assertIn("part 1, graphed: 3 triton", one)
+        self.assertIn("primals_1 the graph cuda:0 float32 4.1 kB 2 triton, 1 extern Outputs buf1", one)
+        self.assertNotIn("because", one)
+        because = f"because of cpu ops: aten.index.Tensor at model.py:31 in forward: {EVIL}, and 1 other operation"
+        self.assertIn(f"part 2, outside: 2 cpu, 1 copy {because}", two)
+        self.assertIn("DeviceCopy ops prims.device_put.default -", two)
+        self.assertIn(f"{EVIL} another part cpu int64 symbolic -", two)
+        self.assertIn(f"Outputs buf2, {EVIL}", two)
+        self.assertEqual(three, "part 3, graphed: 1 triton")
+        (first,) = re.findall(r'<li id="graph-1-part-1">(.*?)</li>', text)
+        self.assertIn("part 1, outside: 3 triton", self.visible(first))
+
+    def test_what_is_pointed_at_is_told_where_it_leads(self):
+        found = self.elements(FULL.to_html())
+        strips = [a for tag, a in found if a.get("class") == "strip"]
+        self.assertEqual({a.get("aria-hidden") for a in strips}, {"true"})
+        parts = [a for tag, a in found if tag == "a" and a.get("class") in ("in", "out")]
+        self.assertEqual([a["href"] for a in parts if a["class"] == "out"], ["#graph-0-part-2"])
+        self.assertEqual({a["tabindex"] for a in parts}, {"-1"})
+        steps = [a["href"] for a in parts if a["href"].startswith("#recording-")]
+        self.assertEqual(steps, ["#recording-0-0", "#recording-1-0"] * 2 + ["#recording-0-1"])
+        self.assertIn("part 2, outside: 2 cpu, 1 copy", self.visible(FULL.to_html()))
+
+    def test_many_inputs_of_a_part(self):
+        many = tuple(PartitionInput(f"buf{n}", False, "cuda:0", "int8", 1, {}) for n in range(900))
+        record = GraphRecord("Net", None, "inference", (Partition(True, {"triton": 1}, inputs=many),), None)
+        self.assertIn("The first 400 of 900.", report([], [record]).to_html())
+
+    def test_spans_are_told_in_text(self):
+        _, timeline = sections(MEASURED)
+        text = " ".join(self.visible(timeline.body).split())
+        self.assertIn("ours : 2 spans of the what from us to us us host launch of a graph 0.0 5.0 5.0", text)
+        self.assertIn("gpu work of a graph 6.0 46.0 40.0", text)
+        self.assertEqual([tag for tag, _ in self.elements(timeline.body)].count("details"), 2)
+
     def test_steps(self):
         text = FULL.to_html()
         wanted = ["86 steps", "4 steps"]
@@ -356,9 +416,31 @@ class TestBrowser(TestCase):
                 shown.ask("document.querySelectorAll('details').forEach(d => { d.open = true; })")
                 self.assertLessEqual(shown.ask("document.documentElement.scrollWidth"), width)
                 self.assertEqual(self.wider_than(width, shown), [])
-                self.assertEqual(shown.ask("document.querySelectorAll('.strip span').length"), 120)
-                cut = "[...document.querySelectorAll('.strip span')].filter(e => e.scrollWidth > e.clientWidth).length"
+                self.assertEqual(shown.ask("document.querySelectorAll('.strip a').length"), 120)
+                cut = "[...document.querySelectorAll('.strip a')].filter(e => e.scrollWidth > e.clientWidth).length"
                 self.assertEqual(shown.ask(cut), 0)
+
+    def test_a_keyboard_and_a_finger_reach_a_part(self):
+        cause = Cause("cpu ops", "aten.index.Tensor", "model.py:31")
+        parts = [Partition(True, {"triton": 3}, outputs=("buf1",)), Partition(False, {"cpu": 1}, (cause,))] * 9
+        self.path.write_text(report([], [GraphRecord("Net", "0/0", "forward", tuple(parts), None)]).to_html())
+        is_shown = "document.querySelector('#graph-0-part-{}').checkVisibility()"
+        with browser() as shown:
+            shown.open(self.path, 390)
+            self.assertFalse(shown.ask(is_shown.format(2)))
+            for _ in range(30):
+                shown.press("Tab")
+                if shown.ask("document.activeElement.matches('#graphs > details > summary')"):
+                    break
+            shown.press("Enter")
+            self.assertTrue(shown.ask(is_shown.format(2)))
+            self.assertIn("because of cpu ops", shown.ask("document.querySelector('#graph-0-part-2').innerText"))
+            shown.press("Tab")
+            self.assertEqual(shown.ask("document.activeElement.closest('li').id"), "graph-0-part-1")
+            shown.press(" ")
+            self.assertIn("buf1", shown.ask("document.querySelector('#graph-0-part-1').innerText"))
+            shown.touch(".strip a:last-child")
+            shown.wait_for("location.hash === '#graph-0-part-18'")
 
     def test_light_and_dark(self):
         self.path.write_text(page(FULL, sections(MEASURED)))
@@ -382,7 +464,7 @@ class TestBrowser(TestCase):
             self.assertEqual(shown.ask("document.activeElement.textContent"), "Net 0/0 forward")
             self.assertNotEqual(shown.ask("getComputedStyle(document.activeElement).outlineStyle"), "none")
             shown.press("Enter")
-            self.assertEqual(shown.ask("location.hash"), "#function-0")
+            shown.wait_for("location.hash === '#function-0'")
             top = shown.ask("document.querySelector('#function-0').getBoundingClientRect().top")
             self.assertLess(top, 900)
             shown.press("Tab")
