@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pygraph_trees.coverage.page import Section, escaped, page, table
+from pygraph_trees.coverage.markup import Section, counted, escaped, opened, scrolled, table
+from pygraph_trees.coverage.page import page
 
 from .results import REGIMES
 from .table import cells, speedup
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from pygraph_trees.coverage.report import Report
 
     from .results import Measurement
+    from .trace import Span
 
 _WIDTH, _LEFT, _NOTE = 720, 110, 130  # of a drawing, of what stands in front of its bars, and behind them
 
@@ -92,7 +94,21 @@ def _timelines(measurements: Sequence[Measurement]) -> str:
         y += 8
     rows += _axis(end, y)
     label = "; ".join(f"{m.way}: {sum(s.us for s in m.timeline if s.lane == 'gpu'):.0f} us of the GPU" for m in shown)
-    return legend + _drawing("".join(rows), y + 22, label)
+    return legend + _drawing("".join(rows), y + 22, label) + "".join(_listed(m) for m in shown)
+
+
+def _listed(m: Measurement) -> str:
+    """The spans of a way as a table."""
+    rows = [[s.lane, _what(s), f"{s.start_us:.1f}", f"{s.start_us + s.us:.1f}", f"{s.us:.1f}"] for s in m.timeline]
+    head = ["of the", "what", "from us", "to us", "us"]
+    listed = table(head, rows, words=(1,), label=f"a call of {m.way} in time")
+    return opened(f"<strong>{escaped(m.way)}</strong>: {counted(len(rows), 'span')}", listed)
+
+
+def _what(span: Span) -> str:
+    if span.lane == "host":
+        return "launch of a graph" if span.graphed else "other calls of CUDA"
+    return "work of a graph" if span.graphed else "other work"
 
 
 def _spans(m: Measurement, lane: str, y: int, end_us: float) -> Iterator[str]:
@@ -100,10 +116,10 @@ def _spans(m: Measurement, lane: str, y: int, end_us: float) -> Iterator[str]:
     for span in m.timeline:
         if span.lane == lane:
             x, width = _LEFT + span.start_us * scale, max(0.6, span.us * scale)
-            what = f"{span.start_us:.1f} to {span.start_us + span.us:.1f} us"
+            what = f"{_what(span)}, {span.start_us:.1f} to {span.start_us + span.us:.1f} us"
             kind = "graph" if span.graphed else "other"
             place = f'x="{x:.2f}" y="{y + 4}" width="{width:.2f}" height="14"'
-            yield f'<rect class="{kind}" {place}><title>{what}</title></rect>'
+            yield f'<rect class="{kind}" {place}><title>{escaped(what)}</title></rect>'
 
 
 def _axis(end_us: float, y: int) -> Iterator[str]:
@@ -118,7 +134,8 @@ def _axis(end_us: float, y: int) -> Iterator[str]:
 
 
 def _drawing(body: str, height: float, label: str) -> str:
-    return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="drawing"><svg style="min-width:36rem" '
-        f'viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="{escaped(label)}">{body}</svg></div>'
+    drawing = (
+        f'<svg style="min-width:36rem" viewBox="0 0 {_WIDTH} {height:.0f}" role="img" '
+        f'aria-label="{escaped(label)}">{body}</svg>'
     )
+    return scrolled(drawing, "drawing")

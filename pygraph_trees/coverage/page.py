@@ -7,15 +7,15 @@ JSON too, in the element ``#report``, for tools. All that comes from a program i
 
 from __future__ import annotations
 
-import html
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .records import FunctionRecord, GraphRecord, InputRecord, Partition, RecordingRecord
-from .text import kernels, nbytes, title
+from .markup import Section, counted, escaped, link, opened, table
+from .recorded_tree import facts, function_anchor, recorded_tree, recording_anchor
+from .records import FunctionRecord, GraphRecord, InputRecord, Partition, PartitionInput, RecordingRecord
+from .text import cause_line, kernels, nbytes, title
 
 if TYPE_CHECKING:
     from .report import Report
@@ -25,20 +25,12 @@ _MOST_STEPS = 8  # ways through the trees
 _CSS = Path(__file__).with_name("page.css")
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A part of the page."""
-
-    anchor: str
-    title: str
-    body: str  # HTML
-
-
 def page(report: Report, first: Sequence[Section] = (), *, name: str = "CUDA graphs") -> str:
     """The page. ``first``: sections that come before those of the report."""
     sections = [
         *first,
         Section("functions", "Functions", _functions(report.functions)),
+        Section("tree", "Tree of recordings", recorded_tree(report.functions)),
         Section("step", "Steps, as they were recorded", _steps(report.functions)),
         Section("graphs", "Compiled graphs", _graphs(report.graphs)),
     ]
@@ -60,34 +52,6 @@ def page(report: Report, first: Sequence[Section] = (), *, name: str = "CUDA gra
         f'</header>\n<main id="content" tabindex="-1">{_facts(report)}{parts}</main>\n'
         f'<script type="application/json" id="report">{data}</script>\n</body>\n</html>\n'
     )
-
-
-def escaped(text: object) -> str:
-    return html.escape(str(text))
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[int] = (), label: str = "") -> str:
-    """Rows of plain text; ``words``: columns of sentences, which are broken into lines."""
-
-    def row(cells: Sequence[str], tag: str) -> str:
-        kinds = (' class="words"' if number in words else "" for number in range(len(cells)))
-        return "<tr>" + "".join(f"<{tag}{k}>{escaped(c)}</{tag}>" for c, k in zip(cells, kinds, strict=True)) + "</tr>"
-
-    body = "".join(row(cells, "td") for cells in rows)
-    name = escaped(label or "table: " + ", ".join(cell for cell in head if cell))
-    return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{name}"><table><thead>'
-        f"{row(head, 'th')}</thead><tbody>{body}</tbody></table></div>"
-    )
-
-
-def opened(summary: str, body: str) -> str:
-    """Something that can be opened; both are HTML."""
-    return f"<details><summary>{summary}</summary><div>{body}</div></details>"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _environment(report: Report) -> str:
@@ -128,15 +92,15 @@ def _facts(report: Report) -> str:
 def _functions(functions: Sequence[FunctionRecord]) -> str:
     if not functions:
         return "<p>There are none.</p>"
-    return "".join(map(_function, functions))
+    return "".join(_function(index, function) for index, function in enumerate(functions))
 
 
-def _function(function: FunctionRecord) -> str:
+def _function(index: int, function: FunctionRecord) -> str:
     part = f", partition {function.partition} of {function.partitions}" if function.partitions > 1 else ""
     last = function.recordings[-1] if function.recordings else None
     summary = (
         f"<strong>{escaped(title(function))}</strong> {function.mode}{part} "
-        f'<span class="quiet">{_count(len(function.recordings), "recording")}, {_count(function.replays, "replay")}'
+        f'<span class="quiet">{counted(len(function.recordings), "recording")}, {counted(function.replays, "replay")}'
     )
     if last is not None:
         summary += (
@@ -146,47 +110,33 @@ def _function(function: FunctionRecord) -> str:
     body = ""
     if function.ungraphed_calls:
         why = function.ungraphed_reason or "the limit of re-recordings, or capture failed"
-        body += f'<p class="bad">{_count(function.ungraphed_calls, "call")} un-graphed: {escaped(why)}</p>'
+        body += f'<p class="bad">{counted(function.ungraphed_calls, "call")} un-graphed: {escaped(why)}</p>'
         summary += ' <strong class="bad">un-graphed calls</strong>'
     if function.decision:
         body += f"<p>Measured: {escaped(function.decision)}.</p>"
     if function.route:
         body += f"<p>Inputs are given by {escaped(function.route.removeprefix('by '))}.</p>"
-    costs = [_count(function.warmups, "warm-up"), f"{function.record_s:.3f} s to record"]
+    costs = [counted(function.warmups, "warm-up"), f"{function.record_s:.3f} s to record"]
     body += f"<p>{'; '.join([*costs, f'{nbytes(function.pool_bytes)} of the graph pool'])}.</p>"
     if function.recordings:
-        body += f"<h3>Tree of recordings</h3>{_tree(function.recordings)}"
+        body += f"<h3>Recordings</h3>{_recordings(index, function.recordings)}"
     if last is not None:
         body += f"<h3>Inputs of recording {last.number}</h3>{_inputs(last.inputs)}"
     settings = ", ".join(f"{name} {value}" for name, value in function.settings.items())
-    return opened(summary, f'{body}<p class="quiet">Compiled with: {escaped(settings)}.</p>')
+    return opened(
+        summary, f'{body}<p class="quiet">Compiled with: {escaped(settings)}.</p>', anchor=function_anchor(index)
+    )
 
 
-def _tree(recordings: Sequence[RecordingRecord]) -> str:
-    """Each recording below the one that it follows, if that is of the same function."""
-    numbers = {r.number for r in recordings}
-    below: dict[int | None, list[RecordingRecord]] = {}
-    for recording in recordings:
-        below.setdefault(recording.parent if recording.parent in numbers else None, []).append(recording)
-
-    def branch(parent: int | None) -> str:
-        found = "".join(f"<li>{_node(r)}{branch(r.number)}</li>" for r in below.get(parent, ()))
-        return f"<ul>{found}</ul>" if found else ""
-
-    return branch(None).replace("<ul>", '<ul class="tree">', 1)
-
-
-def _node(recording: RecordingRecord) -> str:
-    behind = "" if recording.parent is None else f", behind recording {recording.parent}"
-    count = "?" if recording.kernels is None else str(recording.kernels)
-    extra = f", {recording.extra_copies} inputs copied for one call" if recording.extra_copies else ""
-    facts = [
-        f"{count} kernels",
-        _count(recording.replays, "replay"),
-        f"{recording.record_s * 1e3:.1f} ms to record{extra}",
-    ]
-    why = f'<span class="quiet">{escaped(recording.reason)}{behind}</span>'
-    return f'<span class="node">recording {recording.number}</span> {", ".join(facts)}; {why}'
+def _recordings(index: int, recordings: Sequence[RecordingRecord]) -> str:
+    """Each with a link to where it stands in the tree."""
+    rows = []
+    for position, r in enumerate(recordings):
+        behind = "" if r.parent is None else f", behind recording {r.parent}"
+        name = link(recording_anchor(index, position), f"recording {r.number}")
+        why = f'<span class="quiet">{escaped(r.reason + behind)}</span>'
+        rows.append(f"<li>{name} {escaped(facts(r))}; {why}</li>")
+    return f'<ul class="rows">{"".join(rows)}</ul>'
 
 
 def _inputs(inputs: Sequence[InputRecord]) -> str:
@@ -220,10 +170,14 @@ def _steps(functions: Sequence[FunctionRecord]) -> str:
     counts = Counter(r.number for f in functions for r in f.recordings)
     if any(count > 1 for count in counts.values()):
         return "<p>There are trees of several threads, devices or ways, whose recordings have the same numbers.</p>"
-    nodes = {r.number: (f, r) for f in functions for r in f.recordings}
+    nodes = {
+        r.number: (f, r, recording_anchor(index, position))
+        for index, f in enumerate(functions)
+        for position, r in enumerate(f.recordings)
+    }
     # Replays of a recording behind which none of its children was replayed.
-    ended = Counter({number: r.replays for number, (_, r) in nodes.items()})
-    for _, r in nodes.values():
+    ended = Counter({number: r.replays for number, (_, r, _) in nodes.items()})
+    for _, r, _ in nodes.values():
         if r.parent in nodes:
             ended[r.parent] -= r.replays
     ends = [number for number, steps in ended.most_common() if steps > 0]
@@ -238,18 +192,27 @@ def _steps(functions: Sequence[FunctionRecord]) -> str:
     if not strips:
         return "<p>Nothing was replayed.</p>"
     left = len(ends) - _MOST_STEPS
-    more = f"<p>And {_count(left, 'way')} more, which steps took less often.</p>" if left > 0 else ""
+    more = f"<p>And {counted(left, 'way')} more, which steps took less often.</p>" if left > 0 else ""
     return "<p>One row a step: its graphs in the order in which they are launched.</p>" + "".join(strips) + more
 
 
-def _step(path: Sequence[tuple[FunctionRecord, RecordingRecord]], steps: int) -> str:
-    spans = "".join(
-        f'<span class="in" style="flex-grow:{max(1, r.kernels or 1)}" title="{escaped(_what(f, r))}">{r.number}</span>'
-        for f, r in path
+def _step(path: Sequence[tuple[FunctionRecord, RecordingRecord, str]], steps: int) -> str:
+    drawn = _strip((r.kernels or 0, str(r.number), "in", anchor, _what(f, r)) for f, r, anchor in path)
+    label = "; ".join(_what(f, r) for f, r, _ in path)
+    return f'<h3>{counted(steps, "step")}</h3>{drawn}<p class="quiet">{escaped(label)}</p>'
+
+
+def _strip(parts: Iterable[tuple[int, str, str, str, str]]) -> str:
+    """Parts as wide as they have kernels: how many, what stands in it, kind, where it is told of, and its name.
+
+    A part is a link for who points at it; to others it is hidden, as all that it tells is told where it leads.
+    """
+    drawn = "".join(
+        f'<a class="{kind}" href="#{anchor}" tabindex="-1" style="flex-grow:{max(1, count)}" title="{escaped(name)}">'
+        f"{escaped(text)}</a>"
+        for count, text, kind, anchor, name in parts
     )
-    label = "; ".join(_what(f, r) for f, r in path)
-    drawn = f'<div class="strip" role="img" aria-label="{escaped(label)}">{spans}</div>'
-    return f'<h3>{_count(steps, "step")}</h3>{drawn}<p class="quiet">{escaped(label)}</p>'
+    return f'<div class="strip" aria-hidden="true">{drawn}</div>'
 
 
 def _what(function: FunctionRecord, recording: RecordingRecord) -> str:
@@ -263,12 +226,14 @@ def _what(function: FunctionRecord, recording: RecordingRecord) -> str:
 def _graphs(graphs: Sequence[GraphRecord]) -> str:
     legend = (
         '<p><span class="key in"></span> inside of a CUDA graph, <span class="key out"></span> outside; '
-        "a part's number is that of its GPU kernels.</p>"
+        "a part shows how many GPU kernels it has.</p>"
     )
-    return legend + "".join(map(_graph, graphs)) if graphs else "<p>There are none.</p>"
+    if not graphs:
+        return "<p>There are none.</p>"
+    return legend + "".join(_graph(index, graph) for index, graph in enumerate(graphs))
 
 
-def _graph(graph: GraphRecord) -> str:
+def _graph(index: int, graph: GraphRecord) -> str:
     outside = graph.kernels_outside
     state = (
         '<strong class="bad">not graphed</strong>'
@@ -276,18 +241,14 @@ def _graph(graph: GraphRecord) -> str:
         else f'<span class="{"bad" if outside else "good"}">{escaped(kernels(outside))} outside</span>'
     )
     summary = f"<strong>{escaped(title(graph))}</strong> {graph.mode} {state}"
-    body = "".join(_graph_body(graph))
-    return opened(summary, body)
+    return opened(summary, "".join(_graph_body(index, graph)))
 
 
-def _graph_body(graph: GraphRecord) -> Iterator[str]:
+def _graph_body(index: int, graph: GraphRecord) -> Iterator[str]:
     if graph.dropped:
         yield f'<p class="bad">Not graphed: {escaped(" ".join(graph.dropped.split()))}</p>'
     if graph.partitions:
-        yield _strip(graph)
-    if graph.causes:
-        rows = [[cause.reason, cause.op, cause.source or "-"] for cause in graph.causes]
-        yield "<h3>What keeps a part outside</h3>" + table(["because of", "operation", "where"], rows, words=(1, 2))
+        yield from _partitions(index, graph)
     if graph.why_not_placed:
         yield f"<p>Values of the CPU stay there, because {escaped(graph.why_not_placed)}.</p>"
     if graph.placed:
@@ -296,16 +257,48 @@ def _graph_body(graph: GraphRecord) -> Iterator[str]:
         yield "<h3>Values of the CPU</h3>" + table(head, rows, words=(1, 2, 3))
 
 
-def _strip(graph: GraphRecord) -> str:
-    parts = "".join(
-        f'<span class="{"in" if p.graphed and not graph.dropped else "out"}" '
-        f'style="flex-grow:{max(1, p.gpu_kernels)}" title="{escaped(_partition(number, p))}">{p.gpu_kernels}</span>'
-        for number, p in enumerate(graph.partitions, 1)
-    )
-    label = "; ".join(_partition(number, p) for number, p in enumerate(graph.partitions, 1))
-    return f'<div class="strip" role="img" aria-label="{escaped(label)}">{parts}</div>'
+def _partitions(index: int, graph: GraphRecord) -> Iterator[str]:
+    """A strip of them, and below it what is known of each one."""
+    strip, rows = [], []
+    for number, part in enumerate(graph.partitions, 1):
+        is_graphed = part.graphed and not graph.dropped
+        by_kind = ", ".join(f"{count} {kind}" for kind, count in part.kernels.items()) or "nothing"
+        name = f"part {number}, {'graphed' if is_graphed else 'outside'}: {by_kind}"
+        anchor, kind = f"graph-{index}-part-{number}", "in" if is_graphed else "out"
+        strip.append((part.gpu_kernels, str(part.gpu_kernels), kind, anchor, name))
+        shown = _partition(part, f'<span class="key {kind}"></span> {escaped(name)}')
+        rows.append(f'<li id="{anchor}">{shown}</li>')
+    yield f'{_strip(strip)}<ul class="rows">{"".join(rows)}</ul>'
 
 
-def _partition(number: int, part: Partition) -> str:
-    by_kind = ", ".join(f"{count} {kind}" for kind, count in part.kernels.items()) or "nothing"
-    return f"part {number}, {'graphed' if part.graphed else 'outside'}: {by_kind}"
+def _partition(part: Partition, name: str) -> str:
+    """What cuts it off, what it reads and what it hands on; ``name`` is HTML."""
+    first, *more = part.causes or (None,)
+    if first is not None:
+        others = f", and {counted(len(more), 'other operation')}" if more else ""
+        name += f'<span class="cause">because of {escaped(cause_line(first))}{others}</span>'
+    body = ""
+    if more:
+        rows = [[cause.reason, cause.op, cause.source or "-"] for cause in part.causes]
+        body += table(["because of", "operation", "where"], rows, words=(1, 2))
+    if part.inputs:
+        body += "<h3>Inputs</h3>" + _partition_inputs(part.inputs)
+    if part.outputs:
+        body += f"<h3>Outputs</h3><p>{escaped(', '.join(part.outputs))}</p>"
+    return opened(name, body) if body else f'<div class="row">{name}</div>'
+
+
+def _partition_inputs(inputs: Sequence[PartitionInput]) -> str:
+    rows = [
+        [
+            i.name,
+            "the graph" if i.graph_input else "another part",
+            i.device,
+            i.dtype,
+            "symbolic" if i.nbytes is None else nbytes(i.nbytes),
+            ", ".join(f"{count} {kind}" for kind, count in i.consumers.items()) or "-",
+        ]
+        for i in inputs[:_MOST_ROWS]
+    ]
+    more = f"<p>The first {_MOST_ROWS} of {len(inputs)}.</p>" if len(inputs) > _MOST_ROWS else ""
+    return table(["input", "of", "device", "dtype", "size", "read by"], rows, label="inputs of a part") + more

@@ -6,15 +6,15 @@ import html.parser
 import json
 import logging
 import re
-import shutil
-import subprocess
 import sys
 import tempfile
-import unittest
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from browser import PROGRAM, browser
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.comparison.page import sections, write_page
@@ -31,6 +31,7 @@ from pygraph_trees.coverage.records import (
     GraphRecord,
     InputRecord,
     Partition,
+    PartitionInput,
     Placed,
     RecordingRecord,
 )
@@ -178,13 +179,119 @@ class TestPage(TestCase):
             if attributes.get("role") == "img":
                 self.assertTrue(attributes["aria-label"])
 
-    def test_trees(self):
+    def shape(self, *functions):
+        """The tree of a report: in brackets what follows a recording, where that are several."""
+        text = report(functions).to_html()
+        self.elements(text)
+        tree = text.partition('<ul class="tree">')[2].partition("</section>")[0].rpartition("</ul>")[0]
+        tokens = re.findall(r"<ul>|</ul>|<ol>|</ol>|>recording (\d+)<", tree)
+        marks = re.findall(r"<ul>|</ul>|<ol>|</ol>|>recording \d+<", tree)
+        names = {"<ul>": "[", "</ul>": "]", "<ol>": "(", "</ol>": ")"}
+        return " ".join(names.get(mark, token) for mark, token in zip(marks, tokens, strict=True))
+
+    def test_a_tree_across_functions(self):
+        forward = function(recording(0), recording(3), mode="forward")
+        backward = function(recording(1, 0), recording(4, 3), recording(5, 0, "static input arg3_1 moved"))
+        behind_both = function(recording(2, 1), recording(6, 4), recording(7, 5))
+        self.assertEqual(self.shape(forward, backward, behind_both), "( 0 [ ( 1 2 ) ( 5 7 ) ] ) ( 3 4 6 )")
+
+    def test_a_tree_of_one_function(self):
         tree = function(*[recording(n, p) for n, p in ((0, None), (1, 0), (2, 1), (3, 0), (4, 9))])
-        text = report([tree]).to_html()
-        branches = text.partition('<ul class="tree">')[2].partition("<h3>")[0]
-        shape = re.sub(r"<span class=.node.>recording (\d)</span>.*?(?=</?(?:li|ul))", r"\1", branches)
-        wanted = "<li>0<ul><li>1<ul><li>2</li></ul></li><li>3</li></ul></li><li>4</li></ul>"
-        self.assertEqual(shape, wanted)
+        self.assertEqual(self.shape(tree), "( 0 [ ( 1 2 ) ( 3 ) ] ) ( 4 )")
+        self.assertIn("behind recording 9, of which nothing is known", report([tree]).to_html())
+
+    def test_a_tree_leaves_no_recording_out_and_has_none_twice(self):
+        circle = function(recording(0, 1), recording(1, 0), recording(2, 0), recording(3, 3))
+        self.assertEqual(self.shape(circle), "( 0 [ ( 1 ) ( 2 ) ] ) ( 3 )")
+        twice = (function(recording(0), recording(1, 0)), function(recording(0), recording(2, 1)))
+        self.assertEqual(self.shape(*twice), "( 0 ) ( 0 ) ( 1 2 )")
+        self.assertIn("behind recording 0, of which there are several", report(twice).to_html())
+        chain = [function(recording(n, n - 1 if n else None)) for n in range(1200)]
+        self.assertEqual(self.shape(*chain), f"( {' '.join(map(str, range(1200)))} )")
+        ladder = function(*[recording(n, max(0, n - 1) // 2 * 2 if n else None) for n in range(1200)])
+        self.assertEqual(len(re.findall(r"\d+", self.shape(ladder))), 1200)
+
+    def test_a_tree_names_functions_and_leads_to_them(self):
+        found = self.elements(FULL.to_html())
+        opened = [a["id"] for tag, a in found if tag == "details" and "id" in a]
+        self.assertEqual(opened, ["function-0", "function-1"])
+        tree = FULL.to_html().partition('<ul class="tree">')[2].partition("</section>")[0]
+        names = re.findall(r'>recording (\d)</span> <a href="#function-(\d)">(.*?)</a>: (.*?) <', tree)
+        wanted = [
+            ("0", "0", "Net 0/0 forward", "first call"),
+            ("1", "1", "Net 0/0 backward", "first call"),
+            ("2", "0", "Net 0/0 forward", "static input arg3_1 moved"),
+        ]
+        self.assertEqual(names, wanted)
+        parts = FunctionRecord(EVIL, "0/0", "forward", 2, 3, SETTINGS, (recording(0, reason=EVIL),), 1, 0, 0, None)
+        text = report([parts]).to_html()
+        self.elements(text)
+        self.assertIn("forward, partition 2 of 3</a>", text)
+        self.assertNotIn(EVIL, text)
+        self.assertIn("Nothing was recorded", report([function()]).to_html())
+
+    def test_strips_wrap(self):
+        """As the style says; where there is a browser, it is looked at."""
+        (strip,) = re.findall(r"\n\.strip \{(.*?)\}", FULL.to_html())
+        self.assertIn("flex-wrap: wrap", strip)
+
+    def visible(self, text):
+        """What is read without a pointer: no attributes."""
+        return html.unescape(re.sub(r"<[^>]*>", "\n", text))
+
+    def test_parts_are_told_in_text(self):
+        """With what cuts each one off, and its inputs and outputs as in JSON."""
+        (record,) = report([], [graph()]).graphs
+        reads = (
+            PartitionInput("primals_1", True, "cuda:0", "float32", 4096, {"triton": 2, "extern": 1}),
+            PartitionInput(EVIL, False, "cpu", "int64", None, {}),
+        )
+        causes = (*record.partitions[1].causes, Cause("DeviceCopy ops", "prims.device_put.default", None))
+        parts = (
+            replace(record.partitions[0], inputs=reads[:1], outputs=("buf1",)),
+            replace(record.partitions[1], inputs=reads, outputs=("buf2", EVIL), causes=causes),
+            Partition(True, {"triton": 1}),
+        )
+        found = report([], [replace(record, partitions=parts), replace(record, partitions=parts, dropped="why")])
+        text = found.to_html()
+        self.elements(text)
+        self.assertNotIn(EVIL, text)
+        shown = re.findall(r'<li id="graph-0-part-\d">(.*?)</li>', text)
+        one, two, three = (" ".join(self.visible(part).split()) for part in shown)
+        self.assertIn("part 1, graphed: 3 triton", one)
+        self.assertIn("primals_1 the graph cuda:0 float32 4.1 kB 2 triton, 1 extern Outputs buf1", one)
+        self.assertNotIn("because", one)
+        because = f"because of cpu ops: aten.index.Tensor at model.py:31 in forward: {EVIL}, and 1 other operation"
+        self.assertIn(f"part 2, outside: 2 cpu, 1 copy {because}", two)
+        self.assertIn("DeviceCopy ops prims.device_put.default -", two)
+        self.assertIn(f"{EVIL} another part cpu int64 symbolic -", two)
+        self.assertIn(f"Outputs buf2, {EVIL}", two)
+        self.assertEqual(three, "part 3, graphed: 1 triton")
+        (first,) = re.findall(r'<li id="graph-1-part-1">(.*?)</li>', text)
+        self.assertIn("part 1, outside: 3 triton", self.visible(first))
+
+    def test_what_is_pointed_at_is_told_where_it_leads(self):
+        found = self.elements(FULL.to_html())
+        strips = [a for tag, a in found if a.get("class") == "strip"]
+        self.assertEqual({a.get("aria-hidden") for a in strips}, {"true"})
+        parts = [a for tag, a in found if tag == "a" and a.get("class") in ("in", "out")]
+        self.assertEqual([a["href"] for a in parts if a["class"] == "out"], ["#graph-0-part-2"])
+        self.assertEqual({a["tabindex"] for a in parts}, {"-1"})
+        steps = [a["href"] for a in parts if a["href"].startswith("#recording-")]
+        self.assertEqual(steps, ["#recording-0-0", "#recording-1-0"] * 2 + ["#recording-0-1"])
+        self.assertIn("part 2, outside: 2 cpu, 1 copy", self.visible(FULL.to_html()))
+
+    def test_many_inputs_of_a_part(self):
+        many = tuple(PartitionInput(f"buf{n}", False, "cuda:0", "int8", 1, {}) for n in range(900))
+        record = GraphRecord("Net", None, "inference", (Partition(True, {"triton": 1}, inputs=many),), None)
+        self.assertIn("The first 400 of 900.", report([], [record]).to_html())
+
+    def test_spans_are_told_in_text(self):
+        _, timeline = sections(MEASURED)
+        text = " ".join(self.visible(timeline.body).split())
+        self.assertIn("ours : 2 spans of the what from us to us us host launch of a graph 0.0 5.0 5.0", text)
+        self.assertIn("gpu work of a graph 6.0 46.0 40.0", text)
+        self.assertEqual([tag for tag, _ in self.elements(timeline.body)].count("details"), 2)
 
     def test_steps(self):
         text = FULL.to_html()
@@ -267,43 +374,103 @@ class TestPage(TestCase):
             self.assertIn("<title>Net: pygraph_trees</title>", text)
             self.assertIn("ours and upstream are bit-equal", text)
 
-    @unittest.skipUnless(shutil.which("chromium"), "chromium is not installed")
-    def test_a_browser_shows_it(self):
-        """On a phone nothing but what can be scrolled by itself is wider than the screen, opened or not."""
-        look = """<script>addEventListener("load", () => {
-            const found = {};
-            for (const open of [false, true]) {
-                document.querySelectorAll("details").forEach(d => { d.open = open; });
-                const tables = document.querySelectorAll("table").length;
-                found[open] = [document.documentElement.scrollWidth, innerWidth, tables];
-            }
-            const first = document.querySelector("summary");
-            first.focus();
-            found.focus = document.activeElement === first;
-            found.dark = getComputedStyle(document.body).backgroundColor;
-            document.title = JSON.stringify(found);
-        });</script></body>"""
-        text = page(FULL, sections(MEASURED)).replace("</body>", look)
-        grounds = set()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "page.html"
-            path.write_text(text, encoding="utf-8")
-            for scheme in (0, 1):
-                options = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync"
-                options += (
-                    " --disable-background-networking --disable-component-update --window-size=500,900 --dump-dom"
-                )
-                command = ["chromium", *options.split(), f"--user-data-dir={folder}/{scheme}"]
-                command += [f"--blink-settings=preferredColorScheme={scheme}", path.as_uri()]
-                shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-                found = json.loads(re.search("<title>(.*?)</title>", shown)[1])
-                for open_ in ("false", "true"):
-                    width, screen, tables = found[open_]
-                    self.assertLessEqual(width, screen)
-                    self.assertGreater(tables, 5)
-                self.assertTrue(found["focus"])
-                grounds.add(found["dark"])
-        self.assertEqual(len(grounds), 2)
+
+class TestBrowser(TestCase):
+    """Looks at the page in a browser, where there is one."""
+
+    def setUp(self):
+        super().setUp()
+        if PROGRAM is None:
+            self.skipTest("chromium is not installed")
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.path = Path(folder.name) / "page.html"
+
+    def wider_than(self, width, shown):
+        """What sticks out of a screen, and is not inside of what scrolls by itself."""
+        return shown.ask(f"""[...document.querySelectorAll("body *:not(.skip)")]
+            .filter(e => !e.parentElement.closest(".scroll") && e.getBoundingClientRect().right > {width + 1})
+            .map(e => e.outerHTML.slice(0, 200))""")
+
+    def test_nothing_is_wider_than_the_screen(self):
+        """Opened or not, on a phone and on a desk."""
+        long = "AModelWithANameThatIsLongerThanTheScreenOfAPhoneIsWide"
+        ladder = [recording(9 + n, 9 + (n - 1) // 2 * 2 if n else None) for n in range(30)]
+        deep = [FunctionRecord(long, "0/0", "forward", 2, 3, SETTINGS, tuple(ladder), 1, 0, 0, None)]
+        self.path.write_text(page(report([*deep, *FULL.functions], FULL.graphs, FULL.breaks), sections(MEASURED)))
+        with browser() as shown:
+            for width in (390, 1280):
+                shown.open(self.path, width)
+                for is_open in ("false", "true"):
+                    shown.ask(f"document.querySelectorAll('details').forEach(d => {{ d.open = {is_open}; }})")
+                    self.assertLessEqual(shown.ask("document.documentElement.scrollWidth"), width)
+                    self.assertEqual(self.wider_than(width, shown), [])
+
+    def test_sixty_parts_stay_on_the_screen(self):
+        parts = tuple(Partition(n % 2 == 0, {"triton": 10_000 if n == 4 else 1 + n}) for n in range(60))
+        chain = function(*[recording(n, n - 1 if n else None) for n in range(60)])
+        self.path.write_text(report([chain], [GraphRecord("Net", "0/0", "forward", parts, None)]).to_html())
+        with browser() as shown:
+            for width in (390, 1280):
+                shown.open(self.path, width)
+                shown.ask("document.querySelectorAll('details').forEach(d => { d.open = true; })")
+                self.assertLessEqual(shown.ask("document.documentElement.scrollWidth"), width)
+                self.assertEqual(self.wider_than(width, shown), [])
+                self.assertEqual(shown.ask("document.querySelectorAll('.strip a').length"), 120)
+                cut = "[...document.querySelectorAll('.strip a')].filter(e => e.scrollWidth > e.clientWidth).length"
+                self.assertEqual(shown.ask(cut), 0)
+
+    def test_a_keyboard_and_a_finger_reach_a_part(self):
+        cause = Cause("cpu ops", "aten.index.Tensor", "model.py:31")
+        parts = [Partition(True, {"triton": 3}, outputs=("buf1",)), Partition(False, {"cpu": 1}, (cause,))] * 9
+        self.path.write_text(report([], [GraphRecord("Net", "0/0", "forward", tuple(parts), None)]).to_html())
+        is_shown = "document.querySelector('#graph-0-part-{}').checkVisibility()"
+        with browser() as shown:
+            shown.open(self.path, 390)
+            self.assertFalse(shown.ask(is_shown.format(2)))
+            for _ in range(30):
+                shown.press("Tab")
+                if shown.ask("document.activeElement.matches('#graphs > details > summary')"):
+                    break
+            shown.press("Enter")
+            self.assertTrue(shown.ask(is_shown.format(2)))
+            self.assertIn("because of cpu ops", shown.ask("document.querySelector('#graph-0-part-2').innerText"))
+            shown.press("Tab")
+            self.assertEqual(shown.ask("document.activeElement.closest('li').id"), "graph-0-part-1")
+            shown.press(" ")
+            self.assertIn("buf1", shown.ask("document.querySelector('#graph-0-part-1').innerText"))
+            shown.touch(".strip a:last-child")
+            shown.wait_for("location.hash === '#graph-0-part-18'")
+
+    def test_light_and_dark(self):
+        self.path.write_text(page(FULL, sections(MEASURED)))
+        grounds = []
+        with browser() as shown:
+            for dark in (False, True):
+                shown.open(self.path, 1280, dark=dark)
+                grounds.append(shown.ask("getComputedStyle(document.body).backgroundColor"))
+        self.assertEqual(grounds, ["rgb(255, 255, 255)", "rgb(16, 20, 24)"])
+
+    def test_a_keyboard_reaches_a_function_from_the_tree(self):
+        self.path.write_text(FULL.to_html())
+        with browser() as shown:
+            shown.open(self.path, 390)
+            links = shown.ask("document.querySelectorAll('.tree a').length")
+            self.assertEqual(links, 3)
+            for _ in range(60):
+                shown.press("Tab")
+                if shown.ask("document.activeElement.closest('.tree')?.querySelector('a') === document.activeElement"):
+                    break
+            self.assertEqual(shown.ask("document.activeElement.textContent"), "Net 0/0 forward")
+            self.assertNotEqual(shown.ask("getComputedStyle(document.activeElement).outlineStyle"), "none")
+            shown.press("Enter")
+            shown.wait_for("location.hash === '#function-0'")
+            top = shown.ask("document.querySelector('#function-0').getBoundingClientRect().top")
+            self.assertLess(top, 900)
+            shown.press("Tab")
+            self.assertEqual(shown.ask("document.activeElement.parentElement.id"), "function-0")
+            shown.press("Enter")
+            self.assertTrue(shown.ask("document.querySelector('#function-0').open"))
 
 
 class TestTrace(TestCase):
