@@ -31,7 +31,8 @@ from .graph_nodes import KernelNode, Layout, Layouts, MemcpyNode, MemsetNode, No
 _NEEDED = {
     10020: (
         *("cuMemAddressReserve", "cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap"),
-        *("cuMemSetAccess", "cuMemGetAllocationGranularity", "cuPointerGetAttribute", "cuCtxGetCurrent"),
+        *("cuMemSetAccess", "cuMemGetAllocationGranularity", "cuPointerGetAttribute"),
+        *("cuCtxGetCurrent", "cuCtxSetCurrent"),
         *("cuGraphMemcpyNodeGetParams", "cuGraphMemsetNodeGetParams"),
         *("cuGraphMemcpyNodeSetParams", "cuGraphMemsetNodeSetParams"),
         *("cuGraphExecMemcpyNodeSetParams", "cuGraphExecMemsetNodeSetParams"),
@@ -41,7 +42,7 @@ _NEEDED = {
 }
 
 
-_NATIVE = ("search", "set_kernels", "kernel_setter", "overwrite_stack")
+_NATIVE = ("search", "set_kernels", "address_of", "overwrite_stack")
 
 
 class SetRefused(DriverError):
@@ -124,6 +125,14 @@ class Driver:
         (context,) = self.call("cuCtxGetCurrent")
         return context
 
+    def enter(self, context: Any) -> None:
+        """Makes a context this thread's where it has none, as in a thread that has not used the GPU yet.
+
+        Some calls of the driver crash without one.
+        """
+        if not int(self.context()):
+            self.call("cuCtxSetCurrent", context)
+
     def nodes(self, graph: int) -> list[int]:
         """All nodes of a graph, without those of its child graphs (``cuGraphGetNodes``)."""
         _, count = self.call("cuGraphGetNodes", graph, 0)
@@ -189,10 +198,17 @@ class Driver:
 
     def kernel_setter(self) -> int | None:
         """Where the function of the driver is that sets a kernel node; None without the native part, or without it."""
+        return self._address_of("cuGraphExecKernelNodeSetParams_v2")
+
+    def context_getter(self) -> int | None:
+        """Where the function is that gives the current context, likewise."""
+        return self._address_of("cuCtxGetCurrent")
+
+    def _address_of(self, name: str) -> int | None:
         if self.native is None:
             return None
         try:
-            return int(self.native.kernel_setter(self._library))
+            return int(self.native.address_of(self._library, name))
         except (RuntimeError, OSError):
             return None
 

@@ -19,7 +19,7 @@
    two uint64, packed in bytes: its handle, and the address of its CUDA_KERNEL_NODE_PARAMS_v2. It returns None, or for
    the first that is refused (position, code); those behind it are as they were.
 
-   kernel_setter(library) gives the address of the call that does that, cuGraphExecKernelNodeSetParams_v2.
+   address_of(library, name) gives the address of a call.
 
    overwrite_stack() leaves zeros where earlier calls of this thread, as deep as 128 KiB from here, left what they worked
    with.
@@ -342,12 +342,15 @@ static Setter setter_of(const char *library) {
     return set;
 }
 
-static PyObject *kernel_setter(PyObject *self, PyObject *arguments) {
-    const char *library;
-    if (!PyArg_ParseTuple(arguments, "s", &library))
+static PyObject *address_of(PyObject *self, PyObject *arguments) {
+    const char *library, *name;
+    if (!PyArg_ParseTuple(arguments, "ss", &library, &name))
         return NULL;
-    Setter set = setter_of(library);
-    return set == NULL ? NULL : PyLong_FromUnsignedLongLong((unsigned long long)(uintptr_t)set);
+    void *opened = dlopen(library, RTLD_NOW);
+    if (opened == NULL)
+        return PyErr_Format(PyExc_OSError, "%s cannot be opened", library);
+    void *found = find(opened, name);
+    return found == NULL ? NULL : PyLong_FromUnsignedLongLong((unsigned long long)(uintptr_t)found);
 }
 
 static PyObject *set_kernels(PyObject *self, PyObject *arguments) {
@@ -385,7 +388,7 @@ static PyObject *overwrite_stack(PyObject *self, PyObject *unused) {
 static PyMethodDef methods[] = {
     {"overwrite_stack", overwrite_stack, METH_NOARGS, "Zeros where earlier calls left what they had; see the source."},
     {"set_kernels", set_kernels, METH_VARARGS, "Other parameters for kernels of an instantiated graph; see the source."},
-    {"kernel_setter", kernel_setter, METH_VARARGS, "Where the driver's call is that sets one; see the source."},
+    {"address_of", address_of, METH_VARARGS, "Where a call of the driver is; see the source."},
     {"search", search, METH_VARARGS, "Words in a range among the parameters of a graph's kernels; see the source."},
     {NULL, NULL, 0, NULL},
 };

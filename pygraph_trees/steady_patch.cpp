@@ -1,10 +1,10 @@
 /* Other addresses for an instantiated graph: pygraph_trees._tensors.Patcher, for graphs in which all that is patched are
    parameters of kernels.
 
-   Patcher(patches, words, nodes, holders, inputs, exec, set, ask_every) has of an indirection.patching.Patches what
+   Patcher(patches, words, nodes, holders, inputs, exec, set, context, ask_every) has of an indirection.patching.Patches what
    apply() would use, packed as uint64: words, where an address is written, the position of its input, and what is added
    to it; nodes, handle and struct of each kernel node; holders, a position and the number of a node for each node that
-   holds an input; and where the driver's cuGraphExecKernelNodeSetParams_v2 is.
+   holds an input; and where the driver's cuGraphExecKernelNodeSetParams_v2 and cuCtxGetCurrent are.
 
    Called with live inputs and a list of addresses of those that are patched, it does what LiveInputs.prepare does where
    each of them fitted before, and is True; else nothing has changed and it is False, and Python does it. That is so as
@@ -39,6 +39,7 @@ struct Patcher {
         std::vector<std::vector<size_t>> holders; // by position, of nodes
         void *exec = nullptr;
         int (*set)(void *exec, void *node, const void *parameters) = nullptr;
+        int (*get_context)(void **context) = nullptr;
         std::vector<uint64_t> addresses, before; // of this call, and what the graph holds
         std::vector<char> is_due;                // by node
         uint64_t ask_every = 0, calls = 0;       // since Python was left one
@@ -126,6 +127,9 @@ Answer apply(Patcher::State *state, PyObject *live, PyObject *seen) {
         state->calls = 0;
         return Answer::no;
     }
+    void *context = nullptr; // a thread that has not used the GPU yet has none, and the driver would crash
+    if (state->get_context(&context) != 0 || context == nullptr)
+        return Answer::no;
     Ref given(PyList_New(static_cast<Py_ssize_t>(count))), nothing(PyList_New(0));
     if (!given || !nothing)
         return Answer::error;
@@ -159,12 +163,12 @@ Answer apply(Patcher::State *state, PyObject *live, PyObject *seen) {
 }
 
 PyObject *make_patcher(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    static const char *known[] = {"patches", "words", "nodes", "holders", "inputs", "exec", "set", "ask_every", nullptr};
+    static const char *known[] = {"patches", "words", "nodes", "holders", "inputs", "exec", "set", "context", "ask_every", nullptr};
     PyObject *patches, *words, *nodes, *holders;
-    unsigned long long exec, set, ask_every;
+    unsigned long long exec, set, context, ask_every;
     Py_ssize_t inputs;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOnKKK", const_cast<char **>(known), &patches, &words, &nodes,
-                                     &holders, &inputs, &exec, &set, &ask_every))
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOnKKKK", const_cast<char **>(known), &patches, &words, &nodes,
+                                     &holders, &inputs, &exec, &set, &context, &ask_every))
         return nullptr;
     Packed<Word> written;
     Packed<Node> all;
@@ -178,6 +182,7 @@ PyObject *make_patcher(PyTypeObject *type, PyObject *arguments, PyObject *keywor
     state->patches = Py_NewRef(patches);
     state->exec = reinterpret_cast<void *>(exec);
     state->set = reinterpret_cast<int (*)(void *, void *, const void *)>(set);
+    state->get_context = reinterpret_cast<int (*)(void **)>(context);
     state->ask_every = ask_every;
     const auto count = static_cast<size_t>(std::max<Py_ssize_t>(inputs, 0));
     state->addresses.resize(count);
@@ -186,7 +191,7 @@ PyObject *make_patcher(PyTypeObject *type, PyObject *arguments, PyObject *keywor
     for (Py_ssize_t i = 0; i < all.count; i++)
         state->nodes.push_back(all[i]);
     state->is_due.resize(state->nodes.size());
-    bool fits = exec != 0 && set != 0;
+    bool fits = exec != 0 && set != 0 && context != 0;
     for (Py_ssize_t i = 0; i < written.count; i++) {
         state->words.push_back(written[i]);
         fits = fits && written[i].position < count && written[i].address != 0;

@@ -378,7 +378,7 @@ class LiveInputs:
             found.sites,
             [*patched, *buffers],
             int(graph.raw_cuda_graph_exec()),
-            self._context() if any(not isinstance(node, KernelNode) for node in found.nodes) else None,
+            self._context() if patched or buffers else None,
             [self._ghosts.ghosts[p].start for p in patched] + [self.items[p].recorded for p in buffers.values()],
         )
         self._complex = tuple(item.index for item in self._patched if item.stand_in.is_complex())

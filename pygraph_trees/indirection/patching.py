@@ -149,7 +149,8 @@ class Patches:
         self._setters = {number: scan_nodes[number].set for number in self._all}
         self._kernels = kernels
         self._set_at_once = functools.partial(driver.set_kernels, exec_)
-        self._exec, self._setter = int(exec_), driver.kernel_setter
+        self._exec, self._setter, self._context_getter = int(exec_), driver.kernel_setter, driver.context_getter
+        self._enter = functools.partial(driver.enter, context)
         # By what changes, positions in inputs: most often it is the same again. All have a place of their own.
         self._changes: dict[tuple[int, ...], _Change] = {}
         self._all_changed = self._change(self._all)
@@ -170,8 +171,10 @@ class Patches:
         ``ask_every``: it leaves every so many calls to Python; 0 for none of them.
         """
         change = self._all_changed
-        setter = None if tensors.native is None or change.others else self._setter()
-        if setter is None or not change.kernels:
+        if tensors.native is None or change.others or not change.kernels:
+            return None
+        setter, context_getter = self._setter(), self._context_getter()
+        if setter is None or context_getter is None:
             return None
         table = ctypes.addressof(self._table)
         words = [(table + 8 * number, *entry) for number, entry in enumerate(self._entries)]
@@ -188,6 +191,7 @@ class Patches:
             inputs=len(self.addresses),
             exec=self._exec,
             set=setter,
+            context=context_getter,
             ask_every=ask_every,
         )
 
@@ -239,6 +243,7 @@ class Patches:
     def _set(self, addresses: Sequence[int], change: _Change) -> None:
         node = -1
         try:
+            self._enter()
             if change.set_kernels is not None:
                 change.set_kernels()
             for node in change.others:
@@ -261,7 +266,7 @@ class Patches:
         """An input with a site in this node, one whose address changes if there is one."""
         users = [position for position, nodes in enumerate(self._nodes) if node in nodes]
         changed = [position for position in users if addresses[position] != self.addresses[position]]
-        return self._inputs[(changed or users)[0]]
+        return self._inputs[(changed or users or self._positions)[0]]
 
 
 class CapturedCopies:

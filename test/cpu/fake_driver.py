@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -195,6 +196,8 @@ class FakeApi(FakeMemory):
         super().__init__()
         self.driver_version = 13000
         self.context = CUcontext(next(self._handles))
+        self._of_thread = threading.local()  # which context each thread has; the one that made this has it
+        self._of_thread.context = self.context
         self._graphs: dict[int, list[int]] = {}
         self._nodes: dict[int, Node] = {}
         self._functions: dict[tuple[int, bool], Kernel] = {}  # by handle, whether it is a CUfunction
@@ -326,7 +329,16 @@ class FakeApi(FakeMemory):
         return self._answer("cuDriverGetVersion", self.driver_version)
 
     def cuCtxGetCurrent(self):
-        return self._answer("cuCtxGetCurrent", self.context)
+        answer = self._answer("cuCtxGetCurrent", getattr(self._of_thread, "context", CUcontext(0)))
+        self.calls.pop()  # asked before others each time, it would stand between all of them
+        return answer
+
+    def cuCtxSetCurrent(self, context):
+        assert isinstance(context, CUcontext) and int(context) == int(self.context), f"no context {context!r}"
+        (code,) = self._answer("cuCtxSetCurrent")
+        if code == 0:
+            self._of_thread.context = context
+        return (code,)
 
     def cuStreamGetCaptureInfo(self, stream: int):
         assert isinstance(stream, int) and stream in self._streams, f"no stream {stream!r}"
@@ -401,6 +413,7 @@ class FakeApi(FakeMemory):
         return self._execs[int(exec_)]
 
     def _set(self, call: str, held: dict, node: int | Handle, new: bytes | dict[str, int], refused: bool = False):
+        assert hasattr(self._of_thread, "context"), f"{call} in a thread without a context, which crashes"
         result = self._enter(call) or (CUresult.CUDA_ERROR_INVALID_VALUE if refused else CUresult.CUDA_SUCCESS)
         if result == 0:
             held[int(node)] = new

@@ -23,6 +23,7 @@ from fake_driver import CUDA_KERNEL_NODE_PARAMS as FakeParams
 from fake_driver import CUgraphExec, CUgraphNode, CUresult, FakeApi
 
 _SETTER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+_GETTER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
 _SOURCE = Path(__file__).with_name("fake_libcuda.c")
 
 
@@ -96,12 +97,18 @@ def native_over(api: FakeApi) -> Any:
             return int(CUresult.CUDA_ERROR_UNKNOWN)
         return int(code)
 
-    api.held.append(set_kernel)  # what C calls lives as long as who answers
-    setter = ctypes.cast(set_kernel, ctypes.c_void_p).value
+    @_GETTER
+    def get_context(found: Any) -> int:
+        code, context = api.cuCtxGetCurrent()
+        found[0] = None if code else int(context)
+        return int(code)
+
+    api.held += set_kernel, get_context  # what C calls lives as long as who answers
+    calls = {"cuGraphExecKernelNodeSetParams_v2": set_kernel, "cuCtxGetCurrent": get_context}
     return SimpleNamespace(
         search=search,
         set_kernels=set_kernels,
-        kernel_setter=lambda _: setter,
+        address_of=lambda _, name: ctypes.cast(calls[name], ctypes.c_void_p).value,
         overwrite_stack=_native.overwrite_stack,
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -237,6 +238,28 @@ class TestAddresses(LiveInputsTestCase):
         self.call(live, graph, a, at(0))
         self.assertEqual(self.api.calls, [KERNEL])
 
+    def test_a_thread_that_has_not_used_the_gpu(self):
+        """It has no context, and the driver crashes without one where nodes are set."""
+        live, graph = self.record(self.one_kernel(), at(0), at(0))
+        live.finish()
+        a, b = at(0), at(0)
+        launched = []
+        thread = threading.Thread(target=lambda: launched.extend(self.call(live, graph, a, b)))
+        thread.start()
+        thread.join()
+        self.assertEqual(launched, [[a.data_ptr(), b.data_ptr()]])
+        c = at(0)
+        self.assertEqual(self.call(live, graph, c, b), [[c.data_ptr(), b.data_ptr()]])
+        self.assertEqual(self.api.calls.count("cuCtxSetCurrent"), 1)
+
+    def test_a_context_that_is_refused(self):
+        live, graph = self.record(self.one_kernel(), at(0), at(0))
+        live.finish()
+        for _ in range(2):  # C++ leaves it to Python, which asks again
+            self.api.fail("cuCtxGetCurrent")
+        self.assertIn("cuCtxGetCurrent", live.prepare([at(0), at(0)]))
+        self.assertEqual(live.prepare([at(0), at(0)]), "a driver call failed")
+
     def test_what_lies_in_the_inputs_of_the_latest_call(self):
         first, later, other = at(0)[:8], at(0), at(0)
         live, graph = self.record(self.one_kernel(), first, other)
@@ -323,8 +346,8 @@ class TestAddresses(LiveInputsTestCase):
     def test_the_context_is_that_of_the_device(self):
         self.record(lambda addresses: [self.api.make_memset(addresses[0], 16)], at(0), device=3)
         self.assertEqual(self.entered, [3])
-        self.record(self.one_kernel(), at(0), device=3)  # which needs none
-        self.assertEqual(self.entered, [3])
+        self.record(self.one_kernel(), at(0), device=3)  # for threads that have none
+        self.assertEqual(self.entered, [3, 3])
 
     def test_stand_ins_are_as_aligned_as_the_inputs(self):
         tensors = [at(0), at(16), at(132), at(508)]
@@ -987,7 +1010,7 @@ class TestFailures(LiveInputsTestCase):
     def recording_calls(self, hide: Sequence[int]) -> Counter[str]:
         self.restart()
         self.attempt(hide, self.inputs())
-        return Counter(self.api.calls)
+        return Counter([*self.api.calls, "cuCtxGetCurrent"])  # which keeps no list
 
     def test_each_call_while_recording(self):
         seen = set()

@@ -123,21 +123,23 @@ class TestSetKernels(TestCase):
         for name in ("no such library", "libc.so.6"):
             self.assertIsNone(Driver(FakeApi(), _native, name).set_kernels(0x77, ()))
             self.assertIsNone(Driver(FakeApi(), _native, name).kernel_setter())
+            self.assertIsNone(Driver(FakeApi(), _native, name).context_getter())
         self.assertIsNone(Driver(FakeApi()).set_kernels(0x77, ()))
         self.assertIsNone(Driver(FakeApi()).kernel_setter())
+        self.assertIsNone(Driver(FakeApi()).context_getter())
 
     def test_where_the_call_is(self):
         from pygraph_trees import _native
 
-        wanted = ctypes.cast(self.fake.cuGraphExecKernelNodeSetParams_v2, ctypes.c_void_p).value
-        for name, error in (("no such library", OSError), ("libc.so.6", RuntimeError), ("x" * 5000, OSError)):
-            self.assertEqual(_native.kernel_setter(self.library), wanted)
-            with self.assertRaises(error):
-                _native.kernel_setter(name)
-        self.assertEqual(_native.kernel_setter(self.library), wanted)
-        with self.assertRaises(RuntimeError) as raised:
-            _native.kernel_setter("libc.so.6")
-        self.assertEqual(raised.exception.args[1], -1)
+        for call in ("cuGraphExecKernelNodeSetParams_v2", "cuCtxGetCurrent"):
+            wanted = ctypes.cast(self.fake[call], ctypes.c_void_p).value
+            self.assertEqual(_native.address_of(self.library, call), wanted)
+            for name, error in (("no such library", OSError), ("libc.so.6", RuntimeError), ("x" * 5000, OSError)):
+                with self.assertRaises(error):
+                    _native.address_of(name, call)
+            with self.assertRaises(RuntimeError) as raised:
+                _native.address_of("libc.so.6", call)
+            self.assertEqual(raised.exception.args, (call, -1))
 
 
 class TestBuiltBefore(TestCase):

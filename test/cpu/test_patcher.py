@@ -5,8 +5,10 @@ The driver's function is one of the fake driver's, called through its address.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
+import threading
 import unittest
 import weakref
 from pathlib import Path
@@ -15,6 +17,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import fake_native
 import test_live_inputs
 import torch
 from fake_driver import CUresult
@@ -90,6 +93,25 @@ class TestPatcher(LiveInputsTestCase):
         self.assertEqual(self.api.calls, [KERNEL] * 9)  # the last call changes nothing
         self.assertIs(live._seen, live._settled)
         self.assertEqual(live._addresses, live._patches.addresses)
+
+    def test_a_thread_that_has_not_used_the_gpu(self):
+        """It has no context, and the driver crashes without one where nodes are set."""
+        live, graph, sets = self.recorded()
+        made = []
+
+        def call():
+            for inputs in (sets[1], sets[0]):
+                self.call(live, graph, *inputs)
+                made.append(self.holds(graph, inputs))
+
+        apply = mock.Mock(wraps=live._patches.apply)
+        with mock.patch.object(Patches, "apply", apply):
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
+        self.assertEqual(made, [[True], [True]])
+        self.assertEqual(apply.call_count, 1)  # Python sees to it, once
+        self.assertEqual(self.api.calls, ["cuCtxSetCurrent", KERNEL, KERNEL])
 
     def test_it_is_broken_while_nodes_are_set(self):
         live, _, sets = self.recorded(kernels=2)
@@ -311,7 +333,12 @@ class TestSteadyReplay(LiveInputsTestCase):
 @requires_cpp
 class TestBadArguments(TestCase):
     def make(self, **more):
+        path = fake_native.library()
+        if path is None:
+            self.skipTest("there is no C compiler")
+        context = ctypes.cast(ctypes.CDLL(str(path)).cuCtxGetCurrent, ctypes.c_void_p).value
         arguments = dict(patches=None, words=b"", nodes=b"", holders=b"", inputs=1, exec=1, set=1, ask_every=0)
+        arguments["context"] = context
         return tensors.native.Patcher(**(arguments | more))
 
     def test_numbers_that_do_not_exist(self):
@@ -324,6 +351,7 @@ class TestBadArguments(TestCase):
             {"holders": packed([1, 0]), "nodes": packed([1, 1])},
             {"exec": 0},
             {"set": 0},
+            {"context": 0},
         ):
             with self.subTest(wrong), self.assertRaises(ValueError):
                 self.make(**wrong)

@@ -73,7 +73,25 @@ class TestTrainingByAddress(ByAddress, test_trees_training.TestTreeTraining):
 
 
 class TestMutationByAddress(ByAddress, test_trees_mutation.TestTreeMutation):
-    pass
+    def test_mutation_is_an_error_by_setting(self) -> None:
+        """Nothing is skipped by us, so there is nothing to raise: the input is written to where it lies."""
+
+        def program(ctx: Context) -> None:
+            @ctx.compile
+            def f(x: torch.Tensor) -> torch.Tensor:
+                x.add_(1)
+                return x * 2
+
+            for _ in range(4):
+                x = torch.randn(4, 8, device=ctx.device)
+                before = x.clone()
+                ctx.record(f(x) - 2 * (before + 1), x - (before + 1))
+
+        found = _with_flags(run_side)(program, OURS, config={"triton.cudagraph_or_error": True})
+        self.assertIsNone(found.crash, found.traceback)
+        self.assertEqual(found.trees[-1][1].recordings, 1)
+        for note in found.notes:
+            self.assertEqual(note.value.nonzero, 0)
 
 
 class TestInputsByAddress(ByAddress, test_trees_inputs.TestTreeInputs):

@@ -112,10 +112,17 @@ class World:
         outputs = list(self.waves(x))
         if self.draw.random() < 0.4:
             del outputs[1]
-        outputs.append(self.mixed(outputs[0], x))
+        calls = [lambda: self.mixed(outputs[0], x)]
         if self.draw.random() < 0.5:
-            outputs.append(self.scaled(outputs[-1]))
-        self.note("several", *outputs)
+            calls.append(lambda: self.scaled(outputs[-1]))
+        unseen = list(outputs)
+        for call in calls:
+            if not self.marks:  # each call is guessed to begin a step, which may write over what there is
+                self.note("several", *unseen)
+                unseen.clear()
+            outputs.append(call())
+            unseen.append(outputs[-1])
+        self.note("several", *unseen)
         self.keep(*outputs)
 
     def call_parts(self) -> None:
