@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from pygraph_trees.coverage.text import called
 
 
 def recordings(managers: Iterable[Any]) -> list[Any]:
@@ -71,6 +73,30 @@ def watch_replays(managers: Sequence[Any]) -> Iterator[Counter[Any]]:
         for node, before in logged.items():
             if node.log.replays > before:
                 seen[node] = node.log.replays - before
+
+
+def launched(replays: Mapping[Any, int]) -> list[str]:
+    """The names of what one call replayed, in the order in which it was launched.
+
+    Empty where the order cannot be told: it is that of a path down a tree, on which nothing is replayed twice.
+    """
+    parents = {node: getattr(node, "parent", None) for node in replays}
+    ends = [node for node in replays if node not in parents.values()]
+    if len(ends) != 1 or any(count != 1 for count in replays.values()):
+        return []
+    path, node = [], ends[0]
+    while node in parents:
+        path.append(_name(node))
+        node = parents.pop(node)
+    return [] if parents else path[::-1]
+
+
+def _name(node: Any) -> str:
+    """Of a recording: as the report has it where it is ours."""
+    function, log = node.wrapped_function, getattr(node, "log", None)
+    if log is not None and hasattr(function.model, "log"):
+        return f"{called(function.model.log.record())}, recording {log.number}"
+    return f"function {function.id.id}, recording {node.id.id}"
 
 
 def _owner(kind: type) -> Any:

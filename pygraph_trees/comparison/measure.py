@@ -58,6 +58,7 @@ class _Run:
     calls: int | None = None
     samples: dict[str, list[float]] = field(default_factory=dict)
     work: GpuWork | None = None
+    launches: Sequence[str] = ()
     copied_bytes: int | None = None
     recordings: int | None = None
     peak_bytes: int | None = None
@@ -253,7 +254,9 @@ class Comparison:
             run.recordings = len(graphs.recordings(managers))
             run.pool_bytes = graphs.pool_nbytes(managers)
             run.peak_bytes = self._peak_nbytes(run)
-            run.work = profile_call(lambda: step(next(feed)), self._wait)
+            with graphs.watch_replays(managers) as replays:
+                run.work = profile_call(lambda: step(next(feed)), self._wait)
+            run.launches = graphs.launched(replays)
 
     def _peak_nbytes(self, run: _Run) -> int:
         """Resident tensors, the graph pools as reserved, and what one call allocates outside of them at its peak."""
@@ -300,6 +303,7 @@ class Comparison:
             routes=routes_of(run.functions),
             samples={name: tuple(values) for name, values in run.samples.items()},
             timeline=work.timeline if work is not None else (),
+            launches=tuple(run.launches) if work is not None and work.graph_launches == len(run.launches) else (),
         )
         return measurement if run.error is None else measurement.failed(run.error)
 

@@ -6,6 +6,7 @@ The drawings are SVG inside of the page. Times are in µs or ms as they say; bar
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,13 +22,15 @@ if TYPE_CHECKING:
     from .results import Measurement
     from .trace import Span
 
+_MOST_NAMES = 4  # of the recordings of one span
 _WIDTH, _LEFT, _NOTE = 720, 110, 130  # of a drawing, of what stands in front of its bars, and behind them
 
 
 def write_page(path: Path, measurements: Sequence[Measurement], report: Report, agreement: str) -> None:
     """Writes a page of the measurements of one program and of the report behind them."""
     name = measurements[0].workload if measurements else "comparison"
-    path.write_text(page(report, sections(measurements, agreement), name=name), encoding="utf-8")
+    more = {"measurements": [asdict(m) for m in measurements]}
+    path.write_text(page(report, sections(measurements, agreement), name=name, more=more), encoding="utf-8")
 
 
 def sections(measurements: Sequence[Measurement], agreement: str = "") -> list[Section]:
@@ -99,9 +102,12 @@ def _timelines(measurements: Sequence[Measurement]) -> str:
 
 def _listed(m: Measurement) -> str:
     """The spans of a way as a table."""
-    rows = [[s.lane, _what(s), f"{s.start_us:.1f}", f"{s.start_us + s.us:.1f}", f"{s.us:.1f}"] for s in m.timeline]
-    head = ["of the", "what", "from us", "to us", "us"]
-    listed = table(head, rows, words=(1,), label=f"a call of {m.way} in time")
+    rows = [
+        [s.lane, _what(s), _of(s, m), f"{s.start_us:.1f}", f"{s.start_us + s.us:.1f}", f"{s.us:.1f}"]
+        for s in m.timeline
+    ]
+    head = ["of the", "what", "recording", "from us", "to us", "us"]
+    listed = table(head, rows, words=(2,), label=f"a call of {m.way} in time")
     return opened(f"<strong>{escaped(m.way)}</strong>: {counted(len(rows), 'span')}", listed)
 
 
@@ -111,12 +117,24 @@ def _what(span: Span) -> str:
     return "work of a graph" if span.graphed else "other work"
 
 
+def _of(span: Span, m: Measurement) -> str:
+    """The recordings whose launch or work a span is; where their names are not known, which launches of the call."""
+    if span.launches is None:
+        return "not known" if span.graphed else "-"
+    first, last = span.launches
+    names = m.launches[first : last + 1]
+    if names:
+        return "; ".join(names if len(names) <= _MOST_NAMES else [*names[:_MOST_NAMES], f"{len(names)} in all"])
+    return f"launch {first + 1}" if first == last else f"launches {first + 1} to {last + 1}"
+
+
 def _spans(m: Measurement, lane: str, y: int, end_us: float) -> Iterator[str]:
     scale = (_WIDTH - _LEFT) / end_us
     for span in m.timeline:
         if span.lane == lane:
             x, width = _LEFT + span.start_us * scale, max(0.6, span.us * scale)
-            what = f"{_what(span)}, {span.start_us:.1f} to {span.start_us + span.us:.1f} us"
+            of = f", {_of(span, m)}" if span.graphed else ""
+            what = f"{_what(span)}{of}, {span.start_us:.1f} to {span.start_us + span.us:.1f} us"
             kind = "graph" if span.graphed else "other"
             place = f'x="{x:.2f}" y="{y + 4}" width="{width:.2f}" height="14"'
             yield f'<rect class="{kind}" {place}><title>{escaped(what)}</title></rect>'

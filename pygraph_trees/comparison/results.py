@@ -27,6 +27,7 @@ from ..exc import PygraphError
 from .trace import Span
 
 REGIMES = ("same", "fresh")
+_OF_ONE_CALL = frozenset({"timeline", "launches"})
 
 
 class ResultsFormatError(PygraphError):
@@ -68,6 +69,7 @@ class Measurement:
         default_factory=list
     )  # how a function's inputs are given and why, where it was chosen
     timeline: tuple[Span, ...] = ()  # of one call; no part of a result file
+    launches: tuple[str, ...] = ()  # of that call, the recording of each launch of a graph, where that can be told
 
     def failed(self, error: str) -> Measurement:
         """The same measurement without figures, for the reason given."""
@@ -76,7 +78,7 @@ class Measurement:
         )
 
     def to_record(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "timeline"}
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _OF_ONE_CALL}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Measurement:

@@ -39,6 +39,7 @@ class Span(NamedTuple):
     graphed: bool  # a launch of a graph, or work inside of one
     start_us: float
     us: float
+    launches: tuple[int, int] | None = None  # of graphs, the first and the last that it is of, from 0; where known
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,11 @@ class GpuWork:
 def read_trace(trace: Mapping[str, Any]) -> GpuWork:
     """The GPU work in a Chrome trace as ``torch.profiler`` exports it."""
     events = [event for event in trace.get("traceEvents", ()) if event.get("ph") == "X"]
+    calls = sorted((event for event in events if event.get("cat") in _CALLS), key=lambda event: float(event["ts"]))
     launches = [
-        event["args"]["correlation"]
-        for event in events
-        if event.get("cat") in _CALLS and _is_launch(event) and "correlation" in event.get("args", {})
+        event["args"]["correlation"] for event in calls if _is_launch(event) and "correlation" in event.get("args", {})
     ]
-    launched = frozenset(launches)
+    launched = {correlation: number for number, correlation in enumerate(launches)}
     work = [event for event in events if event.get("cat") in _WORK]
     graphed = [event for event in work if _is_graphed(event.get("args", {}), launched)]
     return GpuWork(
@@ -70,53 +70,69 @@ def read_trace(trace: Mapping[str, Any]) -> GpuWork:
         graph_ms=_busy_us(graphed) / 1e3,
         total_ms=_busy_us(work) / 1e3,
         graph_launches=len(launches),
-        timeline=_timeline(events, work, launched),
+        timeline=_timeline(calls, work, launched),
     )
 
 
 def _timeline(
-    events: Sequence[Mapping[str, Any]], work: Sequence[Mapping[str, Any]], launched: frozenset[Any]
+    calls: Sequence[Mapping[str, Any]], work: Sequence[Mapping[str, Any]], launched: Mapping[Any, int]
 ) -> tuple[Span, ...]:
-    calls = [event for event in events if event.get("cat") in _CALLS and event.get("name") not in _WAITS]
+    calls = [event for event in calls if event.get("name") not in _WAITS]
     if not work:
         return ()
     begin = min(float(event["ts"]) for event in (*calls, *work))
     spans: list[Span] = []
     for lane, some in (("host", calls), ("gpu", work)):
-        own = sorted(
-            Span(
-                lane,
-                _is_graphed(event.get("args", {}), launched) if lane == "gpu" else _is_launch(event),
-                float(event["ts"]) - begin,
-                float(event.get("dur", 0)),
-            )
-            for event in some
-        )
+        own = []
+        for event in some:
+            args = event.get("args", {})
+            graphed = _is_graphed(args, launched) if lane == "gpu" else _is_launch(event)
+            launch = launched.get(args.get("correlation")) if graphed else None
+            launches = None if launch is None else (launch, launch)
+            own.append(Span(lane, graphed, float(event["ts"]) - begin, float(event.get("dur", 0)), launches))
         spans += _joined(own)
     return tuple(spans)
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
-    """Spans of one lane; those of a kind that follow one another are one where the gap is small."""
+    """Spans of one lane; those of a kind that follow one another are one where the gap is small.
+
+    What is of several launches of graphs stays apart, unless that were too many spans.
+    """
     spans = sorted(spans, key=lambda span: span.start_us)
     gaps = sorted(b.start_us - a.start_us - a.us for a, b in itertools.pairwise(spans))
     most = max(1.0, gaps[-_MOST_SPANS] if len(gaps) >= _MOST_SPANS else 0.0)
+    apart = _joined_within(spans, most, across_launches=False)
+    return apart if len(apart) <= _MOST_SPANS else _joined_within(spans, most, across_launches=True)
+
+
+def _joined_within(spans: Sequence[Span], most_us: float, *, across_launches: bool) -> list[Span]:
     joined: list[Span] = []
     for span in spans:
         before = joined[-1] if joined else None
-        if before and before.graphed == span.graphed and span.start_us - before.start_us - before.us <= most:
+        if (
+            before
+            and before.graphed == span.graphed
+            and (across_launches or before.launches == span.launches)
+            and span.start_us - before.start_us - before.us <= most_us
+        ):
             end = max(before.start_us + before.us, span.start_us + span.us)
-            joined[-1] = before._replace(us=end - before.start_us)
+            joined[-1] = before._replace(us=end - before.start_us, launches=_spanned(before.launches, span.launches))
         else:
             joined.append(span)
     return joined
+
+
+def _spanned(a: tuple[int, int] | None, b: tuple[int, int] | None) -> tuple[int, int] | None:
+    """From the first launch to the last; not known where one of them is not."""
+    return None if a is None or b is None else (min(a[0], b[0]), max(a[1], b[1]))
 
 
 def _is_launch(call: Mapping[str, Any]) -> bool:
     return str(call.get("name", "")).startswith(_LAUNCHES)
 
 
-def _is_graphed(args: Mapping[str, Any], launched: frozenset[Any]) -> bool:
+def _is_graphed(args: Mapping[str, Any], launched: Mapping[Any, int]) -> bool:
     return bool(args.get("graph node id")) or args.get("correlation") in launched
 
 

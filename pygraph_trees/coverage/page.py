@@ -7,15 +7,17 @@ JSON too, in the element ``#report``, for tools. All that comes from a program i
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .markup import Section, counted, escaped, link, opened, table
 from .recorded_tree import facts, function_anchor, recorded_tree, recording_anchor
 from .records import FunctionRecord, GraphRecord, InputRecord, Partition, PartitionInput, RecordingRecord
-from .text import cause_line, kernels, nbytes, title
+from .text import called, cause_line, kernels, nbytes, title
 
 if TYPE_CHECKING:
     from .report import Report
@@ -25,8 +27,19 @@ _MOST_STEPS = 8  # ways through the trees
 _CSS = Path(__file__).with_name("page.css")
 
 
-def page(report: Report, first: Sequence[Section] = (), *, name: str = "CUDA graphs") -> str:
-    """The page. ``first``: sections that come before those of the report."""
+def page(
+    report: Report,
+    first: Sequence[Section] = (),
+    *,
+    name: str = "CUDA graphs",
+    more: Mapping[str, object] | None = None,
+) -> str:
+    """The page.
+
+    Args:
+        first: sections that come before those of the report
+        more: what the JSON in the page has beside the report's
+    """
     sections = [
         *first,
         Section("functions", "Functions", _functions(report.functions)),
@@ -41,7 +54,7 @@ def page(report: Report, first: Sequence[Section] = (), *, name: str = "CUDA gra
     links = "".join(f'<li><a href="#{s.anchor}">{escaped(s.title)}</a></li>' for s in sections)
     parts = "".join(f'<section id="{s.anchor}"><h2>{escaped(s.title)}</h2>{s.body}</section>' for s in sections)
     # What could end the element is written in another way, which JSON reads as the same.
-    data = report.to_json().replace("<", "\\u003c")
+    data = json.dumps({**asdict(report), **(more or {})}, indent=1).replace("<", "\\u003c")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -217,7 +230,7 @@ def _strip(parts: Iterable[tuple[int, str, str, str, str]]) -> str:
 
 def _what(function: FunctionRecord, recording: RecordingRecord) -> str:
     count = "?" if recording.kernels is None else recording.kernels
-    return f"recording {recording.number}: {title(function)} {function.mode}, {count} kernels"
+    return f"recording {recording.number}: {called(function)}, {count} kernels"
 
 
 # -- graphs

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from .markup import counted, escaped, link, scrolled
 from .records import FunctionRecord, RecordingRecord
-from .text import title
+from .text import called
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +112,12 @@ def _lists(
 
 def _drawn(node: Node, numbers: Mapping[int, int]) -> str:
     function, recording = node.function, node.recording
-    part = f", partition {function.partition} of {function.partitions}" if function.partitions > 1 else ""
-    name = f"{title(function)} {function.mode}{part}"
     why = recording.reason
     if recording.parent is not None and numbers.get(recording.parent, 0) != 1:
         which = "of which there are several" if recording.parent in numbers else "of which nothing is known"
         why += f", behind recording {recording.parent}, {which}"
     return (
         f'<div class="about"><span class="node">recording {recording.number}</span> '
-        f"{link(node.function_anchor, name)}: {escaped(why)} "
+        f"{link(node.function_anchor, called(function))}: {escaped(why)} "
         f'<span class="quiet">{escaped(facts(recording))}</span></div>'
     )

@@ -109,6 +109,12 @@ def title(record: FunctionRecord | GraphRecord) -> str:
     return f"{record.model} {record.compile_id}" if record.compile_id else record.model
 
 
+def called(function: FunctionRecord) -> str:
+    """A name for a function: ``Net 0/0 forward, partition 2 of 3``."""
+    part = f", partition {function.partition} of {function.partitions}" if function.partitions > 1 else ""
+    return f"{title(function)} {function.mode}{part}"
+
+
 def _function_notes(functions: Sequence[FunctionRecord]) -> Iterator[str]:
     for f in functions:
         reasons = Counter(r.reason for r in f.recordings[1:])

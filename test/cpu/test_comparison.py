@@ -33,7 +33,7 @@ from pygraph_trees.comparison import (
     text_table,
 )
 from pygraph_trees.comparison.differences import difference, snapshot
-from pygraph_trees.comparison.graphs import copied_nbytes, recordings, watch_replays
+from pygraph_trees.comparison.graphs import copied_nbytes, launched, recordings, watch_replays
 from pygraph_trees.comparison.program import NoLossError, tensors_of
 from pygraph_trees.comparison.results import ResultsFormatError, file_stem, here
 from pygraph_trees.comparison.rings import Ring
@@ -42,7 +42,7 @@ from pygraph_trees.comparison.timing import collector_off, is_steady, median, pe
 from pygraph_trees.comparison.trace import GpuWork, profile_call, read_trace
 from pygraph_trees.comparison.tuning import own_cache
 from pygraph_trees.comparison.ways import NotPatchedError, OwnInductor, UnknownWayError, Way, make_ways, patches_on
-from pygraph_trees.coverage.log import RecordingLog
+from pygraph_trees.coverage.log import FunctionLog, GraphLog, RecordingLog
 
 FAST = Plan(rounds=2, block_s=0.0, calls=(2, 2), settle_calls=1, warm_calls=(5, 8), ring=3, fresh_caches=False)
 
@@ -266,6 +266,16 @@ class TestDifferences(TestCase):
         self.assertEqual(kept[0][1], torch.ones(2))
 
 
+class Hashed(SimpleNamespace):
+    """One that is equal to itself alone, as a recording is."""
+
+    def __init__(self, one: SimpleNamespace) -> None:
+        super().__init__(**vars(one))
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
 class TestGraphs(TestCase):
     class Node:
         def __init__(self, *children: Any) -> None:
@@ -294,6 +304,29 @@ class TestGraphs(TestCase):
         self.assertEqual({k: v for k, v in seen.items() if k is not logged}, {root: 1, leaf: 2})
         self.assertEqual(seen[logged], 1)
         self.assertIs(vars(self.Node)["run_graph"], before)
+
+    def recorded(self, number: int, parent: Any = None, log: Any = None) -> SimpleNamespace:
+        """A recording of upstream's, or with a log one of ours."""
+        model = SimpleNamespace() if log is None else SimpleNamespace(log=log)
+        function = SimpleNamespace(model=model, id=SimpleNamespace(id=10 + number))
+        node = SimpleNamespace(wrapped_function=function, id=SimpleNamespace(id=number), parent=parent)
+        if log is not None:
+            node.log = RecordingLog(number=number)
+        return Hashed(node)
+
+    def test_names_of_what_was_launched(self):
+        graph = GraphLog("Net", "0/0", "forward", (), functions=2)
+        forward = FunctionLog("Net", "0/0", "forward", 2, {}, graph=graph)
+        first = self.recorded(4, log=forward)
+        second = self.recorded(5, first, FunctionLog("Net", "0/0", "backward", 1, {}))
+        third = self.recorded(6, second)
+        names = ["Net 0/0 forward, partition 2 of 2, recording 4", "Net 0/0 backward, recording 5"]
+        names.append("function 16, recording 6")
+        self.assertEqual(launched({third: 1, first: 1, second: 1}), names)
+        self.assertEqual(launched({third: 1, second: 1}), names[1:])
+        other = self.recorded(7, first)
+        for replays in ({first: 1, second: 2}, {first: 1, third: 1}, {first: 1, second: 1, other: 1}, {}):
+            self.assertEqual(launched(replays), [])
 
     def test_copied_bytes(self):
         with FakeTensorMode():
@@ -521,10 +554,11 @@ class TestComparison(TestCase):
 class TestInspection(TestCase):
     """The part that needs a GPU, on a pretended one: tensors are on the CPU, the allocator's answers are made up."""
 
-    def test_figures_of_the_gpu(self):
+    def inspected(self, launches: int) -> list[Measurement]:
+        """Of eager and ours, with inputs that stay and fresh ones; a profiler saw so many launches of graphs."""
         program = Program(lambda x: x * 2, (torch.ones(3),))
         node = TestGraphs.LoggedNode()
-        node.log = RecordingLog(inputs=((0, "x", "live", "cuda:0", 12, 12, False),))
+        node.log = RecordingLog(number=3, inputs=((0, "x", "live", "cuda:0", 12, 12, False),))
         manager = SimpleNamespace(roots={0: [node]}, cuda_graphs_thread_pool=(0, 1))
 
         def replayed(x: torch.Tensor) -> torch.Tensor:
@@ -537,25 +571,40 @@ class TestInspection(TestCase):
             {"segment_pool_id": (0, 1), "total_size": 1000, "allocated_size": 100},
             {"segment_pool_id": (0, 2), "total_size": 5000, "allocated_size": 500},
         ]
-        work = GpuWork(kernels_total=4, kernels_graphed=3, graph_ms=0.5, total_ms=0.7, graph_launches=1)
+        work = GpuWork(kernels_total=4, kernels_graphed=3, graph_ms=0.5, total_ms=0.7, graph_launches=launches)
+        model = SimpleNamespace(log=FunctionLog("Net", "0/0", "inference", 1, {}))
+        node.wrapped_function, node.parent = SimpleNamespace(model=model), None
+
+        def profiled(call: Any, wait: Any) -> GpuWork:
+            call()
+            return work
+
         with contextlib.ExitStack() as stack:
             for target, value in (
                 ("pygraph_trees.comparison.measure.make_ways", ways),
-                ("pygraph_trees.comparison.measure.profile_call", work),
                 ("torch.cuda.memory_allocated", 50),
                 ("torch.cuda.max_memory_allocated", 80),
                 ("torch.cuda.reset_peak_memory_stats", None),
                 ("torch.cuda.memory_snapshot", segments),
             ):
                 stack.enter_context(mock.patch(target, return_value=value))
+            stack.enter_context(mock.patch("pygraph_trees.comparison.measure.profile_call", profiled))
             comparison = Comparison(program, plan=FAST)
             comparison._on_gpu = True
-            eager, _, ours, _ = comparison.run()
+            return comparison.run()
+
+    def test_figures_of_the_gpu(self):
+        eager, _, ours, _ = self.inspected(launches=1)
         self.assertEqual((eager.error, ours.error), (None, None))
         self.assertEqual((eager.copied_bytes, eager.recordings, eager.pool_bytes), (0, 0, 0))
         self.assertEqual((ours.copied_bytes, ours.recordings, ours.pool_bytes), (12, 1, 1000))
         self.assertEqual((eager.peak_bytes, ours.peak_bytes), (12 + 30, 12 + 1000 + 30))
         self.assertEqual((ours.kernels_total, ours.kernels_graphed, ours.gpu_ms, ours.gpu_total_ms), (4, 3, 0.5, 0.7))
+
+    def test_launches_are_named_where_they_are_as_many_as_replays(self):
+        for launches, names in ((1, ("Net 0/0 inference, recording 3",)), (2, ())):
+            eager, _, ours, _ = self.inspected(launches)
+            self.assertEqual((eager.launches, ours.launches), ((), names))
 
     def test_profile(self):
         event = {"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 2, "args": {"graph node id": 3}}

@@ -8,7 +8,7 @@ import logging
 import re
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -85,6 +85,10 @@ MEASURED = [
     for regime in ("same", "fresh")
     for way, latency in (("upstream", 2.0), ("ours", 1.0))
 ]
+
+
+HOST = {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "dur": 1}
+KERNEL = {"ph": "X", "cat": "kernel", "name": "k", "dur": 1}
 
 
 class _Elements(html.parser.HTMLParser):
@@ -286,11 +290,49 @@ class TestPage(TestCase):
         record = GraphRecord("Net", None, "inference", (Partition(True, {"triton": 1}, inputs=many),), None)
         self.assertIn("The first 400 of 900.", report([], [record]).to_html())
 
+    def test_spans_name_their_recordings(self):
+        spans = [Span("host", n < 5, 10.0 * n, 4.0, (n, n) if n < 5 else None) for n in range(6)]
+        spans += [
+            Span("gpu", True, 70.0, 9.0, (0, 1)),
+            Span("gpu", True, 80.0, 9.0, (0, 4)),
+            Span("gpu", True, 90.0, 9.0),
+        ]
+        names = (f"Net{EVIL} 0/0 forward, recording 0", *(f"part {n}" for n in range(1, 5)))
+        known = sections([measurement("ours", timeline=tuple(spans), launches=names)])[1].body
+        self.elements(known)
+        self.assertNotIn(EVIL, known)
+        text = " ".join(self.visible(known).split())
+        self.assertIn(f"host launch of a graph Net{EVIL} 0/0 forward, recording 0 0.0 4.0 4.0", text)
+        self.assertIn("host other calls of CUDA - 50.0", text)
+        self.assertIn("recording 0; part 1 70.0", text)
+        self.assertIn("recording 0; part 1; part 2; part 3; 5 in all 80.0", text)
+        self.assertIn("gpu work of a graph not known 90.0", text)
+        self.assertIn("<title>launch of a graph, part 4, 40.0 to 44.0 us</title>", known)
+        unnamed = sections([measurement("ours", timeline=tuple(spans))])[1].body
+        text = " ".join(self.visible(unnamed).split())
+        self.assertIn("host launch of a graph launch 3 20.0", text)
+        self.assertIn("gpu work of a graph launches 1 to 5 80.0", text)
+
+    def test_the_measurements_are_in_it(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "page.html"
+            failed = measurement("compile", latency_ms=None, error=EVIL)
+            write_page(path, [*MEASURED, failed], FULL, "")
+            text = path.read_text(encoding="utf-8")
+        self.elements(text)
+        data = json.loads(text.partition('id="report">')[2].partition("</script>")[0])
+        measured = json.loads(json.dumps([asdict(m) for m in (*MEASURED, failed)]))
+        self.assertEqual(data.pop("measurements"), measured)
+        self.assertEqual(measured[0]["timeline"][1][:4], ["gpu", True, 6.0, 40.0])
+        self.assertEqual(data, json.loads(FULL.to_json()))
+
     def test_spans_are_told_in_text(self):
         _, timeline = sections(MEASURED)
         text = " ".join(self.visible(timeline.body).split())
-        self.assertIn("ours : 2 spans of the what from us to us us host launch of a graph 0.0 5.0 5.0", text)
-        self.assertIn("gpu work of a graph 6.0 46.0 40.0", text)
+        self.assertIn(
+            "ours : 2 spans of the what recording from us to us us host launch of a graph not known 0.0 5.0 5.0", text
+        )
+        self.assertIn("gpu work of a graph not known 6.0 46.0 40.0", text)
         self.assertEqual([tag for tag, _ in self.elements(timeline.body)].count("details"), 2)
 
     def test_steps(self):
@@ -352,8 +394,8 @@ class TestPage(TestCase):
             }
         )
         wanted = [
-            *[("host", False, 0.0, 4.0), ("host", True, 10.0, 6.0)],
-            *[("gpu", False, 5.0, 3.0), ("gpu", True, 20.0, 20.5), ("gpu", True, 50.0, 10.0)],
+            *[("host", False, 0.0, 4.0, None), ("host", True, 10.0, 6.0, (0, 0))],
+            *[("gpu", False, 5.0, 3.0, None), ("gpu", True, 20.0, 20.5, (0, 0)), ("gpu", True, 50.0, 10.0, (0, 0))],
         ]
         self.assertEqual([tuple(span) for span in work.timeline], wanted)
         many = {"traceEvents": [event("kernel", "k", 10 * i + i % 7, 1, correlation=2) for i in range(5000)]}
@@ -362,8 +404,24 @@ class TestPage(TestCase):
         self.assertEqual(shown[-1].start_us + shown[-1].us, 49990 + 4999 % 7 + 1)
         self.assertEqual(read_trace({}).timeline, ())
 
+    def test_spans_of_several_launches(self):
+        """Each is of its own launch, in the order of time; where there are too many, a span is of several."""
+
+        def launches(number, us):
+            for n in reversed(range(number)):
+                yield {**HOST, "ts": n * us, "args": {"correlation": 70 + n}}
+                yield {**KERNEL, "ts": 1000 + n * us, "args": {"correlation": 70 + n, "graph node id": 9}}
+            yield {**KERNEL, "ts": 900, "args": {"graph node id": 9}}  # of a launch before the trace
+
+        spans = read_trace({"traceEvents": [*launches(3, 5)]}).timeline
+        self.assertEqual([s.launches for s in spans if s.lane == "host"], [(0, 0), (1, 1), (2, 2)])
+        self.assertEqual([s.launches for s in spans if s.lane == "gpu"], [None, (0, 0), (1, 1), (2, 2)])
+        spans = read_trace({"traceEvents": [*launches(300, 1.5)]}).timeline
+        self.assertLessEqual(len(spans), 10)
+        self.assertEqual([s.launches for s in spans if s.lane == "gpu"], [None, (0, 299)])
+
     def test_a_result_file_has_no_timeline(self):
-        self.assertNotIn("timeline", MEASURED[0].to_record())
+        self.assertFalse({"timeline", "launches"} & MEASURED[0].to_record().keys())
 
     def test_files(self):
         with tempfile.TemporaryDirectory() as folder:
