@@ -38,6 +38,12 @@ def copied_nbytes(node: Any) -> int:
     return sum(_dense_nbytes(node.reconstructed_inputs[i], node.expanded_dims[i] or ()) for i in copied)
 
 
+def copied_for_one_call(managers: Iterable[Any]) -> int:
+    """Bytes of inputs that were copied for single calls so far, beside those that each replay copies."""
+    logs = [getattr(node, "log", None) for node in recordings(managers)]
+    return sum(log.extra_copied_bytes for log in logs if log is not None)
+
+
 def _dense_nbytes(tensor: Any, expanded_dims: Iterable[int]) -> int:
     if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cuda":
         return 0

@@ -247,10 +247,12 @@ class Comparison:
             step, feed, managers = self._step(run.way), self._feed(run), run.way.managers
             for _ in range(self.plan.settle_calls):
                 step(next(feed))
+            before = graphs.copied_for_one_call(managers)
             with graphs.watch_replays(managers) as replays:
                 step(next(feed))
                 self._wait()
             run.copied_bytes = sum(graphs.copied_nbytes(node) * count for node, count in replays.items())
+            run.copied_bytes += graphs.copied_for_one_call(managers) - before
             run.recordings = len(graphs.recordings(managers))
             run.pool_bytes = graphs.pool_nbytes(managers)
             run.peak_bytes = self._peak_nbytes(run)

@@ -50,6 +50,7 @@ class RecordingLog:
     pool_bytes: int = 0
     replays: int = 0
     extra_copies: int = 0
+    extra_copied_bytes: int = 0
 
     @property
     def copied_bytes(self) -> int:
@@ -68,6 +69,7 @@ class RecordingLog:
             pool_bytes=self.pool_bytes,
             replays=self.replays,
             extra_copies=self.extra_copies,
+            extra_copied_bytes=self.extra_copied_bytes,
         )
 
 

@@ -106,6 +106,7 @@ class RecordingRecord:
     pool_bytes: int  # by how much the graph pool grew
     replays: int
     extra_copies: int = 0  # inputs copied for one call: less aligned than recorded, or in the graph pool
+    extra_copied_bytes: int = 0
 
     @property
     def copied_bytes(self) -> int:

@@ -142,9 +142,10 @@ def _copies(function: FunctionRecord) -> Iterator[str]:
         yield f"{_place(function)}: copied: {len(copied)} of {len(live)} live inputs, {total}, because {why}"
     extra = sum(r.extra_copies for r in function.recordings)
     if extra:
+        total = nbytes(sum(r.extra_copied_bytes for r in function.recordings))
         yield (
-            f"{_place(function)}: copied for one call: {extra} live inputs, because they were less aligned than "
-            "recorded or lay in the graph pool"
+            f"{_place(function)}: copied for one call: {extra} live inputs, {total}, because they were less aligned "
+            "than recorded or lay in the graph pool"
         )
 
 

@@ -253,7 +253,7 @@ class LiveInputs:
         self._is_preparing = False
         self.outputs: dict[int, tuple[int, tuple[Any, ...] | None]] = {}  # by output: input, and how it is seen
         self.refused: dict[int, str] = {}  # by index: inputs whose address the driver did not take at a replay
-        self.extra_copies = 0  # of inputs that did not fit a patch, so far
+        self.extra_copies = self.extra_copied_bytes = 0  # of inputs that did not fit a patch, so far
 
     # -- recording
 
@@ -596,6 +596,7 @@ class LiveInputs:
             copy = copy_at(inputs[item.index], item.recorded % 512)
             temporary[item.index] = copy
             self.extra_copies += 1
+            self.extra_copied_bytes += extent(copy) * copy.element_size()
             return copy.data_ptr() - item.lead
         fitting = self._fitting[position]
         if len(fitting) == _MOST_FITTING:

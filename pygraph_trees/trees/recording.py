@@ -478,7 +478,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         live = self._live
         if live is None:
             return super().run(new_inputs)
-        self.log.extra_copies = live.extra_copies
+        self.log.extra_copies, self.log.extra_copied_bytes = live.extra_copies, live.extra_copied_bytes
         live.take(new_inputs, only_ours=_RUN_CHECKS_WHAT_DIED)
         try:
             live.copy_in()

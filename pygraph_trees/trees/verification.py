@@ -85,7 +85,7 @@ class Verification:
             return
         touched = [*self._places.values(), *(_Place.of(output) for output in outputs if _is_plain(output))]
         left = [place.memory().clone() for place in touched]
-        copied_so_far = live.extra_copies
+        copied_so_far = live.extra_copies, live.extra_copied_bytes
         try:
             # Those on the CPU are staged anew at each launch, wherever they lie.
             moved = [item.index for item in live.items if item.index in self._places]
@@ -109,7 +109,7 @@ class Verification:
         finally:
             live.prepare([self._given.get(i, value) for i, value in enumerate(self._before)])  # as it was
             live.drop()
-            live.extra_copies = copied_so_far
+            live.extra_copies, live.extra_copied_bytes = copied_so_far
             for place, content in zip(touched, left, strict=True):
                 place.memory().copy_(content)
 

@@ -563,6 +563,7 @@ class TestInspection(TestCase):
 
         def replayed(x: torch.Tensor) -> torch.Tensor:
             node.log.replays += 1
+            node.log.extra_copied_bytes += 7
             return x * 2
 
         trees = SimpleNamespace(managers=lambda: [manager], active=contextlib.nullcontext)
@@ -597,7 +598,7 @@ class TestInspection(TestCase):
         eager, _, ours, _ = self.inspected(launches=1)
         self.assertEqual((eager.error, ours.error), (None, None))
         self.assertEqual((eager.copied_bytes, eager.recordings, eager.pool_bytes), (0, 0, 0))
-        self.assertEqual((ours.copied_bytes, ours.recordings, ours.pool_bytes), (12, 1, 1000))
+        self.assertEqual((ours.copied_bytes, ours.recordings, ours.pool_bytes), (12 + 7, 1, 1000))
         self.assertEqual((eager.peak_bytes, ours.peak_bytes), (12 + 30, 12 + 1000 + 30))
         self.assertEqual((ours.kernels_total, ours.kernels_graphed, ours.gpu_ms, ours.gpu_total_ms), (4, 3, 0.5, 0.7))
 

@@ -151,8 +151,8 @@ class TestCopies(TestCase):
         )
 
     def test_for_one_call(self):
-        (line,) = self.lines(self.live(4096, "patch"), extra_copies=3)
-        self.assertRegex(line, "copied for one call: 3 live inputs, because they were less aligned than")
+        (line,) = self.lines(self.live(4096, "patch"), extra_copies=3, extra_copied_bytes=12_288)
+        self.assertRegex(line, "copied for one call: 3 live inputs, 12.3 kB, because they were less aligned than")
 
     def test_nothing(self):
         self.assertEqual(self.lines(self.live(4096, "patch"), self.live(16, "table")), [])

@@ -489,7 +489,7 @@ class TestCopies(LiveInputsTestCase):
                 self.assertEqual(a, before + count if mutated else before)
             a = at(0)
             self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
-            self.assertEqual(live.extra_copies, 2)
+            self.assertEqual((live.extra_copies, live.extra_copied_bytes), (2, 2 * before.nbytes))
 
     def test_a_pointer_into_the_middle_stays_aligned(self):
         """More than the first element is: what a kernel was chosen for."""
