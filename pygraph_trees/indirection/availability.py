@@ -1,4 +1,7 @@
-"""Whether this process can give graphs addresses: :func:`usable_driver`, asked where a function would be recorded."""
+"""Whether this process can give graphs addresses: :func:`usable_driver`, asked where a function would be recorded.
+
+Where it cannot, :func:`why_unusable` says why.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,17 @@ class IndirectionOff(PygraphWarning):
 @functools.cache
 def usable_driver() -> Driver | None:
     """The driver, None where it lacks what indirection needs; then one warning says what."""
-    found = driver()
-    if found is None:
-        warnings.warn(IndirectionOff(why="cuda.bindings is not installed"), stacklevel=2)
-        return None
-    missing = found.missing_calls()
-    if missing:
-        why = f"the driver or its bindings are too old, they lack {', '.join(missing)}"
+    why = why_unusable()
+    if why is not None:
         warnings.warn(IndirectionOff(why=why), stacklevel=2)
         return None
-    return found
+    return driver()
+
+
+def why_unusable() -> str | None:
+    """What is missing; None where nothing is."""
+    found = driver()
+    if found is None:
+        return "cuda.bindings is not installed"
+    missing = found.missing_calls()
+    return f"the driver or its bindings are too old, they lack {', '.join(missing)}" if missing else None

@@ -40,7 +40,7 @@ from pygraph_trees.driver_error import DriverError
 from pygraph_trees.exc import PygraphError
 from pygraph_trees.extent import flat
 from pygraph_trees.graph_nodes import NodeKind
-from pygraph_trees.indirection.availability import usable_driver
+from pygraph_trees.indirection.availability import usable_driver, why_unusable
 from pygraph_trees.indirection.inputs import LiveInputs, NotStaged, choose
 from pygraph_trees.indirection.launch_clock import LaunchClock
 from pygraph_trees.indirection.route_choice import TableWatch, Watch, is_over, leave, why_by_table
@@ -302,7 +302,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         if self.cuda_graphs_pool not in Manager.pools:
             # Nobody would say when the graph pool grows.
             return None, "its tree manager was made before the patches went on"
-        return usable_driver(), "the driver or its bindings are too old"
+        found = usable_driver()
+        return found, "" if found is not None else why_unusable() or "there was no driver to be used"
 
     def _may_be_kept(self, inputs: list[Any]) -> bool:
         """Whether holding the inputs while recording leaves the graph the same memory of the pool to use."""
