@@ -253,7 +253,7 @@ class TestAddresses(LiveInputsTestCase):
         self.assertEqual(self.api.calls.count("cuCtxSetCurrent"), 1)
 
     def test_a_context_that_is_refused(self):
-        live, graph = self.record(self.one_kernel(), at(0), at(0))
+        live, _ = self.record(self.one_kernel(), at(0), at(0))
         live.finish()
         for _ in range(2):  # C++ leaves it to Python, which asks again
             self.api.fail("cuCtxGetCurrent")
