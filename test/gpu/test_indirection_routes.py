@@ -21,6 +21,7 @@ import pygraph_trees
 from pygraph_trees.indirection import inputs as live_inputs
 from pygraph_trees.indirection import replay_costs, route_choice, variant_launchers
 from pygraph_trees.indirection.launch_clock import LaunchClock
+from pygraph_trees.indirection.route_choice import Watch
 from pygraph_trees.indirection.variant_launchers import VariantLauncher
 from pygraph_trees.indirection.variant_worker import Worker, compile_jobs
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 START = Worker.start  # of a process
 OFTEN = 4  # replays between two looks
+NODE_US = 0.5  # that it takes to set a node, where nothing else runs on the machine
 PROCESS_S = 300.0  # that a process may take which begins at a low priority, on a machine that is busy
 
 
@@ -64,8 +66,15 @@ class TestRouteChoice(IndirectionTestCase):
             self.timed.append(took)
             return self.by_table_us if self.is_by_table() else 100.0
 
+        look = Watch.look
+
+        def looked(watch: Watch, us: float, count: int, *more: Any) -> None:
+            self.assertGreater(us, 0)
+            look(watch, NODE_US * count, count, *more)  # on a busy machine one node may take longer than thirty
+
         for module, name, value in (
             (route_choice, "EVERY", OFTEN),
+            (Watch, "look", looked),
             (live_inputs, "EVERY", OFTEN),
             (LaunchClock, "took_us", as_told),
             (replay_costs, "time", SimpleNamespace(perf_counter=lambda: 0.0)),  # steps are as long as ever
