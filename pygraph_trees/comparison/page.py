@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .trace import Span
 
 _MOST_NAMES = 4  # of the recordings of one span
-_WIDTH, _LEFT, _NOTE = 720, 110, 130  # of a drawing, of what stands in front of its bars, and behind them
+_WIDTH, _LEFT, _NOTE = 720, 140, 130  # of a drawing, of what stands in front of its bars, and behind them
 
 
 def write_page(path: Path, measurements: Sequence[Measurement], report: Report, agreement: str) -> None:
@@ -152,8 +152,5 @@ def _axis(end_us: float, y: int) -> Iterator[str]:
 
 
 def _drawing(body: str, height: float, label: str) -> str:
-    drawing = (
-        f'<svg style="min-width:36rem" viewBox="0 0 {_WIDTH} {height:.0f}" role="img" '
-        f'aria-label="{escaped(label)}">{body}</svg>'
-    )
+    drawing = f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="{escaped(label)}">{body}</svg>'
     return scrolled(drawing, "drawing")

@@ -25,7 +25,7 @@ _OPTIONS = (
     *("--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe"),
 )
 _MOST_S = 60.0  # for one answer, on a machine that has much else to do
-_KEYS = {"Tab": (9, ""), "Enter": (13, "\r"), " ": (32, " ")}
+_KEYS = {"Tab": (9, ""), "Enter": (13, "\r"), " ": (32, " "), "ArrowRight": (39, "")}
 
 
 class Browser:
