@@ -5,10 +5,10 @@ the backward, moves the parameters, or runs in another thread; now and then an o
 is an error where upstream says so.
 ``PYGRAPH_STRESS`` says how many steps, 1,500 without it.
 
-Parameters that move are recorded anew by torch, and patched by us. Where torch guesses where steps begin, it begins none
-before a call for which the current recording has a child that fits. So whether there is one more recording decides what
-comes next, and whether an output of an earlier step raises when it is read or holds what a later step wrote: there,
-parameters move only where patching is off.
+Parameters that move are recorded anew by torch, and patched by us. Where torch guesses where steps begin, it begins
+none before a call for which the current recording has a child that fits. So whether there is one more recording decides
+what comes next, and whether an output of an earlier step raises when it is read or holds what a later step wrote:
+there, parameters move only where patching is off.
 """
 
 from __future__ import annotations
@@ -226,12 +226,12 @@ class TestSteadyStress(TestCase):
         ours = run_side(program, OURS, config={FLAG: indirection})
         self.assertIsNone(upstream.crash, upstream.traceback)
         self.assertIsNone(ours.crash, ours.traceback)
-        self.assertEqual(len(ours.notes), len(upstream.notes))
-        for number, (found, expected) in enumerate(zip(ours.notes, upstream.notes, strict=True)):
+        for number, (found, expected) in enumerate(zip(ours.notes, upstream.notes, strict=False)):
             where = f"note {number}: {expected.label}"
             self.assertEqual(found.label, expected.label, where)
             # Sums of what was returned, whose terms nearly cancel out. Other inputs give quite other sums.
             self.assertEqual(found.value, expected.value, where, rtol=1e-5, atol=1e-2)
+        self.assertEqual(len(ours.notes), len(upstream.notes))
         self.assertGreater(len(ours.notes), STEPS // 4)
         self.assertGreater(sum(note.label.startswith("error") for note in ours.notes), 0)
 
