@@ -374,6 +374,24 @@ class TestIsolation(TestCase):
                     self.assertEqual(record.latency_ms is None, error is not None)
                     self.assertIn(error or "", record.error or "")
 
+    def test_caches_that_are_kept(self):
+        """A workload compiled in one process is found by the next one, where a folder was named."""
+        plan = replace(FAST, fresh_caches=False)
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "__init__.py").write_text(textwrap.dedent(_BROKEN))
+            caches = Path(folder, "caches")
+            job = Job("GOOD", "inference", 1, ("compile",), plan, Path(folder), device="cpu", caches=caches)
+            found = []
+            for _ in range(2):
+                with Worker(job, 120.0) as worker:
+                    worker.wait_until_imported()
+                    worker.prepare()
+                    worker.wait_until_prepared()
+                    self.assertEqual([r.error for r in worker.measure()], [None, None])
+                found.append({path for path in caches.glob("fxgraph/**/*") if path.is_file()})
+        self.assertTrue(found[0])
+        self.assertEqual(found[0], found[1])
+
     def test_waiting_for_others_takes_none_of_its_time(self):
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "__init__.py").write_text(textwrap.dedent(_BROKEN))
@@ -552,6 +570,30 @@ class TestCommandLine(TestCase):
                 found = [(r.workload, r.compile_s, r.record_s) for r in Results.read(out).records]
                 self.assertEqual(sorted(found), sorted((name, *figures_) for name in names))
         self.assertIn("expected at least 1, got 0", self._main(a, "--jobs", "0")[2])
+
+    def test_kept_caches_leave_no_times_to_compile(self):
+        jobs: list[Job] = []
+
+        def run(job: Job, _: float) -> list[Measurement]:
+            jobs.append(job)
+            record = Measurement(job.name, job.mode, job.batch, "ours", "same", latency_ms=1.0)
+            return [replace(record, compile_s=2.0, record_s=3.0)]
+
+        blank = Results("NVIDIA H200", "1", "2.11.0", "3", "3.12", "today", "0123456789abcdef", 4)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch("torch.cuda.is_available", return_value=True),
+            mock.patch("pygraph_trees.comparison.results.here", return_value=blank),
+            mock.patch("bench.isolated.Worker", lambda *job: FakeWorker(*job, run)),
+        ):
+            out = Path(folder) / "x.json"
+            for more, figures_ in (((), (2.0, 3.0)), (("--caches", folder), (None, None))):
+                self.assertEqual(self._main("EOS", "--ways", "ours", "--out", str(out), *more)[0], 0)
+                self.assertEqual([(r.compile_s, r.record_s) for r in Results.read(out).records], [figures_])
+        own, kept = jobs
+        self.assertEqual((own.plan.fresh_caches, own.environment()), (True, None))
+        self.assertFalse(kept.plan.fresh_caches)
+        self.assertEqual(kept.environment()["TORCHINDUCTOR_CACHE_DIR"], f"{Path(folder).resolve()}/0123456789ab")
 
     def test_some_workloads_leave_the_others(self):
         blank = Results("NVIDIA H200", "1", "2.11.0", "3", "3.12", "today", "hash", 7)

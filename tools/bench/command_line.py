@@ -49,6 +49,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="workloads prepared at a time (1), and timed one by one; with several there are no times to compile",
     )
+    parse.add_argument(
+        "--caches",
+        type=Path,
+        metavar="DIR",
+        help="keep what compilers cache in DIR, for a run that is cut and goes on; there are no times to compile then",
+    )
     parse.add_argument("--out", type=Path, metavar="FILE", help="result file, .json")
     parse.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="seconds for one workload (1800)")
     parse.add_argument("--resume", action="store_true", help="keep what the result file has of this code and machine")
@@ -104,6 +110,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     from pygraph_trees.comparison import FULL, QUICK, Plan
 
     plan = QUICK if options.quick else FULL if options.full else Plan()
+    plan = replace(plan, fresh_caches=options.caches is None)
     return replace(plan, rounds=options.rounds) if options.rounds else plan
 
 
@@ -135,10 +142,17 @@ def _measure(
     for name in sorted(done.intersection(names), key=names.index):
         print(f"{name}: measured before", flush=True)
     left = [name for name in names if name not in done]
+    # What another state of the code left there is none of this one's, though the version is the same.
+    caches = None if options.caches is None else options.caches.resolve() / results.code_hash[:12]
     jobs = [
-        Job(name, workloads[name].mode, workloads[name].batch, tuple(ways), plan, options.workloads) for name in left
+        Job(name, workloads[name].mode, workloads[name].batch, tuple(ways), plan, options.workloads, caches=caches)
+        for name in left
     ]
+    is_compiling_timed = options.jobs == 1 and caches is None
     for records in _in_batches(jobs, options.jobs, options.timeout):
+        # What a machine took that was busy with others is not theirs, nor is what a cache saved.
+        if not is_compiling_timed:
+            records = [replace(record, compile_s=None, record_s=None) for record in records]
         results = results.with_records(records)
         # Behind each workload, so that a run that is cut leaves what it measured.
         results.write(out)
@@ -174,9 +188,7 @@ def _in_batches(jobs: Sequence[Job], size: int, timeout_s: float) -> Iterator[li
                 worker.wait_until_imported()
             for worker in current:
                 wait_until_quiet()
-                records = worker.measure(None if size == 1 else Progress())
-                # What a machine took that was busy with others is not theirs.
-                yield records if size == 1 else [replace(record, compile_s=None, record_s=None) for record in records]
+                yield worker.measure(None if size == 1 else Progress())
 
 
 def _summarise() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,11 @@ class Job:
     plan: Plan
     folder: Path  # of the package of workloads
     device: str = "cuda"
+    caches: Path | None = None  # where compilers keep their caches, where the plan has none of each way's own
+
+    def environment(self) -> dict[str, str] | None:
+        """What its process runs in; None for this one's."""
+        return None if self.caches is None else {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(self.caches)}
 
     def to_json(self, out: Path) -> str:
         """What the worker is told; it writes its records to ``out``."""
@@ -64,6 +70,7 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
+                env=job.environment(),
                 text=True,
                 start_new_session=True,
             )
