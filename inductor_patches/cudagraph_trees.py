@@ -210,7 +210,9 @@ PATCHES: tuple[Patch, ...] = (
                         ("self", "new_inputs", "function_id"),
                         ("_update_non_cudagraph_managed_mutation", "mutated_input_idxs", "check_invariants"),
                     ),
-                    Expectation(_MODULE, "CUDAGraphTreeManager.add_function", _FUNCTION, ("WrappedFunction",)),
+                    Expectation(
+                        _MODULE, "CUDAGraphTreeManager.add_function", _FUNCTION, ("WrappedFunction", "partial")
+                    ),
                     Expectation(
                         _MODULE,
                         "CUDAGraphTreeManager.execute_node",

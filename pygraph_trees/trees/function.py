@@ -132,6 +132,8 @@ class FunctionModel:
         self.was_asked = False  # for a steady replay, in vain, by who calls it next
         self._added = 0
         self._of_integers = False
+        # By its number in a manager, what stands for it with some values of its integers (:meth:`with_values`).
+        self._of_values: weakref.WeakValueDictionary[Any, FunctionModel] = weakref.WeakValueDictionary()
         if hasattr(model, "__name__"):
             self.__name__ = model.__name__
 
@@ -156,9 +158,33 @@ class FunctionModel:
         """Whether a manager has it."""
         return self._added > 0
 
+    def with_values(self, function_id: Any, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """What graphs a function of integers with some values of theirs, but past it where a steady replay will do.
+
+        Args:
+            function_id: what a manager knows it by, with these values.
+            run: what that manager does for its inputs.
+        """
+        if self.settings.indirection == "off":
+            return run
+        own = FunctionModel(self.model, self.settings, self.log)
+        own.add(of_integers=False)
+        self._of_values[function_id] = own
+        steadily = entry(own.steadily, own)
+
+        def call(inputs: list[Any]) -> Any:
+            outputs = steadily(inputs)
+            return run(inputs) if outputs is None else outputs
+
+        return call
+
     def is_steady_in(self, manager: Manager, function_id: Any) -> None:
         """It begins a step there, and replays what it replayed the last time."""
-        if self._added == 1 and not self._of_integers and self.settings.indirection != "off":
+        if self._of_integers:
+            own = self._of_values.get(function_id)
+            if own is not None:
+                own.is_steady_in(manager, function_id)
+        elif self._added == 1 and self.settings.indirection != "off":
             self.steady_in, self.function_id = weakref.ref(manager), function_id
             self.thread = tensors.thread_id() if PER_THREAD else None
             if self.instead is None:

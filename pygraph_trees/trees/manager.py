@@ -183,10 +183,13 @@ class Manager(Upstream):
 
     def add_function(self, model: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         of_integers = any(isinstance(value, int) for value in inputs)  # its first call consumes them
-        added = super().add_function(model, inputs, *args, **kwargs)
+        run, outputs = super().add_function(model, inputs, *args, **kwargs)
         if isinstance(model, FunctionModel):
             model.add(of_integers=of_integers)  # not before: where the first call fails there will be another
-        return added
+            function_id = getattr(run, "keywords", {}).get("function_id")
+            if of_integers and function_id is not None:
+                run = model.with_values(function_id, run)
+        return run, outputs
 
     @property
     def _clones_outputs(self) -> bool:

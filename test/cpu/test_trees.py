@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import gc
 import sys
 import weakref
@@ -88,6 +89,34 @@ class TestFunction(TestCase):
                 self.assertEqual((function.manager() is manager, function.function_id == 7), (known, known))
                 del manager
                 self.assertIsNone(function.manager())
+
+    def test_each_value_of_its_integers_is_replayed_by_itself(self):
+        class Manager:
+            def replay_steadily(self, inputs, function_id):
+                return [function_id] if inputs == [1] else None
+
+        def run(inputs):
+            return ["by the manager", *inputs]
+
+        function, manager = FunctionModel.of(double, is_backward=False, is_inference=True), Manager()
+        function.settings = dataclasses.replace(function.settings, indirection="off")
+        self.assertIs(function.with_values(7, run), run)
+        function.settings = dataclasses.replace(function.settings, indirection="auto")
+        calls = {}
+        for function_id in (7, 8):
+            function.add(of_integers=True)
+            calls[function_id] = function.with_values(function_id, run)
+        function.is_steady_in(manager, 7)
+        self.assertEqual([call([1]) for call in calls.values()], [[7], ["by the manager", 1]])
+        self.assertEqual(calls[7]([2]), ["by the manager", 2])
+        function.is_steady_in(manager, 8)
+        self.assertEqual([call([1]) for call in calls.values()], [[7], [8]])
+        self.assertIsNone(function.manager())  # it cannot say which values
+        del calls[7]
+        function.is_steady_in(manager, 7)
+        self.assertEqual(list(function._of_values), [8])
+        del manager
+        self.assertEqual(calls[8]([1]), ["by the manager", 1])
 
     def test_calls_go_past_the_wrappers_where_they_can(self):
         function = FunctionModel.of(double, is_backward=False, is_inference=True)
@@ -1216,15 +1245,20 @@ class TestSteadyReplay(TestCase):
         def add_function(manager, model, inputs):
             if inputs.pop() == "fails":
                 raise MemoryError
-            return "fn", ["outputs"]
+            return functools.partial(manager.run, function_id=self.FUNCTION), ["outputs"]
 
         model = FunctionModel.of(double, is_backward=False, is_inference=True)
+        model.settings = dataclasses.replace(model.settings, indirection="auto")
         with mock.patch.object(Upstream, "add_function", add_function):
             with self.assertRaises(MemoryError):
                 self.manager.add_function(model, ["fails"])
             self.assertEqual(model._added, 0)
-            self.assertEqual(self.manager.add_function(model, [7]), ("fn", ["outputs"]))
+            run, outputs = self.manager.add_function(model, [7])
+            self.assertEqual(outputs, ["outputs"])
         self.assertEqual((model._added, model._of_integers), (1, True))
+        self.manager.replay_steadily = lambda inputs, function_id: [*inputs, function_id]
+        model.is_steady_in(self.manager, self.FUNCTION)
+        self.assertEqual(run([7]), [7, self.FUNCTION])
 
     def test_what_would_lose_its_writes_is_not_recorded(self):
         model = FunctionModel.of(double, is_backward=False, is_inference=True)

@@ -55,6 +55,7 @@ class World:
         self.waves = ctx.compile(lambda x: (x.sin(), x.cos() * 2, x.sum(0)))
         self.mixed = ctx.compile(lambda x, y: (x @ y.mT).relu() @ y)
         self.scaled = ctx.compile(lambda x: x * 0.5 + 1)
+        self.sized = ctx.compile(lambda x: x.cumsum(0) * x.size(0), dynamic=True)
         self.parts = ctx.compile(self._parts)
         self.trained = ctx.compile(self.model)
 
@@ -108,7 +109,8 @@ class World:
         del self.kept[:-MOST_KEPT]
 
     def call_one(self) -> None:
-        outputs = self.ctx.attempt(self.draw.choice([self.waves, lambda x: (self.scaled(x),)]), self.fresh())
+        calls = [self.waves, lambda x: (self.scaled(x),), lambda x: (self.sized(x[: self.draw.choice([2, 7, 16])]),)]
+        outputs = self.ctx.attempt(self.draw.choice(calls), self.fresh())
         if outputs is not None:
             self.note("one", *outputs)
             self.keep(*outputs)
