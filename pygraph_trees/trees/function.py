@@ -27,7 +27,7 @@ from pygraph_trees.settings import Settings
 from .steady import entry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pygraph_trees.selection.trial import Trial
 
@@ -132,8 +132,11 @@ class FunctionModel:
         self.was_asked = False  # for a steady replay, in vain, by who calls it next
         self._added = 0
         self._of_integers = False
-        # By its number in a manager, what stands for it with some values of its integers (:meth:`with_values`).
-        self._of_values: weakref.WeakValueDictionary[Any, FunctionModel] = weakref.WeakValueDictionary()
+        self._may_replay = False
+        # What stands for it with some values of its integers, and replays it so: see :meth:`add_values`.
+        self._integers: tuple[int, ...] = ()
+        self._by_values: dict[tuple[int, ...], tuple[FunctionModel, Callable[[list[Any]], Any]]] = {}
+        self._by_number: dict[Any, FunctionModel] = {}
         if hasattr(model, "__name__"):
             self.__name__ = model.__name__
 
@@ -158,30 +161,22 @@ class FunctionModel:
         """Whether a manager has it."""
         return self._added > 0
 
-    def with_values(self, function_id: Any, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """What graphs a function of integers with some values of theirs, but past it where a steady replay will do.
+    def add_values(self, function_id: Any, integers: Mapping[int, int]) -> None:
+        """It was added with these values of its integers, by the index of each among the inputs.
 
-        Args:
-            function_id: what a manager knows it by, with these values.
-            run: what that manager does for its inputs.
+        With them it is a function of its own, which a manager knows by ``function_id``.
         """
-        if self.settings.indirection == "off":
-            return run
-        own = FunctionModel(self.model, self.settings, self.log)
+        self._integers = tuple(integers)
+        values = tuple(integers.values())
+        own, _ = self._by_values.get(values) or (FunctionModel(self.model, self.settings, self.log), None)
         own.add(of_integers=False)
-        self._of_values[function_id] = own
-        steadily = entry(own.steadily, own)
-
-        def call(inputs: list[Any]) -> Any:
-            outputs = steadily(inputs)
-            return run(inputs) if outputs is None else outputs
-
-        return call
+        self._by_number[function_id] = own
+        self._by_values[values] = own, entry(own.steadily, own)
 
     def is_steady_in(self, manager: Manager, function_id: Any) -> None:
         """It begins a step there, and replays what it replayed the last time."""
         if self._of_integers:
-            own = self._of_values.get(function_id)
+            own = self._by_number.get(function_id)
             if own is not None:
                 own.is_steady_in(manager, function_id)
         elif self._added == 1 and self.settings.indirection != "off":
@@ -192,13 +187,21 @@ class FunctionModel:
 
     def steadily(self, inputs: list[Any]) -> Any:
         """The outputs of a steady replay, for which the inputs are consumed; None where there is none."""
+        if self._of_integers:
+            return self._steadily_with_values(inputs)
         manager = self.manager() if self.thread is None or self.thread == tensors.thread_id() else None
         return None if manager is None else manager.replay_steadily(inputs, self.function_id)
+
+    def _steadily_with_values(self, inputs: list[Any]) -> Any:
+        self.manager()  # nobody; but calls are counted there
+        found = self._by_values.get(tuple([inputs[i] for i in self._integers])) if self._may_replay else None
+        return None if found is None else found[1](inputs)
 
     def may_replay(self, *, may: bool) -> None:
         """Whether it may be replayed without a look at what else could be done."""
         by_whom = self.steady_in if self.looked_at is None else self._counting
         self.manager = by_whom if may else _nobody
+        self._may_replay = may
 
     @staticmethod
     def of(model: Callable[[list[Any]], Any], *, is_backward: bool, is_inference: bool) -> FunctionModel:

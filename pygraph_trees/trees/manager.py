@@ -182,13 +182,13 @@ class Manager(Upstream):
         self.pools.add(self.cuda_graphs_thread_pool)
 
     def add_function(self, model: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> Any:
-        of_integers = any(isinstance(value, int) for value in inputs)  # its first call consumes them
+        # Its first call consumes them.
+        integers = {index: value for index, value in enumerate(inputs) if isinstance(value, int)}
         run, outputs = super().add_function(model, inputs, *args, **kwargs)
-        if isinstance(model, FunctionModel):
-            model.add(of_integers=of_integers)  # not before: where the first call fails there will be another
-            function_id = getattr(run, "keywords", {}).get("function_id")
-            if of_integers and function_id is not None:
-                run = model.with_values(function_id, run)
+        if isinstance(model, FunctionModel):  # not before: where the first call fails there will be another
+            model.add(of_integers=bool(integers))
+            if integers:
+                model.add_values(run.keywords["function_id"], integers)
         return run, outputs
 
     @property

@@ -93,30 +93,44 @@ class TestFunction(TestCase):
     def test_each_value_of_its_integers_is_replayed_by_itself(self):
         class Manager:
             def replay_steadily(self, inputs, function_id):
-                return [function_id] if inputs == [1] else None
-
-        def run(inputs):
-            return ["by the manager", *inputs]
+                return [function_id] if inputs[0] == "x" else None
 
         function, manager = FunctionModel.of(double, is_backward=False, is_inference=True), Manager()
-        function.settings = dataclasses.replace(function.settings, indirection="off")
-        self.assertIs(function.with_values(7, run), run)
         function.settings = dataclasses.replace(function.settings, indirection="auto")
-        calls = {}
-        for function_id in (7, 8):
+        call = entered(function, lambda inputs: ["the wrappers", *inputs])
+        for function_id, values in ((7, (3, 4)), (8, (3, 5))):
             function.add(of_integers=True)
-            calls[function_id] = function.with_values(function_id, run)
+            function.add_values(function_id, {1: values[0], 3: values[1]})
+        first, second, unknown = ["x", 3, "y", 4], ["x", 3, "y", 5], ["x", 4, "y", 4]
+        self.assertEqual(call(first), ["the wrappers", *first])
         function.is_steady_in(manager, 7)
-        self.assertEqual([call([1]) for call in calls.values()], [[7], ["by the manager", 1]])
-        self.assertEqual(calls[7]([2]), ["by the manager", 2])
+        self.assertEqual(
+            [call(i) for i in (first, second, unknown)], [[7], *(["the wrappers", *i] for i in (second, unknown))]
+        )
         function.is_steady_in(manager, 8)
-        self.assertEqual([call([1]) for call in calls.values()], [[7], [8]])
-        self.assertIsNone(function.manager())  # it cannot say which values
-        del calls[7]
-        function.is_steady_in(manager, 7)
-        self.assertEqual(list(function._of_values), [8])
+        function.is_steady_in(manager, 9)  # of another function
+        self.assertEqual([call(first), call(second)], [[7], [8]])
+        self.assertEqual(call(["z", 3, "y", 4]), ["the wrappers", "z", 3, "y", 4])
+        self.assertIsNone(function.manager())  # it cannot say with which values
+
+        function.may_replay(may=False)
+        self.assertEqual(call(first), ["the wrappers", *first])
+        function.may_replay(may=True)
+        self.assertEqual(call(first), [7])
+        function.instead = lambda inputs: ["chosen"]
+        self.assertEqual(call(first), ["chosen"])
+        function.instead, function.looked_at = None, lambda inputs: ["looked at"]
+        function.may_replay(may=True)
+        function._counting._left = 4
+        self.assertIn(["looked at"], [call(first) for _ in range(5)])  # one call of many
+        function.instead = function.looked_at = None
+        function.may_replay(may=True)
+        function.add(of_integers=True)  # in another thread, or anew: those values take torch's way
+        function.add_values(10, {1: 3, 3: 4})
+        function.is_steady_in(manager, 10)
+        self.assertEqual([call(first), call(second)], [["the wrappers", *first], [8]])
         del manager
-        self.assertEqual(calls[8]([1]), ["by the manager", 1])
+        self.assertEqual(call(second), ["the wrappers", *second])
 
     def test_calls_go_past_the_wrappers_where_they_can(self):
         function = FunctionModel.of(double, is_backward=False, is_inference=True)
@@ -1253,12 +1267,11 @@ class TestSteadyReplay(TestCase):
             with self.assertRaises(MemoryError):
                 self.manager.add_function(model, ["fails"])
             self.assertEqual(model._added, 0)
-            run, outputs = self.manager.add_function(model, [7])
-            self.assertEqual(outputs, ["outputs"])
+            self.assertEqual(self.manager.add_function(model, [7])[1], ["outputs"])
         self.assertEqual((model._added, model._of_integers), (1, True))
         self.manager.replay_steadily = lambda inputs, function_id: [*inputs, function_id]
         model.is_steady_in(self.manager, self.FUNCTION)
-        self.assertEqual(run([7]), [7, self.FUNCTION])
+        self.assertEqual((model.steadily([7]), model.steadily([8])), ([7, self.FUNCTION], None))
 
     def test_what_would_lose_its_writes_is_not_recorded(self):
         model = FunctionModel.of(double, is_backward=False, is_inference=True)

@@ -6,12 +6,14 @@ Clocks are read around named sections: functions of torch and of this project, w
 section's own time is what it takes without the sections inside of it; time outside of all is Dynamo's, AOTAutograd's
 and Inductor's. The clocks cost time themselves, mostly in the section around: each call is also measured without
 them, and what one clock costs is printed. A replay in C++ has no sections: it is the compiled graph's own. NAMES are
-workloads, or MLP, CHAIN (three partitions in one step) and RESNET18 (a training step), which are only measured here.
+workloads, or MLP, MLP-N (the same for any batch size), CHAIN (three graphs in one step) and RESNET18 (a training
+step), which are no workloads.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import inspect
 import sys
@@ -276,6 +278,13 @@ def perceptron(device: torch.device) -> Program:
     return Program(model, (torch.randn(16, 64, device=device),), context=torch.no_grad, name="MLP")
 
 
+def perceptron_of_any_batch(device: torch.device) -> Program:
+    """Compiled for any batch size, which is an input then."""
+    program = perceptron(device)
+    torch._dynamo.mark_dynamic(program.args[0], 0)
+    return dataclasses.replace(program, name="MLP-N")
+
+
 def chain(device: torch.device) -> Program:
     """Three graphs in one step, each behind the one before."""
 
@@ -299,7 +308,12 @@ def resnet18(device: torch.device) -> Program:
     return Program(model, (torch.randn(16, 3, 224, 224, device=device),), training=True, name="RESNET18")
 
 
-PROGRAMS: dict[str, Callable[[torch.device], Program]] = {"MLP": perceptron, "CHAIN": chain, "RESNET18": resnet18}
+PROGRAMS: dict[str, Callable[[torch.device], Program]] = {
+    "MLP": perceptron,
+    "MLP-N": perceptron_of_any_batch,
+    "CHAIN": chain,
+    "RESNET18": resnet18,
+}
 
 
 def program_of(name: str) -> Program:
