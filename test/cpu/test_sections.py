@@ -16,6 +16,7 @@ from bench import sections
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.comparison.program import Program
+from pygraph_trees.comparison.rings import Ring
 
 
 class Outer:
@@ -118,11 +119,26 @@ class TestResults(TestCase):
         )
 
     def test_programs(self):
-        for name in ("MLP", "CHAIN"):
+        for name in ("MLP", "MLP-N", "CHAIN"):
             program = sections.PROGRAMS[name](torch.device("cpu"))
             outputs = program.step(program.fn, program.args, program.kwargs)
             self.assertTrue(torch.isfinite(outputs).all())
             self.assertEqual(program.name, name)
+
+    def test_any_batch_size(self):
+        """Of the sets of inputs that take turns, the first one says so for all."""
+        program, given = sections.PROGRAMS["MLP-N"](torch.device("cpu")), []
+
+        def backend(graph, inputs):
+            given.append(inputs)
+            return graph
+
+        compiled, feed = torch.compile(program.fn, backend=backend), Ring(program, 3).fresh()
+        for _ in range(6):
+            inputs = next(feed)
+            program.step(compiled, inputs.args, inputs.kwargs)
+        self.assertEqual(len(given), 1)
+        self.assertTrue(any(isinstance(value, torch.SymInt) for value in given[0]))
 
 
 if __name__ == "__main__":
