@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html.parser
 import json
-import logging
 import re
 import sys
 import tempfile
@@ -20,7 +19,6 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.comparison.page import sections, write_page
 from pygraph_trees.comparison.results import Measurement
 from pygraph_trees.comparison.trace import Span, read_trace
-from pygraph_trees.coverage.log import FunctionLog, GraphLog, RecordingLog, journal
 from pygraph_trees.coverage.page import page
 from pygraph_trees.coverage.records import (
     Cause,
@@ -529,27 +527,6 @@ class TestBrowser(TestCase):
             self.assertEqual(shown.ask("document.activeElement.parentElement.id"), "function-0")
             shown.press("Enter")
             self.assertTrue(shown.ask("document.querySelector('#function-0').open"))
-
-
-class TestTrace(TestCase):
-    def test_graphs_and_recordings_are_in_structured_traces(self):
-        trace_log = logging.getLogger("torch.__trace")
-        records = []
-        handler = logging.Handler()
-        handler.emit = lambda record: records.append((record.metadata, record.payload))
-        log = FunctionLog("Net", "3/1", "inference", 1, dict(SETTINGS))
-        log.recorded(RecordingLog(number=0))  # nobody listens
-        trace_log.addHandler(handler)
-        try:
-            journal.add_graph(GraphLog("Net", "3/1", "inference", (Partition(True, {"triton": 1}),)))
-            log.recorded(RecordingLog(number=1, reason="again"))
-        finally:
-            trace_log.removeHandler(handler)
-        graph, function = (entry for entry in records if "artifact" in entry[0])
-        self.assertEqual(graph[0]["artifact"], {"name": "pygraph_graph", "encoding": "json"})
-        self.assertEqual((function[0]["frame_id"], function[0]["frame_compile_id"]), (3, 1))
-        self.assertEqual(json.loads(graph[1])["model"], "Net")
-        self.assertEqual([r["reason"] for r in json.loads(function[1])["recordings"]], ["", "again"])
 
 
 if __name__ == "__main__":
