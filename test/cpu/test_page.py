@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import html.parser
+import html
 import json
 import re
 import sys
@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from browser import PROGRAM, browser
+from page_elements import Elements, needed
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.comparison.page import sections, write_page
@@ -89,31 +90,9 @@ HOST = {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "dur": 1}
 KERNEL = {"ph": "X", "cat": "kernel", "name": "k", "dur": 1}
 
 
-class _Elements(html.parser.HTMLParser):
-    """All elements with their attributes, and whether each one that was opened is closed where it should be."""
-
-    VOID = frozenset({"meta"})
-
-    def __init__(self, text):
-        super().__init__()
-        self.found, self.open = [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.found.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.found.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag, tag
-
-
 class TestPage(TestCase):
     def elements(self, text):
-        found = _Elements(text)
+        found = Elements(text)
         self.assertEqual(found.open, [])
         return found.found
 
@@ -159,11 +138,24 @@ class TestPage(TestCase):
 
     def test_it_needs_nothing_else(self):
         text = page(FULL, sections(MEASURED))
-        for tag, attributes in self.elements(text):
-            self.assertNotIn("src", attributes)
-            if "href" in attributes:
-                self.assertTrue(attributes["href"].startswith("#"), tag)
+        self.elements(text)
+        self.assertEqual(needed(text), [])
         self.assertNotRegex(text.partition("<script")[0], r"https?://|@import|url\(")
+
+    def test_what_else_it_could_need(self):
+        for part in (
+            '<script src="x.js"></script>',
+            "<script>go()</script>",
+            '<link rel="stylesheet" href="x.css">',
+            '<img src="data:,">',
+            '<a href="page.html"></a>',
+            '<a href="https://example.org"></a>',
+            '<meta http-equiv="refresh" content="1">',
+            "<style>@import 'x.css'</style>",
+            '<p style="background: url(x.png)"></p>',
+            '<svg><use xlink:href="x.svg#a"/></svg>',
+        ):
+            self.assertEqual(len(needed(part)), 1, part)
 
     def test_links_lead_somewhere(self):
         found = self.elements(page(FULL, sections(MEASURED)))
