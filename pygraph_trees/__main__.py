@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import report, target
+from . import destination, report, target
 from .exc import PygraphError
 from .progress import Progress
 from .version import __version__
@@ -88,6 +88,7 @@ def _positive(text: str) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
+    destination.check({"--json": options.json, "--html": options.html})
     if not torch.cuda.is_available():
         print("compare needs a GPU and this machine has none that torch can use; this is `explain` instead.\n")
         return _explain(options)

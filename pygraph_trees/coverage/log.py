@@ -5,8 +5,10 @@ Logs hold plain data and counters, no tensors and no models, so they stay when w
 logs are in :data:`journal`; :mod:`.report` turns them into frozen records. The one thing that the replay path does is
 ``log.replays += 1``. Each fact is also written to the logger ``pygraph_trees``, which ``TORCH_LOGS="+pygraph"`` shows.
 
-Where torch writes structured traces (``TORCH_TRACE``), each compiled graph and each recording adds a record in JSON, as
-tlparse shows them: artifacts ``pygraph_graph`` and ``pygraph_function``.
+Where torch writes structured traces (``TORCH_TRACE``), records are added to them in JSON, as tlparse shows them: each
+compiled graph as an artifact ``pygraph_graph``, and a function as ``pygraph_function`` with each recording, and where
+it becomes known or changes why it runs un-graphed, what was decided of it, or how its inputs are given. None is written
+at a replay that tells nothing new, and where one cannot be written the program goes on without it.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from .records import (
 
 _log = logging.getLogger("pygraph_trees.coverage")
 
+_FASTER = "it was measured to be faster so"
 _COPIED_BYTES = [f.name for f in fields(InputRecord)].index("copied_bytes")
 
 
@@ -89,6 +92,7 @@ class FunctionLog:
     trial_runs: int = 0  # of the compiled code, un-graphed for the sake of a measurement
     decision: str | None = None  # what was measured, and which way was taken
     route: str | None = None  # what replays were found to cost, and how inputs are given since
+    traced_reasons: set[str] = field(default_factory=set)  # once each: two may take turns, call by call
 
     @property
     def name(self) -> str:
@@ -109,21 +113,42 @@ class FunctionLog:
         for given in recording.inputs if _log.isEnabledFor(logging.DEBUG) else ():
             _log.debug("%s: recording %d: input %s", self.name, recording.number, InputRecord(*given))
 
-    def route_was_found(self, text: str) -> None:
-        """Notes how inputs are given from now on, and why."""
+    def route_was_found(self, text: str, *, is_change: bool = True) -> None:
+        """Notes how inputs are given from now on, and why.
+
+        Args:
+            is_change: False where it is as it was, and looked at once more: only the figures are new.
+        """
         _log.info("%s: %s", self.name, text)
+        is_news = self.route is None or (is_change and text != self.route)
         self.route = text
+        if is_news:
+            _trace("pygraph_function", self)
 
     def not_graphed(self, reason: str) -> None:
         """Notes why calls of the function run un-graphed."""
-        if self.ungraphed_reason != reason:
+        if self._takes_reason(reason) and reason not in self.traced_reasons:
+            self.traced_reasons.add(reason)
+            _trace("pygraph_function", self)
+
+    def decided(self, text: str | None, *, graphed: bool) -> None:
+        """Notes which way the function's calls go from now on, and what was measured, where a decision rests on it."""
+        is_news = text != self.decision
+        self.decision = text
+        if not graphed:
+            is_news |= self._takes_reason(_FASTER)
+        elif self.ungraphed_reason == _FASTER:
+            self.ungraphed_reason, is_news = None, True
+        if is_news:
+            _trace("pygraph_function", self)
+
+    def _takes_reason(self, reason: str) -> bool:
+        """Whether it is another than before."""
+        is_news = self.ungraphed_reason != reason
+        if is_news:
             _log.info("%s: not graphed: %s", self.name, reason)
         self.ungraphed_reason = reason
-
-    def graphed_again(self, reason: str) -> None:
-        """Takes back what was noted by :meth:`not_graphed`, where it is that."""
-        if self.ungraphed_reason == reason:
-            self.ungraphed_reason = None
+        return is_news
 
     def record(self) -> FunctionRecord:
         recordings = tuple(r.record() for r in list(self.recordings))
@@ -164,14 +189,20 @@ class GraphLog:
 
 
 def _trace(name: str, log: FunctionLog | GraphLog) -> None:
-    """Adds the record of a log, as it is now, to torch's structured trace; nothing is made where there is none."""
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": name, "encoding": "json"},
-        payload_fn=lambda: json.dumps(asdict(log.record()), indent=1),
-        expect_trace_id=False,  # a recording is made when the program runs
-        compile_id=CompileId.from_string(log.compile_id),
-    )
+    """Adds the record of a log, as it is now, to torch's structured trace; nothing is made where there is none.
+
+    Never raises: a disk may be full, and programs go on.
+    """
+    try:
+        trace_structured(
+            "artifact",
+            metadata_fn=lambda: {"name": name, "encoding": "json"},
+            payload_fn=lambda: json.dumps(asdict(log.record()), indent=1),
+            expect_trace_id=False,  # a recording is made when the program runs
+            compile_id=CompileId.from_string(log.compile_id),
+        )
+    except Exception as error:
+        _log.warning("%s is not in torch's structured trace: %s: %s", name, type(error).__name__, error)
 
 
 class Journal:

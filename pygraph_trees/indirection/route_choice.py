@@ -247,7 +247,7 @@ class Watch:
         )
         took = self._looks.took()
         self._looks.clear()
-        function.log.route_was_found(text_of(seen))
+        function.log.route_was_found(text_of(seen), is_change=wants_table(seen))
         if wants_table(seen):
             begin(function, self._device, text_of(seen, is_used=True), ByAddress(took, self.sizes))
         else:

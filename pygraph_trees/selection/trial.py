@@ -305,7 +305,7 @@ class Contestant:
 
     def end(self, way: Way, why: str | None) -> None:
         self._pending.clear()
-        self._log.decision = why
+        self._log.decided(why, graphed=way is Way.GRAPHED)
         self._ended(way)
 
 

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     Run = Callable[[list[Any]], Any]
 
-_FASTER = "it was measured to be faster so"
 _TREES = ("tree_manager_containers", "tree_manager_locks")  # of a thread, by device
 
 
@@ -101,11 +100,9 @@ def chooser(
                 function.instead = None if PER_THREAD or function.is_added else until_added
                 function.looked_at = looked_at if trial.may_be_renewed() else None
                 function.may_replay(may=True)
-                log.graphed_again(_FASTER)
             else:
                 function.instead = _now_and_then(looked_at_ungraphed, ungraphed)
                 function.may_replay(may=False)
-                log.not_graphed(_FASTER)
                 manager = trees.manager()
                 if isinstance(manager, Manager):
                     manager.forget(function, later=trial.is_elsewhere)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import os
 import re
 import sys
 import tempfile
@@ -13,17 +15,22 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from page_elements import Elements, needed
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees import __main__ as command_line
 from pygraph_trees import target
-from pygraph_trees.comparison import Measurement
+from pygraph_trees.comparison import Measurement, Plan
+from pygraph_trees.comparison.trace import Span
+from pygraph_trees.comparison.ways import Way
 from pygraph_trees.coverage.records import Environment
 from pygraph_trees.default_target import masked_rows
+from pygraph_trees.exc import PygraphError
 from pygraph_trees.progress import Progress
 
 META = torch.device("meta")
@@ -302,8 +309,6 @@ class TestCompare(Folder):
         self.assertIn("ours and upstream are 0.12 apart", command_line._agreement(found))
 
     def test_prints_and_writes(self):
-        import json
-
         out = self.file.with_name("out.json")
         for error, expected in ((None, 0), ("it broke", 1)):
             found = [self.measurement(way, error=error if way == "ours" else None) for way in ("eager", "ours")]
@@ -321,6 +326,134 @@ class TestCompare(Folder):
 
 
 REPORT_ENVIRONMENT = Environment("9", "2", None, None, ())
+
+
+class TestComparePage(Folder):
+    """``compare --html``: programs are called and timed, on the CPU and with ways that are plain callables."""
+
+    def setUp(self):
+        super().setUp()
+        self.html, self.json = (self.file.with_name(name) for name in ("page.html", "out.json"))
+
+    def compare(self, *options, ours=torch.sin):
+        ways = [
+            Way(name, fn, False, None) for name, fn in (("eager", torch.sin), ("upstream", torch.sin), ("ours", ours))
+        ]
+        plan = Plan(1, 0.0, (2, 2), settle_calls=1, warm_calls=(5, 8), ring=2, fresh_caches=False)
+        with (
+            mock.patch.object(torch.cuda, "is_available", lambda: True),
+            mock.patch("pygraph_trees.comparison.measure.make_ways", lambda program, names: ways),
+            mock.patch("pygraph_trees.comparison.measure.wake_compiler"),
+            mock.patch("pygraph_trees.comparison.Plan", lambda rounds: plan),
+            mock.patch("pygraph_trees.coverage.report._environment", lambda: REPORT_ENVIRONMENT),
+        ):
+            return run("compare", f"{self.file}:plain", *options)
+
+    def written(self):
+        """What the page has in JSON."""
+        text = self.html.read_text(encoding="utf-8")
+        self.assertEqual(Elements(text).open, [])
+        self.assertEqual(needed(text), [])
+        return json.loads(text.partition('id="report">')[2].partition("</script>")[0])
+
+    def test_a_page_and_the_same_in_json(self):
+        status, out, err = self.compare("--html", str(self.html), "--json", str(self.json))
+        self.assertEqual(status, 0, err)
+        self.assertIn("ours equal; ours and upstream are bit-equal", out)
+        data, beside = self.written(), json.loads(self.json.read_text())
+        self.assertEqual(data.pop("measurements"), beside["measurements"])
+        self.assertEqual(data, beside["report"])
+        found = beside["measurements"]
+        ways = [(way, regime) for way in ("eager", "upstream", "ours") for regime in ("same", "fresh")]
+        self.assertEqual([(m["way"], m["regime"]) for m in found], ways)
+        for m in found:
+            self.assertEqual((m["workload"], m["error"]), ("plain", None))
+            self.assertGreater(m["latency_ms"], 0)
+        text = self.html.read_text(encoding="utf-8")
+        self.assertIn("<title>plain: pygraph_trees</title>", text)
+        self.assertIn("pygraph_trees 9, torch 2", text)
+        for m in found:
+            self.assertIn(f"{m['way']}, {m['regime']} inputs: {m['latency_ms']:.3f} ms", text)
+
+    def test_a_page_alone(self):
+        self.html.write_text("of an earlier run " * 10000)
+        status, _, err = self.compare("--html", str(self.html))
+        self.assertEqual(status, 0, err)
+        self.assertEqual(len(self.written()["measurements"]), 6)
+        self.assertFalse(self.json.exists())
+
+    def test_a_way_that_failed(self):
+        def broken(x):
+            raise RuntimeError("of the <test>")
+
+        status, out, _ = self.compare("--html", str(self.html), "--json", str(self.json), ours=broken)
+        self.assertEqual(status, 1)
+        self.assertIn("of the <test>", out)
+        errors = [m["error"] for m in self.written()["measurements"]]
+        self.assertEqual(errors, [None] * 4 + ["RuntimeError: of the <test>"] * 2)
+        self.assertEqual(json.loads(self.json.read_text())["measurements"], self.written()["measurements"])
+        self.assertIn("ours, same inputs, failed: RuntimeError: of the &lt;test&gt;", self.html.read_text())
+
+    def test_a_call_in_time(self):
+        spans = Span("host", True, 0.0, 5.0), Span("gpu", True, 6.0, 40.0)
+        found = [Measurement("W", "inference", 1, "ours", "same", latency_ms=1.0, timeline=spans)]
+        with mock.patch("pygraph_trees.comparison.compare", return_value=found):
+            self.assertEqual(self.compare("--html", str(self.html))[0], 0)
+        (measured,) = self.written()["measurements"]
+        self.assertEqual(
+            [span[:4] for span in measured["timeline"]], [["host", True, 0.0, 5.0], ["gpu", True, 6.0, 40.0]]
+        )
+        self.assertIn("A call in time", self.html.read_text(encoding="utf-8"))
+
+    def test_what_cannot_be_written_is_said_before_anything_is_measured(self):
+        taken = self.file.with_name("taken.html")
+        taken.write_text("of an earlier run")
+        link = self.file.with_name("link.html")
+        link.symlink_to("made-later.html")
+        before = sorted(self.file.parent.rglob("*"))
+        for options, problem in (
+            (("--html", self.file.parent), "that is a folder"),
+            (("--html", self.file.with_name("missing") / "page.html"), "No such file or directory"),
+            (("--html", self.file / "page.html"), "Not a directory"),
+            (("--html", self.file.with_name("x" * 300)), "File name too long"),
+            (("--json", taken, "--html", self.file.parent), "that is a folder"),
+            (("--html", taken, "--json", self.file.parent), "that is a folder"),
+            (("--html", link, "--json", self.file.with_name("made-later.html")), "--json names it too"),
+        ):
+            with (
+                self.subTest(options=options),
+                mock.patch.object(target, "resolve", side_effect=lambda *_: self.fail("began")),
+            ):
+                status, out, err = run("compare", "X", *map(str, options))
+                self.assertEqual((status, out), (2, ""))
+                self.assertRegex(err, rf"^error: --(html|json) .*: {problem}; expected a file that can be written")
+        self.assertEqual(sorted(self.file.parent.rglob("*")), before)
+        self.assertEqual((taken.read_text(), link.is_symlink()), ("of an earlier run", True))
+
+    def test_a_file_that_may_not_be_written(self):
+        if os.geteuid() == 0:
+            refused = mock.patch.object(Path, "open", side_effect=PermissionError(13, "Permission denied"))
+        else:
+            refused = contextlib.nullcontext()
+            self.html.touch(mode=0o400)
+        with refused, mock.patch.object(target, "resolve", side_effect=lambda *_: self.fail("began")):
+            status, _, err = run("compare", "X", "--html", str(self.html))
+        self.assertEqual(status, 2)
+        self.assertIn(f"error: --html {self.html}: Permission denied; expected", err)
+
+    def test_no_file_is_touched_by_a_comparison_that_fails(self):
+        self.html.write_text("of an earlier run")
+        with mock.patch("pygraph_trees.comparison.compare", side_effect=PygraphError(message="of the test")):
+            self.assertEqual(self.compare("--html", str(self.html), "--json", str(self.json))[0], 2)
+        self.assertEqual((self.html.read_text(), self.json.exists()), ("of an earlier run", False))
+
+    def test_a_pipe(self):
+        os.mkfifo(self.html)
+        reader = os.open(self.html, os.O_RDONLY | os.O_NONBLOCK)
+        self.addCleanup(os.close, reader)
+        with mock.patch("pygraph_trees.comparison.page.page", return_value="short"):
+            self.assertEqual(self.compare("--html", str(self.html))[0], 0)
+        self.assertEqual(os.read(reader, 100), b"short")
 
 
 class TestProgress(TestCase):

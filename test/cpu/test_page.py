@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import html.parser
+import html
 import json
-import logging
 import re
 import sys
 import tempfile
@@ -15,12 +14,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from browser import PROGRAM, browser
+from page_elements import Elements, needed
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.comparison.page import sections, write_page
 from pygraph_trees.comparison.results import Measurement
 from pygraph_trees.comparison.trace import Span, read_trace
-from pygraph_trees.coverage.log import FunctionLog, GraphLog, RecordingLog, journal
 from pygraph_trees.coverage.page import page
 from pygraph_trees.coverage.records import (
     Cause,
@@ -91,31 +90,9 @@ HOST = {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "dur": 1}
 KERNEL = {"ph": "X", "cat": "kernel", "name": "k", "dur": 1}
 
 
-class _Elements(html.parser.HTMLParser):
-    """All elements with their attributes, and whether each one that was opened is closed where it should be."""
-
-    VOID = frozenset({"meta"})
-
-    def __init__(self, text):
-        super().__init__()
-        self.found, self.open = [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.found.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.found.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag, tag
-
-
 class TestPage(TestCase):
     def elements(self, text):
-        found = _Elements(text)
+        found = Elements(text)
         self.assertEqual(found.open, [])
         return found.found
 
@@ -161,11 +138,24 @@ class TestPage(TestCase):
 
     def test_it_needs_nothing_else(self):
         text = page(FULL, sections(MEASURED))
-        for tag, attributes in self.elements(text):
-            self.assertNotIn("src", attributes)
-            if "href" in attributes:
-                self.assertTrue(attributes["href"].startswith("#"), tag)
+        self.elements(text)
+        self.assertEqual(needed(text), [])
         self.assertNotRegex(text.partition("<script")[0], r"https?://|@import|url\(")
+
+    def test_what_else_it_could_need(self):
+        for part in (
+            '<script src="x.js"></script>',
+            "<script>go()</script>",
+            '<link rel="stylesheet" href="x.css">',
+            '<img src="data:,">',
+            '<a href="page.html"></a>',
+            '<a href="https://example.org"></a>',
+            '<meta http-equiv="refresh" content="1">',
+            "<style>@import 'x.css'</style>",
+            '<p style="background: url(x.png)"></p>',
+            '<svg><use xlink:href="x.svg#a"/></svg>',
+        ):
+            self.assertEqual(len(needed(part)), 1, part)
 
     def test_links_lead_somewhere(self):
         found = self.elements(page(FULL, sections(MEASURED)))
@@ -529,27 +519,6 @@ class TestBrowser(TestCase):
             self.assertEqual(shown.ask("document.activeElement.parentElement.id"), "function-0")
             shown.press("Enter")
             self.assertTrue(shown.ask("document.querySelector('#function-0').open"))
-
-
-class TestTrace(TestCase):
-    def test_graphs_and_recordings_are_in_structured_traces(self):
-        trace_log = logging.getLogger("torch.__trace")
-        records = []
-        handler = logging.Handler()
-        handler.emit = lambda record: records.append((record.metadata, record.payload))
-        log = FunctionLog("Net", "3/1", "inference", 1, dict(SETTINGS))
-        log.recorded(RecordingLog(number=0))  # nobody listens
-        trace_log.addHandler(handler)
-        try:
-            journal.add_graph(GraphLog("Net", "3/1", "inference", (Partition(True, {"triton": 1}),)))
-            log.recorded(RecordingLog(number=1, reason="again"))
-        finally:
-            trace_log.removeHandler(handler)
-        graph, function = (entry for entry in records if "artifact" in entry[0])
-        self.assertEqual(graph[0]["artifact"], {"name": "pygraph_graph", "encoding": "json"})
-        self.assertEqual((function[0]["frame_id"], function[0]["frame_compile_id"]), (3, 1))
-        self.assertEqual(json.loads(graph[1])["model"], "Net")
-        self.assertEqual([r["reason"] for r in json.loads(function[1])["recordings"]], ["", "again"])
 
 
 if __name__ == "__main__":

@@ -169,7 +169,8 @@ class WatchTestCase(TestCase):
             patch = mock.patch.object(route_choice, name, value)
             patch.start()
             self.addCleanup(patch.stop)
-        patch = mock.patch.object(FunctionLog, "route_was_found", lambda log, text: self.told.append(text))
+        self.changes: list[bool] = []
+        patch = mock.patch.object(FunctionLog, "route_was_found", self.tell)
         patch.start()
         self.addCleanup(patch.stop)
         patch = mock.patch.object(replay_costs, "time", SimpleNamespace(perf_counter=lambda: self.now))
@@ -190,6 +191,10 @@ class WatchTestCase(TestCase):
         )
         watch.ready = self.is_ready
         return watch
+
+    def tell(self, text: str, *, is_change: bool = True) -> None:
+        self.told.append(text)
+        self.changes.append(is_change)
 
     def is_ready(self, why: str) -> None:
         self.ready += 1
@@ -293,14 +298,14 @@ class TestWatch(WatchTestCase):
         self.assertEqual(self.replay(EVERY * (LOOKS - 1)), 0)
         self.assertEqual(self.replay(EVERY * LOOKS), LOOKS)
         self.assertEqual(self.replay(EVERY * (4 * LOOKS - 1)), 0)
-        self.assertEqual(len(self.told), 2)
+        self.assertEqual((len(self.told), self.changes), (2, [False, False]))
 
     def test_a_program_that_changes(self) -> None:
         self.idle = False
         self.replay(EVERY * (LOOKS + 1))
         self.idle, self.steps = True, [True]
         self.replay(EVERY * (2 * LOOKS + 2))
-        self.assertEqual((self.ready, len(self.told)), (1, 2))
+        self.assertEqual((self.ready, len(self.told), self.changes), (1, 2, [False, True]))
 
     def test_replays_that_set_nothing_count(self) -> None:
         while len(self.told) < 1:

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from functorch.compile import make_boxed_func
@@ -28,6 +29,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext, tracing
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
+from traced import artifacts
 
 from pygraph_trees import selection
 from pygraph_trees.coverage.log import FunctionLog, GraphLog, RecordingLog, journal
@@ -537,6 +539,24 @@ class TestRenewal(TrialTestCase):
         measured = "".join(function.calls[before:]).rstrip("u")
         self.assertLessEqual(len(measured), RULES.flips_after * (RULES.most_calls + 4))
 
+    def test_each_decision_is_traced(self):
+        trial = Trial(Objective.LATENCY)
+        function = Function(self.world, trial)
+        with artifacts() as found:
+            self.decided(trial, function)
+            self.assertEqual([artifact.content["decision"] for artifact in found], [function.log.decision])
+            self.looks(2 * self.LOOKS, function)
+            self.steps(30, function)  # replays
+            self.assertEqual(len(found), 1)
+            self.becomes(function, **self.HEAVY)
+            self.looks(100, function)
+            self.steps(300, function)
+        graphed, ungraphed = (artifact.content for artifact in found)
+        self.assertEqual((graphed["ungraphed_reason"], len(graphed["recordings"])), (None, 1))
+        self.assertEqual(ungraphed["decision"], function.log.decision)
+        self.assertRegex(ungraphed["decision"], "^un-graphed: ")
+        self.assertRegex(ungraphed["ungraphed_reason"], "measured to be faster")
+
     def test_graphs_that_pay_now(self):
         trial = Trial(Objective.LATENCY)
         function = Function(self.world, trial, **self.HEAVY)
@@ -1024,7 +1044,7 @@ class TestChoice(TrialTestCase):
         call = self.enter(model, lambda inputs: self.fail("graphed"))
         manager = mock.Mock(spec=Manager)
         with mock.patch.object(cudagraph_trees, "get_manager", lambda *args, **kwargs: manager):
-            model.instead._ended(Way.UNGRAPHED)
+            model.instead.end(Way.UNGRAPHED, None)
         x = torch.ones(2)
         self.assertEqual(call([x]), [x * 2])
         manager.forget.assert_called_once_with(model, later=False)

@@ -1,0 +1,174 @@
+"""Artifacts in torch's structured trace: when a graph or a function leaves one, and what is in it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+from torch._inductor import config, cudagraph_trees
+from torch._logging._internal import trace_log
+from torch.testing._internal.common_utils import TestCase, run_tests
+from traced import artifacts, listening
+
+import pygraph_trees  # noqa: F401
+from pygraph_trees.coverage.log import FunctionLog, GraphLog, RecordingLog, journal
+from pygraph_trees.coverage.records import Partition
+
+SETTINGS = {"placement": "full", "indirection": "auto"}
+
+
+def double(inputs):
+    return [x * 2 for x in inputs]
+
+
+class TestStructuredTraces(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.log = FunctionLog("Net", "3/1", "inference", 1, dict(SETTINGS))
+
+    def test_graphs_and_recordings(self):
+        self.log.recorded(RecordingLog(number=0))  # nobody listens
+        with artifacts() as found:
+            journal.add_graph(GraphLog("Net", "3/1", "inference", (Partition(True, {"triton": 1}),)))
+            self.log.recorded(RecordingLog(number=1, reason="again"))
+        graph, function = found
+        self.assertEqual((graph.name, function.name), ("pygraph_graph", "pygraph_function"))
+        self.assertEqual((function.metadata["frame_id"], function.metadata["frame_compile_id"]), (3, 1))
+        self.assertEqual(graph.content["model"], "Net")
+        self.assertEqual([r["reason"] for r in function.content["recordings"]], ["", "again"])
+
+    def test_a_function_that_never_records(self):
+        with artifacts() as found:
+            for _ in range(3):
+                self.log.not_graphed("no node reads it")
+        (function,) = found
+        self.assertEqual((function.name, function.metadata["frame_id"]), ("pygraph_function", 3))
+        self.assertEqual(function.content["ungraphed_reason"], "no node reads it")
+        self.assertEqual(function.content["recordings"], [])
+
+    def test_one_that_is_not_to_be_graphed(self):
+        with config.patch({"triton.pygraph_selective": "never"}), mock.patch.object(cudagraph_trees, "get_manager"):
+            given = {"device_index": 0, "is_backward": False, "is_inference": True}
+            with artifacts() as found:
+                run = cudagraph_trees.cudagraphify_impl(double, [torch.ones(2)], (), **given)
+                self.assertEqual(len(found), 1)
+                for _ in range(3):
+                    self.assertEqual(run([torch.ones(2)]), [torch.full((2,), 2.0)])
+        (function,) = found
+        self.assertEqual((function.content["model"], function.content["recordings"]), ("double", []))
+        self.assertEqual(function.content["ungraphed_reason"], "pygraph_selective is 'never'")
+
+    def test_reasons_that_take_turns(self):
+        with artifacts() as found:
+            for reason in ("one", "other") * 5:
+                self.log.not_graphed(reason)
+        self.assertEqual([function.content["ungraphed_reason"] for function in found], ["one", "other"])
+        self.assertEqual(self.log.ungraphed_reason, "other")
+
+    def test_routes(self):
+        with artifacts() as found:
+            for text, is_change in (
+                ("by address: 4 us", False),  # the first one is news in any case
+                ("by address: 5 us", False),
+                ("by address: 9 us, which is being made", True),
+                ("table: 3 us", True),
+                ("table: 3 us", True),
+                ("by address: 6 us", True),
+            ):
+                self.log.route_was_found(text, is_change=is_change)
+                self.assertEqual(self.log.route, text)
+        told = ["by address: 4 us", "by address: 9 us, which is being made", "table: 3 us", "by address: 6 us"]
+        self.assertEqual([function.content["route"] for function in found], told)
+
+    def test_decisions(self):
+        faster = "it was measured to be faster so"
+        with artifacts() as found:
+            for text, graphed in (
+                (None, True),  # nothing was decided, and nothing is new
+                ("graphed: 1 us", True),
+                ("graphed: 1 us", True),
+                ("graphed: 2 us", True),
+                ("un-graphed: 3 us", False),
+                ("un-graphed: 3 us", False),
+                ("graphed: 4 us", True),
+            ):
+                self.log.decided(text, graphed=graphed)
+                self.assertEqual((self.log.decision, self.log.ungraphed_reason), (text, None if graphed else faster))
+        self.assertEqual(
+            [(function.content["decision"], function.content["ungraphed_reason"]) for function in found],
+            [
+                ("graphed: 1 us", None),
+                ("graphed: 2 us", None),
+                ("un-graphed: 3 us", faster),
+                ("graphed: 4 us", None),
+            ],
+        )
+
+    def test_a_decision_leaves_other_reasons(self):
+        self.log.not_graphed("no node reads it")
+        self.log.decided("graphed: 1 us", graphed=True)
+        self.assertEqual(self.log.ungraphed_reason, "no node reads it")
+
+    def test_nothing_is_made_where_nobody_listens(self):
+        with (
+            mock.patch.object(trace_log, "handlers", []),
+            mock.patch.object(FunctionLog, "record", lambda log: self.fail("was made")),
+        ):
+            self.log.not_graphed("no node reads it")
+            self.log.route_was_found("table: 3 us")
+            self.log.decided("graphed: 1 us", graphed=True)
+            self.log.recorded(RecordingLog(number=0))
+
+    def test_programs_go_on_without_it(self):
+        def full(record):
+            raise OSError("no space left on device")
+
+        def write(log):
+            log.recorded(RecordingLog(number=0))
+            log.not_graphed("no node reads it")
+            log.route_was_found("table: 3 us")
+            log.decided("graphed: 1 us", graphed=True)
+
+        for log, emit, said in (
+            (self.log, full, "OSError: no space left"),
+            (FunctionLog("f", "no id of torch's", "inference", 1, {}), lambda record: None, "ValueError"),
+            (FunctionLog("f", None, "inference", 1, {"x": object()}), lambda record: None, "TypeError"),
+        ):
+            with listening(emit), self.assertLogs("pygraph_trees.coverage", "WARNING") as logs:
+                write(log)
+            self.assertEqual((len(log.recordings), log.route, log.decision), (1, "table: 3 us", "graphed: 1 us"))
+            self.assertEqual(len(logs.output), 4)
+            for line in logs.output:
+                self.assertIn(f"pygraph_function is not in torch's structured trace: {said}", line)
+
+    def test_in_torchs_file(self):
+        code = (
+            "import pygraph_trees\nfrom pygraph_trees.coverage.log import FunctionLog\n"
+            "log = FunctionLog('Net', '3/1', 'inference', 1, {})\n"
+            "log.not_graphed('no node reads it'); log.not_graphed('no node reads it')"
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_TRACE": folder}
+            done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            (written,) = Path(folder).iterdir()
+            lines = written.read_text().splitlines()
+        first = [number for number, line in enumerate(lines) if '"pygraph_function"' in line]
+        self.assertEqual(len(first), 1)
+        payload = [line[1:] for line in itertools.takewhile(lambda line: line.startswith("\t"), lines[first[0] + 1 :])]
+        self.assertEqual(json.loads("\n".join(payload))["ungraphed_reason"], "no node reads it")
+
+
+if __name__ == "__main__":
+    run_tests()
