@@ -1,16 +1,27 @@
 """DALL-E 2: from a text to an image by CLIP's text encoder, one step of the prior and one step of the decoder.
 
 Our own definition, after "Hierarchical Text-Conditional Image Generation with CLIP Latents" (arXiv 2204.06125) and
-lucidrains' DALLE2-pytorch, whose package is maintained no longer, with widths and depths as in that project's examples:
-a text encoder of 12 layers of 512; a prior of 6 causal layers of 512 that reads the text, the time and a noisy
-embedding of the image, for two candidates, of which the one nearest to the text is taken; a U-Net from 128 to 1024
-channels for images of 64x64, which adds the time and the image's embedding to each block and looks at both and at the
-text. There is one diffusion step of each; a whole diffusion would repeat them.
+lucidrains' DALLE2-pytorch, whose package is maintained no longer. A text encoder of 12 layers of 512 with 8 heads for
+77 tokens from a vocabulary of 49408, as in CLIP ViT-B/32, which that project's adapter for OpenAI's CLIP takes by
+default; a prior and a U-Net with widths and depths as in that project's examples. The prior has 6 causal layers of 512
+with 8 heads and reads the text, the time and a noisy embedding of the image, for two candidates, of which the one
+nearest to the text is taken. The U-Net goes from 128 to 1024 channels for images of 64x64, adds the time and the
+image's embedding to each block, and looks at both and at the text. 291 million parameters. There is one diffusion step
+of each; a whole diffusion would repeat them.
 
 What matters here it does as that project does: a text comes from a tokenizer, so its tokens and the mask made of them
-begin on the CPU, and the times of the steps are counted there. Differences: those times stay tensors; noise is an
-input; attention is the usual kind with a bias by distance, in the U-Net on the two coarsest levels alone;
-convolutions' weights are not standardised; there is no guidance, no learned variance, and no super-resolution.
+begin on the CPU, and the times of the steps are counted there. Differences from its last version, 1.15.6:
+
+- Those times stay tensors, noise is an input, and a text is encoded once for both candidates.
+- Attention is the usual kind. There it has one learned key and value more, and in the prior one key and value for all
+  heads, rotary positions, and queries and keys of length one. The prior's bias by distance has a number for each
+  distance, there for each of 32 ranges, and its layers have GELU, there SwiGLU.
+- The U-Net has two blocks a level, there three. It looks at time, image and text on the two coarsest levels, there on
+  all but the finest, and at the text where it is told to. What it keeps for the way up is scaled, there where it is
+  told to. It grows by the nearest pixel, there by shuffled ones, and ends in a convolution of 3x3, there of 1x1.
+- There is no guidance, no learned variance, and no super-resolution.
+
+Weights, noise and a text of 21 tokens are random, in float32 under bfloat16 autocast.
 """
 
 from __future__ import annotations

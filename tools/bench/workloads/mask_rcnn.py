@@ -5,6 +5,10 @@ there are many graphs, with sizes that differ, and code between them. Its weight
 scaled: the last norm of each residual block (by 0.2), as without statistics of training the features would grow with
 each block, and the layer of the class scores (by 20), as else no score would pass the threshold. 100 objects are found,
 the most that it gives; which ones may hang on the last bit of a score.
+
+91 classes, 44.5 million parameters, in float32 under bfloat16 autocast; the image is random. Differences from the model
+with trained weights: its norms are batch norms, where torchvision freezes those of a trained one; and the longer side
+of an image is 800 at most, there 1333.
 """
 
 from __future__ import annotations

@@ -7,9 +7,11 @@ Energy that the surface forcing makes negative is set to zero and returned as a 
 advection with the superbee limiter follow, the latter stepped by second-order Adams-Bashforth with the tendency of the
 step before.
 
-The kernel of this name in pyhpc-benchmarks takes the same step. Differences: energy and its tendency come as one time
-level each instead of three, results are returned and not written into inputs, the columns of two cells at the rim of
-the domain are neither mixed laterally nor advected, and random fields stand for an ocean. Grid 256x256x16.
+Our own definition. The kernel of this name in pyhpc-benchmarks takes the same step. Differences: energy and its
+tendency come as one time level each instead of three, results are returned and not written into inputs, the columns of
+two cells at the rim of the domain are neither mixed laterally nor advected, and random fields stand for an ocean, whose
+masks leave out one cell in ten. Grid 256x256x16. There are no weights and no autocast; all inputs are float64 but the
+number of the lowest wet level, an int64.
 """
 
 from __future__ import annotations

@@ -1,8 +1,12 @@
 """Speech-Transformer (kaituoxu/Speech-Transformer): 6 layers of 512 in the encoder and the decoder, 4233 characters.
 
-Our own definition. As there, a batch comes with the lengths of its sounds on the CPU, masks are made of them in every
-call, and a target is read behind its start; dropout is left out, since it is used in inference alone. There masks are
-filled sample by sample, which reads each length; here one comparison on the CPU makes the same mask.
+Our own definition: 8 heads, 2048 between the layers, norms behind the sums, sinusoidal positions, and the embedding of
+characters shared with the output layer; 46.5 million parameters. The input is 256 frames of 320 features and 24
+characters. As there, a batch comes with the lengths of its sounds on the CPU, masks are made of them in every call, and
+a target is read behind its start; dropout is left out, since it is used in inference alone. There masks are filled
+sample by sample, which reads each length; here one comparison on the CPU makes the same mask. Here the scores are
+divided by the root of the width. Sounds, lengths and characters are random, and so are the weights, in float32 under
+bfloat16 autocast.
 """
 
 from __future__ import annotations
