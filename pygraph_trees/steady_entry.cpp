@@ -349,8 +349,23 @@ Ref of_list(const Entry::State *state, const Ref &kept, Ref &outputs) {
     return returned(state, kept, true, [&](Items *row) { return row->take(outputs.get()); });
 }
 
-/* What the function gives for the inputs that its recording has taken, which are consumed. */
-Ref replayed(Entry::State *state, Found &found, Replay::State *replay, const Inputs &inputs, const Ref &kept) {
+/* No garbage is collected for as long as it lives. */
+class Uncollected {
+  public:
+    Uncollected() : was_on(PyGC_Disable() != 0) {}
+    ~Uncollected() {
+        if (was_on)
+            PyGC_Enable();
+    }
+    Uncollected(const Uncollected &) = delete;
+    Uncollected &operator=(const Uncollected &) = delete;
+
+  private:
+    bool was_on;
+};
+
+/* The inputs that are returned as they are; NULL with an exception. */
+Ref given_back(const Replay::State *replay, const Inputs &inputs) {
     Ref given(PyTuple_New(static_cast<Py_ssize_t>(replay->returned.size())));
     for (size_t i = 0; given && i < replay->returned.size(); i++) {
         PyObject *input = inputs.at(replay->returned[i].input);
@@ -360,20 +375,34 @@ Ref replayed(Entry::State *state, Found &found, Replay::State *replay, const Inp
         }
         PyTuple_SET_ITEM(given.get(), static_cast<Py_ssize_t>(i), Py_NewRef(input));
     }
-    if (!given || !launch(replay))
-        return Ref();
+    return given;
+}
+
+/* What is returned, of outputs that are at hand; NULL, maybe with an exception, where they are not. */
+Ref result_at_hand(Entry::State *state, const Replay::State *replay, const Ref &kept, PyObject *given) {
+    if (!state->picks_some)
+        return list_at_hand(state, replay, given);
     const bool sees = !state->has_own || !are_only_accumulated(&state->parameters);
-    Ref result;
-    if (state->picks_some)
-        result = returned(state, kept, sees, [&](Items *row) {
-            const bool found = at_hand(replay, given.get(), &state->outputs);
-            *row = Items{state->outputs.data(), static_cast<Py_ssize_t>(state->outputs.size())};
-            return found;
-        });
-    if (!result && !PyErr_Occurred()) {
-        Ref outputs = state->picks_some ? Ref() : list_at_hand(state, replay, given.get());
-        if (!outputs && !PyErr_Occurred())
-            outputs = outputs_of(found.recording.get(), replay, given.get());
+    return returned(state, kept, sees, [&](Items *row) {
+        const bool found = at_hand(replay, given, &state->outputs);
+        *row = Items{state->outputs.data(), static_cast<Py_ssize_t>(state->outputs.size())};
+        return found;
+    });
+}
+
+/* What the function gives for the inputs that its recording has taken, which are consumed. What is returned is put
+   together before the launch, which fills the caches with other things: whether outputs are dead was just looked at. */
+Ref replayed(Entry::State *state, Found &found, Replay::State *replay, const Inputs &inputs, const Ref &kept) {
+    Ref given, result;
+    {
+        Uncollected until_launched; // other code may have the graph hold other addresses
+        given = given_back(replay, inputs);
+        result = given ? result_at_hand(state, replay, kept, given.get()) : Ref();
+    }
+    if (PyErr_Occurred() || !launch(replay))
+        return Ref();
+    if (!result) {
+        Ref outputs = outputs_of(found.recording.get(), replay, given.get());
         result = outputs ? of_list(state, kept, outputs) : Ref();
     }
     if (result && PyList_SetSlice(inputs.list, 0, PyList_GET_SIZE(inputs.list), nullptr) < 0)

@@ -221,6 +221,31 @@ class TestNative(TestCase):
             trees = Trees({}, [*some(1), None], others=[None, 3])
             self.assertRaises(error, trees.entry(picks=picks, views=views), [])
 
+    def test_what_is_returned_is_put_together_before_the_launch(self):
+        """It is in the caches then. No garbage is collected in between, which could give the graph other addresses."""
+        views = [(0, (2,), (1,), 1)]
+        for is_enabled, picks in itertools.product((True, False), (None, [1, 0], [2, 0])):
+            trees, seen = Trees({}, some(2)), []
+            cached, threshold = trees.recording.cached_tensor_outputs, gc.get_threshold()
+            trees.graph.at_launch = lambda cached=cached, seen=seen: seen.append([sys.getrefcount(t) for t in cached])
+            call = trees.entry(picks=picks, views=views)
+            before = [sys.getrefcount(tensor) for tensor in cached]
+            (gc.enable if is_enabled else gc.disable)()
+            try:
+                gc.set_threshold(1)
+                outputs = call([])
+                self.assertEqual(gc.isenabled(), is_enabled)
+                trees.graph.at_launch = fail
+                self.assertRaises(Failed, call, [])
+                self.assertEqual(gc.isenabled(), is_enabled)
+            finally:
+                gc.set_threshold(*threshold)
+                gc.enable()
+            held = [1, 1] if picks != [2, 0] else [1, 0]
+            self.assertEqual(seen, [[count + more for count, more in zip(before, held, strict=True)]])
+            self.assertEqual(len(outputs), 2)
+            self.assertEqual([sys.getrefcount(tensor) for tensor in cached], seen[0])
+
     def test_bad_arguments(self):
         recording, native = Recording({}, some(1)), tensors.native
         with mock.patch.object(tensors, "native", Plain(Entry=dict, Replay=dict)):
