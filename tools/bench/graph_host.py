@@ -282,7 +282,8 @@ def main() -> int:
         records = measure(name, program_of(name), options.rounds, options.calls)
         print(table(records), flush=True)
         found += records
-    write_figures(options.out, found, rounds=options.rounds, calls=options.calls)
+        # Behind each, so that a run that is cut leaves what it measured.
+        write_figures(options.out, found, rounds=options.rounds, calls=options.calls)
     return 0
 
 
