@@ -115,7 +115,8 @@ class TestEverything(TestCase):
         self.assertEqual(len(names), len(set(names)))
         for step in everything.STEPS:
             self.assertEqual(step.command[0], sys.executable)
-            paths = [Path(part.partition(".py:")[0]) for part in step.command[1:] if "/" in part]
+            made = str(everything.CACHES)  # by the step itself
+            paths = [Path(part.partition(".py:")[0]) for part in step.command[1:] if "/" in part and part != made]
             self.assertTrue(all((ROOT / path).exists() or path.with_suffix(".py").exists() for path in paths), paths)
 
     def test_command_line(self):
