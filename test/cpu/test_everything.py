@@ -15,8 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import torch
-from bench import everything
+from bench import everything, sections
 from bench.everything import TIME_IS_UP, Done, Step, run_all
+from bench.loading import load_workloads
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 
@@ -113,11 +114,18 @@ class TestEverything(TestCase):
     def test_what_the_steps_run_is_there(self):
         names = [step.name for step in everything.STEPS]
         self.assertEqual(len(names), len(set(names)))
+        made = str(everything.CACHES)  # by the step itself
         for step in everything.STEPS:
             self.assertEqual(step.command[0], sys.executable)
-            made = str(everything.CACHES)  # by the step itself
             paths = [Path(part.partition(".py:")[0]) for part in step.command[1:] if "/" in part and part != made]
             self.assertTrue(all((ROOT / path).exists() or path.with_suffix(".py").exists() for path in paths), paths)
+
+    def test_programs_of_the_host_s_time_are_there(self):
+        known = {*sections.PROGRAMS, *load_workloads()}
+        steps = [step.command for step in everything.STEPS if "graph_host.py" in step.command[1]]
+        names = [part for command in steps for part in command[2 : command.index("--rounds")]]
+        self.assertIn("MLP-N", names)
+        self.assertEqual([name for name in names if name not in known], [])
 
     def test_command_line(self):
         with mock.patch("builtins.print") as printed:

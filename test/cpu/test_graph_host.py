@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,6 +93,22 @@ class TestGraphHost(TestCase):
         self.assertEqual(graph_host.parts_us(graphs, launches[:2], 0.5), ())
         self.assertEqual(graph_host.parts_us(graphs, [3000, 3500, 4000, 8000], 0.5), ())  # both in one
         self.assertEqual(graph_host.parts_us([], [], 0.5), ())
+
+    def test_a_run_that_is_cut_leaves_what_it_measured(self):
+        record = {"workload": "MLP", "way": "upstream", "regime": "same", "gpu": None, "rest": None, "parts": ()}
+        record |= dict.fromkeys(("host", "trees", "launch", "outside", "latency"), 1.0)
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "out.json"
+            with (
+                mock.patch.object(sys, "argv", ["graph_host.py", "MLP", "BERT-I", "--out", str(out)]),
+                mock.patch.object(graph_host, "has_gpu", lambda: True),
+                mock.patch.object(graph_host, "program_of", lambda name: name),
+                mock.patch.object(graph_host, "measure", mock.Mock(side_effect=[[record], KeyboardInterrupt])),
+                mock.patch.object(torch.cuda, "get_device_name", lambda: "a GPU"),
+                mock.patch("builtins.print"),
+            ):
+                self.assertRaises(KeyboardInterrupt, graph_host.main)
+            self.assertEqual([r["workload"] for r in json.loads(out.read_text())["results"]], ["MLP"])
 
     def test_table(self):
         common = {"workload": "MLP", "regime": "same", "launch": 5.0, "gpu": None, "rest": None, "parts": ()}

@@ -73,7 +73,9 @@ STEPS = (
     Step("recording", _script("record_time.py", "--rounds", "7"), "what recording takes"),
     Step(
         "graph-host",
-        _script("graph_host.py", "MLP", "BERT-I", "DLRM", "XLNET-I", "ALNET", "--rounds", "15", "--calls", "20"),
+        _script(
+            "graph_host.py", "MLP", "MLP-N", "BERT-I", "XLNET-I", "DLRM", "ALNET", "--rounds", "15", "--calls", "20"
+        ),
         "the host's time for replays, of inference",
     ),
     Step(
