@@ -11,6 +11,7 @@ from pathlib import Path
 from setuptools import Extension, find_packages, setup
 
 HERE = Path(__file__).resolve().parent
+SOURCES = runpy.run_path(str(HERE / "pygraph_trees" / "native_sources.py"))["sources_hash"]()
 
 
 def torch_folder() -> Path | None:
@@ -34,11 +35,14 @@ def tensors_extension(torch: Path) -> Extension:
             ),
         ],
         depends=["pygraph_trees/steady.h", "pygraph_trees/tensors.h"],
-        define_macros=[("PYGRAPH_TORCH_VERSION", f'"{version[1] if version else "unknown"}"')],
+        define_macros=[
+            ("PYGRAPH_TORCH_VERSION", f'"{version[1] if version else "unknown"}"'),
+            ("PYGRAPH_SOURCES", f'"{SOURCES}"'),
+        ],
         include_dirs=[str(torch / "include"), str(torch / "include" / "torch" / "csrc" / "api" / "include")],
         library_dirs=[str(torch / "lib")],
         libraries=["torch_python", "torch_cpu", "c10"],  # loaded by torch by the time this is
-        extra_compile_args=["-std=c++20"],
+        extra_compile_args=["-std=c++20", "-g0"],
         language="c++",
         optional=True,
     )
@@ -60,7 +64,7 @@ setup(
         Extension(
             "pygraph_trees._native",
             ["pygraph_trees/native.c"],
-            define_macros=[("Py_LIMITED_API", "0x030A0000")],
+            define_macros=[("Py_LIMITED_API", "0x030A0000"), ("PYGRAPH_SOURCES", f'"{SOURCES}"')],
             py_limited_api=True,
             optional=True,  # without a compiler Python does the same, more slowly
         ),

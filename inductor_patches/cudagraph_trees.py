@@ -42,6 +42,7 @@ def _manager(upstream: type) -> type:
 def _cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
     from pygraph_trees.selection import why_not_graphed
     from pygraph_trees.trees.function import FunctionModel, entered
+    from pygraph_trees.trees.saved_tensors import looked_after
 
     @functools.wraps(upstream)
     def cudagraphify_impl(model: Any, inputs: list[Any], static_input_idxs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +62,9 @@ def _cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
         if function.settings.indirection == "off":
             return run
         mutated = set(kwargs.get("mutated_input_idxs", ()))
-        return entered(function, _keeps_writes(run, static_input_idxs, mutated) if mutated else run)
+        run = entered(function, _keeps_writes(run, static_input_idxs, mutated) if mutated else run)
+        # Of what comes from Inductor a compiled graph's call sees to it.
+        return run if function is model else looked_after(run, is_backward=kwargs["is_backward"])
 
     return cudagraphify_impl
 

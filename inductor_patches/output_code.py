@@ -17,12 +17,17 @@ _MODULE = "torch._inductor.output_code"
 
 
 def _init(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    from torch._inductor import config
+
     from pygraph_trees.coverage import compiled
+    from pygraph_trees.trees import saved_tensors
 
     @functools.wraps(upstream)
     def __init__(self: Any, current_callable: Any, graph: Any, gm: Any, *args: Any, **kwargs: Any) -> None:
         upstream(self, current_callable, graph, gm, *args, **kwargs)
         compiled.attach(self, graph, gm)
+        if config.triton.cudagraphs:
+            saved_tensors.attach(self, graph)
 
     return __init__
 
@@ -33,6 +38,7 @@ def _post_compile(upstream: Callable[..., Any]) -> Callable[..., Any]:
     from pygraph_trees.coverage import compiled
     from pygraph_trees.selection import why_not_graphed
     from pygraph_trees.settings import Settings
+    from pygraph_trees.trees import saved_tensors
     from pygraph_trees.trees.runner import shortened
 
     @functools.wraps(upstream)
@@ -45,6 +51,8 @@ def _post_compile(upstream: Callable[..., Any]) -> Callable[..., Any]:
             upstream(self, example_inputs, constants, graph_kwargs)
         if graph_kwargs["cudagraphs"] and Settings.current().indirection != "off":
             self.current_callable = shortened(self.current_callable) or self.current_callable
+        else:
+            saved_tensors.leave(self)
 
     return post_compile
 
@@ -54,12 +62,15 @@ def _call(upstream: Callable[..., Any]) -> Callable[..., Any]:
     from torch.autograd import profiler
 
     from pygraph_trees.tensors import native
+    from pygraph_trees.trees.saved_tensors import hooks_were_set, look_after
 
     if native is not None:  # the same in C++
-        return native.Call(upstream, vars(profiler), vars(debug))
+        return native.Call(upstream, vars(profiler), vars(debug), look_after)
 
     @functools.wraps(upstream)
     def __call__(self: Any, inputs: Any) -> Any:
+        if hooks_were_set():
+            look_after(self, inputs)
         # Around a call upstream ends what compiling left open, and notes the call for the profiler and for debugging.
         steadily = getattr(self.current_callable, "steadily", None)
         if steadily is not None and not profiler._is_profiler_enabled and not debug.RECORD_GRAPH_EXECUTION:

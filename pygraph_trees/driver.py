@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from .driver_error import NOT_FOUND, DriverError, InvalidValue, refused
 from .graph_nodes import KernelNode, Layout, Layouts, MemcpyNode, MemsetNode, NodeKind
+from .native_sources import is_of_these_sources
 
 # What indirection calls, by the driver version that it needs: what the bindings 12.8 to 13.5 ask cuGetProcAddress for.
 # They have functions that the installed driver lacks, so a name in them proves nothing.
@@ -40,9 +41,6 @@ _NEEDED = {
     12000: ("cuGraphKernelNodeGetParams", "cuGraphExecKernelNodeSetParams"),
     12040: ("cuFuncGetParamInfo", "cuKernelGetParamInfo"),
 }
-
-
-_NATIVE = ("search", "set_kernels", "address_of", "overwrite_stack")
 
 
 class SetRefused(DriverError):
@@ -125,13 +123,16 @@ class Driver:
         (context,) = self.call("cuCtxGetCurrent")
         return context
 
-    def enter(self, context: Any) -> None:
-        """Makes a context this thread's where it has none, as in a thread that has not used the GPU yet.
+    def enter(self, context: Any) -> Any:
+        """Makes a context this thread's, which may have another device's, or none where it has not used the GPU yet.
 
-        Some calls of the driver crash without one.
+        Some calls of the driver crash without one. Gives the one to go back to, None where there is nothing to do.
         """
-        if not int(self.context()):
-            self.call("cuCtxSetCurrent", context)
+        current = self.context()
+        if int(current) == int(context):
+            return None
+        self.call("cuCtxSetCurrent", context)
+        return current if int(current) else None
 
     def nodes(self, graph: int) -> list[int]:
         """All nodes of a graph, without those of its child graphs (``cuGraphGetNodes``)."""
@@ -357,6 +358,6 @@ def driver() -> Driver | None:
         native = importlib.import_module("pygraph_trees._native")
     except ImportError:
         native = None
-    if not all(hasattr(native, name) for name in _NATIVE):  # it was built for an earlier version
+    if native is not None and not is_of_these_sources(native):
         native = None
     return Driver(api, native)

@@ -397,4 +397,9 @@ static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "pygraph_trees._native", "Many driver calls at once.", 0, methods, NULL, NULL, NULL, NULL,
 };
 
-PyMODINIT_FUNC PyInit__native(void) { return PyModule_Create(&definition); }
+PyMODINIT_FUNC PyInit__native(void) {
+    PyObject *module = PyModule_Create(&definition);
+    if (module != NULL && PyModule_AddStringConstant(module, "SOURCES", PYGRAPH_SOURCES) < 0)
+        Py_CLEAR(module);
+    return module;
+}

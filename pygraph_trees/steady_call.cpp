@@ -1,11 +1,14 @@
 /* CompiledFxGraph.__call__ with a steady replay first: pygraph_trees._tensors.Call.
 
-   Call(upstream, profiler, debug), as an attribute of a class, is a method. For an object and its inputs it gives what
+   Call(upstream, profiler, debug, look_after), as an attribute of a class, is a method. For an object and its inputs it gives what
    the attribute `steadily` of the object's current_callable, a function, gives for the inputs, unless that is None or not
    there; else what the function upstream gives. While torch's profiler runs, or graphs are recorded for debugging, which
-   the dictionaries of two modules tell, it does only that. inductor_patches/output_code.py does the same in Python. */
+   the dictionaries of two modules tell, it does only that. Once hooks on saved tensors were set at a call, look_after is
+   given object and inputs before. inductor_patches/output_code.py does the same in Python. */
 
 #include "steady.h"
+
+#include <ATen/SavedTensorHooks.h>
 
 #include <structmember.h>
 
@@ -16,8 +19,16 @@ namespace {
 struct Call {
     PyObject_HEAD
     vectorcallfunc vectorcall;
-    PyObject *upstream, *profiler, *debug;
+    PyObject *upstream, *profiler, *debug, *look_after;
 };
+
+/* Whether hooks on saved tensors are set in this thread, or were at a call before. */
+bool hooks_were_set() {
+    static bool were_set = false; // by whoever holds the GIL
+    if (!were_set)
+        were_set = !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
+    return were_set;
+}
 
 /* Whether a variable of a module is true; -1 with an exception. */
 int is_set(PyObject *module, const Attribute &variable) {
@@ -44,6 +55,9 @@ Ref steadily_of(const Call *call, PyObject *object) {
 PyObject *call_vectorcall(PyObject *self, PyObject *const *arguments, size_t flags, PyObject *keywords) {
     const auto *call = reinterpret_cast<Call *>(self);
     if (PyVectorcall_NARGS(flags) == 2 && keywords == nullptr) {
+        if (hooks_were_set() &&
+            !Ref(PyObject_CallFunctionObjArgs(call->look_after, arguments[0], arguments[1], nullptr)))
+            return nullptr;
         Ref steadily = steadily_of(call, arguments[0]);
         if (!steadily && PyErr_Occurred())
             return nullptr;
@@ -55,10 +69,10 @@ PyObject *call_vectorcall(PyObject *self, PyObject *const *arguments, size_t fla
 }
 
 PyObject *make_call(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    static const char *known[] = {"upstream", "profiler", "debug", nullptr};
-    PyObject *upstream, *profiler, *debug;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!O!", const_cast<char **>(known), &upstream, &PyDict_Type,
-                                     &profiler, &PyDict_Type, &debug))
+    static const char *known[] = {"upstream", "profiler", "debug", "look_after", nullptr};
+    PyObject *upstream, *profiler, *debug, *look_after;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!O!O", const_cast<char **>(known), &upstream, &PyDict_Type,
+                                     &profiler, &PyDict_Type, &debug, &look_after))
         return nullptr;
     PyObject *made = type->tp_alloc(type, 0);
     if (made != nullptr) {
@@ -67,6 +81,7 @@ PyObject *make_call(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
         call->upstream = Py_NewRef(upstream);
         call->profiler = Py_NewRef(profiler);
         call->debug = Py_NewRef(debug);
+        call->look_after = Py_NewRef(look_after);
     }
     return made;
 }
@@ -77,6 +92,7 @@ int call_traverse(PyObject *self, visitproc visit, void *arg) {
     Py_VISIT(call->upstream);
     Py_VISIT(call->profiler);
     Py_VISIT(call->debug);
+    Py_VISIT(call->look_after);
     return 0;
 }
 
@@ -85,6 +101,7 @@ int call_clear(PyObject *self) {
     Py_CLEAR(call->upstream);
     Py_CLEAR(call->profiler);
     Py_CLEAR(call->debug);
+    Py_CLEAR(call->look_after);
     return 0;
 }
 

@@ -183,8 +183,40 @@ Ref of_class(PyObject *type, Attribute &attribute) {
     return value == nullptr && !PyErr_Occurred() ? Ref(PyObject_GetAttr(type, attribute.name)) : Ref::dup(value);
 }
 
-/* What Manager.replay_steadily looks at; by_hand where Python has to, also to say what is missing. */
-Answer find_way(const Entry::State *state, Found *found) {
+/* The turn of a call among those that go through the same trees; nobody waits for it. */
+class Turn {
+  public:
+    Turn() = default;
+    ~Turn() {
+        if (!lock)
+            return;
+        PyObject *type, *value, *traceback; // that is raised
+        PyErr_Fetch(&type, &value, &traceback);
+        if (!Ref(PyObject_CallMethodNoArgs(lock.get(), the.turn_release.name)))
+            PyErr_WriteUnraisable(lock.get());
+        PyErr_Restore(type, value, traceback);
+    }
+    Turn(const Turn &) = delete;
+    Turn &operator=(const Turn &) = delete;
+
+    /* by_hand where it is another call's. */
+    Answer take(PyObject *manager) {
+        Ref found = the.manager_turn.of(manager);
+        Ref taken(found ? PyObject_CallMethodOneArg(found.get(), the.turn_acquire.name, Py_False) : nullptr);
+        if (!taken)
+            return Answer::error;
+        if (taken.get() != Py_True)
+            return Answer::by_hand;
+        lock = std::move(found);
+        return Answer::yes;
+    }
+
+  private:
+    Ref lock; // while it is this call's turn
+};
+
+/* What Manager.replay_steadily looks at, from the turn that it takes on; by_hand where Python has to. */
+Answer find_way(const Entry::State *state, Turn *turn, Found *found) {
     Ref reference = the.function_manager.of(state->function);
     if (!reference || !(found->manager = Ref(PyObject_CallNoArgs(reference.get()))))
         return Answer::error;
@@ -201,6 +233,9 @@ Answer find_way(const Entry::State *state, Found *found) {
         if (number != PyThreadState_GetID(PyThreadState_Get()))
             return Answer::by_hand;
     }
+    const Answer taken = turn->take(manager);
+    if (taken != Answer::yes)
+        return taken;
     Ref graph, node, current, ways, steps, function_id, wanted;
     if (!(graph = the.manager_graph.of(manager)) || !(node = the.manager__current_node.of(manager)) ||
         !(current = the.manager_current_gen.of(manager)) || !(ways = the.manager__ways.of(manager)) ||
@@ -390,23 +425,21 @@ Ref result_at_hand(Entry::State *state, const Replay::State *replay, const Ref &
     });
 }
 
-/* What the function gives for the inputs that its recording has taken, which are consumed. What is returned is put
-   together before the launch, which fills the caches with other things: whether outputs are dead was just looked at. */
+/* What the function gives for the inputs that its recording has taken. What is returned is put together before the
+   launch, which fills the caches with other things: whether outputs are dead was just looked at. */
 Ref replayed(Entry::State *state, Found &found, Replay::State *replay, const Inputs &inputs, const Ref &kept) {
     Ref given, result;
     {
-        Uncollected until_launched; // other code may have the graph hold other addresses
+        Uncollected until_launched;
         given = given_back(replay, inputs);
         result = given ? result_at_hand(state, replay, kept, given.get()) : Ref();
+        if (PyErr_Occurred() || !launch(replay))
+            return Ref();
     }
-    if (PyErr_Occurred() || !launch(replay))
-        return Ref();
     if (!result) {
         Ref outputs = outputs_of(found.recording.get(), replay, given.get());
         result = outputs ? of_list(state, kept, outputs) : Ref();
     }
-    if (result && PyList_SetSlice(inputs.list, 0, PyList_GET_SIZE(inputs.list), nullptr) < 0)
-        return Ref();
     return result;
 }
 
@@ -423,40 +456,29 @@ Ref replayed_in_python(const Entry::State *state, Found &found, Inputs &inputs, 
 
 PyObject *by_hand(const Entry::State *state, PyObject *inputs) { return PyObject_CallOneArg(state->by_hand, inputs); }
 
-PyObject *entry_steadily(Entry::State *state, PyObject *list) {
-    for (const void *object : state->near)
-        Known::ahead(object, 0), Known::ahead(object, 64);
-    for (size_t i = 0; i < state->firsts; i++)
-        state->first[i].load();
-    const bool arranges = !state->order.empty();
-    if (!PyList_CheckExact(list) ||
-        (arranges && static_cast<size_t>(PyList_GET_SIZE(list)) != state->order.size()) ||
-        (state->partitions != nullptr && (PyList_GET_SIZE(state->partitions) != 1 ||
-                                          PyList_GET_ITEM(state->partitions, 0) != state->partition)))
-        return by_hand(state, list);
+/* The outputs of a steady replay; no where there is none, and by_hand where Python has to look. Nothing was done then. */
+Answer replay_steadily(Entry::State *state, PyObject *list, Ref *result) {
+    Turn turn;
     Found found;
-    const Answer way = find_way(state, &found);
-    if (way == Answer::error) {
-        if (!PyErr_ExceptionMatches(PyExc_AttributeError))
-            return nullptr;
-        PyErr_Clear();
-    }
-    const Sieve::State *sieve = way == Answer::yes && found.sieve ? sieve_in(found.sieve.get()) : nullptr;
-    Replay::State *replay = way == Answer::yes ? replay_in(found.replay.get()) : nullptr;
+    const Answer way = find_way(state, &turn, &found);
+    if (way != Answer::yes)
+        return way;
+    const Sieve::State *sieve = found.sieve ? sieve_in(found.sieve.get()) : nullptr;
+    Replay::State *replay = replay_in(found.replay.get());
     if (replay == nullptr && sieve == nullptr)
-        return by_hand(state, list);
+        return Answer::by_hand;
     Ref kept(PyTuple_New(static_cast<Py_ssize_t>(state->kept.size())));
     for (size_t i = 0; kept && i < state->kept.size(); i++) {
         if (state->kept[i] >= static_cast<uint64_t>(PyList_GET_SIZE(list)))
-            return by_hand(state, list);
+            return Answer::by_hand;
         PyObject *item = PyList_GET_ITEM(list, static_cast<Py_ssize_t>(state->kept[i]));
         PyTuple_SET_ITEM(kept.get(), static_cast<Py_ssize_t>(i), Py_NewRef(item));
     }
     Ref mode = the.way_mode.of(found.way.get());
     if (!kept || !mode)
-        return nullptr;
+        return Answer::error;
 
-    const std::vector<uint64_t> *order = arranges ? &state->order : nullptr;
+    const std::vector<uint64_t> *order = state->order.empty() ? nullptr : &state->order;
     Inputs inputs{list, order};
     bool is_copied = false;
     Answer taken = Answer::no;
@@ -465,7 +487,7 @@ PyObject *entry_steadily(Entry::State *state, PyObject *list) {
             replay = find_next(&found, sieve, inputs, &position) ? replay_in(found.replay.get()) : nullptr;
         found.recording = replay == nullptr ? Ref() : Ref(PyObject_CallNoArgs(replay->recording));
         if (replay != nullptr && !found.recording)
-            return nullptr;
+            return Answer::error;
         taken = found.recording && found.recording.get() != Py_None ? take(replay, inputs, &is_copied) : Answer::by_hand;
         if (sieve == nullptr)
             break;
@@ -475,24 +497,18 @@ PyObject *entry_steadily(Entry::State *state, PyObject *list) {
     if (taken != Answer::yes) {
         if (order != nullptr)
             inputs.arrange_back(order);
-        if (taken == Answer::error)
-            return nullptr;
-        if (taken == Answer::by_hand)
-            return by_hand(state, list);
-        if (state->partitions != nullptr && !the.function_was_asked.set(state->function, Py_True))
-            return nullptr;
-        Py_RETURN_NONE;
+        return taken;
     }
     if (!go_on_from(state, found, mode.get()))
-        return nullptr;
-    Ref result = is_copied || replay->in_python ? replayed_in_python(state, found, inputs, kept)
-                                                : replayed(state, found, replay, inputs, kept);
-    if (!result)
-        return nullptr;
+        return Answer::error;
+    *result = is_copied || replay->in_python ? replayed_in_python(state, found, inputs, kept)
+                                             : replayed(state, found, replay, inputs, kept);
+    if (!*result)
+        return Answer::error;
     if (mode.get() == state->forward || mode.get() == state->backward) {
         PyObject *pending = mode.get() == state->forward ? Py_True : Py_False;
         if (!the.manager_running_forwards_with_pending_backwards.set(found.manager.get(), pending))
-            return nullptr;
+            return Answer::error;
     }
     const void *read[] = {found.manager.get(), found.way.get(), found.replay.get(), replay,
                           replay->live,        replay->log,     replay->graph,      state->function};
@@ -500,7 +516,34 @@ PyObject *entry_steadily(Entry::State *state, PyObject *list) {
     state->firsts = std::min(state->first.size(), replay->fixed.size());
     for (size_t i = 0; i < state->firsts; i++)
         state->first[i] = replay->fixed[i].known;
-    return result.release();
+    return Answer::yes;
+}
+
+PyObject *entry_steadily(Entry::State *state, PyObject *list) {
+    for (const void *object : state->near)
+        Known::ahead(object, 0), Known::ahead(object, 64);
+    for (size_t i = 0; i < state->firsts; i++)
+        state->first[i].load();
+    Answer answer = Answer::by_hand;
+    Ref result;
+    if (PyList_CheckExact(list) &&
+        (state->order.empty() || static_cast<size_t>(PyList_GET_SIZE(list)) == state->order.size()) &&
+        (state->partitions == nullptr || (PyList_GET_SIZE(state->partitions) == 1 &&
+                                          PyList_GET_ITEM(state->partitions, 0) == state->partition)))
+        answer = replay_steadily(state, list, &result);
+    switch (answer) {
+    case Answer::by_hand:
+        return by_hand(state, list);
+    case Answer::no:
+        if (state->partitions != nullptr && !the.function_was_asked.set(state->function, Py_True))
+            return nullptr;
+        Py_RETURN_NONE;
+    case Answer::yes: // now that it is anybody's turn: code of whoever is let go of may run
+        return PyList_SetSlice(list, 0, PyList_GET_SIZE(list), nullptr) < 0 ? nullptr : result.release();
+    case Answer::error:
+        break;
+    }
+    return nullptr;
 }
 
 PyObject *entry_call(PyObject *self, PyObject *arguments, PyObject *keywords) {
@@ -541,6 +584,15 @@ bool pygraph::add_steady(PyObject *module) {
         return false;
     ATTRIBUTES(INTERN)
 #undef INTERN
+    Ref names(PyList_New(0));
+#define NOTE(owner, attribute)                                                                                         \
+    if (Ref name(names ? PyUnicode_FromString(#owner "." #attribute) : nullptr);                                      \
+        !name || PyList_Append(names.get(), name.get()) < 0)                                                           \
+        return false;
+    ATTRIBUTES(NOTE)
+#undef NOTE
+    if (PyModule_AddObjectRef(module, "NAMES", names.get()) < 0)
+        return false;
     for (PyType_Spec *spec : {&replay_spec, &entry_spec, &call_spec, &patcher_spec, &sieve_spec}) {
         Ref type(PyType_FromSpec(spec));
         if (!type || PyModule_AddType(module, reinterpret_cast<PyTypeObject *>(type.get())) < 0)

@@ -1,10 +1,11 @@
 /* Other addresses for an instantiated graph: pygraph_trees._tensors.Patcher, for graphs in which all that is patched are
    parameters of kernels.
 
-   Patcher(patches, words, nodes, holders, inputs, exec, set, context, ask_every) has of an indirection.patching.Patches what
+   Patcher(patches, words, nodes, holders, inputs, exec, set, get_context, context, ask_every) has of an indirection.patching.Patches what
    apply() would use, packed as uint64: words, where an address is written, the position of its input, and what is added
    to it; nodes, handle and struct of each kernel node; holders, a position and the number of a node for each node that
-   holds an input; and where the driver's cuGraphExecKernelNodeSetParams_v2 and cuCtxGetCurrent are.
+   holds an input; where the driver's cuGraphExecKernelNodeSetParams_v2 and cuCtxGetCurrent are; and the context in which
+   nodes are set. In another one Python is left to do it.
 
    Called with live inputs and a list of addresses of those that are patched, it does what LiveInputs.prepare does where
    each of them fitted before, and is True; else nothing has changed and it is False, and Python does it. That is so as
@@ -40,6 +41,7 @@ struct Patcher {
         void *exec = nullptr;
         int (*set)(void *exec, void *node, const void *parameters) = nullptr;
         int (*get_context)(void **context) = nullptr;
+        void *context = nullptr; // in which nodes are set
         std::vector<uint64_t> addresses, before; // of this call, and what the graph holds
         std::vector<char> is_due;                // by node
         uint64_t ask_every = 0, calls = 0;       // since Python was left one
@@ -127,8 +129,8 @@ Answer apply(Patcher::State *state, PyObject *live, PyObject *seen) {
         state->calls = 0;
         return Answer::no;
     }
-    void *context = nullptr; // a thread that has not used the GPU yet has none, and the driver would crash
-    if (state->get_context(&context) != 0 || context == nullptr)
+    void *context = nullptr; // another device's, or none in a thread that has not used the GPU yet
+    if (state->get_context(&context) != 0 || context != state->context)
         return Answer::no;
     Ref given(PyList_New(static_cast<Py_ssize_t>(count))), nothing(PyList_New(0));
     if (!given || !nothing)
@@ -163,12 +165,13 @@ Answer apply(Patcher::State *state, PyObject *live, PyObject *seen) {
 }
 
 PyObject *make_patcher(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    static const char *known[] = {"patches", "words", "nodes", "holders", "inputs", "exec", "set", "context", "ask_every", nullptr};
+    static const char *known[] = {"patches", "words", "nodes", "holders", "inputs", "exec", "set", "get_context", "context", "ask_every",
+                                  nullptr};
     PyObject *patches, *words, *nodes, *holders;
-    unsigned long long exec, set, context, ask_every;
+    unsigned long long exec, set, get_context, context, ask_every;
     Py_ssize_t inputs;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOnKKKK", const_cast<char **>(known), &patches, &words, &nodes,
-                                     &holders, &inputs, &exec, &set, &context, &ask_every))
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOnKKKKK", const_cast<char **>(known), &patches, &words, &nodes,
+                                     &holders, &inputs, &exec, &set, &get_context, &context, &ask_every))
         return nullptr;
     Packed<Word> written;
     Packed<Node> all;
@@ -182,7 +185,8 @@ PyObject *make_patcher(PyTypeObject *type, PyObject *arguments, PyObject *keywor
     state->patches = Py_NewRef(patches);
     state->exec = reinterpret_cast<void *>(exec);
     state->set = reinterpret_cast<int (*)(void *, void *, const void *)>(set);
-    state->get_context = reinterpret_cast<int (*)(void **)>(context);
+    state->get_context = reinterpret_cast<int (*)(void **)>(get_context);
+    state->context = reinterpret_cast<void *>(context);
     state->ask_every = ask_every;
     const auto count = static_cast<size_t>(std::max<Py_ssize_t>(inputs, 0));
     state->addresses.resize(count);
@@ -191,7 +195,7 @@ PyObject *make_patcher(PyTypeObject *type, PyObject *arguments, PyObject *keywor
     for (Py_ssize_t i = 0; i < all.count; i++)
         state->nodes.push_back(all[i]);
     state->is_due.resize(state->nodes.size());
-    bool fits = exec != 0 && set != 0 && context != 0;
+    bool fits = exec != 0 && set != 0 && get_context != 0 && context != 0;
     for (Py_ssize_t i = 0; i < written.count; i++) {
         state->words.push_back(written[i]);
         fits = fits && written[i].position < count && written[i].address != 0;

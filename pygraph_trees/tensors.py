@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
+import logging
 import operator
 import struct
 import threading
@@ -26,17 +27,40 @@ from typing import Any
 
 import torch
 
+from .native_sources import is_of_these_sources
+
+_log = logging.getLogger("pygraph_trees.native")
+
 
 def load_native() -> Any:
-    """The module in C++; None where it was not built, or for another torch."""
+    """The module in C++; None if it was not built, or was built for another torch or from other sources."""
     try:
         module = importlib.import_module("pygraph_trees._tensors")
     except ImportError:
         return None
-    return module if torch.__version__ == module.TORCH_VERSION else None
+    why = why_not_native(module)
+    if why is not None:
+        _log.warning("replays take the slower path in Python: the part in C++ %s; build it again", why)
+        return None
+    return module
+
+
+def why_not_native(module: Any) -> str | None:
+    """Why a compiled module must not be used; None where it may."""
+    if torch.__version__ != module.TORCH_VERSION:
+        return f"was built for torch {module.TORCH_VERSION}, and this is {torch.__version__}"
+    return None if is_of_these_sources(module) else "was built from other sources"
 
 
 native = load_native()
+
+
+def do_without_native(why: str) -> None:
+    """From now on the part in C++ is not used; to be called before anything was made of it."""
+    global native
+    if native is not None:
+        _log.warning("replays take the slower path in Python: the part in C++ %s", why)
+    native = None
 
 
 class _Thread(threading.local):

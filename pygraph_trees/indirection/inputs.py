@@ -589,7 +589,7 @@ class LiveInputs:
         in_pool = self._pool.holds(address)
         if in_pool and item.mutated:
             return _MUTATED_IN_POOL
-        fit = fits(address, item.recorded, self._aligned[position])
+        fit = address != 0 and fits(address, item.recorded, self._aligned[position])  # zeros may have no memory
         if in_pool and fit and item.managed and stays(inputs[item.index]):
             return address - item.lead
         if in_pool or not fit:

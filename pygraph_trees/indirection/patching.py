@@ -150,6 +150,7 @@ class Patches:
         self._kernels = kernels
         self._set_at_once = functools.partial(driver.set_kernels, exec_)
         self._exec, self._setter, self._context_getter = int(exec_), driver.kernel_setter, driver.context_getter
+        self._context, self._go_back_to = context, driver.enter
         self._enter = functools.partial(driver.enter, context)
         # By what changes, positions in inputs: most often it is the same again. All have a place of their own.
         self._changes: dict[tuple[int, ...], _Change] = {}
@@ -174,7 +175,7 @@ class Patches:
         if tensors.native is None or change.others or not change.kernels:
             return None
         setter, context_getter = self._setter(), self._context_getter()
-        if setter is None or context_getter is None:
+        if setter is None or context_getter is None or self._context is None:
             return None
         table = ctypes.addressof(self._table)
         words = [(table + 8 * number, *entry) for number, entry in enumerate(self._entries)]
@@ -191,7 +192,8 @@ class Patches:
             inputs=len(self.addresses),
             exec=self._exec,
             set=setter,
-            context=context_getter,
+            get_context=context_getter,
+            context=int(self._context),
             ask_every=ask_every,
         )
 
@@ -241,9 +243,9 @@ class Patches:
         return found
 
     def _set(self, addresses: Sequence[int], change: _Change) -> None:
-        node = -1
+        node, before = -1, None
         try:
-            self._enter()
+            before = None if self._context is None else self._enter()
             if change.set_kernels is not None:
                 change.set_kernels()
             for node in change.others:
@@ -253,6 +255,9 @@ class Patches:
                 node = change.kernels[error.fields["position"]]
             index = self._input_of(node, addresses)
             raise PatchFailed(index=index, call=error.fields["call"], code=error.fields["code"]) from error
+        finally:
+            if before is not None:
+                self._go_back_to(before)
 
     def _write(self, changed: Iterable[int], addresses: Sequence[int]) -> None:
         # A table that is just the addresses is the usual case.

@@ -68,6 +68,8 @@ def why_not_ghost(tensor: torch.Tensor, device: int, in_pool: bool) -> str | Non
         return f"its layout is {tensor.layout}"
     if tensor.numel() == 0:
         return "it has no elements"
+    if tensor._is_zerotensor():
+        return "it is a tensor of zeros without memory"
     # Bits of the tensor, which an address does not carry and a copy resolves.
     if tensor.is_conj():
         return "it is a conjugate view"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import threading
 import time
 import weakref
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +27,8 @@ from pygraph_trees.indirection.routes import why_not_ghost
 from pygraph_trees.indirection.table import Warmups
 from pygraph_trees.tensors import first_fit, sieve
 
+from . import native_names
+from .collector import paused
 from .function import FunctionModel
 from .pools import ranges_of
 from .recording import Recording, forget_frames, let_go
@@ -150,6 +153,7 @@ class Manager(Upstream):
         "_is_unknown",
         "_left",
         "_made_with",
+        "_turn_of",
         "_warmups",
         "_ways",
         "compile_id",
@@ -158,6 +162,7 @@ class Manager(Upstream):
         "mode",
         "path_state",
         "running_forwards_with_pending_backwards",
+        "turn",
     )
     cuda_graphs_thread_pool: Any
     current_node: Any
@@ -178,6 +183,10 @@ class Manager(Upstream):
         self._is_unknown = False  # whether somebody may hold one that is not among them
         self._made_with = args, kwargs
         self._warmups = Warmups()
+        # Held by the call that is under way, from its first look at the trees until its graph is launched. Nobody waits
+        # for it: what calls meanwhile, from a finalizer, a hook or another thread, is run un-graphed.
+        self.turn = threading.Lock()
+        self._turn_of: Any = None  # the list of inputs of that call
         super().__init__(*args, **kwargs)
         self.pools.add(self.cuda_graphs_thread_pool)
 
@@ -211,8 +220,36 @@ class Manager(Upstream):
         counts = self.num_rerecord.get(node_id)
         return bool(counts and counts.get(function_id) and super().exceed_rerecord_limit(node_id, function_id))
 
+    def run(self, new_inputs: list[Any], function_id: Any) -> Any:
+        if new_inputs is self._turn_of:  # upstream begins again, at a root
+            return super().run(new_inputs, function_id)
+        if not self.turn.acquire(blocking=False):
+            return self._run_beside(new_inputs, function_id)
+        try:
+            self._turn_of = new_inputs
+            return super().run(new_inputs, function_id)
+        finally:
+            self._turn_of = None
+            self.turn.release()
+
+    def _run_beside(self, inputs: list[Any], function_id: Any) -> Any:
+        """A call that comes while another one is under way: un-graphed, it leaves graphs and their pool alone."""
+        model = self.ids_to_funcs[function_id].model
+        if isinstance(model, FunctionModel):
+            model.log.not_graphed("it was called while another call that uses the same CUDA graph trees was under way")
+        return model(inputs)
+
     def replay_steadily(self, inputs: list[Any], function_id: Any) -> Any:
-        """What :meth:`run` comes to where it replays a recording that is steady; None in all other cases.
+        """What :meth:`run` comes to where it replays a recording that is steady; None in all other cases."""
+        if not self.turn.acquire(blocking=False):
+            return None
+        try:
+            return self._replay_steadily(inputs, function_id)
+        finally:
+            self.turn.release()
+
+    def _replay_steadily(self, inputs: list[Any], function_id: Any) -> Any:
+        """The same while it is this call's turn.
 
         The recording is the one that upstream takes: the first that fits behind the recording that was replayed before,
         and where nothing was recorded there, at the begin of a step. Left out is what upstream reads from its
@@ -497,7 +534,8 @@ class Manager(Upstream):
         before = self._pool.nbytes()
         start = time.perf_counter()
         try:
-            outputs = super().record_function(new_inputs, function_id)
+            with paused():
+                outputs = super().record_function(new_inputs, function_id)
         except NotStaged as error:
             if not new_inputs:
                 raise
@@ -666,7 +704,7 @@ class Manager(Upstream):
         function.warmups += 1
         before = self._pool.nbytes()
         try:
-            with self._warming_up(new_inputs, function_id):
+            with paused(), self._warming_up(new_inputs, function_id):
                 outputs = super().run_eager(new_inputs, function_id)
         finally:
             self._pool.forget()
@@ -713,3 +751,6 @@ class Manager(Upstream):
             return False
         in_pool = self._pool.holds(value.data_ptr())
         return not value.numel() or why_not_ghost(value, self.device_index, in_pool) is None
+
+
+native_names.check(manager=Manager, way=_Way, recording=Recording, function=FunctionModel)

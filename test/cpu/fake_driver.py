@@ -196,6 +196,7 @@ class FakeApi(FakeMemory):
         super().__init__()
         self.driver_version = 13000
         self.context = CUcontext(next(self._handles))
+        self.context_of_another_device = CUcontext(next(self._handles))
         self._of_thread = threading.local()  # which context each thread has; the one that made this has it
         self._of_thread.context = self.context
         self._graphs: dict[int, list[int]] = {}
@@ -334,7 +335,8 @@ class FakeApi(FakeMemory):
         return answer
 
     def cuCtxSetCurrent(self, context):
-        assert isinstance(context, CUcontext) and int(context) == int(self.context), f"no context {context!r}"
+        contexts = {int(self.context), int(self.context_of_another_device)}
+        assert isinstance(context, CUcontext) and int(context) in contexts, f"no context {context!r}"
         (code,) = self._answer("cuCtxSetCurrent")
         if code == 0:
             self._of_thread.context = context
@@ -414,6 +416,7 @@ class FakeApi(FakeMemory):
 
     def _set(self, call: str, held: dict, node: int | Handle, new: bytes | dict[str, int], refused: bool = False):
         assert hasattr(self._of_thread, "context"), f"{call} in a thread without a context, which crashes"
+        assert int(self._of_thread.context) == int(self.context), f"{call} while another device is current"
         result = self._enter(call) or (CUresult.CUDA_ERROR_INVALID_VALUE if refused else CUresult.CUDA_SUCCESS)
         if result == 0:
             held[int(node)] = new

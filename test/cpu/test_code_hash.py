@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.code_hash import code_hash, covered_files
+from pygraph_trees.native_sources import sources_hash
 
 
 def suite():
@@ -101,12 +101,11 @@ class TestEvidence(TestCase):
             path = Path(folder)
             source = path / "tensors.cpp"
             native, tensors = (path / f"{name}{module.EXTENSION_SUFFIXES[0]}" for name in ("_native", "_tensors"))
-            for number, (file, content) in enumerate(
-                ((source, b""), (native, b""), (tensors, b"\0002.11.0+cu130\000"))
-            ):
+            source.write_bytes(b"one")
+            made_of = f"\0{sources_hash(path)}\0".encode()
+            for file, content in ((native, made_of), (tensors, made_of + b"2.11.0+cu130\0")):
                 self.assertFalse(module.is_built(path, "2.11.0+cu130"))
                 file.write_bytes(content)
-                os.utime(file, (number, number))
             self.assertTrue(module.is_built(path, "2.11.0+cu130"))
             self.assertFalse(module.is_built(path, "2.11.0"))
             self.assertFalse(module.is_built(path, "2.12.0+cu130"))
@@ -114,8 +113,8 @@ class TestEvidence(TestCase):
                 (path / "pygraph_trees").symlink_to(path)
                 module.build_native_part("2.11.0+cu130")
                 ran.assert_not_called()
-                os.utime(source, (2, 2))
-                module.build_native_part("2.11.0+cu130")  # its oldest part is older
+                source.write_bytes(b"another")
+                module.build_native_part("2.11.0+cu130")  # its parts are of other sources
             ran.assert_called_once()
             self.assertIn("build_ext", ran.call_args.args[0])
 

@@ -23,6 +23,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.driver import Driver
 from pygraph_trees.driver_error import DriverError
 from pygraph_trees.graph_nodes import NodeKind
+from pygraph_trees.native_sources import sources_hash
 
 
 class _Native:
@@ -146,8 +147,9 @@ class TestBuiltBefore(TestCase):
     def test_an_earlier_version_is_not_used(self):
         from pygraph_trees import driver as driver_module
 
-        for names, used in ((("search", "set_kernels"), False), (driver_module._NATIVE, True)):
-            native = SimpleNamespace(**dict.fromkeys(names))
+        now = sources_hash()
+        for built_from, used in (({}, False), ({"SOURCES": "older"}, False), ({"SOURCES": now}, True)):
+            native = SimpleNamespace(**built_from)
             found = {"cuda.bindings.driver": FakeApi(), "pygraph_trees._native": native}
             with mock.patch.object(driver_module.importlib, "import_module", found.__getitem__):
                 self.assertIs(driver_module.driver.__wrapped__().native, native if used else None)

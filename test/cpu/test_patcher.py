@@ -113,6 +113,21 @@ class TestPatcher(LiveInputsTestCase):
         self.assertEqual(apply.call_count, 1)  # Python sees to it, once
         self.assertEqual(self.api.calls, ["cuCtxSetCurrent", KERNEL, KERNEL])
 
+    def test_nodes_are_set_in_their_own_context(self):
+        """While another device's is current, which it is afterwards, whatever becomes of the call."""
+        live, graph, sets = self.recorded()
+        other = self.api.context_of_another_device
+        for inputs in (sets[1], sets[0]):
+            self.driver.enter(other)
+            self.api.calls.clear()
+            self.call(live, graph, *inputs)
+            self.assertEqual(self.api.calls, ["cuCtxSetCurrent", KERNEL, "cuCtxSetCurrent"])
+            self.assertEqual(int(self.driver.context()), int(other))
+            self.assertEqual(self.holds(graph, inputs), [True])
+        self.api.fail("cuGraphExecKernelNodeSetParams")
+        self.assertIsNotNone(live.prepare(sets[1]))
+        self.assertEqual(int(self.driver.context()), int(other))
+
     def test_it_is_broken_while_nodes_are_set(self):
         live, _, sets = self.recorded(kernels=2)
         states, original = [], self.api.cuGraphExecKernelNodeSetParams
@@ -336,9 +351,11 @@ class TestBadArguments(TestCase):
         path = fake_native.library()
         if path is None:
             self.skipTest("there is no C compiler")
-        context = ctypes.cast(ctypes.CDLL(str(path)).cuCtxGetCurrent, ctypes.c_void_p).value
+        get_context = ctypes.CDLL(str(path)).cuCtxGetCurrent
+        current = ctypes.c_void_p()
+        get_context(ctypes.byref(current))
         arguments = dict(patches=None, words=b"", nodes=b"", holders=b"", inputs=1, exec=1, set=1, ask_every=0)
-        arguments["context"] = context
+        arguments |= {"get_context": ctypes.cast(get_context, ctypes.c_void_p).value, "context": current.value or 1}
         return tensors.native.Patcher(**(arguments | more))
 
     def test_numbers_that_do_not_exist(self):
@@ -352,6 +369,7 @@ class TestBadArguments(TestCase):
             {"exec": 0},
             {"set": 0},
             {"context": 0},
+            {"get_context": 0},
         ):
             with self.subTest(wrong), self.assertRaises(ValueError):
                 self.make(**wrong)

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gc
 import sys
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -33,6 +34,7 @@ from pygraph_trees.tensors import Whereabouts, released
 from pygraph_trees.trees import manager as trees_manager
 from pygraph_trees.trees import recording as recording_module
 from pygraph_trees.trees import runner
+from pygraph_trees.trees.collector import paused
 from pygraph_trees.trees.function import FunctionModel, entered
 from pygraph_trees.trees.isolation import Trees
 from pygraph_trees.trees.manager import Manager, Upstream, _Way
@@ -45,6 +47,15 @@ HINT = "non_cudagraph_managed_mutation_hint"  # renamed in torch 2.15
 def in_python(tensors, addresses, indices):
     """As torch's own, which builds for a GPU alone have."""
     return all(tensors[index].data_ptr() == addresses[index] for index in indices)
+
+
+def without_graphs(replay_steadily):
+    """A manager whose replays C++ leaves to Python."""
+
+    class Found(SimpleNamespace): ...  # which can be referred to weakly
+
+    nothing = dict(turn=threading.Lock(), graph=None, _current_node=None, current_gen=0, _ways={})
+    return Found(replay_steadily=replay_steadily, **nothing)
 
 
 def double(inputs):
@@ -91,11 +102,8 @@ class TestFunction(TestCase):
                 self.assertIsNone(function.manager())
 
     def test_each_value_of_its_integers_is_replayed_by_itself(self):
-        class Manager:
-            def replay_steadily(self, inputs, function_id):
-                return [function_id] if inputs[0] == "x" else None
-
-        function, manager = FunctionModel.of(double, is_backward=False, is_inference=True), Manager()
+        function = FunctionModel.of(double, is_backward=False, is_inference=True)
+        manager = without_graphs(lambda inputs, function_id: [function_id] if inputs[0] == "x" else None)
         function.settings = dataclasses.replace(function.settings, indirection="auto")
         call = entered(function, lambda inputs: ["the wrappers", *inputs])
         for function_id, values in ((7, (3, 4)), (8, (3, 5))):
@@ -137,7 +145,7 @@ class TestFunction(TestCase):
         function.settings = dataclasses.replace(function.settings, indirection="auto")
         call = entered(function, lambda inputs: ["the wrappers", *inputs])
         self.assertEqual(call([1]), ["the wrappers", 1])
-        manager = SimpleNamespace(replay_steadily=lambda inputs, function_id: [function_id] if inputs == [1] else None)
+        manager = without_graphs(lambda inputs, function_id: [function_id] if inputs == [1] else None)
         function.manager, function.function_id = lambda: manager, 7
         self.assertEqual((call([1]), call([2])), ([7], ["the wrappers", 2]))
         function.was_asked = True  # further out, and in vain
@@ -398,6 +406,94 @@ class TestIsolation(TestCase):
         trees.clear()
         manager.shutdown.assert_called_once_with()
         self.assertEqual(trees.managers(), [])
+
+
+class TestTurns(TestCase):
+    """One call at a time goes through the trees of a manager; who comes meanwhile is run un-graphed."""
+
+    def setUp(self):
+        super().setUp()
+        self.manager, self.id = Manager.__new__(Manager), FunctionID(0)
+        self.model = FunctionModel(double, Settings.current(), FunctionLog("f", "0/0", "inference", 1, {}))
+        self.manager.turn, self.manager._turn_of = threading.Lock(), None
+        self.manager.ids_to_funcs = {self.id: SimpleNamespace(model=self.model)}
+        self.manager.graph = object()
+        upstream = mock.patch.object(
+            Upstream, "run", autospec=True, side_effect=lambda *given: self.run_by_upstream(*given)
+        )
+        self.upstream = upstream.start()
+        self.addCleanup(upstream.stop)
+
+    def run_by_upstream(self, manager, inputs, function_id):
+        self.assertTrue(manager.turn.locked())
+        return ["graphed"]
+
+    def runs(self):
+        return self.model.log.runs, self.upstream.call_count
+
+    def test_a_call_inside_of_another_one(self):
+        """From a hook, a finalizer, or an operator of the program's own."""
+
+        def interrupted(manager, inputs, function_id):
+            found = manager.run([torch.ones(1)], function_id), manager.replay_steadily([torch.ones(1)], function_id)
+            return [*found, *inputs]
+
+        self.run_by_upstream = interrupted
+        outputs, steadily, outer = self.manager.run(["outer"], self.id)
+        self.assertEqual((outputs, steadily, outer), ([torch.full((1,), 2.0)], None, "outer"))
+        self.assertEqual(self.runs(), (1, 1))
+        self.assertIn("another call", self.model.log.ungraphed_reason)
+
+    def test_a_call_of_another_thread(self):
+        for replays in (False, True):
+            with ThreadPoolExecutor(1) as pool, self.manager.turn:
+                if replays:
+                    self.assertIsNone(pool.submit(self.manager.replay_steadily, [torch.ones(1)], self.id).result(60))
+                else:
+                    outputs = pool.submit(self.manager.run, [torch.ones(1)], self.id).result(60)
+                    self.assertEqual(outputs, [torch.full((1,), 2.0)])
+        self.assertEqual(self.runs(), (1, 0))
+        self.assertEqual(self.manager.run([], self.id), ["graphed"])
+
+    def test_upstream_begins_again_at_a_root(self):
+        def twice(manager, inputs, function_id):
+            return manager.run(inputs, function_id) if self.upstream.call_count == 1 else ["graphed"]
+
+        self.run_by_upstream = twice
+        self.assertEqual(self.manager.run([torch.ones(1)], self.id), ["graphed"])
+        self.assertEqual((self.runs(), self.manager._turn_of), ((0, 2), None))
+
+    def test_a_call_that_raises_gives_its_turn_back(self):
+        self.run_by_upstream = mock.Mock(side_effect=KeyboardInterrupt)
+        for _ in range(2):
+            self.assertRaises(KeyboardInterrupt, self.manager.run, [], self.id)
+        with mock.patch.object(Manager, "_replay_steadily", side_effect=KeyboardInterrupt):
+            self.assertRaises(KeyboardInterrupt, self.manager.replay_steadily, [], self.id)
+        self.assertFalse(self.manager.turn.locked())
+
+    def test_the_collector_waits_for_the_last_recording(self):
+        """No finalizer launches what would be captured; afterwards the collector is as the program had it."""
+        for was_on in (True, False):
+            (gc.enable if was_on else gc.disable)()
+            try:
+                inside, leave = threading.Event(), threading.Event()
+
+                def record(inside=inside, leave=leave):
+                    with paused():
+                        inside.set()
+                        leave.wait(60)
+
+                with ThreadPoolExecutor(1) as pool:
+                    other = pool.submit(record)
+                    self.assertTrue(inside.wait(60))
+                    with paused(), paused():
+                        self.assertFalse(gc.isenabled())
+                    self.assertFalse(gc.isenabled())  # the other thread still records
+                    leave.set()
+                    other.result(60)
+                self.assertEqual(gc.isenabled(), was_on)
+            finally:
+                gc.enable()
 
 
 class TestInputsThatMove(TestCase):
@@ -874,6 +970,8 @@ class TestSteadyReplay(TestCase):
             "has_live_user_visible_output_cloning": False,
             "_ways": {},
             "_forgotten": [],
+            "turn": threading.Lock(),
+            "_turn_of": None,
         }
         for name, value in state.items():
             setattr(self.manager, name, value)

@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import itertools
 import sys
+import threading
 import unittest
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -76,6 +77,8 @@ class Trees:
             "_left": None,
             "_forgotten": [],
             "_is_unknown": False,
+            "turn": threading.Lock(),
+            "_turn_of": None,
         }
         for name, value in state.items():
             setattr(manager, name, value)

@@ -1,0 +1,68 @@
+"""Attributes that the part in C++ finds by name: :func:`check` looks for each of them before any is needed.
+
+A name that is not there, after a change here or in torch, would be an ``AttributeError`` in a call of the user's. Where
+one is missing the part in C++ is not used, and the log says which.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch._dynamo.mutation_guard import GenerationTracker
+from torch._inductor import cudagraph_trees, debug
+from torch._inductor.output_code import CompiledFxGraph
+from torch.autograd import profiler
+
+from pygraph_trees import tensors
+from pygraph_trees.coverage.log import RecordingLog
+from pygraph_trees.indirection.inputs import LiveInputs
+from pygraph_trees.indirection.patching import Patches
+from pygraph_trees.indirection.pool import PoolRanges
+
+_OPTIONAL = {"manager.has_live_user_visible_output_cloning"}  # is asked for since torch 2.14 alone
+_SET_LATER = {"callable.steadily"}  # an attribute of functions
+
+
+def missing(owners: Mapping[str, Any]) -> list[str]:
+    """The names that their owners lack; ``owners``: classes and modules, by the names that C++ has for them."""
+    return [name for name in _names() if not _has(owners[name.partition(".")[0]], name.partition(".")[2])]
+
+
+def check(**classes: type) -> None:
+    """Does without the part in C++ where a name is missing; ``classes`` are those that cannot be imported here."""
+    if tensors.native is None:
+        return
+    found = missing(
+        {
+            "compiled": CompiledFxGraph,
+            "debug": debug,
+            "generations": GenerationTracker,
+            "graph": torch.cuda.CUDAGraph,
+            "live": LiveInputs,
+            "log": RecordingLog,
+            "patches": Patches,
+            "pool": PoolRanges,
+            "profiler": profiler,
+            "steps": cudagraph_trees.MarkStepBox,
+            "turn": type(threading.Lock()),
+            **classes,
+        }
+    )
+    if found:
+        tensors.do_without_native(f"looks for what is not there: {', '.join(found)}")
+
+
+def _names() -> Iterator[str]:
+    return (name for name in tensors.native.NAMES if name not in _OPTIONAL | _SET_LATER)
+
+
+def _has(owner: Any, name: str) -> bool:
+    if hasattr(owner, name):
+        return True
+    if isinstance(owner, ModuleType):
+        return False
+    return any(name in getattr(base, "__annotations__", ()) for base in owner.__mro__)

@@ -1,0 +1,151 @@
+"""The inputs of a compiled backward are laid out as it was compiled for, whatever saved-tensor hooks return.
+
+Hooks may give back what a forward saved with other strides, in another type or on another device, even at the same
+address; neither autograd nor compiled code looks. :func:`attach` notes with a compiled backward how each input should
+be; :func:`conform` puts a copy in the place of one that is otherwise. Calls look only once hooks were set while a
+compiled graph ran (:func:`hooks_were_set`), which stays so for the process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+_log = logging.getLogger("pygraph_trees.trees")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+ATTRIBUTE = "pygraph_saved"  # of a CompiledFxGraph
+_set = False
+
+
+class Layout(NamedTuple):
+    """How an input should be; it travels through Inductor's caches as a plain tuple."""
+
+    number: int  # of the input
+    dtype: torch.dtype
+    device: torch.device
+    sizes: tuple[int, ...] | None  # None where they are symbolic
+    strides: tuple[int, ...]  # where sizes are symbolic those of one example: their order is what counts
+
+
+def hooks_were_set() -> bool:
+    """Whether hooks on saved tensors are set in this thread, or were while a compiled graph ran."""
+    global _set
+    _set = _set or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return _set
+
+
+def attach(artifact: Any, graph: Any) -> None:
+    """Notes on a ``CompiledFxGraph`` of a backward how its inputs are laid out in ``graph``, a ``GraphLowering``."""
+    if not getattr(graph, "is_backward", False):
+        return
+    try:
+        found = [_layout(graph, number, value) for number, value in enumerate(graph.graph_inputs.values())]
+        setattr(artifact, ATTRIBUTE, [tuple(layout) for layout in found if layout is not None])
+    except Exception:
+        _log.warning("the inputs of a compiled backward could not be described", exc_info=True)
+
+
+def leave(artifact: Any) -> None:
+    """Leaves the inputs of a graph that is not graphed to torch."""
+    if hasattr(artifact, ATTRIBUTE):
+        setattr(artifact, ATTRIBUTE, None)
+
+
+def _layout(graph: Any, number: int, value: Any) -> Layout | None:
+    """None for a number, and for a tensor of symbolic sizes that has gaps."""
+    from torch._inductor.ir import TensorBox
+
+    if not isinstance(value, TensorBox):
+        return None
+    sizes, strides, device = value.get_size(), value.get_stride(), value.get_device()
+    is_static = not any(getattr(size, "free_symbols", ()) for size in (*sizes, *strides))
+    as_number = int if is_static else _hint(graph.sizevars)
+    shown, example = tuple(map(as_number, sizes)), tuple(map(as_number, strides))
+    if device is None or not (is_static or _is_dense(shown, example)):
+        return None
+    return Layout(number, value.get_dtype(), device, shown if is_static else None, example)
+
+
+def _hint(sizevars: Any) -> Callable[[Any], int]:
+    """Gives an example of a symbolic number; the method was renamed in torch 2.13."""
+    found: Callable[[Any], int] = getattr(sizevars, "size_hint", None) or sizevars.optimization_hint
+    return found
+
+
+def layouts_of(inputs: Sequence[Any]) -> list[Layout]:
+    """How some inputs are laid out, for a backward that is not Inductor's."""
+    return [
+        Layout(number, value.dtype, value.device, tuple(value.shape), value.stride())
+        for number, value in enumerate(inputs)
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided and not _reads_otherwise(value)
+    ]
+
+
+def look_after(artifact: Any, inputs: Any) -> None:
+    """Before a compiled graph runs, once hooks were set: makes its inputs as :func:`attach` noted."""
+    layouts = getattr(artifact, ATTRIBUTE, None)
+    if layouts and isinstance(inputs, list):
+        conform(layouts, inputs)
+
+
+def looked_after(run: Callable[[list[Any]], Any], *, is_backward: bool) -> Callable[[list[Any]], Any]:
+    """``run``, of a function that Inductor did not compile, with inputs that are laid out as in its first call."""
+    layouts: list[Layout] | None = None
+
+    def call(inputs: list[Any]) -> Any:
+        nonlocal layouts
+        if is_backward and layouts is None:
+            layouts = layouts_of(inputs)
+        elif hooks_were_set() and layouts is not None:
+            conform(layouts, inputs)
+        return run(inputs)
+
+    return call
+
+
+def conform(layouts: Sequence[tuple[Any, ...]], inputs: list[Any]) -> None:
+    """Puts a copy in the place of each input that is laid out otherwise; what has other sizes stays.
+
+    The copy has the same elements, in the type, on the device and with the strides that were compiled for.
+    """
+    for number, dtype, device, sizes, strides in layouts:
+        value: Any = inputs[number] if number < len(inputs) else None
+        if type(value) not in _PLAIN or value.dim() != len(strides) or (sizes is not None and value.shape != sizes):
+            continue
+        wanted = strides if sizes is not None else _dense_strides(value.shape, strides)
+        is_alike = value.dtype is dtype and value.device == device and _has_strides(value, wanted)
+        if not is_alike or _reads_otherwise(value):
+            with torch.no_grad():
+                inputs[number] = torch.empty_strided(value.shape, wanted, dtype=dtype, device=device).copy_(value)
+
+
+def _has_strides(value: torch.Tensor, strides: Sequence[int]) -> bool:
+    """Whether a tensor has these strides, but for dimensions that have no second element."""
+    if value.layout is not torch.strided:
+        return False
+    found = value.stride()
+    return found == strides or all(
+        stride == wanted or size < 2 for size, stride, wanted in zip(value.shape, found, strides, strict=True)
+    )
+
+
+def _reads_otherwise(value: torch.Tensor) -> bool:
+    """Whether its elements are not those in its memory."""
+    return value.is_conj() or value.is_neg() or value._is_zerotensor()
+
+
+def _dense_strides(sizes: Sequence[int], example: Sequence[int]) -> tuple[int, ...]:
+    """Strides without gaps, in the order of the example's."""
+    strides, step = [0] * len(sizes), 1
+    for dim in sorted(range(len(sizes)), key=lambda dim: (example[dim], -dim)):
+        strides[dim] = step
+        step *= max(sizes[dim], 1)
+    return tuple(strides)
+
+
+def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    wanted = _dense_strides(sizes, strides)
+    return all(size < 2 or stride == other for size, stride, other in zip(sizes, strides, wanted, strict=True))

@@ -1,0 +1,231 @@
+"""What a compiled backward is given, where hooks on saved tensors return something else than was saved."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import unittest
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._inductor import config
+from torch.autograd.graph import saved_tensors_hooks
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees import tensors
+from pygraph_trees.trees import saved_tensors
+from pygraph_trees.trees.saved_tensors import conform, layouts_of, looked_after
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def changed(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The same elements, laid out in other ways."""
+    found = [tensor.contiguous(), tensor.clone(memory_format=torch.preserve_format)]
+    found += [tensor.mT.contiguous().mT] if tensor.dim() > 1 else []
+    found += [torch.stack([tensor, tensor], dim=-1)[..., 0]]  # gaps
+    return found
+
+
+class TestConform(TestCase):
+    def layouts(self, *tensors_):
+        return [tuple(layout) for layout in layouts_of(tensors_)]
+
+    def test_what_is_laid_out_otherwise_is_copied(self):
+        nhwc = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+        for saved in (nhwc, torch.randn(4, 3), torch.randn(3, 4).t(), torch.randn(6), torch.randn(2, 4, 3)[:, ::2]):
+            for returned in [*changed(saved), saved.double(), torch._neg_view(-saved)]:
+                inputs = [returned, 7, None]
+                conform(self.layouts(saved, 7, None), inputs)
+                found = inputs[0]
+                self.assertEqual((found.stride(), found.dtype), (saved.stride(), saved.dtype))
+                self.assertEqual(found, saved)
+                self.assertFalse(found.is_neg())
+                is_alike = returned.stride() == saved.stride() and returned.dtype == saved.dtype
+                self.assertEqual(found is returned, is_alike and not returned.is_neg())
+
+    def test_elements_survive_whatever_the_layout(self):
+        @settings(max_examples=100, deadline=None)
+        @given(
+            st.lists(st.integers(1, 4), min_size=1, max_size=4).flatmap(
+                lambda sizes: st.tuples(
+                    st.just(sizes), st.permutations(range(len(sizes))), st.permutations(range(len(sizes)))
+                )
+            )
+        )
+        def check(drawn):
+            sizes, one, other = drawn
+            value = torch.arange(float(torch.tensor(sizes).prod())).view(sizes)
+            saved, returned = (
+                value.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
+                for order in (one, other)
+            )
+            inputs = [returned]
+            conform(self.layouts(saved), inputs)
+            self.assertEqual(inputs[0], saved)
+            alike = zip(sizes, inputs[0].stride(), saved.stride(), strict=True)
+            self.assertTrue(all(size < 2 or a == b for size, a, b in alike))
+
+        check()
+
+    def test_sizes_that_are_symbolic(self):
+        """Then the order of the strides counts, whatever the sizes of the call are."""
+        layout = [(0, torch.float32, torch.device("cpu"), None, (60, 1, 15, 3))]  # channels last, of an example
+        value = torch.randn(3, 2, 5, 7)
+        for returned in (value, value.to(memory_format=torch.channels_last)):
+            inputs = [returned]
+            conform(layout, inputs)
+            self.assertTrue(inputs[0].is_contiguous(memory_format=torch.channels_last))
+            self.assertEqual(inputs[0], value)
+            self.assertEqual(inputs[0] is returned, returned is not value)
+
+    def test_what_is_left_alone(self):
+        """Of other sizes, of another class, or with a stride that no element has to do with."""
+
+        class Other(torch.Tensor): ...
+
+        saved = torch.randn(3, 1)
+        for returned in (torch.randn(3), torch.randn(4, 1), saved.as_subclass(Other), 3, None):
+            inputs = [returned]
+            conform(self.layouts(saved), inputs)
+            self.assertIs(inputs[0], returned)
+        inputs = [saved.as_strided((3, 1), (1, 77))]
+        conform(self.layouts(saved), kept := list(inputs))
+        self.assertIs(kept[0], inputs[0])
+        conform(self.layouts(saved), inputs := [])
+        self.assertEqual(inputs, [])
+
+    def test_zeros_without_memory_get_some(self):
+        inputs = [torch._efficientzerotensor((2, 3))]
+        conform(self.layouts(torch.ones(2, 3)), inputs)
+        self.assertEqual((inputs[0]._is_zerotensor(), inputs[0]), (False, torch.zeros(2, 3)))
+
+
+class TestAttach(TestCase):
+    """What is noted where Inductor compiles a backward, here for the CPU."""
+
+    def attached(self, fn, *args, dynamic=False):
+        found = []
+        upstream = saved_tensors.attach
+
+        def note(artifact, graph):
+            upstream(artifact, graph)
+            found.append(getattr(artifact, saved_tensors.ATTRIBUTE, None))
+
+        torch._dynamo.reset()
+        with (
+            mock.patch.object(saved_tensors, "attach", note),
+            config.patch({"triton.cudagraphs": True, "fx_graph_cache": False}),
+            torch._functorch.config.patch(enable_autograd_cache=False),
+        ):
+            torch.compile(fn, dynamic=dynamic)(*args).sum().backward()
+        forward, backward = found
+        self.assertIsNone(forward)
+        return backward
+
+    def test_strides_and_types_of_each_input(self):
+        conv = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
+        layouts = self.attached(lambda x: torch.relu(conv(torch.sin(x))), x)
+        shown = {(sizes, strides) for _, _, _, sizes, strides in layouts}
+        self.assertIn(((2, 3, 8, 8), (192, 1, 24, 3)), shown)
+        self.assertEqual(
+            {(dtype, device.type) for _, dtype, device, _, _ in layouts} - {(torch.bool, "cpu")},
+            {(torch.float32, "cpu")},
+        )
+        inputs = [torch.empty_strided(sizes, strides, dtype=dtype) for _, dtype, _, sizes, strides in layouts]
+        conform([(n, *rest) for n, (_, *rest) in enumerate(layouts)], kept := list(inputs))
+        self.assertTrue(all(a is b for a, b in zip(inputs, kept, strict=True)))
+
+    def test_symbolic_sizes(self):
+        x = torch.randn(5, 7).t().requires_grad_()
+        layouts = self.attached(lambda x: torch.sin(torch.cos(x)), x, dynamic=True)
+        (example,) = {strides for _, _, _, sizes, strides in layouts if sizes is None and strides[0] == 1}
+        self.assertEqual(example, (1, 7))
+        self.assertFalse([sizes for _, _, _, sizes, strides in layouts if len(strides) == 2 and sizes is not None])
+
+    def test_a_graph_that_cannot_be_described_compiles_all_the_same(self):
+        artifact = SimpleNamespace()
+        with self.assertLogs("pygraph_trees.trees", "WARNING"):
+            saved_tensors.attach(artifact, SimpleNamespace(is_backward=True))
+        self.assertFalse(hasattr(artifact, saved_tensors.ATTRIBUTE))
+
+    def test_what_is_not_graphed_is_left_to_torch(self):
+        artifact = SimpleNamespace(**{saved_tensors.ATTRIBUTE: self.id()})
+        saved_tensors.leave(artifact)
+        saved_tensors.leave(other := SimpleNamespace())
+        self.assertEqual((vars(artifact), vars(other)), ({saved_tensors.ATTRIBUTE: None}, {}))
+
+
+class TestCalls(TestCase):
+    """In processes of their own: that hooks were set holds for the rest of a process."""
+
+    def check(self, native: bool) -> None:
+        program = f"""
+            import sys
+            from unittest import mock
+            import torch
+            from pygraph_trees import tensors
+            if not {native}:
+                tensors.native = None
+            from inductor_patches import output_code
+            from types import SimpleNamespace
+            from torch.autograd.graph import saved_tensors_hooks
+
+            seen = []
+            call = output_code._call(lambda self, inputs: seen.append(inputs[0].stride()))
+            saved = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+            layout = (0, torch.float32, torch.device("cpu"), tuple(saved.shape), saved.stride())
+            class Graph:
+                current_callable = None
+                __call__ = call
+                def __init__(self, **more):
+                    vars(self).update(more)
+            backward, forward = Graph(pygraph_saved=[layout]), Graph()
+            backward([saved.contiguous()])  # nobody set hooks: nothing is looked at
+            with saved_tensors_hooks(lambda t: t, lambda t: t):
+                forward([saved])
+            backward([saved.contiguous()])
+            backward((saved.contiguous(),))
+            backward([saved])
+            forward([saved.contiguous()])
+            rows, nhwc = saved.contiguous().stride(), saved.stride()
+            assert seen == [rows, nhwc, nhwc, rows, nhwc, rows], seen
+            assert (tensors.native is None) != {native}
+        """
+        subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, check=True, timeout=300)
+
+    @unittest.skipIf(tensors.native is None, "the part in C++ was not built")
+    def test_in_cpp(self):
+        self.check(native=True)
+
+    def test_in_python(self):
+        self.check(native=False)
+
+    def test_a_function_that_inductor_did_not_compile(self):
+        seen = []
+        with mock.patch.object(saved_tensors, "_set", False):
+            backward = looked_after(lambda inputs: seen.append(inputs[0].stride()), is_backward=True)
+            forward = looked_after(lambda inputs: seen.append(inputs[0].stride()), is_backward=False)
+            value = torch.randn(3, 4)
+            other = value.t().contiguous().t()
+            for call in (backward, forward):
+                call([value])
+                call([other])
+            with saved_tensors_hooks(lambda t: t, lambda t: t):
+                forward([other])
+            backward([other])
+            forward([other])
+        rows, columns = value.stride(), other.stride()
+        self.assertEqual(seen, [rows, columns, rows, columns, columns, rows, columns])
+
+
+if __name__ == "__main__":
+    run_tests()
