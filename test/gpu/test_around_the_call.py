@@ -1,0 +1,484 @@
+"""What a program does around a call, and inside of it: hooks on saved tensors, tangents without memory, finalizers,
+collections and threads that call a compiled function while another call is under way, other devices than the current.
+
+Eager is the oracle: each call, also the inner one, must give its own result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from indirection import Facts, IndirectionTestCase
+from parity import requires_two_gpus
+from torch._inductor import cudagraph_trees
+from torch.autograd.graph import saved_tensors_hooks
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+from pygraph_trees.trees.function import PER_THREAD
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CALLS = 6
+
+
+def same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Channels last becomes contiguous; parameters are left as they are."""
+    return tensor.contiguous() if tensor.dim() == 4 else tensor
+
+
+def columns(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
+
+
+def gaps(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.stack([tensor, tensor], -1)[..., 0] if tensor.is_floating_point() else tensor
+
+
+def negative(tensor: torch.Tensor) -> torch.Tensor:
+    return torch._neg_view(-tensor) if tensor.is_floating_point() else tensor
+
+
+HOOKS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+    "identity": (same, same),
+    "other strides when packed": (plain, same),
+    "other strides when unpacked": (same, plain),
+    "columns": (same, columns),
+    "gaps": (gaps, same),
+    "a copy": (torch.Tensor.clone, same),
+    "negated": (same, negative),
+    "to the CPU and back": (lambda t: t.cpu(), lambda t: t.cuda()),
+    "left on the CPU": (lambda t: t.cpu(), same),
+    "in double precision": (lambda t: t.double() if t.is_floating_point() else t, same),
+}
+EAGER_RAISES = {"left on the CPU", "in double precision"}  # of some operators: then eager without hooks is the oracle
+
+
+def convolution(device: torch.device) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """Activations are channels last."""
+    w = torch.randn(4, 4, 3, 3, device=device).to(memory_format=torch.channels_last).requires_grad_()
+    x = torch.randn(2, 4, 8, 8, device=device).to(memory_format=torch.channels_last)
+    return lambda x, w: F.conv2d(torch.relu(F.conv2d(torch.sin(x), w, padding=1)), w), [x, w]
+
+
+def products(device: torch.device) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    w = torch.randn(32, 32, device=device, requires_grad=True)
+    return lambda x, w: torch.tanh(x.sin() @ w) @ w.t() * x.exp(), [torch.randn(32, 32, device=device), w]
+
+
+def pointwise(device: torch.device) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    w = torch.randn(64, device=device, requires_grad=True)
+    return lambda x, w: (x.sin() * w).exp().cos(), [torch.randn(33, 64, device=device).t().contiguous().t(), w]
+
+
+PROGRAMS = {"convolution": convolution, "products": products, "pointwise": pointwise}
+WHEN = {"always": range(CALLS), "later": range(3, CALLS), "at first": range(3)}
+
+
+class TestSavedTensorHooks(IndirectionTestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        self.enterContext(torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False))
+
+    def gradients(self, fn: Callable[..., Any], inputs: list[torch.Tensor], hooks: Any) -> list[Any]:
+        x = inputs[0].clone(memory_format=torch.preserve_format).requires_grad_()
+        with saved_tensors_hooks(*hooks) if hooks else contextlib.nullcontext():
+            out = fn(x, *inputs[1:])
+        found = torch.autograd.grad(out.square().sum(), [x, *inputs[1:]])
+        return [tensor.clone() for tensor in found]
+
+    @parametrize("when", WHEN)
+    @parametrize("hooks", HOOKS)
+    @parametrize("program", PROGRAMS)
+    def test_gradients_are_those_of_eager(self, program: str, hooks: str, when: str) -> None:
+        fn, inputs = PROGRAMS[program](self.device)
+        graphed = torch.compile(fn, mode="reduce-overhead")
+        for call in range(CALLS):
+            given = HOOKS[hooks] if call in WHEN[when] else None
+            wanted = self.gradients(fn, inputs, None if hooks in EAGER_RAISES else given)
+            torch.compiler.cudagraph_mark_step_begin()
+            found = self.gradients(graphed, inputs, given)
+            self.assertEqual(found, wanted, atol=2e-4, rtol=2e-4, msg=f"call {call}")
+        self.assertGreater(Facts.now().replays, 0)
+
+    def test_a_hook_that_transposes_in_place(self) -> None:
+        """At the same address, with other strides."""
+        fn, inputs = products(self.device)
+        graphed = torch.compile(fn, mode="reduce-overhead")
+        hooks = same, lambda t: t.t() if t.shape == (32, 32) else t
+        for call in range(CALLS):
+            given = hooks if call >= 3 else None
+            wanted = self.gradients(fn, inputs, given)
+            torch.compiler.cudagraph_mark_step_begin()
+            self.assertEqual(self.gradients(graphed, inputs, given), wanted, atol=2e-3, rtol=2e-3, msg=f"call {call}")
+
+    def test_sizes_that_change(self) -> None:
+        w = torch.randn(4, 4, 3, 3, device=self.device).to(memory_format=torch.channels_last).requires_grad_()
+
+        def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return F.conv2d(torch.sin(x), w)
+
+        graphed = torch.compile(fn, mode="reduce-overhead", dynamic=True)
+        for call in range(9):
+            x = torch.randn(2 + call % 3, 4, 8, 8, device=self.device).to(memory_format=torch.channels_last)
+            given = HOOKS["other strides when unpacked"] if call % 2 else None
+            wanted = self.gradients(fn, [x, w], given)
+            torch.compiler.cudagraph_mark_step_begin()
+            self.assertEqual(self.gradients(graphed, [x, w], given), wanted, atol=2e-4, rtol=2e-4, msg=f"call {call}")
+
+
+class TestTangents(IndirectionTestCase):
+    """Gradients that a program gives for outputs: zeros without memory, expanded zeros, none."""
+
+    def tangents(self, kind: str, like: torch.Tensor) -> torch.Tensor | None:
+        if kind == "zeros without memory":
+            return torch._efficientzerotensor(like.shape, dtype=like.dtype, device=like.device)
+        if kind == "expanded":
+            return torch.zeros((), dtype=like.dtype, device=like.device).expand_as(like)
+        return None if kind == "none" else torch.full_like(like, 0.5)
+
+    @parametrize("order", ["first", "later", "always", "alternate"])
+    @parametrize("kind", ["zeros without memory", "expanded", "none"])
+    @parametrize("shape", [(64,), (33, 7), (4, 3, 5, 2)])
+    def test_gradients_are_those_of_eager(self, shape: tuple[int, ...], kind: str, order: str) -> None:
+        def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return (x * w).sin(), (x + w).exp()
+
+        graphed = torch.compile(fn, mode="reduce-overhead")
+        takes = {
+            "first": lambda n: n == 0,
+            "later": lambda n: n > 3,
+            "always": lambda n: True,
+            "alternate": lambda n: n % 2,
+        }
+        for call in range(8):
+            given = [torch.randn(shape, device=self.device) for _ in range(2)]
+            results = []
+            for way in (fn, graphed):
+                leaves = [tensor.clone().requires_grad_() for tensor in given]
+                torch.compiler.cudagraph_mark_step_begin()
+                one, other = way(*leaves)
+                tangents = [self.tangents(kind if takes[order](call) else "plain", one), self.tangents("plain", other)]
+                torch.autograd.backward([one, other], tangents)
+                results.append([leaf.grad for leaf in leaves])
+            torch.cuda.synchronize()
+            self.assertEqual(results[1], results[0], msg=f"call {call}")
+        self.assertGreater(Facts.now().replays, 0)
+
+    def test_a_zero_of_a_matrix_product(self) -> None:
+        def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x @ w, (x * 2).sum(0)
+
+        graphed = torch.compile(fn, mode="reduce-overhead")
+        for call in range(6):
+            given = [torch.randn(16, 16, device=self.device, dtype=torch.float64) for _ in range(2)]
+            results = []
+            for way in (fn, graphed):
+                leaves = [tensor.clone().requires_grad_() for tensor in given]
+                torch.compiler.cudagraph_mark_step_begin()
+                one, other = way(*leaves)
+                kind = "zeros without memory" if call % 3 else "plain"
+                torch.autograd.backward([one, other], [self.tangents(kind, one), torch.ones_like(other)])
+                results.append([leaf.grad for leaf in leaves])
+            torch.cuda.synchronize()
+            self.assertEqual(results[1], results[0], msg=f"call {call}")
+
+
+class Garbage:
+    """What only the collector frees; then it calls a function and compares the result."""
+
+    collected = 0
+    failures: list[str] = []  # noqa: RUF012
+
+    def __init__(self, graphed: Callable[..., Any], fn: Callable[..., Any], *inputs: torch.Tensor) -> None:
+        self.cycle = self
+        wanted = fn(*inputs)
+        weakref.finalize(self, Garbage.check, graphed, inputs, wanted).atexit = False
+
+    @staticmethod
+    def check(graphed: Callable[..., Any], inputs: tuple[torch.Tensor, ...], wanted: torch.Tensor) -> None:
+        Garbage.collected += 1
+        found = graphed(*inputs).clone()
+        if not torch.equal(found, wanted):
+            Garbage.failures.append(f"the inner call is off by {(found - wanted).abs().max()}")
+
+
+class TestFinalizers(IndirectionTestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        Garbage.collected, Garbage.failures = 0, []
+        before = gc.get_threshold()
+        self.addCleanup(lambda: gc.set_threshold(*before))
+
+    @parametrize("is_another", [False, True])
+    @parametrize("threshold", [1, 7, 50])
+    @parametrize("count", [1, 12])
+    def test_the_collector_runs_inside_of_calls(self, count: int, threshold: int, is_another: bool) -> None:
+        def fn(*xs: torch.Tensor) -> torch.Tensor:
+            return sum(x * (n + 1) for n, x in enumerate(xs)) + 1
+
+        def other(*xs: torch.Tensor) -> torch.Tensor:
+            return torch.stack(xs).amax(0) * 3
+
+        graphed = torch.compile(fn, mode="reduce-overhead")
+        inner = (torch.compile(other, mode="reduce-overhead"), other) if is_another else (graphed, fn)
+
+        def some() -> list[torch.Tensor]:
+            return [torch.randint(9, (257,), device=self.device).float() for _ in range(count)]
+
+        for _ in range(4):
+            for function in (graphed, inner[0]):
+                torch.compiler.cudagraph_mark_step_begin()
+                function(*some())
+        gc.collect()
+        for call in range(200):
+            Garbage(*inner, *some())
+            inputs = some()
+            wanted = fn(*inputs)
+            torch.compiler.cudagraph_mark_step_begin()
+            gc.set_threshold(threshold)
+            try:
+                found = graphed(*inputs)
+            finally:
+                gc.set_threshold(700)
+            self.assertEqual(found, wanted, atol=0, rtol=0, msg=f"call {call}, {Garbage.collected} collected")
+            del found
+        self.assertEqual(Garbage.failures, [])
+        self.assertGreater(Garbage.collected, 30)
+
+    def test_an_input_whose_last_reference_a_call_holds(self) -> None:
+        """Its finalizer calls the same function."""
+        graphed = torch.compile(lambda x: x * 2 + 1, mode="reduce-overhead")
+        seen: list[Any] = []
+
+        def call_again(value: float) -> None:
+            y = torch.full((64,), value, device=self.device)
+            seen.append((graphed(y).clone(), y * 2 + 1))
+
+        for number in range(12):
+            torch.compiler.cudagraph_mark_step_begin()
+            holder = [torch.full((64,), float(number), device=self.device)]
+            wanted = holder[0] * 2 + 1
+            weakref.finalize(holder[0], call_again, 100.0 + number).atexit = False
+            found = graphed(holder.pop())
+            self.assertEqual(found, wanted)
+        gc.collect()
+        self.assertEqual(len(seen), 12)
+        for found, wanted in seen:
+            self.assertEqual(found, wanted)
+
+    def test_finalizers_while_functions_are_recorded(self) -> None:
+        """Each call records for sizes of its own, with the collector at every allocation."""
+        graphed = torch.compile(lambda x: x.cumsum(0) * 2, mode="reduce-overhead", dynamic=False)
+        torch._dynamo.config.cache_size_limit, before = 64, torch._dynamo.config.cache_size_limit
+        self.addCleanup(lambda: setattr(torch._dynamo.config, "cache_size_limit", before))
+        small = torch.ones(16, device=self.device)
+        for _ in range(3):
+            graphed(small)
+        for size in range(17, 25):
+            for _ in range(3):
+                Garbage(graphed, lambda x: x.cumsum(0) * 2, small * size)
+                x = torch.full((size,), 2.0, device=self.device)
+                torch.compiler.cudagraph_mark_step_begin()
+                gc.set_threshold(5)
+                try:
+                    found = graphed(x)
+                finally:
+                    gc.set_threshold(700)
+                self.assertEqual(found, x.cumsum(0) * 2)
+        gc.collect()
+        self.assertEqual(Garbage.failures, [])
+        self.assertGreater(Garbage.collected, 10)
+
+
+class TestHooksThatCall(IndirectionTestCase):
+    def test_hooks_of_tensors_and_of_saved_tensors(self) -> None:
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            return (x * 3).tanh().exp()
+
+        graphed = torch.compile(fn, mode="reduce-overhead")
+        inner: list[Any] = []
+
+        def call(tensor: torch.Tensor) -> torch.Tensor:
+            y = torch.full((32,), float(len(inner) % 5) / 5, device=self.device)
+            with torch.no_grad():
+                inner.append((graphed(y).clone(), fn(y)))
+            return tensor
+
+        for number in range(8):
+            results = []
+            for way in (fn, graphed):
+                x = torch.linspace(-1, 1, 32, device=self.device).mul_(number / 8).requires_grad_()
+                torch.compiler.cudagraph_mark_step_begin()
+                with saved_tensors_hooks(call, call) if way is graphed else contextlib.nullcontext():
+                    out = way(x)
+                if way is graphed:
+                    out.register_hook(call)
+                out.sum().backward()
+                results.append(x.grad.clone())
+            self.assertEqual(results[1], results[0], msg=f"call {number}")
+        self.assertGreater(len(inner), 16)
+        for found, wanted in inner:
+            self.assertEqual(found, wanted)
+
+    def test_an_operator_of_the_program_that_calls(self) -> None:
+        """Also while the outer function is warmed up and recorded."""
+        inner = torch.compile(lambda x: x * 2 + 1, mode="reduce-overhead")
+
+        @torch.library.custom_op("pygraph_test_around::calls", mutates_args=())
+        def calls(x: torch.Tensor) -> torch.Tensor:
+            return inner(x).clone()
+
+        calls.register_fake(lambda x: torch.empty_like(x))
+        outer = torch.compile(lambda x: calls(x.sin()) + x, mode="reduce-overhead")
+        for number in range(8):
+            x = torch.linspace(0, 1, 64, device=self.device) * number
+            torch.compiler.cudagraph_mark_step_begin()
+            self.assertEqual(inner(x), x * 2 + 1)
+            torch.compiler.cudagraph_mark_step_begin()
+            self.assertEqual(outer(x), x.sin() * 2 + 1 + x)
+
+
+def sharing_trees(work: Callable[[], None]) -> Callable[[], None]:
+    """``work`` for a thread that uses the graph trees of this one."""
+    trees = cudagraph_trees.local
+    shared = {name: cudagraph_trees.get_obj(trees, name) for name in ("tree_manager_containers", "tree_manager_locks")}
+
+    def run() -> None:
+        for name, value in shared.items():
+            setattr(trees, name, value)
+        work()
+
+    return run
+
+
+class TestThreads(IndirectionTestCase):
+    @parametrize("count", [1, 9])
+    def test_threads_that_call_one_function(self, count: int) -> None:
+        """Each has its own inputs, and the function writes to one of them: it is told whose addresses a launch had."""
+
+        def fn(out: torch.Tensor, *xs: torch.Tensor) -> None:
+            out.copy_(sum(x * (n + 1) for n, x in enumerate(xs)))
+
+        graphed = torch.compile(fn, mode="reduce-overhead")
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            graphed(*(torch.ones(64, 64, device=self.device) for _ in range(count + 1)))
+        failures: list[str] = []
+
+        def work(number: int) -> None:
+            try:
+                for call in range(200):
+                    out = torch.zeros(64, 64, device=self.device)
+                    xs = [torch.full((64, 64), number + call / 256 + n, device=self.device) for n in range(count)]
+                    wanted = torch.zeros(64, 64, device=self.device)
+                    fn(wanted, *xs)
+                    graphed(out, *xs)
+                    if not torch.equal(out, wanted):
+                        failures.append(f"thread {number}, call {call}")
+            except Exception as error:
+                failures.append(f"thread {number}: {error!r}")
+
+        share = (lambda work: work) if PER_THREAD else sharing_trees
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            threads = [threading.Thread(target=share(lambda n=n: work(n))) for n in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(120)
+        finally:
+            sys.setswitchinterval(before)
+        self.assertFalse([thread for thread in threads if thread.is_alive()])
+        self.assertEqual(failures, [])
+        self.assertGreater(Facts.now().replays, 50)
+
+    def test_a_backward_in_a_thread_beside_calls_in_this_one(self) -> None:
+        w = torch.randn(64, 64, device=self.device, requires_grad=True)
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x @ w)
+
+        graphed = torch.compile(fn, mode="reduce-overhead")
+        x = torch.randn(64, 64, device=self.device)
+        (wanted_gradient,) = torch.autograd.grad(fn(x).sum(), w)
+        with torch.no_grad():
+            wanted = fn(x)
+        for _ in range(12):
+            torch.compiler.cudagraph_mark_step_begin()
+            out, found = graphed(x), []
+            share = (lambda work: work) if PER_THREAD else sharing_trees
+            thread = threading.Thread(
+                target=share(lambda out=out, found=found: found.append(torch.autograd.grad(out.sum(), w)[0].clone()))
+            )
+            thread.start()
+            with torch.no_grad():
+                inference = graphed(x).clone()
+            thread.join(60)
+            self.assertFalse(thread.is_alive())
+            self.assertEqual(inference, wanted, atol=1e-4, rtol=1e-4)
+            if found:  # else the forward's outputs were overwritten, which torch says by an error
+                self.assertEqual(found[0], wanted_gradient, atol=1e-3, rtol=1e-3)
+
+
+class TestDevices(IndirectionTestCase):
+    @requires_two_gpus
+    @parametrize("is_graphed_first", [0, 1])
+    def test_tensors_of_another_device_than_the_current_one(self, is_graphed_first: int) -> None:
+        def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x @ y + x.sin()
+
+        graphed = torch.compile(fn, mode="reduce-overhead")
+        kept = []
+        for call in range(10):
+            for device in (is_graphed_first, 1 - is_graphed_first):
+                given = [torch.randn(64, 64, device=f"cuda:{device}", dtype=torch.float64) for _ in range(2)]
+                kept.append(given)
+                torch.compiler.cudagraph_mark_step_begin()
+                with torch.cuda.device(call % 2):
+                    found = graphed(*given)
+                    self.assertEqual(torch.cuda.current_device(), call % 2)
+                self.assertEqual(found, fn(*given))
+        self.assertEqual(Facts.now().copied_bytes, 0)
+
+    @requires_two_gpus
+    def test_training_on_another_device(self) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.Linear(32, 8)).to("cuda:1")
+        graphed = torch.compile(model, mode="reduce-overhead")
+        for _ in range(6):
+            x = torch.randn(16, 32, device="cuda:1")
+            wanted = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+            torch.compiler.cudagraph_mark_step_begin()
+            found = torch.autograd.grad(graphed(x).sum(), list(model.parameters()))
+            self.assertEqual(found, wanted, atol=1e-4, rtol=1e-4)
+
+    def test_a_context_of_the_only_device_and_a_stream(self) -> None:
+        graphed = torch.compile(lambda x: x.sin() * 2, mode="reduce-overhead")
+        side = torch.cuda.Stream()
+        for call in range(8):
+            x = torch.randn(257, device=self.device)
+            side.wait_stream(torch.cuda.current_stream())
+            torch.compiler.cudagraph_mark_step_begin()
+            with torch.cuda.device(0), torch.cuda.stream(side) if call % 2 else contextlib.nullcontext():
+                found = graphed(x)
+            torch.cuda.current_stream().wait_stream(side)
+            self.assertEqual(found, x.sin() * 2)
+
+
+for _case in (TestSavedTensorHooks, TestTangents, TestFinalizers, TestThreads, TestDevices):
+    instantiate_parametrized_tests(_case)
+
+if __name__ == "__main__":
+    run_tests()
