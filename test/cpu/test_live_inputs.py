@@ -491,6 +491,24 @@ class TestCopies(LiveInputsTestCase):
             self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
             self.assertEqual((live.extra_copies, live.extra_copied_bytes), (2, 2 * before.nbytes))
 
+    def test_zeros_without_memory_are_copied_for_the_call(self):
+        """They have no address: a kernel that is given 0 reads there."""
+        shapes = {(4, 8): None, (32,): None, (2, 4, 4): (1, 2, 8)}
+        for shape, stride in shapes.items():
+            live, graph = self.record(self.one_kernel(), at(0, shape))
+            live.finish()
+            for number in range(3):
+                zeros = torch._efficientzerotensor(shape)
+                zeros = zeros if stride is None else zeros.as_strided(shape, stride)
+                self.begin(live, zeros)
+                copy = live.temporary[0]
+                self.assertEqual((graph.launch(), copy), ([[copy.data_ptr()]], torch.zeros(shape)))
+                self.assertNotEqual(copy.data_ptr(), 0)
+                live.finish()
+                self.assertEqual(live.extra_copies, number + 1)
+                a = at(0, shape)
+                self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
+
     def test_a_pointer_into_the_middle_stays_aligned(self):
         """More than the first element is: what a kernel was chosen for."""
         live, graph = self.record(lambda found: [self.api.make_kernel([found[0], found[0] + 112])], at(16))

@@ -52,6 +52,7 @@ class TestWhyNotGhost(TestCase):
             (number.conj(), False, "it is a conjugate view"),
             (number.conj().imag, False, "it is a negated view"),
             (torch.empty(4, 0, device="cuda:0"), False, "it has no elements"),
+            (torch._efficientzerotensor((4,), device="cuda:0"), False, "it is a tensor of zeros without memory"),
             (number, True, "it lies in the graph pool"),
             (number.conj().conj(), False, None),
         ):

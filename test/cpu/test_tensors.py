@@ -6,6 +6,7 @@ import gc
 import random
 import struct
 import sys
+import tempfile
 import threading
 import unittest
 import weakref
@@ -19,8 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees import tensors
+from pygraph_trees import native_sources, tensors
 from pygraph_trees.trees import function as trees_function
+from pygraph_trees.trees import manager as trees_manager
+from pygraph_trees.trees import native_names
 
 _UPSTREAM = "_tensors_data_ptrs_at_indices_equal"
 
@@ -690,9 +693,62 @@ class TestNative(TestPython):
                 choose(items)
             self.assertEqual(items, kept)
 
+    def check_is_left_alone(self, why):
+        with self.assertLogs("pygraph_trees.native", "WARNING") as logs:
+            self.assertIsNone(tensors.load_native())
+        self.assertIn(why, logs.output[0])
+
     def test_it_is_only_used_with_the_torch_that_it_was_built_for(self):
         with mock.patch.object(torch, "__version__", "2.11.0+other"):
-            self.assertIsNone(tensors.load_native())
+            self.check_is_left_alone("this is 2.11.0+other")
+
+    def test_it_is_only_used_if_it_was_built_from_the_sources_that_are_there(self):
+        """An older part would be called in a way that it does not know."""
+        for of_module in ("of another commit", None):
+            with mock.patch.object(self.native, "SOURCES", of_module):
+                self.check_is_left_alone("other sources")
+        with mock.patch.object(self.native, "SOURCES"):
+            del self.native.SOURCES  # it is older than the hash
+            self.check_is_left_alone("other sources")
+            with mock.patch.object(native_sources, "sources_hash", lambda: None):  # a wheel, in which no sources are
+                self.assertIs(tensors.load_native(), self.native)
+
+    def test_a_hash_of_names_and_contents(self):
+        with tempfile.TemporaryDirectory() as name:
+            folder, found = Path(name), []
+            self.assertIsNone(native_sources.sources_hash(folder))
+            for file, content in (("a.cpp", "1"), ("a.cpp", "2"), ("b.h", ""), ("c.c", ""), ("note.md", "")):
+                (folder / file).write_text(content)
+                found.append(native_sources.sources_hash(folder))
+            (folder / "b.h").rename(folder / "d.h")
+            found.append(native_sources.sources_hash(folder))
+        self.assertEqual((len(set(found)), found[3]), (5, found[4]))
+
+    def test_every_name_that_it_looks_for_is_there(self):
+        """In the classes here, and in those of the torch that is installed."""
+        self.assertGreater(len(self.native.NAMES), 40)
+        with self.assertNoLogs("pygraph_trees.native"):
+            native_names.check(**self.classes())
+        self.assertIs(tensors.native, self.native)
+
+    def test_a_name_that_is_missing_turns_it_off_and_the_log_says_which(self):
+        for owner, name in (("manager", "turn"), ("live", "_settled"), ("graph", "replay"), ("debug", "RECORD")):
+            with (
+                mock.patch.object(self.native, "NAMES", [*self.native.NAMES, f"{owner}.{name}_by_another_name"]),
+                mock.patch.object(tensors, "native", self.native),
+                self.assertLogs("pygraph_trees.native", "WARNING") as logs,
+            ):
+                native_names.check(**self.classes())
+                self.assertIsNone(tensors.native)
+            self.assertIn(f"{owner}.{name}_by_another_name", logs.output[0])
+
+    def classes(self):
+        return {
+            "manager": trees_manager.Manager,
+            "way": trees_manager._Way,
+            "recording": trees_manager.Recording,
+            "function": trees_function.FunctionModel,
+        }
 
 
 class TestThreads(TestCase):
