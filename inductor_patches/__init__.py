@@ -7,18 +7,19 @@ how things stand. Importing this package or a module of it changes nothing and n
 Patches belong to features and go on in the order of :data:`FEATURES`. A feature is put on as a whole: where one of
 its patches does not fit the torch that is there, none of them is applied, torch keeps its own behaviour there, and
 one warning names the feature, the target and the version. With ``PYGRAPH_DISABLE=1`` in the environment torch is left
-alone.
+alone (:mod:`.environment` says what else counts as 1).
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from .environment import disabled
 
 if TYPE_CHECKING:
     from .patch import Patch
@@ -54,11 +55,6 @@ def patches(feature: str) -> tuple[Patch, ...]:
     """The patches of a feature, in the order in which they go on."""
     modules = [importlib.import_module(f".{name}", __name__) for name in FEATURES[feature]]
     return tuple(patch for module in modules for patch in module.PATCHES if patch.feature == feature)
-
-
-def disabled() -> bool:
-    """Whether ``PYGRAPH_DISABLE`` asks to leave torch alone."""
-    return os.environ.get("PYGRAPH_DISABLE", "0") not in ("", "0")
 
 
 def install() -> tuple[Status, ...]:

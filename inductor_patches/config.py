@@ -1,11 +1,11 @@
 """The flags in ``torch._inductor.config.triton``: entries that check what they are given, and their part in cache
 keys.
 
-Entries go into ``config._config``, the table behind attribute access, ``config.patch``,
-``torch.compile(options=...)`` and the cache keys. Registering an entry is what keeps artifacts of patched and
-unpatched processes apart: every entry is part of the FX and AOTAutograd keys unless its name is in
-``_cache_config_ignore_prefix``, where flags that act at run time only are added. ``pygraph_version`` is an entry for
-that purpose alone.
+Entries go into ``config._config``, the table for attribute access, ``config.patch``, ``torch.compile(options=...)``
+and the cache keys. Registering an entry is what keeps artifacts of patched and unpatched processes apart: every entry
+is part of the FX and AOTAutograd keys unless its name is in ``_cache_config_ignore_prefix``, where flags that act at
+run time only are added. ``pygraph_version`` is an entry for that purpose alone: the version, and a hash of the code
+that shapes artifacts.
 
 Since 2.12 an override is a context variable, before it is an attribute of the entry; both are replaced here by
 something that checks the value first. Undoing takes the entries out again.
@@ -14,9 +14,12 @@ something that checks the value first. Undoing takes the entries out again.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from . import environment
 from .patch import Expectation, Fingerprint, Patch
 
 if TYPE_CHECKING:
@@ -38,9 +41,7 @@ class _CheckedOverride:
         return self._variable.get()
 
     def set(self, value: Any) -> Any:
-        if value is not self._unset:
-            self._flag.check(value)
-        return self._variable.set(value)
+        return self._variable.set(value if value is self._unset else self._flag.check(value))
 
     def reset(self, token: Any) -> None:
         """As 2.15 takes back what a patch of the configuration set."""
@@ -51,14 +52,22 @@ def _entry(flag: Flag) -> Any:
     from torch.utils import _config_module
 
     unset = _config_module._UNSET_SENTINEL
-    declared = _config_module._Config(default=flag.default, value_type=str, env_name_default=flag.environment)
+    # A union is what `torch.compile(options=...)` does not check by itself.
+    declared = _config_module._Config(default=flag.default, value_type=str | bool if flag.is_switch else str)
     if _has_context_overrides():
         entry = _config_module._ConfigEntry(declared, _PREFIX + flag.name)
         entry.user_override = _CheckedOverride(entry.user_override, flag, unset)
     else:
         entry = _attribute_entry(flag, unset)(declared)
-    if entry.env_value_default is not unset:
-        flag.check(entry.env_value_default, source=f"environment variable {flag.environment}")
+    return entry
+
+
+def _from_environment(flag: Flag) -> Any:
+    """The flag's entry, with the value that the environment gives it."""
+    entry = _entry(flag)
+    wanted = environment.choice(flag.environment, flag.values, f"The default {flag.default!r} stays in force.")
+    if wanted is not None:
+        entry.env_value_default = wanted
     return entry
 
 
@@ -82,9 +91,7 @@ def _attribute_entry(flag: Flag, unset: object) -> type:
 
         @user_override.setter
         def user_override(self, value: Any) -> None:
-            if value is not unset:
-                flag.check(value)
-            self._override = value
+            self._override = value if value is unset else flag.check(value)
 
     return CheckedEntry
 
@@ -106,6 +113,19 @@ def _ignored_prefix_lists(config: Any) -> list[list[str]]:
     return [held for held in (entry.default, override) if isinstance(held, list)]
 
 
+@functools.cache
+def _version() -> str:
+    """Of the code that shapes artifacts; if it cannot be read, of this process alone, which then shares none."""
+    from pygraph_trees.code_hash import artifact_hash
+    from pygraph_trees.version import __version__
+
+    try:
+        code = artifact_hash()
+    except OSError:
+        code = secrets.token_hex(32)
+    return f"{__version__}+{code}"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flags(Patch):
     """Adds the flags to ``torch._inductor.config``."""
@@ -118,10 +138,12 @@ class Flags(Patch):
         from torch._inductor import config
 
         from pygraph_trees.settings import FLAGS, Flag
-        from pygraph_trees.version import __version__
 
-        version = Flag("pygraph_version", (__version__,), __version__, changes_artifacts=True, help="")
-        entries = {_PREFIX + flag.name: _entry(flag) for flag in (*FLAGS, version)}
+        environment.warn_of_unknown(flag.environment for flag in FLAGS)
+        known = _version()
+        version = Flag("pygraph_version", (known,), known, changes_artifacts=True, help="")
+        entries = {_PREFIX + flag.name: _from_environment(flag) for flag in FLAGS}
+        entries[_PREFIX + version.name] = _entry(version)
         ignored = [_PREFIX + flag.name for flag in FLAGS if not flag.changes_artifacts]
         config._config.update(entries)
         for held in _ignored_prefix_lists(config):
@@ -143,12 +165,12 @@ def _fingerprint(since: tuple[int, int], until: tuple[int, int], entry: tuple[st
         since,
         until,
         (
-            Expectation(_MODULE, "_ConfigEntry.__init__", ("self", *entry), ("env_name_default", "env_value_default")),
+            Expectation(_MODULE, "_ConfigEntry.__init__", ("self", *entry), ("env_value_default",)),
             Expectation(_MODULE, "ConfigModule.__setattr__", ("self", "name", "value"), ("_config", "user_override")),
             Expectation(_MODULE, "ConfigModule.__getattr__", ("self", "name"), ("user_override", "env_value_default")),
             Expectation(_MODULE, "ConfigModule._get_dict", ("self", "ignored_keys", "ignored_prefixes"), ("_config",)),
             Expectation(_MODULE, "ConfigModule.save_config_portable", None, ("_cache_config_ignore_prefix",)),
-            Expectation(_MODULE, "_Config", None, ("env_name_default", "value_type")),
+            Expectation(_MODULE, "_Config", None, ("value_type",)),
         ),
     )
 

@@ -3,7 +3,8 @@
 ``import pygraph_trees`` is all: it patches the torch that is installed (``inductor_patches`` says what and how), and
 compiled programs stay as they are. :func:`report` tells what became of every compiled function and why.
 
-``PYGRAPH_DISABLE=1`` in the environment leaves torch alone.
+``PYGRAPH_DISABLE=1`` in the environment leaves torch alone. A wrong value there, or in a flag's variable, is ignored
+with a warning; it does not stop the import.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ inductor_patches.install()
 def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) -> None:
     """Compares a function under CUDA graphs, its arguments at new addresses each call, with itself compiled without.
 
-    See :func:`pygraph_trees.comparison.verify.verify`, which it calls. Raises where an output or a written argument
-    differs in any bit. Needs a GPU.
+    See :func:`pygraph_trees.comparison.verify.verify`, which it calls. Raises if an output or a written argument
+    differs in any bit, and also if nothing was compared: without a GPU, or if no part of it runs in a CUDA graph.
     """
     from .comparison.verify import verify as compare
 

@@ -23,6 +23,7 @@ import torch
 from . import destination, report, target
 from .exc import PygraphError
 from .progress import Progress
+from .settings import Settings
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -89,10 +90,15 @@ def _positive(text: str) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     destination.check({"--json": options.json, "--html": options.html})
+    from .comparison import WAYS, Plan, compare, text_table
+    from .comparison.verify import NO_GPU, NothingVerified
+
+    verifies = Settings.current().verify == "on"
     if not torch.cuda.is_available():
+        if verifies:
+            raise NothingVerified(why=NO_GPU)
         print("compare needs a GPU and this machine has none that torch can use; this is `explain` instead.\n")
         return _explain(options)
-    from .comparison import WAYS, Plan, compare, text_table
 
     program = target.resolve(options.target, torch.device("cuda"))
     ways = options.ways.split(",") if options.ways else WAYS
@@ -108,6 +114,9 @@ def _compare(options: argparse.Namespace) -> int:
         from .comparison.page import write_page
 
         write_page(options.html, measurements, found, agreement)
+    has_ours = any(way.startswith("ours") for way in ways)
+    if verifies and has_ours and not any(function.recordings for function in found.functions):
+        raise NothingVerified(why="no part of the target ran in a CUDA graph of ours; the report says why")
     return 1 if any(m.error for m in measurements) else 0
 
 

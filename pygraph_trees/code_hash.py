@@ -1,19 +1,35 @@
-"""A hash over the code that GPU evidence and benchmark results are of.
+"""Two hashes over code: of what was tested and measured, and of what shapes the artifacts in Inductor's caches.
 
 :func:`code_hash` covers the Python, C and C++ files of ``pygraph_trees/``, ``inductor_patches/`` and ``test/gpu/``. Of
 Python it hashes the syntax trees without docstrings, so that a comment or a line break does not change it, in a form
-of its own, so that all supported versions of Python agree on it; of the others the text.
+of its own, so that all supported versions of Python agree on it; of the others the text. :func:`artifact_hash` is taken
+at import, and covers the bytes of :data:`ARTIFACT_CODE`: any change there changes it.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
 _COVERED = ("pygraph_trees", "inductor_patches", "test/gpu")
+# What rewrites a graph or decides how it is cut, and what describes it on its artifact; a folder is all of its modules.
+ARTIFACT_CODE = (
+    "inductor_patches",
+    "pygraph_trees/coverage/compiled.py",
+    "pygraph_trees/coverage/log.py",
+    "pygraph_trees/coverage/naming.py",
+    "pygraph_trees/coverage/partitions.py",
+    "pygraph_trees/coverage/records.py",
+    "pygraph_trees/exc.py",
+    "pygraph_trees/host_reads.py",
+    "pygraph_trees/placement",
+    "pygraph_trees/settings.py",
+    "pygraph_trees/version.py",
+)
 _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -26,6 +42,26 @@ def code_hash(root: Path = _ROOT) -> str:
         for piece in _pieces(ast.parse(text)) if path.suffix == ".py" else (text,):
             digest.update(piece.encode())
     return digest.hexdigest()
+
+
+@functools.cache
+def artifact_hash(root: Path = _ROOT) -> str:
+    """SHA-256 of the files in :data:`ARTIFACT_CODE`, 64 hexadecimal digits; ``root`` holds both packages.
+
+    Taken once a process. Raises :class:`OSError` if a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    for path in artifact_files(root):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def artifact_files(root: Path = _ROOT) -> list[Path]:
+    """The files that :func:`artifact_hash` is over, in the order in which they are hashed."""
+    named = (root / part for part in ARTIFACT_CODE)
+    return sorted(file for path in named for file in ([path] if path.suffix == ".py" else path.rglob("*.py")))
 
 
 def covered_files(root: Path = _ROOT) -> list[Path]:

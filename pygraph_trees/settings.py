@@ -1,12 +1,12 @@
 """The flags, and :class:`Settings`: their values as they stood when a function was compiled.
 
 A flag lives in ``torch._inductor.config.triton`` under its name (``inductor_patches/config.py`` puts it there) and
-can be set by environment, by ``config.patch`` and by ``torch.compile(options=...)``. Values set by ``mode=`` and
-``options=`` hold only while compiling, and a read costs 1.5 µs, so nothing reads a flag after
-:meth:`Settings.current` was called in ``cudagraphify``.
+can be set by environment, by ``config.patch`` and by ``torch.compile(options={"triton.cudagraphs": True, ...})``.
+Values set by ``mode=`` and ``options=`` hold only while compiling, and a read costs 1.5 µs, so nothing reads a flag
+after :meth:`Settings.current` was called in ``cudagraphify``.
 
-A value outside of :attr:`Flag.values` raises :class:`InvalidFlag` where it is set. The values are those that this
-version carries out; a feature adds its own when it arrives.
+A value outside of :attr:`Flag.values` raises :class:`InvalidFlag` if code sets it; in the environment it is ignored
+with a warning (``inductor_patches/environment.py``). A switch, "off" or "on", takes a bool as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .exc import PygraphError
 class InvalidFlag(PygraphError):
     """A flag was given a value that it does not have."""
 
-    template = "{source} must be one of {allowed}; got {value!r}.{hint}"
+    template = "{name} must be one of {allowed}; got {value!r}.{hint}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,20 @@ class Flag:
     def environment(self) -> str:
         return self.name.upper()
 
-    def check(self, value: Any, source: str | None = None) -> None:
-        """Raises :class:`InvalidFlag` unless ``value`` is one of :attr:`values`."""
+    @property
+    def is_switch(self) -> bool:
+        return set(self.values) == {"off", "on"}
+
+    def check(self, value: Any) -> str:
+        """The one of :attr:`values` that ``value`` is, or stands for; raises :class:`InvalidFlag` if it is none."""
+        if self.is_switch and isinstance(value, bool):
+            return "on" if value else "off"
         if isinstance(value, str) and value in self.values:
-            return
-        allowed = ", ".join(repr(v) for v in self.values)
+            return value
+        allowed = ", ".join(map(repr, (*self.values, False, True) if self.is_switch else self.values))
         near = difflib.get_close_matches(value, self.values, n=1) if isinstance(value, str) else []
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise InvalidFlag(source=source or self.name, allowed=allowed, value=value, hint=hint)
+        raise InvalidFlag(name=self.name, allowed=allowed, value=value, hint=hint)
 
 
 FLAGS: tuple[Flag, ...] = (

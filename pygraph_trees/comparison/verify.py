@@ -1,12 +1,14 @@
 """Whether a function compiled with CUDA graphs does what it does without: :func:`verify`, for a person with a doubt.
 
 Both run on arguments that lie elsewhere at each call, while those of the calls before are spoilt: what a graph still
-reads at an old address shows. Nothing of the caller is changed: arguments are copied, a module too.
+reads at an old address shows. Nothing of the caller is changed: arguments are copied, a module too. Without a GPU, or
+if no part of the function runs in a CUDA graph, there is nothing to compare, and :class:`NothingVerified` is raised.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +16,10 @@ import torch
 import torch._inductor.config
 from torch.utils import _pytree as pytree
 
+from ..coverage.log import journal
 from ..exc import PygraphError
 from ..extent import flat
+from . import graphs
 from .differences import difference, snapshot
 from .program import Program
 from .ways import Way, make_ways
@@ -23,6 +27,15 @@ from .ways import Way, make_ways
 
 class DiffersUngraphed(PygraphError):
     template = "call {call}: with CUDA graphs {name} is not what it is without: {how}"
+
+
+class NothingVerified(PygraphError):
+    template = "nothing was verified: {why}"
+
+
+NO_GPU = "this needs a GPU, and torch can use none here"
+# A function is graphed from its first call on: none is spent on measuring whether that pays.
+_GRAPHED = {"triton.pygraph_selective": "always"}
 
 
 def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) -> None:
@@ -35,23 +48,38 @@ def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) ->
 
     Raises:
         DiffersUngraphed: an output or an argument that is written to differs in any bit.
+        NothingVerified: there is no GPU, or no part of the function was recorded as a CUDA graph.
         ValueError: fewer than three calls, which replay nothing.
     """
     if calls < 3:
         raise ValueError(f"the first two calls replay nothing: expected at least 3 calls, got {calls}")
-    ways = []
+    if not torch.cuda.is_available():
+        raise NothingVerified(why=NO_GPU)
+    known = [len(records) for records in journal.records()]
+    ways: list[Way] = []
     for kind in ("compile", "ours"):
         own = copy.deepcopy(fn) if isinstance(fn, torch.nn.Module) else fn
-        ways += make_ways(Program(own), [kind])
+        (way,) = make_ways(Program(own), [kind])
+        ways.append(dataclasses.replace(way, flags=_GRAPHED) if way.patched else way)
     random = torch.random.get_rng_state(), torch.cuda.get_rng_state_all()
     try:
         _compare(ways, args, kwargs, calls)
+        if not any(graphs.recordings(way.managers) for way in ways):
+            raise NothingVerified(why=f"no part of it ran in a CUDA graph ({_why_not_graphed(*known)})")
     finally:
         torch.random.set_rng_state(random[0])
         torch.cuda.set_rng_state_all(random[1])
         for way in ways:
             if way.trees is not None:
                 way.trees.clear()
+
+
+def _why_not_graphed(graphs_before: int, functions_before: int) -> str:
+    """What the report says of what was compiled since it had so many records."""
+    compiled, functions = journal.records()
+    found = [graph.dropped for graph in compiled[graphs_before:]]
+    found += [function.ungraphed_reason for function in functions[functions_before:]]
+    return "; ".join(dict.fromkeys(filter(None, found))) or "nothing of it was compiled for a GPU"
 
 
 def _compare(ways: Sequence[Way], args: Any, kwargs: Any, calls: int) -> None:

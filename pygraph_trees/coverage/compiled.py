@@ -76,22 +76,32 @@ def put_to_use(artifact: Any, graph_kwargs: Any, *, wanted: bool, dropped: str |
     if not (wanted or artifact.disabled_cudagraphs_reason) or "cuda" not in artifact.device_types:
         yield
         return
-    known = getattr(artifact, _ATTRIBUTE, None) or {"model": "unknown", "partitions": []}
-    identity = compile_id()
-    log = GraphLog(
-        model=program_name() or journal.model_of(identity) or known["model"],
-        compile_id=identity,
-        mode=mode_name(is_backward=graph_kwargs["is_backward"], is_inference=graph_kwargs["is_inference"]),
-        partitions=tuple(partition_from_json(p) for p in known["partitions"]),
-        rebinds_storage=known.get("rebinds_storage", True),
-        placed=tuple(Placed(**placed) for placed in known.get("placed", ())),
-        why_not_placed=known.get("why_not_placed"),
-        code=known.get("code"),
-    )
+    log = _log_of(artifact, graph_kwargs)
     with journal.compiling(log):
         yield
     log.dropped = dropped or (_why_dropped(artifact) if log.functions == 0 else None)
     journal.add_graph(log)
+
+
+def _log_of(artifact: Any, graph_kwargs: Any) -> GraphLog:
+    """The log of a graph that was compiled or comes from a cache; without partitions if these cannot be read."""
+    identity, known = compile_id(), getattr(artifact, _ATTRIBUTE, None) or {}
+    # AOTAutograd's cache passes less of `graph_kwargs` than a compilation does; the artifact keeps what it was made of.
+    log = GraphLog(
+        model=program_name() or journal.model_of(identity) or known.get("model", "unknown"),
+        compile_id=identity,
+        mode=mode_name(is_backward=graph_kwargs["is_backward"], is_inference=artifact.fx_kwargs["is_inference"]),
+        partitions=(),
+        rebinds_storage=known.get("rebinds_storage", True),
+    )
+    try:
+        log.partitions = tuple(partition_from_json(p) for p in known.get("partitions", ()))
+        log.placed = tuple(Placed(**placed) for placed in known.get("placed", ()))
+        log.why_not_placed = known.get("why_not_placed")
+        log.code = known.get("code")
+    except Exception:
+        _log.warning("the description of a compiled graph could not be read", exc_info=True)
+    return log
 
 
 def _code(source: str) -> str | None:

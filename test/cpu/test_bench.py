@@ -656,7 +656,11 @@ class TestFigures(TestCase):
                 self.assertIn("need a GPU", out.getvalue())
 
     def test_what_is_written(self):
-        with tempfile.TemporaryDirectory() as folder, mock.patch("torch.cuda.get_device_name", return_value="a GPU"):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch("torch.cuda.is_available", return_value=True),
+            mock.patch("torch.cuda.get_device_name", return_value="a GPU"),
+        ):
             path = Path(folder) / "found.json"
             figures.write_figures(path, [{"us": 1.5}], rounds=3)
             figures.write_figures(None, [{"us": 1.5}], rounds=3)

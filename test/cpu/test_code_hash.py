@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from unittest import mock
@@ -16,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.code_hash import code_hash, covered_files
+from pygraph_trees.code_hash import artifact_files, artifact_hash, code_hash, covered_files
 from pygraph_trees.native_sources import sources_hash
 
 
@@ -73,6 +76,95 @@ class TestCodeHash(TestCase):
         # Fixed on purpose: a change of this value without a change of the form means that evidence no longer travels.
         self.write('def f(*, a=1, **k):\n    return f"{a!r:>3} {k}" if a else [*k]\n')
         self.assertExpectedInline(code_hash(self.root)[:16], """9e1346bb7b543d89""")
+
+
+class TestArtifactHash(TestCase):
+    """What the caches' keys hold of the code: all that shapes artifacts, and no more."""
+
+    def setUp(self):
+        super().setUp()
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)  # as where a wheel is installed: the packages, without the checkout
+        for package in ("pygraph_trees", "inductor_patches"):
+            shutil.copytree(ROOT / package, self.root / package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        self.addCleanup(artifact_hash.cache_clear)
+
+    def hash(self):
+        artifact_hash.cache_clear()
+        return artifact_hash(self.root)
+
+    def test_an_installed_package_has_its_checkouts(self):
+        self.assertRegex(self.hash(), "^[0-9a-f]{64}$")
+        self.assertEqual(self.hash(), artifact_hash(ROOT))
+        (self.root / "pygraph_trees" / "placement" / "__pycache__").mkdir()
+        (self.root / "pygraph_trees" / "placement" / "__pycache__" / "plan.pyc").write_bytes(b"x")
+        self.assertEqual(self.hash(), artifact_hash(ROOT))
+
+    def test_what_changes_it(self):
+        before = self.hash()
+        for name in ("placement/plan.py", "placement/rounding.py", "coverage/compiled.py", "host_reads.py"):
+            path = self.root / "pygraph_trees" / name
+            content = path.read_bytes()
+            path.write_bytes(content + b"\n")
+            self.assertNotEqual(self.hash(), before, name)
+            path.write_bytes(content)
+        for name in ("inductor_patches/scheduler.py", "inductor_patches/post_grad.py"):
+            path = self.root / name
+            content = path.read_bytes()
+            path.unlink()
+            self.assertNotEqual(self.hash(), before, name)
+            path.write_bytes(content)
+        added = self.root / "pygraph_trees" / "placement" / "added.py"
+        added.write_text("")
+        self.assertNotEqual(self.hash(), before)
+        added.unlink()
+        for name in ("trees/manager.py", "coverage/page.py", "indirection/inputs.py", "steady_replay.cpp"):
+            with (self.root / "pygraph_trees" / name).open("a") as file:
+                file.write("\n")  # runs when a program does, or tells of it
+        self.assertEqual(self.hash(), before)
+
+    def test_code_that_cannot_be_read(self):
+        (self.root / "pygraph_trees" / "settings.py").unlink()
+        with self.assertRaises(OSError):
+            self.hash()
+
+    def test_placement_and_descriptions_use_nothing_else(self):
+        covered = {path.relative_to(ROOT).with_suffix("").as_posix() for path in artifact_files()}
+        rest = [name for name in sorted(covered) if name.startswith("pygraph_trees/")]
+        self.assertGreater(len(rest), 10)
+        for name in rest:
+            for used in _imports(name):
+                self.assertIn(used, covered, f"{name} uses it")
+
+    def test_takes_milliseconds(self):
+        self.hash()
+        begin = time.process_time()
+        for _ in range(20):
+            self.hash()
+        self.assertLess((time.process_time() - begin) / 20, 0.02)
+
+
+def _imports(name):
+    """The modules of ours that a module imports, anywhere in it, by path without a suffix."""
+    path = ROOT / f"{name}.py"
+    package = name if path.name == "__init__.py" else name.rpartition("/")[0]
+    package = package.removesuffix("/__init__")
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            modules = [(alias.name, []) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = ".".join(package.split("/")[: len(package.split("/")) + 1 - node.level]) if node.level else ""
+            modules = [(".".join(filter(None, (above, node.module))), [alias.name for alias in node.names])]
+        else:
+            continue
+        for module, names in modules:
+            if module.partition(".")[0] != "pygraph_trees":
+                continue
+            place = module.replace(".", "/")
+            parts = [f"{place}/{n}" for n in names if (ROOT / place / f"{n}.py").is_file()]
+            whole = place if (ROOT / f"{place}.py").is_file() else f"{place}/__init__"
+            yield from parts or [whole]
 
 
 class TestEvidence(TestCase):

@@ -29,6 +29,7 @@ from pygraph_trees.comparison import Measurement, Plan
 from pygraph_trees.comparison.trace import Span
 from pygraph_trees.comparison.ways import Way
 from pygraph_trees.coverage.records import Environment
+from pygraph_trees.coverage.report import clear
 from pygraph_trees.default_target import masked_rows
 from pygraph_trees.exc import PygraphError
 from pygraph_trees.progress import Progress
@@ -271,6 +272,13 @@ What the features do about it:
         self.assertEqual((status, out), (2, ""))
         self.assertIn("error: target 'NOPE': no such workload", err)
 
+    def test_compare_without_a_gpu_cannot_verify(self):
+        """What was to be verified and was not does not end as if it had been."""
+        with torch._inductor.config.patch("triton.pygraph_verify", "on"):
+            status, text, err = run("compare", f"{self.file}:net")
+        self.assertEqual((status, text), (2, ""))
+        self.assertEqual(err, "error: nothing was verified: this needs a GPU, and torch can use none here\n")
+
     def test_compare_without_a_gpu_explains(self):
         with mock.patch.object(torch.cuda, "is_available", lambda: False):
             status, out, err = run("compare", f"{self.file}:net")
@@ -323,6 +331,27 @@ class TestCompare(Folder):
             self.assertIn("W: inference, batch 1", text)
             self.assertIn("pygraph_trees 9", text)
         self.assertEqual(sorted(json.loads(out.read_text())), ["measurements", "report"])
+
+    def test_nothing_graphed_is_nothing_verified(self):
+        """If ours was to be verified and recorded nothing, the status says so after all that was measured."""
+        for verify, way, expected in (
+            ("on", "ours", 2),
+            ("on", "ours:patch", 2),
+            ("on", "upstream", 0),
+            ("off", "ours", 0),
+        ):
+            with (
+                mock.patch.object(torch.cuda, "is_available", lambda: True),
+                mock.patch.object(target, "resolve"),
+                mock.patch("pygraph_trees.comparison.compare", return_value=[self.measurement(way)]),
+                mock.patch("pygraph_trees.coverage.report._environment", lambda: REPORT_ENVIRONMENT),
+                torch._inductor.config.patch("triton.pygraph_verify", verify),
+            ):
+                clear()
+                status, text, err = run("compare", "X", "--ways", way)
+            self.assertEqual(status, expected, err)
+            self.assertIn("pygraph_trees 9", text)
+            self.assertEqual("nothing was verified" in err, expected == 2)
 
 
 REPORT_ENVIRONMENT = Environment("9", "2", None, None, ())

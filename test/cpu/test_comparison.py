@@ -21,6 +21,7 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import inductor_patches
+import pygraph_trees
 from pygraph_trees.absent_gpu import absent_gpu
 from pygraph_trees.comparison import (
     Comparison,
@@ -41,8 +42,9 @@ from pygraph_trees.comparison.table import WIDTH, geometric_mean
 from pygraph_trees.comparison.timing import collector_off, is_steady, median, percentile, schedule, time_block
 from pygraph_trees.comparison.trace import GpuWork, profile_call, read_trace
 from pygraph_trees.comparison.tuning import own_cache
+from pygraph_trees.comparison.verify import DiffersUngraphed, NothingVerified, _why_not_graphed
 from pygraph_trees.comparison.ways import NotPatchedError, OwnInductor, UnknownWayError, Way, make_ways, patches_on
-from pygraph_trees.coverage.log import FunctionLog, GraphLog, RecordingLog
+from pygraph_trees.coverage.log import FunctionLog, GraphLog, RecordingLog, journal
 
 FAST = Plan(rounds=2, block_s=0.0, calls=(2, 2), settle_calls=1, warm_calls=(5, 8), ring=3, fresh_caches=False)
 
@@ -732,6 +734,48 @@ class TestTuning(TestCase):
                     else:
                         self.assertEqual(found, {"ab/key.best_config": "tuned", "cache/system": "tuned"})
             self.assertEqual(len(set(caches)), 3)
+
+
+class TestVerify(TestCase):
+    """What was not compared is not taken for equal."""
+
+    def verified(self, fn, *args, recorded=()):
+        """``pygraph_trees.verify`` on a machine that seems to have a GPU, with these recordings."""
+        looks = itertools.chain([True], itertools.repeat(False))  # only verify itself is told so
+        with (
+            mock.patch.object(torch.cuda, "is_available", lambda: next(looks)),
+            mock.patch("pygraph_trees.comparison.graphs.recordings", lambda managers: list(recorded)),
+        ):
+            pygraph_trees.verify(fn, *args)
+
+    def test_without_a_gpu(self):
+        called = []
+        for fn in (called.append, torch.nn.Linear(2, 2), torch.sin):
+            with self.assertRaisesRegex(NothingVerified, "^nothing was verified: this needs a GPU, and torch can use"):
+                pygraph_trees.verify(fn, torch.ones(2))
+        self.assertEqual(called, [])
+        with self.assertRaisesRegex(ValueError, "at least 3 calls"):
+            pygraph_trees.verify(torch.sin, torch.ones(2), calls=2)
+
+    def test_without_a_recording(self):
+        for fn in (lambda x: x.sin(), _model(), lambda x: None):
+            with self.assertRaisesRegex(NothingVerified, r"no part of it ran in a CUDA graph \(.+\)$"):
+                self.verified(fn, torch.ones(3, 4))
+
+    def test_with_a_recording(self):
+        self.verified(lambda x: x.sin(), torch.ones(3), recorded=[object()])
+        draws = itertools.count()
+        with self.assertRaises(DiffersUngraphed):
+            self.verified(torch.compiler.disable(lambda x: x + next(draws)), torch.ones(3), recorded=[object()])
+
+    def test_the_reason_is_the_reports(self):
+        before = [len(records) for records in journal.records()]
+        journal.add_graph(GraphLog("M", "0/0", "inference", (), dropped="cpu device"))
+        journal.add_graph(GraphLog("M", "1/0", "inference", (), dropped="cpu device"))
+        function = FunctionLog("M", "2/0", "inference", 1, {}, ungraphed_reason="mutated inputs")
+        journal.add_function(function)
+        self.assertEqual(_why_not_graphed(*before), "cpu device; mutated inputs")
+        self.assertEqual(_why_not_graphed(*(len(r) for r in journal.records())), "nothing of it was compiled for a GPU")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -20,6 +23,9 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 import inductor_patches
 import pygraph_trees
+from inductor_patches import config as config_patch
+from inductor_patches import environment
+from pygraph_trees.code_hash import artifact_hash
 from pygraph_trees.coverage import compiled
 from pygraph_trees.settings import FLAGS, Flag, InvalidFlag, Settings, flags_table
 
@@ -53,6 +59,34 @@ class TestFlags(TestCase):
             config.triton.pygraph_selective = True
         self.assertEqual(config.triton.pygraph_selective, "always")
 
+    def test_a_switch_takes_bools(self):
+        """As a value, by a patch and as an option; it reads "on" and "off" all the same."""
+        for written, value in ((True, "on"), (False, "off"), ("on", "on"), ("off", "off")):
+            with config.patch({"triton.pygraph_verify": written}):
+                self.assertEqual((config.triton.pygraph_verify, Settings.current().verify), (value, value))
+            before = config.triton.pygraph_verify
+            config.triton.pygraph_verify = written
+            self.assertEqual(config.triton.pygraph_verify, value)
+            config.triton.pygraph_verify = before
+            self.assertEqual(self.seen_while_compiling({"triton.pygraph_verify": written}).verify, value)
+        for wrong in (1, 0, "true", "1", None, "onn"):
+            with self.assertRaisesRegex(InvalidFlag, "must be one of 'off', 'on', False, True; got"):
+                config.triton.pygraph_verify = wrong
+            with self.assertRaises(InvalidFlag):
+                torch.compile(lambda x: x, options={"triton.pygraph_verify": wrong})
+        self.assertEqual(Settings.current().verify, "off")
+
+    def seen_while_compiling(self, options):
+        """The settings in force while a function is compiled, which has to go on working."""
+        seen = []
+        torch._dynamo.reset()
+        attach = mock.patch.object(compiled, "attach", lambda *_: seen.append(Settings.current()))
+        with attach, config.patch({"force_disable_caches": True}):
+            f = torch.compile(lambda x: x * 3, options=options)
+            self.assertEqual(f(torch.ones(3)), torch.full((3,), 3.0))
+        (found,) = seen
+        return found
+
     def test_wrong_option_loses_nothing(self):
         before = config.get_config_copy()
         for options in ({"triton.pygraph_selective": "nevr"}, {"triton.pygraph-selective": "nevr"}):
@@ -61,27 +95,9 @@ class TestFlags(TestCase):
         self.assertEqual(config.get_config_copy(), before)
 
     def test_options_hold_while_compiling(self):
-        seen = []
-
-        def look(artifact, graph, gm):
-            seen.append(Settings.current().selective)
-
-        torch._dynamo.reset()
-        with mock.patch.object(compiled, "attach", look), config.patch({"force_disable_caches": True}):
-            f = torch.compile(lambda x: x * 3, options={"triton.pygraph_selective": "never"})
-            self.assertEqual(f(torch.ones(3)), torch.full((3,), 3.0))
-        self.assertEqual(seen, ["never"])
+        found = self.seen_while_compiling({"triton.pygraph_selective": "never"})
+        self.assertEqual(found.selective, "never")
         self.assertEqual(Settings.current().selective, "always")
-
-    def test_environment(self):
-        code = "import pygraph_trees; from pygraph_trees.settings import Settings; print(Settings.current())"
-        done = run_python(code, PYGRAPH_SELECTIVE="never")
-        self.assertIn("selective='never'", done.stdout, done.stderr)
-        done = run_python(code, PYGRAPH_SELECTIVE="nevr")
-        self.assertIn(
-            "environment variable PYGRAPH_SELECTIVE must be one of 'auto', 'always', 'never'; got 'nevr'", done.stderr
-        )
-        self.assertEqual(done.stdout, "")
 
     def test_without_patches(self):
         inductor_patches.uninstall()
@@ -101,7 +117,7 @@ class TestFlags(TestCase):
         added = {name for name in key() if name not in upstream}
         changing = {f"triton.{f.name}" for f in FLAGS if f.changes_artifacts}
         self.assertEqual(added, {"triton.pygraph_version"} | changing)
-        self.assertEqual(key()["triton.pygraph_version"], pygraph_trees.__version__)
+        self.assertEqual(key()["triton.pygraph_version"], f"{pygraph_trees.__version__}+{artifact_hash()}")
         plain = key()
         with config.patch({"triton.pygraph_selective": "never"}):  # acts at run time: same artifacts
             self.assertEqual(key(), plain)
@@ -118,7 +134,7 @@ class TestFlags(TestCase):
     def test_check_accepts_its_values_only(self, value):
         flag = Flag("pygraph_some", ("auto", "off"), "auto", changes_artifacts=False, help="")
         if value in ("auto", "off"):
-            flag.check(value)
+            self.assertEqual(flag.check(value), value)
         else:
             with self.assertRaises(InvalidFlag) as caught:
                 flag.check(value)
@@ -126,6 +142,173 @@ class TestFlags(TestCase):
 
     def test_table_stands_in_the_readme(self):
         self.assertIn(flags_table(), (ROOT / "README.md").read_text(encoding="utf-8"))
+
+    def test_the_readme_shows_options_that_graph(self):
+        """An option takes the place of a mode: each example with flags asks for CUDA graphs itself, and has them."""
+        examples = re.findall(
+            r"torch\.compile\([^`]*?options=({[^}]*})", (ROOT / "README.md").read_text(encoding="utf-8")
+        )
+        self.assertGreaterEqual(len(examples), 1)
+        for example in examples:
+            options = ast.literal_eval(example)
+            seen = []
+            torch._dynamo.reset()
+            attach = mock.patch.object(
+                compiled, "attach", lambda *_, seen=seen: seen.append((config.triton.cudagraphs, Settings.current()))
+            )
+            with attach, config.patch({"force_disable_caches": True}):
+                self.assertEqual(torch.compile(lambda x: x * 3, options=options)(torch.ones(3)), torch.full((3,), 3.0))
+            ((graphs, found),) = seen
+            self.assertTrue(graphs, example)
+            flags = {key.removeprefix("triton.pygraph_"): value for key, value in options.items() if "pygraph" in key}
+            self.assertGreaterEqual(len(flags), 1)
+            self.assertEqual({name: getattr(found, name) for name in flags}, flags)
+
+
+class TestEnvironment(TestCase):
+    """What variables say, how they are misread, and that no value stops an import."""
+
+    def setUp(self):
+        super().setUp()
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("PYGRAPH_")}
+        for patch in (mock.patch.dict(os.environ, clean, clear=True), mock.patch.object(environment, "_told", set())):
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def found(self, function, **variables):
+        """What the function returns with these variables, and the warnings."""
+        with warnings.catch_warnings(record=True) as caught, mock.patch.dict(os.environ, variables):
+            warnings.simplefilter("always")
+            value = function()
+        self.assertTrue(all(issubclass(w.category, environment.PatchWarning) for w in caught))
+        return value, [str(w.message) for w in caught]
+
+    def installed(self, **variables):
+        """The settings of a process that has these variables from its start, and the warnings."""
+
+        def again():
+            inductor_patches.uninstall()
+            inductor_patches.install()
+            return Settings.current()
+
+        try:
+            return self.found(again, **variables)
+        finally:
+            inductor_patches.uninstall()
+            inductor_patches.install()
+
+    def test_a_switch_is_read_as_people_write_it(self):
+        for word, on in {"1": 1, "true": 1, "yes": 1, "on": 1, "0": 0, "false": 0, "no": 0, "off": 0, "": 0}.items():
+            for written in {word, word.upper(), word.title(), f" {word} "}:
+                with self.subTest(written=written):
+                    self.assertEqual(self.found(environment.disabled, PYGRAPH_DISABLE=written), (bool(on), []))
+                    settings, told = self.installed(PYGRAPH_VERIFY=written)
+                    self.assertEqual((settings.verify, told), ("on" if on else "off", []))
+        self.assertEqual(self.found(environment.disabled), (False, []))
+
+    def test_other_flags_are_read_in_any_case(self):
+        settings, told = self.installed(PYGRAPH_SELECTIVE="Never", PYGRAPH_PLACEMENT="EXACT", PYGRAPH_INDIRECTION="")
+        self.assertEqual((settings.selective, settings.placement, settings.indirection), ("never", "exact", "auto"))
+        self.assertEqual(told, [])
+
+    def test_a_wrong_value_is_ignored_with_a_warning(self):
+        self.assertEqual(
+            self.installed(PYGRAPH_SELECTIVE="nevr"),
+            (
+                Settings(placement="full", indirection="auto", selective="always"),
+                [
+                    "pygraph_trees: PYGRAPH_SELECTIVE='nevr' is ignored: it must be one of 'auto', 'always', 'never'. "
+                    "Did you mean 'never'? The default 'always' stays in force."
+                ],
+            ),
+        )
+        words = "'1', 'true', 'yes', 'on', '0', 'false', 'no', 'off'"
+        settings, told = self.installed(PYGRAPH_VERIFY="ture", PYGRAPH_INDIRECTION="1")
+        self.assertEqual((settings.verify, settings.indirection), ("off", "auto"))
+        self.assertEqual(
+            sorted(told),
+            [
+                "pygraph_trees: PYGRAPH_INDIRECTION='1' is ignored: it must be one of 'auto', 'patch', 'table', 'off'. "
+                "The default 'auto' stays in force.",
+                f"pygraph_trees: PYGRAPH_VERIFY='ture' is ignored: it must be one of {words}. Did you mean 'true'? "
+                "The default 'off' stays in force.",
+            ],
+        )
+        disabled, told = self.found(environment.disabled, PYGRAPH_DISABLE="enabled?")
+        self.assertFalse(disabled)
+        self.assertEqual(
+            told,
+            [f"pygraph_trees: PYGRAPH_DISABLE='enabled?' is ignored: it must be one of {words}. The patches go on."],
+        )
+
+    def test_an_unknown_variable_is_warned_of(self):
+        _, told = self.installed(PYGRAPH_VERFY="1", PYGRAPH_SELECTION="auto", PYGRAPH_XYZ="1", PYGRAPH_REPLAYS="10")
+        self.assertEqual(
+            told,
+            [
+                "pygraph_trees: PYGRAPH_SELECTION is ignored: no such variable is known. "
+                "Did you mean PYGRAPH_SELECTIVE?",
+                "pygraph_trees: PYGRAPH_VERFY is ignored: no such variable is known. Did you mean PYGRAPH_VERIFY?",
+                "pygraph_trees: PYGRAPH_XYZ is ignored: no such variable is known.",
+            ],
+        )
+
+    def test_a_warning_comes_once(self):
+        def twice():
+            inductor_patches.uninstall()
+            inductor_patches.install()
+            inductor_patches.uninstall()
+            inductor_patches.install()
+            return inductor_patches.status()
+
+        _, told = self.found(twice, PYGRAPH_VERFY="1", PYGRAPH_VERIFY="x", PYGRAPH_DISABLE="x")
+        self.assertEqual(len(told), 3, told)
+        self.installed()
+
+    def test_each_variable_that_the_project_reads_is_known(self):
+        reads = re.compile(r"environ(?:\.get\(|\[|\.pop\()\s*[\"'](PYGRAPH_[A-Z_]+)[\"']")
+        folders = ("inductor_patches", "pygraph_trees", "tools", "test/gpu")
+        files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in ("", ".py")]
+        texts = [path.read_text(encoding="utf-8", errors="ignore") for path in files if path.is_file()]
+        read = {name for text in texts for name in reads.findall(text)}
+        self.assertGreaterEqual(len(read), 3)
+        _, told = self.installed(**dict.fromkeys(read - {"PYGRAPH_DISABLE"}, "1"))
+        self.assertEqual(told, [])
+
+    def test_no_value_stops_an_import(self):
+        code = "import pygraph_trees; from pygraph_trees.settings import Settings; print(Settings.current())"
+        done = run_python(code, PYGRAPH_SELECTIVE="never", PYGRAPH_VERIFY="1")
+        self.assertIn("selective='never', verify='on'", done.stdout, done.stderr)
+        self.assertNotIn("Ignored", done.stderr)
+        done = run_python(code, PYGRAPH_SELECTIVE="nevr", PYGRAPH_VERIFY="2", PYGRAPH_VERFY="1", PYGRAPH_DISABLE="x")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("selective='always', verify='off'", done.stdout)
+        self.assertEqual(done.stderr.count("Ignored: pygraph_trees:"), 4, done.stderr)
+
+    def test_a_disabled_import_leaves_torch_alone_and_says_nothing(self):
+        code = "import pygraph_trees, inductor_patches as p; print({s.state for s in p.status()})"
+        for written, state in (("TRUE", "disabled"), ("false", "on")):
+            done = run_python(code, PYGRAPH_DISABLE=written)
+            self.assertEqual(done.stdout.strip(), str({state}), done.stderr)
+            self.assertNotIn("Ignored", done.stderr)
+
+
+class TestVersionInTheKey(TestCase):
+    def test_other_code_has_another_key(self):
+        """What older code compiled is not taken for what this code would compile; the version may be the same."""
+        before = config.triton.pygraph_version
+        self.addCleanup(inductor_patches.install)
+        self.addCleanup(inductor_patches.uninstall)
+        self.addCleanup(config_patch._version.cache_clear)
+        keys = []
+        for digest in ("a" * 64, "b" * 64, OSError(), OSError()):
+            config_patch._version.cache_clear()
+            inductor_patches.uninstall()
+            effect = {"side_effect": digest} if isinstance(digest, OSError) else {"return_value": digest}
+            with mock.patch("pygraph_trees.code_hash.artifact_hash", **effect):
+                inductor_patches.install()
+            keys.append(config.save_config_portable(ignore_private_configs=False)["triton.pygraph_version"])
+        self.assertEqual(len({before, *keys}), 5)  # code that cannot be read shares nothing with another process
 
 
 if __name__ == "__main__":

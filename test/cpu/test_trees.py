@@ -227,12 +227,13 @@ class TestPutToUse(TestCase):
             "device_types": {"cuda"},
             "disabled_cudagraphs_reason": None,
             "cudagraph_info": None,
+            "fx_kwargs": {"is_inference": True, "is_backward": False},
             "pygraph_coverage": known,
         }
         return SimpleNamespace(**{**base, **fields})
 
     def put(self, artifact, functions=0, **options):
-        kwargs = {"is_backward": False, "is_inference": True, "cudagraphs": True}
+        kwargs = {"is_backward": False, "cudagraphs": True}  # as little as AOTAutograd's cache passes
         with compiled.put_to_use(artifact, kwargs, **{"wanted": True, "dropped": None, **options}):
             for _ in range(functions):
                 FunctionModel.of(double, is_backward=False, is_inference=True)
@@ -294,6 +295,18 @@ class TestPutToUse(TestCase):
             compiled.partitioned(SimpleNamespace(), [[object()]], [object()])
         with self.assertLogs("pygraph_trees.coverage", "WARNING"):
             compiled.attach(SimpleNamespace(), SimpleNamespace(scheduler=None), object())
+        for field, value in (("partitions", [{"unknown": 1}]), ("placed", [{"unknown": 1}]), ("partitions", 3)):
+            artifact = self.artifact(pygraph_coverage={"model": "Net", field: value})
+            with self.subTest(field=field), self.assertLogs("pygraph_trees.coverage", "WARNING"):
+                clear()
+                (graph,) = self.put(artifact, functions=1)
+                self.assertEqual((graph.model, graph.partitions, graph.dropped), ("Net", (), None))
+
+    def test_the_mode_is_the_artifacts(self):
+        for is_inference, mode in ((True, "inference"), (False, "forward")):
+            clear()
+            (graph,) = self.put(self.artifact(fx_kwargs={"is_inference": is_inference}), functions=1)
+            self.assertEqual(graph.mode, mode)
 
 
 class TestCompiledGraph(TestCase):

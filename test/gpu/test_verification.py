@@ -32,7 +32,7 @@ from test_indirection_fallbacks import chunk_cat, host_call
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 import pygraph_trees
-from pygraph_trees.comparison.verify import DiffersUngraphed
+from pygraph_trees.comparison.verify import DiffersUngraphed, NothingVerified
 from pygraph_trees.indirection import inputs as inputs_module
 from pygraph_trees.indirection.patching import Patches
 from pygraph_trees.trees.recording import Recording
@@ -266,6 +266,21 @@ class TestRightPrograms(VerificationTestCase):
                 drawn.append([*results, torch.rand(3, device=self.device), torch.rand(3)])
         assert_same_bits(drawn[1], drawn[0], "")
         self.assertEqual((len(self.checks), self.replays), (1, 0))
+
+    def test_a_function_without_a_graph_is_an_error(self):
+        x = torch.ones(4, 4, device=self.device)
+        for fn, given in (
+            (lambda x: x + 1, x.cpu()),
+            (torch.compiler.disable(lambda x: x.sin()), x),
+            (lambda x: None, x),
+        ):
+            with self.assertRaisesRegex(NothingVerified, "nothing was verified: no part of it ran in a CUDA graph"):
+                pygraph_trees.verify(fn, given)
+
+    def test_a_function_is_verified_whatever_is_selected(self):
+        for value in ("always", "auto", "never"):
+            with torch._inductor.config.patch("triton.pygraph_selective", value):
+                pygraph_trees.verify(lambda x: x.sin() + 1, torch.ones(64, device=self.device))
 
     def test_what_is_not_verified_is_told(self):
         for fn, why in ((lambda x: F.dropout(x, 0.5), "draws random numbers"), (numbered, "the same twice")):

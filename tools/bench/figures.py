@@ -1,10 +1,12 @@
 """What the scripts here that measure one thing closely have in common: they need a GPU, and leave a file of figures.
 
-The file is JSON: the GPU's name, torch's version, the hash of the code, how it was measured, and the results.
+The file is JSON: the GPU's name (null for a try on a CPU), the versions of torch and triton, the hash of the code, how
+it was measured, and the results.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,18 @@ def has_gpu() -> bool:
     return True
 
 
+def triton_version() -> str | None:
+    """None without it."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def write_figures(path: Path | None, results: list[Any], **how: Any) -> None:
     """Writes the file, if one was asked for."""
     if path is not None:
-        machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "code_hash": code_hash()}
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        versions = {"torch": torch.__version__, "triton": triton_version()}
+        machine = {"gpu": gpu, **versions, "code_hash": code_hash()}
         path.write_text(json.dumps({**machine, **how, "results": results}, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,73 @@
+"""The ``PYGRAPH_`` variables of the environment: what they say, and one warning for each that says nothing.
+
+A switch is on for ``1``, ``true``, ``yes`` and ``on``, off for ``0``, ``false``, ``no`` and ``off``, in any case; an
+empty variable counts as unset. A value that means nothing is ignored: its default stays in force, and a warning names
+the variable, the value and what is allowed. An unknown variable is ignored with a warning that names the one most like
+it. No value stops an import. Needs neither torch nor ``pygraph_trees``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import warnings
+from collections.abc import Iterable, Sequence
+
+from .patch import PatchWarning
+
+DISABLE = "PYGRAPH_DISABLE"
+PREFIX = "PYGRAPH_"
+# Those of the tests, which read them on their own.
+_OTHERS = ("PYGRAPH_FUZZ_PROGRAMS", "PYGRAPH_REPLAYS", "PYGRAPH_STRESS")
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_told: set[tuple[str, str]] = set()  # variables and values that were warned of
+
+
+class ValueIgnored(PatchWarning):
+    template = "pygraph_trees: {variable}={value!r} is ignored: it must be one of {allowed}.{hint} {instead}"
+
+
+class VariableIgnored(PatchWarning):
+    template = "pygraph_trees: {variable} is ignored: no such variable is known.{hint}"
+
+
+def disabled() -> bool:
+    """Whether ``PYGRAPH_DISABLE`` asks to leave torch alone; a value that means nothing does not."""
+    found = choice(DISABLE, ("off", "on"), "The patches go on.")
+    return found == "on"
+
+
+def choice(variable: str, values: Sequence[str], instead: str) -> str | None:
+    """The one of ``values`` that a variable names; None if it is unset or names none, which is warned of.
+
+    Args:
+        values: lower case; if these are "off" and "on", the variable is a switch.
+        instead: a sentence on what holds if the value is ignored.
+    """
+    value = os.environ.get(variable, "")
+    word = value.strip().lower()
+    if not word or word in values:
+        return word or None
+    is_switch = set(values) == {"off", "on"}
+    if is_switch and word in (*_ON, *_OFF):
+        return "on" if word in _ON else "off"
+    words = [*_ON, *_OFF] if is_switch else values
+    near = difflib.get_close_matches(word, words, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    _warn(ValueIgnored, variable, value, hint, allowed=", ".join(map(repr, words)), instead=instead)
+    return None
+
+
+def warn_of_unknown(known: Iterable[str]) -> None:
+    """Warns of each ``PYGRAPH_`` variable that neither ``known`` nor this module names."""
+    names = {name.removeprefix(PREFIX): name for name in (DISABLE, *known, *_OTHERS)}
+    for variable, value in sorted(os.environ.items()):
+        if variable.startswith(PREFIX) and variable not in names.values():
+            near = difflib.get_close_matches(variable.removeprefix(PREFIX), names, n=1)
+            _warn(VariableIgnored, variable, value, f" Did you mean {names[near[0]]}?" if near else "")
+
+
+def _warn(kind: type[PatchWarning], variable: str, value: str, hint: str, **fields: str) -> None:
+    if (variable, value) not in _told:
+        _told.add((variable, value))
+        warnings.warn(kind(variable=variable, value=value, hint=hint, **fields), stacklevel=4)

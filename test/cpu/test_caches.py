@@ -1,0 +1,193 @@
+"""Inductor's and AOTAutograd's caches hit with the patches on exactly where they hit with torch alone.
+
+Graphs of the CPU are compiled for CUDA graphs and taken for graphs of a GPU, which upstream then finds a reason not to
+graph: so everything but the graphs themselves happens as on a GPU. ``torch._dynamo.reset()`` stands for a new process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch
+import torch._functorch.config
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.utils import fresh_cache
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+import inductor_patches
+import pygraph_trees
+from inductor_patches import config as config_patch
+from pygraph_trees.coverage.report import clear
+from pygraph_trees.settings import FLAGS
+
+OFF = {"triton.pygraph_placement": "off", "triton.pygraph_indirection": "off", "triton.pygraph_selective": "always"}
+COUNTED = {
+    "inductor": ("fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass"),
+    "aot_autograd": (
+        "autograd_cache_hit",
+        "autograd_cache_miss",
+        "autograd_cache_bypass",
+        "autograd_cache_saved",
+    ),
+}
+MISSED = {"fxgraph_cache_miss": 1, "autograd_cache_miss": 1, "autograd_cache_saved": 1}
+HIT = {"fxgraph_cache_hit": 1, "autograd_cache_hit": 1}
+BOTH_MISSED = {**MISSED, "fxgraph_cache_miss": 2}  # forward and backward
+BOTH_HIT = {**HIT, "fxgraph_cache_hit": 2}
+
+
+def counted():
+    """The caches' counters that are not zero, since they were asked for the last time."""
+    found = {name: counters[kind][name] for kind, names in COUNTED.items() for name in names if counters[kind][name]}
+    counters.clear()
+    return found
+
+
+def product(x, w):
+    """Forward and backward are products of matrices alone, so that no kernel takes seconds to be compiled."""
+    return x @ w @ w
+
+
+def written(x, w):
+    x.mul_(2)
+    return (x @ w).t(), x
+
+
+class CachesTestCase(TestCase):
+    def setUp(self):
+        super().setUp()
+        stack = contextlib.ExitStack()
+        self.addCleanup(stack.close)
+        stack.enter_context(fresh_cache())
+        stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=True))
+        stack.enter_context(config.patch({"fx_graph_cache": True, "fx_graph_remote_cache": False}))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        self.addCleanup(inductor_patches.install)
+        self.addCleanup(torch._dynamo.reset)
+
+    @contextlib.contextmanager
+    def way(self, patched, flags=None):
+        """With the patches on or off, and each compiled graph one of a GPU."""
+        (inductor_patches.install if patched else inductor_patches.uninstall)()
+        upstream = CompiledFxGraph.__init__
+
+        def init(graph, *args, **kwargs):
+            upstream(graph, *args, **kwargs)
+            graph.device_types = type(graph.device_types)(["cuda"])
+
+        with (
+            mock.patch.object(CompiledFxGraph, "__init__", init),
+            config.patch((flags or {}) if patched else {}),
+            fresh_cache(),
+        ):
+            yield
+
+    def run_as_if_new(self, fn, *, training=False, times=1, backward=True, **options):
+        """Compiles and calls ``fn`` as a new process would; returns the last result and what the caches counted."""
+        for _ in range(times):
+            torch._dynamo.reset()
+            clear()
+            counters.clear()
+            torch.manual_seed(0)
+            x, w = torch.randn(4, 4, requires_grad=training), torch.randn(4, 4)
+            out = torch.compile(fn, mode="reduce-overhead", **options)(x, w)
+            if training and backward:
+                out.sum().backward()
+        return out, counted()
+
+
+class TestHits(CachesTestCase):
+    def test_a_second_process_hits_as_with_torch_alone(self):
+        for flags in (None, OFF):
+            for fn, options in (
+                (product, {}),
+                (product, {"dynamic": True}),
+                (product, {"training": True}),
+                (product, {"training": True, "dynamic": True}),
+                *([(written, {})] if flags is None else []),
+            ):
+                found = []
+                for patched in (False, True):
+                    with self.subTest(fn=fn.__name__, options=options, flags=flags, patched=patched):
+                        with self.way(patched, flags):
+                            found.append([self.run_as_if_new(fn, **options)[1] for _ in range(3)])
+                        training = options.get("training", False)
+                        missed, hit = (BOTH_MISSED, BOTH_HIT) if training else (MISSED, HIT)
+                        self.assertEqual(found[-1], [missed, hit, hit])
+                self.assertEqual(found[0], found[1])
+
+    def test_a_backward_that_is_compiled_after_its_forward_was_cached(self):
+        for flags in (None, OFF):
+            for patched in (False, True):
+                with self.subTest(flags=flags, patched=patched), self.way(patched, flags):
+                    _, found = self.run_as_if_new(product, training=True, backward=False)
+                    self.assertEqual(found, {"fxgraph_cache_miss": 1, "autograd_cache_miss": 1})
+                    out, found = self.run_as_if_new(product, training=True, backward=False)
+                    self.assertEqual(found, {"fxgraph_cache_hit": 1, "autograd_cache_miss": 1})
+                    out.sum().backward()
+                    self.assertEqual(counted(), {"fxgraph_cache_miss": 1, "autograd_cache_saved": 1})
+                    _, found = self.run_as_if_new(product, training=True)
+                    self.assertEqual(found, BOTH_HIT)
+
+    def test_entries_that_hold_the_graphs_themselves(self):
+        if not hasattr(torch._functorch.config, "bundled_autograd_cache"):
+            self.skipTest("this torch has no such entries")
+        with torch._functorch.config.patch(bundled_autograd_cache=True):
+            for training in (False, True):
+                found = []
+                for patched in (False, True):
+                    with self.way(patched):
+                        found.append([self.run_as_if_new(product, training=training)[1] for _ in range(2)])
+                self.assertEqual(found[0], found[1])
+                self.assertEqual(found[1][1].get("autograd_cache_hit"), 1)
+
+    def test_what_comes_from_the_cache_is_reported(self):
+        for training, modes in ((False, ["inference"]), (True, ["forward"])):
+            reported = []
+            with self.way(patched=True):
+                for _ in range(2):
+                    self.run_as_if_new(product, training=training)
+                    reported.append(pygraph_trees.report().graphs)
+            self.assertEqual([graph.mode for graph in reported[1]], modes)
+            self.assertEqual(*[[(g.model, g.mode, g.dropped, g.partitions) for g in graphs] for graphs in reported])
+
+
+class TestKeys(CachesTestCase):
+    """What separates the entries of two processes, and what does not."""
+
+    def test_torch_alone_and_ours_share_nothing(self):
+        for patched, expected in ((True, MISSED), (False, MISSED), (True, HIT), (False, HIT)):
+            (inductor_patches.install if patched else inductor_patches.uninstall)()
+            self.assertEqual(self.run_as_if_new(product)[1], expected)
+
+    def test_other_code_that_shapes_artifacts_finds_nothing(self):
+        self.addCleanup(inductor_patches.uninstall)
+        self.addCleanup(config_patch._version.cache_clear)
+        for digest, expected in (("a" * 64, MISSED), ("b" * 64, MISSED), ("a" * 64, HIT), ("b" * 64, HIT)):
+            inductor_patches.uninstall()
+            config_patch._version.cache_clear()
+            with mock.patch("pygraph_trees.code_hash.artifact_hash", return_value=digest):
+                inductor_patches.install()
+            self.assertEqual(self.run_as_if_new(product)[1], expected, digest[0])
+
+    def test_only_flags_that_change_artifacts_miss(self):
+        with self.way(patched=True):
+            self.assertEqual(self.run_as_if_new(product)[1], MISSED)
+            for flag in FLAGS:
+                other = next(value for value in flag.values if value != flag.default)
+                with self.subTest(flag=flag.name), config.patch({f"triton.{flag.name}": other}):
+                    self.assertEqual(self.run_as_if_new(product)[1], MISSED if flag.changes_artifacts else HIT)
+
+
+if __name__ == "__main__":
+    run_tests()
