@@ -21,7 +21,7 @@ import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.indirection.availability import usable_driver
-from pygraph_trees.indirection.inputs import NotStaged, may_be_staged, release_retired
+from pygraph_trees.indirection.inputs import CAPTURED, NotStaged, may_be_staged, release_retired
 from pygraph_trees.indirection.routes import why_not_ghost
 from pygraph_trees.indirection.table import Warmups
 from pygraph_trees.tensors import first_fit, sieve
@@ -542,6 +542,8 @@ class Manager(Upstream):
         if not isinstance(model, FunctionModel) or model.settings.placement == "off":
             return None
         on_cpu = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.is_cpu]
+        if on_cpu and torch.cuda.is_current_stream_capturing():
+            return CAPTURED
         for index in on_cpu:
             if not self._uses_addresses(model):
                 return f"input {index} lies on the CPU, and graphs are given no addresses"
