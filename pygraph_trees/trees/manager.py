@@ -542,8 +542,6 @@ class Manager(Upstream):
         if not isinstance(model, FunctionModel) or model.settings.placement == "off":
             return None
         on_cpu = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.is_cpu]
-        if on_cpu and torch.cuda.is_current_stream_capturing():
-            return CAPTURED
         for index in on_cpu:
             if not self._uses_addresses(model):
                 return f"input {index} lies on the CPU, and graphs are given no addresses"
@@ -551,7 +549,7 @@ class Manager(Upstream):
                 return model.refused[index]
             if inputs[index].numel() and not may_be_staged(inputs[index]):
                 return f"input {index} lies on the CPU, and its {inputs[index].nbytes} bytes are too many to be staged"
-        return None
+        return CAPTURED if on_cpu and torch.cuda.is_current_stream_capturing() else None
 
     def _verification(self, inputs: list[Any], function_id: Any) -> Verification | None:
         model = self.ids_to_funcs[function_id].model
