@@ -201,7 +201,7 @@ class TestOneCopy(PlacementTestCase):
         def fn(x, v, s):
             there = v.to("cuda")
             first = (x * there * s).sin()
-            chosen = x.cpu().sort().values.to("cuda")  # which the CPU does
+            chosen = first.cpu().sort().values.to("cuda")  # which the CPU does, between the partitions
             return first, chosen * there[0] * s, there + 1
 
         graphed = torch.compile(fn, mode="reduce-overhead", dynamic=False)
