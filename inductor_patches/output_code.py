@@ -36,14 +36,14 @@ def _post_compile(upstream: Callable[..., Any]) -> Callable[..., Any]:
     from torch._inductor.utils import BoxedBool
 
     from pygraph_trees.coverage import compiled
-    from pygraph_trees.selection import why_not_graphed
+    from pygraph_trees.selection import are_graphs_left_out, why_not_graphed
     from pygraph_trees.settings import Settings
     from pygraph_trees.trees import saved_tensors
     from pygraph_trees.trees.runner import shortened
 
     @functools.wraps(upstream)
     def post_compile(self: Any, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
-        wanted = bool(graph_kwargs["cudagraphs"])
+        wanted = bool(graph_kwargs["cudagraphs"]) or are_graphs_left_out()
         reason = why_not_graphed(Settings.current()) if wanted else None
         if reason is not None:
             BoxedBool.disable(graph_kwargs["cudagraphs"])

@@ -168,7 +168,7 @@ def _placement(explained: Explained, before: Explained | None) -> Iterator[str]:
 def _features(explained: Explained, before: Explained | None = None) -> str:
     settings = Settings.current()
     graphed = [p for graph, parts in explained if not graph.disabled_reason for p in parts if p.partition.graphed]
-    done = "not graphed" if settings.selective == "never" else "graphed"
+    done = "nothing is graphed" if settings.selective == "never" else f"{_count(len(graphed), 'function')} graphed"
     placement, *moves = _placement(explained, before)
     indirection = "; ".join(_given(graphed, by_address=settings.indirection != "off")) or "no live inputs"
     return "\n".join(
@@ -177,7 +177,7 @@ def _features(explained: Explained, before: Explained | None = None) -> str:
             f"  placement {settings.placement}: {placement}",
             *(textwrap.fill(move, _WIDTH, initial_indent="    ", subsequent_indent="      ") for move in moves),
             f"  indirection {settings.indirection}: {indirection}",
-            f"  selective {settings.selective}: {_count(len(graphed), 'function')} {done}",
+            f"  selective {settings.selective}: {done}",
         ]
     )
 

@@ -85,9 +85,10 @@ FLAGS: tuple[Flag, ...] = (
         name="pygraph_selective",
         values=("auto", "always", "never"),
         default="always",
-        changes_artifacts=False,
+        changes_artifacts=False,  # under "never" the graph is compiled with triton.cudagraphs off, which does
         help="Which functions are graphed. `auto`: those that were measured to be faster so, in their first calls. "
-        "`always`: every one that can be, as upstream. `never`: none; they run as compiled, and the report says so.",
+        "`always`: every one that can be, as upstream. `never`: none; what runs is what `torch.compile` makes without "
+        "CUDA graphs, and the report says so.",
     ),
     Flag(
         name="pygraph_objective",
@@ -112,9 +113,14 @@ class Settings:
 
     @staticmethod
     def current() -> Settings:
-        """The flags as they stand now: in torch's config, or their defaults where the flags are not installed."""
+        """The flags as they stand now: in torch's config, or their defaults where the flags are not installed.
+
+        Nothing is placed for graphs that are never made.
+        """
         config = sys.modules.get("torch._inductor.config")
         values = {f.name.removeprefix("pygraph_"): getattr(_triton(config), f.name, f.default) for f in FLAGS}
+        if values["selective"] == "never":
+            values["placement"] = "off"
         return Settings(**values)
 
 

@@ -57,6 +57,10 @@ _MOST_KNOWN = 64  # sets of addresses of all inputs: more than buffers are used 
 
 _MOST_STAGED_NBYTES = 16 << 20  # larger inputs of the CPU are copied as torch does
 
+# Each replay of that graph would read the staging buffer, which belongs to later calls by then; and a wait for a buffer
+# ends the capture. Un-graphed, torch does what it does without CUDA graphs of ours.
+CAPTURED = "the program captures the call in a graph of its own, and an input is on the CPU"
+
 _MUTATED_IN_POOL = "a mutated input lies in the graph pool"
 
 # Ghosts with memory of their own, and tables, whose graph is gone, with their device. Queued launches may still read
@@ -304,9 +308,9 @@ class LiveInputs:
         self._reads = self._by_number(reads)
         returned = {index for index, _ in self.outputs.values()}
         passed = {position for position, item in enumerate(self.items) if item.index in returned}
-        buffers = [(item.recorded, item.nbytes) for item in self.items if item.index in self._staged]
+        sources = [] if self._staging is None else self._staging.recorded
         try:
-            found = scan(self._driver, int(graph.raw_cuda_graph()), self._ghosts, buffers)
+            found = scan(self._driver, int(graph.raw_cuda_graph()), self._ghosts, sources)
             decisions = decide(found, len(self._ghosts.ghosts), passed, self._slots(found))
             self._check_staged(found, returned)
         except DriverError as error:
@@ -324,7 +328,7 @@ class LiveInputs:
             # Nothing was launched. A graph that is instantiated anew holds the ghost addresses again.
             decisions = self._all_copied(f"the graph could not be given its address: {error}")
             recorded = {p: ghost.start for p, ghost in enumerate(self._ghosts.ghosts)}
-            recorded |= {len(recorded) + number: buffer for number, (buffer, _) in enumerate(buffers)}
+            recorded |= {len(recorded) + number: address for number, (address, _) in enumerate(sources)}
             self._instantiate(graph, _NOTHING, decisions, lambda: copies.point_back(recorded))
         if self._table is not None:
             weakref.finalize(graph, _retire, self._device, self._table).atexit = False
@@ -347,10 +351,23 @@ class LiveInputs:
 
         One that is returned and not read is what a later partition needs.
         """
-        read = {site.input for site in found.sites}
+        read = self._staged_in(found)
         for number, index in enumerate(self._staged):
-            if len(self._ghosts.ghosts) + number not in read and index not in returned:
+            if number not in read and index not in returned:
                 raise NotStaged(index=index)
+
+    def _staged_in(self, found: Scan) -> list[int]:
+        """Which staged inputs a graph reads, by number: those that were staged while it was captured, from memory that
+        one of its nodes copies."""
+        if self._staging is None:
+            return []
+        copied = {site.input - len(self._ghosts.ghosts) for site in found.sites}
+        return [n for n in range(len(self._staged)) if n in self._reads and self._staging.source_of(n) in copied]
+
+    @property
+    def together(self) -> torch.Tensor | None:
+        """The memory of the staged inputs that one copy in the graph may take to the GPU."""
+        return None if self._staging is None else self._staging.together
 
     def _all_copied(self, why: str) -> list[Decision]:
         return [Decision(Route.COPY, why) for _ in self._ghosts.ghosts]
@@ -379,7 +396,7 @@ class LiveInputs:
             [*patched, *buffers],
             int(graph.raw_cuda_graph_exec()),
             self._context() if patched or buffers else None,
-            [self._ghosts.ghosts[p].start for p in patched] + [self.items[p].recorded for p in buffers.values()],
+            [self._ghosts.ghosts[p].start for p in patched] + list(buffers.values()),
         )
         self._complex = tuple(item.index for item in self._patched if item.stand_in.is_complex())
         if self.is_of_backward:
@@ -396,19 +413,22 @@ class LiveInputs:
         self._patcher = self._patches.patcher(ask_every) if self._settles else None
 
     def _buffers_of(self, found: Scan) -> dict[int, int]:
-        """What is staged in the buffers that a graph is given: by number in its sites, the item's position.
+        """What a graph is given of the staging buffers: by number in its sites, the address that it was recorded with.
 
         An input that is only returned is in none that a node reads. A graph that could not be read is given nothing.
         """
         if self._staging is None:
             return {}
-        read = {site.input for site in found.sites}
-        first, behind = len(self._ghosts.ghosts), len(self.items) - len(self._staged)
-        numbers = [n for n in range(len(self._staged)) if found is _NOTHING or first + n in read]
-        self._put = tuple(self.items[behind + n].index for n in numbers)
-        self._staging.take(numbers, self._reads)
-        self._staging.is_fixed = found is _NOTHING
-        return {} if found is _NOTHING else {first + n: behind + n for n in numbers}
+        is_fixed = found is _NOTHING
+        numbers = list(range(len(self._staged))) if is_fixed else self._staged_in(found)
+        copied = {self._staging.source_of(number) for number in numbers}
+        sources = [] if is_fixed else sorted(copied)
+        indices = list(self._staged)
+        self._put = tuple(indices[number] for number in numbers)
+        self._staging.take(numbers, self._reads, sources)
+        self._staging.is_fixed = is_fixed
+        recorded = self._staging.recorded
+        return {len(self._ghosts.ghosts) + source: recorded[source][0] for source in sources}
 
     def _by_number(self, reads: Iterable[tuple[int, HostRead]]) -> dict[int, HostRead]:
         """When staged inputs are read; one whose parts are read at several times in order."""
@@ -469,6 +489,8 @@ class LiveInputs:
         """
         if seen is None:
             seen = [inputs[item.index].data_ptr() for item in self._patched]
+        if self._put and torch.cuda.is_current_stream_capturing():
+            return CAPTURED
         for index in self._tangents:
             if inputs[index].is_neg():
                 return "an input is a negated view"
@@ -510,11 +532,18 @@ class LiveInputs:
             self._hold(seen, inputs)
         except PatchFailed as error:
             self.temporary, self._again = {}, False
-            position, ghosts = error.fields["index"], len(self._ghosts.ghosts)
-            index = self.items[position].index if position < ghosts else list(self._staged)[position - ghosts]
-            self.refused[index] = f"the driver refused its address: {error}"
+            refused = dict.fromkeys(self._indices_at(error.fields["index"]), f"the driver refused its address: {error}")
+            self.refused.update(refused)
             return str(error)
         return None
+
+    def _indices_at(self, number: int) -> list[int]:
+        """The inputs whose address is known by a number in the sites: several if they are staged in one memory."""
+        source = number - len(self._ghosts.ghosts)
+        if source < 0 or self._staging is None:
+            return [self.items[number].index]
+        indices = list(self._staged)
+        return [indices[n] for n in self._staging.sources[source].numbers if indices[n] in self._put]
 
     def _why_not(self, inputs: Sequence[Any]) -> str | None:
         """Why an input cannot stand where it is, whatever its address."""

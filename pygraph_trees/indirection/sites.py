@@ -58,7 +58,7 @@ class Site(NamedTuple):
 
     node: int  # index into Scan.nodes
     offset: int  # bytes into a kernel's parameter block; of a memcpy one of those above; of a memset 0
-    input: int  # index of the ghost; behind those, of the staging buffer
+    input: int  # index of the ghost; after those, of the memory of staged inputs
     delta: int  # bytes from the start; in a ghost's guards negative, or not less than its size
 
 
@@ -77,7 +77,7 @@ def scan(driver: Driver, graph: int, ghosts: Ghosts, staged: Sequence[tuple[int,
     """Finds the sites of a captured graph. Raises :class:`DriverError` where the graph's nodes cannot be listed.
 
     Args:
-        staged: address and size in bytes of each staging buffer.
+        staged: address and size in bytes of each memory of staged inputs; one copy may take several of them from it.
     """
     reader = _Reader(driver, ghosts, staged)
     found = driver.search(graph, ghosts.low, ghosts.high)

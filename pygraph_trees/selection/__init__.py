@@ -1,13 +1,16 @@
 """Which functions are graphed.
 
-:func:`why_not_graphed` is asked once for each compiled graph, before any of it is graphed; where functions are chosen
-by measurement, :func:`trial_of` gives each the :class:`~.trial.Trial` that decides.
+:func:`without_graphs` is asked before a program is compiled, and :func:`why_not_graphed` once for each compiled graph,
+before any of it is graphed. If functions are chosen by measurement, :func:`trial_of` gives each the
+:class:`~.trial.Trial` that decides.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from torch._guards import TracingContext
@@ -19,11 +22,59 @@ from .profiles import Kept
 from .trial import Trial
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
     from pygraph_trees.coverage.log import FunctionLog
     from pygraph_trees.settings import Settings
 
 _trials: WeakValueDictionary[str, Trial] = WeakValueDictionary()  # the newest one of a program
 _lock = threading.Lock()
+
+
+class _Compiling(threading.local):
+    without_graphs = False  # though the program asks for them
+
+
+_compiling = _Compiling()
+
+
+def without_graphs(settings: Settings, patches: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Patches of Inductor's configuration for a program that asks for CUDA graphs and is given none.
+
+    What is compiled is then what ``torch.compile`` makes without CUDA graphs, in the same caches: partitions, and moves
+    of constructors and numbers to the GPU, would change devices of outputs and where the program waits for the GPU.
+
+    Args:
+        settings: under these patches.
+        patches: what the program patches, which asks for CUDA graphs; the configuration does if it is None.
+    """
+    return None if why_not_graphed(settings) is None else {**(patches or {}), "triton.cudagraphs": False}
+
+
+@contextlib.contextmanager
+def compiling_without_graphs() -> Iterator[None]:
+    """Around all that compiles such a program, or puts it to use, in this thread."""
+    before, _compiling.without_graphs = _compiling.without_graphs, True
+    try:
+        yield
+    finally:
+        _compiling.without_graphs = before
+
+
+def always_without_graphs(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
+    """What compiles one graph of such a program: a backward is compiled later than its forward."""
+
+    @functools.wraps(compile_graph)
+    def compile_without_graphs(*args: Any, **kwargs: Any) -> Any:
+        with compiling_without_graphs():
+            return compile_graph(*args, **kwargs)
+
+    return compile_without_graphs
+
+
+def are_graphs_left_out() -> bool:
+    """Whether the graph that is put to use belongs to a program that asks for CUDA graphs and is given none."""
+    return _compiling.without_graphs
 
 
 def why_not_graphed(settings: Settings) -> str | None:

@@ -22,7 +22,7 @@ import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.indirection.availability import usable_driver
-from pygraph_trees.indirection.inputs import NotStaged, may_be_staged, release_retired
+from pygraph_trees.indirection.inputs import CAPTURED, NotStaged, may_be_staged, release_retired
 from pygraph_trees.indirection.routes import why_not_ghost
 from pygraph_trees.indirection.table import Warmups
 from pygraph_trees.tensors import first_fit, sieve
@@ -587,7 +587,7 @@ class Manager(Upstream):
                 return model.refused[index]
             if inputs[index].numel() and not may_be_staged(inputs[index]):
                 return f"input {index} lies on the CPU, and its {inputs[index].nbytes} bytes are too many to be staged"
-        return None
+        return CAPTURED if on_cpu and torch.cuda.is_current_stream_capturing() else None
 
     def _verification(self, inputs: list[Any], function_id: Any) -> Verification | None:
         model = self.ids_to_funcs[function_id].model

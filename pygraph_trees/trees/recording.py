@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from pygraph_trees.driver import Driver
+    from pygraph_trees.host_reads import HostRead
     from pygraph_trees.indirection.replay_costs import Clock
 
 Upstream: type = cudagraph_trees.CUDAGraphNode
@@ -323,16 +324,18 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         def on_stand_ins(model_inputs: list[Any]) -> Any:
             for item in () if live is None else live.items:
                 model_inputs[item.index] = item.stand_in
-            with nullcontext() if live is None else live.captured():
-                outputs = _as_they_read(model(model_inputs))
+            together = None if live is None else live.together
+            with nullcontext() if live is None else live.captured(), observed(together) as staged:
+                outputs = staged.with_own_memory(_as_they_read(model(model_inputs)))
+            reads.extend(staged.reads)
             if live is None:
                 self._count_nodes(self._captured_nodes())
             elif live.has_staged:
                 outputs = without_staged(outputs, live)
             return outputs
 
-        with observed() as reads:
-            outputs = super()._record(on_stand_ins, inputs)
+        reads: list[tuple[int, HostRead]] = []
+        outputs = super()._record(on_stand_ins, inputs)
         if live is not None:
             with torch.cuda.device(self.device):
                 live.set_up(self.graph, reads)

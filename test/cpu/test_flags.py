@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,14 +21,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._inductor import config
+from torch._inductor.utils import BoxedBool, fresh_cache
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import inductor_patches
 import pygraph_trees
 from inductor_patches import config as config_patch
-from inductor_patches import environment
+from inductor_patches import environment, output_code
 from pygraph_trees.code_hash import artifact_hash
 from pygraph_trees.coverage import compiled
+from pygraph_trees.coverage.report import clear
+from pygraph_trees.selection import are_graphs_left_out, compiling_without_graphs
 from pygraph_trees.settings import FLAGS, Flag, InvalidFlag, Settings, flags_table
 
 
@@ -119,7 +124,7 @@ class TestFlags(TestCase):
         self.assertEqual(added, {"triton.pygraph_version"} | changing)
         self.assertEqual(key()["triton.pygraph_version"], f"{pygraph_trees.__version__}+{artifact_hash()}")
         plain = key()
-        with config.patch({"triton.pygraph_selective": "never"}):  # acts at run time: same artifacts
+        with config.patch({"triton.pygraph_selective": "auto"}):  # acts at run time: same artifacts
             self.assertEqual(key(), plain)
 
     def test_threads(self):
@@ -309,6 +314,101 @@ class TestVersionInTheKey(TestCase):
                 inductor_patches.install()
             keys.append(config.save_config_portable(ignore_private_configs=False)["triton.pygraph_version"])
         self.assertEqual(len({before, *keys}), 5)  # code that cannot be read shares nothing with another process
+
+
+class TestNever(TestCase):
+    """Under "never" a program is compiled as torch compiles it without CUDA graphs."""
+
+    OPTIONS = ({"triton.cudagraphs": True, "triton.pygraph_selective": "never"}, None)
+
+    def setUp(self):
+        super().setUp()
+        torch._dynamo.reset()
+        clear()
+
+    def settings_seen(self, fn, inputs, **how):
+        """Whether CUDA graphs were on, and the flags, where the graphs of a program were compiled."""
+        seen = []
+
+        def look(artifact, graph, gm):
+            seen.append((config.triton.cudagraphs, Settings.current().placement, are_graphs_left_out()))
+
+        with mock.patch.object(compiled, "attach", look), config.patch({"force_disable_caches": True}):
+            found = torch.compile(fn, **how)(*inputs)
+            if found.requires_grad:
+                found.sum().backward()
+        self.assertFalse(are_graphs_left_out())
+        return seen
+
+    def test_cuda_graphs_are_off_where_it_is_compiled(self):
+        """Forwards and backwards, which are compiled later, however graphs are asked for."""
+        x, w = torch.ones(3), torch.ones(3, requires_grad=True)
+        never = config.patch({"triton.pygraph_selective": "never"})
+        for fn, inputs, graphs in ((lambda x: x * 3, [x], 1), (lambda x, w: (x * w).sin(), [x, w], 2)):
+            for name, context, how in (
+                ("options", nullcontext(), {"options": self.OPTIONS[0]}),
+                ("mode", never, {"mode": "reduce-overhead"}),
+                ("configuration", config.patch(self.OPTIONS[0]), {}),
+            ):
+                with self.subTest(name, graphs=graphs), context:
+                    torch._dynamo.reset()
+                    self.assertEqual(self.settings_seen(fn, inputs, **how), [(False, "off", True)] * graphs)
+
+    def test_else_nothing_changes(self):
+        for options, expected in (
+            ({"triton.cudagraphs": True}, (True, "full", False)),
+            ({"triton.cudagraphs": True, "triton.pygraph_selective": "auto"}, (True, "full", False)),
+            ({"triton.pygraph_selective": "never"}, (False, "off", False)),
+            ({"triton.cudagraphs": False}, (False, "full", False)),
+        ):
+            with self.subTest(options):
+                torch._dynamo.reset()
+                self.assertEqual(self.settings_seen(lambda x: x * 3, [torch.ones(3)], options=options), [expected])
+        with config.patch({"triton.cudagraphs": True, "triton.pygraph_placement": "exact"}):
+            torch._dynamo.reset()
+            self.assertEqual(self.settings_seen(lambda x: x * 3, [torch.ones(3)]), [(True, "exact", False)])
+
+    def test_artifacts_are_those_of_torch_without_graphs(self):
+        """And never those that were made for graphs, of either cache."""
+        counters = torch._dynamo.utils.counters
+        ways = {
+            "never": {"options": self.OPTIONS[0]},
+            "plain": {},
+            "graphs": {"options": {"triton.cudagraphs": True}},
+            "auto": {"options": {"triton.cudagraphs": True, "triton.pygraph_selective": "auto"}},
+        }
+        for autograd_cache, pairs in (
+            (False, (("plain", "never", True), ("never", "graphs", False))),
+            (True, (("never", "plain", True), ("graphs", "never", False), ("graphs", "auto", True))),
+        ):
+            for first, second, is_hit in pairs:
+                caches = {"fx_graph_cache": True, "force_disable_caches": False, "deterministic": False}
+                aot = torch._functorch.config.patch({"enable_autograd_cache": autograd_cache})
+                with self.subTest(first, then=second, aot=autograd_cache), fresh_cache(), config.patch(caches), aot:
+                    for way in (first, second):
+                        torch._dynamo.reset()
+                        counters.clear()
+                        self.assertEqual(
+                            torch.compile(lambda x: x * 3 + 1, **ways[way])(torch.ones(3)), torch.full((3,), 4.0)
+                        )
+                    hits = counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_hit"]
+                    self.assertEqual(hits[0] if autograd_cache else hits[1], int(is_hit))
+
+    def test_the_report_says_so(self):
+        """A graph that would have been graphed is in it, with the reason."""
+        artifact = SimpleNamespace(
+            current_callable=len, device_types={"cuda"}, disabled_cudagraphs_reason=None, cudagraph_info=None
+        )
+        given = []
+        kwargs = {"cudagraphs": BoxedBool(False), "is_backward": False, "is_inference": True}
+        post_compile = output_code._post_compile(lambda *args: given.append(bool(args[3]["cudagraphs"])))
+        with config.patch({"triton.pygraph_selective": "never"}):
+            post_compile(artifact, (), None, kwargs)
+            self.assertEqual(pygraph_trees.report().graphs, ())  # it asks for no graphs
+            with compiling_without_graphs():
+                post_compile(artifact, (), None, kwargs)
+        self.assertEqual(given, [False, False])
+        self.assertEqual([graph.dropped for graph in pygraph_trees.report().graphs], ["pygraph_selective is 'never'"])
 
 
 if __name__ == "__main__":

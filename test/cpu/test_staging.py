@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import itertools
@@ -20,11 +19,11 @@ from fake_driver import CUresult
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_live_inputs import LiveInputsTestCase
-from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.host_reads import HostRead
 from pygraph_trees.indirection import staging
-from pygraph_trees.indirection.inputs import NotStaged, choose
+from pygraph_trees.indirection.inputs import CAPTURED, NotStaged, choose
 from pygraph_trees.indirection.routes import Route
 from pygraph_trees.indirection.staging import MOST_BUFFERS, Staging
 from pygraph_trees.placement import staging as operator
@@ -64,14 +63,28 @@ class StagingTestCase(LiveInputsTestCase):
     def setUp(self):
         super().setUp()
         self.queue = Queue()
+        self.is_capturing = False
+        self.blocks = []  # that were allocated
         for target, name, value in (
-            (staging, "pinned_like", lambda tensor: torch.empty_like(tensor, device="cpu")),
+            (staging, "pinned_bytes", self.pinned_bytes),
             (torch.cuda, "Event", self.queue.event),
             (torch.cuda, "current_stream", lambda device: None),
+            (torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing),
         ):
             patch = mock.patch.object(target, name, value)
             patch.start()
             self.addCleanup(patch.stop)
+
+    def pinned_bytes(self, nbytes):
+        self.blocks.append(torch.full((nbytes,), 0xA5, dtype=torch.uint8))
+        return self.blocks[-1]
+
+
+def read_at(address, like):
+    """A tensor like another one, of what is in memory at an address."""
+    nbytes = like.numel() * like.element_size()
+    memory = bytearray(ctypes.string_at(address, nbytes))
+    return torch.frombuffer(memory, dtype=torch.uint8).view(like.dtype).view(like.shape)
 
 
 class TestBuffers(StagingTestCase):
@@ -97,18 +110,6 @@ class TestBuffers(StagingTestCase):
                             buffers.put([value])
                             (memory,) = buffers.stand_ins
                             self.assertEqual(memory, value.detach().resolve_neg().resolve_conj(), rtol=0, atol=0)
-
-    def test_outside_of_graphs_the_copy_is_waited_for(self):
-        """The program may write to its tensor as soon as the call is done; what is captured waits for nothing."""
-        for capturing, ours in itertools.product((True, False), (True, False)):
-            with (
-                mock.patch.object(operator, "_is_captured", lambda _: capturing),  # noqa: B023
-                mock.patch.object(torch.Tensor, "copy_", autospec=True, side_effect=lambda t, *a, **k: t) as copy,
-                operator.observed() if ours else contextlib.nullcontext(),
-            ):
-                torch.ops.pygraph_trees.staged(torch.empty(0), torch.zeros(4))
-            # Torch raises where a graph of the program's own is captured.
-            self.assertEqual(copy.call_args.kwargs, {"non_blocking": capturing and ours})
 
     def test_what_is_queued_is_not_written_to(self):
         @settings(max_examples=200, deadline=None)
@@ -156,7 +157,7 @@ class TestBuffers(StagingTestCase):
                 synchronize.side_effect = stream.synchronize.side_effect = lambda *_: value.add_(1)  # noqa: B023
                 buffers = Staging([value], 0)
                 self.assertEqual(buffers.stand_ins[0].tolist(), [float(pinned)] * 4)
-                buffers.take([0], {} if read is None else {0: read})
+                buffers.take([0], {} if read is None else {0: read}, [0])
                 (address,) = buffers.put([value])
                 self.assertEqual(address == value.data_ptr(), in_place)
                 self.assertEqual(list((ctypes.c_float * 4).from_address(address)), [float(pinned + waits)] * 4)
@@ -171,7 +172,7 @@ class TestBuffers(StagingTestCase):
         ):
             value = torch.arange(8.0).view(2, 4)
             buffers = Staging([torch.zeros(2, 4)])
-            buffers.take([0], {0: HostRead.LATER})
+            buffers.take([0], {0: HostRead.LATER}, [0])
             self.assertEqual(buffers.put([value]), [value.data_ptr()])
             kept = weakref.ref(value)
             del value
@@ -194,7 +195,7 @@ class TestBuffers(StagingTestCase):
         """Also where buffers are not used again."""
         with mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: True):
             buffers = Staging([torch.zeros(4)])
-            buffers.take([0], {0: HostRead.LATER})
+            buffers.take([0], {0: HostRead.LATER}, [0])
             kept = []
             for number in range(12):
                 value = torch.full((4,), float(number))
@@ -215,8 +216,8 @@ class TestBuffers(StagingTestCase):
             mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: True),
             mock.patch.object(torch.cuda, "current_stream", lambda device: mock.Mock()),
         ):
-            buffers = Staging([torch.zeros(4), torch.zeros(4)])
-            buffers.take([0, 1], {0: HostRead.LATER})
+            buffers = Staging([torch.zeros(4), torch.zeros(4)], 0)
+            buffers.take([0, 1], {0: HostRead.LATER}, [0, 1])
             value = torch.full((4,), 7.0)
             for address in buffers.put([value, value]):
                 self.assertEqual(list((ctypes.c_float * 4).from_address(address)), [7.0] * 4)
@@ -231,8 +232,8 @@ class TestBuffers(StagingTestCase):
                 torch.ops.pygraph_trees.staged(torch.empty(0), values[1])
                 other.submit(torch.ops.pygraph_trees.staged, torch.empty(0), values[0]).result()
         torch.ops.pygraph_trees.staged(torch.empty(0), values[0])
-        self.assertEqual(found, [(values[0].data_ptr(), HostRead.LATER)])
-        self.assertEqual(inner, [(values[1].data_ptr(), HostRead.IN_ORDER)])
+        self.assertEqual(found.reads, [(values[0].data_ptr(), HostRead.LATER)])
+        self.assertEqual(inner.reads, [(values[1].data_ptr(), HostRead.IN_ORDER)])
 
     def test_it_waits_where_all_are_queued(self):
         buffers = Staging([torch.zeros(4)])
@@ -276,14 +277,311 @@ class TestBuffers(StagingTestCase):
             self.assertEqual(buffers._next.memories[0], value * 2)
 
 
+NUMBERS = 48
+
+
+def numbers(call, dtypes=(torch.float32,)):
+    return [torch.tensor(call * 100 + number).to(dtypes[number % len(dtypes)]) for number in range(NUMBERS)]
+
+
+class TestOneBlock(StagingTestCase):
+    """All inputs of a recording are in one block, and one copy takes those that may share it."""
+
+    def test_numbers_share_one_block_and_one_copy(self):
+        for dtypes in ((torch.float32,), (torch.int64, torch.bool, torch.float64), (torch.complex64, torch.bfloat16)):
+            with self.subTest(dtypes):
+                del self.blocks[:]
+                buffers = Staging(numbers(0, dtypes))
+                (source,) = buffers.sources
+                self.assertEqual((len(self.blocks), source.numbers), (1, tuple(range(NUMBERS))))
+                self.assertEqual(buffers.together.data_ptr(), self.blocks[0].data_ptr())
+                self.assertEqual(buffers.together.numel(), source.nbytes)
+                for call in range(3):
+                    values = numbers(call, dtypes)
+                    self.assertEqual(buffers.put(values), [self.blocks[0].data_ptr()])
+                    self.assertEqual(buffers.stand_ins, values, rtol=0, atol=0)
+
+    def test_what_has_a_copy_of_its_own(self):
+        """Pinned memory, which may be read in its place, and what is larger than what is staged."""
+        large, small = torch.zeros(100_000), torch.zeros(3)
+        with mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: tensor is small):
+            buffers = Staging([large, torch.ones(2), small, torch.ones(5).bool(), torch.ones(81_920)], 0)
+        self.assertEqual([source.numbers for source in buffers.sources], [(1, 3, 4), (0,), (2,)])
+        self.assertEqual(len(self.blocks), 1)
+        alone = Staging([torch.ones(2), large])
+        self.assertEqual([source.numbers for source in alone.sources], [(0,), (1,)])
+        self.assertIsNone(alone.together)
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.lists(st.tuples(st.integers(1, 700), st.sampled_from([1, 2, 4, 8, 16])), min_size=1, max_size=12))
+    def test_places(self, sizes):
+        """Each is aligned as an allocation of torch's would be for it, and overlaps with none."""
+        dtypes = {1: torch.bool, 2: torch.half, 4: torch.int32, 8: torch.double, 16: torch.complex128}
+        buffers = Staging([torch.ones(count, dtype=dtypes[size]) for count, size in sizes])
+        begin, spans = self.blocks[-1].data_ptr(), []
+        for stand_in in buffers.stand_ins:
+            start = stand_in.data_ptr() - begin
+            self.assertEqual(start % (512 if stand_in.nbytes >= 512 else 64), 0)
+            self.assertEqual(stand_in, torch.ones_like(stand_in))
+            spans.append((start, start + stand_in.nbytes))
+        spans.sort()
+        self.assertTrue(all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)))
+        self.assertLessEqual(spans[-1][1], self.blocks[-1].numel())
+        if buffers.together is not None:
+            self.assertLessEqual(spans[-1][1], buffers.together.numel())
+
+    def test_stand_ins_have_storages_of_their_own(self):
+        """By which a recording knows them; each holds the block."""
+        stand_ins = Staging(numbers(0)).stand_ins
+        self.assertEqual(len({value.untyped_storage().data_ptr() for value in stand_ins}), NUMBERS)
+        self.assertEqual({value.untyped_storage().nbytes() for value in stand_ins}, {4})
+        block = weakref.ref(self.blocks.pop())
+        gc.collect()
+        self.assertIsNotNone(block())
+        del stand_ins
+        gc.collect()
+        self.assertIsNone(block())
+
+    def test_queued_launches_keep_their_numbers(self):
+        @settings(max_examples=50, deadline=None)
+        @given(st.lists(st.sampled_from(["launch", "launch", "done"]), max_size=40))
+        def check(steps):
+            self.queue.done = self.queue.queued = 0
+            first = [*numbers(0), torch.zeros(9000), torch.zeros(3, 4).t()]
+            buffers = Staging(first)
+            queued = []
+            for call, step in enumerate(steps, 1):
+                if step == "done":
+                    self.queue.done = min(self.queue.done + 1, self.queue.queued)
+                    continue
+                values = [*numbers(call), torch.full((9000,), float(call)), torch.full((3, 4), float(call)).t()]
+                (address,) = buffers.put(values)
+                self.queue.queued += 1
+                buffers.launched(None)
+                queued.append((address, call))
+                for address, call in queued[self.queue.done :]:
+                    begin = buffers.together.data_ptr()
+                    for stand_in, wanted in zip(buffers.stand_ins, numbers(call), strict=False):
+                        found = read_at(address + stand_in.data_ptr() - begin, wanted)
+                        self.assertEqual(found, wanted, rtol=0, atol=0)
+                    for stand_in in buffers.stand_ins[-2:]:
+                        found = read_at(address + stand_in.data_ptr() - begin, torch.empty(stand_in.shape))
+                        self.assertEqual(found, torch.full(stand_in.shape, float(call)), rtol=0, atol=0)
+
+        check()
+
+    def test_few_calls_write_many_numbers(self):
+        buffers, calls = Staging(numbers(0)), []
+        copy = torch._foreach_copy_
+        with (
+            mock.patch.object(torch, "_foreach_copy_", lambda to, of: calls.append(len(to)) or copy(to, of)),
+            mock.patch.object(torch.Tensor, "copy_") as alone,
+        ):
+            buffers.put(numbers(1))
+        self.assertEqual((calls, alone.call_count), ([NUMBERS], 0))
+
+    def test_an_input_that_comes_from_the_gpu_is_not_read_as_memory_of_the_cpu(self):
+        """Hooks of saved tensors may give it back on another device."""
+        value = torch.zeros(20_000)
+        with mock.patch.object(torch.Tensor, "is_cpu", False):
+            self.assertFalse(staging._are_alike(torch.zeros(20_000), value))
+        self.assertTrue(staging._are_alike(torch.zeros(20_000), value))
+
+
+class TestOperator(StagingTestCase):
+    """What the operator gives while a graph is captured; the GPU is played by the CPU."""
+
+    def setUp(self):
+        super().setUp()
+        self.stream = 1
+        for name, value in (("_is_captured", lambda there: True), ("_stream", lambda device: self.stream)):
+            patch = mock.patch.object(operator, name, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def staged(self, host, read=HostRead.IN_ORDER):
+        return torch.ops.pygraph_trees.staged(torch.empty(0), host, int(read))
+
+    def test_one_copy_serves_all(self):
+        values = [*numbers(7, (torch.float32, torch.int64, torch.bool)), torch.rand(3, 5).t(), torch.rand(500)]
+        buffers = Staging(values)
+        with operator.observed(buffers.together) as found:
+            there = [self.staged(stand_in) for stand_in in buffers.stand_ins]
+            (copy,) = found._copies.values()
+        self.assertEqual(there, values, rtol=0, atol=0)
+        self.assertEqual([value.stride() for value in there], [value.stride() for value in values])
+        self.assertEqual({value.untyped_storage().data_ptr() for value in there}, {copy.data_ptr()})
+        self.assertEqual(len(found.reads), len(values))
+
+    def test_no_bytes_are_given_twice(self):
+        """Compiled code may write to a value in place."""
+        buffers = Staging([torch.arange(64.0), torch.tensor(1.0)])
+        value = buffers.stand_ins[0]
+        with operator.observed(buffers.together):
+            whole, again, part = self.staged(value), self.staged(value), self.staged(value[16:48])
+            memories = {t.untyped_storage().data_ptr() for t in (whole, again, part)}
+            whole.zero_()
+        self.assertEqual(len(memories), 3)
+        self.assertEqual((again, part), (torch.arange(64.0), torch.arange(16.0, 48.0)))
+
+    def test_parts_are_aligned(self):
+        """Compiled code takes them to be."""
+        buffers = Staging([torch.arange(64.0), torch.tensor(1.0)])
+        value = buffers.stand_ins[0]
+        with operator.observed(buffers.together):
+            for begin, is_shared in ((0, True), (16, True), (33, False)):
+                part = self.staged(value[begin : begin + 15])
+                self.assertEqual(part, torch.arange(64.0)[begin : begin + 15])
+                self.assertEqual(part.untyped_storage().nbytes() > 60, is_shared)
+                self.assertEqual(part.data_ptr() % 64, 0)
+
+    def test_what_is_elsewhere_is_copied_by_itself(self):
+        buffers = Staging([torch.zeros(100_000), torch.tensor(1.0), torch.tensor(2.0)])
+        outside = torch.tensor(3.0)
+        with operator.observed(buffers.together) as found:
+            self.assertEqual(self.staged(buffers.stand_ins[0]).untyped_storage().nbytes(), 400_000)
+            self.assertEqual(self.staged(outside), outside)
+            self.assertEqual(self.staged(torch.empty(0, 3)).shape, (0, 3))
+            self.assertEqual(found._copies, {})
+        with operator.observed() as found:
+            self.assertEqual(self.staged(buffers.stand_ins[1]), torch.tensor(1.0))
+
+    def test_a_part_with_gaps_is_read_from_the_memory_that_is_written_at_each_call(self):
+        """Torch would gather its elements on the CPU, once."""
+        buffers = Staging([torch.arange(64.0).view(8, 8), torch.tensor(1.0)])
+        own = Staging([torch.arange(64.0).view(8, 8)])
+        original = torch.Tensor.copy_
+        for staged in (buffers, own):
+            for part in (lambda v: v[:, 3], lambda v: v[1:5, 2:7], lambda v: v[0, :1].expand(4)):
+                sources = []
+
+                def copy(to, of, non_blocking=False):
+                    sources.append(of)  # noqa: B023
+                    return original(to, of)
+
+                with operator.observed(staged.together), mock.patch.object(torch.Tensor, "copy_", copy):
+                    found = self.staged(part(staged.stand_ins[0]))
+                self.assertEqual(found, part(torch.arange(64.0).view(8, 8)))
+                begin = staged.recorded[0][0]
+                self.assertTrue(sources[0].is_contiguous())
+                self.assertTrue(begin <= sources[0].data_ptr() < begin + staged.recorded[0][1])
+
+    def test_a_stream_has_a_copy_of_its_own(self):
+        """Nothing orders one stream's reads behind another one's copy."""
+        buffers = Staging([torch.tensor(1.0), torch.tensor(2.0)])
+        with operator.observed(buffers.together) as found:
+            first = self.staged(buffers.stand_ins[0])
+            self.stream = 2
+            second = self.staged(buffers.stand_ins[0])
+            self.assertEqual(len(found._copies), 2)
+        self.assertNotEqual(first.data_ptr(), second.data_ptr())
+        self.assertEqual((first, second), (torch.tensor(1.0), torch.tensor(1.0)))
+
+    def test_outputs_have_memory_of_their_own(self):
+        """Code returns memory of a value that it needs no longer; views of one value go on sharing it."""
+        buffers = Staging([torch.arange(8.0), torch.tensor(5), torch.arange(6.0).view(2, 3)])
+        with operator.observed(buffers.together) as found:
+            a, b, c = (self.staged(stand_in) for stand_in in buffers.stand_ins)
+            other = torch.ones(2)
+            outputs = found.with_own_memory((a, other, b, None, a[2:4], c.t(), a.view(torch.int32), a[8:], 7))
+            (copy,) = found._copies.values()
+        self.assertIs(outputs[1], other)
+        self.assertEqual((outputs[3], outputs[8]), (None, 7))
+        wanted = [torch.arange(8.0), torch.tensor(5), torch.arange(2.0, 4.0), torch.arange(6.0).view(2, 3).t()]
+        self.assertEqual([outputs[i] for i in (0, 2, 4, 5)], wanted)
+        self.assertEqual(outputs[6].view(torch.float32), wanted[0])
+        self.assertEqual((outputs[5].stride(), outputs[7].shape), ((1, 3), (0,)))
+        memory = [outputs[i].untyped_storage().data_ptr() for i in (0, 4, 6, 2, 5)]
+        self.assertEqual((len(set(memory[:3])), len(set(memory)), copy.data_ptr() in memory), (1, 3, False))
+        self.assertEqual(outputs[0].untyped_storage().nbytes(), 32)
+        same = [other, 7]
+        self.assertIs(found.with_own_memory(same), same)
+
+    def test_nobody_holds_the_copy_afterwards(self):
+        """Upstream counts what is alive in the graph pool."""
+        buffers = Staging([torch.tensor(1.0), torch.tensor(2.0)])
+        with operator.observed(buffers.together) as found:
+            outputs = found.with_own_memory([self.staged(buffers.stand_ins[0])])
+            copy = weakref.ref(next(iter(found._copies.values())))
+        gc.collect()
+        self.assertIsNone(copy())
+        self.assertEqual(outputs, [torch.tensor(1.0)])
+
+
+class TestUngraphed(TestCase):
+    """Copies outside of the graphs that we record."""
+
+    def copies(self, host, read, *, captured=False, pinned=False):
+        """How the value is copied to the GPU: whether its own memory is read, and whether nobody waits for that."""
+        made = []
+
+        def copy(to, of, non_blocking=False):
+            made.append((of is host, non_blocking))
+            return original(to, of)
+
+        original = torch.Tensor.copy_
+        with (
+            mock.patch.object(operator, "_is_between_devices", lambda there, host: True),
+            mock.patch.object(operator, "_is_captured", lambda there: captured),
+            mock.patch.object(operator, "_pinned", lambda host: host.clone()),
+            mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: pinned),
+            mock.patch.object(torch.Tensor, "copy_", copy),
+        ):
+            found = operator._staged(torch.empty(0), host, int(read))
+        self.assertEqual(found, host.resolve_conj().resolve_neg())
+        self.assertEqual(found.stride(), torch.empty_like(host).stride())
+        return made
+
+    def test_only_a_wait_of_the_programs_own_is_made(self):
+        """That is for pinned memory, which the GPU may have still to write and the program may write to afterwards."""
+        for read, pinned, expected in (
+            (HostRead.AT_ONCE, False, (False, True)),
+            (HostRead.IN_ORDER, False, (False, True)),
+            (HostRead.LATER, False, (False, True)),
+            (HostRead.AT_ONCE, True, (False, True)),
+            (HostRead.IN_ORDER, True, (True, False)),
+            (HostRead.LATER, True, (True, True)),
+        ):
+            for host in (torch.tensor(3.0), torch.rand(4, 5).t(), torch.rand(4, 6)[:, ::2], torch.ones(2).bool()):
+                with self.subTest(read=read, pinned=pinned):
+                    self.assertEqual(self.copies(host, read, pinned=pinned), [expected])
+
+    def test_bits_of_a_value(self):
+        for host in (torch.complex(torch.rand(4), torch.rand(4)).conj(), torch._neg_view(torch.rand(4))):
+            self.assertEqual(self.copies(host, HostRead.IN_ORDER), [(False, True)])
+
+    def test_a_graph_of_the_programs_own_reads_what_the_program_gives_it_alone(self):
+        """A copy that waits makes torch raise there."""
+        for read, pinned, is_late in (
+            (HostRead.AT_ONCE, False, False),
+            (HostRead.IN_ORDER, False, False),
+            (HostRead.LATER, False, False),
+            (HostRead.AT_ONCE, True, False),
+            (HostRead.IN_ORDER, True, False),
+            (HostRead.LATER, True, True),
+        ):
+            with self.subTest(read=read, pinned=pinned):
+                found = self.copies(torch.rand(4), read, captured=True, pinned=pinned)
+                self.assertEqual(found, [(True, is_late)])
+
+    def test_a_call_that_is_observed_and_not_captured(self):
+        with operator.observed() as found:
+            self.assertEqual(self.copies(torch.rand(4), HostRead.AT_ONCE), [(False, True)])
+        self.assertEqual(len(found.reads), 1)
+
+
 class TestLiveInputs(StagingTestCase):
-    def record(self, nodes, *inputs, returned=()):
+    def record(self, nodes, *inputs, returned=(), unread=()):
+        """``unread``: inputs that no call of the operator read while the graph was captured."""
         live, reasons = choose(self.driver, 0, list(inputs), range(len(inputs)), set(), self.pool, {}, stage=True)
         self.assertEqual(reasons, {})
         live.outputs.update({number: (index, None) for number, index in enumerate(returned)})
         graph = self.capture(nodes, live)
-        live.set_up(graph)
+        live.set_up(graph, self.reads(live, unread))
         return live, graph
+
+    def reads(self, live, unread=()):
+        return [(item.recorded, HostRead.IN_ORDER) for item in live.items if item.index not in unread]
 
     def test_parts_that_are_read_at_several_times_are_read_in_order(self):
         inputs = [torch.zeros(4) for _ in range(4)]
@@ -323,12 +621,12 @@ class TestLiveInputs(StagingTestCase):
     def test_no_node_reads_it(self):
         """Its value may have been read while the graph was recorded, and every replay would have that one."""
         with self.assertRaisesRegex(NotStaged, "input 1 lies on the CPU"):
-            self.record(lambda addresses: self.copies(addresses[:1]), torch.zeros(4), torch.zeros(4))
+            self.record(lambda addresses: self.copies(addresses[:1]), torch.zeros(4), torch.zeros(4), unread=[1])
 
     def test_returned_alone(self):
         """A later partition needs it; it is not copied, and is the call's own."""
         a, b = torch.ones(4), torch.zeros(4)
-        live, graph = self.record(lambda addresses: self.copies(addresses[:1]), a, b, returned=[1])
+        live, graph = self.record(lambda addresses: self.copies(addresses[:1]), a, b, returned=[1], unread=[1])
         self.assertIs(live.output(*live.outputs[0]), b)
         self.assertEqual(self.read(graph.launch()), [[1.0] * 4])
         live.finish()
@@ -346,13 +644,100 @@ class TestLiveInputs(StagingTestCase):
         shown = without_staged([item.stand_in, 3, item.stand_in[2:6], other], live)
         self.assertEqual([value if value is None else type(value) for value in shown], [None, int, None, torch.Tensor])
         self.assertIs(shown[3], other)
-        live.set_up(self.capture(self.copies, live))
+        live.set_up(self.capture(self.copies, live), self.reads(live))
         live.finish()
         value = torch.arange(8.0) * 2
         live.take([value])
         made = {position: live.output(*made_of) for position, made_of in live.outputs.items()}
         self.assertIs(made[0], value)
         self.assertEqual((made[2], made[2].data_ptr()), (value[2:6], value[2:6].data_ptr()))
+
+    def record_numbers(self, *more, unread=(), own=()):
+        """48 numbers and more, which one node copies; and a node for each of some inputs."""
+
+        def nodes(addresses):
+            common = self.api.make_memcpy(self.blocks[-1].data_ptr(), TARGET, self.blocks[-1].numel(), "HOST")
+            return [common, *(self.api.make_memcpy(addresses[i], TARGET + 8192, 4, "HOST") for i in own)]
+
+        return self.record(nodes, *numbers(0), *more, unread=unread)
+
+    def numbers_of(self, address):
+        offset = [item.recorded - self.blocks[0].data_ptr() for item in self.live.items]
+        return [read_at(address + offset[i], torch.tensor(0.0)) for i in range(NUMBERS)]
+
+    def test_one_node_copies_all_numbers(self):
+        """One block and one node are patched a call, and each launch reads the numbers of its own."""
+        self.live, graph = self.record_numbers()
+        self.assertEqual({d.route for d in self.live.decisions.values()}, {Route.STAGE})
+        self.assertEqual(len(self.blocks), 1)
+        launched = [(graph.launch(), 0)]
+        self.queue.queued += 1
+        self.live.finish()
+        for call in range(1, 6):
+            del self.api.calls[:]
+            launched.append((self.call(self.live, graph, *numbers(call)), call))
+            self.queue.queued += 1
+            self.assertEqual(self.api.calls.count(CALL), 1)
+        self.assertEqual(len({node[0][0] for node, _ in launched}), 6)
+        for ((source, target),), call in launched:
+            self.assertEqual(target, TARGET)
+            self.assertEqual(self.numbers_of(source), numbers(call), rtol=0, atol=0)
+        self.queue.done = self.queue.queued
+        del self.api.calls[:]
+        self.call(self.live, graph, *numbers(6))
+        self.call(self.live, graph, *numbers(7))
+        self.assertNotIn(CALL, self.api.calls)  # the same block each time
+
+    def test_a_number_that_is_read_twice(self):
+        """The second copy is given the address of its part."""
+        self.live, graph = self.record_numbers(own=[5])
+        graph.launch()
+        self.queue.queued += 1
+        self.live.finish()
+        for call in range(1, 4):
+            (source, _), (second, _) = self.call(self.live, graph, *numbers(call))
+            self.queue.queued += 1
+            self.assertEqual(self.numbers_of(source), numbers(call), rtol=0, atol=0)
+            self.assertEqual(read_at(second, torch.tensor(0.0)), numbers(call)[5])
+
+    def test_a_common_copy_is_no_proof_that_an_input_is_read(self):
+        """It takes what was read by other means while the graph was recorded as well."""
+        with self.assertRaisesRegex(NotStaged, "input 17 lies on the CPU"):
+            self.record_numbers(unread=[17])
+
+    def test_a_value_without_a_copy_of_its_memory(self):
+        """Its address is in no node, as where it was gathered on the CPU."""
+        with self.assertRaisesRegex(NotStaged, "input 48 lies on the CPU"):
+            self.record_numbers(torch.zeros(100_000))
+
+    def test_all_are_refused_together(self):
+        self.live, graph = self.record_numbers()
+        graph.launch()
+        self.queue.queued += 1
+        self.live.finish()
+        self.api.fail(CALL, 0, CUresult.CUDA_ERROR_INVALID_VALUE)
+        self.assertRegex(self.live.prepare(numbers(1)), "refused an address")
+        self.assertEqual(list(self.live.refused), list(range(NUMBERS)))
+
+    def test_a_graph_of_the_programs_own_takes_no_replay(self):
+        """Its replays would read the buffer after later calls have written to it; and nothing is waited for."""
+        a, b = torch.ones(4), torch.zeros(4)
+        live, graph = self.record(self.copies, a, b)
+        graph.launch()
+        self.queue.queued += 1
+        live.finish()
+        before = [block.clone() for block in self.blocks]
+        self.is_capturing = True
+        with mock.patch.object(Event, "query", side_effect=AssertionError):
+            self.assertEqual(live.prepare([a * 2, b]), CAPTURED)
+        self.assertEqual((self.blocks, self.queue.waits), (before, 0))
+        self.is_capturing = False
+        self.assertEqual(self.read(self.call(live, graph, a * 2, b)), [[2.0] * 4, [0.0] * 4])
+        # Where none is copied, the program's graph may have it.
+        live, graph = self.record(lambda addresses: [], a, returned=[0], unread=[0])
+        live.finish()
+        self.is_capturing = True
+        self.assertIsNone(live.prepare([a]))
 
     def test_no_call_where_the_gpu_keeps_up(self):
         live, graph = self.record(self.copies, torch.zeros(4), torch.zeros(4))
@@ -366,20 +751,20 @@ class TestLiveInputs(StagingTestCase):
         self.assertNotIn(CALL, self.api.calls)
 
     def test_a_refused_buffer(self):
-        """The input is named whose copy the driver does not set."""
+        """The inputs are named whose copy the driver does not set: all that it takes."""
         live, _ = self.record(self.copies, torch.ones(4), torch.zeros(4))
         self.queue.queued += 1
         live.finish()
         self.api.fail(CALL, 1, CUresult.CUDA_ERROR_INVALID_VALUE)
         self.assertRegex(live.prepare([torch.ones(4), torch.zeros(4)]), "refused an address")
-        self.assertEqual(list(live.refused), [1])
+        self.assertEqual(list(live.refused), [0, 1])
 
     def test_a_graph_that_cannot_be_read(self):
         """The graph reads one buffer always: a call waits until the launch before has read it."""
         live, _ = choose(self.driver, 0, [torch.ones(4)], [0], set(), self.pool, {}, stage=True)
         graph = self.capture(self.copies, live)
         self.api.fail("cuGraphGetNodes", 0, CUresult.CUDA_ERROR_INVALID_VALUE)
-        live.set_up(graph)
+        live.set_up(graph, self.reads(live))
         live.finish()
         for call in range(3):
             self.queue.queued += 1

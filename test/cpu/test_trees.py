@@ -28,6 +28,7 @@ from inductor_patches import output_code
 from pygraph_trees.coverage import compiled
 from pygraph_trees.coverage.log import FunctionLog, GraphLog, RecordingLog, journal
 from pygraph_trees.coverage.report import clear
+from pygraph_trees.indirection.inputs import CAPTURED
 from pygraph_trees.selection import why_not_graphed
 from pygraph_trees.settings import Settings
 from pygraph_trees.tensors import Whereabouts, released
@@ -1365,6 +1366,29 @@ class TestSteadyReplay(TestCase):
             self.assertEqual(self.manager._run([x], self.FUNCTION), ["upstream's"])
             self.manager.current_node = None
             self.assertEqual(self.manager._run([x], other), ["upstream's"])
+
+    def test_a_call_that_the_program_captures_is_ungraphed_if_an_input_is_on_the_cpu(self):
+        """The captured copy would read a staging buffer that later calls write to."""
+        model = FunctionModel.of(lambda inputs: ["un-graphed", *inputs], is_backward=False, is_inference=True)
+        model.settings = replace(model.settings, placement="full", indirection="auto")
+        other = 8
+        self.manager.ids_to_funcs[other] = SimpleNamespace(mutated_input_idxs=(), static_input_idxs=[], model=model)
+        self.manager.warmed_up_functions.add(other)
+        uses = mock.patch.object(Manager, "_uses_addresses", lambda manager, model: True)
+        upstream = mock.patch.object(Upstream, "_run", lambda manager, inputs, function_id: ["upstream's"])
+        x = torch.ones(2)
+        for is_capturing, inputs, expected in (
+            (True, [x], ["un-graphed", x]),
+            (False, [x], ["upstream's"]),
+            (True, [7, x.to("meta")], ["upstream's"]),
+        ):
+            capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)  # noqa: B023
+            with self.subTest(is_capturing, inputs=inputs), uses, upstream, capturing:
+                self.behind(self.recording, new_step=False)
+                self.assertEqual(self.manager._run(inputs, other), expected)
+                if is_capturing and expected != ["upstream's"]:
+                    self.assertIs(self.manager.current_node, self.recording)
+                    self.assertEqual(model.log.ungraphed_reason, CAPTURED)
 
     def test_a_function_is_added_where_its_first_call_works(self):
         def add_function(manager, model, inputs):

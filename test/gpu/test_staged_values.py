@@ -1,0 +1,380 @@
+"""Values of the CPU in graphs: one copy for all of them, right in each call, and no wait that the program has not."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from indirection import Facts, reset
+from isolated import run_isolated
+from parity import OURS
+from placement import PlacementTestCase
+from selection import CALLS, SelectionTestCase, decided
+from torch._inductor import config, cudagraph_trees
+from torch._inductor.utils import fresh_cache, run_and_get_code
+from torch.testing._internal.common_utils import run_tests
+
+import pygraph_trees
+from pygraph_trees.graph_nodes import NodeKind
+from pygraph_trees.selection.decision import Way
+
+NUMBERS = 48
+SLEEP = 2_000_000_000  # cycles, a second or so
+DTYPES = (torch.float32, torch.int64, torch.float64, torch.bool, torch.bfloat16, torch.int32)
+
+
+def step():
+    torch.compiler.cudagraph_mark_step_begin()
+
+
+def of_numbers(x, *numbers):
+    """Each number is read by a kernel of its own, of a size of its own."""
+    return tuple(x[: 64 + position].sin() * number for position, number in enumerate(numbers))
+
+
+def numbers(call):
+    return [torch.tensor((call * 7 + n) % 11 - 3).to(DTYPES[n % len(DTYPES)]) for n in range(NUMBERS)]
+
+
+def copies():
+    """How many copies the graph has that was replayed last."""
+    manager = cudagraph_trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+    return manager.current_node.live.kinds[NodeKind.MEMCPY]
+
+
+class Busy:
+    """The GPU has work for a second; ``waited`` tells whether somebody waited for it."""
+
+    def __enter__(self):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(SLEEP)
+        self._done = torch.cuda.Event()
+        self._done.record()
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_):
+        self.seconds = time.perf_counter() - self._start
+        self.waited = self._done.query()
+        torch.cuda.synchronize()
+
+
+class TestOneCopy(PlacementTestCase):
+    def check_calls(self, fn, make, expected_copies, calls=12, **options):
+        """Calls that are not waited for, each with values of its own; one recording, and a copy for all of them."""
+        graphed = torch.compile(fn, mode="reduce-overhead", dynamic=False, **options)
+        x = torch.rand(256, device=self.device)
+        given = [make(call) for call in range(calls)]
+        wanted = [fn(x, *values) for values in given]
+        found = []
+        for call, values in enumerate(given):
+            if call == 3:
+                torch.cuda._sleep(SLEEP // 10)
+            step()
+            found.append([output.clone() for output in graphed(x, *values)])
+        if expected_copies is not None:
+            self.assertEqual(copies(), expected_copies)
+        for call, (one, other) in enumerate(zip(found, wanted, strict=True)):
+            self.assertEqual(one, list(other), msg=lambda m, call=call: f"call {call}: {m}")
+        facts = Facts.now()
+        self.assertGraphed(facts, calls)
+        self.assertEqual((facts.recordings, facts.copied_bytes), (1, 0))
+
+    def test_48_numbers(self):
+        """Of several types, each read by its own kernel."""
+        self.check_calls(of_numbers, numbers, 1)
+        (function,) = pygraph_trees.report().functions
+        self.assertGreaterEqual(function.recordings[0].kernels, NUMBERS)
+        self.assertEqual(Facts.now().routes.count("stage"), NUMBERS)
+
+    def test_two_and_one(self):
+        """The least that can share a copy, and a number alone."""
+        for count in (2, 1):
+            with self.subTest(count):
+                reset()
+                self.check_calls(of_numbers, lambda call: numbers(call)[:count], 1)  # noqa: B023
+
+    def test_sizes_and_layouts(self):
+        """Vectors, matrices, a transposed one, one with gaps and an expanded one, ids and a mask, up to 320 KiB."""
+
+        def fn(x, vector, matrix, turned, gaps, wide, ids, mask, large):
+            there = vector.to("cuda"), matrix.to("cuda"), turned.to("cuda"), gaps.to("cuda"), wide.to("cuda")
+            return (*(part.sin().sum() for part in there), x[ids], x[:64] * mask.to("cuda"), large.to("cuda").sum())
+
+        def make(call):
+            base = torch.arange(4096.0).view(64, 64) + call
+            ids, mask = (torch.arange(100) * (call + 1)) % 256, torch.arange(64) % (call + 2) == 0
+            some = base[0].clone(), base.clone(), base.t(), base[::2, ::2], base[:, :1].expand(64, 64)
+            return [*some, ids, mask, torch.full((80 << 10,), float(call))]
+
+        self.check_calls(fn, make, 1)
+
+    def test_outputs_in_memory_of_staged_values(self):
+        """Kernels write in place to values that are read no more; each output has a storage of its own all the same."""
+
+        def fn(x, *values):
+            return tuple(x * value.to("cuda") + position for position, value in enumerate(values))
+
+        self.check_calls(fn, lambda call: [torch.full((256,), float(call + n)) for n in range(5)], None)
+        graphed = torch.compile(fn, mode="reduce-overhead", dynamic=False)
+        x = torch.rand(256, device=self.device)
+        for call in range(4):
+            step()
+            found = graphed(x, *(torch.full((256,), float(call + n)) for n in range(5)))
+            storages = [output.untyped_storage() for output in found]
+            self.assertEqual(len({storage.data_ptr() for storage in storages}), 5)
+            self.assertEqual({storage.nbytes() for storage in storages}, {1024})
+
+    def test_parts_of_values(self):
+        """Of one value several parts are read, aligned and not, and the whole of it: none is read through another."""
+
+        def fn(x, v, s):
+            whole, first, odd = v.to("cuda"), v[:64].to("cuda"), v[3:67].to("cuda")
+            return whole.sin(), (first + 1).cos(), odd * s, x * v[5]
+
+        def make(call):
+            return [torch.arange(256.0) * (call + 1), torch.tensor(float(call))]
+
+        graphed = torch.compile(fn, mode="reduce-overhead", dynamic=False)
+        x = torch.rand(256, device=self.device)
+        for call in range(8):
+            given = make(call)
+            step()
+            self.assertEqual([o.clone() for o in graphed(x, *given)], list(fn(x, *given)))
+        self.assertGraphed(Facts.now(), 8)
+
+    def test_pinned_memory_has_a_copy_of_its_own(self):
+        """It is read in its own place if the program waits for no copy, and written over by nobody else."""
+
+        def fn(x, p, *values):
+            return (x * p.to("cuda", non_blocking=True), *(x * value for value in values))
+
+        def make(call):
+            return [torch.full((256,), float(call)).pin_memory(), *numbers(call)[:4]]
+
+        self.check_calls(fn, make, 2)
+
+    def test_inputs_that_are_pinned_in_some_calls(self):
+        """Pinned after it was recorded from other memory, and the other way round."""
+
+        def fn(x, p, s, t):
+            return x * p.to("cuda", non_blocking=True), x * s, x + t
+
+        for first in (True, False):
+            with self.subTest(pinned_first=first):
+                reset()
+                graphed = torch.compile(fn, mode="reduce-overhead", dynamic=False)
+                x, found = torch.rand(256, device=self.device), []
+                for call in range(12):
+                    p = torch.full((256,), float(call))
+                    p = p.pin_memory() if (call < 4) is first else p
+                    step()
+                    values = torch.tensor(float(call)), torch.tensor(float(-call))
+                    found.append([o.clone() for o in graphed(x, p, *values)])
+                for call, one in enumerate(found):
+                    self.assertEqual(one, [x * call, x * call, x - call])
+
+    def test_training(self):
+        """Numbers that the forward and the backward read."""
+
+        def fn(x, w, *values):
+            return sum((x * w * value).sin().sum() for value in values)
+
+        graphed = torch.compile(fn, mode="reduce-overhead", dynamic=False)
+        x = torch.rand(256, device=self.device)
+        for call in range(8):
+            values = [value for value in numbers(call) if value.is_floating_point()]
+            w, own = (torch.full((256,), 0.5, device=self.device, requires_grad=True) for _ in range(2))
+            step()
+            graphed(x, w, *values).backward()
+            fn(x, own, *values).backward()
+            self.assertEqual(w.grad, own.grad, rtol=1e-4, atol=1e-3)
+
+    def test_a_value_that_a_later_partition_reads(self):
+        """It is an output of the first one, with memory of its own."""
+
+        def fn(x, v, s):
+            there = v.to("cuda")
+            first = (x * there * s).sin()
+            chosen = first.cpu().sort().values.to("cuda")  # which the CPU does, between the partitions
+            return first, chosen * there[0] * s, there + 1
+
+        graphed = torch.compile(fn, mode="reduce-overhead", dynamic=False)
+        for call in range(8):
+            x, v, s = torch.rand(256, device=self.device), torch.full((256,), float(call)), torch.tensor(float(call))
+            step()
+            self.assertEqual([o.clone() for o in graphed(x, v, s)], list(fn(x, v, s)))
+
+    def test_under_verification(self):
+        with config.patch({"triton.pygraph_verify": "on"}):
+            self.check_calls(of_numbers, numbers, 1)
+
+    def test_a_stream_of_the_callers(self):
+        graphed = torch.compile(of_numbers, mode="reduce-overhead", dynamic=False)
+        x, stream, found = torch.rand(256, device=self.device), torch.cuda.Stream(), []
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for call in range(10):
+                if call == 4:
+                    torch.cuda._sleep(SLEEP // 10)
+                step()
+                found.append([o.clone() for o in graphed(x, *numbers(call))])
+        stream.synchronize()
+        for call, one in enumerate(found):
+            self.assertEqual(one, list(of_numbers(x, *numbers(call))))
+
+
+class TestWaits(SelectionTestCase):
+    """Un-graphed code waits for the GPU if the program does, and else not."""
+
+    def test_ungraphed_under_auto(self):
+        """Numbers, vectors that are copied without a wait and such that are not: none needs the GPU to be done."""
+        programs = {
+            "numbers": (of_numbers, numbers),
+            "copies": (
+                lambda x, v, w: x * v.to("cuda", non_blocking=True) + w.to("cuda"),
+                lambda call: [torch.full((256,), float(call)), torch.arange(256.0) + call],
+            ),
+            "pinned numbers": (lambda x, s: x * s, lambda call: [torch.tensor(float(call)).pin_memory()]),
+            "pinned and later": (
+                lambda x, v: x * v.to("cuda", non_blocking=True),
+                lambda call: [torch.full((256,), float(call)).pin_memory()],
+            ),
+        }
+        x = torch.rand(256, device=self.device)
+        for name, (fn, make) in programs.items():
+            with self.subTest(name), decided(Way.UNGRAPHED):
+                reset()
+                called = torch.compile(fn, mode="reduce-overhead", dynamic=False)
+                for call in range(CALLS):
+                    step()
+                    called(x, *make(call))
+                before = [f.replays for f in self.functions()]
+                given = [make(call) for call in range(3)]
+                found = []
+                with Busy() as busy:
+                    for values in given:
+                        step()
+                        found.append(called(x, *values))
+                self.assertFalse(busy.waited)
+                self.assertLess(busy.seconds, 0.3)
+                self.assertEqual([f.replays for f in self.functions()], before)
+                for one, values in zip(found, given, strict=True):
+                    self.assertEqual(one, fn(x, *values))
+
+    def test_ungraphed_memory_may_be_written_to_at_once(self):
+        """Whatever the GPU has still to do: the value of the call is what it was."""
+        x, found = torch.ones(1 << 14, device=self.device), []
+        with decided(Way.UNGRAPHED):
+            called = torch.compile(lambda x, v: x * v.to("cuda"), mode="reduce-overhead", dynamic=False)
+            v = torch.zeros(1 << 14)
+            for call in range(CALLS):
+                if call >= CALLS - 5:
+                    torch.cuda._sleep(SLEEP // 50)
+                v.fill_(call)
+                step()
+                found.append(called(x, v).clone())
+                v.fill_(-1)
+        for call, one in enumerate(found):
+            self.assertEqual((one.min().item(), one.max().item()), (call, call))
+
+    def test_never(self):
+        """As ``torch.compile`` has it, which gives numbers to kernels without a wait."""
+        x = torch.rand(256, device=self.device)
+        with config.patch({"triton.pygraph_selective": "never"}):
+            called = torch.compile(of_numbers, mode="reduce-overhead", dynamic=False)
+            called(x, *numbers(0))
+            with Busy() as busy:
+                found = called(x, *numbers(1))
+        self.assertFalse(busy.waited)
+        self.assertLess(busy.seconds, 0.3)
+        self.assertEqual(found, of_numbers(x, *numbers(1)))
+        self.assertEqual(pygraph_trees.report().functions, ())
+        self.assertEqual([graph.dropped for graph in pygraph_trees.report().graphs], ["pygraph_selective is 'never'"])
+
+    def test_never_is_the_code_of_torch_without_graphs(self):
+        """And so are the devices of what it returns, constants and numbers of the CPU included."""
+
+        def fn(x, v, s):
+            table = torch.arange(256).float().sqrt()
+            return x * v.to("cuda") + table.to("cuda"), torch.arange(4), s + 1, x * s, (x * 2).cpu()
+
+        x = torch.rand(256, device=self.device)
+
+        def code_of(**how):
+            torch._dynamo.reset()
+            with fresh_cache():
+                outputs, codes = run_and_get_code(
+                    torch.compile(fn, dynamic=False, **how), x, torch.ones(256), torch.tensor(2.0)
+                )
+            comments = re.compile(r"^\s*#.*$", re.MULTILINE)
+            return outputs, [re.sub(r"/tmp/\S+", "", comments.sub("", code)) for code in codes]
+
+        wanted, plain = code_of()
+        with config.patch({"triton.pygraph_selective": "never"}):
+            found, never = code_of(mode="reduce-overhead")
+        self.assertEqual(never, plain)
+        self.assertEqual([output.device for output in found], [output.device for output in wanted])
+        self.assertEqual(found, wanted, rtol=0, atol=0)
+
+
+def captures_pageable_memory(ctx):
+    """In a process of its own: torch does not take back all that a failed capture leaves."""
+    x = torch.rand(256, device="cuda")
+    for name, fn in (("vector", lambda x, v: x * v.to("cuda")), ("number", lambda x, v: x * v[0])):
+        graphed = ctx.compile(fn, dynamic=False)
+
+        def is_right(call):
+            v = torch.full((256,), float(call))
+            step()
+            return torch.allclose(graphed(x, v), fn(x, v))  # noqa: B023
+
+        ctx.fact(f"{name} before", all([is_right(call) for call in range(5)]))
+        raised = None
+        try:
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                graphed(x, torch.ones(256))
+        except RuntimeError as error:
+            raised = error
+        torch.cuda.synchronize()
+        ctx.fact(f"{name} raised", raised is not None)
+        ctx.fact(f"{name} afterwards", all([is_right(call) for call in range(5)]))
+
+
+class TestGraphsOfThePrograms(PlacementTestCase):
+    """A call inside of a graph that the program captures."""
+
+    def test_torch_raises_for_memory_that_nobody_holds(self):
+        """And nothing is broken for later calls."""
+        found = run_isolated("test_staged_values", "captures_pageable_memory", OURS)
+        for name in ("vector", "number"):
+            for what in ("before", "raised", "afterwards"):
+                (fact,) = [leaf for path, leaf in found["facts"].items() if f"({name} {what})" in path]
+                self.assertTrue(fact, f"{name}, {what}: {found}")
+
+    def test_pinned_memory_of_the_programs_is_read_at_each_replay(self):
+        """As torch has it: the program's graph reads the program's tensor, and no buffer that other calls write to."""
+        x = torch.rand(256, device=self.device)
+        graphed = torch.compile(lambda x, v: x * v.to("cuda", non_blocking=True), mode="reduce-overhead", dynamic=False)
+        for call in range(5):
+            step()
+            self.assertEqual(graphed(x, torch.full((256,), float(call)).pin_memory()), x * call)
+        v, graph = torch.ones(256).pin_memory(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = graphed(x, v)
+        for call in range(4):
+            step()
+            graphed(x, torch.full((256,), -1.0).pin_memory())
+            v.fill_(call)
+            graph.replay()
+            torch.cuda.synchronize()
+            self.assertEqual(found, x * call)
+
+
+if __name__ == "__main__":
+    run_tests()
