@@ -3,7 +3,8 @@
 Queued launches may still use it. :func:`retire` is called by finalizers, which the garbage collector runs anywhere, so
 it waits for nothing: memory whose last launches are known to be over (:class:`LastLaunches`) is given back at once, the
 rest where :func:`release_retired` may wait for the GPU. That is where a function is recorded or warmed up, where
-recordings are given up, and in ``torch._dynamo.reset()``.
+recordings are given up, and in ``torch._dynamo.reset()``. The launches of a graph with a table alone are not followed,
+since nothing in Python is done at them.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def retire(driver: Driver, device: int, memory: Memory, launches: LastLaunches |
         launches: those that use the memory; None where they are not known.
     """
     _retired.append(_Retired(driver, device, memory, launches))
-    if launches is not None and not torch.cuda.is_current_stream_capturing():
+    if launches is not None and not _is_capturing():
         _give_back_idle()
 
 
@@ -106,7 +107,7 @@ def release_retired(*, is_locked: bool = False) -> None:
     Args:
         is_locked: whether this thread holds it.
     """
-    if not _retired or torch.cuda.is_current_stream_capturing():
+    if not _retired or _is_capturing():
         return
     _give_back_idle()
     if not _retired:
@@ -122,6 +123,14 @@ def release_retired(*, is_locked: bool = False) -> None:
         except BaseException:
             _retired.extend(gone)  # an interrupt: the next one gives them back
             raise
+
+
+def _is_capturing() -> bool:
+    """Whether this thread captures, or the GPU is lost."""
+    try:
+        return torch.cuda.is_current_stream_capturing()
+    except RuntimeError:
+        return True
 
 
 @contextlib.contextmanager
