@@ -1,6 +1,6 @@
-"""Patches of ``torch._inductor.cudagraph_trees``: our recording, our manager, and the entry of functions.
+"""Patches of ``torch._inductor.cudagraph_trees``: our recording and manager, the entry of functions, the reset of all.
 
-All three names are looked up in the module when they are used, so rebinding them there is enough; thread-local state,
+All four names are looked up in the module when they are used, so rebinding them there is enough; thread-local state,
 liveness and pool rules and whatever a torch version adds stay upstream's.
 """
 
@@ -67,6 +67,18 @@ def _cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
         return run if function is model else looked_after(run, is_backward=kwargs["is_backward"])
 
     return cudagraphify_impl
+
+
+def _reset_cudagraph_trees(upstream: Callable[[], None]) -> Callable[[], None]:
+    from pygraph_trees.indirection.retired import release_retired
+
+    @functools.wraps(upstream)
+    def reset_cudagraph_trees() -> None:
+        upstream()
+        # Managers whose functions went before were not shut down.
+        release_retired()
+
+    return reset_cudagraph_trees
 
 
 def _keeps_writes(run: Any, static_input_idxs: Any, mutated: set[int]) -> Callable[[list[Any]], Any]:
@@ -285,5 +297,13 @@ PATCHES: tuple[Patch, ...] = (
             ),
         ),
         removable="never: this is the drop-in",
+    ),
+    Rebind(
+        feature="trees",
+        module=_MODULE,
+        name="reset_cudagraph_trees",
+        replace=_reset_cudagraph_trees,
+        fingerprints=(Fingerprint((2, 11), (2, 15), (Expectation(_MODULE, "reset_cudagraph_trees", ()),)),),
+        removable="never: memory of recordings that are gone is given back there",
     ),
 )

@@ -301,6 +301,19 @@ class Driver:
         """Takes the memory from a range of whole mappings without gaps."""
         self.call("cuMemUnmap", address, nbytes)
 
+    @contextlib.contextmanager
+    def without_disturbing_captures(self) -> Iterator[None]:
+        """Meanwhile calls of this thread break no capture, of whatever thread (``cuThreadExchangeStreamCaptureMode``).
+
+        The driver takes calls that may wait for an error while somebody captures, if they do or not.
+        """
+        relaxed = self.find("CUstreamCaptureMode").CU_STREAM_CAPTURE_MODE_RELAXED
+        (before,) = self.call("cuThreadExchangeStreamCaptureMode", relaxed)
+        try:
+            yield
+        finally:
+            self.call("cuThreadExchangeStreamCaptureMode", before)
+
     def overwrite_stack(self) -> None:
         """Nothing of earlier calls is left on this thread's stack; without the native part nothing is done."""
         if self.native is not None:

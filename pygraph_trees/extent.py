@@ -13,3 +13,8 @@ def extent(tensor: torch.Tensor) -> int:
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """All of it in one dimension, gaps included: how layouts with gaps and overlaps are copied and filled."""
     return tensor.detach().as_strided((extent(tensor),), (1,), tensor.storage_offset())
+
+
+def contents(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements one behind another, as bytes; the tensor's own memory where they lie there so."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

@@ -31,7 +31,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -199,10 +199,19 @@ class Ghosts:
         self._map(own, self._handles[-1])
         self._release_handles()
 
-    def release_memory(self) -> None:
-        """Unmaps and frees the shared memory; materialised ghosts stay."""
+    def release_memory(self, kept: Collection[int] | None = None) -> None:
+        """Unmaps and frees the shared memory; materialised ghosts stay.
+
+        Args:
+            kept: of these only those that are kept stay, and what lies on a page with them.
+        """
         for block in self._blocks:
             self._unmap(block)
+        if kept is not None and self._plan is not None:
+            starts = {self._plan.units[index][0] for index in kept}
+            for start in [start for start in self._own if start not in starts]:
+                self._unmap(self._own[start])
+                del self._own[start]
         self._release_handles()
 
     def close(self) -> None:

@@ -15,10 +15,9 @@ on plain memory and copied both ways: upstream, which copies the others, copies 
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -32,7 +31,9 @@ from pygraph_trees.host_reads import HostRead
 from ..exc import PygraphError
 from ..extent import extent, flat
 from .ghost import Extent, Ghosts
+from .hidden_addresses import Rehearsal, Surroundings, listed, why_not_launched
 from .patching import CapturedCopies, Patches, PatchFailed
+from .retired import LastLaunches, give_back, release_retired, retire
 from .route_choice import EVERY
 from .routes import NO_SLOTS, Decision, Route, Slots, alignments, decide, fits, why_not_ghost
 from .sites import Scan, Site, scan
@@ -46,11 +47,8 @@ if TYPE_CHECKING:
 
     from .pool import PoolRanges
     from .route_choice import Watch
-    from .table import Table
 
 _T = TypeVar("_T")
-
-_log = logging.getLogger("pygraph_trees.indirection")
 
 _MOST_FITTING = 256  # addresses of an input that are remembered: more than an allocator has in turn
 _MOST_KNOWN = 64  # sets of addresses of all inputs: more than buffers are used in turn
@@ -62,10 +60,6 @@ _MOST_STAGED_NBYTES = 16 << 20  # larger inputs of the CPU are copied as torch d
 CAPTURED = "the program captures the call in a graph of its own, and an input is on the CPU"
 
 _MUTATED_IN_POOL = "a mutated input lies in the graph pool"
-
-# Ghosts with memory of their own, and tables, whose graph is gone, with their device. Queued launches may still read
-# that memory. No lock: a finalizer that the garbage collector runs may come while the same thread holds it.
-_retired: deque[tuple[int, Ghosts | Table]] = deque()
 
 
 class NotStaged(PygraphError, RuntimeError):
@@ -114,8 +108,10 @@ def choose(
         stage: whether inputs on the CPU are read by copies in the graph, and may be staged.
         managed: inputs that may lie in the graph pool, because they are alive while the function is recorded.
         tabled: inputs that have a slot in a table where they are at ghost addresses.
+
+    Upstream records, and calls this, under its lock of captures where it has one.
     """
-    release_retired()
+    release_retired(is_locked=True)
     reasons: dict[int, str] = {}
     chosen: dict[int, torch.Tensor] = {}
     held: dict[int, tuple[torch.Tensor, str]] = {}  # mutated inputs without a ghost
@@ -210,7 +206,7 @@ class LiveInputs:
             self._staging = Staging(list(self._staged.values()), device) if staged else None
             self._table = table_for(device, [item.recorded for item in on_ghosts if item.index in tabled])
         except BaseException:
-            _give_back(self._ghosts.close)
+            give_back(self._ghosts.close)
             raise
         memories = () if self._staging is None else self._staging.stand_ins
         on_cpu = [_staged_item(index, memory) for index, memory in zip(self._staged, memories, strict=True)]
@@ -251,6 +247,7 @@ class LiveInputs:
         self._known: dict[tuple[int, ...], list[int]] = {}  # the same for the addresses of all inputs at once
         self._pool_seen = pool.changes
         self._addresses: list[int] = []  # what the graph is given next
+        self._launches = LastLaunches()  # of a graph that reads copies
         self.temporary: dict[int, torch.Tensor] = {}  # by index: copies for the call that was prepared
         self._again = False  # whether there were any for the latest call
         self._is_simple = self._settles = False
@@ -300,44 +297,110 @@ class LiveInputs:
                 return True
         return False
 
-    def set_up(self, graph: Any, reads: Iterable[tuple[int, HostRead]] = ()) -> None:
+    def set_up(
+        self,
+        graph: Any,
+        reads: Iterable[tuple[int, HostRead]] = (),
+        surroundings: Callable[[], Surroundings] = Surroundings,
+    ) -> None:
         """Reads a captured graph, decides, instantiates it, and gives it the addresses it was recorded for.
 
-        ``reads``: addresses in staging buffers, and when the program reads what is there of the inputs.
+        Args:
+            reads: addresses in staging buffers, and when the program reads what is there of the inputs.
+            surroundings: what a launch reads and writes besides; asked for where there is a kernel that may hide
+                addresses, and then the graph is launched, and all that it changes is put back.
         """
         self._reads = self._by_number(reads)
         returned = {index for index, _ in self.outputs.values()}
-        passed = {position for position, item in enumerate(self.items) if item.index in returned}
-        sources = [] if self._staging is None else self._staging.recorded
         try:
-            found = scan(self._driver, int(graph.raw_cuda_graph()), self._ghosts, sources)
-            decisions = decide(found, len(self._ghosts.ghosts), passed, self._slots(found))
+            found, decisions = self._read(graph, returned)
             self._check_staged(found, returned)
         except DriverError as error:
             found, decisions = _NOTHING, self._all_copied(f"the graph could not be read: {error}")
         self.kinds = found.kinds
-        copies = CapturedCopies(found.nodes, found.sites)
+        self._copies = CapturedCopies(found.nodes, found.sites)
+        try:
+            if found.unknown and any(decision.by_address for decision in decisions):
+                failing = self._rehearse(graph, found, decisions, surroundings())
+                found, decisions = self._read(graph, returned)  # nodes serve one instantiation
+                decisions = [
+                    Decision(Route.COPY, failing[position]) if position in failing else decision
+                    for position, decision in enumerate(decisions)
+                ]
+            self._arrange(graph, found, decisions)
+        except (DriverError, PatchFailed) as error:
+            # Nothing was launched, or all is as it was. A graph that is instantiated anew holds the ghost addresses.
+            decisions = self._all_copied(f"the graph could not be given its address: {error}")
+            self._instantiate(graph, _NOTHING, decisions, self._point_back)
+        if self._table is not None:
+            weakref.finalize(graph, retire, self._driver, self._device, self._table).atexit = False
+        if self._copied:
+            launches = self._launches
+            weakref.finalize(graph, retire, self._driver, self._device, self._ghosts, launches).atexit = False
+            at_ghosts = [position for position, decision in enumerate(decisions) if not decision.by_address]
+            give_back(lambda: self._ghosts.release_memory(at_ghosts))
+        else:
+            give_back(self._ghosts.close)
+        self.copy_in()
+
+    def _read(self, graph: Any, returned: Collection[int]) -> tuple[Scan, list[Decision]]:
+        """What the captured graph holds, and the routes that follow."""
+        passed = {position for position, item in enumerate(self.items) if item.index in returned}
+        found = scan(self._driver, int(graph.raw_cuda_graph()), self._ghosts, self._sources)
+        return found, decide(found, len(self._ghosts.ghosts), passed, self._slots(found))
+
+    @property
+    def _sources(self) -> list[tuple[int, int]]:
+        """Address and size in bytes of what each staged copy reads."""
+        return [] if self._staging is None else list(self._staging.recorded)
+
+    def _arrange(self, graph: Any, found: Scan, decisions: Sequence[Decision]) -> None:
+        """Instantiates a graph that holds the addresses of this call's inputs where they are given by address."""
         patched = [p for p, d in enumerate(decisions) if d.by_address]
         given = {p: self._given[self.items[p].index].data_ptr() - self.items[p].lead for p in patched}
+        self._copies = copies = CapturedCopies(found.nodes, found.sites)
+        self._instantiate(graph, found, decisions, lambda: copies.point(given))
+        seen = [self._given[item.index].data_ptr() for item in self._patched]
+        self._addresses = [address - item.lead for address, item in zip(seen, self._patched, strict=True)]
+        self._hold(seen, self._given)
+
+    def _point_back(self) -> None:
+        """The captured graph's copies hold what was recorded."""
+        recorded = {p: ghost.start for p, ghost in enumerate(self._ghosts.ghosts)}
+        recorded |= {len(recorded) + number: address for number, (address, _) in enumerate(self._sources)}
+        self._copies.point_back(recorded)
+
+    def _rehearse(
+        self, graph: Any, found: Scan, decisions: Sequence[Decision], surroundings: Surroundings
+    ) -> dict[int, str]:
+        """By position, why inputs whose address a scan found cannot be given by address all the same."""
+        wanted = [position for position, decision in enumerate(decisions) if decision.by_address]
+        kernels, why_not = listed(found.unknown), why_not_launched()
+        if why_not is not None:
+            return dict.fromkeys(wanted, f"{kernels}, {why_not}, may hide its address")
+        for position in range(len(decisions)):
+            self._materialise(position)
+        scans = [found]
+
+        def launch(positions: Collection[int]) -> None:
+            now = scans.pop() if scans else self._read(graph, ())[0]
+            routes = [d if p in positions else _AT_GHOST for p, d in enumerate(decisions)]
+            try:
+                self._arrange(graph, now, routes)
+                graph.replay()
+            finally:
+                self._point_back()
+
+        items = self.items[: len(self.items) - len(self._staged)]
         try:
-            self._instantiate(graph, found, decisions, lambda: copies.point(given))
-            seen = [self._given[item.index].data_ptr() for item in self._patched]
-            self._addresses = [address - item.lead for address, item in zip(seen, self._patched, strict=True)]
-            self._hold(seen, self._given)
-        except (DriverError, PatchFailed) as error:
-            # Nothing was launched. A graph that is instantiated anew holds the ghost addresses again.
-            decisions = self._all_copied(f"the graph could not be given its address: {error}")
-            recorded = {p: ghost.start for p, ghost in enumerate(self._ghosts.ghosts)}
-            recorded |= {len(recorded) + number: address for number, (address, _) in enumerate(sources)}
-            self._instantiate(graph, _NOTHING, decisions, lambda: copies.point_back(recorded))
-        if self._table is not None:
-            weakref.finalize(graph, _retire, self._device, self._table).atexit = False
-        if self._copied:
-            weakref.finalize(graph, _retire, self._device, self._ghosts).atexit = False
-            _give_back(self._ghosts.release_memory)
-        else:
-            _give_back(self._ghosts.close)
-        self.copy_in()
+            rehearsal = Rehearsal(items, len(decisions), self.given, surroundings, launch)
+        except torch.OutOfMemoryError:
+            return dict.fromkeys(wanted, f"there is no memory to check {kernels}, which may hide its address")
+        try:
+            return rehearsal.failing(wanted, found.unknown)
+        finally:
+            rehearsal.put_back()
+            torch.cuda.current_stream(self._device).synchronize()
 
     def _slots(self, found: Scan) -> Slots:
         if self._table is None:
@@ -467,11 +530,11 @@ class LiveInputs:
         """Gives back the ghosts of a recording that was not finished, later where a copy may be queued already."""
         self._given = ()
         if self._table is not None:
-            _retire(self._device, self._table)
+            retire(self._driver, self._device, self._table)
         if self._copied:
-            _retire(self._device, self._ghosts)
+            retire(self._driver, self._device, self._ghosts, self._launches)
         else:
-            _give_back(self._ghosts.close)
+            give_back(self._ghosts.close)
 
     # -- replaying
 
@@ -670,6 +733,8 @@ class LiveInputs:
 
     def copy_in(self) -> None:
         """Copies, before the launch, the inputs that are given by copy."""
+        if self._copied:
+            self._launches.begin()
         for item in self._copied.values():
             flat(item.stand_in).copy_(flat(self._given[item.index]))
 
@@ -683,6 +748,8 @@ class LiveInputs:
         for index, copy in self.temporary.items() if self.temporary else ():
             if any(i.mutated for i in self._patched if i.index == index):
                 self._given[index].copy_(copy)
+        if self._copied:
+            self._launches.end(self._device)
         self.temporary = {}
         self._given = ()
 
@@ -707,6 +774,7 @@ class LiveInputs:
 
 
 _NOTHING = Scan(nodes=(), sites=(), refused={}, opaque=None, kinds=Counter())
+_AT_GHOST = Decision(Route.COPY, "it is compared with")
 
 
 def _item(
@@ -729,32 +797,3 @@ def _held_item(index: int, tensor: torch.Tensor) -> Item:
     copy = copy_at(tensor, tensor.data_ptr() % 512)
     nbytes = extent(copy) * copy.element_size()  # gaps between rows included: views of it lie there
     return Item(index, 0, nbytes, copy, copy.data_ptr(), mutated=True, managed=False)
-
-
-def _retire(device: int, memory: Ghosts | Table) -> None:
-    _retired.append((device, memory))
-
-
-def release_retired() -> None:
-    """Waits for what is queued, where there is anything to give back, and does."""
-    gone: list[tuple[int, Ghosts | Table]] = []
-    try:
-        with contextlib.suppress(IndexError):
-            while True:
-                gone.append(_retired.popleft())
-        for device in {device for device, _ in gone}:
-            torch.cuda.synchronize(device)
-        while gone:
-            _give_back(gone[-1][1].close)
-            gone.pop()
-    except BaseException:
-        _retired.extend(gone)  # an interrupt: the next one gives them back
-        raise
-
-
-def _give_back(call: Callable[[], None]) -> None:
-    """What the driver does not take back is lost; that is no reason to lose a call."""
-    try:
-        call()
-    except DriverError as error:
-        _log.warning("ghost addresses could not be given back: %s", error)

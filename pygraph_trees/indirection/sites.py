@@ -16,6 +16,8 @@ patched whatever their sites, and whether some node may hold an address where it
 - A kernel of NCCL hands addresses to other devices. It refuses the inputs that it is given and may hide all others.
 - A node that the driver does not describe may hide any address. Only a graph whose nodes cannot be listed raises
   :class:`DriverError`.
+- A kernel that is not known (:mod:`.known_kernels`) may be given an address in a form that is no word. That an input
+  has sites elsewhere proves nothing then; the scan names such kernels.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import torch
 from ..driver_error import DriverError
 from ..graph_nodes import NodeKind
 from .ghost import stands_out
+from .known_kernels import is_known
 
 if TYPE_CHECKING:
     from ..driver import Driver, Search
@@ -71,6 +74,7 @@ class Scan:
     refused: dict[int, str]  # by ghost: why it cannot be patched whatever its sites
     opaque: str | None  # what could hide any address, "a host node"; None where all was read
     kinds: Counter[NodeKind]  # of all nodes, without those of child graphs
+    unknown: tuple[str, ...] = ()  # names of kernels that may be given an address in a form that is no word
 
 
 def scan(driver: Driver, graph: int, ghosts: Ghosts, staged: Sequence[tuple[int, int]] = ()) -> Scan:
@@ -105,6 +109,7 @@ class _Reader:
         self._kinds: Counter[NodeKind] = Counter()
         # By the handles of a kernel. They are given out again after their module was unloaded: good for one scan.
         self._collectives: dict[tuple[int, int], bool] = {}
+        self._unknown: dict[str, None] = {}  # names of kernels, in order
         self._layouts: Layouts = {}
         self._readers: dict[NodeKind, tuple[Callable[[int, int], None], str]] = {
             NodeKind.KERNEL: (self._kernel, "a kernel whose parameters cannot be read"),
@@ -215,7 +220,8 @@ class _Reader:
         order = sorted(self._nodes)
         index = {position: i for i, position in enumerate(order)}
         sites = tuple(Site(index[p], offset, found, delta) for p, offset, found, delta in sorted(self._sites))
-        return Scan(tuple(self._nodes[p] for p in order), sites, self._refused, self._opaque, self._kinds)
+        nodes = tuple(self._nodes[p] for p in order)
+        return Scan(nodes, sites, self._refused, self._opaque, self._kinds, tuple(self._unknown))
 
     def _input_at(self, address: int) -> int | None:
         found = self._near(address)
@@ -243,7 +249,7 @@ class _Reader:
         self._opaque = self._opaque or what
 
     def _look_at_name(self, function: int, kernel: int) -> bool:
-        """Whether a kernel is a collective; one that is, or that has no name, may hide addresses.
+        """Whether a kernel is a collective; one that is, or that has no name, may hide addresses. Notes unknown ones.
 
         The driver is asked once a kernel, not once a node.
         """
@@ -255,6 +261,8 @@ class _Reader:
                 self._hide("a kernel whose name cannot be told")
             elif self._collectives[key]:
                 self._hide("a collective")
+            elif not is_known(name):
+                self._unknown[name] = None
         return self._collectives[key]
 
 

@@ -51,6 +51,11 @@ def memory_at(address: int, nbytes: int, device: torch.device) -> torch.UntypedS
     return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
 
 
+def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """The bytes at an address, which the tensor does not own; autograd sees nothing of what is written to it."""
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(memory_at(address, nbytes, device), 0, (nbytes,), (1,))
+
+
 def stand_in(start: int, span: Span, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor like ``tensor`` in memory at an address, which it does not own."""
     storage = memory_at(start, span.nbytes, device)

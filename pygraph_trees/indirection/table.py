@@ -29,6 +29,7 @@ import torch
 from ..graph_nodes import KernelNode
 from . import variant_launchers
 from .launches import available, noting, through
+from .retired import release_retired
 from .routes import Slots, why_not_ghost
 
 if TYPE_CHECKING:
@@ -247,7 +248,9 @@ class Warmups:
 
         What a backward is given of its forward's live inputs is static yet, and will be found to be live. Other inputs
         that turn out to move are recorded once more without a warmup; like all that has none, they are patched.
+        Upstream warms up under its lock of captures where it has one; what earlier recordings left is given back.
         """
+        release_retired(is_locked=True)
         if not available():
             return contextlib.nullcontext()
         if step != self._step:

@@ -22,7 +22,8 @@ import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.indirection.availability import usable_driver
-from pygraph_trees.indirection.inputs import CAPTURED, NotStaged, may_be_staged, release_retired
+from pygraph_trees.indirection.inputs import CAPTURED, NotStaged, may_be_staged
+from pygraph_trees.indirection.retired import release_retired
 from pygraph_trees.indirection.routes import why_not_ghost
 from pygraph_trees.indirection.table import Warmups
 from pygraph_trees.tensors import first_fit, sieve
@@ -347,7 +348,13 @@ class Manager(Upstream):
     def shutdown(self) -> None:
         self._ways.clear()
         self._forgotten, self._left = [], None
+        todo = list(itertools.chain.from_iterable((self.roots or {}).values()))
+        while todo:  # each holds the graph as well
+            node = todo.pop()
+            todo += itertools.chain.from_iterable(node.children.values())
+            node.native = None
         super().shutdown()
+        release_retired()
 
     def forget(self, model: FunctionModel, *, later: bool = False) -> None:
         """Gives back what a function's recordings hold, and those behind them, as soon as no path is open.

@@ -41,6 +41,7 @@ from pygraph_trees.exc import PygraphError
 from pygraph_trees.extent import flat
 from pygraph_trees.graph_nodes import NodeKind
 from pygraph_trees.indirection.availability import usable_driver, why_unusable
+from pygraph_trees.indirection.hidden_addresses import Surroundings
 from pygraph_trees.indirection.inputs import LiveInputs, NotStaged, choose
 from pygraph_trees.indirection.launch_clock import LaunchClock
 from pygraph_trees.indirection.route_choice import TableWatch, Watch, is_over, leave, why_by_table
@@ -338,9 +339,27 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         outputs = super()._record(on_stand_ins, inputs)
         if live is not None:
             with torch.cuda.device(self.device):
-                live.set_up(self.graph, reads)
+                live.set_up(self.graph, reads, lambda: self._surroundings(outputs, live))
             self._count_nodes(live.kinds)
         return outputs
+
+    def _surroundings(self, outputs: Sequence[Any], live: LiveInputs) -> Surroundings:
+        """What a launch reads and writes beside the live inputs, while the outputs of the capture are there."""
+        mutated, own = set(self.wrapped_function.mutated_input_idxs), {item.index for item in live.items}
+
+        def tensors(indices: set[int]) -> list[torch.Tensor]:
+            found = (self.reconstructed_inputs[index] for index in sorted(indices - own))
+            return [value for value in found if _is_cuda(value) and _is_plain(value)]
+
+        # In the graph pool, where the graph may put something else as soon as it has read them.
+        in_pool = {*self.cudagraph_managed_idxs, *self._copied_indices()}
+        generators = [value for value in self.reconstructed_inputs if isinstance(value, torch.Generator)]
+        return Surroundings(
+            outputs=[o for i, o in enumerate(outputs) if i not in live.outputs and _is_cuda(o) and _is_plain(o)],
+            kept=tensors(in_pool | mutated),
+            written=tensors(mutated),
+            generators=[torch.cuda.default_generators[self.device], *generators],
+        )
 
     def _graph_that_is_kept(self, inputs: list[Any]) -> Any:
         """A graph whose nodes can be read after capture; it is instantiated by us."""
@@ -661,6 +680,11 @@ def forget_frames(error: BaseException | None) -> None:
 
 def _is_cuda(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_cuda
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    """Whether its elements are what lies in memory."""
+    return value.layout is torch.strided and value.numel() > 0
 
 
 def _is_on_cpu(value: Any) -> bool:

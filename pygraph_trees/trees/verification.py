@@ -24,8 +24,8 @@ import torch
 
 from pygraph_trees.coverage.partitions import source_line
 from pygraph_trees.exc import PygraphError
-from pygraph_trees.extent import extent
-from pygraph_trees.indirection.stand_ins import memory_at, tensor_in
+from pygraph_trees.extent import contents, extent
+from pygraph_trees.indirection.stand_ins import bytes_at
 
 if TYPE_CHECKING:
     from .recording import Recording
@@ -57,7 +57,7 @@ class _Place:
         return _Place(tensor.data_ptr(), extent(tensor) * tensor.element_size(), tensor.device, 255 if nan else 0)
 
     def memory(self) -> torch.Tensor:
-        return _bytes_at(self.address, self.nbytes, self.device)
+        return bytes_at(self.address, self.nbytes, self.device)
 
 
 class Verification:
@@ -177,10 +177,6 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def _bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    return tensor_in(memory_at(address, nbytes, device), (nbytes,), (1,), torch.uint8, 0)
-
-
 def _copies(values: Sequence[Any]) -> list[Any]:
     """Copies of the tensors; where storages are not much larger than what is seen of them, these are copied."""
     blocks: dict[tuple[int, int], torch.Tensor] = {}  # by address and bytes
@@ -208,7 +204,7 @@ def _block(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     whole = -(-nbytes // 16) * 16
     buffer = torch.empty(whole + 512, dtype=torch.uint8, device=device)
     begin = (address - buffer.data_ptr()) % 512
-    buffer[begin : begin + nbytes].copy_(_bytes_at(address, nbytes, device))
+    buffer[begin : begin + nbytes].copy_(bytes_at(address, nbytes, device))
     return buffer[begin : begin + whole]
 
 
@@ -218,16 +214,12 @@ def _equal(one: Any, other: Any) -> bool:
         return one is other or (type(one) is type(other) and one == other)
     if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
         return False
-    return torch.equal(_contents(one), _contents(other)) or _count_apart(one, other) == 0
-
-
-def _contents(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return torch.equal(contents(one), contents(other)) or _count_apart(one, other) == 0
 
 
 def _count_apart(one: torch.Tensor, other: torch.Tensor) -> int:
     """The number of elements that differ."""
-    mine, its = (_contents(t) for t in (one, other))
+    mine, its = (contents(t) for t in (one, other))
     dtype = one.dtype
     if (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1:  # smaller ones cannot be compared
         x, y = mine.view(dtype), its.view(dtype)

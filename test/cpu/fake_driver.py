@@ -26,7 +26,9 @@ from dataclasses import dataclass
 from fake_calls import CUresult, Handle, View
 from fake_memory import GRANULE, CUdeviceptr, FakeMemory
 
-__all__ = ["GRANULE", "CUresult", "FakeApi"]
+__all__ = ["GRANULE", "KNOWN", "CUresult", "FakeApi"]
+
+KNOWN = "triton_poi_fused_add_0"  # a kernel that hides no address
 
 
 class CUgraphNodeType(enum.IntEnum):
@@ -48,6 +50,12 @@ class CUstreamCaptureStatus(enum.IntEnum):
     CU_STREAM_CAPTURE_STATUS_NONE = 0
     CU_STREAM_CAPTURE_STATUS_ACTIVE = 1
     CU_STREAM_CAPTURE_STATUS_INVALIDATED = 2
+
+
+class CUstreamCaptureMode(enum.IntEnum):
+    CU_STREAM_CAPTURE_MODE_GLOBAL = 0
+    CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
+    CU_STREAM_CAPTURE_MODE_RELAXED = 2
 
 
 class CUmemorytype(enum.IntEnum):
@@ -187,6 +195,7 @@ class Node:
 class FakeApi(FakeMemory):
     CUgraphNodeType = CUgraphNodeType
     CUstreamCaptureStatus = CUstreamCaptureStatus
+    CUstreamCaptureMode = CUstreamCaptureMode
     CUmemorytype = CUmemorytype
     CUpointer_attribute = CUpointer_attribute
     CUgraphExec = CUgraphExec
@@ -195,6 +204,7 @@ class FakeApi(FakeMemory):
     def __init__(self) -> None:
         super().__init__()
         self.driver_version = 13000
+        self.capture_mode = CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
         self.context = CUcontext(next(self._handles))
         self.context_of_another_device = CUcontext(next(self._handles))
         self._of_thread = threading.local()  # which context each thread has; the one that made this has it
@@ -244,7 +254,7 @@ class FakeApi(FakeMemory):
         self,
         words: Sequence[int | bytes],
         packed: bool = False,
-        name: str | None = "k",
+        name: str | None = KNOWN,
         func: bool = True,
         known: bool = True,
         apart: bool = False,
@@ -325,6 +335,13 @@ class FakeApi(FakeMemory):
         self._streams[stream] = (CUstreamCaptureStatus[f"CU_STREAM_CAPTURE_STATUS_{status}"], graph)
 
     # Streams and graphs
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: CUstreamCaptureMode):
+        assert isinstance(mode, CUstreamCaptureMode), mode
+        answer = self._answer("cuThreadExchangeStreamCaptureMode", self.capture_mode)
+        if answer[0] == 0:
+            self.capture_mode = mode
+        return answer
 
     def cuDriverGetVersion(self):
         return self._answer("cuDriverGetVersion", self.driver_version)

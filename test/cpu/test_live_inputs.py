@@ -31,7 +31,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.driver import Driver
 from pygraph_trees.driver_error import DriverError
 from pygraph_trees.indirection import inputs as live_inputs
-from pygraph_trees.indirection import stand_ins
+from pygraph_trees.indirection import retired, stand_ins
 from pygraph_trees.indirection.inputs import LiveInputs, choose
 from pygraph_trees.indirection.pool import PoolRanges
 from pygraph_trees.indirection.routes import Route
@@ -106,6 +106,19 @@ class Graph:
         return [words(self._api.exec_parameters(self._exec, node)) for node in self._nodes]
 
 
+class Event:
+    """Of the latest launch on a stream; over where the test case says that the GPU is idle."""
+
+    def __init__(self, is_idle: Callable[[int], bool]) -> None:
+        self._is_idle = is_idle
+
+    def record(self, stream: Any) -> None:
+        self.stream = stream.cuda_stream
+
+    def query(self) -> bool:
+        return self._is_idle(self.stream)
+
+
 class LiveInputsTestCase(TestCase):
     native = False  # whether kernels are set in C
 
@@ -114,16 +127,24 @@ class LiveInputsTestCase(TestCase):
         self.restart()
         self.synchronized: list[int] = []
         self.entered: list[int] = []
+        self.stream = 0  # the current one
+        self.idle: set[int] = set()  # streams on which all launches are over
         for target, name, value in (
             (live_inputs, "stand_in", stand_in),
             (live_inputs, "why_not_ghost", lambda tensor, device, in_pool: None),
             (torch.cuda, "synchronize", self.synchronized.append),
             (torch.cuda, "device", self.enter),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (torch.cuda, "current_stream", self.current_stream),
+            (torch.cuda, "Event", lambda: Event(lambda stream: stream in self.idle)),
         ):
             patch = mock.patch.object(target, name, value)
             patch.start()
             self.addCleanup(patch.stop)
-        self.addCleanup(live_inputs._retired.clear)
+        self.addCleanup(retired._retired.clear)
+
+    def current_stream(self, device: int) -> Any:
+        return SimpleNamespace(cuda_stream=self.stream, synchronize=lambda: None)
 
     def enter(self, device: int) -> contextlib.AbstractContextManager[None]:
         self.entered.append(device)
@@ -131,7 +152,7 @@ class LiveInputsTestCase(TestCase):
 
     def restart(self) -> None:
         """A driver and a pool that nothing was done with."""
-        live_inputs._retired.clear()
+        retired._retired.clear()
         _rooms.clear()
         self.api = FakeApi()
         self.driver = Driver(self.api, native_over(self.api) if self.native else None)
@@ -399,10 +420,11 @@ class TestAddresses(LiveInputsTestCase):
 
     def test_kernels_of_an_input(self):
         def nodes(found):
-            return [self.api.make_kernel([a], name=name) for a, name in zip(found * 2, "xyxz", strict=True)]
+            named = zip(found * 2, (f"triton_poi_{letter}" for letter in "xyxz"), strict=True)
+            return [self.api.make_kernel([a], name=name) for a, name in named]
 
         live, _ = self.record(nodes, at(0), at(0))
-        self.assertEqual([live.kernels_of(i) for i in (0, 1)], [["x"], ["y", "z"]])
+        self.assertEqual([live.kernels_of(i) for i in (0, 1)], [["triton_poi_x"], ["triton_poi_y", "triton_poi_z"]])
 
 
 CALLS = st.lists(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0, 0, 16, 4])), min_size=3, max_size=3))
@@ -913,6 +935,122 @@ class TestLifetimes(LiveInputsTestCase):
         self.choose()
         self.assertEqual(self.synchronized, [0])
 
+    def test_memory_is_given_back_with_its_graph_once_nothing_runs_there(self):
+        """Nothing is waited for, and captures of others go on."""
+        for calls in (0, 2):
+            live, graph = self.hidden()
+            for _ in range(calls):
+                self.call(live, graph, at(0))
+            self.idle = {0}
+            self.api.calls.clear()
+            del live, graph
+            gc.collect()
+            self.assertEqual((self.api.leaks(), self.synchronized, list(retired._retired)), ([], [], []))
+            self.assertEqual({self.api.calls[0], self.api.calls[-1]}, {"cuThreadExchangeStreamCaptureMode"})
+            self.assertEqual(self.api.capture_mode, self.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
+
+    def test_each_stream_that_it_was_launched_on_is_asked(self):
+        for idle in ({0}, {7}, {0, 7}):
+            live, graph = self.hidden()
+            self.stream, self.idle = 7, idle
+            self.call(live, graph, at(0))
+            self.stream = 0
+            self.synchronized.clear()
+            del live, graph
+            gc.collect()
+            self.assertEqual((bool(self.api.leaks()), self.synchronized), (idle != {0, 7}, []))
+
+    def test_more_streams_than_are_followed(self):
+        live, graph = self.hidden()
+        for self.stream in range(100):
+            self.call(live, graph, at(0))
+        self.stream, self.idle = 0, set(range(100))
+        self.call(live, graph, at(0))
+        del live, graph
+        gc.collect()
+        self.assertNotEqual(self.api.leaks(), [])
+        self.choose()
+        self.assertEqual((self.api.leaks(), self.synchronized), ([], [0]))
+
+    def test_what_is_queued_and_not_launched_is_waited_for(self):
+        live, graph = self.hidden()
+        self.idle = {0}
+        self.begin(live, at(0))
+        live.drop()
+        del live, graph
+        gc.collect()
+        self.assertNotEqual(self.api.leaks(), [])
+        self.choose()
+        self.assertEqual((self.api.leaks(), self.synchronized), ([], [0]))
+
+    def test_a_graph_that_goes_while_another_one_is_captured(self):
+        live, graph = self.hidden()
+        self.idle = {0}
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
+            del live, graph
+            gc.collect()
+            retired.release_retired()
+            self.assertNotEqual(self.api.leaks(), [])
+        retired.release_retired()
+        self.assertEqual((self.api.leaks(), self.synchronized), ([], []))
+
+    def test_a_driver_that_cannot_tell_or_lets_nobody_ask(self):
+        for fault in ("query", "call"):
+            live, graph = self.hidden()
+            self.idle = {0}
+            if fault == "call":
+                self.api.fail("cuThreadExchangeStreamCaptureMode")
+            with mock.patch.object(Event, "query", side_effect=RuntimeError("captured") if fault == "query" else None):
+                del live, graph
+                gc.collect()
+            self.assertNotEqual(self.api.leaks(), [])
+            self.synchronized.clear()
+            with mock.patch.object(Event, "query", lambda event: False):
+                self.choose()
+            self.assertEqual((self.api.leaks(), self.synchronized), ([], [0]))
+
+    def test_nobody_is_waited_for_while_another_thread_captures(self):
+        """Torch captures under a lock since 2.13; there is none before."""
+        for has_lock in (True, False):
+            lock = threading.Lock() if has_lock else None
+            recordings = [self.hidden(device) for device in (1, 2)]
+            with mock.patch.object(retired.cudagraph_trees, "graph_capture_lock", lock, create=True):
+                recordings.clear()
+                gc.collect()
+                self.synchronized.clear()
+                if lock is not None:
+                    with lock:
+                        retired.release_retired()
+                        self.assertEqual((len(self.api.leaks()), self.synchronized), (2, []))
+                        held = []
+                        with mock.patch.object(
+                            torch.cuda, "synchronize", lambda device, lock=lock, held=held: held.append(lock.locked())
+                        ):
+                            live, graph = self.hidden()
+                            del live, graph
+                            gc.collect()
+                            self.choose()  # under the lock, as upstream records
+                        self.assertEqual((self.api.leaks(), held), ([], [True] * len(held)))
+                        self.assertGreaterEqual(len(held), 1)
+                    recordings = [self.hidden(device) for device in (1, 2)]
+                    recordings.clear()
+                    gc.collect()
+                retired.release_retired()
+                self.assertEqual((self.api.leaks(), sorted(self.synchronized)), ([], [1, 2]))
+                self.assertFalse(lock is not None and lock.locked())
+
+    def test_the_lock_is_held_while_the_gpu_is_waited_for(self):
+        lock, held = threading.Lock(), []
+        live, graph = self.hidden()
+        del live, graph
+        gc.collect()
+        with (
+            mock.patch.object(retired.cudagraph_trees, "graph_capture_lock", lock, create=True),
+            mock.patch.object(torch.cuda, "synchronize", lambda device: held.append(lock.locked())),
+        ):
+            retired.release_retired()
+        self.assertEqual((held, lock.locked(), self.api.leaks()), ([True], False, []))
+
     def test_each_device_is_waited_for(self):
         recordings = [self.hidden(device) for device in (1, 2, 1)]
         self.assertEqual(len(self.api.leaks()), 3)
@@ -1028,7 +1166,8 @@ class TestFailures(LiveInputsTestCase):
     def recording_calls(self, hide: Sequence[int]) -> Counter[str]:
         self.restart()
         self.attempt(hide, self.inputs())
-        return Counter([*self.api.calls, "cuCtxGetCurrent"])  # which keeps no list
+        calls = [call for call in self.api.calls if call != "cuThreadExchangeStreamCaptureMode"]  # of finalizers
+        return Counter([*calls, "cuCtxGetCurrent"])  # which keeps no list
 
     def test_each_call_while_recording(self):
         seen = set()
@@ -1045,7 +1184,7 @@ class TestFailures(LiveInputsTestCase):
         self.restart()
         self.api.fail(call, after, self.code)
         inputs = self.inputs()
-        with mock.patch.object(live_inputs._log, "warning") as warned:
+        with mock.patch.object(retired._log, "warning") as warned:
             live, graph, places = self.attempt(hide, inputs)
             self.assertEqual(self.api._failures[call], [])
             self.check_launch(live, graph, places, hide, inputs)
@@ -1070,7 +1209,7 @@ class TestFailures(LiveInputsTestCase):
                     for _ in range(200):
                         self.api.fail(call, 0, self.code)
                     inputs = self.inputs()
-                    with mock.patch.object(live_inputs._log, "warning"):
+                    with mock.patch.object(retired._log, "warning"):
                         # The copy's memory could not be mapped where it must be; the graph holds who knows what.
                         if hide and call == "cuMemUnmap":
                             with self.assertRaisesRegex(DriverError, call):
@@ -1184,8 +1323,8 @@ class TestFailures(LiveInputsTestCase):
             mock.patch.object(torch.cuda, "synchronize", side_effect=KeyboardInterrupt),
             self.assertRaises(KeyboardInterrupt),
         ):
-            live_inputs.release_retired()
-        live_inputs.release_retired()
+            retired.release_retired()
+        retired.release_retired()
         self.assertEqual(self.api.leaks(), [])
 
     def test_copies_of_a_call_that_fails_are_let_go(self):

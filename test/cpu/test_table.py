@@ -29,8 +29,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pygraph_trees.indirection import inputs as live_inputs
-from pygraph_trees.indirection import launches, variant_launchers
+from pygraph_trees.indirection import launches, retired, variant_launchers
 from pygraph_trees.indirection import table as tables
 from pygraph_trees.indirection.inputs import LiveInputs, choose
 from pygraph_trees.indirection.launches import Reading
@@ -276,20 +275,20 @@ class TestSlots(LiveInputsTestCase):
         table = live._table
         del live
         gc.collect()
-        self.assertEqual(len(live_inputs._retired), 0)
+        self.assertEqual(len(retired._retired), 0)
         del graph
         gc.collect()
-        ((device, retired),) = live_inputs._retired
-        self.assertIs(retired, table)
+        (left,) = retired._retired
+        self.assertIs(left.memory, table)
         self.assertEqual(len(table._slots), 1)
         self.assertEqual(self.synchronized, [])
         self.chosen(at(0))
-        self.assertEqual((device, self.synchronized, table._slots), (0, [0], {}))
+        self.assertEqual((left.device, self.synchronized, table._slots), (0, [0], {}))
 
     def test_a_recording_that_is_given_up(self) -> None:
         live = self.chosen(at(0))
         live.release()
-        self.assertEqual([memory for _, memory in live_inputs._retired], [live._table])
+        self.assertEqual([left.memory for left in retired._retired], [live._table])
         self.assertEqual(self.api.leaks(), [])
 
     def test_many_inputs(self) -> None:
@@ -469,7 +468,7 @@ class TestSlots(LiveInputsTestCase):
             return inputs
 
         live = SimpleNamespace(items=(), has_staged=False, together=None, captured=captured, kinds=Counter())
-        live.set_up = lambda graph, reads: done.append("set up")
+        live.set_up = lambda graph, reads, surroundings: done.append("set up")
         node = recording.Recording.__new__(recording.Recording)
         node._live, node.graph, node.device = live, "upstream's", 0
         with (

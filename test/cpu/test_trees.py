@@ -24,10 +24,12 @@ from torch._inductor.utils import BoxedBool
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import pygraph_trees
+from inductor_patches import cudagraph_trees as cudagraph_patches
 from inductor_patches import output_code
 from pygraph_trees.coverage import compiled
 from pygraph_trees.coverage.log import FunctionLog, GraphLog, RecordingLog, journal
 from pygraph_trees.coverage.report import clear
+from pygraph_trees.indirection import retired
 from pygraph_trees.indirection.inputs import CAPTURED
 from pygraph_trees.selection import why_not_graphed
 from pygraph_trees.settings import Settings
@@ -953,6 +955,63 @@ class TestForgotten(TestCase):
         del self.manager
         self.assertIsNone(gone())
         watch.ready("of the test")  # nobody is there
+
+
+class TestShutdown(TestCase):
+    """What recordings had is given back where all trees are reset, whoever held them."""
+
+    def graph(self):
+        class Graph: ...
+
+        return Graph()
+
+    def nodes(self):
+        """A root with a child, each with a graph that its part in C++ holds as well."""
+        below = mock.Mock(children={}, graph=self.graph())
+        first = mock.Mock(children={1: [below]}, graph=self.graph())
+        for node in (first, below):
+            node.native = SimpleNamespace(graph=node.graph)
+        return first, below
+
+    def shut_down(self, nodes):
+        manager = Manager.__new__(Manager)
+        manager._ways, manager._forgotten, manager._left = {}, [], None
+        manager.roots, manager.current_node, manager.graph = {2: [nodes[0]]}, nodes[0], "its own"
+        manager.shutdown()
+        return manager
+
+    def test_graphs_go_before_their_memory_is_given_back(self):
+        nodes, released = self.nodes(), []
+        gone = [weakref.ref(node.graph) for node in nodes]
+        with mock.patch.object(trees_manager, "release_retired", lambda: released.append([graph() for graph in gone])):
+            manager = self.shut_down(nodes)
+        self.assertEqual((released, manager.roots), ([[None, None]], None))
+
+    def test_all_devices(self):
+        closed = []
+        memories = [SimpleNamespace(close=lambda device=device: closed.append(device)) for device in (0, 1, 0)]
+        waits = mock.Mock()
+        with (
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+            mock.patch.object(torch.cuda, "synchronize", waits),
+        ):
+            for device, memory in zip((0, 1, 0), memories, strict=True):
+                retired.retire(mock.Mock(), device, memory)
+            self.assertEqual((closed, waits.call_count), ([], 0))
+            self.shut_down(self.nodes())
+        self.assertEqual((sorted(closed), sorted(call.args[0] for call in waits.call_args_list)), ([0, 0, 1], [0, 1]))
+
+    def test_a_reset_after_the_managers_are_gone(self):
+        closed = []
+        with (
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+            mock.patch.object(torch.cuda, "synchronize"),
+        ):
+            retired.retire(mock.Mock(), 0, SimpleNamespace(close=lambda: closed.append(1)))
+            order = []
+            reset = cudagraph_patches._reset_cudagraph_trees(lambda: order.append(list(closed)))
+            reset()
+        self.assertEqual((order, closed), ([[]], [1]))
 
 
 class TestSteadyReplay(TestCase):
