@@ -86,6 +86,19 @@ class TestDriver(DriverTestCase):
         self.api.capture(stream, graph, "INVALIDATED")
         self.assertIsNone(self.driver.capturing_graph(stream))
 
+    def test_the_mode_of_captures_is_what_it_was(self):
+        modes = self.api.CUstreamCaptureMode
+        for before in modes:
+            self.api.capture_mode = before
+            with self.assertRaises(KeyboardInterrupt), self.driver.without_disturbing_captures():
+                self.assertIs(self.api.capture_mode, modes.CU_STREAM_CAPTURE_MODE_RELAXED)
+                raise KeyboardInterrupt
+            self.assertIs(self.api.capture_mode, before)
+        for where in ("driver", "bindings"):
+            self.api.lack("cuThreadExchangeStreamCaptureMode", where)
+            with self.assertRaises(DriverError), self.driver.without_disturbing_captures():
+                pass
+
     def test_each_failing_call_raises(self):
         graph = self.api.make_graph("KERNEL", "KERNEL")
         for call, after in (("cuGraphGetNodes", 0), ("cuGraphGetNodes", 1), ("cuGraphNodeGetType", 1)):

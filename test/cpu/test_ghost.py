@@ -297,6 +297,20 @@ class TestGhosts(TestCase):
         ghosts.close()
         self.assertEqual(self.api.leaks(), [])
 
+    def test_release_memory_spares_what_is_kept(self):
+        """With all that is on the same page."""
+        ghosts = self.ghosts(*SOME)
+        materialise_all(ghosts)
+        for kept in ((1, 3), (1,), ()):
+            own = {self.behind(ghosts.ghosts[index].start)[0] for index in kept}
+            ghosts.release_memory(kept)
+            self.assertEqual({mapping.memory for mapping in self.api.mappings.values()}, own)
+        self.assertEqual(self.api.leaks(), [])
+        ghosts.materialise(0)
+        self.assertTrue(self.behind(ghosts.ghosts[0].start)[1])
+        ghosts.close()
+        self.assertEqual(self.api.leaks(), [])
+
     def test_no_address_of_a_mapping_stays_on_the_stack(self):
         """Nothing is mapped behind what overwrites it, until the graph was captured."""
         calls = self.api.calls

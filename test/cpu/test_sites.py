@@ -13,7 +13,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from fake_driver import FakeApi
+from fake_driver import KNOWN, FakeApi
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -132,6 +132,16 @@ class TestKernels(SitesTestCase):
         for packed in (False, True):
             kernel = self.api.make_kernel([b"abcd" + little(self.a), self.b], packed=packed)
             self.assertFound(self.scan(kernel), [(kernel, 16, 1, 0)], refused={0: LOOKALIKE})
+
+    def test_kernels_that_are_not_known_are_named(self):
+        """Each once, whether or not a site is found in it; the search in C finds the same."""
+        names = ("halves", KNOWN, "_Z6halvesiiPf", "halves", "pygraph_write_slots_8", "triton_mine")
+        words = ([7], [self.a], [self.b, 1], [2], [self.a], [self.c])
+        kernels = [self.api.make_kernel(given, name=name) for name, given in zip(names, words, strict=True)]
+        found = self.scan(*kernels, self.api.make_kernel([self.a], name="ncclDevKernel_AllReduce"))
+        self.assertEqual(found.unknown, ("halves", "_Z6halvesiiPf", "triton_mine"))
+        self.assertEqual(self.scan(kernel := self.api.make_kernel([self.a])).unknown, ())
+        self.assertGreater(kernel, 0)
 
     def test_halves_in_two_parameters_are_no_address(self):
         """A negative number and an integer, say; where nothing is known of the parameters they may be one."""

@@ -1,0 +1,198 @@
+"""Kernels that Inductor does not see: by address if they are given pointers, by copy if addresses are hidden in other
+forms, beside kernels that can be read. Programs that could fault run in processes of their own.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from hidden_operators import (
+    added_,
+    added_halves_,
+    added_up,
+    doubled,
+    halves,
+    picked,
+    picked_halves,
+    shifted,
+    tabled,
+    tabled_halves,
+    xored,
+)
+from indirection import FLAG, Facts, IndirectionTestCase, Program, assert_same_bits, by_name, compiled, run, tensor
+from isolated import run_isolated
+from parity import OURS
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+from pygraph_trees.indirection import inputs as live_inputs
+from pygraph_trees.indirection.hidden_addresses import Rehearsal
+
+HIDDEN = "may hide its address"
+X = tensor(64, 33)
+INDEX = tensor(500, dtype="int64", values="below 100")
+
+
+def in_place(target, x):
+    added_(target, x)
+    return target * 2
+
+
+def in_place_halves(target, x):
+    added_halves_(target, x)
+    return target * 2
+
+
+def after_a_break(x, y):
+    """The second function is given an output of the first, whose memory it may use again."""
+    h = x * 2 + 1
+    torch._dynamo.graph_break()
+    z = h.sin()
+    del h
+    return doubled(y) + z
+
+
+def after_a_break_halves(x, y):
+    h = x * 2 + 1
+    torch._dynamo.graph_break()
+    z = h.sin()
+    del h
+    return halves(y) + z + y
+
+
+# Kernels that are given pointers.
+PLAIN = [
+    Program("pointer", lambda x: doubled(x), (X,)),
+    Program("pointer and others", lambda x, y: (doubled(x), x.sin() + y, x @ y.mT), (X, X)),
+    Program("large", lambda x: doubled(x).sum(), (tensor(1 << 20),)),
+    Program("written in place", in_place, (X, X)),
+    Program("integers", lambda v, i: picked(v, i) + 1, (tensor(100), INDEX)),
+    Program("integers that others read", lambda v, i: (picked(v, i), v[i], i + 1), (tensor(100), INDEX)),
+    Program("table of the graph's own", lambda x: tabled(x) + x, (X,)),
+    Program("random numbers", lambda x: F.dropout(doubled(x), 0.5), (tensor(1 << 16),), seeded=True),
+    Program("output of an earlier function", after_a_break, (X, X)),
+    Program("returned as it is", lambda x: (doubled(x), x), (X,)),
+]
+
+# Kernels that are given addresses in other forms.
+OTHERS = [
+    Program("halves", lambda x: halves(x), (X,), "may hide its address|no node holds its address"),
+    Program("halves and a generated kernel", lambda x: (halves(x), x.sin()), (X,), HIDDEN),
+    Program("halves and a library", lambda x, y: (halves(x), x @ y.mT), (X, X), HIDDEN),
+    Program("halves and a pointer", lambda x: halves(x) + doubled(x), (X,), HIDDEN),
+    Program("xored and a generated kernel", lambda x, y: (xored(x) + y, x.sin()), (X, X), HIDDEN),
+    Program("shifted and a generated kernel", lambda x, y: (shifted(x) + y, x.sin()), (X, X), HIDDEN),
+    Program("table of halves", lambda x: tabled_halves(x) + x, (X,), HIDDEN),
+    Program("written in place", in_place_halves, (X, X), HIDDEN),
+    Program("integers", lambda v, i: (picked_halves(v, i), i + 1), (tensor(100), INDEX), HIDDEN),
+    Program("random numbers", lambda x: F.dropout(halves(x) + x, 0.5), (tensor(1 << 16),), HIDDEN, seeded=True),
+    Program("output of an earlier function", after_a_break_halves, (X, X), HIDDEN),
+    Program("many inputs", lambda *xs: (halves(xs[3]), *(x.sin() for x in xs)), (X,) * 12, HIDDEN),
+]
+
+
+def runs(program):
+    """The program in a process of its own, un-graphed and graphed; it raises where these differ."""
+
+    def child(ctx):
+        run(program, compiled(program.fn), torch.device("cuda", 0))
+        facts = Facts.now()
+        ctx.fact("copied", facts.copied_bytes > 0)
+        ctx.fact("replayed", facts.replays > 0 and not facts.ungraphed_calls)
+        for number, why in enumerate(facts.why):
+            ctx.fact(f"why {number}", why)
+
+    return child
+
+
+for _number, _program in enumerate(OTHERS):
+    globals()[f"other_{_number}"] = runs(_program)
+
+
+class TestHiddenAddresses(IndirectionTestCase):
+    @parametrize("program", PLAIN, name_fn=by_name)
+    def test_pointers(self, program):
+        self.check(program)
+
+    @parametrize("number", range(len(OTHERS)), name_fn=lambda number: by_name(OTHERS[number]))
+    def test_other_forms(self, number):
+        child = run_isolated("test_hidden_addresses", f"other_{number}", OURS, config={FLAG: self.indirection})
+        self.assertEqual((child["lost"], child["errors"]), (None, []), str(child))
+        notes = {path: value for path, value in child["facts"].items() if path.startswith("note ")}
+        copied, replayed, reasons = (
+            [value for path, value in notes.items() if f"({label}" in path] for label in ("copied", "replayed", "why")
+        )
+        self.assertEqual((copied, replayed), ([True], [True]), str(notes))
+        self.assertTrue(reasons, str(notes))
+        for why in reasons:
+            self.assertRegex(why, str(OTHERS[number].copied))
+
+    def test_only_the_input_that_is_hidden_is_copied(self):
+        facts = self.check(Program("one of three", lambda x, y, z: (halves(y) + y, x * z), (X, X, X), HIDDEN))
+        self.assertEqual(facts.copied_bytes, 64 * 33 * 4, str(facts))
+        self.assertEqual(sorted(map(str, facts.routes)), ["copy", "patch", "patch"])
+
+    def test_sums_that_depend_on_the_order(self):
+        """Equal launches may differ: the input is copied then, and given by address else."""
+        ways = compiled(lambda x: added_up(x))
+        for call in range(6):
+            x = torch.rand(1 << 16, device=self.device)
+            torch.compiler.cudagraph_mark_step_begin()
+            self.assertEqual(ways.graphed(x), ways.plain(x), msg=f"call {call}")
+        for why in Facts.now().why:
+            self.assertRegex(why, "two equal launches give different results")
+
+    def test_buffers_that_are_written_are_put_back(self):
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("total", torch.zeros(64, 33))
+
+            def forward(self, x):
+                added_(self.total, x)
+                return doubled(x) + self.total
+
+        models = [Model().to(self.device) for _ in range(2)]
+        plain, graphed = torch.compile(models[0]), torch.compile(models[1], mode="reduce-overhead")
+        for call in range(6):
+            x = torch.rand(64, 33, device=self.device)
+            torch.compiler.cudagraph_mark_step_begin()
+            with torch.no_grad():
+                assert_same_bits(graphed(x), plain(x), f"call {call}: ")
+            assert_same_bits(models[1].total, models[0].total, f"call {call}, buffer: ")
+
+    def test_the_generator_is_where_it_would_be(self):
+        ways = compiled(lambda x: F.dropout(doubled(x), 0.5))
+        offsets = []
+        for way in (ways.plain, ways.graphed):
+            torch.manual_seed(3)
+            for _ in range(5):
+                torch.compiler.cudagraph_mark_step_begin()
+                way(torch.rand(1 << 16, device=self.device))
+            offsets.append(torch.cuda.default_generators[0].get_offset())
+        self.assertEqual(offsets[0], offsets[1])
+
+    def test_known_kernels_are_not_launched_before_the_first_call(self):
+        with mock.patch.object(live_inputs, "Rehearsal", side_effect=AssertionError("rehearsed")):
+            self.check(Program("known", lambda x, y: ((x.sin() @ y.mT).softmax(1), x.sort(1).values), (X, X)))
+        rehearsed = []
+
+        class Counting(Rehearsal):
+            def failing(self, positions, unknown):
+                rehearsed.append(tuple(unknown))
+                return super().failing(positions, unknown)
+
+        with mock.patch.object(live_inputs, "Rehearsal", Counting):
+            self.check(Program("unknown", lambda x: doubled(x) + x, (X,)))
+        self.assertEqual(rehearsed, [("hidden_plain_kernel",)])
+
+    def test_too_little_memory_for_the_check(self):
+        with mock.patch.object(Rehearsal, "_as_recorded", side_effect=torch.OutOfMemoryError("of the test")):
+            self.check(Program("unknown", lambda x: doubled(x) + x, (X,), "no memory to check hidden_plain_kernel"))
+
+
+instantiate_parametrized_tests(TestHiddenAddresses)
+
+if __name__ == "__main__":
+    run_tests()
