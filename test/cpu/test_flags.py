@@ -212,8 +212,8 @@ class TestEnvironment(TestCase):
         self.assertEqual(self.found(environment.disabled), (False, []))
 
     def test_other_flags_are_read_in_any_case(self):
-        settings, told = self.installed(PYGRAPH_SELECTIVE="Never", PYGRAPH_PLACEMENT="EXACT", PYGRAPH_INDIRECTION="")
-        self.assertEqual((settings.selective, settings.placement, settings.indirection), ("never", "exact", "auto"))
+        settings, told = self.installed(PYGRAPH_SELECTIVE="Auto", PYGRAPH_PLACEMENT="EXACT", PYGRAPH_INDIRECTION="")
+        self.assertEqual((settings.selective, settings.placement, settings.indirection), ("auto", "exact", "auto"))
         self.assertEqual(told, [])
 
     def test_a_wrong_value_is_ignored_with_a_warning(self):
@@ -399,6 +399,7 @@ class TestNever(TestCase):
         artifact = SimpleNamespace(
             current_callable=len, device_types={"cuda"}, disabled_cudagraphs_reason=None, cudagraph_info=None
         )
+        artifact.fx_kwargs = {"is_inference": True}
         given = []
         kwargs = {"cudagraphs": BoxedBool(False), "is_backward": False, "is_inference": True}
         post_compile = output_code._post_compile(lambda *args: given.append(bool(args[3]["cudagraphs"])))

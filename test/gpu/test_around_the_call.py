@@ -83,7 +83,6 @@ def pointwise(device: torch.device) -> tuple[Callable[..., Any], list[torch.Tens
 
 
 PROGRAMS = {"convolution": convolution, "products": products, "pointwise": pointwise}
-WHEN = {"always": range(CALLS), "later": range(3, CALLS), "at first": range(3)}
 
 
 class TestSavedTensorHooks(IndirectionTestCase):
@@ -98,19 +97,26 @@ class TestSavedTensorHooks(IndirectionTestCase):
         found = torch.autograd.grad(out.square().sum(), [x, *inputs[1:]])
         return [tensor.clone() for tensor in found]
 
-    @parametrize("when", WHEN)
-    @parametrize("hooks", HOOKS)
-    @parametrize("program", PROGRAMS)
-    def test_gradients_are_those_of_eager(self, program: str, hooks: str, when: str) -> None:
+    def check_calls(self, program: str, order: list[str | None]) -> None:
+        """Calls with these hooks, one after another; None for a call without."""
         fn, inputs = PROGRAMS[program](self.device)
         graphed = torch.compile(fn, mode="reduce-overhead")
-        for call in range(CALLS):
-            given = HOOKS[hooks] if call in WHEN[when] else None
+        for call, hooks in enumerate(order):
+            given = None if hooks is None else HOOKS[hooks]
             wanted = self.gradients(fn, inputs, None if hooks in EAGER_RAISES else given)
             torch.compiler.cudagraph_mark_step_begin()
             found = self.gradients(graphed, inputs, given)
-            self.assertEqual(found, wanted, atol=2e-4, rtol=2e-4, msg=f"call {call}")
+            self.assertEqual(found, wanted, atol=2e-4, rtol=2e-4, msg=f"call {call}, {hooks}")
         self.assertGreater(Facts.now().replays, 0)
+
+    @parametrize("program", PROGRAMS)
+    def test_hooks_after_calls_without(self, program: str) -> None:
+        self.check_calls(program, [None] * 4 + [hooks for name in HOOKS for hooks in (name, name, name, None)])
+
+    @parametrize("hooks", HOOKS)
+    @parametrize("program", PROGRAMS)
+    def test_hooks_from_the_first_call_on(self, program: str, hooks: str) -> None:
+        self.check_calls(program, [hooks] * 4 + [None] * 3)
 
     def test_a_hook_that_transposes_in_place(self) -> None:
         """At the same address, with other strides."""
@@ -148,9 +154,9 @@ class TestTangents(IndirectionTestCase):
             return torch.zeros((), dtype=like.dtype, device=like.device).expand_as(like)
         return None if kind == "none" else torch.full_like(like, 0.5)
 
-    @parametrize("order", ["first", "later", "always", "alternate"])
+    @parametrize("order", ["first", "later", "alternate"])
     @parametrize("kind", ["zeros without memory", "expanded", "none"])
-    @parametrize("shape", [(64,), (33, 7), (4, 3, 5, 2)])
+    @parametrize("shape", [(64,), (4, 3, 5, 2)])
     def test_gradients_are_those_of_eager(self, shape: tuple[int, ...], kind: str, order: str) -> None:
         def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return (x * w).sin(), (x + w).exp()
@@ -159,7 +165,6 @@ class TestTangents(IndirectionTestCase):
         takes = {
             "first": lambda n: n == 0,
             "later": lambda n: n > 3,
-            "always": lambda n: True,
             "alternate": lambda n: n % 2,
         }
         for call in range(8):
@@ -222,7 +227,7 @@ class TestFinalizers(IndirectionTestCase):
         self.addCleanup(lambda: gc.set_threshold(*before))
 
     @parametrize("is_another", [False, True])
-    @parametrize("threshold", [1, 7, 50])
+    @parametrize("threshold", [1, 20])
     @parametrize("count", [1, 12])
     def test_the_collector_runs_inside_of_calls(self, count: int, threshold: int, is_another: bool) -> None:
         def fn(*xs: torch.Tensor) -> torch.Tensor:
