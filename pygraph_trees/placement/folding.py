@@ -55,7 +55,7 @@ class Folding:
         self._left = MOST_EVALUATED_NBYTES
 
     def why_not(self, node: fx.Node) -> str | None:
-        """Why a value cannot be a constant of the compiled graph; None if it can, and :meth:`constant` gives it."""
+        """Why a value cannot be a constant of the compiled graph; None if it can, and :meth:`held` gives it."""
         found = tensors_of(node)
         if self._graph.owning_module is None or len(found) != 1 or found[0] is not node.meta["val"]:
             return "it is several values"
@@ -78,23 +78,23 @@ class Folding:
         """
         module = self._graph.owning_module
         assert module is not None  # else it cannot be folded
-        constant = self.constant(node)
-        size = list(constant.size())
-        if _is_written_as_literals(constant) and not _literals_keep_bits(constant):
-            constant = constant.view(1, -1)
+        with _as_eager_runs():
+            constant = self._constant(node)
+            size = list(constant.size())
+            if _is_written_as_literals(constant) and not _literals_keep_bits(constant):
+                constant = constant.view(1, -1)
         name = next(name for n in itertools.count() if not hasattr(module, name := f"_folded_constant{n}"))
         module.register_buffer(name, constant, persistent=False)
         held = self._graph.get_attr(name)
-        held.meta["val"] = constant if mode is None else mode.from_tensor(constant)
+        held.meta["val"] = constant if mode is None else mode.from_tensor(constant, static_shapes=True)
         return held, size
 
-    def constant(self, node: fx.Node) -> torch.Tensor:
-        """The value of a node that can be folded, in memory of its own."""
-        with _as_eager_runs():
-            value = self._values[node]
-            if not is_dense(node.meta["val"]):
-                return torch.empty(value.size(), dtype=value.dtype).copy_(value)
-            return torch.empty_strided(value.size(), node.meta["val"].stride(), dtype=value.dtype).copy_(value)
+    def _constant(self, node: fx.Node) -> torch.Tensor:
+        """The value of a node that was run, in memory of its own."""
+        value, like = self._values[node], node.meta["val"]
+        if not is_dense(like):
+            return torch.empty(value.size(), dtype=value.dtype, device="cpu").copy_(value)
+        return torch.empty_strided(value.size(), like.stride(), dtype=value.dtype, device="cpu").copy_(value)
 
     def evaluated(self) -> Iterator[fx.Node]:
         """All nodes that were run."""
@@ -165,8 +165,7 @@ def _literals_keep_bits(value: torch.Tensor) -> bool:
     """Whether numbers in a kernel's source stand for the same bits: no minus zeros, infinities, NaN or rare types."""
     if value.dtype not in _LITERALS:
         return False
-    with _as_eager_runs():
-        return bool((value.isfinite() & ~((value == 0) & value.signbit())).all())
+    return bool((value.isfinite() & ~((value == 0) & value.signbit())).all())
 
 
 @contextlib.contextmanager
