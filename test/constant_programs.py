@@ -52,7 +52,7 @@ def _wide(n: int) -> torch.Tensor:
 
 NO_KERNEL = [
     Constant("no kernel", "matrix product", _product),
-    Constant("no kernel", "outer product", _outer, "made", "made"),  # which Inductor makes products and no sums
+    Constant("no kernel", "outer product", _outer),
     Constant("no kernel", "batch", lambda n: torch.bmm(square(n)[None], square(n)[None])),
     Constant("no kernel", "product and sum", lambda n: torch.addmm(count(n), square(n), square(n), alpha=2)),
     Constant("no kernel", "vector", lambda n: square(n) @ count(n), "folded", "made"),  # a sum of products
@@ -67,7 +67,7 @@ ROUNDED = [
     Constant("rounded", "truncated quotient", lambda n: (count(n) / 61).long(), "folded", "made", "copied"),
     Constant("rounded", "truncated product", lambda n: (count(n) * 0.1).int(), "folded", "copied"),
     Constant("rounded", "floored", lambda n: (count(n) / 7).floor().long(), "folded", "made", "copied"),
-    Constant("rounded", "root", lambda n: (count(n) + 0.5).sqrt(), "folded", "made", "copied"),
+    Constant("rounded", "root", lambda n: (count(n) + 0.5).sqrt(), eager=False),
     Constant("rounded", "quotient by six", lambda n: count(n) * 1e-45 / 6, "folded", "made", "copied"),
     Constant("rounded", "exponential", lambda n: (count(n) / 9).exp()),
     Constant("rounded", "sines", lambda n: torch.outer(count(n).float(), 10000 ** (-count(8) / 8)).sin()),
@@ -90,7 +90,7 @@ ODD = [
     Constant("odd", "largest of rows", lambda n: _wide(n)[2:].amax(0)),
     Constant("odd", "clamped at zero", lambda n: (-count(n) * 0.25).clamp(min=0)),
     Constant("odd", "rectified", lambda n: (-count(n) * 0.0).relu()),
-    Constant("odd", "minus zero", lambda n: torch.where(count(n) % 2 == 0, -0.0, 1.0), "folded", "copied"),
+    Constant("odd", "minus zero", lambda n: torch.where(count(n) % 2 == 0, -0.0, 1.0), "folded", "folded"),
     Constant("odd", "negated", lambda n: -(count(n) % 2).float(), "made", "made"),
 ]
 INTEGERS = [

@@ -27,6 +27,7 @@ from .nodes import (
     is_constructor,
     is_dense,
     is_on_cpu,
+    is_view,
     tensors_of,
     why_not_the_same_again,
 )
@@ -39,6 +40,11 @@ MOST_FOLDED_NBYTES = 1 << 20
 # All values of one graph together, those in between included.
 MOST_EVALUATED_NBYTES = 32 << 20
 _MOST_INLINED = 8  # elements that Inductor writes into a kernel as literals, where there is one dimension or none
+_FOLDED_TYPES = HALVES | {
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
+    torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.float64, torch.complex64,
+    torch.complex128,
+}  # fmt: skip
 _LITERALS = HALVES | {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}
 
 _log = logging.getLogger("pygraph_trees.placement")
@@ -56,13 +62,18 @@ class Folding:
 
     def why_not(self, node: fx.Node) -> str | None:
         """Why a value cannot be a constant of the compiled graph; None if it can, and :meth:`held` gives it."""
+        why = self._why_not_run(node)
+        if why is not None:
+            return why
         found = tensors_of(node)
         if self._graph.owning_module is None or len(found) != 1 or found[0] is not node.meta["val"]:
             return "it is several values"
-        why = self._why_not_run(node)
-        if why is None and found[0].numel() * found[0].element_size() > MOST_FOLDED_NBYTES:
-            return f"{found[0].numel() * found[0].element_size()} bytes are too many for a constant"
-        return why or self._evaluated(node)
+        if found[0].dtype not in _FOLDED_TYPES:
+            return "Inductor has no constants of its type on a GPU"
+        nbytes = found[0].numel() * found[0].element_size()
+        if nbytes > MOST_FOLDED_NBYTES:
+            return f"{nbytes} bytes are too many for a constant"
+        return self._evaluated(node)
 
     def value(self, node: fx.Node) -> torch.Tensor | None:
         """The tensor that a node gives in each call; None if it cannot be told."""
@@ -71,23 +82,25 @@ class Folding:
         value = self._values[node]
         return value if isinstance(value, torch.Tensor) else None
 
-    def held(self, node: fx.Node, mode: FakeTensorMode | None) -> tuple[fx.Node, list[int]]:
-        """A new node that names the value, a buffer of the graph's module, and the sizes in which it is meant.
+    def held(self, node: fx.Node, mode: FakeTensorMode | None) -> fx.Node:
+        """A new node that names the value, a buffer of the graph's module.
 
-        The buffer has two dimensions if Inductor would write it into a kernel as numbers that lose bits.
+        The buffer has two dimensions if Inductor would write it into a kernel as numbers that lose bits, and complex
+        numbers are two real ones.
         """
         module = self._graph.owning_module
         assert module is not None  # else it cannot be folded
         with _as_eager_runs():
             constant = self._constant(node)
-            size = list(constant.size())
+            if constant.is_complex():
+                constant = torch.view_as_real(constant)
             if _is_written_as_literals(constant) and not _literals_keep_bits(constant):
                 constant = constant.view(1, -1)
         name = next(name for n in itertools.count() if not hasattr(module, name := f"_folded_constant{n}"))
         module.register_buffer(name, constant, persistent=False)
         held = self._graph.get_attr(name)
         held.meta["val"] = constant if mode is None else mode.from_tensor(constant, static_shapes=True)
-        return held, size
+        return held
 
     def _constant(self, node: fx.Node) -> torch.Tensor:
         """The value of a node that was run, in memory of its own."""
@@ -184,11 +197,13 @@ def _as_eager_runs() -> Iterator[None]:
 def _constants_of(graph: fx.Graph) -> frozenset[fx.Node]:
     """Values on the CPU that are computed from constructors and tensors of the graph alone."""
     found: set[fx.Node] = set()
+    written = _written(graph)
     for node in graph.nodes:
         if not is_on_cpu(node):
             continue
         if node.op == "get_attr":
-            is_constant = held_tensor(node) is not None and not any(map(_may_write, node.users))
+            held = held_tensor(node)
+            is_constant = held is not None and held.untyped_storage().data_ptr() not in written
         else:
             sources = [source for source in node.all_input_nodes if tensors_of(source)]
             is_constant = is_constructor(node) or (bool(sources) and found.issuperset(sources))
@@ -197,9 +212,27 @@ def _constants_of(graph: fx.Graph) -> frozenset[fx.Node]:
     return frozenset(found)
 
 
+def _written(graph: fx.Graph) -> set[int]:
+    """Addresses of the tensors of the graph that something may write to, as they are or through views."""
+    written: set[int] = set()
+    todo = [node for node in graph.nodes if node.op == "call_function" and _may_write(node)]
+    seen = set(todo)
+    while todo:
+        for source in todo.pop().all_input_nodes:
+            held = held_tensor(source)
+            if held is not None:
+                written.add(held.untyped_storage().data_ptr())
+            elif source not in seen and is_view(source):
+                seen.add(source)
+                todo.append(source)
+    return written
+
+
 def _may_write(node: fx.Node) -> bool:
     target = node.target
-    return node.op == "call_function" and isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    if not isinstance(target, torch._ops.OpOverload):
+        return target is not operator.getitem
+    return target._schema.is_mutable
 
 
 def _why_not_run(node: fx.Node) -> str | None:

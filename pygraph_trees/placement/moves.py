@@ -166,13 +166,17 @@ class _Rewriting:
     def _folded(self, node: fx.Node) -> fx.Node:
         """The value of a node, computed now, as a constant of the graph."""
         with self._graph.inserting_after(_behind_inputs(node)):
-            held, size = self._plan.folding.held(node, self._mode)
+            held = self._plan.folding.held(node, self._mode)
         with self._graph.inserting_after(held):
             there = self._put_there(held, node)
-        if there.meta["val"].shape == size:
+        value = node.meta["val"]
+        if value.is_complex():
+            with self._graph.inserting_after(there):
+                return self._call(aten.view_as_complex.default, (there,), node)
+        if there.meta["val"].shape == value.shape:
             return there
         with self._graph.inserting_after(there):
-            return self._call(aten.view.default, (there, size), node)
+            return self._call(aten.view.default, (there, list(value.shape)), node)
 
     def _put_there(self, held: fx.Node, like: fx.Node) -> fx.Node:
         """A constant on the GPU, behind the node at which nodes are inserted; a copy, for it may be written to."""
