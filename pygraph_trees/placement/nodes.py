@@ -69,8 +69,8 @@ _COMPUTES = frozenset(
     }
 )  # fmt: skip
 # The same with double precision's own error, which may be the last place of what the CPU finds in single precision.
-# Measured: other functions differ by more, for the CPU's are not that near. A square root is among these, though IEEE 754
-# says it to the bit: the CPU takes it from MKL, which does not.
+# Measured: other functions differ by more, for the CPU's are not that near. IEEE 754 says a square root to the bit, but
+# the CPU takes it from MKL, which does not.
 _COMPUTES_NEARLY = frozenset(
     {
         aten.sqrt, aten.rsqrt, aten.pow, aten.exp, aten.exp2, aten.expm1, aten.log, aten.log2, aten.log10, aten.log1p,
