@@ -1,4 +1,4 @@
-"""Values that the CPU computes and the GPU needs are computed on the GPU, where that changes no result.
+"""Values that the CPU computes and the GPU needs are computed on the GPU or once, if that changes no result.
 
 :func:`place` rewrites one graph, as it stands behind Inductor's post-grad passes; :func:`place_for_graphs` does so
 where the flags ask for it, and leaves what was done with the graph's module.
@@ -42,7 +42,8 @@ def one_graph_deeper() -> Iterator[None]:
 def place_for_graphs(graph: fx.Graph, has_addresses: Callable[[], bool]) -> bool:
     """Rewrites a graph that is compiled for CUDA graphs; False where placement is off or nothing is to be graphed.
 
-    In a branch or a loop's body nothing is staged: there are no nodes that could be given addresses.
+    In a branch or a loop's body nothing is staged: there are no nodes that could be given addresses. Nothing is folded
+    there either.
 
     Args:
         has_addresses: whether a CUDA graph can be given the address of what it copies at each replay.
@@ -56,7 +57,7 @@ def place_for_graphs(graph: fx.Graph, has_addresses: Callable[[], bool]) -> bool
     try:
         inside = _depth.get() > 1
         stages = not inside and settings.indirection != "off" and not config.cpp_wrapper and has_addresses()
-        place(graph, exact=settings.placement == "exact", stages=stages, placed=placed)
+        place(graph, exact=settings.placement == "exact", stages=stages, folds=not inside, placed=placed)
     except Exception:
         # Each step leaves the graph as good as it was, so what was done so far stays.
         _log.warning("a graph could not be rewritten any further", exc_info=True)

@@ -1,7 +1,8 @@
 """Rewrites a graph such that the GPU waits for the CPU as little as may be.
 
-What the CPU computes stays as it is for whoever else uses it; what nobody uses any longer goes. So a value that is
-returned is still on the CPU, and a call with a side effect is still made, once and in its place.
+Values that the CPU computes stay as they are for whoever else uses them; what nobody uses any longer goes. So a value
+that is returned is still on the CPU, and a call with a side effect is still made, once and in its place. A folded value
+is a buffer of the graph's module, which Inductor moves to the GPU once, when it compiles the graph.
 """
 
 from __future__ import annotations
@@ -39,21 +40,22 @@ from .nodes import (
     source_of,
     takes_from_gpu,
     tensors_of,
+    terms_of,
 )
 from .plan import MOST_STAGED_NBYTES, How, Move, Placed, Plan, needs, stay
-from .rounding import lower_rounding, rounded_product, rounded_to
+from .rounding import lower_rounding, rounded_product, rounded_quotient, rounded_to
 from .staging import staged
 
-# What is made of numbers alone is computed in its own type where it is larger, as upstream does.
-_MOST_IN_DOUBLE_NBYTES = 4 << 20
 
-
-def place(graph: fx.Graph, *, exact: bool = False, stages: bool = True, placed: Placed | None = None) -> Placed:
+def place(
+    graph: fx.Graph, *, exact: bool = False, stages: bool = True, folds: bool = True, placed: Placed | None = None
+) -> Placed:
     """Rewrites a functional graph whose nodes have their values under "val"; says what was moved and what was not.
 
     Args:
         exact: leave computations with floating-point numbers, whose results may differ in the last place, to the CPU.
         stages: whether what is copied at each call may be copied by the CUDA graph itself.
+        folds: whether the graph may have new constants; Inductor loses those of branches and loops.
         placed: where to say so, also of what was done before an error.
     """
     placed = Placed() if placed is None else placed
@@ -65,7 +67,7 @@ def place(graph: fx.Graph, *, exact: bool = False, stages: bool = True, placed: 
     if torch.device("cpu") not in devices:
         return placed
     lower_rounding()
-    _Rewriting(graph, gpus.pop(), Plan(graph, exact=exact), placed, stages).run()
+    _Rewriting(graph, gpus.pop(), Plan(graph, exact=exact, folds=folds), placed, stages).run()
     return placed
 
 
@@ -89,9 +91,10 @@ class _Rewriting:
         self._graph.lint()
 
     def _erase_unused(self) -> None:
-        """What is on the GPU now and was needed there alone; whatever else nobody uses was there before."""
-        for node in sorted(self._there, reverse=True):
-            if not node.users and self._plan.how(node) is not How.COPIED and node.op != "get_attr":
+        """What is on the GPU now, and what it was folded from; whatever else nobody uses was there before."""
+        there = {node for node in self._there if self._plan.how(node) is not How.COPIED}
+        for node in sorted(there | set(self._plan.folding.evaluated()), reverse=True):
+            if not node.users:
                 self._graph.erase_node(node)
 
     def _replace_copy(self, copy: fx.Node) -> None:
@@ -142,6 +145,11 @@ class _Rewriting:
                 if dtype in HALVES and source.op != "placeholder":  # what is copied is rounded
                     return self._call(rounded_to, (self._converted(source, torch.float32, node), dtype), node)
                 return self._converted(source, dtype, node)
+        if how is How.FOLDED:
+            return self._folded(node)
+        if how is How.CONSTANT and node.op == "get_attr":
+            with self._graph.inserting_after(_behind_inputs(node)):
+                return self._put_there(node, node)
         if how is How.CONSTANT or why_not_staged:
             with self._graph.inserting_after(_behind_inputs(node)):
                 return self._call(prims.device_put.default, (node, self._gpu, _may_be_late(node)), node)
@@ -154,6 +162,27 @@ class _Rewriting:
                 host = self._call(aten.clone.default, (node,), node)
         with self._graph.inserting_after(max(self._anchor, host)):
             return self._call(staged, (self._anchor, host, int(_when_read(node, waits=self._waits))), node)
+
+    def _folded(self, node: fx.Node) -> fx.Node:
+        """The value of a node, computed now, as a constant of the graph."""
+        with self._graph.inserting_after(_behind_inputs(node)):
+            held = self._plan.folding.held(node, self._mode)
+        with self._graph.inserting_after(held):
+            there = self._put_there(held, node)
+        value = node.meta["val"]
+        if value.is_complex():
+            with self._graph.inserting_after(there):
+                return self._call(aten.view_as_complex.default, (there,), node)
+        if there.meta["val"].shape == value.shape:
+            return there
+        with self._graph.inserting_after(there):
+            return self._call(aten.view.default, (there, list(value.shape)), node)
+
+    def _put_there(self, held: fx.Node, like: fx.Node) -> fx.Node:
+        """A constant on the GPU, behind the node at which nodes are inserted; a copy, for it may be written to."""
+        copy = self._call(aten.clone.default, (held,), like)
+        with self._graph.inserting_after(copy):
+            return self._call(prims.device_put.default, (copy, self._gpu), like)
 
     def _why_not_staged(self, node: fx.Node) -> str | None:
         if not self._stages:
@@ -171,16 +200,13 @@ class _Rewriting:
         if kwargs.get("pin_memory"):
             kwargs |= {"pin_memory": False}
         value = node.meta["val"]
-        in_double = computes_in_double(node)
-        if node in self._plan.of_numbers and nbytes_of(node) > _MOST_IN_DOUBLE_NBYTES:
-            in_double = False
         behind = max([node, *(self._there[source] for source in cpu_inputs(node))])
         with self._graph.inserting_before(behind.next):
             if is_conversion(node) and value.dtype in HALVES:
                 return self._converted(args[0], value.dtype, node)
             if is_negation(node):
                 return self._call(aten.mul.Tensor, (args[0], -1.0), node)
-            if not in_double:
+            if not computes_in_double(node):
                 half = half_of(node)
                 if half is not None:
                     args, kwargs = tree_map(lambda arg: _rounded(arg, half), (args, kwargs))
@@ -189,13 +215,15 @@ class _Rewriting:
                     return result
                 return self._call(rounded_to, (self._converted(result, torch.float32, node), value.dtype), node)
             args, kwargs = tree_map(lambda value: self._in_double(value, node), (args, kwargs))
-            factors = factors_of(node, args)
+            factors, terms = factors_of(node, args), terms_of(node, args)
             if is_inverse_root(node):
                 result = self._call(aten.rsqrt.default, args[:1], node)
-            elif factors is None:
-                result = self._call(node.target, args, node, kwargs)
-            else:
+            elif factors is not None:
                 result = self._call(rounded_product, tuple(self._tensor(factor, node) for factor in factors), node)
+            elif terms is not None:
+                result = self._call(rounded_quotient, tuple(self._tensor(term, node) for term in terms), node)
+            else:
+                result = self._call(node.target, args, node, kwargs)
             return self._converted(result, torch.float32, node)
 
     def _tensor(self, value: Any, like: fx.Node) -> fx.Node:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
 from pygraph_trees.coverage.partitions import source_line
+
+from .ranges import fits_integers
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -32,10 +36,14 @@ _MOVES_ELEMENTS = frozenset(
         aten.constant_pad_nd, aten.select_scatter, aten.slice_scatter, aten.diagonal_scatter,
         aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.isnan, aten.isinf, aten.logical_not,
         aten.logical_and, aten.logical_or, aten.logical_xor, aten.neg, aten.abs, aten.minimum, aten.maximum,
-        aten.amax, aten.amin, aten.empty_like, aten.new_empty,
+        aten.amax, aten.amin, aten.empty, aten.empty_strided, aten.empty_permuted, aten.empty_like, aten.new_empty,
         prims.view_of, prims.rev,
     }
 )  # fmt: skip
+# Integers from a first one on, each as far from the one before.
+_COUNTS = frozenset({aten.arange, prims.iota})
+# Which of two zeros with different signs they give differs from device to device, and on the CPU from place to place.
+_CHOOSES_ZEROS = frozenset({aten.minimum, aten.maximum, aten.amax, aten.amin})
 # What they read depends on numbers among their inputs. One that is out of bounds is an error on the CPU, after which
 # the program goes on; on the GPU it ends all work of the process.
 _LOOKS_UP = {aten.index: 1, aten.index_select: 2, aten.gather: 2, aten.embedding: 1, aten.index_put: 1}  # argument
@@ -61,7 +69,8 @@ _COMPUTES = frozenset(
     }
 )  # fmt: skip
 # The same with double precision's own error, which may be the last place of what the CPU finds in single precision.
-# Measured: other functions differ by more, for the CPU's are not that near.
+# Measured: other functions differ by more, for the CPU's are not that near. IEEE 754 says a square root to the bit, but
+# the CPU takes it from MKL, which does not.
 _COMPUTES_NEARLY = frozenset(
     {
         aten.sqrt, aten.rsqrt, aten.pow, aten.exp, aten.exp2, aten.expm1, aten.log, aten.log2, aten.log10, aten.log1p,
@@ -154,25 +163,17 @@ def is_constructor(node: fx.Node) -> bool:
     )
 
 
-def why_not_elsewhere(node: fx.Node, *, exact: bool, of_numbers: bool = False) -> str | None:
-    """Why a call cannot be made on another device with the same result; None where it can.
-
-    Args:
-        exact: leave what rounds to the CPU.
-        of_numbers: whether it is computed of constructors alone. Upstream moves all of that, however it rounds.
-    """
+def why_not_the_same_again(node: fx.Node) -> str | None:
+    """Why a call cannot be made another time, or elsewhere, in place of the program's; None if it can."""
     target = node.target
     if node.op != "call_function":
         return f"it is a {node.op}"
-    if str(target) == "<built-in function getitem>":
-        return None
     if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
         return "it is a custom operator"
     if target._schema.is_mutable:
         return "it writes to a tensor"
-    if torch.Tag.nondeterministic_seeded in target.tags or "inductor_" in str(
-        target
-    ):  # seeds, and what is made of them
+    # Seeds, and what is made of them.
+    if torch.Tag.nondeterministic_seeded in target.tags or "inductor_" in str(target):
         return "it is random"
     if torch.Tag.data_dependent_output in target.tags or (
         torch.Tag.dynamic_output_shape in target.tags and not _is_by_integers(node)
@@ -182,7 +183,20 @@ def why_not_elsewhere(node: fx.Node, *, exact: bool, of_numbers: bool = False) -
         return "its result does not lie on the CPU"
     if any(t.layout != torch.strided for t in tensors_of(node)):
         return "it is sparse"
-    if not (is_constructor(node) or (of_numbers and not exact) or _is_known(node)):
+    return None
+
+
+def why_not_elsewhere(node: fx.Node, *, exact: bool) -> str | None:
+    """Why a call cannot be made on another device with the same result; None where it can.
+
+    Args:
+        exact: leave what rounds to the CPU.
+    """
+    if node.op == "call_function" and node.target is operator.getitem:
+        return None
+    if (why := why_not_the_same_again(node)) is not None:
+        return why
+    if not _is_known(node):
         return "it may give something else on the GPU"
     numbers = (arg for arg in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(arg, float))
     if any(number == 0 and math.copysign(1, number) < 0 for number in numbers):
@@ -194,6 +208,20 @@ def why_not_elsewhere(node: fx.Node, *, exact: bool, of_numbers: bool = False) -
     return None
 
 
+def fuses(node: fx.Node) -> bool:
+    """Whether the GPU computes it element by element, in the kernel of what reads it, from integers or by moving."""
+    target: Any = node.target
+    return target is operator.getitem or (
+        target.overloadpacket not in _REDUCES and target.overloadpacket not in _LOOKS_UP and is_exact(node)
+    )
+
+
+def gives_unset_memory(node: fx.Node) -> bool:
+    """Whether nothing says what its elements are, but for what a program writes there; or a file does."""
+    name = str(node.target)
+    return any(part in name for part in ("empty", "resize", "from_file"))
+
+
 def _is_known(node: fx.Node) -> bool:
     """Whether it is known that every device gives the same, or the next number to it where :func:`rounds_nearly`.
 
@@ -203,16 +231,75 @@ def _is_known(node: fx.Node) -> bool:
     target: Any = node.target
     if target is aten.index_put.default:
         return _writes_one_number(node)
+    if target is aten.view.dtype and any(tensor.dtype in HALVES for tensor in _tensors_given(node)):
+        return False  # in a kernel they are single precision
     packet = target.overloadpacket
+    types = {tensor.dtype for tensor in [*_tensors_given(node), *tensors_of(node)]}
     if packet in _MOVES_ELEMENTS:
-        types = {tensor.dtype for tensor in [*_tensors_given(node), *tensors_of(node)]}
+        if packet in _CHOOSES_ZEROS and _may_choose_a_zero(node):
+            return False
         # The absolute value of a complex number is computed; and not every GPU has other types.
-        return types <= _NUMBERS if packet is aten.abs else types <= _NUMBERS | _COMPLEX
+        return types <= (_NUMBERS if packet is aten.abs else _NUMBERS | _COMPLEX) and _numbers_fit(node)
     if packet in _TYPES:
         return _converts_alike(node)
+    if not types <= _NUMBERS:
+        return False
     if all(_is_integral(tensor) for tensor in [*_tensors_given(node), *tensors_of(node)]):
-        return packet in _COMPUTES_INTEGERS | _REDUCES | _DIVIDES or _is_small_power(node)
+        computes = packet in _COMPUTES_INTEGERS | _COUNTS | _REDUCES | _DIVIDES or _is_small_power(node)
+        return computes and _numbers_fit(node)
     return computes_in_double(node)
+
+
+def _numbers_fit(node: fx.Node) -> bool:
+    """Whether integers that it is given are numbers of its tensors' types; what others become differs."""
+    types = {tensor.dtype for tensor in [*_tensors_given(node), *tensors_of(node)]} - {torch.bool}
+    if any(dtype.is_floating_point or dtype.is_complex for dtype in types):
+        return True
+    numbers = _numbers_given(node)
+    if any(isinstance(number, float) for number in numbers):
+        target: Any = node.target
+        return target.overloadpacket in _COMPARES  # in floating point
+    limits = [(torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in types] or [(0, 1)]
+    return all(least <= number <= most for least, most in limits for number in numbers)
+
+
+def _numbers_given(node: fx.Node) -> list[int | float]:
+    """Those that stand for elements, not for sizes or dimensions."""
+    target: Any = node.target
+    arguments = target._schema.arguments
+    given = [*zip(arguments, node.args, strict=False)]
+    given += [(argument, node.kwargs[argument.name]) for argument in arguments if argument.name in node.kwargs]
+    return [
+        value
+        for argument, value in given
+        if isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and str(argument.type).removeprefix("Optional[").removesuffix("]") in ("Tensor", "number")
+    ]
+
+
+def _may_choose_a_zero(node: fx.Node) -> bool:
+    """Whether both of two zeros, with different signs, may be among what it chooses from."""
+    if all(_is_integral(tensor) for tensor in tensors_of(node)):
+        return False
+    return not any(
+        _is_never_zero(root) for arg in node.args[:2] if isinstance(arg, fx.Node) for root in _only_root(arg)
+    )
+
+
+def _only_root(node: fx.Node) -> list[fx.Node]:
+    roots = _roots(node)
+    return roots if len(roots) == 1 else []
+
+
+def _is_never_zero(node: fx.Node) -> bool:
+    if node.target is aten.full.default:
+        return isinstance(node.args[1], (int, float)) and node.args[1] != 0
+    held = held_tensor(node)
+    if held is None:
+        return False
+    with unset_fake_temporarily():
+        return bool((held != 0).all())
 
 
 def computes_in_double(node: fx.Node) -> bool:
@@ -285,6 +372,12 @@ def mixes_with_half(node: fx.Node) -> bool:
     )
 
 
+def terms_of(node: fx.Node, args: Sequence[Any]) -> tuple[Any, Any] | None:
+    """Of those arguments, the dividend and the divisor; None where it is no quotient."""
+    target: Any = node.target
+    return (args[0], args[1]) if target.overloadpacket is aten.div else None
+
+
 def factors_of(node: fx.Node, args: Sequence[Any]) -> tuple[Any, Any] | None:
     """Of those arguments, what the node multiplies; None where it is no product."""
     target: Any = node.target
@@ -346,9 +439,11 @@ def _converts_alike(node: fx.Node) -> bool:
     """All round alike; what does not fit into an integer is another number on each device."""
     types = {tensor.dtype for tensor in [*_tensors_given(node), *tensors_of(node)]}
     to_integer = all(_is_integral(t) and t.dtype != torch.bool for t in tensors_of(node))
-    if node.kwargs.get("memory_format") not in (None, torch.preserve_format):
+    if node.kwargs.get("memory_format") not in (None, torch.preserve_format) or not types <= _NUMBERS:
         return False
-    return types <= _NUMBERS and (not to_integer or all(_is_integral(t) for t in _tensors_given(node)))
+    if not to_integer or all(_is_integral(t) for t in _tensors_given(node)):
+        return True
+    return all(fits_integers(source, node.meta["val"].dtype) for source in node.all_input_nodes)
 
 
 def _is_small_power(node: fx.Node) -> bool:
@@ -398,26 +493,45 @@ def indices_of(node: fx.Node) -> list[fx.Node]:
     return [index for index in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(index, fx.Node)]
 
 
-def looks_up_within(node: fx.Node, of_numbers: Collection[fx.Node]) -> bool:
+def looks_up_within(node: fx.Node, value_of: Callable[[fx.Node], torch.Tensor | None]) -> bool:
     """Whether indices that are constants are known to be within the sizes of what they are looked up in.
 
-    ``of_numbers``: those are not asked. What Inductor compiles for the CPU does not look at indices made so either.
+    Constructors whose size is symbolic are not asked: what Inductor compiles for the CPU does not look at them either.
+
+    Args:
+        value_of: the tensor that a node gives in each call, None if it cannot be told.
     """
     looked_up: Any = node.args[0]
     given = node.args[1]  # an index of each dimension, a dimension, or an index of the first
     dim = given if isinstance(given, int) else 0
     places = enumerate(given) if isinstance(given, (list, tuple)) else ((dim, index) for index in indices_of(node))
     for place, index in places:
-        roots = [root for root in _roots(index) if root not in of_numbers] if isinstance(index, fx.Node) else []
-        if not roots:
-            continue
         size = looked_up.meta["val"].shape[place] if looked_up.meta["val"].dim() else 1
-        constants = [_constant(root) for root in roots]
-        if not isinstance(size, int) or any(
-            c is None or (c.numel() and not -size <= int(c.min()) <= int(c.max()) < size) for c in constants
-        ):
-            return False
+        for root in _roots(index) if isinstance(index, fx.Node) else []:
+            value = value_of(root)
+            if value is None and _is_counted(root):
+                continue
+            if value is None or not isinstance(size, int) or not _is_within(value, size):
+                return False
     return True
+
+
+def _is_counted(node: fx.Node) -> bool:
+    """Whether it is computed of constructors alone."""
+    seen, todo = {node}, [node]
+    while todo:
+        current = todo.pop()
+        sources = [source for source in current.all_input_nodes if tensors_of(source)]
+        if not (sources or is_constructor(current)):
+            return False
+        todo += [source for source in sources if source not in seen]
+        seen.update(sources)
+    return True
+
+
+def _is_within(indices: torch.Tensor, size: int) -> bool:
+    with unset_fake_temporarily():
+        return not indices.numel() or -size <= int(indices.min()) <= int(indices.max()) < size
 
 
 def _roots(node: fx.Node) -> list[fx.Node]:
@@ -432,12 +546,17 @@ def _roots(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _constant(node: fx.Node) -> torch.Tensor | None:
-    """The tensor that a graph holds, where that is what the node is."""
+def held_tensor(node: fx.Node) -> torch.Tensor | None:
+    """The plain tensor of the CPU that a ``get_attr`` node names, None where it is something else."""
     found: Any = node.graph.owning_module if node.op == "get_attr" else None
     for name in str(node.target).split(".") if found is not None else ():
         found = getattr(found, name, None)
-    return found if isinstance(found, torch.Tensor) and type(found) is torch.Tensor else None
+    plain = type(found) in (torch.Tensor, torch.nn.Parameter) and found.device.type == "cpu"
+    if not plain or found.layout != torch.strided:
+        return None
+    with unset_fake_temporarily(), torch.inference_mode(False):
+        detached: torch.Tensor = found.detach()
+        return detached
 
 
 def _is_integral(tensor: torch.Tensor) -> bool:
@@ -477,13 +596,13 @@ def is_a_whole(node: fx.Node) -> bool:
     if not _shows_another(node):
         return True
     views = _views(node)
-    return views[-1].op == "placeholder" and all(_is_dense(t) for view in views for t in tensors_of(view))
+    return views[-1].op == "placeholder" and all(is_dense(t) for view in views for t in tensors_of(view))
 
 
 def is_row_of_input(node: fx.Node) -> bool:
     """Whether it is a view without gaps of an input with some."""
     views = _views(node)
-    return views[-1].op == "placeholder" and not is_a_whole(node) and all(map(_is_dense, tensors_of(node)))
+    return views[-1].op == "placeholder" and not is_a_whole(node) and all(map(is_dense, tensors_of(node)))
 
 
 def _views(node: fx.Node) -> list[fx.Node]:
@@ -504,7 +623,7 @@ def _shows_another(node: fx.Node) -> bool:
     return is_view(node)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Whether its elements lie side by side, each once, in some order; of symbolic sizes that is known of one order."""
     dims = [*zip(tensor.stride(), tensor.shape, strict=True)]
     if all(isinstance(number, int) for dim in dims for number in dim):

@@ -1,4 +1,10 @@
-"""Which values of the CPU are computed on the GPU as well, which are copied there, and why."""
+"""Which values of the CPU are computed on the GPU as well, which are constants there, which are copied, and why.
+
+A value that is computed from constants alone has the bits that the CPU computes. It is made on the GPU, in the kernel
+that reads it, if all of it is exact there element by element: integers, masks, and elements that are moved. Else it is
+folded, which means computed once, when the graph is compiled. If its size is symbolic or too large, it is made on the
+GPU if that is exact, and copied if not. Only values that are computed of inputs may differ in the last place.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +17,17 @@ from torch import fx
 
 from pygraph_trees.coverage import records
 
+from .folding import Folding
 from .nodes import (
     aten,
     cpu_inputs,
+    fuses,
     indices_of,
     is_constructor,
     is_copy_between_devices,
     is_on_cpu,
     is_on_gpu,
+    is_view,
     keeps_elements,
     looks_up_within,
     nbytes_of,
@@ -46,6 +55,7 @@ class How(Enum):
     MADE = "made on the GPU"  # the same call there
     KEPT = "taken where it came from"  # it is a copy of something on the GPU
     CONSTANT = "a constant on the GPU"
+    FOLDED = "computed once, a constant on the GPU"  # when the graph is compiled
     COPIED = "copied"  # at each call
 
 
@@ -87,9 +97,10 @@ class Placed:
 class Plan:
     """Decides for values of the CPU, and for what they are computed of."""
 
-    def __init__(self, graph: fx.Graph, *, exact: bool) -> None:
-        self._exact = exact
-        self.of_numbers = _of_numbers(graph)
+    def __init__(self, graph: fx.Graph, *, exact: bool, folds: bool = True) -> None:
+        self._exact, self._folds = exact, folds
+        self.folding = Folding(graph)
+        self._fusing: dict[fx.Node, bool] = {}  # of constants, with all that they are computed of
         self._rounded: set[fx.Node] = set()  # what is made on the GPU and may differ in its last place
         self._of_gpu: set[fx.Node] = set()  # what is computed of values of the GPU
         self._how: dict[fx.Node, How] = {}
@@ -123,7 +134,15 @@ class Plan:
             return How.COPIED
         if is_copy_between_devices(node) and is_on_gpu(node.args[0]):
             return How.KEPT
-        why = why_not_elsewhere(node, exact=self._exact, of_numbers=node in self.of_numbers)
+        why = why_not_elsewhere(node, exact=self._exact)
+        if node in self.folding.constants:
+            if why is None and rounds_nearly(node):
+                why = "its last place may differ"
+            if not (why is None and (self._fuses(node) or _shares_memory(node))):
+                why_not_folded = self.folding.why_not(node) if self._folds else "it is in a branch or a loop"
+                if why_not_folded is None:
+                    return How.FOLDED
+                why = why and f"{why}, and {why_not_folded}"
         if is_constructor(node) and why is None:
             return How.MADE
         if why is None and any(not is_on_cpu(source) for source in node.all_input_nodes if tensors_of(source)):
@@ -132,6 +151,25 @@ class Plan:
             self.why[node] = why
             return How.COPIED
         return None
+
+    def _fuses(self, node: fx.Node) -> bool:
+        """Whether the GPU computes a constant, and all that it is computed of, in the kernel that reads it."""
+        todo = [node]
+        while todo:
+            current = todo[-1]
+            if current in self._fusing:
+                todo.pop()
+                continue
+            sources = [source for source in current.all_input_nodes if tensors_of(source)]
+            missing = [source for source in sources if source not in self._fusing]
+            if missing:
+                todo += missing
+            elif current.op == "get_attr" or current.target is aten.lift_fresh_copy.default:
+                self._fusing[current] = True
+            else:
+                alike = why_not_elsewhere(current, exact=True) is None and fuses(current)
+                self._fusing[current] = alike and all(self._fusing[source] for source in sources)
+        return self._fusing[node]
 
     def _decide(self, node: fx.Node) -> None:
         leaves = frozenset().union(*(self._leaves[source] for source in cpu_inputs(node)))
@@ -142,11 +180,11 @@ class Plan:
             self.why[node] = f"it is computed of {stuck.name}: {self.why[stuck]}"
         elif any(self._leaves.get(index) or index in self._of_gpu for index in indices_of(node)):
             self.why[node] = "it looks up what inputs say, and an index that is out of bounds is an error of the CPU's"
-        elif indices_of(node) and not looks_up_within(node, self.of_numbers):
+        elif indices_of(node) and not looks_up_within(node, self.folding.value):
             self.why[node] = (
                 "it looks up what may not be there, and an index that is out of bounds is an error of the CPU's"
             )
-        elif rounded is not None and not (node in self.of_numbers or keeps_elements(node)):
+        elif rounded is not None and not keeps_elements(node):
             self.why[node] = f"it is computed of {rounded.name}, whose last place may differ"
         elif nbytes > MOST_NBYTES and nbytes > nbytes_of(node):
             self.why[node] = f"what it is computed of is larger: {nbytes} bytes"
@@ -164,14 +202,9 @@ class Plan:
             self._rounded.add(node)
 
 
-def _of_numbers(graph: fx.Graph) -> frozenset[fx.Node]:
-    """What the CPU computes of constructors alone."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        sources = [source for source in node.all_input_nodes if tensors_of(source)]
-        if is_constructor(node) or (is_on_cpu(node) and sources and found.issuperset(sources)):
-            found.add(node)
-    return frozenset(found)
+def _shares_memory(node: fx.Node) -> bool:
+    """Whether it is a view, so that one constant will do for it and for what it is a view of."""
+    return isinstance(node.target, torch._ops.OpOverload) and is_view(node)
 
 
 def needs(node: fx.Node) -> list[fx.Node]:

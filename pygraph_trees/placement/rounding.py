@@ -5,6 +5,9 @@ last place of the product is in the sum then, and after a cancellation that may 
 multiplication that is not fused. Numbers of single precision are given to it in double precision, where the product is
 exact: compilers narrow a product in double precision that is rounded to single precision right away, and fuse that.
 
+``pygraph_trees::rounded_quotient``: for a GPU Inductor multiplies by the reciprocal of a number instead, which rounds
+twice, and so to the other side of a quotient that is half-way between two numbers. This one divides.
+
 ``pygraph_trees::rounded_to``: within a kernel Inductor keeps numbers of half precision as single ones, so that what is
 converted to half precision is rounded where it is stored alone. This one rounds.
 """
@@ -26,6 +29,7 @@ def _rounded_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 for _name, _schema, _fn in (
     ("rounded_product", "(Tensor one, Tensor other) -> Tensor", torch.mul),
+    ("rounded_quotient", "(Tensor one, Tensor other) -> Tensor", torch.div),
     ("rounded_to", "(Tensor x, ScalarType dtype) -> Tensor", _rounded_to),
 ):
     _library.define(_name + _schema, tags=_TAGS)
@@ -33,6 +37,7 @@ for _name, _schema, _fn in (
     torch.library.register_fake(f"pygraph_trees::{_name}", _fn, lib=_library)
 
 rounded_product = torch.ops.pygraph_trees.rounded_product.default
+rounded_quotient = torch.ops.pygraph_trees.rounded_quotient.default
 rounded_to = torch.ops.pygraph_trees.rounded_to.default
 
 
@@ -43,6 +48,8 @@ def lower_rounding() -> None:
     from torch._inductor.virtualized import ops
 
     register_lowering(rounded_product, broadcast=True)(make_pointwise(lambda one, other: ops.mul_rn(one, other)))
+
+    register_lowering(rounded_quotient, broadcast=True)(make_pointwise(lambda one, other: ops.truediv(one, other)))
 
     def lower_rounded_to(x: Any, dtype: torch.dtype) -> Any:
         def narrow_and_widen(value: Any) -> Any:

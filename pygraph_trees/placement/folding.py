@@ -1,0 +1,251 @@
+"""Values that the CPU computes from constants alone, computed once, while a graph is compiled.
+
+:class:`Folding` runs the graph's own operators on real CPU tensors, so that a value has eager's bits. It runs nothing
+that is random, that writes, whose size is symbolic or depends on data, or that is a custom operator, and nothing beyond
+:data:`MOST_EVALUATED_NBYTES`. An operator that fails leaves its value where it is, with the reason. This costs a
+compilation at most what these operators cost eager in each call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import operator
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .nodes import (
+    HALVES,
+    gives_unset_memory,
+    held_tensor,
+    is_constructor,
+    is_dense,
+    is_on_cpu,
+    is_view,
+    tensors_of,
+    why_not_the_same_again,
+)
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+# A larger value would cost more memory of the GPU, and of caches, than the kernel that computes it is worth.
+MOST_FOLDED_NBYTES = 1 << 20
+# All values of one graph together, those in between included.
+MOST_EVALUATED_NBYTES = 32 << 20
+_MOST_INLINED = 8  # elements that Inductor writes into a kernel as literals, where there is one dimension or none
+_FOLDED_TYPES = HALVES | {
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
+    torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.float64, torch.complex64,
+    torch.complex128,
+}  # fmt: skip
+_LITERALS = HALVES | {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}
+
+_log = logging.getLogger("pygraph_trees.placement")
+
+
+class Folding:
+    """Which values of a graph are computed from constants alone, and their values."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self.constants = _constants_of(graph)
+        self._values: dict[fx.Node, Any] = {}
+        self._why_not: dict[fx.Node, str] = {}
+        self._left = MOST_EVALUATED_NBYTES
+
+    def why_not(self, node: fx.Node) -> str | None:
+        """Why a value cannot be a constant of the compiled graph; None if it can, and :meth:`held` gives it."""
+        why = self._why_not_run(node)
+        if why is not None:
+            return why
+        found = tensors_of(node)
+        if self._graph.owning_module is None or len(found) != 1 or found[0] is not node.meta["val"]:
+            return "it is several values"
+        if found[0].dtype not in _FOLDED_TYPES:
+            return "Inductor has no constants of its type on a GPU"
+        nbytes = found[0].numel() * found[0].element_size()
+        if nbytes > MOST_FOLDED_NBYTES:
+            return f"{nbytes} bytes are too many for a constant"
+        return self._evaluated(node)
+
+    def value(self, node: fx.Node) -> torch.Tensor | None:
+        """The tensor that a node gives in each call; None if it cannot be told."""
+        if node not in self.constants or self._why_not_run(node) or self._evaluated(node):
+            return None
+        value = self._values[node]
+        return value if isinstance(value, torch.Tensor) else None
+
+    def held(self, node: fx.Node, mode: FakeTensorMode | None) -> fx.Node:
+        """A new node that names the value, a buffer of the graph's module.
+
+        The buffer has two dimensions if Inductor would write it into a kernel as numbers that lose bits, and complex
+        numbers are two real ones.
+        """
+        module = self._graph.owning_module
+        assert module is not None  # else it cannot be folded
+        with _as_eager_runs():
+            constant = self._constant(node)
+            if constant.is_complex():
+                constant = torch.view_as_real(constant)
+            if _is_written_as_literals(constant) and not _literals_keep_bits(constant):
+                constant = constant.view(1, -1)
+        name = next(name for n in itertools.count() if not hasattr(module, name := f"_folded_constant{n}"))
+        module.register_buffer(name, constant, persistent=False)
+        held = self._graph.get_attr(name)
+        held.meta["val"] = constant if mode is None else mode.from_tensor(constant, static_shapes=True)
+        return held
+
+    def _constant(self, node: fx.Node) -> torch.Tensor:
+        """The value of a node that was run, in memory of its own."""
+        value, like = self._values[node], node.meta["val"]
+        if not is_dense(like):
+            return torch.empty(value.size(), dtype=value.dtype, device="cpu").copy_(value)
+        return torch.empty_strided(value.size(), like.stride(), dtype=value.dtype, device="cpu").copy_(value)
+
+    def evaluated(self) -> Iterator[fx.Node]:
+        """All nodes that were run."""
+        return iter(self._values)
+
+    def _evaluated(self, node: fx.Node) -> str | None:
+        """Runs a node and what it is computed of; says why where that fails or is too much."""
+        todo, chain, nbytes = [node], {node}, 0
+        while todo:
+            current = todo.pop()
+            if current in self._values:
+                continue
+            if (why := self._why_not_run(current)) is not None:
+                return self._kept(node, current, why)
+            nbytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(current))
+            todo += [source for source in current.all_input_nodes if source not in chain]
+            chain.update(current.all_input_nodes)
+        if nbytes > self._left:
+            return self._kept(node, node, f"{nbytes} bytes are too many to be computed when the graph is compiled")
+        self._left -= nbytes
+        with _as_eager_runs():
+            for current in sorted(chain):
+                if current not in self._values and (why := self._run(current)) is not None:
+                    self._why_not[current] = why
+                    return self._kept(node, current, why)
+        return None
+
+    def _kept(self, node: fx.Node, culprit: fx.Node, why: str) -> str:
+        """The reason of a node, which is also that of the one that it is computed of."""
+        if culprit is not node and not why.startswith("it is computed of"):
+            why = f"it is computed of {culprit.name}: {why}"
+        return self._why_not.setdefault(node, why)
+
+    def _why_not_run(self, node: fx.Node) -> str | None:
+        if node not in self._why_not:
+            why = "it is not computed of constants alone" if node not in self.constants else _why_not_run(node)
+            if why is None:
+                return None
+            self._why_not[node] = why
+        return self._why_not[node]
+
+    def _run(self, node: fx.Node) -> str | None:
+        """Keeps the value of a node whose sources have theirs; says why where there is none."""
+        try:
+            if node.op == "get_attr":
+                value: Any = held_tensor(node)
+            else:
+                target: Any = node.target
+                args, kwargs = fx.map_arg((node.args, node.kwargs), self._values.__getitem__)
+                value = target(*args, **kwargs)
+        except Exception as error:  # whatever an operator may raise, eager raises it in the call
+            _log.debug("%s cannot be computed when the graph is compiled: %s", node, error)
+            return "the CPU cannot compute it when the graph is compiled; see the log"
+        wanted, found = tensors_of(node), [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+        traced = [(tuple(t.shape), t.dtype, t.device) for t in wanted]
+        if traced != [(tuple(t.shape), t.dtype, t.device) for t in found]:
+            return "the CPU computes another type or size than was traced"
+        self._values[node] = value
+        return None
+
+
+def _is_written_as_literals(value: torch.Tensor) -> bool:
+    """Whether Inductor writes a constant of that shape into kernels as numbers."""
+    return value.dim() == 0 or (value.dim() == 1 and value.numel() <= _MOST_INLINED)
+
+
+def _literals_keep_bits(value: torch.Tensor) -> bool:
+    """Whether numbers in a kernel's source stand for the same bits: no minus zeros, infinities, NaN or rare types."""
+    if value.dtype not in _LITERALS:
+        return False
+    return bool((value.isfinite() & ~((value == 0) & value.signbit())).all())
+
+
+@contextlib.contextmanager
+def _as_eager_runs() -> Iterator[None]:
+    """Operators run on real tensors, as they are written, and record nothing."""
+    with (
+        _disable_current_modes(),
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableAutocast(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
+        yield
+
+
+def _constants_of(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Values on the CPU that are computed from constructors and tensors of the graph alone."""
+    found: set[fx.Node] = set()
+    written = _written(graph)
+    for node in graph.nodes:
+        if not is_on_cpu(node):
+            continue
+        if node.op == "get_attr":
+            held = held_tensor(node)
+            is_constant = held is not None and held.untyped_storage().data_ptr() not in written
+        else:
+            sources = [source for source in node.all_input_nodes if tensors_of(source)]
+            is_constant = is_constructor(node) or (bool(sources) and found.issuperset(sources))
+        if is_constant:
+            found.add(node)
+    return frozenset(found)
+
+
+def _written(graph: fx.Graph) -> set[int]:
+    """Addresses of the tensors of the graph that something may write to, as they are or through views."""
+    written: set[int] = set()
+    todo = [node for node in graph.nodes if node.op == "call_function" and _may_write(node)]
+    seen = set(todo)
+    while todo:
+        for source in todo.pop().all_input_nodes:
+            held = held_tensor(source)
+            if held is not None:
+                written.add(held.untyped_storage().data_ptr())
+            elif source not in seen and is_view(source):
+                seen.add(source)
+                todo.append(source)
+    return written
+
+
+def _may_write(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return target is not operator.getitem
+    return target._schema.is_mutable
+
+
+def _why_not_run(node: fx.Node) -> str | None:
+    """Why a node cannot be run when the graph is compiled, whatever its sources are."""
+    for tensor in tensors_of(node):
+        if not all(isinstance(size, int) for size in tensor.shape):
+            return "its size is not known when the graph is compiled"
+    if node.op == "get_attr" or node.target is operator.getitem:
+        return None
+    if (why := why_not_the_same_again(node)) is not None:
+        return why
+    if gives_unset_memory(node):
+        return "its memory is not set"
+    if any(not tensors_of(source) for source in node.all_input_nodes):
+        return "a number in it is not known when the graph is compiled"
+    return None

@@ -1,0 +1,88 @@
+"""How large the elements of a node's value can be, as far as a few simple operators tell.
+
+:func:`largest` gives a bound of the absolute values of all elements, and infinity if there is none or if one may be
+infinite or NaN. A conversion to integers gives the same on every device only for numbers that fit
+(:func:`fits_integers`): what becomes of others is up to each processor.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+_KEEPS = frozenset(
+    {
+        aten.lift_fresh_copy, aten.clone, aten.alias, aten.detach, aten._unsafe_view, aten.reshape, aten.expand,
+        aten.permute, aten.t, aten.transpose, aten.squeeze, aten.unsqueeze, aten.select, aten.slice, aten.flip,
+        aten.roll, aten.repeat, aten.tril, aten.triu, aten.neg, aten.abs, aten.trunc,
+    }
+)  # fmt: skip
+_CONVERTS = frozenset({aten._to_copy, prims.convert_element_type})
+_ROUNDS = frozenset({aten.ceil, aten.floor, aten.round})
+_MOST_NODES = 64  # looked at for one bound
+_ROUNDING = 1 + 2.0**-7  # at least what any type rounds up by
+
+
+def fits_integers(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether all elements of a value, truncated, are numbers of a signed integer type."""
+    return dtype in (torch.int8, torch.int16, torch.int32, torch.int64) and largest(node) < torch.iinfo(dtype).max
+
+
+def largest(node: fx.Node) -> float:
+    """A bound of the absolute values of a tensor's elements."""
+    return _Bounds().of(node)
+
+
+class _Bounds:
+    def __init__(self) -> None:
+        self._found: dict[fx.Node, float] = {}
+
+    def of(self, node: fx.Node) -> float:
+        if node not in self._found:
+            self._found[node] = math.inf  # until it is known, and if there are too many
+            if len(self._found) <= _MOST_NODES:
+                self._found[node] = self._stored(node, self._computed(node))
+        return self._found[node]
+
+    def _stored(self, node: fx.Node, bound: float) -> float:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or value.is_complex():
+            return math.inf
+        if value.dtype == torch.bool:
+            return 1.0
+        if not value.is_floating_point():
+            info = torch.iinfo(value.dtype)
+            return float(max(info.max, -info.min))  # of what wraps around as well
+        bound *= _ROUNDING
+        return bound if bound <= torch.finfo(value.dtype).max else math.inf
+
+    def _computed(self, node: fx.Node) -> float:
+        """Before it is rounded to its type."""
+        target: Any = node.target
+        packet = getattr(target, "overloadpacket", None)
+        if node.op != "call_function" or node.kwargs.get("alpha", 1) != 1 or "rounding_mode" in node.kwargs:
+            return math.inf
+        if packet is aten.full:
+            return self._number(node.args[1])
+        if packet in _KEEPS | _CONVERTS:
+            return self._number(node.args[0])
+        if packet in _ROUNDS:
+            return self._number(node.args[0]) + 1
+        if packet in (aten.add, aten.sub):
+            return self._number(node.args[0]) + self._number(node.args[1])
+        if packet is aten.mul:
+            bounds = self._number(node.args[0]), self._number(node.args[1])
+            return math.inf if math.inf in bounds else bounds[0] * bounds[1]
+        if packet is aten.div and isinstance(node.args[1], (int, float)) and abs(node.args[1]) >= 1e-30:
+            return self._number(node.args[0]) / abs(node.args[1])
+        return math.inf
+
+    def _number(self, value: Any) -> float:
+        if isinstance(value, fx.Node):
+            return self.of(value)
+        return abs(value) if isinstance(value, (int, float)) and math.isfinite(value) else math.inf

@@ -1,0 +1,416 @@
+"""Values from constants have eager's bits: what is folded, what is made on the GPU, what stays, and why."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
+
+import torch
+from constant_programs import FAMILIES, count, same_bits, square
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mixed_programs import GPU, traced
+from test_placement_graphs import OnCpu
+from torch._functorch import config as functorch_config
+from torch._inductor.utils import fresh_cache
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.absent_gpu import absent_gpu, lower
+from pygraph_trees.coverage.compiled import PLACED, partitions_of
+from pygraph_trees.placement import place
+from pygraph_trees.placement.folding import MOST_EVALUATED_NBYTES, MOST_FOLDED_NBYTES, Folding
+from pygraph_trees.placement.nodes import is_on_cpu
+
+SIZE = 24
+NOT_ON_GPUS = {torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.complex32}
+FOLDED = "computed once, a constant on the GPU"
+
+
+class Lowered:
+    """A program whose values from constants go to the GPU, lowered for a GPU that is not there."""
+
+    def __init__(self, *values, symbolic=False, how="full", size=SIZE):
+        torch._dynamo.reset()
+
+        def program(x):
+            n = x.shape[0] if symbolic else size
+            return x + 1, *(value(n).to("cuda") for value in values)
+
+        with (
+            torch._inductor.config.patch({"triton.pygraph_placement": how}),
+            torch._dynamo.config.patch(assume_static_by_default=not symbolic),
+        ):
+            (self.graph,) = lower(program, (torch.empty(size, device="meta"),))
+        self.partitions = [part.graphed for part in partitions_of(self.graph.graph.scheduler)]
+        self.placed = self.graph.gm.meta[PLACED]
+        self.whys = [record.why for record in self.placed if record.why]
+        graph = self.graph.gm.graph
+        takes_size = any(isinstance(node.meta["val"], torch.SymInt) for node in graph.find_nodes(op="placeholder"))
+        inputs = [size, torch.zeros(size)] if takes_size else [torch.zeros(size)]
+        self.values = OnCpu(self.graph.gm).run(*inputs)[1:]
+        self.hows = [how_of(node) for node in graph.output_node().args[0][1:]]
+
+
+def how_of(output):
+    """What became of a value on the GPU: one of constants that are folded is copied if anything that it reads is."""
+    hows, todo = {"made"}, [output]
+    while todo:
+        node = todo.pop()
+        for source in node.all_input_nodes:
+            if is_on_cpu(source) and not is_on_cpu(node):
+                root = source.args[0] if source.target is torch.ops.aten.clone.default else source
+                hows.add("folded" if str(root.target).startswith("_folded_constant") else "copied")
+            else:
+                todo.append(source)
+    return next(how for how in ("copied", "folded", "made") if how in hows)
+
+
+class TestLoweredConstants(TestCase):
+    def check(self, values, wanted, **how):
+        """By name: each value has the bits that the CPU computes, and is where it should be."""
+        lowered = Lowered(*values.values(), **how)
+        for name, value, found, became in zip(values, values.values(), lowered.values, lowered.hows, strict=True):
+            with self.subTest(name, **how):
+                expected = value(how.get("size", SIZE))
+                self.assertTrue(same_bits(found, expected), f"{found} {expected}")
+                self.assertEqual(became, wanted[name])
+        return lowered
+
+    def test_static_sizes(self):
+        """One graph, whatever the value: what the GPU cannot make with the same bits is folded."""
+        values = {f"{program.family}: {program.name}": program.value for program in FAMILIES}
+        wanted = {f"{program.family}: {program.name}": program.static for program in FAMILIES}
+        for how in ("full", "exact"):
+            lowered = self.check(values, wanted, how=how)
+            self.assertEqual(lowered.partitions, [True])
+            self.assertNotIn("cpp_fused", lowered.graph.source_code)
+            self.assertEqual(lowered.whys, [])
+
+    def test_symbolic_sizes(self):
+        """What is exact on the GPU is made there; the rest stays on the CPU, which says why."""
+        for how in ("full", "exact"):
+            wanted = {
+                f"{p.family}: {p.name}": (p.exact_dynamic or p.dynamic) if how == "exact" else p.dynamic
+                for p in FAMILIES
+            }
+            lowered = self.check({f"{p.family}: {p.name}": p.value for p in FAMILIES}, wanted, how=how, symbolic=True)
+            for why in lowered.whys:
+                self.assertRegex(why, "not known when the graph is compiled")
+
+    def test_large_values(self):
+        """Above 1 MiB, and above 4 MiB, nothing is folded."""
+        size = (5 << 20) // 4
+        values, wanted = {}, {}
+        for name, value, how in (
+            ("truncated", lambda n: (count(n) / 61).long(), "made"),
+            ("rounded", lambda n: count(n) * 0.1 + 0.3, "made"),
+            ("exponential", lambda n: (count(n) / n).exp(), "copied"),
+            ("half", lambda n: count(n).half() * 0.1, "copied"),
+            ("out of range", lambda n: (count(n) * 1e30).long(), "copied"),
+            ("maximum", lambda n: torch.maximum(-count(n) * 0.0, count(n) * 0.0), "copied"),
+            ("of a small one", lambda n: (count(1024) / 3).exp()[:, None] * (count(n >> 10) / 3), "folded"),
+        ):
+            for n in (size, (MOST_FOLDED_NBYTES >> 1) + 1024):
+                values[f"{name}, {n}"] = lambda _, value=value, n=n: value(n)
+                wanted[f"{name}, {n}"] = how
+        lowered = self.check(values, wanted)
+        self.assertIn(
+            f"its last place may differ, and {size * 4} bytes are too many for a constant", " ".join(lowered.whys)
+        )
+
+    def test_every_type(self):
+        """A folded value of any type is on the GPU with its bits."""
+        values, wanted = {}, {}
+        for dtype in sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str):
+            try:
+                (torch.arange(12) / 3).exp().to(dtype).clone()
+            except (RuntimeError, NotImplementedError):
+                continue  # the CPU has no such conversion
+            for size in (12, 3):
+                values[f"{dtype}, {size}"] = lambda _, dtype=dtype, size=size: (torch.arange(size) / 3).exp().to(dtype)
+                wanted[f"{dtype}, {size}"] = "copied" if dtype in NOT_ON_GPUS else "folded"
+        self.check(values, wanted)
+        self.assertGreater(len(values), 30)
+        folded = [value for name, value in values.items() if wanted[name] == "folded"]
+        self.assertEqual(Lowered(*folded).partitions, [True])
+
+    def test_signs_of_zeros_in_small_values(self):
+        """Inductor writes small constants into kernels as numbers; those that lose bits there are loaded."""
+        for value in (
+            lambda _: -torch.arange(2) * 0.0,
+            lambda _: (-torch.arange(2) * 0.0)[0],
+            lambda _: torch.arange(4) * torch.tensor([1e38, -1e38, 0.0, 1.0]) * 1e10,
+            lambda _: 1 / (torch.arange(2) * -0.0),
+        ):
+            lowered = Lowered(value)
+            self.assertTrue(same_bits(lowered.values[0], value(0)))
+            self.assertIn("_folded_constant0_cuda0", lowered.graph.source_code)
+        self.assertNotIn("_folded_constant0_cuda0", Lowered(lambda _: (torch.arange(3) / 7).exp()).graph.source_code)
+
+    def test_a_value_that_is_returned_too_stays_on_the_cpu(self):
+        def program(x):
+            value = (torch.arange(64) / 9).exp()
+            return x * value.to("cuda"), value
+
+        torch._dynamo.reset()
+        (graph,) = lower(program, (torch.empty(64, device="meta"),))
+        devices = [node.meta["val"].device.type for node in graph.gm.graph.output_node().args[0]]
+        self.assertEqual(devices, ["cuda", "cpu"])
+        self.assertEqual([record.how for record in graph.gm.meta[PLACED]], [FOLDED])
+        self.assertIn("cpp_fused", graph.source_code)
+
+    def test_the_report_names_what_was_folded_and_its_line(self):
+        def program(x):
+            table = (torch.arange(64) / 9).exp()
+            return x * table.to("cuda")
+
+        torch._dynamo.reset()
+        (graph,) = lower(program, (torch.empty(64, device="meta"),))
+        (record,) = graph.gm.meta[PLACED]
+        self.assertEqual((record.how, record.why), (FOLDED, None))
+        self.assertRegex(record.source, r"test_constants.py:\d+ in program: table = \(torch.arange\(64\) / 9\).exp\(\)")
+
+    def test_one_constant_for_several_readers_and_views(self):
+        def program(x):
+            table = (torch.arange(64) / 9).exp()
+            return x * table.to("cuda"), x.view(8, 8) + table.view(8, 8).t().to("cuda"), table[:8].to("cuda") + 1
+
+        torch._dynamo.reset()
+        (graph,) = lower(program, (torch.empty(64, device="meta"),))
+        self.assertEqual(len([n for n in graph.gm.graph.nodes if str(n.target).startswith("_folded")]), 1)
+        self.assertEqual(graph.source_code.count("cpp_fused"), 0)
+
+    def test_random_values_stay(self):
+        for value in (
+            lambda n: torch.rand(n) * 2,
+            lambda n: torch.randperm(n),
+            lambda n: torch.nn.functional.dropout((count(n) / 3).exp()),
+        ):
+            lowered = Lowered(value)
+            self.assertEqual(lowered.hows, ["copied"])
+            self.assertNotIn("_folded_constant", lowered.graph.source_code)
+            self.assertRegex(" ".join(lowered.whys), "it is random")
+
+    def test_nothing_is_folded_in_branches(self):
+        """Inductor has no constants there."""
+
+        def program(x):
+            branches = (lambda x: x + (count(64) / 9).exp().to("cuda"), lambda x: x - 1)
+            return torch.cond(x.sum() > 0, *branches, (x,))
+
+        torch._dynamo.reset()
+        (graph,) = lower(program, (torch.empty(64, device="meta"),))
+        self.assertNotIn("_folded_constant", graph.source_code)
+        (record,) = (record for record in graph.gm.true_graph_0.meta[PLACED] if record.why)
+        self.assertRegex(record.why, "branch or a loop")
+
+    def test_in_other_states_of_torch(self):
+        """Modes and types that are set around a compilation are not the values'."""
+        value = lambda n: square(n).float() @ (square(n) / 3)  # noqa: E731
+        wanted = value(SIZE)
+        for state in (torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode(), torch.device("cpu")):
+            with self.subTest(str(state)):
+                module, _ = placed_graph(value)
+                after = copy.deepcopy(module)
+                with state, absent_gpu("sm_90"):
+                    place(after.graph)
+                after.recompile()
+                self.assertTrue(same_bits(OnCpu(after).run(torch.zeros(SIZE))[1], wanted))
+                self.assertFalse(next(after.buffers()).is_inference())
+
+
+def placed_graph(value, size=SIZE):
+    """The graph of a program whose value from constants goes to the GPU, as it is and rewritten."""
+    with absent_gpu("sm_90"):
+        program = lambda x: (x + 1, torch.ops.prims.device_put(value(size), GPU))  # noqa: E731
+        before = traced(program, [(torch.zeros(size), "gpu")])
+        before.graph.eliminate_dead_code()
+        after = copy.deepcopy(before)
+        after.meta["placed"] = place(after.graph)
+        after.recompile()
+    return before, after
+
+
+class TestFoldedGraphs(TestCase):
+    def test_what_fails_stays_with_a_reason(self):
+        """It is an error of the call, as in eager."""
+        for value, why in (
+            (lambda n: (count(n) * 2)[count(n) * 2] / 3, "an index that is out of bounds is an error of the CPU's"),
+            (lambda n: count(n) // (count(n) * 0), "the CPU cannot compute it when the graph is compiled; see the log"),
+        ):
+            _, after = placed_graph(value)
+            (stay,) = after.meta["placed"].stays
+            self.assertIn(why, stay.why)
+            self.assertRaises((IndexError, RuntimeError), OnCpu(after).run, torch.zeros(SIZE))
+
+    def test_what_is_written_to_is_no_constant(self):
+        held = torch.arange(64.0)
+
+        def program(x):
+            held.add_(1)
+            return x + 1, torch.ops.prims.device_put(held.exp(), GPU)
+
+        with absent_gpu("sm_90"):
+            module = traced(program, [(torch.zeros(64), "gpu")])
+            placed = place(module.graph)
+        self.assertNotIn(FOLDED, [move.how.value for move in placed.moves])
+        self.assertEqual(list(module.buffers()), [buffer for buffer in module.buffers() if buffer is held])
+
+    def test_the_sum_of_what_is_computed_is_bounded(self):
+        many = MOST_EVALUATED_NBYTES // 4 // 1024
+        before, after = placed_graph(lambda n: ((count(many) / 3)[:, None] * count(1024)).sum(1))
+        (stay,) = after.meta["placed"].stays
+        self.assertRegex(stay.why, r"\d+ bytes are too many to be computed when the graph is compiled")
+        self.assertEqual(OnCpu(after).run(torch.zeros(SIZE)), OnCpu(before).run(torch.zeros(SIZE)))
+
+    def test_memory_that_is_not_set_is_not_folded(self):
+        _, after = placed_graph(lambda n: torch.empty(n).exp())
+        self.assertNotIn(FOLDED, [move.how.value for move in after.meta["placed"].moves])
+
+    def test_random_chains(self):
+        """Of any types and operators: the bits that the CPU computes, and nothing is left for a call."""
+        hows = []
+
+        @settings(max_examples=300, deadline=None)
+        @given(chains())
+        def check(chain):
+            try:
+                wanted = chain(SIZE)
+            except (RuntimeError, NotImplementedError):
+                return  # the CPU has no such operator
+            _, after = placed_graph(chain)
+            placed = after.meta["placed"]
+            self.assertEqual(placed.stays, [])
+            hows.append(FOLDED in [move.how.value for move in placed.moves])
+            self.assertTrue(same_bits(OnCpu(after).run(torch.zeros(SIZE))[1], wanted))
+            left = [n for n in after.graph.nodes if n.op == "call_function" and is_on_cpu(n)]
+            self.assertEqual([n.target for n in left], [torch.ops.aten.clone.default] * len(left))
+
+        check()
+        self.assertGreater(sum(hows), 30)
+        self.assertGreater(len(hows) - sum(hows), 30)
+
+
+TYPES = [
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.float32, torch.float64,
+    torch.float16, torch.bfloat16,
+]  # fmt: skip
+UNARY = {
+    "plus": lambda x: x + 1,
+    "times": lambda x: x * 0.1,
+    "over": lambda x: x / 61,
+    "negated": lambda x: -x if x.dtype != torch.bool else ~x,
+    "exponential": lambda x: x.exp(),
+    "root": lambda x: x.sqrt(),
+    "sine": lambda x: x.sin(),
+    "floor": lambda x: x.floor(),
+    "large": lambda x: x * 1e38,
+    "rectified": lambda x: x.relu(),
+    "clamped": lambda x: x.clamp(-3, 3),
+    "flipped": lambda x: x.flip(0),
+    "column": lambda x: x.view(4, -1).t().reshape(-1),
+    "running sum": lambda x: x.cumsum(0),
+    "running product": lambda x: x.cumprod(0),
+    "sorted": lambda x: x.sort(stable=True).values,
+    "product": lambda x: (x.view(4, -1) @ x.view(-1, 4)).flatten().repeat(2)[: x.numel()],
+    "is large": lambda x: x > 2,
+    "triangle": lambda x: x.view(4, -1).triu(1).reshape(-1),
+    "filled": lambda x: x.masked_fill(x > 2, 0.3) if x.is_floating_point() else x.masked_fill(x > 2, 3),
+    "reversed look-up": lambda x: x[torch.arange(x.numel() - 1, -1, -1)],
+}
+BINARY = {
+    "add": torch.add,
+    "sub": lambda x, y: x - y if torch.bool not in (x.dtype, y.dtype) else x ^ y.bool(),
+    "mul": torch.mul,
+    "div": torch.div,
+    "max": lambda x, y: torch.maximum(x, y),
+    "min": lambda x, y: torch.minimum(x, y),
+    "less": lambda x, y: x < y,
+    "where": lambda x, y: torch.where(x > y, x, y),
+}
+
+
+@st.composite
+def chains(draw):
+    """A function of a size that computes a value from constants alone."""
+    steps = draw(
+        st.lists(
+            st.tuples(
+                st.sampled_from(sorted([*UNARY, *BINARY, "to", "to"])),
+                st.integers(0, 3),
+                st.integers(0, 3),
+                st.sampled_from(TYPES),
+            ),
+            min_size=1,
+            max_size=8,
+        )
+    )
+
+    def chain(n):
+        values = [torch.arange(n), torch.full((n,), 0.3), torch.ones(n, dtype=torch.int32) * 7]
+        for name, one, other, dtype in steps:
+            x, y = values[-1 - one % len(values)], values[-1 - other % len(values)]
+            if name == "to":
+                values.append(x.to(dtype))
+            else:
+                values.append(UNARY[name](x) if name in UNARY else BINARY[name](x, y))
+        return values[-1]
+
+    return chain
+
+
+def fold_all(graph):
+    """Puts every value of a CPU's graph that can be folded in its place; says how many."""
+    folding, folded = Folding(graph), 0
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node in folding.constants and folding.why_not(node) is None:
+            with graph.inserting_before(node):
+                held = folding.held(node, None)
+            held.meta["val"] = node.meta["val"]
+            folded += 1
+            node.replace_all_uses_with(held)
+            graph.erase_node(node)
+    return folded
+
+
+class TestCaches(TestCase):
+    def test_artifacts_from_caches_hold_folded_values(self):
+        """Inductor's cache of graphs and AOTAutograd's; nothing bypasses them, and a second process folds nothing."""
+        from torch._inductor.fx_passes import post_grad
+
+        def program(x):
+            return x * (torch.arange(64) / 9).exp() + (torch.arange(4) / 3).exp()[3]
+
+        folded = []
+
+        def pass_(graph):
+            folded.append(fold_all(graph))
+
+        counters = torch._dynamo.utils.counters
+        upstream, post_grad.move_constructors_to_gpu = post_grad.move_constructors_to_gpu, pass_
+        self.addCleanup(setattr, post_grad, "move_constructors_to_gpu", upstream)
+        placed = {"fx_graph_cache": True, "deterministic": False, "triton.cudagraphs": True}
+        for autograd in (False, True):
+            with (
+                fresh_cache(),
+                torch._inductor.config.patch(placed),
+                functorch_config.patch(enable_autograd_cache=autograd),
+            ):
+                for hits in range(2):
+                    torch._dynamo.reset()
+                    counters.clear()
+                    x = torch.rand(64)
+                    found = torch.compile(lambda x: program(x), dynamic=False)(x)
+                    self.assertEqual(found, program(x))
+                    where, cache = ("aot_autograd", "autograd_cache") if autograd else ("inductor", "fxgraph_cache")
+                    self.assertEqual(counters[where][f"{cache}_hit"], hits)
+                    self.assertEqual(counters[where][f"{cache}_bypass"], 0)
+        self.assertEqual(len(folded), 2)
+        self.assertGreater(min(folded), 0)
+
+
+if __name__ == "__main__":
+    run_tests()
