@@ -66,8 +66,8 @@ class Attribute {
     each(function, manager) each(function, function_id) each(function, thread) each(function, was_asked)              \
     each(manager, graph) each(manager, _current_node) each(manager, current_gen) each(manager, _ways)                 \
     each(manager, running_forwards_with_pending_backwards) each(manager, has_live_user_visible_output_cloning)        \
-    each(manager, mode) each(manager, compile_id) each(manager, path_state) each(manager, turn) each(turn, acquire)   \
-    each(turn, release) each(steps, mark_step_counter)                                                                \
+    each(manager, mode) each(manager, compile_id) each(manager, path_state) each(manager, turn)                       \
+    each(steps, mark_step_counter)                                                                                    \
     each(generations, generation) each(way, begins) each(way, replay) each(way, mode)                                 \
     each(way, replays) each(way, sieve)                                                                               \
     each(way, compile_id) each(live, _settled) each(live, _pool) each(live, _pool_seen) each(live, prepare)           \

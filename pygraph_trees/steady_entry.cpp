@@ -17,6 +17,8 @@
 
 #include <torch/csrc/inductor/inductor_ops.h>
 
+#include <utility>
+
 namespace {
 
 using namespace pygraph;
@@ -183,40 +185,83 @@ Ref of_class(PyObject *type, Attribute &attribute) {
     return value == nullptr && !PyErr_Occurred() ? Ref(PyObject_GetAttr(type, attribute.name)) : Ref::dup(value);
 }
 
-/* The turn of a call among those that go through the same trees; nobody waits for it. */
-class Turn {
+/* Held by the call that is under way, see trees/manager.py. Nobody waits for it, so it is no lock: who has the GIL asks. */
+struct Turn {
+    PyObject_HEAD
+    bool is_taken;
+};
+
+PyObject *make_turn(PyTypeObject *type, PyObject *, PyObject *) { return type->tp_alloc(type, 0); }
+
+void turn_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+PyObject *turn_acquire(PyObject *self, PyObject *, PyObject *) {
+    auto *turn = reinterpret_cast<Turn *>(self);
+    return PyBool_FromLong(!std::exchange(turn->is_taken, true));
+}
+
+PyObject *turn_release(PyObject *self, PyObject *) {
+    auto *turn = reinterpret_cast<Turn *>(self);
+    if (!std::exchange(turn->is_taken, false))
+        return PyErr_Format(PyExc_RuntimeError, "it is nobody's turn");
+    Py_RETURN_NONE;
+}
+
+PyObject *turn_locked(PyObject *self, PyObject *) {
+    return PyBool_FromLong(reinterpret_cast<Turn *>(self)->is_taken);
+}
+
+PyMethodDef turn_methods[] = {
+    {"acquire", reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(turn_acquire)), METH_VARARGS | METH_KEYWORDS,
+     "Whether it was nobody's; as a lock's, which does not block."},
+    {"release", turn_release, METH_NOARGS, "It is nobody's any more."},
+    {"locked", turn_locked, METH_NOARGS, "Whether it is somebody's."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyType_Slot turn_slots[] = {
+    {Py_tp_doc, const_cast<char *>("Whose turn it is among calls that go through the same trees; see the source.")},
+    {Py_tp_new, reinterpret_cast<void *>(make_turn)},
+    {Py_tp_dealloc, reinterpret_cast<void *>(turn_dealloc)},
+    {Py_tp_methods, turn_methods},
+    {0, nullptr},
+};
+
+PyType_Spec turn_spec = {"pygraph_trees._tensors.Turn", sizeof(Turn), 0, Py_TPFLAGS_DEFAULT, turn_slots};
+
+/* The turn of this call, which it gives back. */
+class OwnTurn {
   public:
-    Turn() = default;
-    ~Turn() {
-        if (!lock)
-            return;
-        PyObject *type, *value, *traceback; // that is raised
-        PyErr_Fetch(&type, &value, &traceback);
-        if (!Ref(PyObject_CallMethodNoArgs(lock.get(), the.turn_release.name)))
-            PyErr_WriteUnraisable(lock.get());
-        PyErr_Restore(type, value, traceback);
+    OwnTurn() = default;
+    ~OwnTurn() {
+        if (turn)
+            reinterpret_cast<Turn *>(turn.get())->is_taken = false;
     }
-    Turn(const Turn &) = delete;
-    Turn &operator=(const Turn &) = delete;
+    OwnTurn(const OwnTurn &) = delete;
+    OwnTurn &operator=(const OwnTurn &) = delete;
 
     /* by_hand where it is another call's. */
     Answer take(PyObject *manager) {
         Ref found = the.manager_turn.of(manager);
-        Ref taken(found ? PyObject_CallMethodOneArg(found.get(), the.turn_acquire.name, Py_False) : nullptr);
-        if (!taken)
+        if (!found)
             return Answer::error;
-        if (taken.get() != Py_True)
+        if (Py_TYPE(found.get())->tp_dealloc != turn_dealloc ||
+            std::exchange(reinterpret_cast<Turn *>(found.get())->is_taken, true))
             return Answer::by_hand;
-        lock = std::move(found);
+        turn = std::move(found);
         return Answer::yes;
     }
 
   private:
-    Ref lock; // while it is this call's turn
+    Ref turn;
 };
 
 /* What Manager.replay_steadily looks at, from the turn that it takes on; by_hand where Python has to. */
-Answer find_way(const Entry::State *state, Turn *turn, Found *found) {
+Answer find_way(const Entry::State *state, OwnTurn *turn, Found *found) {
     Ref reference = the.function_manager.of(state->function);
     if (!reference || !(found->manager = Ref(PyObject_CallNoArgs(reference.get()))))
         return Answer::error;
@@ -458,7 +503,7 @@ PyObject *by_hand(const Entry::State *state, PyObject *inputs) { return PyObject
 
 /* The outputs of a steady replay; no where there is none, and by_hand where Python has to look. Nothing was done then. */
 Answer replay_steadily(Entry::State *state, PyObject *list, Ref *result) {
-    Turn turn;
+    OwnTurn turn;
     Found found;
     const Answer way = find_way(state, &turn, &found);
     if (way != Answer::yes)
@@ -593,7 +638,7 @@ bool pygraph::add_steady(PyObject *module) {
 #undef NOTE
     if (PyModule_AddObjectRef(module, "NAMES", names.get()) < 0)
         return false;
-    for (PyType_Spec *spec : {&replay_spec, &entry_spec, &call_spec, &patcher_spec, &sieve_spec}) {
+    for (PyType_Spec *spec : {&replay_spec, &entry_spec, &call_spec, &patcher_spec, &sieve_spec, &turn_spec}) {
         Ref type(PyType_FromSpec(spec));
         if (!type || PyModule_AddType(module, reinterpret_cast<PyTypeObject *>(type.get())) < 0)
             return false;

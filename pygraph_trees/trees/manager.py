@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-import threading
 import time
 import weakref
 from contextlib import AbstractContextManager, nullcontext
@@ -28,7 +27,7 @@ from pygraph_trees.indirection.routes import why_not_ghost
 from pygraph_trees.indirection.table import Warmups
 from pygraph_trees.tensors import first_fit, sieve
 
-from . import native_names
+from . import native_names, steady
 from .collector import paused
 from .function import FunctionModel
 from .pools import ranges_of
@@ -186,7 +185,7 @@ class Manager(Upstream):
         self._warmups = Warmups()
         # Held by the call that is under way, from its first look at the trees until its graph is launched. Nobody waits
         # for it: what calls meanwhile, from a finalizer, a hook or another thread, is run un-graphed.
-        self.turn = threading.Lock()
+        self.turn = steady.new_turn()
         self._turn_of: Any = None  # the list of inputs of that call
         super().__init__(*args, **kwargs)
         self.pools.add(self.cuda_graphs_thread_pool)

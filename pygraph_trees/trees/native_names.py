@@ -6,7 +6,6 @@ one is missing the part in C++ is not used, and the log says which.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -48,7 +47,6 @@ def check(**classes: type) -> None:
             "pool": PoolRanges,
             "profiler": profiler,
             "steps": cudagraph_trees.MarkStepBox,
-            "turn": type(threading.Lock()),
             **classes,
         }
     )

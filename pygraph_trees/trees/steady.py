@@ -21,6 +21,7 @@ nobody. New addresses for 28 inputs of 30 kernels, over a driver that does nothi
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,11 @@ def entry(
         own=packed(own),
     )
     return made
+
+
+def new_turn() -> Any:
+    """What tells whose turn it is among calls: ``acquire(blocking=False)``, ``release`` and ``locked`` as a lock's."""
+    return threading.Lock() if tensors.native is None else tensors.native.Turn()
 
 
 def replay(recording: Recording, managed: Sequence[int], others: Sequence[Any]) -> Any:

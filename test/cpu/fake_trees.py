@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from unittest import mock
 
 import torch
@@ -90,7 +89,7 @@ class Trees:
         self.before, self.answer, self.partition = Plain(), Plain(), Plain()
         self.way = Plain(begins=None, replay=native, mode=mode, compile_id=Plain(), sieve=None, replays=())
         self.manager, self.partitions, self.handed = manager(), [self.partition], []
-        self.manager.turn = threading.Lock()
+        self.manager.turn = steady.new_turn()
         self.manager.graph, self.manager._ways, self.manager.current_gen = Plain(), {7: {self.before: self.way}}, -5
         self.manager.mode = self.manager.compile_id = self.manager.path_state = None
         self.manager.running_forwards_with_pending_backwards = None

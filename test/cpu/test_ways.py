@@ -8,7 +8,6 @@ import dataclasses
 import gc
 import itertools
 import sys
-import threading
 import unittest
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -77,7 +76,7 @@ class Trees:
             "_left": None,
             "_forgotten": [],
             "_is_unknown": False,
-            "turn": threading.Lock(),
+            "turn": steady.new_turn(),
             "_turn_of": None,
         }
         for name, value in state.items():
