@@ -45,6 +45,7 @@ _FOLDED_TYPES = HALVES | {
     torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.float64, torch.complex64,
     torch.complex128,
 }  # fmt: skip
+_FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})  # a kernel loads them as single precision
 _LITERALS = HALVES | {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}
 
 _log = logging.getLogger("pygraph_trees.placement")
@@ -73,7 +74,11 @@ class Folding:
         nbytes = found[0].numel() * found[0].element_size()
         if nbytes > MOST_FOLDED_NBYTES:
             return f"{nbytes} bytes are too many for a constant"
-        return self._evaluated(node)
+        if (why := self._evaluated(node)) is not None:
+            return why
+        if found[0].dtype in _FLOAT8 and not _is_finite(self._values[node]):
+            return "a GPU may make other numbers of infinities and NaN of its type"
+        return None
 
     def value(self, node: fx.Node) -> torch.Tensor | None:
         """The tensor that a node gives in each call; None if it cannot be told."""
@@ -167,6 +172,11 @@ class Folding:
             return "the CPU computes another type or size than was traced"
         self._values[node] = value
         return None
+
+
+def _is_finite(value: torch.Tensor) -> bool:
+    with _as_eager_runs():
+        return bool(value.float().isfinite().all())
 
 
 def _is_written_as_literals(value: torch.Tensor) -> bool:
