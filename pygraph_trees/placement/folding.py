@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # A larger value would cost more memory of the GPU, and of caches, than the kernel that computes it is worth.
 MOST_FOLDED_NBYTES = 1 << 20
 # All values of one graph together, those in between included.
-MOST_EVALUATED_NBYTES = 32 << 20
+MOST_EVALUATED_NBYTES = 64 << 20
 _MOST_INLINED = 8  # elements that Inductor writes into a kernel as literals, where there is one dimension or none
 _FOLDED_TYPES = HALVES | {
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
