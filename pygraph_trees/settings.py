@@ -59,9 +59,9 @@ FLAGS: tuple[Flag, ...] = (
         values=("full", "exact", "off"),
         default="full",
         changes_artifacts=True,
-        help="Whether what the CPU computes for the GPU is computed there. `full`: also floating-point numbers, "
-        "element by element; they may differ in the last place. `exact`: constructors, integers, indices and copies, "
-        "the same to the bit. `off`: as upstream.",
+        help="Whether values that the CPU computes for the GPU are computed there, or once. `exact`: constants, "
+        "integers, indices and copies, the same to the bit. `full`: also single precision of inputs, element by "
+        "element, which may differ in the last place. `off`: as upstream.",
     ),
     Flag(
         name="pygraph_indirection",

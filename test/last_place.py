@@ -20,6 +20,10 @@ EQUAL: dict[str, Function] = {
     "reciprocal": torch.reciprocal,
     "square": torch.square,
     "clamp": lambda v: v.clamp(-0.1, 0.1),
+    "maximum": lambda v: torch.maximum(v, torch.tensor(0.1)),  # which is no zero
+    "minimum": lambda v: torch.minimum(torch.tensor(-0.1), v),
+    "over six": lambda v: v * 1e-40 / 6,  # between two of the smallest numbers
+    "truncated to an integer": lambda v: ((v > 0) * 1000.5 - 3).long().float(),
     "negated": lambda v: 1 / -v,  # a zero's sign as well
     "ceiling": torch.ceil,
     "floor": torch.floor,
@@ -70,6 +74,9 @@ STAYS: dict[str, Function] = {
     "half precision": lambda v: v.bfloat16() * 0.1,
     "rectified": torch.relu,  # of two zeros the CPU gives the one with the sign
     "clamped at zero": lambda v: v.clamp(min=0),
+    "maximum": lambda v: torch.maximum(v, v.flip(0)),
+    "minimum": lambda v: torch.minimum(v, torch.tensor(0.0)),
+    "largest": lambda v: v.view(2, -1).amax(0),
     "sigmoid": torch.sigmoid,
     "a sum": lambda v: v.cumsum(0),
     "an integer of it": lambda v: v.long(),

@@ -142,8 +142,19 @@ PROGRAMS = [
         "chain",
         lambda x: x * (torch.arange(64) + 1).float().pow(-0.5).exp().to(GPU),
         (X,),
-        exact=OUTSIDE,
+        rounds=False,
     ),
+    Mixed(
+        "constructors",
+        "product of matrices",
+        lambda x: x.view(8, 8) * (torch.arange(8)[:, None] @ torch.arange(8)[None]).to(GPU),
+        (X,),
+        rounds=False,
+    ),
+    Mixed(
+        "constructors", "truncated quotients", lambda x: x * (torch.arange(64) / 61).long().to(GPU), (X,), rounds=False
+    ),
+    Mixed("constructors", "half", lambda x: x * (torch.arange(64).half() * 0.1 + 0.3).to(GPU), (X,), rounds=False),
     Mixed("constructors", "integers", lambda x: x * (torch.arange(64) % 3 + 1).to(GPU), (X,), rounds=False),
     Mixed("constructors", "causal mask", _causal, (X,)),
     Mixed("constructors", "relative positions", _relative, (X,)),

@@ -50,7 +50,8 @@ class Placed:
     """A value of the CPU that the GPU needs."""
 
     value: str  # the operation's name
-    how: str  # "made on the GPU", "a constant on the GPU", "taken where it came from", "staged", "copied"
+    how: str  # "made on the GPU", "a constant on the GPU", "taken where it came from", "staged", "copied"; or it was
+    # "computed once, a constant on the GPU"
     why: str | None  # why it is copied or staged at each call; None where it is not
     source: str | None  # "model.py:31 in forward: y = table.to(x.device)"
 

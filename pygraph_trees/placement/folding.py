@@ -38,13 +38,14 @@ if TYPE_CHECKING:
 # A larger value would cost more memory of the GPU, and of caches, than the kernel that computes it is worth.
 MOST_FOLDED_NBYTES = 1 << 20
 # All values of one graph together, those in between included.
-MOST_EVALUATED_NBYTES = 32 << 20
+MOST_EVALUATED_NBYTES = 64 << 20
 _MOST_INLINED = 8  # elements that Inductor writes into a kernel as literals, where there is one dimension or none
 _FOLDED_TYPES = HALVES | {
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
     torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.float64, torch.complex64,
     torch.complex128,
 }  # fmt: skip
+_FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})  # a kernel loads them as single precision
 _LITERALS = HALVES | {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}
 
 _log = logging.getLogger("pygraph_trees.placement")
@@ -73,7 +74,11 @@ class Folding:
         nbytes = found[0].numel() * found[0].element_size()
         if nbytes > MOST_FOLDED_NBYTES:
             return f"{nbytes} bytes are too many for a constant"
-        return self._evaluated(node)
+        if (why := self._evaluated(node)) is not None:
+            return why
+        if found[0].dtype in _FLOAT8 and not _is_finite(self._values[node]):
+            return "a GPU may make other numbers of infinities and NaN of its type"
+        return None
 
     def value(self, node: fx.Node) -> torch.Tensor | None:
         """The tensor that a node gives in each call; None if it cannot be told."""
@@ -167,6 +172,11 @@ class Folding:
             return "the CPU computes another type or size than was traced"
         self._values[node] = value
         return None
+
+
+def _is_finite(value: torch.Tensor) -> bool:
+    with _as_eager_runs():
+        return bool(value.float().isfinite().all())
 
 
 def _is_written_as_literals(value: torch.Tensor) -> bool:

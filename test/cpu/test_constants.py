@@ -132,6 +132,9 @@ class TestLoweredConstants(TestCase):
             for size in (12, 3):
                 values[f"{dtype}, {size}"] = lambda _, dtype=dtype, size=size: (torch.arange(size) / 3).exp().to(dtype)
                 wanted[f"{dtype}, {size}"] = "copied" if dtype in NOT_ON_GPUS else "folded"
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            values[f"{dtype}, infinite"] = lambda _, dtype=dtype: (torch.arange(12) / torch.zeros(12)).to(dtype)
+            wanted[f"{dtype}, infinite"] = "copied"
         self.check(values, wanted)
         self.assertGreater(len(values), 30)
         folded = [value for name, value in values.items() if wanted[name] == "folded"]

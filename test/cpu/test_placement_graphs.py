@@ -30,6 +30,7 @@ from pygraph_trees.coverage.compiled import PLACED, WHY_NOT_PLACED, partitions_o
 from pygraph_trees.host_reads import HostRead
 from pygraph_trees.placement import place, place_for_graphs
 from pygraph_trees.placement.nodes import is_copy_between_devices, is_on_cpu, is_on_gpu, may_wait
+from pygraph_trees.placement.plan import How
 
 EXAMPLES = settings(max_examples=300, deadline=None)
 
@@ -103,15 +104,16 @@ class TestPlacement(TestCase):
                 _, placed = self.placed_function(function)
                 self.assertTrue(any("input" not in stay.why for stay in placed.stays), placed.stays)
 
-    def test_of_numbers_alone(self):
-        """As upstream has it, however it rounds; as near as may be where it is not large."""
+    def test_of_constants_alone(self):
+        """Folded, or computed in double precision if it is too large for that: the CPU's bits."""
         program = lambda v, x: (torch.linspace(0, 1, 1000).cumsum(0).sin() * 3).to(GPU)  # noqa: E731
         module, placed = self.placed_function(program)
-        self.assertEqual(placed.stays, [])
-        self.assertIn(torch.float64, [node.meta["val"].dtype for node in module.graph.nodes if "val" in node.meta])
-        large = lambda v, x: (torch.arange(2 << 20) * 0.5).to(GPU)  # noqa: E731
-        module, _ = self.placed_function(large)
+        self.assertEqual((placed.stays, [move.how for move in placed.moves]), ([], [How.FOLDED]))
         self.assertNotIn(torch.float64, [node.meta["val"].dtype for node in module.graph.nodes if "val" in node.meta])
+        large = lambda v, x: (torch.arange(2 << 20) * 0.3).to(GPU)  # noqa: E731
+        module, placed = self.placed_function(large)
+        self.assertEqual({move.how for move in placed.moves}, {How.MADE})
+        self.assertIn(torch.float64, [node.meta["val"].dtype for node in module.graph.nodes if "val" in node.meta])
 
     def placed_function(self, function):
         """The graph of a function of a CPU tensor, whose result goes to the GPU, rewritten."""
@@ -244,11 +246,20 @@ class TestLowered(TestCase):
             self.assertEqual(found, (1, 0))
             self.assertIn("libdevice.mul_rn", graph.source_code)
 
+    def test_quotients_are_divided(self):
+        """By the number itself: its reciprocal rounds twice, and half-way between two numbers to the other side."""
+        for function in (lambda v: v / 6, lambda v: (v > 0.5) / 6, lambda v: (v * 9).floor() / 6):
+            program = lambda x, v: x + function(v).to("cuda")  # noqa: B023, E731
+            graph, found = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
+            self.assertEqual(found, (1, 0))
+            self.assertRegex(graph.source_code, r"tmp\d+ / tmp\d+")
+            self.assertRegex(graph.source_code, r"tl\.full\(\[1\], 6\.0, tl\.float64\)")
+
     def test_numbers_beside_half_precision_are_rounded(self):
         """Where the CPU stores what it chose; a kernel keeps them as they were."""
         half = torch.bfloat16
         for number, function in (
-            (torch.tensor(0.1), torch.maximum),
+            (torch.tensor(0.1), lambda v, _: torch.maximum(v, torch.tensor(0.1))),
             (torch.tensor(0.1), lambda v, number: torch.where(v > 0.5, v, number)),
             (torch.tensor(0.1), lambda v, number: v.masked_fill(v > 0.5, number)),
             (torch.tensor(0.1), lambda v, _: torch.ops.aten.constant_pad_nd(v, [0, 32], 257)[32:]),
@@ -261,20 +272,24 @@ class TestLowered(TestCase):
             self.assertEqual([n.args[1] for n in rounds], [half])
             self.assertIn(".to(tl.bfloat16)", graph.source_code)
         graph, _ = self.partitions(
-            lambda x, v: x + torch.maximum(v, -v).to("cuda"), (torch.empty(64, device="meta"), torch.rand(64)), "full"
+            lambda x, v: x + torch.maximum(v, torch.tensor(0.1)).to("cuda"),
+            (torch.empty(64, device="meta"), torch.rand(64)),
+            "full",
         )
         self.assertNotIn("bfloat16", graph.source_code)
 
-    def test_minus_zero_as_a_number_stays_on_the_cpu(self):
+    def test_minus_zero_as_a_number_stays_on_the_cpu_or_is_loaded(self):
         for function in (
-            lambda v: torch.where(v > 0, v, -0.0),
-            lambda v: v.masked_fill(v > 0, -0.0),
+            lambda v: torch.where(v > 0.5, v, -0.0),
+            lambda v: v.masked_fill(v > 0.5, -0.0),
             lambda v: v + -0.0,
         ):
             program = lambda x, v: torch.copysign(x, function(v).to("cuda"))  # noqa: B023, E731
             graph, _ = self.partitions(program, (torch.empty(64, device="meta"), torch.rand(64)), "full")
             self.assertIn("staged", graph.source_code + str(graph.gm.graph))
-            self.assertNotIn("tl.where", graph.source_code)
+            loads = "_folded_constant0_cuda0" in graph.source_code
+            self.assertEqual("tl.where" in graph.source_code, loads)
+            self.assertNotRegex(graph.source_code, r"tl\.full\(\[1\], -?0\.0, tl\.float32\)" if loads else "tl.where")
 
     def test_constants_that_are_looked_up_where_they_may_not_be(self):
         """Out of bounds is an error of the CPU's, and on the GPU the end of all."""
@@ -518,12 +533,19 @@ class TestLowered(TestCase):
         staged_input = ("staged", "it is an input", "")
 
         def made(x):
+            evens = torch.arange(64) * 2
+            return x + evens.to("cuda")
+
+        line = "evens = torch.arange(64) * 2"
+        self.assertEqual({how for how, _, _ in self.records(made, x)}, {"made on the GPU"})
+        self.assertEqual({source for _, _, source in self.records(made, x)}, {line})
+
+        def folded(x):
             roots = torch.arange(64).sqrt()
             return x + roots.to("cuda")
 
-        root = "roots = torch.arange(64).sqrt()"
-        self.assertEqual({how for how, _, _ in self.records(made, x)}, {"made on the GPU"})
-        self.assertEqual({line for _, _, line in self.records(made, x)}, {root})
+        line = "roots = torch.arange(64).sqrt()"
+        self.assertEqual(self.records(folded, x), [("computed once, a constant on the GPU", None, line)])
 
         def returned_too(x, v):
             more = v + 1

@@ -36,7 +36,8 @@ from pygraph_trees.settings import Settings
 from pygraph_trees.tensors import Whereabouts, released
 from pygraph_trees.trees import manager as trees_manager
 from pygraph_trees.trees import recording as recording_module
-from pygraph_trees.trees import runner, steady
+from pygraph_trees.trees import runner
+from pygraph_trees.trees.steady import new_turn
 from pygraph_trees.trees.collector import paused
 from pygraph_trees.trees.function import FunctionModel, entered
 from pygraph_trees.trees.isolation import Trees
@@ -57,7 +58,7 @@ def without_graphs(replay_steadily):
 
     class Found(SimpleNamespace): ...  # which can be referred to weakly
 
-    nothing = dict(turn=steady.new_turn(), graph=None, _current_node=None, current_gen=0, _ways={})
+    nothing = dict(turn=new_turn(), graph=None, _current_node=None, current_gen=0, _ways={})
     return Found(replay_steadily=replay_steadily, **nothing)
 
 
@@ -431,7 +432,7 @@ class TestTurns(TestCase):
         super().setUp()
         self.manager, self.id = Manager.__new__(Manager), FunctionID(0)
         self.model = FunctionModel(double, Settings.current(), FunctionLog("f", "0/0", "inference", 1, {}))
-        self.manager.turn, self.manager._turn_of = steady.new_turn(), None
+        self.manager.turn, self.manager._turn_of = new_turn(), None
         self.manager.ids_to_funcs = {self.id: SimpleNamespace(model=self.model)}
         self.manager.graph = object()
         upstream = mock.patch.object(
@@ -1043,7 +1044,7 @@ class TestSteadyReplay(TestCase):
             "has_live_user_visible_output_cloning": False,
             "_ways": {},
             "_forgotten": [],
-            "turn": steady.new_turn(),
+            "turn": new_turn(),
             "_turn_of": None,
         }
         for name, value in state.items():
