@@ -25,6 +25,7 @@ ARTIFACT_CODE = (
     "pygraph_trees/coverage/partitions.py",
     "pygraph_trees/coverage/records.py",
     "pygraph_trees/exc.py",
+    "pygraph_trees/extent.py",
     "pygraph_trees/host_reads.py",
     "pygraph_trees/placement",
     "pygraph_trees/settings.py",
