@@ -98,7 +98,8 @@ class Rehearsal:
         for saved in self._saved:
             saved.put_back()
         for generator, offset in zip(self._surroundings.generators, self._offsets, strict=True):
-            generator.set_offset(offset)
+            if generator.get_offset() != offset:
+                generator.set_offset(offset)
 
     def failing(self, positions: Sequence[int], unknown: Sequence[str]) -> dict[int, str]:
         """By position, why inputs that should be given by address cannot be.

@@ -332,10 +332,10 @@ class LiveInputs:
             # Nothing was launched, or all is as it was. A graph that is instantiated anew holds the ghost addresses.
             decisions = self._all_copied(f"the graph could not be given its address: {error}")
             self._instantiate(graph, _NOTHING, decisions, self._point_back)
+        launches = self._launches if self._copied else None
         if self._table is not None:
-            weakref.finalize(graph, retire, self._driver, self._device, self._table).atexit = False
+            weakref.finalize(graph, retire, self._driver, self._device, self._table, launches).atexit = False
         if self._copied:
-            launches = self._launches
             weakref.finalize(graph, retire, self._driver, self._device, self._ghosts, launches).atexit = False
             at_ghosts = [position for position, decision in enumerate(decisions) if not decision.by_address]
             give_back(lambda: self._ghosts.release_memory(at_ghosts))
