@@ -300,10 +300,12 @@ class LiveInputs:
                 return True
         return False
 
-    def set_up(self, graph: Any, reads: Iterable[tuple[int, HostRead]] = ()) -> None:
+    def set_up(self, graph: Any, reads: Iterable[tuple[int, HostRead]] = (), copied: Iterable[int] = ()) -> None:
         """Reads a captured graph, decides, instantiates it, and gives it the addresses it was recorded for.
 
-        ``reads``: addresses in staging buffers, and when the program reads what is there of the inputs.
+        Args:
+            reads: addresses in staging buffers, and when the program reads what is there of the inputs.
+            copied: where the copies begin that were captured for them.
         """
         self._reads = self._by_number(reads)
         returned = {index for index, _ in self.outputs.values()}
@@ -312,7 +314,7 @@ class LiveInputs:
         try:
             found = scan(self._driver, int(graph.raw_cuda_graph()), self._ghosts, sources)
             decisions = decide(found, len(self._ghosts.ghosts), passed, self._slots(found))
-            self._check_staged(found, returned)
+            self._check_staged(found, returned, copied)
         except DriverError as error:
             found, decisions = _NOTHING, self._all_copied(f"the graph could not be read: {error}")
         self.kinds = found.kinds
@@ -346,11 +348,19 @@ class LiveInputs:
             self._driver, found, [item.recorded for item in self.items[: len(self._ghosts.ghosts)]]
         )
 
-    def _check_staged(self, found: Scan, returned: Collection[int]) -> None:
+    def _check_staged(self, found: Scan, returned: Collection[int], copied: Iterable[int]) -> None:
         """That the graph reads each staged input: else what it was may have been read while it was recorded.
 
-        One that is returned and not read is what a later partition needs.
+        One that is returned and not read is what a later partition needs. And that each copy was found, to be given
+        other addresses: several may read one memory.
         """
+        if self._staging is None:
+            return
+        first, recorded = len(self._ghosts.ghosts), self._staging.recorded
+        held = Counter(recorded[site.input - first][0] + site.delta for site in found.sites if site.input >= first)
+        for address in Counter(copied) - held:
+            on_it = (item.index for item in self.items if 0 <= address - item.recorded < item.nbytes)
+            raise NotStaged(index=next(on_it, next(iter(self._staged))))
         read = self._staged_in(found)
         for number, index in enumerate(self._staged):
             if number not in read and index not in returned:
