@@ -301,12 +301,14 @@ class LiveInputs:
         self,
         graph: Any,
         reads: Iterable[tuple[int, HostRead]] = (),
+        copied: Iterable[int] = (),
         surroundings: Callable[[], Surroundings] = Surroundings,
     ) -> None:
         """Reads a captured graph, decides, instantiates it, and gives it the addresses it was recorded for.
 
         Args:
             reads: addresses in staging buffers, and when the program reads what is there of the inputs.
+            copied: where the copies begin that were captured for them.
             surroundings: what a launch reads and writes besides; asked for where there is a kernel that may hide
                 addresses, and then the graph is launched, and all that it changes is put back.
         """
@@ -314,7 +316,7 @@ class LiveInputs:
         returned = {index for index, _ in self.outputs.values()}
         try:
             found, decisions = self._read(graph, returned)
-            self._check_staged(found, returned)
+            self._check_staged(found, returned, copied)
         except DriverError as error:
             found, decisions = _NOTHING, self._all_copied(f"the graph could not be read: {error}")
         self.kinds = found.kinds
@@ -409,11 +411,19 @@ class LiveInputs:
             self._driver, found, [item.recorded for item in self.items[: len(self._ghosts.ghosts)]]
         )
 
-    def _check_staged(self, found: Scan, returned: Collection[int]) -> None:
+    def _check_staged(self, found: Scan, returned: Collection[int], copied: Iterable[int]) -> None:
         """That the graph reads each staged input: else what it was may have been read while it was recorded.
 
-        One that is returned and not read is what a later partition needs.
+        One that is returned and not read is what a later partition needs. And that each copy was found, to be given
+        other addresses: several may read one memory.
         """
+        if self._staging is None:
+            return
+        first, recorded = len(self._ghosts.ghosts), self._staging.recorded
+        held = Counter(recorded[site.input - first][0] + site.delta for site in found.sites if site.input >= first)
+        for address in Counter(copied) - held:
+            on_it = (item.index for item in self.items if 0 <= address - item.recorded < item.nbytes)
+            raise NotStaged(index=next(on_it, next(iter(self._staged))))
         read = self._staged_in(found)
         for number, index in enumerate(self._staged):
             if number not in read and index not in returned:

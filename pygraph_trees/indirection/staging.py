@@ -1,10 +1,8 @@
 """Staging: how a recording takes inputs that are on the CPU.
 
-All inputs of a call are written to one pinned block. In the graph, one copy takes those that one copy can serve, and
-the others have copies of their own (:class:`Source`). Before a launch the inputs are written to a block that no queued
-launch still reads, and the copies are given its addresses: nothing is waited for unless all blocks are in use. If the
-GPU keeps up it is the same block each time, and the graph need not be changed. None of this may be done while the
-caller's stream is captured: see :meth:`Staging.put`.
+Before a launch all inputs of a call are written to one pinned block that no queued launch still reads. In the graph,
+one copy takes most of them, and the others have copies of their own (:class:`Source`); these are given the block's
+addresses. Nothing is waited for unless all blocks are in use. If the GPU keeps up it is the same block each time.
 """
 
 from __future__ import annotations

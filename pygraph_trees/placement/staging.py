@@ -1,8 +1,8 @@
 """The operator by which a compiled graph takes a tensor of the CPU: Inductor leaves it in the graph's GPU part.
 
-``pygraph_trees::staged`` copies a tensor to the GPU of another one. Inductor does not cut a graph at it, so the copy is
-part of the partition that needs it. In a CUDA graph that we record, one copy of a pinned block serves all values in the
-block (:class:`Observed`). Everywhere else the operator adds no wait for the GPU to those of the program.
+``pygraph_trees::staged`` copies a tensor to the GPU of another one, inside the partition that needs it. In a CUDA graph
+that we record, one copy of a pinned block serves all values in the block (:class:`Observed`). Everywhere else the
+operator adds no wait for the GPU to those of the program.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Observed:
 
     def __init__(self, block: torch.Tensor | None) -> None:
         self.reads: list[tuple[int, HostRead]] = []  # address of each value on the CPU, and when the program reads it
+        self.copied: list[int] = []  # where on the CPU each copy begins that was captured for them
         self._block = block
         self._copies: dict[int, torch.Tensor] = {}  # on the GPU, by stream
         self._given: dict[int, list[tuple[int, int]]] = {}  # by stream: first byte and the one after the last
@@ -47,7 +48,10 @@ class Observed:
             whole = self.staged(there, flat(host))
             return made.copy_(whole.as_strided(host.shape, host.stride()))
         view = self._view(there.device, host)
-        return made.copy_(host, non_blocking=True) if view is None else view
+        if view is not None:
+            return view
+        self.copied.append(host.data_ptr())
+        return made.copy_(host, non_blocking=True)
 
     def _view(self, device: torch.device, host: torch.Tensor) -> torch.Tensor | None:
         """The bytes of a dense tensor in the copy of the block; None if they are not there, not aligned or not free."""
@@ -63,6 +67,7 @@ class Observed:
             return None
         copy = self._copies.get(stream)
         if copy is None:
+            self.copied.append(self._block.data_ptr())
             copy = torch.empty(self._block.numel(), dtype=torch.uint8, device=device)
             self._copies[stream] = copy.copy_(self._block, non_blocking=True)
         given.append((begin, end))

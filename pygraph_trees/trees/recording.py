@@ -329,6 +329,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             with nullcontext() if live is None else live.captured(), observed(together) as staged:
                 outputs = staged.with_own_memory(_as_they_read(model(model_inputs)))
             reads.extend(staged.reads)
+            copied.extend(staged.copied)
             if live is None:
                 self._count_nodes(self._captured_nodes())
             elif live.has_staged:
@@ -336,10 +337,11 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             return outputs
 
         reads: list[tuple[int, HostRead]] = []
+        copied: list[int] = []
         outputs = super()._record(on_stand_ins, inputs)
         if live is not None:
             with torch.cuda.device(self.device):
-                live.set_up(self.graph, reads, lambda: self._surroundings(outputs, live))
+                live.set_up(self.graph, reads, copied, lambda: self._surroundings(outputs, live))
             self._count_nodes(live.kinds)
         return outputs
 

@@ -22,6 +22,7 @@ from test_live_inputs import LiveInputsTestCase
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.host_reads import HostRead
+from pygraph_trees.indirection import inputs as live_inputs
 from pygraph_trees.indirection import staging
 from pygraph_trees.indirection.inputs import CAPTURED, NotStaged, choose
 from pygraph_trees.indirection.routes import Route
@@ -408,6 +409,7 @@ class TestOperator(StagingTestCase):
         with operator.observed(buffers.together) as found:
             there = [self.staged(stand_in) for stand_in in buffers.stand_ins]
             (copy,) = found._copies.values()
+        self.assertEqual(found.copied, [buffers.together.data_ptr()])
         self.assertEqual(there, values, rtol=0, atol=0)
         self.assertEqual([value.stride() for value in there], [value.stride() for value in values])
         self.assertEqual({value.untyped_storage().data_ptr() for value in there}, {copy.data_ptr()})
@@ -417,8 +419,9 @@ class TestOperator(StagingTestCase):
         """Compiled code may write to a value in place."""
         buffers = Staging([torch.arange(64.0), torch.tensor(1.0)])
         value = buffers.stand_ins[0]
-        with operator.observed(buffers.together):
+        with operator.observed(buffers.together) as found:
             whole, again, part = self.staged(value), self.staged(value), self.staged(value[16:48])
+            self.assertEqual(found.copied, [value.data_ptr(), value.data_ptr(), value.data_ptr() + 64])
             memories = {t.untyped_storage().data_ptr() for t in (whole, again, part)}
             whole.zero_()
         self.assertEqual(len(memories), 3)
@@ -688,6 +691,29 @@ class TestLiveInputs(StagingTestCase):
         self.call(self.live, graph, *numbers(7))
         self.assertNotIn(CALL, self.api.calls)  # the same block each time
 
+    def test_beside_inputs_that_are_given_by_address(self):
+        """A kernel may hold one of these as far from its first parameter as a copy's source is noted."""
+        x, s, t = torch.rand(4), torch.tensor(1.0), torch.tensor(2.0)
+        on_cpu = mock.patch.object(live_inputs, "may_be_staged", lambda tensor: tensor.dim() == 0)
+        with on_cpu:
+            live, _ = choose(self.driver, 0, [x, s, t], range(3), set(), self.pool, {}, stage=True)
+        block = self.blocks[0]
+
+        def nodes(addresses):
+            common = self.api.make_memcpy(block.data_ptr(), TARGET, block.numel(), "HOST")
+            return [common, self.api.make_kernel([1, 2, addresses[0]])]
+
+        graph = self.capture(nodes, live)
+        live.set_up(graph, self.reads(live), [block.data_ptr()])
+        self.assertEqual(graph.launch()[1], [1, 2, x.data_ptr()])
+        self.queue.queued += 1
+        live.finish()
+        other = torch.rand(4)
+        (source, _), kernel = self.call(live, graph, other, s * 3, t * 3)
+        self.assertEqual(kernel, [1, 2, other.data_ptr()])
+        self.assertEqual(read_at(source, s), torch.tensor(3.0))
+        self.assertEqual(read_at(source + 64, s), torch.tensor(6.0))
+
     def test_a_number_that_is_read_twice(self):
         """The second copy is given the address of its part."""
         self.live, graph = self.record_numbers(own=[5])
@@ -709,6 +735,29 @@ class TestLiveInputs(StagingTestCase):
         """Its address is in no node, as where it was gathered on the CPU."""
         with self.assertRaisesRegex(NotStaged, "input 48 lies on the CPU"):
             self.record_numbers(torch.zeros(100_000))
+
+    def test_each_copy_is_found(self):
+        """One that the driver does not describe would read the same values always, also beside one that is found."""
+        for unread, index in ((0, 0), (1, 5), (None, None)):
+            live, _ = choose(self.driver, 0, numbers(0), range(NUMBERS), set(), self.pool, {}, stage=True)
+            block = self.blocks[-1]
+            second = live.items[5].recorded
+
+            def nodes(addresses):
+                common = self.api.make_memcpy(block.data_ptr(), TARGET, block.numel(), "HOST")  # noqa: B023
+                return [common, self.api.make_memcpy(second, TARGET + 8192, 4, "HOST")]  # noqa: B023
+
+            graph = self.capture(nodes, live)
+            if unread is None:
+                live.set_up(graph, self.reads(live), [block.data_ptr(), second])
+                continue
+            self.api.fail("cuGraphMemcpyNodeGetParams", unread, CUresult.CUDA_ERROR_INVALID_VALUE)
+            with self.assertRaisesRegex(NotStaged, f"input {index} lies on the CPU"):
+                live.set_up(graph, self.reads(live), [block.data_ptr(), second])
+        with self.assertRaises(NotStaged):  # memory of nobody
+            live, _ = choose(self.driver, 0, numbers(0), range(NUMBERS), set(), self.pool, {}, stage=True)
+            block = self.blocks[-1]
+            live.set_up(self.capture(nodes, live), self.reads(live), [block.data_ptr(), second - 1])
 
     def test_all_are_refused_together(self):
         self.live, graph = self.record_numbers()

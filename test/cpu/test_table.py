@@ -468,7 +468,7 @@ class TestSlots(LiveInputsTestCase):
             return inputs
 
         live = SimpleNamespace(items=(), has_staged=False, together=None, captured=captured, kinds=Counter())
-        live.set_up = lambda graph, reads, surroundings: done.append("set up")
+        live.set_up = lambda graph, reads, copied, surroundings: done.append("set up")
         node = recording.Recording.__new__(recording.Recording)
         node._live, node.graph, node.device = live, "upstream's", 0
         with (

@@ -37,13 +37,13 @@ from pygraph_trees.tensors import Whereabouts, released
 from pygraph_trees.trees import manager as trees_manager
 from pygraph_trees.trees import recording as recording_module
 from pygraph_trees.trees import runner
-from pygraph_trees.trees.steady import new_turn
 from pygraph_trees.trees.collector import paused
 from pygraph_trees.trees.function import FunctionModel, entered
 from pygraph_trees.trees.isolation import Trees
 from pygraph_trees.trees.manager import Manager, Upstream, _Way
 from pygraph_trees.trees.recording import Recording
 from pygraph_trees.trees.rerecord import why_recorded
+from pygraph_trees.trees.steady import new_turn
 
 HINT = "non_cudagraph_managed_mutation_hint"  # renamed in torch 2.15
 
