@@ -226,7 +226,7 @@ class TestRehearsal(LiveInputsTestCase):
         graph.numbers = numbers
         generators = [] if numbers is None else [numbers]
         before = [t.clone() for t in (*inputs, *kept)]
-        live.set_up(graph, (), lambda: Surroundings(self.out, kept, written, generators))
+        live.set_up(graph, surroundings=lambda: Surroundings(self.out, kept, written, generators))
         self.assertEqual([*inputs, *kept], before)
         return live, graph
 
@@ -512,7 +512,7 @@ class TestRehearsal(LiveInputsTestCase):
                 mock.patch.object(Running, "replay", interrupted(Running.replay, launch)),
                 self.assertRaises(KeyboardInterrupt),
             ):
-                live.set_up(graph, (), lambda: Surroundings(generators=[numbers]))
+                live.set_up(graph, surroundings=lambda: Surroundings(generators=[numbers]))
             self.assertEqual((a, numbers.offset), (before, 4))
 
 
