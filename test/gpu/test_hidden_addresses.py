@@ -139,7 +139,7 @@ class TestHiddenAddresses(IndirectionTestCase):
         for call in range(6):
             x = torch.rand(1 << 16, device=self.device)
             torch.compiler.cudagraph_mark_step_begin()
-            self.assertEqual(ways.graphed(x), ways.plain(x), msg=f"call {call}")
+            self.assertEqual(ways.graphed(x), ways.plain(x), rtol=1e-4, atol=0, msg=f"call {call}")
         for why in Facts.now().why:
             self.assertRegex(why, "two equal launches give different results")
 

@@ -268,13 +268,14 @@ class TestRightPrograms(VerificationTestCase):
         self.assertEqual((len(self.checks), self.replays), (1, 0))
 
     def test_a_function_without_a_graph_is_an_error(self):
-        x = torch.ones(4, 4, device=self.device)
+        x, not_compiled = torch.ones(4, 4, device=self.device), torch.compiler.disable(lambda x: x.sin())
         for fn, given in (
             (lambda x: x + 1, x.cpu()),
-            (torch.compiler.disable(lambda x: x.sin()), x),
+            (lambda x: not_compiled(x), x),
             (lambda x: None, x),
         ):
-            with self.assertRaisesRegex(NothingVerified, "nothing was verified: no part of it ran in a CUDA graph"):
+            nothing = "nothing was verified: no part of it ran in a CUDA graph"
+            with self.subTest(device=given.device), self.assertRaisesRegex(NothingVerified, nothing):
                 pygraph_trees.verify(fn, given)
 
     def test_a_function_is_verified_whatever_is_selected(self):
