@@ -25,13 +25,15 @@ SAVED = (  # what saved-tensor hooks do; each gives the same values back
 WHEN = ("always", "later", "first", "every other")  # "later": from the third call on; "first": the two before it
 TANGENTS = (  # what the gradient of an output is
     "missing",  # the backward starts from the other outputs
-    "zero",  # zeros without memory; from the third call on, since un-graphed code reads address 0
+    "zero",  # zeros without memory
     "expanded zero",  # one element
     "expanded",  # one element that is not zero
     "none",  # None, which torch allows for one element
     "neg",  # a view with the negative bit
     "conj",  # a view with the conjugate bit, of a complex output
 )
+# Tangents from the third call on: code that is not replayed reads address 0, or takes no conjugate bit.
+LATE = ("zero", "conj")
 EVENTS = (  # places in which something happens
     "forward hook",  # of a module around the call
     "output hook",  # of an output, in the backward

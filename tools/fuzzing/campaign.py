@@ -2,8 +2,8 @@
 
 The worker writes each case to a file before it runs it, and makes one that fails smaller itself. Where the process
 dies, or a fault has made the GPU unusable to it, the last case is taken from the file and made smaller in processes of
-their own; where it was eager that lost the GPU, or the control dies of the case as well, another worker takes its place. Nothing is kept between campaigns: a
-seed gives the same cases to as many workers.
+their own; where it was eager that lost the GPU, or the control dies of the case as well, another worker takes its
+place. Nothing is kept between campaigns: a seed gives the same cases to as many workers.
 """
 
 from __future__ import annotations

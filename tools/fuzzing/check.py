@@ -67,7 +67,7 @@ def check(
         InvalidCase: eager cannot run the case.
         Mismatch: what is under test differs from eager, or raises, and the control does not.
     """
-    tolerance = _tolerance(case)
+    tolerance = tolerance_of(case)
     try:
         verdict = _compare(case, device, under_test, "eager", tolerance)
     except InexactConstant:
@@ -194,7 +194,7 @@ def _scale(tensor: torch.Tensor) -> float:
     return max(1.0, finite.abs().max().item()) if finite.numel() else 1.0
 
 
-def _tolerance(case: Case) -> float:
+def tolerance_of(case: Case) -> float:
     lines = "\n".join(line for line in case.body if line.partition(" = ")[0] not in case.constants)
     dtypes = {i.torch_dtype for i in case.inputs}
     dtypes |= {dtype for dtype in TOLERANCE if str(dtype) in lines}

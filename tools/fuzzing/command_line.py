@@ -4,9 +4,9 @@ usage: tools/fuzz [--minutes N] [--cases N]  draw programs, run each several tim
        tools/fuzz FILE                       run one case again, as an earlier run printed it
 
 On a GPU programs run with CUDA graphs under our patches (--way upstream: without); without one they run on the CPU
-under a Dynamo backend, which tests the programs and the comparison, and no graph. At the end it prints how many programs
-used hooks, finalizers, threads, streams, constants and the like. A failing program is made small, printed, and written to
-a file. Exit status: 0 where nothing went wrong, 1 where something did, 2 for a wrong call.
+under a Dynamo backend, which tests the programs and the comparison, and no graph. At the end it prints how many
+programs used hooks, finalizers, threads, streams, constants and the like. A failing program is made small, printed, and
+written to a file. Exit status: 0 where nothing went wrong, 1 where something did, 2 for a wrong call.
 """
 
 from __future__ import annotations

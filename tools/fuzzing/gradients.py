@@ -27,7 +27,7 @@ def gradients(
         tangents: kinds of special tangents by name of the output.
         accumulated: called after a gradient is accumulated; None takes gradients without accumulating them.
     """
-    chosen = [(o, _tangent(tangents.get(n), o)) for n, o in outputs if o.requires_grad and tangents.get(n) != "missing"]
+    chosen = [(o, tangent(tangents.get(n), o)) for n, o in outputs if o.requires_grad and tangents.get(n) != "missing"]
     if not leaves or not chosen:
         return ()
     starts, given = zip(*chosen, strict=True)
@@ -43,7 +43,7 @@ def gradients(
             leaf.grad = None
 
 
-def _tangent(kind: str | None, output: torch.Tensor) -> torch.Tensor | None:
+def tangent(kind: str | None, output: torch.Tensor) -> torch.Tensor | None:
     shape, dtype, device = output.shape, output.dtype, output.device
     if kind == "zero":
         return torch._efficientzerotensor(shape, dtype=dtype, device=device)

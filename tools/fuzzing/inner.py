@@ -27,7 +27,8 @@ from .observation import Observation, observe
 if TYPE_CHECKING:
     from types import FrameType
 
-MOST = 3  # calls of each function a step
+MOST = 4  # calls of each function a step
+_CALLING = frozenset({1, 2, 4, 8})  # of the finalizers of a step, which begin to run long before the program does
 _GARBAGE = 2  # objects that await the collector
 _FIRST_SEED = 1000  # calls from inside have other values than the calls around them
 
@@ -91,6 +92,7 @@ class Inner:
         self._garbage_calls: str | None = None
         self._thread: int | None = None  # in which finalizers may call, None outside of a step
         self._made = 0
+        self._finalized = 0  # objects of this step
 
     def prepare(self, call: int) -> None:
         """Lays out inputs for the calls from inside of one step, and has eager run on them."""
@@ -108,7 +110,7 @@ class Inner:
     def finalizers(self, target: str | None, threshold: int) -> Iterator[None]:
         """Has garbage about whose finalizers call ``target``, and the collector's threshold lowered."""
         before = gc.get_threshold()
-        self._thread, self._garbage_calls = threading.get_ident(), target
+        self._thread, self._garbage_calls, self._finalized = threading.get_ident(), target, 0
         try:
             for _ in range(_GARBAGE if target is not None else 0):
                 self._litter()
@@ -125,7 +127,7 @@ class Inner:
         if self._busy:
             return
         if action == "collect":
-            gc.collect()
+            gc.collect(1)  # garbage of this step is young; a full collection takes a third of a second
         else:
             self._call(action, where)
 
@@ -183,11 +185,13 @@ class Inner:
     def from_finalizer(self) -> None:
         """What finalizers do: call a function if there are inputs left, and make more garbage."""
         name = self._garbage_calls
-        ours = threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
         if self._thread is None or name is None or not self._ready.get(name):
             return
+        ours = threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
         if ours and not self._busy and not _graphs_are_made():
-            self._call(name, "a finalizer")
+            self._finalized += 1
+            if self._finalized in _CALLING:
+                self._call(name, "a finalizer")
         self._litter()
 
 

@@ -14,7 +14,7 @@ import torch
 from pygraph_trees.comparison import Program
 from pygraph_trees.comparison.ways import make_ways
 
-from .around import at
+from .around import LATE, at
 from .case import Case
 from .elsewhere import Elsewhere, Threads
 from .gradients import Gradients, gradients
@@ -142,8 +142,7 @@ class Runner:
         around = self._case.around
         leaves = [given[i.name] for i in self._case.inputs if given[i.name].requires_grad]
         named = list(zip(self._case.returns, outputs, strict=True))
-        # Zeros without memory only from the third call on: un-graphed code reads address 0.
-        tangents = {name: kind for name, kind in around.tangents if kind != "zero" or self._call >= 2}
+        tangents = {name: kind for name, kind in around.tangents if kind not in LATE or self._call >= 2}
         accumulated = (lambda: self._happened("accumulated")) if "accumulated" in self._events else None
         with self._output_hooks(outputs):
             if around.thread == "backward" and at(around.thread_when, self._call):

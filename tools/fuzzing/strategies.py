@@ -22,8 +22,8 @@ MOST_CALLS = 6  # the first warms up, the second records, the rest replay
 
 
 @st.composite
-def cases(draw: Draw) -> Case:
-    """Random cases."""
+def cases(draw: Draw, graphs: bool = False) -> Case:
+    """Random cases; ``graphs`` adds what only replays take."""
     backward = _chance(draw, 3)
     main = draw(st.sampled_from(("float32", "float64", "bfloat16", "float16")))
     scope = Scope(draw, main, mutations=not backward)
@@ -44,7 +44,7 @@ def cases(draw: Draw) -> Case:
     case = Case(inputs, tuple(scope.body), _returns(draw, scope), draw(st.integers(3, MOST_CALLS)), backward)
     if not backward:
         case = replace(case, feedback=_feedback(draw, scope, case))
-    around = _around(draw, scope, case)
+    around = around_of(draw, scope, case, graphs)
     if around.targets or around.threshold:
         case = replace(case, calls=max(case.calls, 4))  # finalizers call from the third call on
     return replace(case, around=around)
@@ -56,7 +56,7 @@ def _chance(draw: Draw, one_in: int) -> bool:
     return found
 
 
-def _around(draw: Draw, scope: Scope, case: Case) -> Around:
+def around_of(draw: Draw, scope: Scope, case: Case, graphs: bool) -> Around:
     """What happens around the calls; most often little."""
 
     def one_of(choices: Sequence[Any]) -> Any:
@@ -69,7 +69,7 @@ def _around(draw: Draw, scope: Scope, case: Case) -> Around:
         if _chance(draw, 3):
             around = replace(around, saved=one_of(SAVED), saved_when=one_of(WHEN))
         if _chance(draw, 3):
-            around = replace(around, tangents=_tangents(draw, scope, case))
+            around = replace(around, tangents=_tangents(draw, scope, case, graphs))
     if _chance(draw, 5):
         places = [e for e in EVENTS if _fires(e, around, case)]
         actions = ["collect", *targets]
@@ -79,7 +79,7 @@ def _around(draw: Draw, scope: Scope, case: Case) -> Around:
         around = replace(around, garbage=one_of(targets), threshold=draw(st.integers(0, 50)))
     if case.backward and around.targets:
         around = replace(around, inner_backward=draw(st.booleans()))
-    if _chance(draw, 20):
+    if _chance(draw, 12):
         kinds = [t for t in THREADS if t != "backward" or case.backward]
         # Some versions of torch refuse what a thread does that never called before.
         around = replace(around, thread=one_of(kinds), thread_when=one_of(("later", "every other", "later", "always")))
@@ -96,22 +96,22 @@ def _fires(event: str, around: Around, case: Case) -> bool:
     return case.backward and (event not in ("pack", "unpack") or around.saved is not None)
 
 
-def _tangents(draw: Draw, scope: Scope, case: Case) -> tuple[tuple[str, str], ...]:
+def _tangents(draw: Draw, scope: Scope, case: Case, graphs: bool) -> tuple[tuple[str, str], ...]:
     """A special tangent for one or two of the returned values."""
     tensors = {v.name: v.tensor for v in scope.values}
     fitting = [n for n in case.returns if n in tensors and _is_real_or_complex(tensors[n])]
     names = draw(st.lists(st.sampled_from(fitting), min_size=1, max_size=2, unique=True)) if fitting else []
-    return tuple((name, draw(st.sampled_from(_kinds(tensors[name], case)))) for name in names)
+    return tuple((name, draw(st.sampled_from(_kinds(tensors[name], case, graphs)))) for name in names)
 
 
 def _is_real_or_complex(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _kinds(tensor: torch.Tensor, case: Case) -> list[str]:
+def _kinds(tensor: torch.Tensor, case: Case, graphs: bool) -> list[str]:
     """The tangents that fit an output."""
     real = not tensor.is_complex()
-    fits = {"none": real and tensor.numel() == 1, "conj": not real, "missing": len(case.returns) > 1}
+    fits = {"none": real and tensor.numel() == 1, "conj": graphs and not real, "missing": len(case.returns) > 1}
     return [kind for kind in TANGENTS if fits.get(kind, True)]
 
 

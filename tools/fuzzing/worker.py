@@ -49,7 +49,7 @@ class Worker:
         """Draws and checks cases until the time is over or one fails."""
         batch = 0
         while not self._over():
-            drawn = given(cases())(self._check_in_time)
+            drawn = given(cases(graphs=self._device.type == "cuda"))(self._check_in_time)
             quiet = settings(
                 max_examples=_BATCH,
                 deadline=None,
