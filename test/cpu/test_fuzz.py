@@ -733,7 +733,7 @@ class TestAround(WithWrongBackends):
             check(case, CPU, under_test="wrong_backends:tires")
 
     def test_wrong_in_other_threads(self) -> None:
-        around = Around(thread="worker", keeps=1)
+        around = Around(thread="worker", thread_when="later", keeps=1)
         found = self._found_and_reduced(replace(PLAIN, around=around), "in_main_thread")
         self.assertEqual((found.around.thread, found.around.keeps), ("worker", 0))
 
@@ -773,7 +773,9 @@ class TestConstants(WithWrongBackends):
         check(self.CASE, CPU, under_test="aot_eager")
         for backend in ("positive_zeros", "last_place"):
             wrong = f"wrong_backends:{backend}"
-            with self.assertRaisesRegex(InexactConstant, r"\['output'\]\[1\], has other bits: element \d is"):
+            with self.assertRaisesRegex(
+                InexactConstant, r"\['output'\]\[1\] is a constant, and has other bits: element \d is"
+            ):
                 check(self.CASE, CPU, under_test=wrong, control=wrong)
         found = self._found_and_reduced(self.CASE, "positive_zeros")
         self.assertEqual((found.returns, len(found.body)), (("v2",), 2), found.text())
@@ -835,7 +837,9 @@ class TestExplained(TestCase):
             self.assertIsNone(graph.disabled_reason, case.text())
             for part in partitions(graph):
                 if part.partition.graphed:
-                    self.assertEqual({i.kind for i in part.inputs} - {"static", "managed", "live"}, set(), case.text())
+                    self.assertEqual(
+                        {i.kind for i in part.inputs} - {"static", "managed", "live", "cpu"}, set(), case.text()
+                    )
 
 
 class TestReduction(TestCase):
@@ -948,7 +952,7 @@ class TestCampaign(TestCase):
         assert outcome.failure is not None
         self.assertIn("against eager", outcome.failure.message)
         self.assertLessEqual(len(outcome.failure.case.body), 3, outcome.failure.case.text())
-        self.assertLessEqual(outcome.failure.case.calls, 2)
+        self.assertLessEqual(outcome.failure.case.calls, 3)  # an index can leave things where they are
 
     def test_a_dead_process(self) -> None:
         with mock.patch.object(campaign, "_MOST_TRIES", 2):
@@ -973,10 +977,8 @@ class TestCampaign(TestCase):
         counts.add(campaign.Counts(cases=2, inside=3, uses={"backward": 1, "threads": 2}))
         self.assertEqual(counts, campaign.Counts(cases=3, inside=3, uses={"backward": 2, "threads": 2}))
         self.assertIn("3 programs, 0 calls, 3 from inside others", str(counts))
-        self.assertEqual(
-            counts.table().splitlines()[:2],
-            ["     2 programs with backward", "     0 programs with saved-tensor hooks"],
-        )
+        table = ["     2 programs with backward", "     0 programs with saved-tensor hooks"]
+        self.assertEqual(counts.table().splitlines()[:2], table)
 
     def test_a_broken_harness_says_so(self) -> None:
         with mock.patch.object(campaign, "WORKER", "fuzzing.nowhere"), self.assertRaisesRegex(
