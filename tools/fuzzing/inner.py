@@ -102,7 +102,9 @@ class Inner:
     def warm_up(self) -> None:
         """Calls the function that the case does not call itself until it is replayed."""
         target = self._targets.get("other")
-        for number in range(3 if target is not None else 0):
+        if target is None:
+            return
+        for number in range(3):
             torch.compiler.cudagraph_mark_step_begin()
             self._run(target, Memory(target.case, self._device).prepare(number))
 
