@@ -5,31 +5,54 @@ comparison finds what a wrong compiler does; and that what fails becomes small. 
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import itertools
 import os
 import re
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 from fuzzing import campaign, command_line
+from fuzzing.around import (
+    ACTIONS,
+    EVENTS,
+    PLACES_TO_RUN,
+    SAVED,
+    TANGENTS,
+    TARGETS,
+    THREADS,
+    USES,
+    WHEN,
+    Around,
+    uses,
+)
 from fuzzing.case import LAYOUTS, PLACES, Case, Input, read
-from fuzzing.check import InvalidCase, Mismatch, check, module_of
+from fuzzing.check import TOLERANCE, InexactConstant, InvalidCase, Mismatch, Raised, check, tolerance_of
+from fuzzing.constants import DTYPES, constants_of
+from fuzzing.gradients import tangent
 from fuzzing.memory import GUARD, Memory, extent_of, offset_of, strides_of
-from fuzzing.operations import OPERATIONS
-from fuzzing.reduction import reduce
-from fuzzing.strategies import cases
+from fuzzing.observation import observe
+from fuzzing.operations import OPERATIONS, constant_chain
+from fuzzing.reduction import reduce, reductions
+from fuzzing.runner import Runner, module_of
+from fuzzing.saved import hooks
+from fuzzing.scope import Scope
+from fuzzing.strategies import around_of, cases
 
 from pygraph_trees.absent_gpu import absent_gpu, lower
 from pygraph_trees.absent_gpu.tracing import NothingToLowerError
@@ -42,7 +65,13 @@ FIXED = settings(deadline=None, derandomize=True, database=None, suppress_health
 
 # Each is a Dynamo backend; replacing one word makes it wrong in one way.
 BACKENDS = '''
+import gc
 import os
+import threading
+
+import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 def _wrong(graph, change):
     def run(*args):
@@ -77,6 +106,77 @@ def raises(graph, inputs):
         raise RuntimeError("storage not in pool")
     return _wrong(graph, change)
 
+def buffered(graph, inputs):
+    """New results lie in the same buffers at each call, where the next one writes over them."""
+    buffers = {}
+    def change(g, args):
+        outputs = list(g(*args))
+        given = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+        for i, output in enumerate(outputs):
+            if output.untyped_storage().data_ptr() not in given:
+                outputs[i] = buffers.setdefault(i, output.detach()).copy_(output.detach())
+        gc.collect(1)
+        return tuple(outputs)
+    return _wrong(graph, change)
+
+def _backward(change):
+    def compile(graph, inputs):
+        def backward(g, examples):
+            def run(args):
+                outputs = g(*change(list(args), examples))
+                args.clear()
+                return outputs
+            run._boxed_call = True
+            return run
+        return aot_autograd(fw_compiler=lambda g, _: make_boxed_func(g.forward), bw_compiler=backward)(graph, inputs)
+    return compile
+
+def _packed(tensor, example):
+    """A tensor's memory read with the strides of the first call."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2 or tensor._is_zerotensor():
+        return tensor
+    return tensor.as_strided(tensor.shape, example.stride())
+
+ignores_strides = _backward(lambda args, examples: [_packed(a, e) for a, e in zip(args, examples)])
+
+def _refuse_strides(args, examples):
+    for tensor, example in zip(args, examples):
+        if isinstance(tensor, torch.Tensor) and tensor.stride() != example.stride():
+            raise AssertionError("wrong strides")
+    return args
+
+checks_strides = _backward(_refuse_strides)
+
+def _takes_zeros(args, examples):
+    if any(isinstance(a, torch.Tensor) and a._is_zerotensor() for a in args):
+        return [torch.ones_like(a) if isinstance(a, torch.Tensor) else a for a in args]
+    return args
+
+misreads_zeros = _backward(_takes_zeros)
+
+def in_main_thread(graph, inputs):
+    """Wrong in other threads."""
+    main = threading.get_ident()
+    return _wrong(graph, lambda g, args: g(*args) if threading.get_ident() == main else tuple(o * 2 for o in g(*args)))
+
+def positive_zeros(graph, inputs):
+    return _wrong(graph, lambda g, args: tuple(o + 0.0 if o.is_floating_point() else o for o in g(*args)))
+
+def last_place(graph, inputs):
+    def next_to(o):
+        return torch.nextafter(o, o * 2) if o.dtype in (torch.float32, torch.float64) else o
+    return _wrong(graph, lambda g, args: tuple(next_to(o) for o in g(*args)))
+
+def tires(graph, inputs):
+    """Raises from the sixth call on."""
+    calls = []
+    def change(g, args):
+        calls.append(None)
+        if len(calls) > 5:
+            raise RuntimeError("tired")
+        return g(*args)
+    return _wrong(graph, change)
+
 def deadly(graph, inputs):
     if "softmax" in graph.code:
         os._exit(9)
@@ -86,6 +186,24 @@ def deadly(graph, inputs):
 PLAIN = Case((Input("a", (2, 3)), Input("b", (2, 3))), ("v0 = a * b",), ("v0",))
 MUTATING = Case((Input("a", (4,), place="kept"), Input("b", (4,))), ("a.mul_(0.5).add_(b)",), ("a",))
 RETURNING = Case((Input("a", (4,)),), ("v0 = a[1:]", "v1 = a + 1"), ("v0", "v1"))
+
+
+@st.composite
+def _arounds(draw: Any) -> Around:
+    """What is around the calls of a program to which all of it applies."""
+    scope = Scope(draw, "float32", mutations=False)
+    x = scope.tensor()
+    for text in (f"torch.complex({x}, {x})", f"{x}.sum()"):
+        scope.add(text, value=True)
+    return around_of(draw, scope, Case(tuple(scope.inputs), tuple(scope.body), ("v0", "v1"), backward=True), True)
+
+
+@st.composite
+def _chains(draw: Any) -> Scope:
+    """A scope in which a chain of constants was drawn."""
+    scope = Scope(draw, "float32", mutations=False)
+    scope.add(constant_chain(scope), value=True)
+    return scope
 
 
 class TestCases(TestCase):
@@ -119,6 +237,16 @@ class TestCases(TestCase):
             Case((Input("a", (1,)), Input("a", (1,))), (), ("a",))
         with self.assertRaisesRegex(ValueError, "shares the memory"):
             Case((Input("a", (1,), shares="b"),), (), ("a",))
+        for wrong in ("saved='disk'", "tangents=(('v0', 'one'),)", "events=(('pack', 'sleep'),)", "where_when='never'"):
+            with self.assertRaisesRegex(ValueError, "is one of"):
+                read(replace(PLAIN, around=Around(saved="cpu")).text().replace("saved='cpu'", wrong))
+
+    def test_text_of_what_is_around(self) -> None:
+        around = Around(saved="cpu", tangents=(("v0", "zero"),), threshold=3)
+        text = replace(PLAIN, backward=True, around=around).text()
+        self.assertIn("    around=Around(saved='cpu', tangents=(('v0', 'zero'),), threshold=3),\n", text)
+        self.assertEqual(read(text).around, around)
+        self.assertNotIn("around", replace(PLAIN, around=Around()).text())
 
     def test_source(self) -> None:
         self.assertEqual(PLAIN.source(), "def program(a, b):\n    v0 = a * b\n    return v0\n")
@@ -132,10 +260,12 @@ class TestCases(TestCase):
         layouts: set[str] = set()
         places: set[str] = set()
         kinds: set[str] = set()
+        used: set[str] = set()
 
         @settings(FIXED, max_examples=400)
         @given(cases())
         def draw(case: Case) -> None:
+            used.update(uses(case))
             layouts.update(i.layout for i in case.inputs)
             places.update(i.place for i in case.inputs)
             kinds.update(
@@ -164,6 +294,33 @@ class TestCases(TestCase):
         self.assertEqual(written, {o.write.__name__ for o in OPERATIONS})
         self.assertEqual((layouts, places), (set(LAYOUTS), set(PLACES)))
         self.assertEqual(len(kinds), 6, kinds)
+        self.assertEqual(used, set(USES))
+
+    def test_all_that_can_be_around_is_drawn(self) -> None:
+        around: dict[str, set[Any]] = {f.name: set() for f in fields(Around)}
+
+        @settings(FIXED, max_examples=1500)
+        @given(_arounds())
+        def draw(drawn: Around) -> None:
+            for name, values in around.items():
+                value = getattr(drawn, name)
+                values.update(value if isinstance(value, tuple) else [value])
+
+        draw()
+        for name, allowed in (
+            ("saved", SAVED),
+            ("saved_when", WHEN),
+            ("garbage", TARGETS),
+            ("thread", THREADS),
+            ("where", PLACES_TO_RUN),
+        ):
+            self.assertEqual(around[name] - {None}, set(allowed), name)
+        self.assertEqual({kind for _, kind in around["tangents"]}, set(TANGENTS))
+        self.assertEqual({event for event, _ in around["events"]}, set(EVENTS))
+        self.assertEqual({action for _, action in around["events"]}, set(ACTIONS))
+        self.assertEqual((around["step_of"], around["keeps"]), ({1, 2, 3}, {0, 1, 3}))
+        self.assertEqual(around["inner_backward"], {False, True})
+        self.assertGreater(len(around["threshold"]), 10)
 
 
 class TestMemory(TestCase):
@@ -256,7 +413,7 @@ class TestMemory(TestCase):
         self.assertEqual(block[GUARD : GUARD + 4], tensors["a"])
 
 
-class TestCheck(TestCase):
+class WithWrongBackends(TestCase):
     @classmethod
     def setUpClass(cls) -> None:
         super().setUpClass()
@@ -276,10 +433,32 @@ class TestCheck(TestCase):
             check(case, CPU, under_test=f"wrong_backends:{backend}", control="aot_eager")
         return str(caught.exception)
 
+    def _found_and_reduced(self, case: Case, backend: str) -> Case:
+        """The smallest case in which a wrong backend is found."""
+        fixed = {"under_test": f"wrong_backends:{backend}", "control": None}
+
+        def fails(smaller: Case) -> bool:
+            try:
+                check(smaller, CPU, **fixed)
+            except InvalidCase:
+                return False
+            except Mismatch:
+                return True
+            return False
+
+        check(case, CPU, under_test="aot_eager")
+        self.assertTrue(fails(case), f"{backend} is not found")
+        return reduce(case, fails, 80)
+
+
+class TestCheck(WithWrongBackends):
     @settings(FIXED, max_examples=30)
     @given(cases())
     def test_random_programs_agree_under_aot_eager(self, case: Case) -> None:
-        self.assertEqual(check(case, CPU, under_test="aot_eager", control=None).calls, case.calls)
+        try:
+            self.assertEqual(check(case, CPU, under_test="aot_eager", control=None).calls, case.calls)
+        except Mismatch as error:
+            self.fail(f"{error}\n{case.text()}")
 
     def test_generated_code_agrees(self) -> None:
         for case in (PLAIN, MUTATING, RETURNING):
@@ -363,7 +542,7 @@ class TestCheck(TestCase):
         def way(fn: object, kind: str) -> object:
             return noting, contextlib.nullcontext, lambda: None, lambda: kind == "ours" and len(returned) < 5
 
-        with mock.patch("fuzzing.check._way", way):
+        with mock.patch("fuzzing.runner._way", way):
             check(fed, CPU, under_test="ours")
         given_on = [a is b for a, b in zip(returned, seen[2:], strict=False)]
         self.assertEqual(given_on, [False] * 4 + [True] * 2)
@@ -371,6 +550,267 @@ class TestCheck(TestCase):
     def test_invalid(self) -> None:
         with self.assertRaisesRegex(InvalidCase, "call 0: "):
             check(Case((Input("a", (2, 3)),), ("v0 = a @ a",), ("v0",)), CPU, under_test="aot_eager")
+
+
+# A program with a backward, in which each thing that can be around its calls has something to do.
+TRAINED = Case(
+    (Input("a", (3, 4)), Input("b", (3, 4), place="same"), Input("w", (3, 4), parameter=True)),
+    ("v0 = torch.sin(a) * b * w", "v1 = torch.complex(a, b)", "v2 = v0.sum()"),
+    ("v0", "v1", "v2"),
+    4,
+    backward=True,
+)
+
+
+class TestAround(WithWrongBackends):
+    def _agrees(self, around: Around, case: Case = TRAINED) -> int:
+        """The number of calls from inside others, of a program that a right backend compiles."""
+        verdict = check(replace(case, around=around), CPU, under_test="aot_eager")
+        self.assertEqual(verdict.calls, case.calls)
+        return verdict.inside
+
+    def test_what_autograd_keeps_comes_back_equal(self) -> None:
+        for kind in SAVED:
+            for when in WHEN if kind == "transposed" else ("always",):
+                self._agrees(Around(saved=kind, saved_when=when))
+
+    def test_what_saved_tensor_hooks_do(self) -> None:
+        matrix = torch.arange(6.0).reshape(2, 3).t().requires_grad_()
+        for kind in SAVED:
+            seen: list[str] = []
+            with hooks(kind, seen.append):
+                kept = torch.sin(matrix).grad_fn._saved_self
+            self.assertEqual(kept, matrix)
+            self.assertEqual(seen, ["pack", "unpack"])
+            # The matrix itself is transposed-contiguous.
+            self.assertEqual(kept.data_ptr() == matrix.data_ptr(), kind in ("identity", "transposed"), kind)
+            self.assertEqual(kept.stride() != matrix.stride(), kind in ("pinned", "contiguous"), kind)
+
+    def test_what_tangents_are(self) -> None:
+        output = torch.ones(3, requires_grad=True) * 2
+        pair = torch.complex(output, output)
+        given = {kind: tangent(kind, pair if kind == "conj" else output) for kind in TANGENTS if kind != "missing"}
+        self.assertTrue(given["zero"]._is_zerotensor())
+        self.assertEqual([given[k].stride() for k in ("expanded zero", "expanded")], [(0,), (0,)])
+        self.assertIsNone(given["none"])
+        self.assertTrue(given["neg"].is_neg())
+        self.assertTrue(given["conj"].is_conj())
+        self.assertEqual(given["neg"], tangent(None, output))
+        self.assertEqual(given["expanded zero"], torch.zeros(3))
+
+    def test_tangents(self) -> None:
+        for kind in TANGENTS:
+            if kind != "conj":
+                self._agrees(Around(tangents=(("v2" if kind == "none" else "v0", kind),)))
+        self._agrees(Around(tangents=tuple((name, "missing") for name in TRAINED.returns)))
+        conj = replace(TRAINED, around=Around(tangents=(("v1", "conj"),)))
+        check(conj, CPU, under_test="eager")
+        # Torch's own code takes no conjugate bit, which is no failure of what does the same.
+        self.assertIsNotNone(check(conj, CPU, under_test="aot_eager", control="aot_eager").torch_differs)
+
+    def test_tangent_that_does_not_fit(self) -> None:
+        with self.assertRaisesRegex(InvalidCase, "scalar outputs"):
+            check(replace(TRAINED, around=Around(tangents=(("v0", "none"),))), CPU, under_test="aot_eager")
+
+    def test_functions_are_called_from_hooks(self) -> None:
+        for event in EVENTS:
+            for target in TARGETS:
+                around = Around(saved="identity", events=((event, target),), inner_backward=target == "same")
+                self.assertGreaterEqual(self._agrees(around), TRAINED.calls, (event, target))
+
+    def test_functions_are_called_from_finalizers(self) -> None:
+        for around in (
+            Around(garbage="same", threshold=1),
+            Around(garbage="other", threshold=5, inner_backward=True),
+            Around(garbage="same", events=(("forward hook", "collect"),)),
+            Around(garbage="other", events=(("accumulated", "collect"), ("output hook", "collect"))),
+        ):
+            self.assertGreaterEqual(self._agrees(around), 2, around)
+        self.assertEqual(self._agrees(Around(garbage="same")), 0)  # nothing collects
+
+    def test_what_is_changed_for_a_call_is_as_before(self) -> None:
+        before = gc.get_threshold()
+        self._agrees(Around(garbage="same", threshold=1))
+        self.assertEqual(gc.get_threshold(), before)
+        runner = Runner(replace(TRAINED, around=Around(events=(("output hook", "other"),))), "eager", CPU)
+        runner.step()
+        self.assertFalse(any(t._backward_hooks for t in runner._inputs().values()))
+
+    def test_calls_and_backwards_in_other_threads(self) -> None:
+        seen: list[tuple[str, int]] = []
+        compute = Case.function
+
+        def noting(case: Case) -> Any:
+            fn = compute(case)
+
+            def forward(self: Any, a: torch.Tensor, b: torch.Tensor) -> Any:
+                seen.append(("forward", threading.get_ident()))
+                a = a * 1
+                a.register_hook(lambda _: seen.append(("backward", threading.get_ident())))
+                return fn(self, a, b)
+
+            return forward
+
+        here = threading.get_ident()
+        for kind in THREADS:
+            seen.clear()
+            with mock.patch.object(Case, "function", noting):
+                runner = Runner(replace(TRAINED, around=Around(thread=kind)), "eager", CPU)
+                for _ in range(3):
+                    runner.step()
+                runner.close()
+            forwards, backwards = ([t for what, t in seen if what == w] for w in ("forward", "backward"))
+            self.assertEqual([t == here for t in forwards], [kind == "backward"] * 3)
+            self.assertEqual([t == here for t in backwards], [False] * 3)
+            if kind == "worker":
+                self.assertEqual(len({*forwards, *backwards}), 1)
+            self._agrees(Around(thread=kind, garbage="same", threshold=3))
+        self._agrees(Around(thread="call", thread_when="later"))
+
+    def test_streams_and_devices_are_left_alone_on_a_cpu(self) -> None:
+        for where in PLACES_TO_RUN:
+            self._agrees(Around(where=where))
+
+    def test_earlier_outputs_of_a_step_are_read_again(self) -> None:
+        for keeps, step_of in ((3, 1), (0, 2), (1, 3)):
+            self._agrees(Around(keeps=keeps, step_of=step_of))
+        runner = Runner(replace(TRAINED, around=Around(step_of=3)), "eager", CPU)
+        names = [[n for n, _ in runner.step().outputs if "earlier" in n] for _ in range(4)]
+        self.assertEqual([len(n) for n in names], [0, 6, 12, 0])  # three outputs and three gradients a call
+
+    def test_wrong_strides_of_saved_tensors_are_found(self) -> None:
+        case = Case((Input("a", (3, 4)),), ("v0 = torch.sin(a)", "v1 = v0 * 2"), ("v1",), 2, backward=True)
+        around = Around(saved="transposed", tangents=(("v1", "expanded"),), keeps=3, threshold=7)
+        found = self._found_and_reduced(replace(case, around=around), "ignores_strides")
+        self.assertEqual(found.around, Around(saved="transposed"))
+        self.assertEqual((len(found.body), found.calls), (1, 1), found.text())
+
+    def test_a_zero_tangent_that_is_misread_is_found(self) -> None:
+        case = Case((Input("a", (3,)),), ("v0 = torch.sin(a)", "v1 = v0 * 2"), ("v0", "v1"), 3, backward=True)
+        around = Around(tangents=(("v0", "missing"), ("v1", "zero")), saved="clone")
+        found = self._found_and_reduced(replace(case, around=around), "misreads_zeros")
+        self.assertEqual([kind for _, kind in found.around.tangents], ["zero"])
+        self.assertIsNone(found.around.saved)
+        self.assertEqual(found.calls, 3)  # earlier ones have plain tangents
+
+    def test_results_of_another_call_are_found(self) -> None:
+        case = Case((Input("a", (4,)),), ("v0 = torch.tanh(a)", "v1 = v0 * 2"), ("v1",), 4)
+        check(case, CPU, under_test="wrong_backends:buffered")  # not found by calls one after the other
+        for around, left in (
+            (Around(garbage="same", keeps=1), Around(garbage="same")),
+            (Around(step_of=3, where="stream"), Around(step_of=2)),
+        ):
+            found = self._found_and_reduced(replace(case, around=around), "buffered")
+            self.assertEqual((found.around, len(found.body)), (left, 1), found.text())
+        hooked = replace(case, around=Around(events=(("forward hook", "same"),)))
+        self.assertRaises(Mismatch, check, hooked, CPU, under_test="wrong_backends:buffered")
+
+    def test_a_wrong_result_from_inside_says_where(self) -> None:
+        case = Case((Input("a", (4,)),), ("v0 = a * 2",), ("v0",), around=Around(events=(("forward hook", "other"),)))
+        where = r"a call from forward hook of call 0: \['output'\]\[0\] differs"
+        with mock.patch("fuzzing.inner.observe", self._spoilt), self.assertRaisesRegex(Mismatch, where):
+            check(case, CPU, under_test="aot_eager")
+
+    @staticmethod
+    def _spoilt(returns: Any, outputs: Any, *rest: Any) -> Any:
+        """Observes outputs that differ each time."""
+        TestAround.spoilt += 1.0
+        return observe(returns, tuple(o + TestAround.spoilt for o in outputs), *rest)
+
+    spoilt = 0.0
+
+    def test_an_error_from_inside_is_told(self) -> None:
+        around = Around(events=(("forward hook", "other"),))
+        case = replace(PLAIN, around=around)
+        unfit = Case((Input("a", (2,)),), ("v0 = a.view(3)",), ("v0",))
+        with (
+            mock.patch("fuzzing.runner.OTHER", unfit),
+            self.assertRaisesRegex(InvalidCase, "invalid for input of size"),
+        ):
+            check(case, CPU, under_test="aot_eager")
+        message = "a call from forward hook of call 2 raised RuntimeError"
+        with self.assertRaisesRegex(Raised, message):
+            check(case, CPU, under_test="wrong_backends:tires")
+
+    def test_wrong_in_other_threads(self) -> None:
+        around = Around(thread="worker", thread_when="later", keeps=1)
+        found = self._found_and_reduced(replace(PLAIN, around=around), "in_main_thread")
+        self.assertEqual((found.around.thread, found.around.keeps), ("worker", 0))
+
+    def test_a_wrong_result_where_torch_raises_is_a_failure(self) -> None:
+        """Torch refuses saved tensors with other strides; what raises as well is no failure, what is wrong is one."""
+        case = replace(TRAINED, around=Around(saved="transposed"))
+        refuses, ignores = "wrong_backends:checks_strides", "wrong_backends:ignores_strides"
+        self.assertIn("wrong strides", str(check(case, CPU, under_test=refuses, control=refuses).torch_differs))
+        with mock.patch("fuzzing.check.UNGRAPHED", "aot_eager"), self.assertRaises(Mismatch) as caught:
+            check(case, CPU, under_test=ignores, control=refuses)
+        self.assertNotIsInstance(caught.exception, Raised)
+        with mock.patch("fuzzing.check.UNGRAPHED", ignores):  # un-graphed code is as wrong
+            self.assertIsNotNone(check(case, CPU, under_test=ignores, control=refuses).torch_differs)
+        # Right where torch raises.
+        self.assertEqual(check(case, CPU, under_test="aot_eager", control=refuses).calls, case.calls)
+
+
+class TestConstants(WithWrongBackends):
+    CASE = Case(
+        (Input("a", (3,)), Input("b", (3,))),
+        (
+            "v0 = torch.tensor([1.5, -0.0, float('nan')], dtype=torch.float32)",
+            "v1 = v0 * 2",
+            "v2 = v1.to(a.device)",
+            "v3 = torch.nan_to_num(v2.to(a.dtype), 0.5, 1.0, -1.0).clamp(-1, 1) * a",
+            "v4 = v3 + b",
+        ),
+        ("v4", "v2"),
+    )
+
+    def test_constants_are_found_in_a_program(self) -> None:
+        self.assertEqual((self.CASE.constants, self.CASE.moved_constants), ({"v0", "v1"}, {"v2"}))
+        body = ("a.mul_(2)", "v0 = torch.arange(3)", "v1 = a + v0", "v2 = v1.to(a.device)", "v3 = v0 @ v0", "v0[0] = 1")
+        self.assertEqual(constants_of(body, ["a"]), ({"v0", "v3"}, set()))
+
+    def test_moved_constants_are_compared_bit_by_bit(self) -> None:
+        check(self.CASE, CPU, under_test="aot_eager")
+        for backend in ("positive_zeros", "last_place"):
+            wrong = f"wrong_backends:{backend}"
+            with self.assertRaisesRegex(
+                InexactConstant, r"\['output'\]\[1\] is a constant, and has other bits: element \d is"
+            ):
+                check(self.CASE, CPU, under_test=wrong, control=wrong)
+        found = self._found_and_reduced(self.CASE, "positive_zeros")
+        self.assertEqual((found.returns, len(found.body)), (("v2",), 2), found.text())
+
+    def test_ways_that_may_round_are_not_held_to_it(self) -> None:
+        with mock.patch("fuzzing.check.ROUNDING", ("wrong_backends:last_place",)):
+            check(self.CASE, CPU, under_test="wrong_backends:last_place")
+
+    def test_tolerance_is_that_of_other_values(self) -> None:
+        body = ("v0 = torch.ones(3, dtype=torch.bfloat16)", "v1 = v0.to(a.device)", "v2 = a * v1.float()")
+        case = Case((Input("a", (3,)),), body, ("v2",))
+        self.assertEqual(tolerance_of(case), TOLERANCE[torch.float32])
+        self.assertEqual(
+            tolerance_of(replace(case, body=(*body, "v3 = a.to(torch.bfloat16)"))), TOLERANCE[torch.bfloat16]
+        )
+
+    def test_every_dtype_is_drawn_and_moved(self) -> None:
+        begun: set[str] = set()
+        moved: set[torch.dtype] = set()
+
+        @settings(FIXED, max_examples=600)
+        @given(_chains())
+        def draw(scope: Scope) -> None:
+            begun.update(re.findall(r"dtype=torch\.(\w+)", scope.body[0]))
+            names: dict[str, Any] = {"torch": torch}
+            for line in scope.body[: len(scope.constants)]:
+                exec(line, names)
+            moved.add(names[scope.constants[-1]].dtype)
+            self.assertEqual(
+                constants_of(scope.body, [i.name for i in scope.inputs]), (set(scope.constants), set(scope.moved))
+            )
+
+        draw()
+        self.assertEqual(begun, set(DTYPES))
+        self.assertEqual(moved, {getattr(torch, dtype) for dtype in DTYPES})
 
 
 class TestExplained(TestCase):
@@ -397,7 +837,9 @@ class TestExplained(TestCase):
             self.assertIsNone(graph.disabled_reason, case.text())
             for part in partitions(graph):
                 if part.partition.graphed:
-                    self.assertEqual({i.kind for i in part.inputs} - {"static", "managed", "live"}, set(), case.text())
+                    self.assertEqual(
+                        {i.kind for i in part.inputs} - {"static", "managed", "live", "cpu"}, set(), case.text()
+                    )
 
 
 class TestReduction(TestCase):
@@ -420,6 +862,51 @@ class TestReduction(TestCase):
             found, Case((Input("b", (2, 2), place="same"),), ("v1 = torch.softmax(b, 1)",), ("v1",), calls=2)
         )
 
+    def test_what_is_around_goes(self) -> None:
+        around = Around(
+            saved="cpu",
+            saved_when="later",
+            tangents=(("v0", "neg"), ("v2", "none")),
+            events=(("pack", "collect"), ("unpack", "same"), ("output hook", "other")),
+            garbage="same",
+            threshold=7,
+            inner_backward=True,
+            thread="worker",
+            thread_when="later",
+            where="stream",
+            where_when="later",
+            keeps=3,
+            step_of=3,
+        )
+        for wanted in (
+            Around(saved="cpu"),
+            Around(tangents=(("v2", "none"),)),
+            Around(events=(("unpack", "same"),)),
+            Around(garbage="same", threshold=7),
+            Around(thread="worker", thread_when="later"),
+            Around(where="stream"),
+            Around(keeps=1),
+            Around(step_of=2),
+        ):
+            kept = [f.name for f in fields(Around) if getattr(wanted, f.name) != f.default]
+
+            def fails(case: Case, kept: list[str] = kept, wanted: Around = wanted) -> bool:
+                values = [(getattr(case.around, name), getattr(wanted, name)) for name in kept]
+                return all(set(w) <= set(f) if isinstance(w, tuple) else f and f >= w for f, w in values)
+
+            self.assertEqual(reduce(replace(TRAINED, around=around), fails, 500).around, wanted)
+
+    def test_a_special_tangent_goes_with_its_output(self) -> None:
+        case = replace(TRAINED, around=Around(tangents=(("v0", "neg"), ("v2", "none"))))
+        for smaller in reductions(case):
+            self.assertLessEqual({name for name, _ in smaller.around.tangents}, set(smaller.returns))
+
+    def test_an_operator_of_a_chain_goes(self) -> None:
+        body = ("v0 = torch.arange(3)", "v1 = v0 * 2", "v2 = v1.exp()", "v3 = v2.to(a.device)")
+        case = Case((Input("a", (2,)),), body, ("v3",))
+        found = reduce(case, lambda smaller: "exp" in smaller.source() and bool(smaller.moved_constants), 50)
+        self.assertEqual(found.body, ("v0 = torch.arange(3)", "v2 = v0.exp()", "v3 = v2.to(a.device)"))
+
     def test_tries_are_bounded(self) -> None:
         tried: list[Case] = []
         self.assertIs(reduce(PLAIN, lambda smaller: bool(tried.append(smaller)), 3), PLAIN)
@@ -428,8 +915,6 @@ class TestReduction(TestCase):
     @settings(FIXED, max_examples=25)
     @given(cases())
     def test_steps_give_cases_that_can_be_printed(self, case: Case) -> None:
-        from fuzzing.reduction import reductions
-
         for smaller in reductions(case):
             self.assertEqual(read(smaller.text()), smaller)
             names = {i.name for i in smaller.inputs} | set(re.findall(r"^(\w+) = ", "\n".join(smaller.body), re.M))
@@ -459,13 +944,15 @@ class TestCampaign(TestCase):
         self.assertEqual(outcome.counts.cases, 11)
         self.assertGreaterEqual(outcome.counts.calls, 20)
         self.assertEqual(told[-1], str(outcome.counts))
+        self.assertLessEqual(set(outcome.counts.uses), set(USES))
+        self.assertGreater(sum(outcome.counts.uses.values()), 0)
 
     def test_a_wrong_result_is_made_small(self) -> None:
         outcome, _ = self._run("wrong_backends:twice")
         assert outcome.failure is not None
         self.assertIn("against eager", outcome.failure.message)
         self.assertLessEqual(len(outcome.failure.case.body), 3, outcome.failure.case.text())
-        self.assertLessEqual(outcome.failure.case.calls, 2)
+        self.assertLessEqual(outcome.failure.case.calls, 3)  # an index can leave things where they are
 
     def test_a_dead_process(self) -> None:
         with mock.patch.object(campaign, "_MOST_TRIES", 2):
@@ -473,6 +960,25 @@ class TestCampaign(TestCase):
         assert outcome.failure is not None
         self.assertIn("exit status 9", outcome.failure.message)
         self.assertIn("softmax", outcome.failure.case.source())
+
+    def test_a_process_that_dies_under_the_control_as_well(self) -> None:
+        deadly = "wrong_backends:deadly"
+        with mock.patch.object(campaign, "_MOST_TRIES", 1):
+            case = Case((Input("a", (2,)),), ("v0 = torch.softmax(a, 0)",), ("v0",))
+            plan = campaign.Plan("cpu", deadly, deadly, None, 60.0, 1)
+            with self._backends(), campaign._alone(plan, case) as worker:
+                self.assertIsNotNone(worker.cause)
+                self.assertTrue(campaign._control_dies(plan, worker))
+                self.assertFalse(campaign._control_dies(replace(plan, control="aot_eager"), worker))
+                self.assertFalse(campaign._control_dies(replace(plan, control=None), worker))
+
+    def test_counts_add_up(self) -> None:
+        counts = campaign.Counts(cases=1, uses={"backward": 1})
+        counts.add(campaign.Counts(cases=2, inside=3, uses={"backward": 1, "threads": 2}))
+        self.assertEqual(counts, campaign.Counts(cases=3, inside=3, uses={"backward": 2, "threads": 2}))
+        self.assertIn("3 programs, 0 calls, 3 from inside others", str(counts))
+        table = ["     2 programs with backward", "     0 programs with saved-tensor hooks"]
+        self.assertEqual(counts.table().splitlines()[:2], table)
 
     def test_a_broken_harness_says_so(self) -> None:
         with mock.patch.object(campaign, "WORKER", "fuzzing.nowhere"), self.assertRaisesRegex(
@@ -515,7 +1021,7 @@ class TestCommand(TestCase):
         self.assertIn("--way ours needs a GPU", err)
         for wrong in (["--exact"], ["--control", "upstream"]):
             self.assertIn("need a GPU", self._main(*wrong)[2])
-        for wrong in (["--jobs", "0"], ["--minutes", "0"]):
+        for wrong in (["--jobs", "0"], ["--minutes", "0"], ["--cases", "0"]):
             self.assertIn("at least one job", self._main(*wrong)[2])
 
     def test_failure_is_printed_and_written(self) -> None:
@@ -526,14 +1032,28 @@ class TestCommand(TestCase):
             mock.patch("fuzzing.command_line.run", return_value=outcome) as run,
         ):
             path = Path(folder, "case.py")
-            status, out, _ = self._main("--minutes", "2", "--seed", "5", "--out", str(path))
+            status, out, _ = self._main("--minutes", "2", "--seed", "5", "--jobs", "2", "--out", str(path))
             self.assertEqual(read(path.read_text()), PLAIN)
         self.assertEqual(status, 1)
-        self.assertIn("seed 5\n3 programs, 9 calls; 1 where torch differs from eager as well", out)
+        self.assertIn("seed 5, 2 jobs\n3 programs, 9 calls; 1 where torch differs from eager as well", out)
         self.assertIn("call 1: it differs\n\nCase(", out)
         plan = run.call_args[0][0]
-        self.assertEqual((plan.seconds, plan.seed, plan.under_test, plan.jobs), (120.0, 5, "aot_eager", 1))
+        self.assertEqual((plan.seconds, plan.seed, plan.under_test, plan.jobs), (120.0, 5, "aot_eager", 2))
         self.assertEqual((plan.control, plan.exactly), (None, None))
+
+    def test_a_number_of_programs(self) -> None:
+        counts = campaign.Counts(cases=7, uses={"threads": 2})
+        for arguments, seconds, most in (
+            (["--cases", "7"], 3600.0, 7),
+            (["--programs", "7", "--minutes", "1"], 60.0, 7),
+            ([], 300.0, None),
+        ):
+            with mock.patch("fuzzing.command_line.run", return_value=campaign.Outcome(counts)) as run:
+                status, out, _ = self._main(*arguments)
+            self.assertEqual((status, out.count("     2 programs with threads\n")), (0, 1))
+            plan = run.call_args[0][0]
+            self.assertEqual((plan.seconds, plan.most_cases), (seconds, most))
+            self.assertGreaterEqual(plan.jobs, 1)
 
     def test_controls_on_a_gpu(self) -> None:
         for arguments, control, exactly in (

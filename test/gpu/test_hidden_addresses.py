@@ -4,6 +4,9 @@ forms, beside kernels that can be read. Programs that could fault run in process
 
 from __future__ import annotations
 
+import functools
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 from unittest import mock
 
 import torch
@@ -110,6 +113,15 @@ for _number, _program in enumerate(OTHERS):
     globals()[f"other_{_number}"] = runs(_program)
 
 
+@functools.cache
+def children(indirection: str) -> list[Future[dict[str, Any]]]:
+    """What each of the others shows; some processes run at a time."""
+    with ThreadPoolExecutor(4) as pool:
+        names = [f"other_{number}" for number in range(len(OTHERS))]
+        run_one = functools.partial(run_isolated, "test_hidden_addresses", side=OURS, config={FLAG: indirection})
+        return [pool.submit(run_one, name) for name in names]
+
+
 class TestHiddenAddresses(IndirectionTestCase):
     @parametrize("program", PLAIN, name_fn=by_name)
     def test_pointers(self, program):
@@ -117,7 +129,7 @@ class TestHiddenAddresses(IndirectionTestCase):
 
     @parametrize("number", range(len(OTHERS)), name_fn=lambda number: by_name(OTHERS[number]))
     def test_other_forms(self, number):
-        child = run_isolated("test_hidden_addresses", f"other_{number}", OURS, config={FLAG: self.indirection})
+        child = children(self.indirection)[number].result()
         self.assertEqual((child["lost"], child["errors"]), (None, []), str(child))
         notes = {path: value for path, value in child["facts"].items() if path.startswith("note ")}
         copied, replayed, reasons = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -16,6 +17,7 @@ from torch.testing._internal.common_utils import run_tests
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
+from fuzzing.around import USES, Around
 from fuzzing.campaign import Plan, run
 from fuzzing.case import Case, Input
 from fuzzing.check import check
@@ -29,7 +31,7 @@ class TestIndirectionRandom(IndirectionTestCase):
     seed = 7
 
     def test_random_programs(self):
-        drawn = self.programs + self.programs // 10  # some cannot be run by eager, or differ under upstream as well
+        drawn = self.programs + self.programs // 5  # some cannot be run by eager, or differ under upstream as well
         plan = Plan("cuda", "ours", "upstream", None, SECONDS, seed=self.seed, most_cases=drawn, jobs=6)
         with mock.patch.dict(os.environ, PYGRAPH_INDIRECTION=self.indirection):
             outcome = run(plan, lambda done, total, text: None)
@@ -38,11 +40,54 @@ class TestIndirectionRandom(IndirectionTestCase):
         counts = outcome.counts
         self.assertEqual(counts.cases, drawn, str(counts))
         self.assertGreaterEqual(counts.cases - counts.invalid, 0.8 * drawn, str(counts))
-        self.assertLess(counts.torch_differs, 0.1 * drawn, str(counts))
+        # Torch refuses saved tensors with other strides, and in some versions threads that never called.
+        self.assertLess(counts.torch_differs, 0.15 * drawn, str(counts))
         self.assertGreaterEqual(counts.cases - counts.invalid - counts.torch_differs, self.programs, str(counts))
+        if self.programs >= 100:
+            self.assertGreaterEqual(len(counts.uses), len(USES) - 1, counts.table())
+        self.assertGreater(counts.inside, 0, str(counts))
         # What is compared is replays, not calls that ran un-graphed.
         self.assertGreater(counts.replays, counts.cases, str(counts))
         self.assertLess(counts.ungraphed_calls, 0.1 * counts.calls, str(counts))
+
+    def test_what_programs_do_around_a_call(self):
+        matrices = tuple(Input(name, (8, 8)) for name in "ab")
+        trained = Case(matrices, ("v0 = torch.tanh(a) * b", "v1 = v0.sum(0)"), ("v0", "v1"), 6, backward=True)
+        inferred = replace(trained, backward=False)
+        for case, around in (
+            (trained, Around(saved="clone", saved_when="later")),
+            (trained, Around(saved="float64")),
+            (trained, Around(saved="transposed", saved_when="later")),
+            (trained, Around(tangents=(("v0", "zero"),))),
+            (trained, Around(tangents=(("v0", "missing"), ("v1", "expanded zero")))),
+            (trained, Around(tangents=(("v1", "neg"),))),
+            (trained, Around(events=(("output hook", "same"), ("accumulated", "other")))),
+            (inferred, Around(garbage="same", threshold=1)),
+            (inferred, Around(garbage="other", events=(("forward hook", "collect"),))),
+            (inferred, Around(where="stream")),
+            (inferred, Around(where="second device")),
+            (inferred, Around(thread="call", thread_when="later")),
+            (inferred, Around(keeps=3, step_of=2)),
+        ):
+            with self.subTest(str(around)):
+                case = replace(case, around=around)
+                verdict = check(case, self.device, under_test="ours", control="upstream")
+                if verdict.torch_differs is None:
+                    self.assertEqual(verdict.calls, case.calls)
+                    self.assertEqual(verdict.inside > 0, bool(around.targets))
+
+    def test_constants_have_the_bits_of_the_cpu(self):
+        for body in (
+            ("v0 = torch.arange(16, dtype=torch.float16)", "v1 = v0 / 61", "v2 = v1.exp()"),
+            ("v0 = torch.tensor([1.5, -0.0, float('nan'), float('inf')])", "v1 = v0 * 3", "v2 = v1.to(torch.int32)"),
+            ("v0 = torch.arange(16, dtype=torch.int64)", "v1 = v0 - 7", "v2 = v1.reshape(-1, 1) @ v1.reshape(1, -1)"),
+            ("v0 = torch.linspace(-3, 5, 33)", "v1 = v0.cumsum(-1)", "v2 = torch.minimum(v1, -v1)"),
+        ):
+            with self.subTest(body[0]):
+                lines = (*body, "v3 = v2.to(a.device)", "v4 = torch.nan_to_num(v3.float().sum()).clamp(-1, 1) * a")
+                case = Case((Input("a", (8,)),), lines, ("v4", "v3"), 4)
+                verdict = check(case, self.device, under_test="ours", control="upstream")
+                self.assertEqual((verdict.calls, verdict.torch_differs), (4, None))
 
     def test_programs_that_were_hard(self):
         for case in (

@@ -2,8 +2,8 @@
 
 The worker writes each case to a file before it runs it, and makes one that fails smaller itself. Where the process
 dies, or a fault has made the GPU unusable to it, the last case is taken from the file and made smaller in processes of
-their own; where it was eager that lost the GPU, another worker takes its place. Nothing is kept between campaigns: a
-seed gives the same cases to as many workers.
+their own; where it was eager that lost the GPU, or the control dies of the case as well, another worker takes its
+place. Nothing is kept between campaigns: a seed gives the same cases to as many workers.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from processes import end, how_it_ended
 
+from .around import USES
 from .case import Case, read
 from .reduction import reduce
 
@@ -55,18 +56,25 @@ class Counts:
 
     cases: int = 0
     calls: int = 0
+    inside: int = 0  # calls from hooks and finalizers
     invalid: int = 0  # eager could not run them
     torch_differs: int = 0  # the control differs from eager as well
     replays: int = 0
     recordings: int = 0
     ungraphed_calls: int = 0
+    uses: dict[str, int] = field(default_factory=dict)  # programs that eager can run, by what they make use of
 
     def add(self, other: Counts) -> None:
         for name, value in asdict(other).items():
-            setattr(self, name, getattr(self, name) + value)
+            if isinstance(value, int):
+                setattr(self, name, getattr(self, name) + value)
+        for use, count in other.uses.items():
+            self.uses[use] = self.uses.get(use, 0) + count
 
     def __str__(self) -> str:
         text = f"{self.cases} programs, {self.calls} calls"
+        if self.inside:
+            text += f", {self.inside} from inside others"
         if self.recordings or self.replays:
             text += f"; {self.replays} replays of {self.recordings} recordings, {self.ungraphed_calls} calls un-graphed"
         if self.torch_differs:
@@ -74,6 +82,10 @@ class Counts:
         if self.invalid:
             text += f"; {self.invalid} that eager cannot run"
         return text
+
+    def table(self) -> str:
+        """A line for each thing that programs make use of, with the number of programs."""
+        return "\n".join(f"{self.uses.get(use, 0):6} programs with {use}" for use in USES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +118,7 @@ def run(plan: Plan, progress: Callable[[float, float, str], None]) -> Outcome:
         workers = [stack.enter_context(_Worker(plan, plan.seconds, next(numbers), share)) for share in shares]
         while workers and outcome.failure is None:
             time.sleep(_POLL_S)
-            seen = replace(outcome.counts)
+            seen = replace(outcome.counts, uses=dict(outcome.counts.uses))
             for worker in workers:
                 seen.add(worker.counts())
             # Less than all, which is told once, at the end.
@@ -114,12 +126,34 @@ def run(plan: Plan, progress: Callable[[float, float, str], None]) -> Outcome:
             for worker in [w for w in workers if w.ended()]:
                 workers.remove(worker)
                 outcome.counts.add(worker.counts())
-                outcome.failure = outcome.failure or _failure(plan, worker)
+                by_torch = worker.lost_by_eager or _control_dies(plan, worker)
+                if by_torch and not worker.lost_by_eager:
+                    outcome.counts.torch_differs += 1
+                elif not by_torch:
+                    outcome.failure = outcome.failure or _failure(plan, worker)
                 left = plan.seconds - (time.monotonic() - start)
-                if worker.lost_by_eager and left > 0:
+                if by_torch and left > 0:
                     workers.append(stack.enter_context(_Worker(plan, left, next(numbers), worker.share_left())))
     progress(plan.seconds, plan.seconds, str(outcome.counts))
     return outcome
+
+
+def _control_dies(plan: Plan, worker: _Worker) -> bool:
+    """Whether the case that killed a worker kills one that runs the control alone."""
+    case = worker.last_case() if worker.cause is not None else None
+    if case is None or plan.control is None:
+        return False
+    with _alone(replace(plan, under_test=plan.control, control=None, exactly=None), case) as single:
+        return single.cause is not None
+
+
+@contextlib.contextmanager
+def _alone(plan: Plan, case: Case) -> Iterator[_Worker]:
+    """A worker that has run one case and has ended."""
+    with _Worker(plan, 0.0, 0, 1, case) as single:
+        while not single.ended():
+            time.sleep(_POLL_S)
+        yield single
 
 
 def _failure(plan: Plan, worker: _Worker) -> Failure | None:
@@ -131,9 +165,7 @@ def _failure(plan: Plan, worker: _Worker) -> Failure | None:
         raise RuntimeError(f"the worker died before its first case: {worker.cause}")
 
     def fails(smaller: Case) -> bool:
-        with _Worker(plan, 0.0, 0, 1, smaller) as single:
-            while not single.ended():
-                time.sleep(_POLL_S)
+        with _alone(plan, smaller) as single:
             return single.cause is not None or single.failure() is not None
 
     return Failure(reduce(case, fails, _MOST_TRIES, _MOST_S), worker.cause)

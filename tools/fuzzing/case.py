@@ -10,10 +10,13 @@ import itertools
 import linecache
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
+
+from .around import NOTHING, Around
+from .constants import constants_of
 
 LAYOUTS = (
     "contiguous",
@@ -64,6 +67,7 @@ class Case:
     calls: int = 4
     backward: bool = False  # gradients of all floating-point inputs are taken and compared
     feedback: tuple[tuple[int, str], ...] = ()  # (returned value, argument that it is at the next call)
+    around: Around = NOTHING
 
     def __post_init__(self) -> None:
         names = [i.name for i in self.inputs]
@@ -83,6 +87,16 @@ class Case:
     @property
     def parameters(self) -> tuple[Input, ...]:
         return tuple(i for i in self.inputs if i.parameter)
+
+    @property
+    def constants(self) -> frozenset[str]:
+        """Values that the CPU computes from numbers alone."""
+        return constants_of(self.body, [i.name for i in self.inputs])[0]
+
+    @property
+    def moved_constants(self) -> frozenset[str]:
+        """Those values, where they are moved to the device of an input."""
+        return constants_of(self.body, [i.name for i in self.inputs])[1]
 
     def source(self) -> str:
         """The program as a function; with parameters, as a method ``forward``."""
@@ -112,16 +126,20 @@ class Case:
         for field in fields(self)[2:]:
             value = getattr(self, field.name)
             if value != field.default:
-                lines.append(f"    {field.name}={value!r},")
+                shown = _shown(value) if isinstance(value, Around) else repr(value)
+                lines.append(f"    {field.name}={shown},")
         return "\n".join([*lines, ")", ""])
 
 
 _serial = itertools.count()
 
 
-def _shown(item: Input) -> str:
-    given = [f"{f.name}={getattr(item, f.name)!r}" for f in fields(item)[2:] if getattr(item, f.name) != f.default]
-    return f"Input({', '.join([repr(item.name), repr(item.shape), *given])})"
+def _shown(item: Input | Around) -> str:
+    """A record as Python, without the fields at their defaults; those that have none come first."""
+    required = [repr(getattr(item, f.name)) for f in fields(item) if f.default is MISSING]
+    others = [f for f in fields(item) if f.default is not MISSING and getattr(item, f.name) != f.default]
+    given = [f"{f.name}={getattr(item, f.name)!r}" for f in others]
+    return f"{type(item).__name__}({', '.join([*required, *given])})"
 
 
 def read(text: str) -> Case:
@@ -131,7 +149,7 @@ def read(text: str) -> Case:
         ValueError: the text is no case.
     """
     try:
-        found = eval(compile(text, "<case>", "eval"), {"Case": Case, "Input": Input})
+        found = eval(compile(text, "<case>", "eval"), {"Case": Case, "Input": Input, "Around": Around})
     except (SyntaxError, NameError, TypeError) as error:
         raise ValueError(f"this is no case: {error}") from error
     if not isinstance(found, Case):

@@ -1,16 +1,18 @@
 """Runs random programs and compares them with eager, until the time is over or one goes wrong.
 
-usage: tools/fuzz [--minutes N]     draw programs, run each several times with inputs that move, and compare
-       tools/fuzz FILE              run one case again, as an earlier run printed it
+usage: tools/fuzz [--minutes N] [--cases N]  draw programs, run each several times with inputs that move, and compare
+       tools/fuzz FILE                       run one case again, as an earlier run printed it
 
 On a GPU programs run with CUDA graphs under our patches (--way upstream: without); without one they run on the CPU
-under a Dynamo backend, which tests the programs and the comparison, and no graph. A failing program is made small,
-printed, and written to a file. Exit status: 0 where nothing went wrong, 1 where something did, 2 for a wrong call.
+under a Dynamo backend, which tests the programs and the comparison, and no graph. At the end it prints how many
+programs used hooks, finalizers, threads, streams, constants and the like. A failing program is made small, printed, and
+written to a file. Exit status: 0 where nothing went wrong, 1 where something did, 2 for a wrong call.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 from collections.abc import Sequence
@@ -24,12 +26,15 @@ from .campaign import Plan, run
 from .case import read
 from .check import InvalidCase, Mismatch, check
 
+_MINUTES, _MOST_MINUTES = 5.0, 60.0  # the second where a number of programs is the limit
+_MOST_JOBS = 12  # each has a context and a compiler of its own
+
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="tools/fuzz", description=str(__doc__).splitlines()[0])
     parser.add_argument("case", nargs="?", type=Path, metavar="FILE", help="a case to run again")
-    parser.add_argument("--minutes", type=float, default=5.0, help="how long to draw programs (default: 5)")
-    parser.add_argument("--programs", type=int, help="at most so many")
+    parser.add_argument("--minutes", type=float, help="how long to draw programs (default: 5, or 60 with --cases)")
+    parser.add_argument("--cases", "--programs", type=int, help="stop after so many programs")
     parser.add_argument("--seed", type=int, help="of the programs, as an earlier run printed it (default: a new one)")
     parser.add_argument(
         "--way",
@@ -42,12 +47,13 @@ def main(arguments: Sequence[str]) -> int:
         "compile for upstream",
     )
     parser.add_argument("--exact", action="store_true", help="must also equal torch.compile without graphs, bit by bit")
-    parser.add_argument("--jobs", type=int, default=1, help="processes at a time (default: 1)")
+    parser.add_argument("--jobs", type=int, default=_jobs(), help="processes at a time (default: %(default)s here)")
     parser.add_argument("--out", type=Path, default=Path("fuzz-failure.py"), help="where a failing case is written")
     options = parser.parse_args(arguments)
 
-    if options.jobs < 1 or options.minutes <= 0:
-        parser.error("expected at least one job and more than no time")
+    minutes = options.minutes if options.minutes is not None else _MINUTES if options.cases is None else _MOST_MINUTES
+    if options.jobs < 1 or minutes <= 0 or (options.cases is not None and options.cases < 1):
+        parser.error("expected at least one job, one program and more than no time")
     on_gpu = torch.cuda.is_available()
     way = options.way or ("ours" if on_gpu else "aot_eager")
     if not on_gpu and way in ("ours", "upstream"):
@@ -75,22 +81,28 @@ def main(arguments: Sequence[str]) -> int:
         return 0
 
     seed = random.randrange(1 << 30) if options.seed is None else options.seed
-    print(f"seed {seed}")
+    print(f"seed {seed}, {options.jobs} jobs")  # which give the same programs again
     plan = Plan(
         device="cuda" if on_gpu else "cpu",
         under_test=way,
         control=control,
         exactly=exactly,
-        seconds=options.minutes * 60,
+        seconds=minutes * 60,
         seed=seed,
-        most_cases=options.programs,
+        most_cases=options.cases,
         jobs=options.jobs,
     )
     outcome = run(plan, Progress())
     print(outcome.counts)
+    print(outcome.counts.table())
     if outcome.failure is None:
         return 0
     text = outcome.failure.case.text()
     options.out.write_text(text, encoding="utf-8")
     print(f"\n{outcome.failure.message}\n\n{text}\nwritten to {options.out}; tools/fuzz {options.out} runs it again")
     return 1
+
+
+def _jobs() -> int:
+    """Most of the cores: a program spends its time compiling."""
+    return max(1, min(_MOST_JOBS, (os.cpu_count() or 1) - 2))

@@ -7,9 +7,13 @@ however operations are chained, and none has jumps in floating point, so that a 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from .constants import begin, combination, continued
+from .scope import NoRoom
 
 if TYPE_CHECKING:
     from .scope import Scope
@@ -213,6 +217,22 @@ def foreach_in_place(s: Scope) -> str:
     operand = s.tensor(shape=x.shape, dtype=x.dtype, apart_from=values)
     listed = ", ".join(map(str, values))
     return f"torch._foreach_lerp_([{listed}], [{', '.join([str(operand)] * len(values))}], 0.25)"
+
+
+@_operation("complex")
+def complex_pair(s: Scope) -> str:
+    x = s.tensor(dtypes=("float32", "float64"))
+    return f"torch.complex({x}, {s.tensor(shape=x.shape, dtype=x.dtype)})"
+
+
+@_operation("constants")
+def constant_chain(s: Scope) -> str:
+    made = s.constant(begin(s))
+    for _ in range(s.one_of(1, 2, 3, 4)):
+        with contextlib.suppress(NoRoom):  # an operator that this dtype does not have
+            made = s.constant(continued(s, s.constants[-1]))
+    x = s.tensor(shape=made.shape)
+    return combination(s.move(x), str(made.dtype).removeprefix("torch."), x)
 
 
 @_operation("in place", mutates=True)

@@ -11,8 +11,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
 
+from .around import NOTHING, Around
 from .case import Case, Input
 
 
@@ -36,6 +39,10 @@ def reductions(case: Case) -> Iterator[Case]:
     """Cases that are smaller or plainer by one step, the largest steps first."""
     for position in range(len(case.body)):
         yield _without_statement(case, position)
+    for plainer in _plainer_around(case.around):
+        yield replace(case, around=plainer)
+    for position in range(len(case.body)):
+        yield from _without_operator(case, position)
     for position in range(len(case.returns) if len(case.returns) > 1 else 0):
         yield _without_return(case, position)
     for size in sorted({size for item in case.inputs for size in item.shape if size > 2}, reverse=True):
@@ -50,6 +57,26 @@ def reductions(case: Case) -> Iterator[Case]:
         for plainer in _plainer(item):
             inputs = (*case.inputs[:position], plainer, *case.inputs[position + 1 :])
             yield replace(case, inputs=tuple(sorted(inputs, key=lambda i: i.parameter)))
+
+
+def _plainer_around(around: Around) -> Iterator[Around]:
+    """Nothing around the calls, then each field at its default, then lists and numbers that are shorter by one."""
+    if around == NOTHING:
+        return
+    yield NOTHING
+    for field in fields(Around):
+        if getattr(around, field.name) != field.default:
+            default: dict[str, Any] = {field.name: field.default}
+            yield replace(around, **default)
+    for name in ("tangents", "events"):
+        items = getattr(around, name)
+        for position in range(len(items) if len(items) > 1 else 0):
+            fewer: dict[str, Any] = {name: (*items[:position], *items[position + 1 :])}
+            yield replace(around, **fewer)
+    if around.step_of > 2:
+        yield replace(around, step_of=2)
+    if around.keeps > 1:
+        yield replace(around, keeps=1)
 
 
 def _plainer(item: Input) -> Iterator[Input]:
@@ -90,6 +117,20 @@ def _without_statement(case: Case, position: int) -> Case:
     return _tidied(case, body, kept)
 
 
+def _without_operator(case: Case, position: int) -> Iterator[Case]:
+    """The case with a value that a statement uses in place of the statement's own."""
+    name, assigned, text = case.body[position].partition(" = ")
+    if not assigned or not name.isidentifier():
+        return
+    earlier = [n for line in case.body[:position] for n in re.findall(r"^(\w+) = ", line)]
+    for operand in (n for n in earlier if _mentions(text, n)):
+        renamed = partial(re.sub, rf"(?<![\w.]){name}\b", operand)
+        body = [*case.body[:position], *map(renamed, case.body[position + 1 :])]
+        returns = dict.fromkeys(operand if n == name else n for n in case.returns)
+        if len(returns) == len(case.returns):
+            yield _tidied(case, body, list(enumerate(returns)))
+
+
 def _without_return(case: Case, position: int) -> Case:
     return _tidied(case, list(case.body), [(i, name) for i, name in enumerate(case.returns) if i != position])
 
@@ -103,7 +144,8 @@ def _tidied(case: Case, body: list[str], kept: list[tuple[int, str]]) -> Case:
     position_of = {old: new for new, (old, _) in enumerate(kept)}
     feedback = tuple((position_of[i], name) for i, name in case.feedback if i in position_of and name in needed)
     inputs = tuple(i for i in case.inputs if i.name in needed)
-    return replace(case, inputs=inputs, body=tuple(body), returns=returns, feedback=feedback)
+    around = replace(case.around, tangents=tuple(t for t in case.around.tangents if t[0] in returns))
+    return replace(case, inputs=inputs, body=tuple(body), returns=returns, feedback=feedback, around=around)
 
 
 def _mentions(text: str, name: str) -> bool:

@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 SIZES = (1, 2, 3, 8, 16, 33, 64)
 MOST_INPUTS = 9
+MOST_CONSTANTS = 1 << 14  # elements of a constant
 
 
 class NoRoom(Exception):
@@ -62,6 +63,8 @@ class Scope:
         self.inputs: list[Input] = []
         self.values: list[Value] = []
         self.body: list[str] = []
+        self.constants: list[str] = []  # computed on the CPU from numbers alone
+        self.moved: list[str] = []  # those that were moved to the device of an input
         self._tensors: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
 
     def one_of(self, *choices: T) -> T:
@@ -142,9 +145,45 @@ class Scope:
             root = next((v.root for v in self.values if v.tensor.untyped_storage()._cdata == storage), name)
             self.values.append(Value(name, tensor, root))
 
-    def forget(self, inputs: int, values: int) -> None:
-        """Goes back to when there were so many inputs and values, and the same statements."""
-        del self.inputs[inputs:], self.values[values:]
+    def constant(self, text: str) -> torch.Tensor:
+        """Appends a statement that computes on the CPU from numbers alone, and runs it."""
+        name = f"v{len(self.body)}"
+        try:
+            with torch.no_grad():
+                made = eval(text, self._tensors)
+        except (RuntimeError, TypeError, ZeroDivisionError) as error:  # not for this dtype or shape
+            raise NoRoom from error
+        if made.numel() > MOST_CONSTANTS:
+            raise NoRoom
+        self._tensors[name] = made
+        self.body.append(f"{name} = {text}")
+        self.constants.append(name)
+        return made
+
+    def move(self, x: Value) -> str:
+        """Appends a statement that moves the latest constant to the device of ``x``; its name."""
+        name = f"v{len(self.body)}"
+        text = f"{self.constants[-1]}.to({x}.device)"
+        self._tensors[name] = eval(text, self._tensors)
+        self.body.append(f"{name} = {text}")
+        self.moved.append(name)
+        return name
+
+    def state(self) -> tuple[int, ...]:
+        """What :meth:`forget` goes back to."""
+        return tuple(map(len, self._lists()))
+
+    def forget(self, state: tuple[int, ...]) -> None:
+        """Goes back to an earlier state."""
+        for items, count in zip(self._lists(), state, strict=True):
+            del items[count:]
+
+    def mutated_parameters(self) -> bool:
+        """Whether a statement writes to a parameter."""
+        return any(i.parameter and self._tensors[i.name]._version for i in self.inputs)
+
+    def _lists(self) -> tuple[list[Any], ...]:
+        return self.inputs, self.values, self.body, self.constants, self.moved
 
     def _input(self, shape: tuple[int, ...], dtype: str, values: str, share: bool = False) -> Value:
         if len(self.inputs) >= MOST_INPUTS + 3:

@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import time
-import traceback
 import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,9 +21,10 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from pygraph_trees.coverage.log import journal
 
+from .around import uses
 from .campaign import FAILED, POISONED, POISONED_BY_EAGER, Counts, Failure
 from .case import Case, read
-from .check import InvalidCase, Mismatch, check
+from .check import InvalidCase, Mismatch, check, is_lost
 from .reduction import reduce
 from .strategies import cases
 
@@ -49,7 +49,7 @@ class Worker:
         """Draws and checks cases until the time is over or one fails."""
         batch = 0
         while not self._over():
-            drawn = given(cases())(self._check_in_time)
+            drawn = given(cases(graphs=self._device.type == "cuda"))(self._check_in_time)
             quiet = settings(
                 max_examples=_BATCH,
                 deadline=None,
@@ -118,6 +118,9 @@ class Worker:
             return Failure(case, str(error))
         else:
             self.counts.calls += verdict.calls
+            self.counts.inside += verdict.inside
+            for name in uses(case):
+                self.counts.uses[name] = self.counts.uses.get(name, 0) + 1
             self.counts.torch_differs += verdict.torch_differs is not None
         finally:
             self._write_counts()
@@ -136,13 +139,7 @@ class Worker:
 
     def _end_if_poisoned(self, status: int) -> None:
         """After a fault every later call on the GPU fails too, and says nothing about its case."""
-        if self._device.type != "cuda":
-            return
-        try:
-            torch.cuda.synchronize()
-        except Exception:
-            traceback.print_exc()
-            sys.stderr.flush()
+        if is_lost(self._device):
             self._write_counts()
             os._exit(status)
 

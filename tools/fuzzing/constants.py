@@ -1,0 +1,88 @@
+"""Values that a program computes on the CPU from numbers alone, and moves to the device of an input.
+
+:func:`constants_of` finds them in the lines of a program. They must be equal to eager's bit for bit, in every dtype.
+:func:`begin` and :func:`continued` draw the lines of a chain: a constructor, and operators on it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .scope import Scope
+
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
+DTYPES = (*FLOATS, *INTEGERS, "bool", "complex64")
+
+_MOVE = re.compile(r"(\w+)\.to\((\w+)\.device\)")
+_LITERALS = {
+    "float": "[1.5, -0.0, 0.0, float('inf'), -float('inf'), float('nan'), -7.75, 3e9]",
+    "complex": "[1.5 - 2j, 0j, -1j, 3 + 4j]",
+    "bool": "[True, False, True]",
+    "int": "[3, 0, 1, 100, 7]",
+}
+
+
+def constants_of(body: Iterable[str], inputs: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """Names whose values come from numbers alone: those on the CPU, and those moved to an input's device."""
+    known, on_cpu, moved = set(inputs), set(), set()
+    for line in body:
+        name, assigned, text = line.partition(" = ")
+        if not assigned or not name.isidentifier():
+            continue
+        known.add(name)
+        move = _MOVE.fullmatch(text)
+        if move is not None and move[1] in on_cpu:
+            moved.add(name)
+        elif known.intersection(re.findall(r"(?<![\w.])[a-z]\w*", text)) <= on_cpu:
+            on_cpu.add(name)
+    return frozenset(on_cpu), frozenset(moved)
+
+
+def begin(s: Scope) -> str:
+    """A constructor."""
+    dtype = s.one_of(*DTYPES)
+    count, rows = s.one_of(1, 3, 7, 16, 33, 100), s.one_of(1, 2, 5)
+    of = f"dtype=torch.{dtype}"
+    kind = "float" if dtype in FLOATS else "complex" if dtype == "complex64" else "bool" if dtype == "bool" else "int"
+    value = {"float": "-2.7", "complex": "1.5 - 0.5j", "bool": "True", "int": "5"}[kind]
+    forms = [
+        f"torch.full(({rows}, {count}), {value}, {of})",
+        f"torch.eye({rows}, {count}, {of})",
+        f"torch.{s.one_of('zeros', 'ones')}({count}, {of})",
+        f"torch.tensor({_LITERALS[kind]}, {of})",
+    ]
+    if dtype not in ("bool", "complex64"):
+        forms += [f"torch.arange({count}, {of})", f"torch.arange({count}, {of}) * 3 - {s.one_of(0, 7, 50)}"]
+    if kind == "float":
+        forms += [f"torch.linspace(-3, 5, {count}, {of})", f"torch.arange(-{count}, {count}, 0.25, {of})"]
+    return s.one_of(*forms)
+
+
+def continued(s: Scope, name: str) -> str:
+    """An operator on an earlier value of the chain; not each fits each dtype."""
+    family = s.one_of("arithmetic", "function", "rounding", "comparison", "extremes", "cast", "product", "other")
+    forms = {
+        "arithmetic": ("{0} + 3", "{0} * 0.1", "{0} / 61", "{0} - 7", "1 / {0}", "{0} // 3", "{0} % 5", "-{0}"),
+        "function": ("{0} ** 2", "{0}.pow(-0.5)", "{0}.exp()", "{0}.log()", "{0}.sqrt()", "{0}.sin()", "{0}.tanh()"),
+        "rounding": ("{0}.floor()", "{0}.trunc()", "{0}.round()", "{0}.abs()"),
+        "comparison": ("{0} > 2", "{0} == 0", "{0} <= -{0}", "{0} != {0}"),
+        "extremes": ("torch.minimum({0}, -{0})", "torch.maximum({0}, -{0})", "{0}.clamp(-0.0, 3)", "{0}.clamp(max=2)"),
+        "cast": tuple(f"{{0}}.to(torch.{dtype})" for dtype in DTYPES),
+        "product": ("{0}.reshape(-1, 1) @ {0}.reshape(1, -1)", "{0}.reshape(1, -1) @ {0}.reshape(-1, 1)"),
+        "other": ("{0}.cumsum(-1)", "torch.where({0} > 1, {0}, {0} * 2)", "{0}.flip(0)", "{0}.sum(-1, keepdim=True)"),
+    }
+    return s.one_of(*forms[family]).format(name)
+
+
+def combination(moved: str, dtype: str, x: object) -> str:
+    """An operand ``x`` combined with a moved constant, within a few units whatever the constant is."""
+    if dtype == "bool":
+        return f"torch.where({moved}, {x}, {x} * 0.5)"
+    if dtype in INTEGERS:
+        return f"({moved}.to(torch.int64) % 7 - 3).to({x}.dtype) * 0.25 * {x}"
+    real = f"{moved}.abs()" if dtype.startswith("complex") else moved
+    return f"torch.nan_to_num({real}.to({x}.dtype), 0.5, 1.0, -1.0).clamp(-1, 1) * {x}"
