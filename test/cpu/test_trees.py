@@ -58,8 +58,7 @@ def without_graphs(replay_steadily):
 
     class Found(SimpleNamespace): ...  # which can be referred to weakly
 
-    nothing = dict(turn=new_turn(), graph=None, _current_node=None, current_gen=0, _ways={})
-    return Found(replay_steadily=replay_steadily, **nothing)
+    return Found(replay_steadily=replay_steadily, turn=None)
 
 
 def double(inputs):
@@ -463,12 +462,14 @@ class TestTurns(TestCase):
 
     def test_a_call_of_another_thread(self):
         for replays in (False, True):
-            with ThreadPoolExecutor(1) as pool, self.manager.turn:
+            self.assertTrue(self.manager.turn.acquire(blocking=False))
+            with ThreadPoolExecutor(1) as pool:
                 if replays:
                     self.assertIsNone(pool.submit(self.manager.replay_steadily, [torch.ones(1)], self.id).result(60))
                 else:
                     outputs = pool.submit(self.manager.run, [torch.ones(1)], self.id).result(60)
                     self.assertEqual(outputs, [torch.full((1,), 2.0)])
+            self.manager.turn.release()
         self.assertEqual(self.runs(), (1, 0))
         self.assertEqual(self.manager.run([], self.id), ["graphed"])
 

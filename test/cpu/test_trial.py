@@ -933,7 +933,7 @@ class TestChoice(TrialTestCase):
             return ["steady"]
 
         class Replayer:  # what can be referred to weakly
-            replay_steadily = staticmethod(replay)
+            replay_steadily, turn = staticmethod(replay), None
 
         model, manager = self.model(compiled), Replayer()
 
