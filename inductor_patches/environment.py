@@ -18,7 +18,7 @@ from .patch import PatchWarning
 DISABLE = "PYGRAPH_DISABLE"
 PREFIX = "PYGRAPH_"
 # Those of the tests, which read them on their own.
-_OTHERS = ("PYGRAPH_FUZZ_PROGRAMS", "PYGRAPH_REPLAYS", "PYGRAPH_STRESS")
+_OTHERS = ("PYGRAPH_FUZZ_PROGRAMS", "PYGRAPH_REPLAYS", "PYGRAPH_STRESS", "PYGRAPH_TEST_PART")
 _ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _told: set[tuple[str, str]] = set()  # variables and values that were warned of
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -170,22 +171,70 @@ def _imports(name):
 class TestEvidence(TestCase):
     def test_what_took_longest_runs_first(self):
         module = suite()
-        files = [Path(name) for name in ("a.py", "b.py", "c.py", "new.py")]
         with (
             tempfile.TemporaryDirectory() as folder,
             mock.patch.object(module, "EVIDENCE", Path(folder) / "evidence.json"),
         ):
-            self.assertEqual(module.longest_first(files), files)
+            files = self.files(folder, "a.py", "b.py", "c.py", "new.py")
+            self.assertEqual([part.path for part in module.longest_first(files)[:: module.MOST_PARTS]], files)
             module.EVIDENCE.write_text(json.dumps({"seconds": {"a.py": 3, "b.py": 70, "c.py": 9}}))
-            ordered = [file.name for file in module.longest_first(files)]
-        self.assertEqual(ordered, ["new.py", "b.py", "c.py", "a.py"])
+            ordered = [part.path.name for part in module.longest_first(files)]
+        self.assertEqual(ordered, [*["new.py"] * module.MOST_PARTS, "b.py", "c.py", "a.py"])
+
+    def files(self, folder, *names):
+        for name in names:
+            (Path(folder) / name).touch()
+        return [Path(folder) / name for name in names]
+
+    def test_a_file_that_takes_long_is_cut_into_parts(self):
+        module = suite()
+        with tempfile.TemporaryDirectory() as folder:
+            (file,) = self.files(folder, "test_x.py")
+            for seconds, count in ((0, 1), (90, 1), (91, 2), (200, 3), (9000, 4)):
+                parts = module.parts_of(file, seconds)
+                self.assertEqual([(part.first, part.count) for part in parts], [(n, count) for n in range(count)])
+                self.assertEqual(sum(part.seconds for part in parts), seconds)
+            file.write_text("\nRUNS_ALONE = True\n")
+            self.assertEqual(len(module.parts_of(file, 9000)), 1)
+
+    def test_parts_of_a_file_run_each_test_once(self):
+        module, lane = suite(), ROOT / "test" / "gpu"
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(module, "ROOT", Path(folder)):
+            shutil.copy(lane / "conftest.py", folder)
+            file = Path(folder) / "test_x.py"
+            file.write_text("".join(f"def test_{n}(): assert {n} != 4\n" for n in range(7)))
+            with mock.patch("builtins.print"):
+                found = {}
+                module.run_parts(module.parts_of(file, 250), 2, 1, found.__setitem__)
+            (outcome,) = found.values()
+            self.assertEqual((outcome.passed, outcome.failed, outcome.failures), (6, 1, ["test_x.test_4"]))
+
+    def test_parts_take_turns_among_gpus(self):
+        """But for files with tests that want two; each file is told of once, when all of its parts are done."""
+        module, seen = suite(), []
+
+        def run(*args, env, **more):
+            seen.append((args[0][-1], env["PYGRAPH_TEST_PART"], env.get("CUDA_VISIBLE_DEVICES")))
+            return subprocess.CompletedProcess(args, 0, "")
+
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(module, "ROOT", Path(folder)):
+            one, two = self.files(folder, "test_one.py", "test_two.py")
+            two.write_text("requires_two_gpus")
+            parts, told = [*module.parts_of(one, 350), *module.parts_of(two, 100)], []
+            environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+            with mock.patch.dict(os.environ, environment, clear=True), mock.patch.object(module.subprocess, "run", run):
+                with mock.patch("builtins.print"):
+                    module.run_parts(parts, 1, 2, lambda path, outcome: told.append(path))
+        self.assertEqual(told, [one, two])
+        of_one = [("test_one.py", f"{n}/4", gpu) for n, gpu in enumerate("0101")]
+        self.assertEqual(seen, [*of_one, ("test_two.py", "0/2", None), ("test_two.py", "1/2", None)])
 
     def test_what_compiles_the_same_runs_behind(self):
         names = ["test_x_table_a.py", "test_x_table_only.py", "test_x_a.py", "test_x_table.py"]
         module = suite()
         with tempfile.TemporaryDirectory() as folder, mock.patch.object(module, "EVIDENCE", Path(folder) / "none"):
-            ordered = [file.name for file in module.longest_first([Path(name) for name in names])]
-        self.assertEqual(ordered, [*names[1:], names[0]])
+            parts = module.longest_first(self.files(folder, *names))
+        self.assertEqual([part.path.name for part in parts[:: module.MOST_PARTS]], [*names[1:], names[0]])
 
     def test_nothing_is_built_twice(self):
         module = suite()
@@ -232,6 +281,10 @@ class TestEvidence(TestCase):
 
     def test_counts_and_crashes(self):
         module = suite()
+
+        def whole(path):
+            return module.Part(path, 0, 1, 0.0)
+
         with tempfile.TemporaryDirectory() as folder, mock.patch.object(module, "ROOT", Path(folder)):
             good, bad = Path(folder) / "test_good.py", Path(folder) / "test_bad.py"
             good.write_text(
@@ -240,22 +293,22 @@ class TestEvidence(TestCase):
             )
             bad.write_text("import os\ndef test_a(): os._exit(3)\n")
             with mock.patch("builtins.print"):
-                outcome = module.run_file(good)
+                outcome = module.run_part(whole(good), None)
                 self.assertEqual((outcome.passed, outcome.failed, outcome.skipped), (1, 1, 1))
                 self.assertEqual(outcome.failures, ["test_good.T.test_b"])
-                crashed = module.run_file(bad)
+                crashed = module.run_part(whole(bad), None)
                 late = Path(folder) / "test_late.py"
                 late.write_text(
                     "import atexit, os\natexit.register(os._exit, 9)\ndef test_a(): pass\n"  # behind all tests
                 )
-                outcome = module.run_file(late)
+                outcome = module.run_part(whole(late), None)
                 self.assertEqual((outcome.passed, outcome.failures), (1, ["test_late.py: exit status 9"]))
                 cut = Path(folder) / "test_cut.py"
                 cut.write_text(
                     "import pytest\ndef test_a(): pass\ndef test_b(): pytest.exit('no', returncode=3)\n"
                     "def test_c(): assert False\n"
                 )
-                self.assertEqual(module.run_file(cut).failures, ["test_cut.py: exit status 3"])
+                self.assertEqual(module.run_part(whole(cut), None).failures, ["test_cut.py: exit status 3"])
         self.assertEqual((crashed.passed, crashed.failed), (0, 1))
         self.assertEqual(crashed.failures, ["test_bad.py: exit status 3"])
 
