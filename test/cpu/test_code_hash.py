@@ -222,9 +222,12 @@ class TestEvidence(TestCase):
             two.write_text("requires_two_gpus")
             parts, told = [*module.parts_of(one, 350), *module.parts_of(two, 100)], []
             environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-            with mock.patch.dict(os.environ, environment, clear=True), mock.patch.object(module.subprocess, "run", run):
-                with mock.patch("builtins.print"):
-                    module.run_parts(parts, 1, 2, lambda path, outcome: told.append(path))
+            with (
+                mock.patch.dict(os.environ, environment, clear=True),
+                mock.patch.object(module.subprocess, "run", run),
+                mock.patch("builtins.print"),
+            ):
+                module.run_parts(parts, 1, 2, lambda path, outcome: told.append(path))
         self.assertEqual(told, [one, two])
         of_one = [("test_one.py", f"{n}/4", gpu) for n, gpu in enumerate("0101")]
         self.assertEqual(seen, [*of_one, ("test_two.py", "0/2", None), ("test_two.py", "1/2", None)])

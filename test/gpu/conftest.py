@@ -1,4 +1,4 @@
-"""Runs a part of a file's tests, as tools/gpu_suite asks: ``PYGRAPH_TEST_PART=1/3`` is every third from the second on."""
+"""Runs a part of a file's tests for tools/gpu_suite: ``PYGRAPH_TEST_PART=1/3`` is every third from the second on."""
 
 from __future__ import annotations
 
