@@ -350,6 +350,7 @@ def captures(fn):
     return child
 
 
+FLAGS_ON = {"triton.pygraph_indirection": "auto", "triton.pygraph_placement": "full"}
 captures_vector = captures(lambda x, v: x * v.to("cuda"))
 captures_number = captures(lambda x, v: x * v[0])
 
@@ -359,7 +360,7 @@ class TestGraphsOfThePrograms(PlacementTestCase):
 
     def test_torch_raises_for_memory_that_nobody_holds(self):
         for name in ("captures_vector", "captures_number"):
-            found = run_isolated("test_staged_values", name, OURS)
+            found = run_isolated("test_staged_values", name, OURS, config=FLAGS_ON)  # which that harness turns off
             facts = {path: leaf for path, leaf in found["facts"].items() if path.startswith("note ")}
             self.assertEqual(list(facts.values()), [True] * 6, f"{name}: {facts}, {found['errors']}, {found['lost']}")
 
