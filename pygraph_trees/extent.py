@@ -16,5 +16,5 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def contents(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements one behind another, as bytes; the tensor's own memory where they lie there so."""
+    """The elements one after another, as bytes; the tensor's own memory where they lie there so."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

@@ -331,7 +331,7 @@ class LiveInputs:
                 ]
             self._arrange(graph, found, decisions)
         except (DriverError, PatchFailed) as error:
-            # Nothing was launched, or all is as it was. A graph that is instantiated anew holds the ghost addresses.
+            # Nothing was launched, or all is as it was. A graph that is instantiated again holds the ghost addresses.
             decisions = self._all_copied(f"the graph could not be given its address: {error}")
             self._instantiate(graph, _NOTHING, decisions, self._point_back)
         launches = self._launches if self._copied else None

@@ -51,7 +51,7 @@ class _Place:
         """A tensor there with a storage of its own, by which a recording knows an input; it holds the block."""
         memory = (ctypes.c_char * self.nbytes).from_address(block.data_ptr() + self.start)
         memory.block = block  # type: ignore[attr-defined]
-        with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
+        with torch.inference_mode(False):  # a tensor made in that mode cannot be written to outside of it
             return torch.frombuffer(memory, dtype=torch.uint8).view(self.dtype).as_strided(self.shape, self.stride)
 
 
@@ -88,7 +88,7 @@ class Staging:
         self._next = _Buffer(block, self.stand_ins)  # a buffer like all others afterwards
         self._buffers = [self._next]
         self.take(range(len(inputs)), {}, range(len(self.sources)))
-        if any(pinned):  # the GPU may be about to write to one: the program's own copy comes behind that
+        if any(pinned):  # the GPU may be about to write to one: the program's own copy comes after that
             torch.cuda.synchronize(device)
         self._write(inputs, {})
         # torch hands pinned memory on at once where it does not know who reads it.
@@ -111,7 +111,7 @@ class Staging:
         return next(position for position, source in enumerate(self.sources) if number in source.numbers)
 
     def take(self, numbers: Sequence[int], reads: Mapping[int, HostRead], sources: Sequence[int]) -> None:
-        """Before the first launch: what is given at each one.
+        """Before the first launch: the inputs that each launch is given.
 
         Args:
             numbers: of the inputs.

@@ -179,7 +179,7 @@ class _Rewriting:
             return self._call(aten.view.default, (there, list(value.shape)), node)
 
     def _put_there(self, held: fx.Node, like: fx.Node) -> fx.Node:
-        """A constant on the GPU, behind the node at which nodes are inserted; a copy, for it may be written to."""
+        """A constant on the GPU, after the node at which nodes are inserted; a copy, for it may be written to."""
         copy = self._call(aten.clone.default, (held,), like)
         with self._graph.inserting_after(copy):
             return self._call(prims.device_put.default, (copy, self._gpu), like)

@@ -470,7 +470,7 @@ class TestOperator(StagingTestCase):
                 self.assertTrue(begin <= sources[0].data_ptr() < begin + staged.recorded[0][1])
 
     def test_a_stream_has_a_copy_of_its_own(self):
-        """Nothing orders one stream's reads behind another one's copy."""
+        """Nothing orders one stream's reads after another one's copy."""
         buffers = Staging([torch.tensor(1.0), torch.tensor(2.0)])
         with operator.observed(buffers.together) as found:
             first = self.staged(buffers.stand_ins[0])

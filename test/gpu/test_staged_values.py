@@ -313,7 +313,7 @@ class TestWaits(SelectionTestCase):
 
         def code_of(**how):
             torch._dynamo.reset()
-            # Also behind a compilation, which leaves it off.
+            # Also after a compilation, which leaves it off.
             with fresh_cache(), config.patch({"deterministic": False}):
                 outputs, codes = run_and_get_code(
                     torch.compile(fn, dynamic=False, **how), x, torch.ones(256), torch.tensor(2.0)
