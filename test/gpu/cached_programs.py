@@ -1,4 +1,4 @@
-"""Programs for processes that share a folder of caches, run with torch alone or with ours: see ``test_shared_caches.py``.
+"""Programs for processes that share a folder of caches, with torch alone or with ours: see ``test_shared_caches.py``.
 
 :func:`answer` is what a process does. It compiles each program, calls it a few times, compares what it gives with
 eager, and leaves by program what the caches counted, how many graphs were recorded, and what the report says. With
