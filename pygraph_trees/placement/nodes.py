@@ -172,7 +172,7 @@ def why_not_the_same_again(node: fx.Node) -> str | None:
         return "it is a custom operator"
     if target._schema.is_mutable:
         return "it writes to a tensor"
-    # Seeds, and what is made of them.
+    # Seeds, and values made from them.
     if torch.Tag.nondeterministic_seeded in target.tags or "inductor_" in str(target):
         return "it is random"
     if torch.Tag.data_dependent_output in target.tags or (

@@ -1,4 +1,4 @@
-"""Values from constants have eager's bits: what is folded, what is made on the GPU, what stays, and why."""
+"""Values from constants have eager's bits: which are folded, made on the GPU or left on the CPU, and why."""
 
 from __future__ import annotations
 
