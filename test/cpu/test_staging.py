@@ -18,7 +18,7 @@ import torch
 from fake_driver import CUresult
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_live_inputs import LiveInputsTestCase
+from test_live_inputs import LiveInputsTestCase, at
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.host_reads import HostRead
@@ -693,7 +693,7 @@ class TestLiveInputs(StagingTestCase):
 
     def test_beside_inputs_that_are_given_by_address(self):
         """A kernel may hold one of these as far from its first parameter as a copy's source is noted."""
-        x, s, t = torch.rand(4), torch.tensor(1.0), torch.tensor(2.0)
+        x, s, t = at(0), torch.tensor(1.0), torch.tensor(2.0)
         on_cpu = mock.patch.object(live_inputs, "may_be_staged", lambda tensor: tensor.dim() == 0)
         with on_cpu:
             live, _ = choose(self.driver, 0, [x, s, t], range(3), set(), self.pool, {}, stage=True)
@@ -708,7 +708,7 @@ class TestLiveInputs(StagingTestCase):
         self.assertEqual(graph.launch()[1], [1, 2, x.data_ptr()])
         self.queue.queued += 1
         live.finish()
-        other = torch.rand(4)
+        other = at(0)
         (source, _), kernel = self.call(live, graph, other, s * 3, t * 3)
         self.assertEqual(kernel, [1, 2, other.data_ptr()])
         self.assertEqual(read_at(source, s), torch.tensor(3.0))
