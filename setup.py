@@ -11,7 +11,7 @@ from pathlib import Path
 from setuptools import Extension, find_packages, setup
 
 HERE = Path(__file__).resolve().parent
-SOURCES = runpy.run_path(str(HERE / "pygraph_trees" / "native_sources.py"))["sources_hash"]()
+SOURCES = runpy.run_path(str(HERE / "pygraph_trees" / "native/sources.py"))["sources_hash"]()
 
 
 def torch_folder() -> Path | None:
@@ -26,15 +26,15 @@ def tensors_extension(torch: Path) -> Extension:
     """Good for this very torch; the module says so, and is not used with another one."""
     version = re.search(r"^__version__ = '(.+)'", (torch / "version.py").read_text(encoding="utf-8"), re.M)
     return Extension(
-        "pygraph_trees._tensors",
+        "pygraph_trees.native._fast_path",
         [
-            "pygraph_trees/tensors.cpp",
+            "pygraph_trees/native/tensors.cpp",
             *(
-                f"pygraph_trees/steady_{part}.cpp"
-                for part in ("entry", "sieve", "replay", "gradients", "call", "patch")
+                f"pygraph_trees/native/{part}.cpp"
+                for part in ("entry", "candidates", "replay", "gradients", "call", "patch")
             ),
         ],
-        depends=["pygraph_trees/steady.h", "pygraph_trees/tensors.h"],
+        depends=["pygraph_trees/native/fast_path.h", "pygraph_trees/native/tensors.h"],
         define_macros=[
             ("PYGRAPH_TORCH_VERSION", f'"{version[1] if version else "unknown"}"'),
             ("PYGRAPH_SOURCES", f'"{SOURCES}"'),
@@ -59,11 +59,11 @@ setup(
     license="BSD-3-Clause",
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["pygraph_trees", "pygraph_trees.*", "inductor_patches", "inductor_patches.*"]),
-    package_data={"pygraph_trees": ["py.typed", "*.txt", "coverage/*.css"], "inductor_patches": ["py.typed"]},
+    package_data={"pygraph_trees": ["py.typed", "cli/*.txt", "report/*.css"], "inductor_patches": ["py.typed"]},
     ext_modules=[
         Extension(
-            "pygraph_trees._native",
-            ["pygraph_trees/native.c"],
+            "pygraph_trees.native._graph_nodes",
+            ["pygraph_trees/native/graph_nodes.c"],
             define_macros=[("Py_LIMITED_API", "0x030A0000"), ("PYGRAPH_SOURCES", f'"{SOURCES}"')],
             py_limited_api=True,
             optional=True,  # without a compiler Python does the same, more slowly

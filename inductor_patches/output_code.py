@@ -19,7 +19,7 @@ _MODULE = "torch._inductor.output_code"
 def _init(upstream: Callable[..., Any]) -> Callable[..., Any]:
     from torch._inductor import config
 
-    from pygraph_trees.coverage import compiled
+    from pygraph_trees.report import compiled
     from pygraph_trees.trees import saved_tensors
 
     @functools.wraps(upstream)
@@ -35,7 +35,7 @@ def _init(upstream: Callable[..., Any]) -> Callable[..., Any]:
 def _post_compile(upstream: Callable[..., Any]) -> Callable[..., Any]:
     from torch._inductor.utils import BoxedBool
 
-    from pygraph_trees.coverage import compiled
+    from pygraph_trees.report import compiled
     from pygraph_trees.selection import are_graphs_left_out, why_not_graphed
     from pygraph_trees.settings import Settings
     from pygraph_trees.trees import saved_tensors
@@ -61,7 +61,7 @@ def _call(upstream: Callable[..., Any]) -> Callable[..., Any]:
     from torch._inductor import debug
     from torch.autograd import profiler
 
-    from pygraph_trees.tensors import native
+    from pygraph_trees.native.tensors import native
     from pygraph_trees.trees.saved_tensors import hooks_were_set, look_after
 
     if native is not None:  # the same in C++
@@ -72,9 +72,9 @@ def _call(upstream: Callable[..., Any]) -> Callable[..., Any]:
         if hooks_were_set():
             look_after(self, inputs)
         # Around a call upstream ends what compiling left open, and notes the call for the profiler and for debugging.
-        steadily = getattr(self.current_callable, "steadily", None)
-        if steadily is not None and not profiler._is_profiler_enabled and not debug.RECORD_GRAPH_EXECUTION:
-            outputs = steadily(inputs)
+        fast_call = getattr(self.current_callable, "fast_call", None)
+        if fast_call is not None and not profiler._is_profiler_enabled and not debug.RECORD_GRAPH_EXECUTION:
+            outputs = fast_call(inputs)
             if outputs is not None:
                 return outputs
         return upstream(self, inputs)

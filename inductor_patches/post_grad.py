@@ -30,7 +30,7 @@ def _has_addresses() -> bool:
     """Whether recordings are given addresses, or would be if there were a GPU."""
     from torch._inductor import cudagraph_trees
 
-    from pygraph_trees.absent_gpu.presence import is_absent
+    from pygraph_trees.fake_gpu.presence import is_absent
     from pygraph_trees.indirection.availability import usable_driver
     from pygraph_trees.trees.recording import Recording
 

@@ -13,7 +13,7 @@ _MODULE = "torch._inductor.scheduler"
 
 
 def _graph_partition(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    from pygraph_trees.coverage import compiled
+    from pygraph_trees.report import compiled
 
     @functools.wraps(upstream)
     def graph_partition(self: Any) -> Any:

@@ -1,7 +1,7 @@
 """Patch of ``torch._inductor.runtime.triton_heuristics``: how a Triton kernel of Inductor's is launched.
 
 ``CachingAutotuner.run`` launches every one of them. It is rebound only while a function is warmed up or captured that
-has a table of addresses (:mod:`pygraph_trees.indirection.launches`); at all other times it is upstream's own.
+has a table of addresses (:mod:`pygraph_trees.indirection.table.launches`); at all other times it is upstream's own.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class OnDemand(Rebind):
 
 
 def _run(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    from pygraph_trees.indirection.launches import watched
+    from pygraph_trees.indirection.table.launches import watched
 
     return watched(upstream)
 
 
 def _offer(put_on: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-    from pygraph_trees.indirection.launches import tap
+    from pygraph_trees.indirection.table.launches import tap
 
     return tap.offer(put_on)
 

@@ -18,7 +18,7 @@ from inductor_patches.torch_logs import understood
 with understood():
     import torch  # noqa: F401
 
-from .coverage.report import Report, report
+from .report.summary import Report, report
 from .version import __version__
 
 inductor_patches.install()
@@ -27,10 +27,10 @@ inductor_patches.install()
 def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) -> None:
     """Compares a function under CUDA graphs, its arguments at new addresses each call, with itself compiled without.
 
-    See :func:`pygraph_trees.comparison.verify.verify`, which it calls. Raises if an output or a written argument
+    See :func:`pygraph_trees.benchmark.verify.verify`, which it calls. Raises if an output or a written argument
     differs in any bit, and also if nothing was compared: without a GPU, or if no part of it runs in a CUDA graph.
     """
-    from .comparison.verify import verify as compare
+    from pygraph_trees.benchmark.verify import verify as compare
 
     compare(fn, *args, calls=calls, **kwargs)
 

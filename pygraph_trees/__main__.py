@@ -20,15 +20,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import destination, report, target
-from .exc import PygraphError
-from .progress import Progress
+from pygraph_trees.cli.progress import Progress
+
+from . import report
+from .cli import destination, target
+from .errors import PygraphError
 from .settings import Settings
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .comparison import Measurement
-    from .selection.profiles import Profile
+    from pygraph_trees.selection.profiles import Profile
+
+    from .benchmark import Measurement
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,8 +93,9 @@ def _positive(text: str) -> int:
 
 def _compare(options: argparse.Namespace) -> int:
     destination.check({"--json": options.json, "--html": options.html})
-    from .comparison import WAYS, Plan, compare, text_table
-    from .comparison.verify import NO_GPU, NothingVerified
+    from pygraph_trees.benchmark.verify import NO_GPU, NothingVerified
+
+    from .benchmark import WAYS, Plan, compare, text_table
 
     verifies = Settings.current().verify == "on"
     if not torch.cuda.is_available():
@@ -111,7 +115,7 @@ def _compare(options: argparse.Namespace) -> int:
         content = {"measurements": [asdict(m) for m in measurements], "report": json.loads(found.to_json())}
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if options.html:
-        from .comparison.page import write_page
+        from pygraph_trees.benchmark.page import write_page
 
         write_page(options.html, measurements, found, agreement)
     has_ours = any(way.startswith("ours") for way in ways)
@@ -135,7 +139,7 @@ def _agreement(measurements: Sequence[Measurement]) -> str:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from .explain import explain
+    from pygraph_trees.cli.explain import explain
 
     program = target.resolve(options.target, torch.device("meta"))
     print(explain(program, options.arch))
@@ -143,8 +147,8 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _profiles(options: argparse.Namespace) -> int:
-    from .coverage.text import table
-    from .selection.profiles import Profiles
+    from pygraph_trees.report.text import table
+    from pygraph_trees.selection.profiles import Profiles
 
     profiles = Profiles.default()
     if options.clear:

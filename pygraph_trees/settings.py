@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from .exc import PygraphError
+from .errors import PygraphError
 
 
 class InvalidFlag(PygraphError):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import warnings
 
-from pygraph_trees.driver import Driver, driver
-from pygraph_trees.exc import PygraphWarning
+from pygraph_trees.cuda.driver import Driver, driver
+from pygraph_trees.errors import PygraphWarning
 
 
 class IndirectionOff(PygraphWarning):

@@ -1,10 +1,10 @@
 """Checks at record time that no unknown kernel holds an input's address where a scan does not see it.
 
-A :class:`Rehearsal` launches a graph before its first launch: once with all inputs copied to their ghost addresses,
-which is right by construction, then with inputs at their own addresses and other contents at the ghosts. A kernel that
-hid an address reads those, or writes there. Outputs and written inputs must be equal bit by bit, and what is at the
-ghosts unchanged. Memory and generators that a launch changes are put back; what a kernel changes that nobody says it
-does is not known here.
+A :class:`Rehearsal` launches a graph before its first launch: once with all inputs copied to their placeholder
+addresses, which is right by construction, then with inputs at their own addresses and other contents at the
+placeholders. A kernel that hid an address reads those, or writes there. Outputs and written inputs must be equal bit by
+bit, and what is at the placeholders unchanged. Memory and generators that a launch changes are put back; what a kernel
+changes that nobody says it does is not known here.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ..extent import contents, extent, flat
-from .stand_ins import bytes_at
+from pygraph_trees.cuda.extent import contents, extent, flat
+
+from .placeholder_tensors import bytes_at
 
 _MOST_ALONE = 8  # inputs that are tried one by one, each for an instantiation and two launches
 _MOST_NAMED = 3  # kernels in a reason
@@ -28,12 +29,12 @@ _NAN, _LARGE = 0xFF, 0x47  # bytes: not a number, and a large one, in all format
 
 
 class Item(Protocol):
-    """An input with a stand-in; see :class:`.inputs.Item`."""
+    """An input with a placeholder tensor; see :class:`.inputs.Item`."""
 
     index: int
     lead: int
     nbytes: int
-    stand_in: torch.Tensor
+    placeholder_tensor: torch.Tensor
     mutated: bool
 
 
@@ -47,9 +48,9 @@ class Generator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a launch reads and writes beside the inputs that have stand-ins."""
+    """What a launch reads and writes beside the inputs that have placeholder tensors."""
 
-    outputs: Sequence[Any] = ()  # tensors and others; none lies on a stand-in
+    outputs: Sequence[Any] = ()  # tensors and others; none lies on a placeholder tensor
     kept: Sequence[
         torch.Tensor
     ] = ()  # inputs that a launch may write over, in the graph pool or because it is asked to
@@ -81,8 +82,8 @@ class Rehearsal:
     ) -> None:
         """
         Args:
-            items: those whose stand-ins the graph was recorded with, on the GPU.
-            count: how many of them, the first ones, are at ghost addresses; all have memory of their own there.
+            items: those whose placeholder tensors the graph was recorded with, on the GPU.
+            count: how many of them, the first ones, are at placeholder addresses; all have memory of their own there.
             given: the tensor of this call for an input's index.
             launch: launches the graph with those at these positions at their own addresses, all others at the
                 addresses that were recorded, on the current stream.
@@ -127,7 +128,7 @@ class Rehearsal:
         return dict.fromkeys(wrong, f"{kernels} may hide its address: with another one the results are different")
 
     def _prepare(self) -> None:
-        """Memory as it was before, and the stand-ins hold what the inputs do."""
+        """Memory as it was before, and the placeholder tensors hold what the inputs do."""
         self.put_back()
         for position, item in enumerate(self._items):
             given = self._given(item.index)
@@ -135,13 +136,13 @@ class Rehearsal:
                 there = _whole(item)
                 there.copy_(bytes_at(given.data_ptr() - item.lead, item.nbytes, given.device)[: there.numel()])
             else:
-                flat(item.stand_in).copy_(flat(given))
+                flat(item.placeholder_tensor).copy_(flat(given))
 
     def _results(self, moved: Collection[int]) -> list[torch.Tensor]:
         """What the latest launch left behind, bytes each, in memory that the next one writes to."""
         outputs = [output for output in self._surroundings.outputs if _is_in_memory(output)]
         written = [
-            self._given(item.index) if position in moved else item.stand_in
+            self._given(item.index) if position in moved else item.placeholder_tensor
             for position, item in enumerate(self._items)
             if item.mutated
         ]
@@ -158,7 +159,7 @@ class Rehearsal:
         return self._are_equal(self._results(()), wanted)
 
     def _is_same(self, moved: Sequence[int], wanted: Sequence[torch.Tensor]) -> bool:
-        """Whether launches with inputs at their own addresses do the same, whatever is at their ghosts."""
+        """Whether launches with inputs at their own addresses do the same, whatever is at their placeholders."""
         for number in range(2):
             self._prepare()
             fills = [_Fill.of(self._items[p], self._given(self._items[p].index), number) for p in moved]
@@ -193,7 +194,7 @@ class _Saved:
 
 @dataclass(frozen=True, slots=True)
 class _Fill:
-    """Other contents for a ghost: one value everywhere."""
+    """Other contents for a placeholder: one value everywhere."""
 
     there: torch.Tensor
     value: int
@@ -231,11 +232,11 @@ def _least_and_most(integers: torch.Tensor) -> tuple[int, int]:
 
 
 def _whole(item: Item) -> torch.Tensor:
-    """The bytes of a ghost, in whole elements."""
-    stand_in = item.stand_in
-    count = item.nbytes // stand_in.element_size()
-    begin = stand_in.storage_offset() - item.lead // stand_in.element_size()
-    return stand_in.as_strided((count,), (1,), begin).view(torch.uint8)
+    """The bytes of a placeholder, in whole elements."""
+    placeholder_tensor = item.placeholder_tensor
+    count = item.nbytes // placeholder_tensor.element_size()
+    begin = placeholder_tensor.storage_offset() - item.lead // placeholder_tensor.element_size()
+    return placeholder_tensor.as_strided((count,), (1,), begin).view(torch.uint8)
 
 
 def _is_in_memory(value: Any) -> bool:

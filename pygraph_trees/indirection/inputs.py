@@ -1,15 +1,15 @@
-"""The live inputs of one recording: recorded at ghost addresses, given to each replay by address or by copy.
+"""The live inputs of one recording: recorded at placeholder addresses, given to each replay by address or by copy.
 
-:func:`choose` picks those of the live inputs that may be recorded so and makes a stand-in for each: a tensor
-of the same sizes, strides and alignment at ghost addresses. After capture :meth:`LiveInputs.set_up` reads the
+:func:`choose` picks those of the live inputs that may be recorded so and makes a placeholder tensor for each: a tensor
+of the same sizes, strides and alignment at placeholder addresses. After capture :meth:`LiveInputs.set_up` reads the
 graph, decides for each input how it is given, instantiates the graph and makes it hold the addresses of the tensors
 that it was recorded for: its first launch is as good as any other. :meth:`LiveInputs.prepare` does that for a replay,
 before anything of the call is consumed, so that a recording that cannot take an input is passed over.
 
-An input that cannot be patched is copied into memory that is mapped at its ghost address, so that what hides the
+An input that cannot be patched is copied into memory that is mapped at its placeholder address, so that what hides the
 address reads there; a mutated one is copied back behind the launch. An input that is less aligned than what was
-recorded, or that lies in the graph pool, is copied for that call alone. A mutated input that gets no ghost is recorded
-on plain memory and copied both ways: upstream, which copies the others, copies nothing back.
+recorded, or that lies in the graph pool, is copied for that call alone. A mutated input that gets no placeholder is
+recorded on plain memory and copied both ways: upstream, which copies the others, copies nothing back.
 """
 
 from __future__ import annotations
@@ -24,26 +24,25 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from pygraph_trees.driver_error import DriverError
-from pygraph_trees.graph_nodes import KernelNode
-from pygraph_trees.host_reads import HostRead
+from pygraph_trees.cuda.extent import extent, flat
+from pygraph_trees.cuda.graph_nodes import KernelNode
+from pygraph_trees.cuda.host_reads import HostRead
+from pygraph_trees.errors import DriverError, PygraphError
 
-from ..exc import PygraphError
-from ..extent import extent, flat
-from .ghost import Extent, Ghosts
 from .hidden_addresses import Rehearsal, Surroundings, listed, why_not_launched
 from .patching import CapturedCopies, Patches, PatchFailed
+from .placeholder import Extent, Placeholders
+from .placeholder_tensors import Span, copy_at, placeholder_tensor, seen_as, span_of
+from .relocations import Relocation, Scan, scan
 from .retired import LastLaunches, give_back, release_retired, retire
 from .route_choice import EVERY
-from .routes import NO_SLOTS, Decision, Route, Slots, alignments, decide, fits, why_not_ghost
-from .sites import Scan, Site, scan
+from .routes import NO_SLOTS, Decision, Route, Slots, alignments, decide, fits, why_not_placeholder
 from .staging import Staging
-from .stand_ins import Span, copy_at, seen_as, span_of, stand_in
-from .table import table_for
+from .table.pointer_table import table_for
 
 if TYPE_CHECKING:
-    from pygraph_trees.driver import Driver
-    from pygraph_trees.graph_nodes import GraphNode, NodeKind
+    from pygraph_trees.cuda.driver import Driver
+    from pygraph_trees.cuda.graph_nodes import GraphNode, NodeKind
 
     from .pool import PoolRanges
     from .route_choice import Watch
@@ -68,13 +67,13 @@ class NotStaged(PygraphError, RuntimeError):
 
 @dataclass(slots=True)  # a frozen one takes four times as long to make
 class Item:
-    """A live input with its stand-in."""
+    """A live input with its placeholder tensor."""
 
     index: int  # among the function's inputs
-    lead: int  # bytes from the start of the ghost to the first element
-    nbytes: int  # of the ghost
-    stand_in: torch.Tensor
-    recorded: int  # address of the stand-in's first element
+    lead: int  # bytes from the start of the placeholder to the first element
+    nbytes: int  # of the placeholder
+    placeholder_tensor: torch.Tensor
+    recorded: int  # address of the placeholder tensor's first element
     mutated: bool
     managed: bool  # an output of an earlier recording, which was found to move
 
@@ -100,21 +99,21 @@ def choose(
     stage: bool = False,
     tabled: Collection[int] = (),
 ) -> tuple[LiveInputs | None, dict[int, str]]:
-    """What can be recorded at ghost addresses, and for each other candidate why it is copied.
+    """What can be recorded at placeholder addresses, and for each other candidate why it is copied.
 
     Changes nothing of ``inputs``; no driver call that fails leaves anything behind.
 
     Args:
         stage: whether inputs on the CPU are read by copies in the graph, and may be staged.
         managed: inputs that may lie in the graph pool, because they are alive while the function is recorded.
-        tabled: inputs that have a slot in a table where they are at ghost addresses.
+        tabled: inputs that have a slot in a table where they are at placeholder addresses.
 
     Upstream records, and calls this, under its lock of captures where it has one.
     """
     release_retired(is_locked=True)
     reasons: dict[int, str] = {}
     chosen: dict[int, torch.Tensor] = {}
-    held: dict[int, tuple[torch.Tensor, str]] = {}  # mutated inputs without a ghost
+    held: dict[int, tuple[torch.Tensor, str]] = {}  # mutated inputs without a placeholder
     staged: dict[int, torch.Tensor] = {}
     for index in candidates:
         value = inputs[index]
@@ -125,7 +124,7 @@ def choose(
             continue
         in_pool = index not in managed and value.is_cuda and pool.holds(value.data_ptr())
         why = refused.get(index) if stage and value.device.type == "cpu" else None
-        why = why or why_not_ghost(value, device, in_pool)
+        why = why or why_not_placeholder(value, device, in_pool)
         if why is not None:
             reasons[index] = why
         elif index not in refused:
@@ -161,7 +160,7 @@ def _with_memory(make: Callable[[], _T]) -> _T:
 
 
 class LiveInputs:
-    """The inputs of one recording that stand at ghost addresses, and mutated ones that are held in plain memory.
+    """The inputs of one recording that stand at placeholder addresses, and mutated ones that are held in plain memory.
 
     Without any of the former the constructor calls no driver; else it raises :class:`DriverError`.
     """
@@ -188,7 +187,7 @@ class LiveInputs:
         self._device = device
         self._pool = pool
         spans = [span_of(t) for t in tensors.values()]
-        self._ghosts = Ghosts(
+        self._placeholders = Placeholders(
             driver,
             device,
             [Extent(s.nbytes, (t.data_ptr() - s.lead) % 512) for s, t in zip(spans, tensors.values(), strict=True)],
@@ -197,21 +196,29 @@ class LiveInputs:
         )
         try:
             place = torch.device("cuda", device)
-            on_ghosts = [
-                _item(index, tensor, span, ghost.start, place, index in mutated, index in managed)
-                for (index, tensor), span, ghost in zip(tensors.items(), spans, self._ghosts.ghosts, strict=True)
+            on_placeholders = [
+                _item(index, tensor, span, placeholder.start, place, index in mutated, index in managed)
+                for (index, tensor), span, placeholder in zip(
+                    tensors.items(), spans, self._placeholders.placeholders, strict=True
+                )
             ]
             in_memory = [_held_item(index, tensor) for index, (tensor, _) in held.items()]
             self._staged = dict(staged or {})
             self._staging = Staging(list(self._staged.values()), device) if staged else None
-            self._table = table_for(device, [item.recorded for item in on_ghosts if item.index in tabled])
+            self._table = table_for(device, [item.recorded for item in on_placeholders if item.index in tabled])
         except BaseException:
-            give_back(self._ghosts.close)
+            give_back(self._placeholders.close)
             raise
-        memories = () if self._staging is None else self._staging.stand_ins
+        memories = () if self._staging is None else self._staging.placeholder_tensors
         on_cpu = [_staged_item(index, memory) for index, memory in zip(self._staged, memories, strict=True)]
-        self.items = (*on_ghosts, *in_memory, *on_cpu)  # the position of one with a ghost is the ghost's
-        self.storages = {item.stand_in.untyped_storage().data_ptr(): item for item in self.items}  # of the stand-ins
+        self.items = (
+            *on_placeholders,
+            *in_memory,
+            *on_cpu,
+        )  # the position of one with a placeholder is the placeholder's
+        self.storages = {
+            item.placeholder_tensor.untyped_storage().data_ptr(): item for item in self.items
+        }  # of the placeholder tensors
         # What lies on one of them has an address from the first to the last of these.
         self._stand_at = (
             min(self.storages, default=0),
@@ -227,7 +234,7 @@ class LiveInputs:
         }
         self.kinds: Counter[NodeKind] = Counter()  # how many nodes the graph has; none where it could not be read
         self._nodes: Sequence[GraphNode] = ()
-        self._sites: Sequence[Site] = ()
+        self._relocations: Sequence[Relocation] = ()
         self._patches: Patches | None = None
         self._patcher: Any = None  # in C++, for calls at addresses that fitted before
         self._patched: tuple[Item, ...] = ()
@@ -259,8 +266,8 @@ class LiveInputs:
     # -- recording
 
     @property
-    def has_ghosts(self) -> bool:
-        return bool(self._ghosts.ghosts)
+    def has_placeholders(self) -> bool:
+        return bool(self._placeholders.placeholders)
 
     @property
     def has_table(self) -> bool:
@@ -280,7 +287,7 @@ class LiveInputs:
         return contextlib.nullcontext() if self._table is None else self._table.captured()
 
     def item_under(self, tensor: torch.Tensor) -> Item | None:
-        """The input on whose stand-in a tensor lies."""
+        """The input on whose placeholder tensor a tensor lies."""
         first, last = self._stand_at
         if first <= tensor.data_ptr() <= last or not tensor.numel():  # of one without elements the address is 0
             return self.storages.get(tensor.untyped_storage().data_ptr())
@@ -320,7 +327,7 @@ class LiveInputs:
         except DriverError as error:
             found, decisions = _NOTHING, self._all_copied(f"the graph could not be read: {error}")
         self.kinds = found.kinds
-        self._copies = CapturedCopies(found.nodes, found.sites)
+        self._copies = CapturedCopies(found.nodes, found.relocations)
         try:
             if found.unknown and any(decision.by_address for decision in decisions):
                 failing = self._rehearse(graph, found, decisions, surroundings())
@@ -331,25 +338,26 @@ class LiveInputs:
                 ]
             self._arrange(graph, found, decisions)
         except (DriverError, PatchFailed) as error:
-            # Nothing was launched, or all is as it was. A graph that is instantiated again holds the ghost addresses.
+            # Nothing was launched, or all is as it was. A graph that is instantiated again holds the placeholder
+            # addresses.
             decisions = self._all_copied(f"the graph could not be given its address: {error}")
             self._instantiate(graph, _NOTHING, decisions, self._point_back)
         launches = self._launches if self._copied else None
         if self._table is not None:
             weakref.finalize(graph, retire, self._driver, self._device, self._table, launches).atexit = False
         if self._copied:
-            weakref.finalize(graph, retire, self._driver, self._device, self._ghosts, launches).atexit = False
-            at_ghosts = [position for position, decision in enumerate(decisions) if not decision.by_address]
-            give_back(lambda: self._ghosts.release_memory(at_ghosts))
+            weakref.finalize(graph, retire, self._driver, self._device, self._placeholders, launches).atexit = False
+            at_placeholders = [position for position, decision in enumerate(decisions) if not decision.by_address]
+            give_back(lambda: self._placeholders.release_memory(at_placeholders))
         else:
-            give_back(self._ghosts.close)
+            give_back(self._placeholders.close)
         self.copy_in()
 
     def _read(self, graph: Any, returned: Collection[int]) -> tuple[Scan, list[Decision]]:
         """What the captured graph holds, and the routes that follow."""
         passed = {position for position, item in enumerate(self.items) if item.index in returned}
-        found = scan(self._driver, int(graph.raw_cuda_graph()), self._ghosts, self._sources)
-        return found, decide(found, len(self._ghosts.ghosts), passed, self._slots(found))
+        found = scan(self._driver, int(graph.raw_cuda_graph()), self._placeholders, self._sources)
+        return found, decide(found, len(self._placeholders.placeholders), passed, self._slots(found))
 
     @property
     def _sources(self) -> list[tuple[int, int]]:
@@ -360,7 +368,7 @@ class LiveInputs:
         """Instantiates a graph that holds the addresses of this call's inputs where they are given by address."""
         patched = [p for p, d in enumerate(decisions) if d.by_address]
         given = {p: self._given[self.items[p].index].data_ptr() - self.items[p].lead for p in patched}
-        self._copies = copies = CapturedCopies(found.nodes, found.sites)
+        self._copies = copies = CapturedCopies(found.nodes, found.relocations)
         self._instantiate(graph, found, decisions, lambda: copies.point(given))
         seen = [self._given[item.index].data_ptr() for item in self._patched]
         self._addresses = [address - item.lead for address, item in zip(seen, self._patched, strict=True)]
@@ -368,7 +376,7 @@ class LiveInputs:
 
     def _point_back(self) -> None:
         """The captured graph's copies hold what was recorded."""
-        recorded = {p: ghost.start for p, ghost in enumerate(self._ghosts.ghosts)}
+        recorded = {p: placeholder.start for p, placeholder in enumerate(self._placeholders.placeholders)}
         recorded |= {len(recorded) + number: address for number, (address, _) in enumerate(self._sources)}
         self._copies.point_back(recorded)
 
@@ -386,7 +394,7 @@ class LiveInputs:
 
         def launch(positions: Collection[int]) -> None:
             now = scans.pop() if scans else self._read(graph, ())[0]
-            routes = [d if p in positions else _AT_GHOST for p, d in enumerate(decisions)]
+            routes = [d if p in positions else _AT_PLACEHOLDER for p, d in enumerate(decisions)]
             try:
                 self._arrange(graph, now, routes)
                 graph.replay()
@@ -408,7 +416,7 @@ class LiveInputs:
         if self._table is None:
             return NO_SLOTS
         return self._table.found(
-            self._driver, found, [item.recorded for item in self.items[: len(self._ghosts.ghosts)]]
+            self._driver, found, [item.recorded for item in self.items[: len(self._placeholders.placeholders)]]
         )
 
     def _check_staged(self, found: Scan, returned: Collection[int], copied: Iterable[int]) -> None:
@@ -419,8 +427,12 @@ class LiveInputs:
         """
         if self._staging is None:
             return
-        first, recorded = len(self._ghosts.ghosts), self._staging.recorded
-        held = Counter(recorded[site.input - first][0] + site.delta for site in found.sites if site.input >= first)
+        first, recorded = len(self._placeholders.placeholders), self._staging.recorded
+        held = Counter(
+            recorded[relocation.input - first][0] + relocation.addend
+            for relocation in found.relocations
+            if relocation.input >= first
+        )
         for address in Counter(copied) - held:
             on_it = (item.index for item in self.items if 0 <= address - item.recorded < item.nbytes)
             raise NotStaged(index=next(on_it, next(iter(self._staged))))
@@ -434,7 +446,7 @@ class LiveInputs:
         one of its nodes copies."""
         if self._staging is None:
             return []
-        copied = {site.input - len(self._ghosts.ghosts) for site in found.sites}
+        copied = {relocation.input - len(self._placeholders.placeholders) for relocation in found.relocations}
         return [n for n in range(len(self._staged)) if n in self._reads and self._staging.source_of(n) in copied]
 
     @property
@@ -443,7 +455,7 @@ class LiveInputs:
         return None if self._staging is None else self._staging.together
 
     def _all_copied(self, why: str) -> list[Decision]:
-        return [Decision(Route.COPY, why) for _ in self._ghosts.ghosts]
+        return [Decision(Route.COPY, why) for _ in self._placeholders.placeholders]
 
     def _instantiate(
         self, graph: Any, found: Scan, decisions: Sequence[Decision], point_copies: Callable[[], None]
@@ -451,9 +463,11 @@ class LiveInputs:
         routes = [*decisions, *self._held, *(Decision(Route.STAGE, None) for _ in self._staged)]
         self.decisions = {item.index: decision for item, decision in zip(self.items, routes, strict=True)}
         patched = [p for p, d in enumerate(decisions) if d.by_address]
-        self._nodes, self._sites = found.nodes, found.sites
+        self._nodes, self._relocations = found.nodes, found.relocations
         self._patched = tuple(self.items[p] for p in patched)
-        self._aligned = tuple(alignments(found, {p: self._ghosts.ghosts[p].start for p in patched}).values())
+        self._aligned = tuple(
+            alignments(found, {p: self._placeholders.placeholders[p].start for p in patched}).values()
+        )
         self._copied = {i.index: i for i, d in zip(self.items, routes, strict=True) if d.route is Route.COPY}
         self._copied_back = tuple(i for i in self._copied.values() if i.mutated)
         for position, decision in enumerate(decisions):
@@ -465,15 +479,15 @@ class LiveInputs:
         self._patches = Patches(
             self._driver,
             found.nodes,
-            found.sites,
+            found.relocations,
             [*patched, *buffers],
             int(graph.raw_cuda_graph_exec()),
             self._context() if patched or buffers else None,
-            [self._ghosts.ghosts[p].start for p in patched] + list(buffers.values()),
+            [self._placeholders.placeholders[p].start for p in patched] + list(buffers.values()),
         )
-        self._complex = tuple(item.index for item in self._patched if item.stand_in.is_complex())
+        self._complex = tuple(item.index for item in self._patched if item.placeholder_tensor.is_complex())
         if self.is_of_backward:
-            self._tangents = tuple(item.index for item in self._patched if _is_signed(item.stand_in))
+            self._tangents = tuple(item.index for item in self._patched if _is_signed(item.placeholder_tensor))
         self._seen, self._settled = [], None
         self._again = any(item.managed for item in self._patched)
         # Whether addresses that were found good once are good again.
@@ -486,7 +500,8 @@ class LiveInputs:
         self._patcher = self._patches.patcher(ask_every) if self._settles else None
 
     def _buffers_of(self, found: Scan) -> dict[int, int]:
-        """What a graph is given of the staging buffers: by number in its sites, the address that it was recorded with.
+        """What a graph is given of the staging buffers: by number in its relocations, the address that it was recorded
+        with.
 
         An input that is only returned is in none that a node reads. A graph that could not be read is given nothing.
         """
@@ -501,7 +516,7 @@ class LiveInputs:
         self._staging.take(numbers, self._reads, sources)
         self._staging.is_fixed = is_fixed
         recorded = self._staging.recorded
-        return {len(self._ghosts.ghosts) + source: recorded[source][0] for source in sources}
+        return {len(self._placeholders.placeholders) + source: recorded[source][0] for source in sources}
 
     def _by_number(self, reads: Iterable[tuple[int, HostRead]]) -> dict[int, HostRead]:
         """When staged inputs are read; one whose parts are read at several times in order."""
@@ -514,20 +529,24 @@ class LiveInputs:
         return found
 
     def _materialise(self, position: int) -> None:
-        _with_memory(lambda: self._ghosts.materialise(position))
+        _with_memory(lambda: self._placeholders.materialise(position))
 
     def holders(self) -> list[str | None]:
         """Of each node that holds an address of an input given so, the name of its kernel; None where it is none."""
         given = {item.index for item in self._patched}
         positions = {position for position, item in enumerate(self.items) if item.index in given}
-        nodes = {site.node: self._nodes[site.node] for site in self._sites if site.input in positions}
+        nodes = {
+            relocation.node: self._nodes[relocation.node]
+            for relocation in self._relocations
+            if relocation.input in positions
+        }
         names = self._driver.function_name
         return [names(n.function, n.kernel) if isinstance(n, KernelNode) else None for n in nodes.values()]
 
     def kernels_of(self, index: int) -> list[str]:
         """Names of the kernels that hold an input's address or read it in the table, each once."""
         position = next(p for p, item in enumerate(self.items) if item.index == index)
-        nodes = [self._nodes[site.node] for site in self._sites if site.input == position]
+        nodes = [self._nodes[relocation.node] for relocation in self._relocations if relocation.input == position]
         names = [self._driver.function_name(n.function, n.kernel) for n in nodes if isinstance(n, KernelNode)]
         readers = [] if self._table is None else self._table.readers(self.items[position].recorded)
         return list(dict.fromkeys([*(name for name in names if name is not None), *readers]))
@@ -537,14 +556,14 @@ class LiveInputs:
             return self._driver.context()
 
     def release(self) -> None:
-        """Gives back the ghosts of a recording that was not finished, later where a copy may be queued already."""
+        """Gives back the placeholders of a recording that was not finished; later if a copy may be queued already."""
         self._given = ()
         if self._table is not None:
             retire(self._driver, self._device, self._table)
         if self._copied:
-            retire(self._driver, self._device, self._ghosts, self._launches)
+            retire(self._driver, self._device, self._placeholders, self._launches)
         else:
-            give_back(self._ghosts.close)
+            give_back(self._placeholders.close)
 
     # -- replaying
 
@@ -611,8 +630,8 @@ class LiveInputs:
         return None
 
     def _indices_at(self, number: int) -> list[int]:
-        """The inputs whose address is known by a number in the sites: several if they are staged in one memory."""
-        source = number - len(self._ghosts.ghosts)
+        """The inputs whose address has a number in the relocations: several if they are staged in one memory."""
+        source = number - len(self._placeholders.placeholders)
         if source < 0 or self._staging is None:
             return [self.items[number].index]
         indices = list(self._staged)
@@ -746,7 +765,7 @@ class LiveInputs:
         if self._copied:
             self._launches.begin()
         for item in self._copied.values():
-            flat(item.stand_in).copy_(flat(self._given[item.index]))
+            flat(item.placeholder_tensor).copy_(flat(self._given[item.index]))
 
     def finish(self) -> None:
         """Behind the launch: copies back what was mutated in a copy, and lets go of the inputs."""
@@ -754,7 +773,7 @@ class LiveInputs:
             assert self._staging is not None
             self._staging.launched(torch.cuda.current_stream(self._device))  # where its graph is launched
         for item in self._copied_back:
-            self._given[item.index].copy_(item.stand_in)
+            self._given[item.index].copy_(item.placeholder_tensor)
         for index, copy in self.temporary.items() if self.temporary else ():
             if any(i.mutated for i in self._patched if i.index == index):
                 self._given[index].copy_(copy)
@@ -773,9 +792,9 @@ class LiveInputs:
         base = self._given[index]
         copied = self._copied.get(index)
         if (copied is not None or index in self.temporary) and self._pool.holds(base.data_ptr()):
-            # The input's own memory may be overwritten by the graph, and the stand-in's is by the next call.
+            # The input's own memory may be overwritten by the graph, and the placeholder tensor's is by the next call.
             if copied is not None and index not in self.temporary:
-                self.temporary[index] = copy_at(copied.stand_in, copied.recorded % 512)
+                self.temporary[index] = copy_at(copied.placeholder_tensor, copied.recorded % 512)
             base = self.temporary[index]
         if view is None:
             return base
@@ -783,14 +802,14 @@ class LiveInputs:
         return seen_as(base, size, stride, offset, dtype)
 
 
-_NOTHING = Scan(nodes=(), sites=(), refused={}, opaque=None, kinds=Counter())
-_AT_GHOST = Decision(Route.COPY, "it is compared with")
+_NOTHING = Scan(nodes=(), relocations=(), refused={}, opaque=None, kinds=Counter())
+_AT_PLACEHOLDER = Decision(Route.COPY, "it is compared with")
 
 
 def _item(
     index: int, tensor: torch.Tensor, span: Span, start: int, device: torch.device, mutated: bool, managed: bool
 ) -> Item:
-    stood_for = stand_in(start, span, tensor, device)
+    stood_for = placeholder_tensor(start, span, tensor, device)
     return Item(index, span.lead, span.nbytes, stood_for, start + span.lead, mutated, managed)
 
 

@@ -1,15 +1,16 @@
 """Patching: which addresses of its inputs an instantiated graph holds, and giving it others between two replays.
 
-In goes what a scan found: the nodes that hold an address and the sites in them, the inputs that are to be patched, and
-the executable graph made from the scanned one. :meth:`Patches.apply` then makes the executable hold the addresses that
-it is given: it writes them into our copy of each node's parameters and sets each node touched once. Launches that are
-queued already keep the values that they were queued with.
+In goes what a scan found: the nodes that hold an address and the relocations in them, the inputs that are to be
+patched, and the executable graph made from the scanned one. :meth:`Patches.apply` then makes the executable hold the
+addresses that it is given: it writes them into our copy of each node's parameters and sets each node touched once.
+Launches that are queued already keep the values that they were queued with.
 
 - Only what changed since the last call is written and set; where nothing did, ``apply`` is one comparison of lists.
 - Memcpy and memset nodes are the exception: they hold the allocation behind an address, which may be another one at the
-  same address, so those with a patched site are set every time; and they must be instantiated on memory of the kind
-  that they will be given (:class:`CapturedCopies`).
-- Sites of inputs that are not patched keep what they held when the graph was recorded, also in a node that is set.
+  same address, so those with a patched relocation are set every time; and they must be instantiated on memory of the
+  kind that they will be given (:class:`CapturedCopies`).
+- Relocations of inputs that are not patched keep what they held when the graph was recorded, also in a node that is
+  set.
 - After a failure, or an interrupt, some nodes hold new addresses and some old ones. The executable must not be launched
   again: ``broken`` stays true, and every later ``apply`` raises :class:`HalfPatched`.
 
@@ -27,16 +28,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from .. import tensors
-from ..driver import SetRefused
-from ..driver_error import DriverError
-from ..exc import PygraphError
-from ..graph_nodes import CopyNode, GraphNode, KernelNode, MemcpyNode
-from .sites import HOST_SOURCE, SOURCE
+from pygraph_trees.cuda.driver import SetRefused
+from pygraph_trees.cuda.graph_nodes import CopyNode, GraphNode, KernelNode, MemcpyNode
+from pygraph_trees.errors import DriverError, PygraphError
+from pygraph_trees.native import tensors
+
+from .relocations import HOST_SOURCE, SOURCE
 
 if TYPE_CHECKING:
-    from ..driver import Driver
-    from .sites import Site
+    from pygraph_trees.cuda.driver import Driver
+
+    from .relocations import Relocation
 
 
 _MOST_CHANGES = 64  # sets of inputs that change together
@@ -84,7 +86,7 @@ class _Change:
 
 
 class Patches:
-    """The sites of one instantiated graph, and the addresses they hold."""
+    """The relocations of one instantiated graph, and the addresses they hold."""
 
     __slots__ = ("__dict__", "__weakref__", "addresses", "broken", "is_stuck", "set_calls")  # what C++ looks at
 
@@ -97,13 +99,14 @@ class Patches:
         self,
         driver: Driver,
         scan_nodes: Sequence[GraphNode],
-        sites: Sequence[Site],
+        relocations: Sequence[Relocation],
         inputs: Sequence[int],
         exec_: int,
         context: Any,
         recorded: Sequence[int],
     ) -> None:
-        """``inputs``: the ghosts to patch; ``recorded``: the addresses that ``exec_`` has, by position in ``inputs``.
+        """``inputs``: the placeholders to patch; ``recorded``: the addresses that ``exec_`` has, by position in
+        ``inputs``.
 
         The nodes become this object's own: nobody else may write or bind them. Raises :class:`DriverError` where a
         call is missing, :class:`ValueError` where an input is given twice or without an address.
@@ -117,11 +120,11 @@ class Patches:
         positions = {index: position for position, index in enumerate(inputs)}
         # Addresses as most kernels take them, position in inputs and what is added: written once, whoever reads them.
         entries: dict[tuple[int, int], int] = {}
-        own: list[tuple[int, int, int, int, int]] = []  # a site with its input's position and its entry
-        for number, offset, index, delta in sites:
+        own: list[tuple[int, int, int, int, int]] = []  # a relocation with its input's position and its entry
+        for number, offset, index, addend in relocations:
             position = positions.get(index)
             if position is not None:
-                own.append((number, offset, position, delta, entries.setdefault((position, delta), len(entries))))
+                own.append((number, offset, position, addend, entries.setdefault((position, addend), len(entries))))
         self._entries = tuple(entries)
         self._table = (ctypes.c_uint64 * len(self._entries))()
         self._pack = struct.Struct(f"{len(self._entries)}Q").pack_into
@@ -131,7 +134,7 @@ class Patches:
         self._nodes: list[set[int]] = [set() for _ in inputs]
         self._always: set[int] = set()
         kernels: dict[int, KernelNode] = {}
-        for number, offset, position, delta, entry in own:
+        for number, offset, position, addend, entry in own:
             node = scan_nodes[number]
             self._nodes[position].add(number)
             if isinstance(node, KernelNode):
@@ -140,7 +143,7 @@ class Patches:
                     continue
             elif offset != HOST_SOURCE:  # a staging buffer's memory stays where it is; for the program's own, ``anew``
                 self._always.add(number)
-            self._words[position].append((_word(node, offset), delta))
+            self._words[position].append((_word(node, offset), addend))
         self._has_words = any(self._words)
         self._positions = range(len(inputs))
         self._all = set().union(*self._nodes)
@@ -167,7 +170,7 @@ class Patches:
         return _Change(len(nodes), set_kernels, kernels, tuple(others))
 
     def patcher(self, ask_every: int = 0) -> Any:
-        """What gives kernels new addresses in C++ (``steady_patch.cpp``); None where there are other nodes as well.
+        """What gives kernels new addresses in C++ (``native/patch.cpp``); None where there are other nodes as well.
 
         ``ask_every``: it leaves every so many calls to Python; 0 for none of them.
         """
@@ -180,7 +183,7 @@ class Patches:
         table = ctypes.addressof(self._table)
         words = [(table + 8 * number, *entry) for number, entry in enumerate(self._entries)]
         for position, found in enumerate(self._words):
-            words += [(ctypes.addressof(cast("ctypes.c_uint64", word)), position, delta) for word, delta in found]
+            words += [(ctypes.addressof(cast("ctypes.c_uint64", word)), position, addend) for word, addend in found]
         numbers = {node: number for number, node in enumerate(change.kernels)}
         nodes = [self._kernels[node] for node in change.kernels]
         holders = [(position, numbers[node]) for position, held in enumerate(self._nodes) for node in sorted(held)]
@@ -261,14 +264,14 @@ class Patches:
 
     def _write(self, changed: Iterable[int], addresses: Sequence[int]) -> None:
         # A table that is just the addresses is the usual case.
-        values = addresses if self._is_table else [addresses[position] + delta for position, delta in self._entries]
+        values = addresses if self._is_table else [addresses[position] + addend for position, addend in self._entries]
         self._pack(self._table, 0, *values)
         for position in changed if self._has_words else ():
-            for word, delta in self._words[position]:
-                word.value = addresses[position] + delta
+            for word, addend in self._words[position]:
+                word.value = addresses[position] + addend
 
     def _input_of(self, node: int, addresses: Sequence[int]) -> int:
-        """An input with a site in this node, one whose address changes if there is one."""
+        """An input with a relocation in this node, one whose address changes if there is one."""
         users = [position for position, nodes in enumerate(self._nodes) if node in nodes]
         changed = [position for position in users if addresses[position] != self.addresses[position]]
         return self._inputs[(changed or users or self._positions)[0]]
@@ -277,20 +280,20 @@ class Patches:
 class CapturedCopies:
     """The copies and fills of a captured graph that hold addresses of its inputs, before it is instantiated.
 
-    Instantiated on ghosts, they would take no address in memory of another kind.
+    Instantiated on placeholders, they would take no address in memory of another kind.
     """
 
-    def __init__(self, scan_nodes: Sequence[GraphNode], sites: Sequence[Site]) -> None:
-        # Node, ghost, where its address is, what is added to it.
+    def __init__(self, scan_nodes: Sequence[GraphNode], relocations: Sequence[Relocation]) -> None:
+        # Node, placeholder, where its address is, what is added to it.
         self._words: list[tuple[CopyNode, int, Word, int]] = []
-        for site in sites:
-            node = scan_nodes[site.node]
+        for relocation in relocations:
+            node = scan_nodes[relocation.node]
             if isinstance(node, CopyNode):
-                self._words.append((node, site.input, _word(node, site.offset), site.delta))
+                self._words.append((node, relocation.input, _word(node, relocation.offset), relocation.addend))
         self._pointed: list[CopyNode] = []
 
     def point(self, addresses: Mapping[int, int]) -> None:
-        """Makes them hold addresses, by ghost. Raises :class:`DriverError`; then some may hold them."""
+        """Makes them hold addresses, by placeholder. Raises :class:`DriverError`; then some may hold them."""
         for node in self._write(addresses):
             node.set_captured()
             self._pointed.append(node)
@@ -303,14 +306,18 @@ class CapturedCopies:
             self._pointed.pop()
 
     def _write(self, addresses: Mapping[int, int]) -> list[CopyNode]:
-        written = [(node, word, addresses[ghost] + by) for node, ghost, word, by in self._words if ghost in addresses]
+        written = [
+            (node, word, addresses[placeholder] + by)
+            for node, placeholder, word, by in self._words
+            if placeholder in addresses
+        ]
         for _, word, address in written:
             word.value = address
         return list(dict.fromkeys(node for node, _, _ in written))
 
 
 def _word(node: GraphNode, offset: int) -> Word:
-    """A site's place in its node (see ``Site.offset``)."""
+    """A relocation's place in its node (see ``Relocation.offset``)."""
     if isinstance(node, KernelNode):
         return node.word(offset)
     name = {SOURCE: "source", HOST_SOURCE: "host_source"}.get(offset, "target")

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch._inductor import cudagraph_trees
 
-from ..driver_error import DriverError
+from pygraph_trees.errors import DriverError
 
 if TYPE_CHECKING:
-    from ..driver import Driver
+    from pygraph_trees.cuda.driver import Driver
 
 _log = logging.getLogger("pygraph_trees.indirection")
 
@@ -172,4 +172,4 @@ def give_back(call: Callable[[], None]) -> None:
     try:
         call()
     except DriverError as error:
-        _log.warning("ghost addresses could not be given back: %s", error)
+        _log.warning("placeholder addresses could not be given back: %s", error)

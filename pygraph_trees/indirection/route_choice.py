@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch
 
 from .replay_costs import Clock, Looks, Took
-from .table import (
+from .table.pointer_table import (
     WIDTHS,
     Reader,
     current_target,
@@ -39,7 +39,7 @@ from .table import (
     taken_by_variants,
     widths_for,
 )
-from .variant_worker import Job, Worker, WriterJob, job_of
+from .table.variant_worker import Job, Worker, WriterJob, job_of
 
 EVERY = 128  # replays from one look to the next, about
 LOOKS = 8  # that a choice needs

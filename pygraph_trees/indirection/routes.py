@@ -1,10 +1,10 @@
 """Routes: how each live input of a recording is given to its replays, and why one is copied.
 
-Rules over plain facts, in the order in which they are asked: :func:`why_not_ghost` before an input is recorded at a
-ghost address, :func:`decide` when the captured graph was scanned, :func:`fits` at a replay, for a changed address. All
-consumers of an input agree: it is given by address everywhere, or copied. The route is called table where a kernel
-reads the address from a slot of the recording's table; others may hold it themselves, and are patched beside the one
-that writes the table. A reason is a phrase that reads on after "because".
+Rules over plain facts, in the order in which they are asked: :func:`why_not_placeholder` before an input is recorded at
+a placeholder address, :func:`decide` when the captured graph was scanned, :func:`fits` at a replay, for a changed
+address. All consumers of an input agree: it is given by address everywhere, or copied. The route is called table where
+a kernel reads the address from a slot of the recording's table; others may hold it themselves, and are patched beside
+the one that writes the table. A reason is a phrase that reads on after "because".
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..graph_nodes import KernelNode
+from pygraph_trees.cuda.graph_nodes import KernelNode
 
 if TYPE_CHECKING:
-    from .sites import Scan
+    from .relocations import Scan
 
 MAX_ALIGNMENT = 512  # bytes; no kernel is chosen by more
 _VECTOR = 16  # bytes that one load moves at most
@@ -48,7 +48,7 @@ class Slots:
     """What a scan found of a recording's table."""
 
     writers: frozenset[int]  # nodes that write it
-    read: frozenset[int]  # ghosts that a kernel reads there
+    read: frozenset[int]  # placeholders that a kernel reads there
 
 
 _PATCH = Decision(Route.PATCH, None)
@@ -56,8 +56,8 @@ _TABLE = Decision(Route.TABLE, None)
 NO_SLOTS = Slots(frozenset(), frozenset())
 
 
-def why_not_ghost(tensor: torch.Tensor, device: int, in_pool: bool) -> str | None:
-    """Why a live input cannot be recorded at a ghost address on a CUDA device, None where it can.
+def why_not_placeholder(tensor: torch.Tensor, device: int, in_pool: bool) -> str | None:
+    """Why a live input cannot be recorded at a placeholder address on a CUDA device, None where it can.
 
     Args:
         in_pool: whether its memory lies in the graph pool, which a replay overwrites.
@@ -81,9 +81,9 @@ def why_not_ghost(tensor: torch.Tensor, device: int, in_pool: bool) -> str | Non
 
 
 def decide(scan: Scan, count: int, passed_through: Collection[int], slots: Slots = NO_SLOTS) -> list[Decision]:
-    """The route of each of ``count`` ghosts; those passed through are returned, so they need not be held by a node."""
-    written = {site.input for site in scan.sites if site.node in slots.writers}
-    with_site = {site.input for site in scan.sites if site.node not in slots.writers}
+    """The route of each of ``count`` placeholders; one that is passed through is returned, so no node need hold it."""
+    written = {relocation.input for relocation in scan.relocations if relocation.node in slots.writers}
+    with_relocation = {relocation.input for relocation in scan.relocations if relocation.node not in slots.writers}
     decisions = []
     for index in range(count):
         why = scan.refused.get(index)
@@ -91,7 +91,7 @@ def decide(scan: Scan, count: int, passed_through: Collection[int], slots: Slots
             why = f"{scan.opaque} may hide its address"
         if why is None and index in slots.read and index not in written:
             why = "no node writes its slot"
-        if why is None and not (index in with_site or index in slots.read or index in passed_through):
+        if why is None and not (index in with_relocation or index in slots.read or index in passed_through):
             why = "no node holds its address"
         given = _TABLE if index in slots.read else _PATCH
         decisions.append(given if why is None else Decision(Route.COPY, why))
@@ -99,16 +99,17 @@ def decide(scan: Scan, count: int, passed_through: Collection[int], slots: Slots
 
 
 def alignments(scan: Scan, starts: Mapping[int, int]) -> dict[int, int]:
-    """By ghost, in bytes: how aligned the most aligned pointer is that a kernel holds of it, up to 512; 1 without one.
+    """By placeholder, in bytes: how aligned the most aligned pointer is that a kernel holds of it, up to 512; 1 without
+    one.
 
     Args:
-        starts: where they begin, by ghost.
+        starts: where they begin, by placeholder.
     """
     found = dict.fromkeys(starts, 1)
-    for site in scan.sites:
-        if site.input in found and isinstance(scan.nodes[site.node], KernelNode):
-            alignment = math.gcd(starts[site.input] + site.delta, MAX_ALIGNMENT)
-            found[site.input] = max(found[site.input], alignment)
+    for relocation in scan.relocations:
+        if relocation.input in found and isinstance(scan.nodes[relocation.node], KernelNode):
+            alignment = math.gcd(starts[relocation.input] + relocation.addend, MAX_ALIGNMENT)
+            found[relocation.input] = max(found[relocation.input], alignment)
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..host_reads import HostRead
+from pygraph_trees.cuda.host_reads import HostRead
 
 MOST_BUFFERS = 8  # launches that may be queued before the next one waits
 _MOST_NBYTES = 64 << 20  # of the buffers of a recording, where two do not take more
@@ -84,8 +84,8 @@ class Staging:
         self._most = max(2, min(MOST_BUFFERS, _MOST_NBYTES // max(1, self._nbytes)))
         block = pinned_bytes(self._nbytes)
         self._recorded = block
-        self.stand_ins = [place.within(block) for place in self._places]  # what is recorded
-        self._next = _Buffer(block, self.stand_ins)  # a buffer like all others afterwards
+        self.placeholder_tensors = [place.within(block) for place in self._places]  # what is recorded
+        self._next = _Buffer(block, self.placeholder_tensors)  # a buffer like all others afterwards
         self._buffers = [self._next]
         self.take(range(len(inputs)), {}, range(len(self.sources)))
         if any(pinned):  # the GPU may be about to write to one: the program's own copy comes after that
@@ -128,7 +128,7 @@ class Staging:
             if read is not HostRead.AT_ONCE:
                 is_own = len(self.sources[source].numbers) == 1
                 self._asked.append((position, read, given.get(source) if is_own else None))
-        self._next.memories = [self.stand_ins[number] for number in self._numbers]
+        self._next.memories = [self.placeholder_tensors[number] for number in self._numbers]
         self._are_small = all(memory.nbytes <= _COPIED_BY_TORCH for memory in self._next.memories)
         self.in_place: list[int] = []
 

@@ -15,7 +15,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch.utils._pytree import tree_map
 
-from pygraph_trees.host_reads import HostRead
+from pygraph_trees.cuda.host_reads import HostRead
 
 from .nodes import (
     HALVES,

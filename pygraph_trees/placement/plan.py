@@ -15,7 +15,7 @@ from enum import Enum
 import torch
 from torch import fx
 
-from pygraph_trees.coverage import records
+from pygraph_trees.report import records
 
 from .folding import Folding
 from .nodes import (

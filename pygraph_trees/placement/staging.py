@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from pygraph_trees.extent import flat
-from pygraph_trees.host_reads import HostRead
+from pygraph_trees.cuda.extent import flat
+from pygraph_trees.cuda.host_reads import HostRead
 
 _library = torch.library.Library("pygraph_trees", "DEF")
 # Inductor takes the first tensor's device for the operator's.

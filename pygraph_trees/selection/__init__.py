@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 from torch._guards import TracingContext
 
-from pygraph_trees.coverage.naming import BACKWARD
+from pygraph_trees.report.naming import BACKWARD
 
 from .decision import Objective
 from .profiles import Kept
@@ -24,7 +24,7 @@ from .trial import Trial
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from pygraph_trees.coverage.log import FunctionLog
+    from pygraph_trees.report.log import FunctionLog
     from pygraph_trees.settings import Settings
 
 _trials: WeakValueDictionary[str, Trial] = WeakValueDictionary()  # the newest one of a program

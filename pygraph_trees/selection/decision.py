@@ -37,7 +37,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pygraph_trees.exc import PygraphError
+from pygraph_trees.errors import PygraphError
 
 
 class TooFewCalls(PygraphError):

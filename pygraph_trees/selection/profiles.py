@@ -33,8 +33,8 @@ from typing import Any
 
 import torch
 
-from pygraph_trees.driver import driver
-from pygraph_trees.exc import PygraphError, PygraphWarning
+from pygraph_trees.cuda.driver import driver
+from pygraph_trees.errors import PygraphError, PygraphWarning
 from pygraph_trees.version import __version__
 
 from .decision import Decision

@@ -39,7 +39,7 @@ class Shift:
         self._window: list[Look] = []
         self._other = 0  # windows one after another that are not as the first
 
-    def takes(self, look: Look) -> bool:
+    def accepts(self, look: Look) -> bool:
         """Whether, with this look, calls are found to be others."""
         if self._window and self._window[-1].sizes != look.sizes:
             self._window.clear()

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.autograd import profiler
 
-from pygraph_trees.coverage.naming import BACKWARD
+from pygraph_trees.report.naming import BACKWARD
 
 from .decision import (
     Comparison,
@@ -60,7 +60,7 @@ from .decision import (
 from .shift import Look, Shift
 
 if TYPE_CHECKING:
-    from pygraph_trees.coverage.log import FunctionLog
+    from pygraph_trees.report.log import FunctionLog
 
     from .profiles import Profile
 
@@ -244,7 +244,7 @@ class Contestant:
             gpu_us = before.gpu_us(self._watch)
             if gpu_us is not None:
                 self._shift = self._shift or Shift()
-                if self._shift.takes(Look(before.host_us, gpu_us, before.is_idle, sizes)):
+                if self._shift.accepts(Look(before.host_us, gpu_us, before.is_idle, sizes)):
                     self._trial.begin_anew()
         return outputs
 

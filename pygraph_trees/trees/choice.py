@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._inductor import cudagraph_trees
 
-from pygraph_trees.coverage.naming import BACKWARD
+from pygraph_trees.report.naming import BACKWARD
 from pygraph_trees.selection import trial_of
 from pygraph_trees.selection.decision import Handed, Way
 from pygraph_trees.selection.trial import Contestant, GpuWatch

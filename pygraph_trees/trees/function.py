@@ -3,7 +3,7 @@
 :class:`FunctionModel` stands for the compiled code that Inductor hands to ``cudagraphify``. It carries the function's
 :class:`~pygraph_trees.settings.Settings` and its log through upstream's code, which calls it to warm up, to record
 and to run un-graphed, and keeps it in ``WrappedFunction.model``. It also knows the manager that replays the function
-steadily, if one does.
+fast_call, if one does.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch._guards import TracingContext
 from torch._inductor import compile_fx
 
-from pygraph_trees import tensors
-from pygraph_trees.coverage.log import FunctionLog, journal
-from pygraph_trees.coverage.naming import compile_id, mode_name, program_name
+from pygraph_trees.native import tensors
+from pygraph_trees.report.log import FunctionLog, journal
+from pygraph_trees.report.naming import compile_id, mode_name, program_name
 from pygraph_trees.settings import Settings
 
-from .steady import entry
+from .fast_path import entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -97,7 +97,7 @@ class _Counting:
             return None
         self._left -= 1
         if self._left > 0:
-            return function.steady_in()
+            return function.fast_path_in()
         self._left = LOOK_EVERY
         if function.instead is None and function.looked_at is not None:
             function.instead = function.looked_at
@@ -122,14 +122,14 @@ class FunctionModel:
         self.function_id: Any = None
         self.thread: int | None = None  # in which it may be, where each has its own
         self.first_inside: int | None = None  # the first output that a recording may have as it is returned
-        self.steady_in: Callable[[], Manager | None] = _nobody  # the same, while who replays it is kept back
+        self.fast_path_in: Callable[[], Manager | None] = _nobody  # the same, while who replays it is kept back
         self._counting = _Counting(self)
         self.instead: Callable[[list[Any]], Any] | None = None  # called in its place, by who enters it
         self.trial: Trial | None = None  # which says so
         self.looked_at: Callable[[list[Any]], Any] | None = None  # called so, a graphed call of many
         self.as_returned: Callable[[Sequence[Any]], Any] | None = None  # makes the outputs of what the model gives
         self.is_entered = False  # by :func:`entered`
-        self.was_asked = False  # for a steady replay, in vain, by who calls it next
+        self.was_asked = False  # for a fast replay, in vain, by who calls it next
         self._added = 0
         self._of_integers = False
         self._may_replay = False
@@ -153,7 +153,7 @@ class FunctionModel:
         """It was added to a manager: once, but for a function of integers, which is once for each value of theirs."""
         self._added += 1
         self._of_integers |= of_integers
-        self.steady_in = _nobody
+        self.fast_path_in = _nobody
         self.may_replay(may=self.instead is None)
 
     @property
@@ -171,35 +171,35 @@ class FunctionModel:
         own, _ = self._by_values.get(values) or (FunctionModel(self.model, self.settings, self.log), None)
         own.add(of_integers=False)
         self._by_number[function_id] = own
-        self._by_values[values] = own, entry(own.steadily, own)
+        self._by_values[values] = own, entry(own.fast_call, own)
 
-    def is_steady_in(self, manager: Manager, function_id: Any) -> None:
+    def has_fast_path_in(self, manager: Manager, function_id: Any) -> None:
         """It begins a step there, and replays what it replayed the last time."""
         if self._of_integers:
             own = self._by_number.get(function_id)
             if own is not None:
-                own.is_steady_in(manager, function_id)
+                own.has_fast_path_in(manager, function_id)
         elif self._added == 1 and self.settings.indirection != "off":
-            self.steady_in, self.function_id = weakref.ref(manager), function_id
+            self.fast_path_in, self.function_id = weakref.ref(manager), function_id
             self.thread = tensors.thread_id() if PER_THREAD else None
             if self.instead is None:
                 self.may_replay(may=True)
 
-    def steadily(self, inputs: list[Any]) -> Any:
-        """The outputs of a steady replay, for which the inputs are consumed; None where there is none."""
+    def fast_call(self, inputs: list[Any]) -> Any:
+        """The outputs of a fast replay, for which the inputs are consumed; None where there is none."""
         if self._of_integers:
-            return self._steadily_with_values(inputs)
+            return self._fast_call_with_values(inputs)
         manager = self.manager() if self.thread is None or self.thread == tensors.thread_id() else None
-        return None if manager is None else manager.replay_steadily(inputs, self.function_id)
+        return None if manager is None else manager.replay_fast(inputs, self.function_id)
 
-    def _steadily_with_values(self, inputs: list[Any]) -> Any:
+    def _fast_call_with_values(self, inputs: list[Any]) -> Any:
         self.manager()  # nobody; but calls are counted there
         found = self._by_values.get(tuple([inputs[i] for i in self._integers])) if self._may_replay else None
         return None if found is None else found[1](inputs)
 
     def may_replay(self, *, may: bool) -> None:
         """Whether it may be replayed without a look at what else could be done."""
-        by_whom = self.steady_in if self.looked_at is None else self._counting
+        by_whom = self.fast_path_in if self.looked_at is None else self._counting
         self.manager = by_whom if may else _nobody
         self._may_replay = may
 
@@ -235,7 +235,7 @@ def entered(
     run: Callable[[list[Any]], Any],
     choose: Callable[[FunctionModel, Callable[[list[Any]], Any]], object] | None = None,
 ) -> Callable[[list[Any]], Any]:
-    """``run``, but past it and all that it calls where a steady replay will do.
+    """``run``, but past it and all that it calls where a fast replay will do.
 
     A function is entered in one place, the outermost. What comes back says of which ``function`` it is.
 
@@ -246,12 +246,12 @@ def entered(
     if function.is_entered or function.settings.indirection == "off":
         return run
     function.is_entered = True
-    steadily = entry(function.steadily, function)
+    fast_call = entry(function.fast_call, function)
 
     def graphed(inputs: list[Any]) -> Any:
         function.may_replay(may=True)
         try:
-            outputs = steadily(inputs)
+            outputs = fast_call(inputs)
         finally:
             if function.instead is not None:
                 function.may_replay(may=False)
@@ -268,7 +268,7 @@ def entered(
         if function.was_asked:
             function.was_asked = False
         else:
-            outputs = steadily(inputs)
+            outputs = fast_call(inputs)
             if outputs is not None:
                 return outputs
         return run(inputs)

@@ -23,24 +23,24 @@ from torch._inductor import cudagraph_trees
 from pygraph_trees.indirection.availability import usable_driver
 from pygraph_trees.indirection.inputs import CAPTURED, NotStaged, may_be_staged
 from pygraph_trees.indirection.retired import release_retired
-from pygraph_trees.indirection.routes import why_not_ghost
-from pygraph_trees.indirection.table import Warmups
-from pygraph_trees.tensors import first_fit, sieve
+from pygraph_trees.indirection.routes import why_not_placeholder
+from pygraph_trees.indirection.table.pointer_table import Warmups
+from pygraph_trees.native.tensors import candidate_filter, first_fit
 
-from . import native_names, steady
+from . import fast_path, native_names
 from .collector import paused
 from .function import FunctionModel
 from .pools import ranges_of
-from .recording import Recording, forget_frames, let_go
+from .recording import Recording, forget_frames, release_unneeded
 from .rerecord import moved, why_recorded
 from .verification import Verification
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from pygraph_trees.coverage.log import FunctionLog
     from pygraph_trees.indirection.inputs import LiveInputs
     from pygraph_trees.indirection.pool import PoolRanges
+    from pygraph_trees.report.log import FunctionLog
 
 _log = logging.getLogger("pygraph_trees.trees")
 
@@ -69,44 +69,45 @@ _FunctionID.__qualname__, _GraphID.__qualname__ = "FunctionID", "GraphID"
 
 # Ways that are remembered of a function; a program that needs more has them found again.
 _MOST_WAYS = 1024
-# Calls until a way's recordings are told apart by a sieve, which takes longer to make than many calls without.
+# Calls until a way's recordings are told apart by a candidate_filter, which takes longer to make than many calls
+# without.
 _ASKED_BEFORE = 8
 
 
 class _Way:
-    """Where a function's steady replays are found, behind the replay of one recording or where no path is open."""
+    """Where a function's fast replays are found, behind the replay of one recording or where no path is open."""
 
     __slots__ = (
         "_asked",
         "_choices",
         "_find",
         "begins",
+        "candidate_filter",
         "compile_id",
         "mode",
         "recordings",
         "replay",
         "replays",
-        "sieve",
     )
 
     def __init__(self, begins: bool | None, recordings: Sequence[Recording], mode: Any, compile_id: Any):
         self.begins = begins  # whether a new step must begin here, or must not; None where that is no matter
         self.recordings = recordings  # in upstream's order
         self.mode, self.compile_id = mode, compile_id
-        # For the part in C++: of the only recording, or of several, with a sieve once there is one.
+        # For the part in C++: of the only recording, or of several, with a candidate_filter once there is one.
         self.replays = tuple(recording.native for recording in recordings)
         self.replay = self.replays[0] if len(recordings) == 1 else None
-        self.sieve: Callable[[int, list[Any]], int] | None = None
+        self.candidate_filter: Callable[[int, list[Any]], int] | None = None
         self._choices = [(recording.whereabouts, recording.deaths_before) for recording in recordings]
         self._asked = 0
 
-    def first_that_takes(self, inputs: list[Any]) -> Recording | None:
+    def first_accepting(self, inputs: list[Any]) -> Recording | None:
         if len(self.recordings) == 1:
             recording = self.recordings[0]
-            return recording if recording.takes(inputs) else None
-        find = self.sieve or self._finder()
+            return recording if recording.accepts(inputs) else None
+        find = self.candidate_filter or self._finder()
         found = self._first_of_several(find, inputs)
-        if found is None and let_go(self.recordings[0].cuda_graphs_pool):  # what was held, and ruled some out
+        if found is None and release_unneeded(self.recordings[0].cuda_graphs_pool):  # what was held, and ruled some out
             found = self._first_of_several(find, inputs)
         return found
 
@@ -115,13 +116,13 @@ class _Way:
         if self._asked == 1:
             self._find: Callable[[int, list[Any]], int] = first_fit(self._choices)
         if self._asked > _ASKED_BEFORE:
-            self.sieve = self._find = sieve(self._choices)
+            self.candidate_filter = self._find = candidate_filter(self._choices)
         return self._find
 
     def _first_of_several(self, find: Callable[[int, list[Any]], int], inputs: list[Any]) -> Recording | None:
         position = find(0, inputs)
         while position < len(self.recordings):
-            if self.recordings[position].takes(inputs):
+            if self.recordings[position].accepts(inputs):
                 return self.recordings[position]
             position = find(position + 1, inputs)
         return None
@@ -145,7 +146,7 @@ def _makes_outputs_anew(node: Any) -> bool:
 class Manager(Upstream):
     """The recordings of one device (and, since 2.13, of one thread)."""
 
-    # What a steady replay reads and writes; the part in C++ finds slots at once.
+    # What a fast replay reads and writes; the part in C++ finds slots at once.
     __slots__ = (
         "_anew",
         "_current_node",  # behind a property
@@ -174,7 +175,7 @@ class Manager(Upstream):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # By function, and by the recording that was replayed before, None where no path is open: good until upstream is
-        # asked for anything but a steady replay. A function's way to its roots at the begin of a step, behind whatever
+        # asked for anything but a fast replay. A function's way to its roots at the begin of a step, behind whatever
         # recording, is also there by True.
         self._ways: dict[Any, dict[Any, _Way]] = {}
         self._forgotten: list[Any] = []  # functions whose recordings are to be given back
@@ -185,7 +186,7 @@ class Manager(Upstream):
         self._warmups = Warmups()
         # Held by the call that is under way, from its first look at the trees until its graph is launched. Nobody waits
         # for it: what calls meanwhile, from a finalizer, a hook or another thread, is run un-graphed.
-        self.turn = steady.new_turn()
+        self.turn = fast_path.new_turn()
         self._turn_of: Any = None  # the list of inputs of that call
         super().__init__(*args, **kwargs)
         self.pools.add(self.cuda_graphs_thread_pool)
@@ -239,16 +240,16 @@ class Manager(Upstream):
             model.log.not_graphed("it was called while another call that uses the same CUDA graph trees was under way")
         return model(inputs)
 
-    def replay_steadily(self, inputs: list[Any], function_id: Any) -> Any:
-        """What :meth:`run` comes to where it replays a recording that is steady; None in all other cases."""
+    def replay_fast(self, inputs: list[Any], function_id: Any) -> Any:
+        """What :meth:`run` comes to where it replays a recording with a fast path; None in all other cases."""
         if not self.turn.acquire(blocking=False):
             return None
         try:
-            return self._replay_steadily(inputs, function_id)
+            return self._replay_fast(inputs, function_id)
         finally:
             self.turn.release()
 
-    def _replay_steadily(self, inputs: list[Any], function_id: Any) -> Any:
+    def _replay_fast(self, inputs: list[Any], function_id: Any) -> Any:
         """The same while it is this call's turn.
 
         The recording is the one that upstream takes: the first that fits behind the recording that was replayed before,
@@ -269,7 +270,7 @@ class Manager(Upstream):
                 return None
         elif begins and self._clones_outputs:
             self.try_end_curr_execution()
-        recording = way.first_that_takes(inputs)
+        recording = way.first_accepting(inputs)
         if recording is None:
             return None
         self.mode = mode = way.mode
@@ -287,7 +288,7 @@ class Manager(Upstream):
     def _find_way(self, function_id: Any, begins: bool) -> _Way | None:
         """Where upstream looks for a function's recordings, the end of the path that is open included.
 
-        None where it may do anything but replay one that is steady.
+        None where it may do anything but replay one that has a fast path.
         """
         if function_id not in self.warmed_up_functions:
             return None
@@ -316,15 +317,15 @@ class Manager(Upstream):
             if not siblings or not self._graphs(function_id, None):
                 return None
         # Behind one that only upstream can ask, upstream asks all.
-        steady = list(itertools.takewhile(lambda r: type(r) is Recording and r.steady, siblings))
-        if not steady:
+        fast = list(itertools.takewhile(lambda r: type(r) is Recording and r.has_fast_path, siblings))
+        if not fast:
             return None
         ways = self._ways.setdefault(function_id, {})
         if len(ways) >= _MOST_WAYS:
             ways.clear()
         way = ways.get(True) if wanted else None
         if way is None:
-            way = _Way(wanted, steady, self.id_to_mode[function_id], self.id_to_compile_id[function_id])
+            way = _Way(wanted, fast, self.id_to_mode[function_id], self.id_to_compile_id[function_id])
             if wanted:
                 ways[True] = way
         if begins or not wanted:  # a path also ends where all of it is dead, which is asked each time
@@ -340,8 +341,8 @@ class Manager(Upstream):
 
     def execute_node(self, node: Any, new_inputs: list[Any]) -> Any:
         outputs = super().execute_node(node, new_inputs)
-        if getattr(node, "steady", False):
-            node.wrapped_function.model.is_steady_in(self, node.wrapped_function.id)
+        if getattr(node, "has_fast_path", False):
+            node.wrapped_function.model.has_fast_path_in(self, node.wrapped_function.id)
         return outputs
 
     def shutdown(self) -> None:
@@ -633,8 +634,8 @@ class Manager(Upstream):
     def _demote_moved_inputs(self, inputs: list[Any], function_id: Any) -> None:
         """Static and managed inputs that are found elsewhere than in the newest recording here are live from now on.
 
-        A recording holds their addresses in places that only a recording at ghost addresses finds for certain, so they
-        are recorded there once more, and patched from then on.
+        A recording holds their addresses in places that only a recording at placeholder addresses finds for certain, so
+        they are recorded there once more, and patched from then on.
         """
         wrapped = self.ids_to_funcs[function_id]
         siblings = (self.roots if self.current_node is None else self.current_node.children).get(function_id, [])
@@ -679,7 +680,8 @@ class Manager(Upstream):
         return self._uses_addresses(wrapped.model) and not getattr(wrapped, "kernel_free_cudagraph", False)
 
     def _would_lose_writes(self, inputs: list[Any], function_id: Any) -> bool:
-        """Whether an input that is written to, and neither static nor managed, cannot be recorded at a ghost address.
+        """Whether an input that is written to, and neither static nor managed, cannot be recorded at a placeholder
+        address.
 
         A graph else writes to the tensor of each call, or to a copy that is copied back.
         """
@@ -756,7 +758,7 @@ class Manager(Upstream):
         if not self._knows_its_writes(model):
             return False
         in_pool = self._pool.holds(value.data_ptr())
-        return not value.numel() or why_not_ghost(value, self.device_index, in_pool) is None
+        return not value.numel() or why_not_placeholder(value, self.device_index, in_pool) is None
 
 
 native_names.check(manager=Manager, way=_Way, recording=Recording, function=FunctionModel)

@@ -16,14 +16,14 @@ from torch._inductor import cudagraph_trees, debug
 from torch._inductor.output_code import CompiledFxGraph
 from torch.autograd import profiler
 
-from pygraph_trees import tensors
-from pygraph_trees.coverage.log import RecordingLog
 from pygraph_trees.indirection.inputs import LiveInputs
 from pygraph_trees.indirection.patching import Patches
 from pygraph_trees.indirection.pool import PoolRanges
+from pygraph_trees.native import tensors
+from pygraph_trees.report.log import RecordingLog
 
 _OPTIONAL = {"manager.has_live_user_visible_output_cloning"}  # is asked for since torch 2.14 alone
-_SET_LATER = {"callable.steadily"}  # an attribute of functions
+_SET_LATER = {"callable.fast_call"}  # an attribute of functions
 
 
 def missing(owners: Mapping[str, Any]) -> list[str]:

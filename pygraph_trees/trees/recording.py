@@ -1,15 +1,16 @@
 """Upstream's recording of a CUDA graph, with a log, and with live inputs that are given by address.
 
 :class:`Recording` subclasses the installed ``CUDAGraphNode`` and stands in its place. Where a function's settings say
-so, its live inputs are recorded at ghost addresses (:mod:`pygraph_trees.indirection.inputs`): upstream is shown the
-number 0 in their places, which it neither allocates, copies nor checks, and the model is shown the stand-ins. What
-becomes of each input is decided once the graph is captured; before a replay ``check_invariants`` makes the graph hold
-the addresses of the call, while all inputs are still there, so that whatever fails is a reason to pass the recording
-over. Outputs that lie on a live input are rebuilt on the input of each call.
+so, its live inputs are recorded at placeholder addresses (:mod:`pygraph_trees.indirection.inputs`): upstream is shown
+the number 0 in their places, which it neither allocates, copies nor checks, and the model is shown the placeholder
+tensors. What becomes of each input is decided once the graph is captured; before a replay ``check_invariants`` makes
+the graph hold the addresses of the call, while all inputs are still there, so that whatever fails is a reason to pass
+the recording over. Outputs that lie on a live input are rebuilt on the input of each call.
 
-A recording whose inputs are static, live, or outputs of earlier recordings that stay where they are is ``steady``: the
-manager asks :meth:`Recording.takes` and calls :meth:`Recording.replay` instead of going upstream's way. What upstream
-reads from its configuration at each replay is read when a recording is made, and what it looks up at each replay is.
+A recording whose inputs are static, live, or outputs of earlier recordings that stay where they are has a fast path:
+the manager asks :meth:`Recording.accepts` and calls :meth:`Recording.replay` instead of going upstream's way. What
+upstream reads from its configuration at each replay is read when a recording is made, and what it looks up at each
+replay is.
 
 With indirection off it does what upstream does, on the same calls in the same order. While recording it notes what the
 graph holds: inputs by kind, bytes that each replay copies, kernel nodes. A replay counts itself.
@@ -33,32 +34,31 @@ import torch
 from torch._inductor import cudagraph_trees
 from torch._inductor.output_code import index_expanded_dims
 
-from pygraph_trees.coverage.log import RecordingLog
-from pygraph_trees.coverage.naming import BACKWARD
-from pygraph_trees.driver import driver
-from pygraph_trees.driver_error import DriverError
-from pygraph_trees.exc import PygraphError
-from pygraph_trees.extent import flat
-from pygraph_trees.graph_nodes import NodeKind
+from pygraph_trees.cuda.driver import driver
+from pygraph_trees.cuda.extent import flat
+from pygraph_trees.cuda.graph_nodes import NodeKind
+from pygraph_trees.errors import DriverError, PygraphError
 from pygraph_trees.indirection.availability import usable_driver, why_unusable
 from pygraph_trees.indirection.hidden_addresses import Surroundings
 from pygraph_trees.indirection.inputs import LiveInputs, NotStaged, choose
-from pygraph_trees.indirection.launch_clock import LaunchClock
 from pygraph_trees.indirection.route_choice import TableWatch, Watch, is_over, leave, why_by_table
 from pygraph_trees.indirection.routes import Route
-from pygraph_trees.indirection.table import readers_of, taken_by_variants
+from pygraph_trees.indirection.table.launch_clock import LaunchClock
+from pygraph_trees.indirection.table.pointer_table import readers_of, taken_by_variants
+from pygraph_trees.native.tensors import Deaths, Whereabouts, once_more, released
 from pygraph_trees.placement.staging import observed
-from pygraph_trees.tensors import Deaths, Whereabouts, once_more, released
+from pygraph_trees.report.log import RecordingLog
+from pygraph_trees.report.naming import BACKWARD
 
-from . import steady
+from . import fast_path
 from .function import FunctionModel
 from .pools import ranges_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Sequence
 
-    from pygraph_trees.driver import Driver
-    from pygraph_trees.host_reads import HostRead
+    from pygraph_trees.cuda.driver import Driver
+    from pygraph_trees.cuda.host_reads import HostRead
     from pygraph_trees.indirection.replay_costs import Clock
 
 Upstream: type = cudagraph_trees.CUDAGraphNode
@@ -98,12 +98,12 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     """A recording of a function."""
 
     unfit: str | None = None  # why it could not be given the inputs of a call, the latest time
-    steady = False
-    native: Any = None  # its part in a steady replay in C++, where it is plain
+    has_fast_path = False
+    native: Any = None  # its part in a fast replay in C++, where it is plain
     _live: LiveInputs | None = None
     copies = False  # whether a replay copies an input
     older_outputs: Any = ()  # references to those that others have taken the place of
-    _kept: list[Any] = []  # the inputs, where a recording at ghost addresses that fails is tried again  # noqa: RUF012
+    _kept: list[Any] = []  # the inputs, where a recording at placeholder addresses that fails is tried again  # noqa: RUF012
     graph: Any
     recording_outputs: Any
 
@@ -125,13 +125,13 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 is_another = self._left_table or self._refused != refused
                 if not self._kept or isinstance(error, NotStaged) or not is_another:
                     if not is_tried_again:
-                        # It cannot be tried once more at this call, so the next ones go without ghosts.
+                        # It cannot be tried once more at this call, so the next ones go without placeholders.
                         getattr(wrapped_function.model, "refused", {}).update(self._refused)
                     if isinstance(error, NotStaged):
                         inputs[:], self._kept = self._kept, []
                     raise
                 failure = error
-            # The model or the driver may not bear a table: once more, by address. Or ghost addresses: on memory.
+            # The model or the driver may not bear a table: once more, by address. Or placeholder addresses: on memory.
             forget_frames(failure)
             del failure
             inputs[:], self._kept = self._kept, []
@@ -141,7 +141,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         self._moving = {}
         self._has_moving = self._live is not None and any(item.managed for item in self._live.items)
         self._prepare_questions()
-        self.steady = (
+        self.has_fast_path = (
             isinstance(wrapped_function.model, FunctionModel)
             and self.rerecord_if_static_inputs_change
             and not self._has_moving
@@ -155,8 +155,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         copies_some = self.copies or (self._live is not None and self._live.copies_some)
         done_around = _RUN_CHECKS_WHAT_DIED or copies_some or getattr(wrapped_function, "kernel_free_cudagraph", False)
         self._is_plain = not (done_around or (self._live is not None and self._live.outputs))
-        if self.steady and not done_around:
-            self.native = steady.replay(self, self._dropped, self._constants)
+        if self.has_fast_path and not done_around:
+            self.native = fast_path.replay(self, self._dropped, self._constants)
 
     def _prepare_questions(self) -> None:
         """What is asked of the inputs of each call, and what its outputs are made of."""
@@ -198,22 +198,24 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         for number in range(len(self.cached_tensor_outputs)):
             if self.cached_tensor_outputs[number] is not None:
                 held: Any = self.outputs_weakrefs[number]
-                held.extra_ref_check = functools.partial(_is_let_go, recording, number, held.extra_ref_check)
+                held.extra_ref_check = functools.partial(_is_released, recording, number, held.extra_ref_check)
 
     def all_outputs_are_dead(self) -> bool:
         """Whether all outputs of the path from this node to its root are dead."""
-        return super().all_outputs_are_dead() or (let_go(self.cuda_graphs_pool) and super().all_outputs_are_dead())
+        return super().all_outputs_are_dead() or (
+            release_unneeded(self.cuda_graphs_pool) and super().all_outputs_are_dead()
+        )
 
     def _deaths(self, indices: list[tuple[int, int]]) -> Deaths | None:
         """Of outputs on the path, by depth and number; None where there are none."""
         path = list(self._path_from_root) if indices else []
         places = [(path[d].cached_tensor_outputs, self.path_weakrefs[d], number) for d, number in indices]
-        return Deaths(places, functools.partial(let_go, self.cuda_graphs_pool)) if places else None
+        return Deaths(places, functools.partial(release_unneeded, self.cuda_graphs_pool)) if places else None
 
     def _make(self, wrapped_function: Any, id: Any, parent: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> None:
         try:
             if parent is not None:
-                let_go(parent.cuda_graphs_pool)  # what is alive now is noted
+                release_unneeded(parent.cuda_graphs_pool)  # what is alive now is noted
             super().__init__(wrapped_function, id, parent, inputs, *args, **kwargs)
             self._kept = []  # it was launched, and must not be twice
             if self._live is not None:
@@ -229,7 +231,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                     model.log.route_was_found(f"by address: recording it with a table failed: {error}")
                     leave(model)
                 else:
-                    why = f"recording it at a ghost address failed: {type(error).__name__}: {error}"
+                    why = f"recording it at a placeholder address failed: {type(error).__name__}: {error}"
                     # Without them it is tried once more; torch does not record what lies on the CPU.
                     refused = [error.fields["index"]] if isinstance(error, NotStaged) else live.in_place
                     self._refused |= dict.fromkeys(refused, why)
@@ -264,7 +266,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                     sizes = self.wrapped_function.id  # with integers a function has one for each value of theirs
                     table = self._live.has_table
                     self._live.watch = _watch(model, sizes, self.log, self.device, clock, has_table=table)
-                if (self._live.has_ghosts or self._live.has_staged) and self._may_be_kept(inputs):
+                if (self._live.has_placeholders or self._live.has_staged) and self._may_be_kept(inputs):
                     self._kept = list(inputs)
                 self._live.is_of_backward = self.wrapped_function.model.log.mode == BACKWARD
                 for item in self._live.items:
@@ -322,9 +324,9 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         if live is not None:
             self.graph = self._graph_that_is_kept(inputs)
 
-        def on_stand_ins(model_inputs: list[Any]) -> Any:
+        def on_placeholder_tensors(model_inputs: list[Any]) -> Any:
             for item in () if live is None else live.items:
-                model_inputs[item.index] = item.stand_in
+                model_inputs[item.index] = item.placeholder_tensor
             together = None if live is None else live.together
             with nullcontext() if live is None else live.captured(), observed(together) as staged:
                 outputs = staged.with_own_memory(_as_they_read(model(model_inputs)))
@@ -338,7 +340,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
         reads: list[tuple[int, HostRead]] = []
         copied: list[int] = []
-        outputs = super()._record(on_stand_ins, inputs)
+        outputs = super()._record(on_placeholder_tensors, inputs)
         if live is not None:
             with torch.cuda.device(self.device):
                 live.set_up(self.graph, reads, copied, lambda: self._surroundings(outputs, live))
@@ -379,14 +381,17 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             super()._add_first_outputs(outputs, static_input_persistent_storage_ptrs)
             return
         # Upstream neither frees nor checks what lies on a persistent input.
-        # It asks its references whether they are alive, as the stand-ins are.
+        # It asks its references whether they are alive, as the placeholder tensors are.
         persistent = static_input_persistent_storage_ptrs | dict.fromkeys(live.storages, _is_alive)
         super()._add_first_outputs(outputs, persistent)
         for position, output in enumerate(outputs):
             item = live.item_under(output) if _is_cuda(output) else None
             if item is None:
                 continue
-            live.outputs[position] = item.index, None if output is item.stand_in else _view_of(output, item.stand_in)
+            live.outputs[position] = (
+                item.index,
+                None if output is item.placeholder_tensor else _view_of(output, item.placeholder_tensor),
+            )
             self.static_output_tensors[position] = torch.empty(0)  # rebuilt from the input of each call instead
 
     def _finish_first_call(self, live: LiveInputs) -> None:
@@ -447,8 +452,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                     return "an input was an output that is expected to be gone"
         return None
 
-    def takes(self, inputs: list[Any]) -> bool:
-        """Whether a steady recording can be replayed with these inputs; its graph holds their addresses then.
+    def accepts(self, inputs: list[Any]) -> bool:
+        """Whether a recording with a fast path can be replayed with these inputs; its graph holds their addresses then.
 
         Where it can, those that are outputs of earlier recordings are let go of. Raises :class:`HeldForTooLong`.
         """
@@ -471,7 +476,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             raise HeldForTooLong(function=self.wrapped_function.model.log.name)
 
     def replay(self, inputs: list[Any]) -> Any:
-        """A steady recording's outputs for the inputs that it takes, which are consumed."""
+        """A recording with a fast path's outputs for the inputs that it takes, which are consumed."""
         live = self._live
         if not self._is_plain or (live is not None and live.temporary):
             return self._replay_with_inputs(inputs)
@@ -517,7 +522,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
     @property
     def live(self) -> LiveInputs | None:
-        """The live inputs that were recorded at ghost addresses."""
+        """The live inputs that were recorded at placeholder addresses."""
         return self._live
 
     def replay_for_verification(self) -> None:
@@ -544,16 +549,18 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     # -- what the report says
 
     def _describe_inputs(self) -> Iterator[tuple[Any, ...]]:
-        """The fields of an :class:`~pygraph_trees.coverage.records.InputRecord` each."""
+        """The fields of an :class:`~pygraph_trees.report.records.InputRecord` each."""
         placeholders, mutated = self.wrapped_function.placeholders, set(self.wrapped_function.mutated_input_idxs)
         static, managed = set(self.static_input_idxs), set(self.cudagraph_managed_idxs)
         copied = set(self._copied_indices())
-        stand_ins = {} if self._live is None else {item.index: item.stand_in for item in self._live.items}
+        placeholder_tensors = (
+            {} if self._live is None else {item.index: item.placeholder_tensor for item in self._live.items}
+        )
         decisions = {} if self._live is None else self._live.decisions
         devices: dict[torch.device, str] = {}
         for index, value in enumerate(self.reconstructed_inputs):
             name = placeholders[index].name if index < len(placeholders) else None
-            value = stand_ins.get(index, value)
+            value = placeholder_tensors.get(index, value)
             if not isinstance(value, torch.Tensor):
                 yield index, name, "value", None, 0, 0, index in mutated
                 continue
@@ -616,7 +623,10 @@ def without_staged(outputs: Sequence[Any], live: LiveInputs) -> list[Any]:
     for position, output in enumerate(outputs):
         item = live.item_under(output) if _is_on_cpu(output) else None
         if item is not None:
-            live.outputs[position] = item.index, None if output is item.stand_in else _view_of(output, item.stand_in)
+            live.outputs[position] = (
+                item.index,
+                None if output is item.placeholder_tensor else _view_of(output, item.placeholder_tensor),
+            )
             shown[position] = None
     return shown
 
@@ -626,7 +636,7 @@ def without_staged(outputs: Sequence[Any], live: LiveInputs) -> list[Any]:
 _with_outputs: weakref.WeakValueDictionary[Any, weakref.WeakSet[Recording]] = weakref.WeakValueDictionary()
 
 
-def let_go(pool: Any) -> bool:
+def release_unneeded(pool: Any) -> bool:
     """Outputs that nobody holds let go of autograd's graphs, as in torch 2.15; whether any did.
 
     Such a graph is that of a backward that never came. It may be what holds others: what was saved for it, and what
@@ -634,13 +644,13 @@ def let_go(pool: Any) -> bool:
     """
     found, recordings = False, list(_with_outputs.get(pool, ()))
     for _ in range(1 + sum(len(recording.cached_tensor_outputs) for recording in recordings)):
-        if not sum(map(_let_go_of_autograd, recordings)):
+        if not sum(map(_release_autograd, recordings)):
             break
         found = True
     return found
 
 
-def _let_go_of_autograd(recording: Recording) -> bool:
+def _release_autograd(recording: Recording) -> bool:
     outputs, found = recording.cached_tensor_outputs, False
     for i in range(len(outputs)):
         # Without a name for the output: references are counted, the list's and the argument's.
@@ -657,7 +667,7 @@ def _let_go_of_autograd(recording: Recording) -> bool:
     return found
 
 
-def _is_let_go(recording: Callable[[], Recording | None], number: int, check: Callable[[], bool]) -> bool:
+def _is_released(recording: Callable[[], Recording | None], number: int, check: Callable[[], bool]) -> bool:
     """Whether a cached output is held by its recording alone: not in C++, and else as upstream's ``check`` has it."""
     node = recording()
     return (node is None or node.cached_tensor_outputs[number]._use_count() == 1) and check()
@@ -715,8 +725,12 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _view_of(output: torch.Tensor, stand_in: torch.Tensor) -> tuple[Any, ...]:
+def _view_of(output: torch.Tensor, placeholder_tensor: torch.Tensor) -> tuple[Any, ...]:
     """Sizes, strides, offset from the input's first element, and dtype."""
-    ahead = output.data_ptr() - stand_in.data_ptr() if output.numel() else 0
-    offset = ahead // output.element_size() if output.dtype != stand_in.dtype else ahead // stand_in.element_size()
+    ahead = output.data_ptr() - placeholder_tensor.data_ptr() if output.numel() else 0
+    offset = (
+        ahead // output.element_size()
+        if output.dtype != placeholder_tensor.dtype
+        else ahead // placeholder_tensor.element_size()
+    )
     return tuple(output.shape), tuple(output.stride()), offset, output.dtype

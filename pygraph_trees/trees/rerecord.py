@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from pygraph_trees.coverage.log import FunctionLog
+    from pygraph_trees.report.log import FunctionLog
 
     from .manager import Manager
 

@@ -28,15 +28,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pygraph_trees.coverage.naming import BACKWARD
-from pygraph_trees.tensors import chosen
+from pygraph_trees.native.tensors import chosen
+from pygraph_trees.report.naming import BACKWARD
 
-from .steady import entry
+from .fast_path import entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from .steady import View
+    from .fast_path import View
 
 _VIEW = "reinterpret_tensor"  # of a tensor, with sizes, strides and an offset
 _GIVEN = "partition0_args"
@@ -50,7 +50,7 @@ class _Unknown(Exception):
 def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
     """Does what ``call`` does, the method of Inductor's ``Runner``; None where that is anything else, or not known.
 
-    What comes back may have a function ``steadily``, which gives the outputs for a list of inputs where a steady replay
+    What comes back may have a function ``fast_call``, which gives the outputs for a list of inputs where a fast replay
     will do, and else None.
     """
     runner: Any = getattr(call, "__self__", None)
@@ -83,7 +83,7 @@ def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
         return outputs if finish is None else finish.make(outputs, kept)
 
     if sorted(code.given) == list(range(code.count)):
-        run.steadily = _steadily(runner, code, finish, names.get(_VIEW))  # type: ignore[attr-defined]
+        run.fast_call = _fast_call(runner, code, finish, names.get(_VIEW))  # type: ignore[attr-defined]
     return run
 
 
@@ -100,8 +100,8 @@ def _several(indices: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
     return lambda items: [items[index] for index in indices]
 
 
-def _steadily(runner: Any, code: _Code, finish: _Finish | None, view: Any) -> Callable[[list[Any]], Any] | None:
-    """Gives the outputs if a steady replay of the partition will do, else None and the inputs are as they were."""
+def _fast_call(runner: Any, code: _Code, finish: _Finish | None, view: Any) -> Callable[[list[Any]], Any] | None:
+    """Gives the outputs if a fast replay of the partition will do, else None and the inputs are as they were."""
     (partition,) = runner.partitions
     function = getattr(partition, "function", None)
     if function is None:
@@ -109,13 +109,13 @@ def _steadily(runner: Any, code: _Code, finish: _Finish | None, view: Any) -> Ca
     keep, order = _several(code.kept), chosen(code.given, code.count)
     back = chosen([code.given.index(index) for index in range(code.count)], code.count)
 
-    def steadily(inputs: list[Any]) -> Any:
+    def fast_call(inputs: list[Any]) -> Any:
         if runner.partitions[0] is not partition:
             return None
         kept = keep(inputs)
         if order is not None:
             order(inputs)
-        outputs = function.steadily(inputs)
+        outputs = function.fast_call(inputs)
         if outputs is None:
             function.was_asked = True
             if back is not None:
@@ -124,11 +124,11 @@ def _steadily(runner: Any, code: _Code, finish: _Finish | None, view: Any) -> Ca
         return outputs if finish is None else finish.make(outputs, kept)
 
     if finish is not None and finish.views and view is not torch._C._dynamo.guards._reinterpret_tensor:
-        return steadily
+        return fast_call
     where = {} if finish is None else {field.name: getattr(finish, field.name) for field in fields(finish)[1:]}
     around = (runner.partitions, partition)
     return entry(
-        steadily, function, runner=around, order=None if order is None else code.given, kept=code.kept, **where
+        fast_call, function, runner=around, order=None if order is None else code.given, kept=code.kept, **where
     )
 
 
@@ -186,7 +186,7 @@ class _Finish:
     """What is returned of the partition's outputs and of the kept inputs."""
 
     make: Callable[[Sequence[Any], Sequence[Any]], tuple[Any, ...]]
-    # The same in parts, see :func:`.steady.entry`.
+    # The same in parts, see :func:`.fast_path.entry`.
     picks: list[int]
     constants: list[Any]
     views: list[View]

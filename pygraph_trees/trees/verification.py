@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pygraph_trees.coverage.partitions import source_line
-from pygraph_trees.exc import PygraphError
-from pygraph_trees.extent import contents, extent
-from pygraph_trees.indirection.stand_ins import bytes_at
+from pygraph_trees.cuda.extent import contents, extent
+from pygraph_trees.errors import PygraphError
+from pygraph_trees.indirection.placeholder_tensors import bytes_at
+from pygraph_trees.report.partitions import source_line
 
 if TYPE_CHECKING:
     from .recording import Recording

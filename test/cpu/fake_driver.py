@@ -319,7 +319,7 @@ class FakeApi(FakeMemory):
         return {name: self.is_reserved(values[name]) for name in names}
 
     def exec_parameters(self, exec_: int, node: int) -> bytes:
-        """What an executable graph holds, at the offsets of sites.
+        """What an executable graph holds, at the offsets of relocations.
 
         A kernel's block; source and target of a memcpy, 8 bytes each; target of a memset, 8 bytes.
         """

@@ -1,8 +1,8 @@
 """The native part over the fake driver: what the fake answers goes into a library in C, which the native part calls.
 
-:func:`native_over` gives a :class:`FakeApi` a module with the interface of ``pygraph_trees._native``, so that the tests
-of what is done in Python are tests of what is done in C. It skips the test where the extension was not built or the
-library cannot be.
+:func:`native_over` gives a :class:`FakeApi` a module with the interface of ``pygraph_trees.native._graph_nodes``, so
+that the tests of what is done in Python are tests of what is done in C. It skips the test where the extension was not
+built or the library cannot be.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _struct_at(address: int) -> FakeParams:
 
 def native_over(api: FakeApi) -> Any:
     try:
-        from pygraph_trees import _native
+        from pygraph_trees.native import _graph_nodes
     except ImportError:
         raise unittest.SkipTest("the native part was not built") from None
     path = library()
@@ -80,7 +80,7 @@ def native_over(api: FakeApi) -> Any:
 
     def search(_: str, graph: int, low: int, high: int) -> Any:
         _fill(fake, api, graph)
-        return _native.search(str(path), graph, low, high)
+        return _graph_nodes.search(str(path), graph, low, high)
 
     def set_kernels(_: str, exec_: int, nodes: bytes) -> tuple[int, int] | None:
         for position, (node, address) in enumerate(struct.iter_unpack("QQ", nodes)):
@@ -109,7 +109,7 @@ def native_over(api: FakeApi) -> Any:
         search=search,
         set_kernels=set_kernels,
         address_of=lambda _, name: ctypes.cast(calls[name], ctypes.c_void_p).value,
-        overwrite_stack=_native.overwrite_stack,
+        overwrite_stack=_graph_nodes.overwrite_stack,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a steady replay in C++ goes through: a manager, a recording, a graph and live inputs, as fakes."""
+"""What a fast replay in C++ goes through: a manager, a recording, a graph and live inputs, as fakes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from unittest import mock
 import torch
 from torch._inductor import cudagraph_trees
 
-from pygraph_trees import tensors
+from pygraph_trees.native import tensors
+from pygraph_trees.trees import fast_path
 from pygraph_trees.trees import manager as trees_manager
-from pygraph_trees.trees import steady
 
 MODE = cudagraph_trees.CompilationMode
-MAY_CLONE = steady._MAY_CLONE  # since 2.14
+MAY_CLONE = fast_path._MAY_CLONE  # since 2.14
 
 
 class Failed(Exception): ...
@@ -85,11 +85,11 @@ class Trees:
     def __init__(self, fixed, cached, *, manager=Slotted, managed=(), others=None, mode=MODE.INFERENCE, **recording):
         self.recording = Recording(fixed, cached, **recording)
         self.graph, self.log, self.live = self.recording.graph, self.recording.log, self.recording.live
-        native = steady.replay(self.recording, managed, [NotImplemented] * len(cached) if others is None else others)
+        native = fast_path.replay(self.recording, managed, [NotImplemented] * len(cached) if others is None else others)
         self.before, self.answer, self.partition = Plain(), Plain(), Plain()
-        self.way = Plain(begins=None, replay=native, mode=mode, compile_id=Plain(), sieve=None, replays=())
+        self.way = Plain(begins=None, replay=native, mode=mode, compile_id=Plain(), candidate_filter=None, replays=())
         self.manager, self.partitions, self.handed = manager(), [self.partition], []
-        self.manager.turn = steady.new_turn()
+        self.manager.turn = fast_path.new_turn()
         self.manager.graph, self.manager._ways, self.manager.current_gen = Plain(), {7: {self.before: self.way}}, -5
         self.manager.mode = self.manager.compile_id = self.manager.path_state = None
         self.manager.running_forwards_with_pending_backwards = None
@@ -104,7 +104,7 @@ class Trees:
     def entry(self, *, around=False, **arguments):
         """What it gives for inputs, behind the same recording each time."""
         runner = (self.partitions, self.partition) if around else None
-        made = steady.entry(self.by_hand, self.function, runner=runner, **arguments)
+        made = fast_path.entry(self.by_hand, self.function, runner=runner, **arguments)
 
         def call(inputs):
             self.manager._current_node = self.before

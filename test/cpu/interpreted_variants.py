@@ -26,8 +26,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase
 
-from pygraph_trees.indirection.table import WIDTHS, writer_function
-from pygraph_trees.indirection.variants import Variant, with_slots
+from pygraph_trees.indirection.table.pointer_table import WIDTHS, writer_function
+from pygraph_trees.indirection.table.variants import Variant, with_slots
 
 TYPES = {
     "*fp32": torch.float32,

@@ -14,9 +14,9 @@ import torch
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.coverage.log import FunctionLog
 from pygraph_trees.indirection import availability
 from pygraph_trees.indirection.availability import IndirectionOff, usable_driver
+from pygraph_trees.report.log import FunctionLog
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees import recording
 from pygraph_trees.trees.function import FunctionModel

@@ -30,9 +30,9 @@ from bench import command_line, figures, graph_host, host_time, many, quiet, rec
 from bench.isolated import Job, Worker
 from bench.loading import load_workloads
 
-from pygraph_trees.comparison import Measurement, Plan, Program, Results
-from pygraph_trees.comparison.differences import snapshot
-from pygraph_trees.explain import explain
+from pygraph_trees.benchmark import Measurement, Plan, Program, Results
+from pygraph_trees.benchmark.differences import snapshot
+from pygraph_trees.cli.explain import explain
 
 WORKLOADS = load_workloads()
 FAST = Plan(rounds=1, block_s=0.0, calls=(2, 2), settle_calls=1, warm_calls=(5, 6), ring=2, fresh_caches=False)
@@ -268,7 +268,7 @@ _BROKEN = """
 
     import torch
 
-    from pygraph_trees.comparison import Program
+    from pygraph_trees.benchmark import Program
 
     def build(device):
         return Program(lambda x: x + 1, (torch.ones(2),), name="GOOD")
@@ -278,7 +278,7 @@ _BROKEN = """
 
     def dies(device):
         # Dies after the first stage, when its ways have been warmed up.
-        import pygraph_trees.comparison.measure as measure
+        import pygraph_trees.benchmark.measure as measure
         measure.time_block = lambda *args: os._exit(7)
         return Program(lambda x: x + 1, (torch.ones(2),), name="DIES")
 
@@ -498,7 +498,7 @@ class TestCommandLine(TestCase):
             out = Path(folder) / "x.json"
             blank = replace(Results("NVIDIA H200", "1", "2.11.0", "3", "3.12", "today", "hash", 4))
             stack.enter_context(mock.patch("torch.cuda.is_available", return_value=True))
-            here = stack.enter_context(mock.patch("pygraph_trees.comparison.results.here", return_value=blank))
+            here = stack.enter_context(mock.patch("pygraph_trees.benchmark.results.here", return_value=blank))
             stack.enter_context(mock.patch("bench.isolated.Worker", lambda *job: FakeWorker(*job, run)))
             common = ("--rounds", "4", "--timeout", "9", "--ways", "eager,ours", "--out", str(out))
 
@@ -559,7 +559,7 @@ class TestCommandLine(TestCase):
                 self.subTest(jobs=count),
                 tempfile.TemporaryDirectory() as folder,
                 mock.patch("torch.cuda.is_available", return_value=True),
-                mock.patch("pygraph_trees.comparison.results.here", return_value=blank),
+                mock.patch("pygraph_trees.benchmark.results.here", return_value=blank),
                 mock.patch("bench.isolated.Worker", lambda *job: FakeWorker(*job, run)),
             ):
                 FakeWorker.happened.clear()
@@ -583,7 +583,7 @@ class TestCommandLine(TestCase):
         with (
             tempfile.TemporaryDirectory() as folder,
             mock.patch("torch.cuda.is_available", return_value=True),
-            mock.patch("pygraph_trees.comparison.results.here", return_value=blank),
+            mock.patch("pygraph_trees.benchmark.results.here", return_value=blank),
             mock.patch("bench.isolated.Worker", lambda *job: FakeWorker(*job, run)),
         ):
             out = Path(folder) / "x.json"
@@ -602,7 +602,7 @@ class TestCommandLine(TestCase):
             tempfile.TemporaryDirectory() as folder,
             mock.patch.object(command_line, "RESULTS_FOLDER", Path(folder)),
             mock.patch("torch.cuda.is_available", return_value=True),
-            mock.patch("pygraph_trees.comparison.results.here", return_value=blank),
+            mock.patch("pygraph_trees.benchmark.results.here", return_value=blank),
             mock.patch("bench.isolated.Worker", lambda *job: FakeWorker(*job, lambda *_: [record])),
             mock.patch("bench.summary.main"),
         ):
@@ -628,7 +628,7 @@ class TestCommandLine(TestCase):
                 tempfile.TemporaryDirectory() as folder,
                 mock.patch.object(command_line, "RESULTS_FOLDER", Path(folder)),
                 mock.patch("torch.cuda.is_available", return_value=True),
-                mock.patch("pygraph_trees.comparison.results.here", return_value=blank),
+                mock.patch("pygraph_trees.benchmark.results.here", return_value=blank),
                 mock.patch("bench.isolated.Worker", lambda *job: FakeWorker(*job, lambda *_: [record])),
                 mock.patch("importlib.util.find_spec", lambda name: has_plots or None),  # noqa: B023
                 mock.patch("bench.summary.main") as summary,

@@ -17,7 +17,7 @@ from bench import summary as pages
 from bench.paper import FIGURES
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.comparison.results import Measurement, Results, ResultsFormatError
+from pygraph_trees.benchmark.results import Measurement, Results, ResultsFormatError
 
 GOOD = {
     "latency_ms": 1.0,

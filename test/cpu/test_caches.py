@@ -26,7 +26,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 import inductor_patches
 import pygraph_trees
 from inductor_patches import config as config_patch
-from pygraph_trees.coverage.report import clear
+from pygraph_trees.report.summary import clear
 from pygraph_trees.settings import FLAGS
 
 OFF = {"triton.pygraph_placement": "off", "triton.pygraph_indirection": "off", "triton.pygraph_selective": "always"}

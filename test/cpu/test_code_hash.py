@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.code_hash import artifact_files, artifact_hash, code_hash, covered_files
-from pygraph_trees.native_sources import sources_hash
+from pygraph_trees.native.sources import sources_hash
 
 
 def suite():
@@ -104,7 +104,7 @@ class TestArtifactHash(TestCase):
 
     def test_what_changes_it(self):
         before = self.hash()
-        for name in ("placement/plan.py", "placement/rounding.py", "coverage/compiled.py", "host_reads.py"):
+        for name in ("placement/plan.py", "placement/rounding.py", "report/compiled.py", "cuda/host_reads.py"):
             path = self.root / "pygraph_trees" / name
             content = path.read_bytes()
             path.write_bytes(content + b"\n")
@@ -120,7 +120,7 @@ class TestArtifactHash(TestCase):
         added.write_text("")
         self.assertNotEqual(self.hash(), before)
         added.unlink()
-        for name in ("trees/manager.py", "coverage/page.py", "indirection/inputs.py", "steady_replay.cpp"):
+        for name in ("trees/manager.py", "report/page.py", "indirection/inputs.py", "native/replay.cpp"):
             with (self.root / "pygraph_trees" / name).open("a") as file:
                 file.write("\n")  # runs when a program does, or tells of it
         self.assertEqual(self.hash(), before)
@@ -244,7 +244,9 @@ class TestEvidence(TestCase):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder)
             source = path / "tensors.cpp"
-            native, tensors = (path / f"{name}{module.EXTENSION_SUFFIXES[0]}" for name in ("_native", "_tensors"))
+            native, tensors = (
+                path / f"{name}{module.EXTENSION_SUFFIXES[0]}" for name in ("_graph_nodes", "_fast_path")
+            )
             source.write_bytes(b"one")
             made_of = f"\0{sources_hash(path)}\0".encode()
             for file, content in ((native, made_of), (tensors, made_of + b"2.11.0+cu130\0")):
@@ -254,7 +256,8 @@ class TestEvidence(TestCase):
             self.assertFalse(module.is_built(path, "2.11.0"))
             self.assertFalse(module.is_built(path, "2.12.0+cu130"))
             with mock.patch.object(module, "ROOT", path), mock.patch.object(module.subprocess, "run") as ran:
-                (path / "pygraph_trees").symlink_to(path)
+                (path / "pygraph_trees").mkdir()
+                (path / "pygraph_trees" / "native").symlink_to(path)
                 module.build_native_part("2.11.0+cu130")
                 ran.assert_not_called()
                 source.write_bytes(b"another")
@@ -352,6 +355,7 @@ class TestEvidence(TestCase):
             product, lane = root / "pygraph_trees", root / "test" / "gpu"
             for path in (product, lane):
                 path.mkdir(parents=True)
+            (product / "native").mkdir()
             (product / "code_hash.py").write_text((ROOT / "pygraph_trees" / "code_hash.py").read_text())
             files = {
                 "test_a": "import test_b\n",
@@ -377,7 +381,7 @@ class TestEvidence(TestCase):
                 self.assertEqual(differ(lane / "test_c.py", "x = 1  # one\n"), "")
                 self.assertEqual(differ(lane / "test_b.py", "import test_c_too\n"), "test_a test_b")
                 self.assertEqual(differ(lane / "helper.py", "z = 1\n"), "test_a test_b test_c test_c_too")
-                self.assertEqual(differ(product / "native.c", "int x;"), "test_a test_b test_c test_c_too")
+                self.assertEqual(differ(product / "native/graph_nodes.c", "int x;"), "test_a test_b test_c test_c_too")
                 self.assertEqual(module.hashes_of_files(), before)
 
     def test_check_runs_without_torch(self):

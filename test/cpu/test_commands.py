@@ -24,15 +24,15 @@ from page_elements import Elements, needed
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees import __main__ as command_line
-from pygraph_trees import target
-from pygraph_trees.comparison import Measurement, Plan
-from pygraph_trees.comparison.trace import Span
-from pygraph_trees.comparison.ways import Way
-from pygraph_trees.coverage.records import Environment
-from pygraph_trees.coverage.report import clear
-from pygraph_trees.default_target import masked_rows
-from pygraph_trees.exc import PygraphError
-from pygraph_trees.progress import Progress
+from pygraph_trees.benchmark import Measurement, Plan
+from pygraph_trees.benchmark.trace import Span
+from pygraph_trees.benchmark.ways import Way
+from pygraph_trees.cli import target
+from pygraph_trees.cli.default_target import masked_rows
+from pygraph_trees.cli.progress import Progress
+from pygraph_trees.errors import PygraphError
+from pygraph_trees.report.records import Environment
+from pygraph_trees.report.summary import clear
 
 META = torch.device("meta")
 
@@ -168,7 +168,7 @@ class TestTarget(Folder):
 
 class TestExplain(Folder):
     def test_partitions_causes_and_inputs(self):
-        with mock.patch("pygraph_trees.explain._WIDTH", 400):  # no wrapping, which depends on the folder's name
+        with mock.patch("pygraph_trees.cli.explain._WIDTH", 400):  # no wrapping, which depends on the folder's name
             status, out, err = run("explain", f"{self.file}:net")
         self.assertEqual(status, 0, err)
         text = out.replace(str(self.file), "program.py").replace(torch.__version__, "2")
@@ -202,7 +202,7 @@ What the features do about it:
                 "\n\ndef added(x, ids):\n    steps = ids + 1\n    return x + steps.to(x.device)\n"
                 "\n\ndef moved(device):\n    return added, (torch.empty(64, device=device), torch.arange(64))\n"
             )
-        with mock.patch("pygraph_trees.explain._WIDTH", 400):
+        with mock.patch("pygraph_trees.cli.explain._WIDTH", 400):
             status, out, err = run("explain", f"{self.file}:moved")
         self.assertEqual(status, 0, err)
         self.assertIn("placement full: 1 partition, none outside of CUDA graphs; without it 2, 1 outside", out)
@@ -216,7 +216,7 @@ What the features do about it:
         program = target.resolve(f"{self.file}:plain", META)
         from dataclasses import replace
 
-        from pygraph_trees.explain import explain
+        from pygraph_trees.cli.explain import explain
 
         x = torch.ones(4, 4, device="meta", requires_grad=True)
         found = explain(
@@ -229,7 +229,7 @@ What the features do about it:
     def explained(self, fn):
         from dataclasses import replace
 
-        from pygraph_trees.explain import explain
+        from pygraph_trees.cli.explain import explain
 
         program = target.resolve(f"{self.file}:plain", META)
         return explain(replace(program, fn=fn, args=(torch.ones(4, 4, device="meta"),)))
@@ -241,7 +241,7 @@ What the features do about it:
         self.assertIn("1 function graphed", found)
 
     def test_lowered_twice_only_where_something_was_placed(self):
-        from pygraph_trees import explain
+        from pygraph_trees.cli import explain
 
         lowered = []
 
@@ -324,8 +324,8 @@ class TestCompare(Folder):
             with (
                 mock.patch.object(torch.cuda, "is_available", lambda: True),
                 mock.patch.object(target, "resolve"),
-                mock.patch("pygraph_trees.comparison.compare", return_value=found),
-                mock.patch("pygraph_trees.coverage.report._environment", lambda: REPORT_ENVIRONMENT),
+                mock.patch("pygraph_trees.benchmark.compare", return_value=found),
+                mock.patch("pygraph_trees.report.summary._environment", lambda: REPORT_ENVIRONMENT),
             ):
                 status, text, err = run("compare", "X", "--json", str(out))
             self.assertEqual(status, expected, err)
@@ -344,8 +344,8 @@ class TestCompare(Folder):
             with (
                 mock.patch.object(torch.cuda, "is_available", lambda: True),
                 mock.patch.object(target, "resolve"),
-                mock.patch("pygraph_trees.comparison.compare", return_value=[self.measurement(way)]),
-                mock.patch("pygraph_trees.coverage.report._environment", lambda: REPORT_ENVIRONMENT),
+                mock.patch("pygraph_trees.benchmark.compare", return_value=[self.measurement(way)]),
+                mock.patch("pygraph_trees.report.summary._environment", lambda: REPORT_ENVIRONMENT),
                 torch._inductor.config.patch("triton.pygraph_verify", verify),
             ):
                 clear()
@@ -372,10 +372,10 @@ class TestComparePage(Folder):
         plan = Plan(1, 0.0, (2, 2), settle_calls=1, warm_calls=(5, 8), ring=2, fresh_caches=False)
         with (
             mock.patch.object(torch.cuda, "is_available", lambda: True),
-            mock.patch("pygraph_trees.comparison.measure.make_ways", lambda program, names: ways),
-            mock.patch("pygraph_trees.comparison.measure.wake_compiler"),
-            mock.patch("pygraph_trees.comparison.Plan", lambda rounds: plan),
-            mock.patch("pygraph_trees.coverage.report._environment", lambda: REPORT_ENVIRONMENT),
+            mock.patch("pygraph_trees.benchmark.measure.make_ways", lambda program, names: ways),
+            mock.patch("pygraph_trees.benchmark.measure.wake_compiler"),
+            mock.patch("pygraph_trees.benchmark.Plan", lambda rounds: plan),
+            mock.patch("pygraph_trees.report.summary._environment", lambda: REPORT_ENVIRONMENT),
         ):
             return run("compare", f"{self.file}:plain", *options)
 
@@ -427,7 +427,7 @@ class TestComparePage(Folder):
     def test_a_call_in_time(self):
         spans = Span("host", True, 0.0, 5.0), Span("gpu", True, 6.0, 40.0)
         found = [Measurement("W", "inference", 1, "ours", "same", latency_ms=1.0, timeline=spans)]
-        with mock.patch("pygraph_trees.comparison.compare", return_value=found):
+        with mock.patch("pygraph_trees.benchmark.compare", return_value=found):
             self.assertEqual(self.compare("--html", str(self.html))[0], 0)
         (measured,) = self.written()["measurements"]
         self.assertEqual(
@@ -473,7 +473,7 @@ class TestComparePage(Folder):
 
     def test_no_file_is_touched_by_a_comparison_that_fails(self):
         self.html.write_text("of an earlier run")
-        with mock.patch("pygraph_trees.comparison.compare", side_effect=PygraphError(message="of the test")):
+        with mock.patch("pygraph_trees.benchmark.compare", side_effect=PygraphError(message="of the test")):
             self.assertEqual(self.compare("--html", str(self.html), "--json", str(self.json))[0], 2)
         self.assertEqual((self.html.read_text(), self.json.exists()), ("of an earlier run", False))
 
@@ -481,7 +481,7 @@ class TestComparePage(Folder):
         os.mkfifo(self.html)
         reader = os.open(self.html, os.O_RDONLY | os.O_NONBLOCK)
         self.addCleanup(os.close, reader)
-        with mock.patch("pygraph_trees.comparison.page.page", return_value="short"):
+        with mock.patch("pygraph_trees.benchmark.page.page", return_value="short"):
             self.assertEqual(self.compare("--html", str(self.html))[0], 0)
         self.assertEqual(os.read(reader, 100), b"short")
 

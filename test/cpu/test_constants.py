@@ -18,11 +18,11 @@ from torch._functorch import config as functorch_config
 from torch._inductor.utils import fresh_cache
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.absent_gpu import absent_gpu, lower
-from pygraph_trees.coverage.compiled import PLACED, partitions_of
+from pygraph_trees.fake_gpu import absent_gpu, lower
 from pygraph_trees.placement import place
 from pygraph_trees.placement.folding import MOST_EVALUATED_NBYTES, MOST_FOLDED_NBYTES, Folding
 from pygraph_trees.placement.nodes import is_on_cpu
+from pygraph_trees.report.compiled import PLACED, partitions_of
 
 SIZE = 24
 NOT_ON_GPUS = {torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.complex32}

@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees import driver as driver_module
-from pygraph_trees.driver import Driver
-from pygraph_trees.driver_error import NOT_FOUND, DriverError
-from pygraph_trees.graph_nodes import NodeKind
+from pygraph_trees.cuda import driver as driver_module
+from pygraph_trees.cuda.driver import Driver
+from pygraph_trees.cuda.graph_nodes import NodeKind
+from pygraph_trees.errors import NOT_FOUND, DriverError
 
 DEVICE = 3
 parameters = st.lists(st.integers(0, 2**64 - 1) | st.binary(min_size=1, max_size=40), max_size=8)

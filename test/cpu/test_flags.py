@@ -29,8 +29,8 @@ import pygraph_trees
 from inductor_patches import config as config_patch
 from inductor_patches import environment, output_code
 from pygraph_trees.code_hash import artifact_hash
-from pygraph_trees.coverage import compiled
-from pygraph_trees.coverage.report import clear
+from pygraph_trees.report import compiled
+from pygraph_trees.report.summary import clear
 from pygraph_trees.selection import are_graphs_left_out, compiling_without_graphs
 from pygraph_trees.settings import FLAGS, Flag, InvalidFlag, Settings, flags_table
 

@@ -54,10 +54,10 @@ from fuzzing.saved import hooks
 from fuzzing.scope import Scope
 from fuzzing.strategies import around_of, cases
 
-from pygraph_trees.absent_gpu import absent_gpu, lower
-from pygraph_trees.absent_gpu.tracing import NothingToLowerError
-from pygraph_trees.comparison import Program
-from pygraph_trees.explain import partitions
+from pygraph_trees.benchmark import Program
+from pygraph_trees.cli.explain import partitions
+from pygraph_trees.fake_gpu import absent_gpu, lower
+from pygraph_trees.fake_gpu.tracing import NothingToLowerError
 
 CPU = torch.device("cpu")
 # The same cases in every run: what CI finds is of the change, not of the day.

@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees import tensors
+from pygraph_trees.native import tensors
 
 
 class CompiledFunction(torch.autograd.Function):

@@ -17,7 +17,7 @@ import torch
 from bench import graph_host
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.comparison.program import Program
+from pygraph_trees.benchmark.program import Program
 
 
 def wrappers(function):

@@ -32,11 +32,11 @@ from triton.compiler import CompiledKernel
 
 import inductor_patches
 from inductor_patches.patch import PatchOverwritten
-from pygraph_trees.absent_gpu import absent_gpu, lower
-from pygraph_trees.indirection import launches, variant_launchers
-from pygraph_trees.indirection.launches import Tap, noting, through
-from pygraph_trees.indirection.variant_launchers import VariantLauncher, parameters
-from pygraph_trees.indirection.variants import NoVariant
+from pygraph_trees.fake_gpu import absent_gpu, lower
+from pygraph_trees.indirection.table import launches, variant_launchers
+from pygraph_trees.indirection.table.launches import Tap, noting, through
+from pygraph_trees.indirection.table.variant_launchers import VariantLauncher, parameters
+from pygraph_trees.indirection.table.variants import NoVariant
 
 UPSTREAM = triton_heuristics.CachingAutotuner.run
 

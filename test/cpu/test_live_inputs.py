@@ -1,7 +1,8 @@
 """Live inputs of a recording, on a driver that checks its callers: each launch reads the inputs of its call.
 
-Inputs are CPU tensors, their stand-ins too, which say that they lie at ghost addresses. What a launch would read is
-what the instantiated graph holds at that time: the address of an input or of a copy, or that of a stand-in.
+Inputs are CPU tensors, their placeholder tensors too, which say that they lie at placeholder addresses. What a launch
+would read is what the instantiated graph holds at that time: the address of an input or of a copy, or that of a
+placeholder tensor.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.driver import Driver
-from pygraph_trees.driver_error import DriverError
+from pygraph_trees.cuda.driver import Driver
+from pygraph_trees.errors import DriverError
 from pygraph_trees.indirection import inputs as live_inputs
-from pygraph_trees.indirection import retired, stand_ins
+from pygraph_trees.indirection import placeholder_tensors, retired
 from pygraph_trees.indirection.inputs import LiveInputs, choose
 from pygraph_trees.indirection.pool import PoolRanges
 from pygraph_trees.indirection.routes import Route
@@ -43,10 +44,10 @@ IN_POOL = "a mutated input lies in the graph pool"
 UNHELD = "no node holds its address"
 GIVING_BACK = ("cuMemUnmap", "cuMemRelease")
 
-Nodes = Callable[[list[int]], list[Any]]  # nodes of a graph, from the addresses of the stand-ins
+Nodes = Callable[[list[int]], list[Any]]  # nodes of a graph, from the addresses of the placeholder tensors
 
 
-class StandIn(torch.Tensor):
+class PlaceholderTensor(torch.Tensor):
     """A tensor that says that it lies elsewhere."""
 
     start: int
@@ -59,10 +60,14 @@ class StandIn(torch.Tensor):
         return SimpleNamespace(data_ptr=lambda: self.start)
 
 
-def stand_in(start: int, span: Any, tensor: torch.Tensor, device: int) -> torch.Tensor:
+def placeholder_tensor(start: int, span: Any, tensor: torch.Tensor, device: int) -> torch.Tensor:
     storage = torch.zeros(span.nbytes, dtype=torch.uint8).untyped_storage()
     offset = span.lead // tensor.element_size()
-    made = torch.empty(0, dtype=tensor.dtype).set_(storage, offset, tensor.shape, tensor.stride()).as_subclass(StandIn)
+    made = (
+        torch.empty(0, dtype=tensor.dtype)
+        .set_(storage, offset, tensor.shape, tensor.stride())
+        .as_subclass(PlaceholderTensor)
+    )
     made.start, made.lead = start, span.lead
     return made
 
@@ -130,8 +135,8 @@ class LiveInputsTestCase(TestCase):
         self.stream = 0  # the current one
         self.idle: set[int] = set()  # streams on which all launches are over
         for target, name, value in (
-            (live_inputs, "stand_in", stand_in),
-            (live_inputs, "why_not_ghost", lambda tensor, device, in_pool: None),
+            (live_inputs, "placeholder_tensor", placeholder_tensor),
+            (live_inputs, "why_not_placeholder", lambda tensor, device, in_pool: None),
             (torch.cuda, "synchronize", self.synchronized.append),
             (torch.cuda, "device", self.enter),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
@@ -201,7 +206,7 @@ class LiveInputsTestCase(TestCase):
         return live, graph
 
     def capture(self, nodes: Nodes, live: LiveInputs) -> Graph:
-        by_index = {item.index: item.stand_in.data_ptr() for item in live.items}
+        by_index = {item.index: item.placeholder_tensor.data_ptr() for item in live.items}
         return Graph(self.api, nodes([by_index[i] for i in sorted(by_index)]))
 
     def begin(self, live: LiveInputs, *inputs: Any) -> None:
@@ -309,7 +314,7 @@ class TestAddresses(LiveInputsTestCase):
             self.assertEqual(launched, [[a.data_ptr(), OTHER], [b.data_ptr() + 16], [a.data_ptr()]])
             self.assertEqual(Counter(self.api.calls), Counter([MEMCPY, MEMSET]))
 
-    def test_a_copy_takes_the_memory_of_inputs_and_not_that_of_ghosts(self):
+    def test_a_copy_takes_the_memory_of_inputs_and_not_that_of_placeholders(self):
         def nodes(found):
             return [
                 self.api.make_memcpy(found[0] + 8, OTHER, 8),
@@ -370,24 +375,24 @@ class TestAddresses(LiveInputsTestCase):
         self.record(self.one_kernel(), at(0), device=3)  # for threads that have none
         self.assertEqual(self.entered, [3, 3])
 
-    def test_stand_ins_are_as_aligned_as_the_inputs(self):
+    def test_placeholder_tensors_are_as_aligned_as_the_inputs(self):
         tensors = [at(0), at(16), at(132), at(508)]
         live, _ = self.choose(*tensors)
         self.assertEqual([i.recorded % 512 for i in live.items], [0, 16, 132, 508])
-        self.assertEqual([i.stand_in.data_ptr() for i in live.items], [i.recorded for i in live.items])
+        self.assertEqual([i.placeholder_tensor.data_ptr() for i in live.items], [i.recorded for i in live.items])
         for item in live.items:
-            self.assertIs(live.storages[item.stand_in.untyped_storage().data_ptr()], item)
+            self.assertIs(live.storages[item.placeholder_tensor.untyped_storage().data_ptr()], item)
         self.assertNotIn(tensors[0].untyped_storage().data_ptr(), live.storages)
         live.release()
 
     def test_a_view_is_recorded_with_its_storage_or_without(self):
         storage = torch.rand(1 << 12)
         for whole in (1 << 20, 0):
-            with mock.patch.object(stand_ins, "WHOLE_STORAGE", whole):
+            with mock.patch.object(placeholder_tensors, "WHOLE_STORAGE", whole):
                 live, _ = self.choose(storage[128:256])
                 (item,) = live.items
                 self.assertEqual(item.lead, 512 if whole else 0)
-                reached = item.stand_in.untyped_storage().data_ptr() if whole else item.recorded
+                reached = item.placeholder_tensor.untyped_storage().data_ptr() if whole else item.recorded
                 graph = self.capture(lambda found, reached=reached: [self.api.make_kernel([*found, reached])], live)
                 live.set_up(graph)
                 for start in (128, 256, 0):
@@ -399,11 +404,11 @@ class TestAddresses(LiveInputsTestCase):
         a, b = at(0), at(0)
         live, graph = self.record(lambda found: [self.api.make_kernel(found), "HOST"], a, b)
         self.assertEqual(self.routes(live), dict.fromkeys((0, 1), "a host node may hide its address"))
-        stands = [item.stand_in.data_ptr() for item in live.items]
+        stands = [item.placeholder_tensor.data_ptr() for item in live.items]
         for inputs in ((a, b), (at(0), at(64))):
             self.begin(live, *inputs)
             self.assertEqual(graph.launch(), [stands])
-            self.assertEqual([item.stand_in for item in live.items], list(inputs))
+            self.assertEqual([item.placeholder_tensor for item in live.items], list(inputs))
             live.finish()
         self.assertNotIn(KERNEL, self.api.calls)
 
@@ -442,7 +447,7 @@ class TestCopies(LiveInputsTestCase):
         live, graph = self.hidden(a, b)
         self.assertEqual(self.routes(live), {0: UNHELD, 1: None})
         item = live.items[0]
-        self.assertEqual(item.stand_in, a)
+        self.assertEqual(item.placeholder_tensor, a)
         self.assertTrue(self.api.is_mapped(item.recorded))
         self.assertFalse(self.api.is_mapped(live.items[1].recorded) and not self.shares_page(live))
         live.finish()
@@ -450,8 +455,8 @@ class TestCopies(LiveInputsTestCase):
             a, b = at(4), at(0)  # a copy takes any alignment
             before = a.clone()
             self.begin(live, a, b)
-            self.assertEqual((graph.launch(), item.stand_in), ([[b.data_ptr()]], before))
-            item.stand_in.zero_()
+            self.assertEqual((graph.launch(), item.placeholder_tensor), ([[b.data_ptr()]], before))
+            item.placeholder_tensor.zero_()
             live.finish()
             self.assertEqual(a, before)  # not mutated, so not copied back
 
@@ -465,7 +470,7 @@ class TestCopies(LiveInputsTestCase):
             if a_now is not a:
                 self.begin(live, a_now, b)
             expected = a_now + 1
-            live.items[0].stand_in.add_(1)
+            live.items[0].placeholder_tensor.add_(1)
             live.finish()
             self.assertEqual(a_now, expected)
 
@@ -478,8 +483,8 @@ class TestCopies(LiveInputsTestCase):
         ):
             a, b = view(), at(0)
             live, _ = self.hidden(a, b)
-            self.assertEqual(live.items[0].stand_in, a)
-            self.assertEqual(live.items[0].stand_in.stride(), a.stride())
+            self.assertEqual(live.items[0].placeholder_tensor, a)
+            self.assertEqual(live.items[0].placeholder_tensor.stride(), a.stride())
             for residue in (0, 8):
                 copy = live_inputs.copy_at(a, residue)
                 self.assertEqual((copy, copy.stride(), copy.data_ptr() % 512), (a, a.stride(), residue))
@@ -740,7 +745,7 @@ class TestCopies(LiveInputsTestCase):
         expected = a.clone()
         self.assertEqual((self.call(live, graph, a), a), ([[a.data_ptr()]], expected))
 
-    def test_inputs_are_let_go_behind_the_launch(self):
+    def test_inputs_are_released_after_the_launch(self):
         live, graph = self.hidden(at(0), at(0))
         live.finish()
         a, b = at(0), at(16)
@@ -779,7 +784,7 @@ class TestCopies(LiveInputsTestCase):
             for (n, residue), tensor, t in zip(places, inputs, read, strict=False):
                 self.assertEqual(t is tensor, residue == 0 and n != 3)
             self.assertEqual(launched, [[t.data_ptr() for t in read], [read[0].data_ptr(), OTHER]])
-            self.assertEqual([*read, live.items[2].stand_in], before)
+            self.assertEqual([*read, live.items[2].placeholder_tensor], before)
             self.assertTrue(all(t.data_ptr() % 512 == 0 for t in read))
             read[1].add_(1)
             live.finish()
@@ -841,7 +846,7 @@ class TestOutputs(LiveInputsTestCase):
 
 
 class TestChoice(LiveInputsTestCase):
-    """Rules 2, 7 and 8: what is recorded at ghost addresses."""
+    """Rules 2, 7 and 8: what is recorded at placeholder addresses."""
 
     def test_only_candidates_that_are_tensors(self):
         live, reasons = self.choose(at(0), 3, at(0), None, at(0), candidates=[1, 2, 3, 4])
@@ -860,14 +865,14 @@ class TestChoice(LiveInputsTestCase):
             seen.append((index, device, in_pool))
             return why.get(index)
 
-        with mock.patch.object(live_inputs, "why_not_ghost", rule):
+        with mock.patch.object(live_inputs, "why_not_placeholder", rule):
             live, reasons = self.choose(*tensors, device=2)
         self.assertEqual(([item.index for item in live.items], reasons), ([1, 3, 4], why))
         self.assertEqual(seen, [(i, 2, i == 3) for i in range(5)])
         live.release()
 
     def test_nothing_to_choose_is_no_call(self):
-        with mock.patch.object(live_inputs, "why_not_ghost", lambda *args: "it has no elements"):
+        with mock.patch.object(live_inputs, "why_not_placeholder", lambda *args: "it has no elements"):
             self.assertEqual(self.choose(at(0)), (None, {0: "it has no elements"}))
         self.assertEqual(self.api.calls, [])
 
@@ -881,7 +886,13 @@ class TestChoice(LiveInputsTestCase):
         gaps = torch.rand(40)[3:].as_strided((4, 2), (8, 1))
         live, _ = self.record(self.one_kernel(), gaps, at(0), at(0), mutated=[0], refused={0: "told so"})
         (held,) = (item for item in live.items if item.index == 0)
-        for part in (held.stand_in, held.stand_in[0], held.stand_in[3], held.stand_in[3, 1:], held.stand_in[:0]):
+        for part in (
+            held.placeholder_tensor,
+            held.placeholder_tensor[0],
+            held.placeholder_tensor[3],
+            held.placeholder_tensor[3, 1:],
+            held.placeholder_tensor[:0],
+        ):
             self.assertIs(live.item_under(part), held)
         for other in (torch.ones(3), torch.empty(0)):
             self.assertIsNone(live.item_under(other))
@@ -893,14 +904,14 @@ class TestChoice(LiveInputsTestCase):
         live, graph = self.record(self.one_kernel(), a, b, c, mutated=[0], refused={0: "told so"})
         self.assertEqual(self.routes(live), {0: "told so", 1: None, 2: None})
         (held,) = (item for item in live.items if item.index == 0)
-        self.assertEqual((held.recorded % 512, held.recorded), (4, held.stand_in.data_ptr()))
+        self.assertEqual((held.recorded % 512, held.recorded), (4, held.placeholder_tensor.data_ptr()))
         for a_now in (a, at(0)):
             if a_now is not a:
                 self.begin(live, a_now, b, c)
-            self.assertEqual(held.stand_in, a_now)
+            self.assertEqual(held.placeholder_tensor, a_now)
             self.assertEqual(graph.launch(), [[held.recorded, b.data_ptr(), c.data_ptr()]])
             expected = a_now + 1
-            held.stand_in.add_(1)
+            held.placeholder_tensor.add_(1)
             live.finish()
             self.assertEqual(a_now, expected)
 
@@ -1093,9 +1104,12 @@ class TestLifetimes(LiveInputsTestCase):
         self.choose()
         self.assertEqual((self.api.leaks(), self.synchronized), ([], [0]))
 
-    def test_a_stand_in_that_cannot_be_made(self):
+    def test_a_placeholder_tensor_that_cannot_be_made(self):
         for error in (RuntimeError("no"), KeyboardInterrupt()):
-            with mock.patch.object(live_inputs, "stand_in", side_effect=error), self.assertRaises(type(error)):
+            with (
+                mock.patch.object(live_inputs, "placeholder_tensor", side_effect=error),
+                self.assertRaises(type(error)),
+            ):
                 self.choose(at(0))
             self.assertEqual(self.api.leaks(), [])
 
@@ -1129,7 +1143,7 @@ class TestFailures(LiveInputsTestCase):
         """As a recording does it; upstream copies what is not among the live inputs, to places of its own."""
         live, reasons = self.choose(*inputs, mutated=self.MUTATED)
         places = {i: OTHER + 0x1000 * i for i in reasons}
-        places |= {item.index: item.stand_in.data_ptr() for item in (live.items if live else ())}
+        places |= {item.index: item.placeholder_tensor.data_ptr() for item in (live.items if live else ())}
         self.assertEqual(sorted(places), list(range(len(inputs))))
         self.assertFalse(set(reasons) & set(self.MUTATED), "a mutation that would be lost")
         graph = Graph(self.api, self.nodes(hide)(dict(sorted(places.items()))))
@@ -1148,9 +1162,9 @@ class TestFailures(LiveInputsTestCase):
             if decision.route is Route.PATCH:
                 where[index] = inputs[index].data_ptr()
             else:
-                self.assertEqual(item.stand_in, inputs[index])
-                is_ghost = isinstance(item.stand_in, StandIn)
-                self.assertEqual(self.api.is_mapped(item.recorded), is_ghost)
+                self.assertEqual(item.placeholder_tensor, inputs[index])
+                is_placeholder = isinstance(item.placeholder_tensor, PlaceholderTensor)
+                self.assertEqual(self.api.is_mapped(item.recorded), is_placeholder)
         held = [where[i] for i in sorted(where) if i not in hide]
         launched = graph.launch()
         self.assertEqual(launched[0], [*held, 5])
@@ -1159,7 +1173,7 @@ class TestFailures(LiveInputsTestCase):
         expected = [t + 1 if i in self.MUTATED else t.clone() for i, t in enumerate(inputs)]
         for index in self.MUTATED:  # what the graph does
             patched = live.decisions[index].route is Route.PATCH
-            (inputs[index] if patched else items[index].stand_in).add_(1)
+            (inputs[index] if patched else items[index].placeholder_tensor).add_(1)
         live.finish()
         self.assertEqual(inputs, expected)
 
@@ -1247,7 +1261,7 @@ class TestFailures(LiveInputsTestCase):
             live.set_up(graph)
             self.check_all_copied(live, graph, inputs, 1)
 
-    def test_copies_are_pointed_back_at_the_ghosts(self):
+    def test_copies_are_pointed_back_at_the_placeholders(self):
         for call, instances in ((POINT_COPY, 1), (POINT_FILL, 1), ("cuCtxGetCurrent", 2), (KERNEL, 2), (MEMSET, 2)):
             with self.subTest(call=call):
                 self.restart()
@@ -1277,12 +1291,12 @@ class TestFailures(LiveInputsTestCase):
         self.check_all_copied(live, graph, inputs, 2)
 
     def check_all_copied(self, live, graph, inputs, instances) -> None:
-        ghosts = [item.recorded for item in live.items]
+        placeholders = [item.recorded for item in live.items]
         self.assertEqual({decision.route for decision in live.decisions.values()}, {Route.COPY})
         self.assertEqual(graph.instances, instances)
-        self.assertEqual(graph.launch()[2:], [[ghosts[0], ghosts[3]], [ghosts[3] + 8]])
-        self.assertTrue(all(self.api.is_mapped(ghost) for ghost in ghosts))
-        self.check_launch(live, graph, dict(enumerate(ghosts)), (), inputs)
+        self.assertEqual(graph.launch()[2:], [[placeholders[0], placeholders[3]], [placeholders[3] + 8]])
+        self.assertTrue(all(self.api.is_mapped(placeholder) for placeholder in placeholders))
+        self.check_launch(live, graph, dict(enumerate(placeholders)), (), inputs)
 
     def test_no_memory_for_a_copy(self):
         """Nothing can be recorded then; nothing is launched, and nothing lost."""
@@ -1305,14 +1319,15 @@ class TestFailures(LiveInputsTestCase):
         emptied.assert_called_once_with()
         self.assertEqual({d.route for d in live.decisions.values()}, {Route.COPY})
 
-    def test_memory_for_ghosts_that_the_allocator_held(self):
+    def test_memory_for_placeholders_that_the_allocator_held(self):
         for code, calls in ((self.code, 1), (CUresult.CUDA_ERROR_NOT_SUPPORTED, 0)):
             self.restart()
             self.api.fail("cuMemCreate", 0, code)
             with mock.patch.object(torch.cuda, "empty_cache") as emptied:
                 live, reasons = self.choose(*self.inputs(), mutated=self.MUTATED)
             self.assertEqual(
-                (emptied.call_count, live.has_ghosts, sorted(reasons)), (calls, bool(calls), [] if calls else [0, 3])
+                (emptied.call_count, live.has_placeholders, sorted(reasons)),
+                (calls, bool(calls), [] if calls else [0, 3]),
             )
 
     def test_an_interrupt_while_memory_is_waited_for_loses_none(self):
@@ -1327,7 +1342,7 @@ class TestFailures(LiveInputsTestCase):
         retired.release_retired()
         self.assertEqual(self.api.leaks(), [])
 
-    def test_copies_of_a_call_that_fails_are_let_go(self):
+    def test_copies_of_a_call_that_fails_are_released(self):
         live, _ = self.record(self.one_kernel(), at(0), at(0))
         self.api.fail(KERNEL, 0, self.code)
         self.assertRegex(live.prepare([at(4), at(0)]) or "", KERNEL)
@@ -1343,7 +1358,7 @@ class TestFailures(LiveInputsTestCase):
             for _ in range(1 + (call == "cuMemCreate")):  # it is tried once more
                 self.api.fail(call, 0, self.code)
             live, reasons = self.choose(*self.inputs(), mutated=self.MUTATED)
-            live.set_up(Graph(self.api, self.nodes(())({i.index: i.stand_in.data_ptr() for i in live.items})))
+            live.set_up(Graph(self.api, self.nodes(())({i.index: i.placeholder_tensor.data_ptr() for i in live.items})))
             every = reasons | self.routes(live)
             self.assertEqual(sorted(every), [0, 1, 2, 3])
             for reason in every.values():

@@ -14,16 +14,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import test_patching
-import test_sites
+import test_relocations
 from fake_driver import CUresult, FakeApi
 from fake_native import Launch, library, native_over
 from hypothesis import given, strategies
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.driver import Driver
-from pygraph_trees.driver_error import DriverError
-from pygraph_trees.graph_nodes import NodeKind
-from pygraph_trees.native_sources import sources_hash
+from pygraph_trees.cuda.driver import Driver
+from pygraph_trees.cuda.graph_nodes import NodeKind
+from pygraph_trees.errors import DriverError
+from pygraph_trees.native.sources import sources_hash
 
 
 class _Native:
@@ -31,22 +31,22 @@ class _Native:
         return Driver(api, native_over(api))
 
 
-class TestKernels(_Native, test_sites.TestKernels): ...
+class TestKernels(_Native, test_relocations.TestKernels): ...
 
 
-class TestHostArrays(_Native, test_sites.TestHostArrays): ...
+class TestHostArrays(_Native, test_relocations.TestHostArrays): ...
 
 
-class TestOtherNodes(_Native, test_sites.TestOtherNodes): ...
+class TestOtherNodes(_Native, test_relocations.TestOtherNodes): ...
 
 
-class TestFailures(_Native, test_sites.TestFailures): ...
+class TestFailures(_Native, test_relocations.TestFailures): ...
 
 
-class TestAllAtOnce(_Native, test_sites.AllAtOnce):
-    @given(test_sites.GRAPHS)
-    def test_sites_are_all_the_places_and_no_others(self, drawn):
-        self.check_sites(drawn)
+class TestAllAtOnce(_Native, test_relocations.AllAtOnce):
+    @given(test_relocations.GRAPHS)
+    def test_relocations_are_all_the_places_and_no_others(self, drawn):
+        self.check_relocations(drawn)
 
 
 class TestPatching(test_patching.Patching, TestCase):
@@ -75,13 +75,13 @@ class TestSetKernels(TestCase):
     def setUp(self):
         super().setUp()
         native_over(FakeApi())  # skips where there is none
-        from pygraph_trees import _native
+        from pygraph_trees.native import _graph_nodes
 
         self.library = str(library())
         self.fake = ctypes.CDLL(self.library)
         self.fake.fake_refuse.argtypes = [ctypes.c_size_t, ctypes.c_int]
         self.fake.fake_set.restype = ctypes.c_size_t
-        self.set_kernels = _native.set_kernels
+        self.set_kernels = _graph_nodes.set_kernels
         self.structs = [Launch(shared=100 + n) for n in range(4)]
         pairs = [struct.pack("QQ", 0x9000 + n, ctypes.addressof(s)) for n, s in enumerate(self.structs)]
         self.packed = b"".join(pairs)
@@ -119,38 +119,38 @@ class TestSetKernels(TestCase):
         self.test_each_in_order()  # the library is found again
 
     def test_a_driver_without_the_call(self):
-        from pygraph_trees import _native
+        from pygraph_trees.native import _graph_nodes
 
         for name in ("no such library", "libc.so.6"):
-            self.assertIsNone(Driver(FakeApi(), _native, name).set_kernels(0x77, ()))
-            self.assertIsNone(Driver(FakeApi(), _native, name).kernel_setter())
-            self.assertIsNone(Driver(FakeApi(), _native, name).context_getter())
+            self.assertIsNone(Driver(FakeApi(), _graph_nodes, name).set_kernels(0x77, ()))
+            self.assertIsNone(Driver(FakeApi(), _graph_nodes, name).kernel_setter())
+            self.assertIsNone(Driver(FakeApi(), _graph_nodes, name).context_getter())
         self.assertIsNone(Driver(FakeApi()).set_kernels(0x77, ()))
         self.assertIsNone(Driver(FakeApi()).kernel_setter())
         self.assertIsNone(Driver(FakeApi()).context_getter())
 
     def test_where_the_call_is(self):
-        from pygraph_trees import _native
+        from pygraph_trees.native import _graph_nodes
 
         for call in ("cuGraphExecKernelNodeSetParams_v2", "cuCtxGetCurrent"):
             wanted = ctypes.cast(self.fake[call], ctypes.c_void_p).value
-            self.assertEqual(_native.address_of(self.library, call), wanted)
+            self.assertEqual(_graph_nodes.address_of(self.library, call), wanted)
             for name, error in (("no such library", OSError), ("libc.so.6", RuntimeError), ("x" * 5000, OSError)):
                 with self.assertRaises(error):
-                    _native.address_of(name, call)
+                    _graph_nodes.address_of(name, call)
             with self.assertRaises(RuntimeError) as raised:
-                _native.address_of("libc.so.6", call)
+                _graph_nodes.address_of("libc.so.6", call)
             self.assertEqual(raised.exception.args, (call, -1))
 
 
 class TestBuiltBefore(TestCase):
     def test_an_earlier_version_is_not_used(self):
-        from pygraph_trees import driver as driver_module
+        from pygraph_trees.cuda import driver as driver_module
 
         now = sources_hash()
         for built_from, used in (({}, False), ({"SOURCES": "older"}, False), ({"SOURCES": now}, True)):
             native = SimpleNamespace(**built_from)
-            found = {"cuda.bindings.driver": FakeApi(), "pygraph_trees._native": native}
+            found = {"cuda.bindings.driver": FakeApi(), "pygraph_trees.native._graph_nodes": native}
             with mock.patch.object(driver_module.importlib, "import_module", found.__getitem__):
                 self.assertIs(driver_module.driver.__wrapped__().native, native if used else None)
 
@@ -205,10 +205,10 @@ class TestSearch(TestCase):
                 self.driver.search(graph, 0, 1)
 
     def test_libraries_that_lack_calls(self):
-        from pygraph_trees import _native
+        from pygraph_trees.native import _graph_nodes
 
         for name in ("no such library", "libc.so.6"):
-            driver = Driver(self.api, _native, name)
+            driver = Driver(self.api, _graph_nodes, name)
             with self.assertRaises(DriverError):
                 driver.search(self.api.make_graph("EMPTY"), 0, 1)
 

@@ -17,11 +17,11 @@ from browser import PROGRAM, browser
 from page_elements import Elements, needed
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.comparison.page import sections, write_page
-from pygraph_trees.comparison.results import Measurement
-from pygraph_trees.comparison.trace import Span, read_trace
-from pygraph_trees.coverage.page import page
-from pygraph_trees.coverage.records import (
+from pygraph_trees.benchmark.page import sections, write_page
+from pygraph_trees.benchmark.results import Measurement
+from pygraph_trees.benchmark.trace import Span, read_trace
+from pygraph_trees.report.page import page
+from pygraph_trees.report.records import (
     Cause,
     Environment,
     FeatureState,
@@ -34,7 +34,7 @@ from pygraph_trees.coverage.records import (
     Placed,
     RecordingRecord,
 )
-from pygraph_trees.coverage.report import Report
+from pygraph_trees.report.summary import Report
 
 EVIL = '</script><b onclick="x()">&'
 ENVIRONMENT = Environment("0.1.0", "2.13.0", "3.7.0", "NVIDIA H200", (FeatureState("flags", "on"),))

@@ -14,11 +14,11 @@ from browser import PROGRAM, browser
 from test_page import FULL, SETTINGS, function, measurement, recording, report
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.comparison.page import sections
-from pygraph_trees.comparison.trace import Span
-from pygraph_trees.comparison.ways import MORE_WAYS, WAYS
-from pygraph_trees.coverage.page import page
-from pygraph_trees.coverage.records import Cause, FunctionRecord, GraphRecord, Partition, PartitionInput
+from pygraph_trees.benchmark.page import sections
+from pygraph_trees.benchmark.trace import Span
+from pygraph_trees.benchmark.ways import MORE_WAYS, WAYS
+from pygraph_trees.report.page import page
+from pygraph_trees.report.records import Cause, FunctionRecord, GraphRecord, Partition, PartitionInput
 
 PHONE, DESK = 390, 1280
 SMALLEST_TEXT, SMALLEST_TARGET = 12, 24  # pixels; the latter of WCAG 2.2, criterion 2.5.8

@@ -23,14 +23,14 @@ import torch
 from fake_driver import CUresult
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_fast_path import Trees as FakeTrees
 from test_live_inputs import KERNEL, LiveInputsTestCase, at
-from test_steady import Trees as steady_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees import tensors
-from pygraph_trees.driver import Driver
+from pygraph_trees.cuda.driver import Driver
 from pygraph_trees.indirection import inputs as live_inputs
 from pygraph_trees.indirection.patching import Patches
+from pygraph_trees.native import tensors
 
 requires_cpp = unittest.skipIf(tensors.native is None, "the part in C++ was not built")
 
@@ -311,7 +311,7 @@ class TestPatcher(LiveInputsTestCase):
 
 
 @requires_cpp
-class TestSteadyReplay(LiveInputsTestCase):
+class TestFastPath(LiveInputsTestCase):
     """From the call of a compiled graph: the entry, the recording's part, the live inputs, the driver's call."""
 
     native = True
@@ -327,7 +327,7 @@ class TestSteadyReplay(LiveInputsTestCase):
         live.finish()
         for inputs in (*sets, sets[0]):
             self.call(live, graph, *inputs)
-        trees = steady_trees({}, [torch.zeros(1)], live=live)
+        trees = FakeTrees({}, [torch.zeros(1)], live=live)
         entry = trees.entry(order=order)
         with (
             mock.patch.object(Patches, "apply", side_effect=AssertionError("C++ does it")),

@@ -19,12 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.driver import Driver
-from pygraph_trees.driver_error import DriverError
-from pygraph_trees.graph_nodes import GraphNode, MemcpyNode
-from pygraph_trees.indirection.ghost import Extent, Ghosts
+from pygraph_trees.cuda.driver import Driver
+from pygraph_trees.cuda.graph_nodes import GraphNode, MemcpyNode
+from pygraph_trees.errors import DriverError
 from pygraph_trees.indirection.patching import CapturedCopies, HalfPatched, Patches, PatchFailed
-from pygraph_trees.indirection.sites import HOST_SOURCE, TARGET, Site, scan
+from pygraph_trees.indirection.placeholder import Extent, Placeholders
+from pygraph_trees.indirection.relocations import HOST_SOURCE, TARGET, Relocation, scan
 
 SET_CALLS = {
     "kernel": "cuGraphExecKernelNodeSetParams",
@@ -32,7 +32,7 @@ SET_CALLS = {
     "memset": "cuGraphExecMemsetNodeSetParams",
 }
 SET_CAPTURED_CALLS = {"memcpy": "cuGraphMemcpyNodeSetParams", "memset": "cuGraphMemsetNodeSetParams"}
-GHOSTS = [0x7E00_9000_0000 + i * 0x20_0000 for i in range(6)]
+PLACEHOLDERS = [0x7E00_9000_0000 + i * 0x20_0000 for i in range(6)]
 
 
 def words(*values: int) -> bytes:
@@ -41,10 +41,10 @@ def words(*values: int) -> bytes:
 
 @dataclass(frozen=True)
 class Held:
-    """8 bytes of a node: an address of an input plus delta, or a number where ``input`` is None."""
+    """8 bytes of a node: an address of an input plus addend, or a number where ``input`` is None."""
 
     input: int | None
-    value: int  # delta or number
+    value: int  # addend or number
 
     def at(self, addresses: dict[int, int]) -> int:
         return self.value if self.input is None else addresses[self.input] + self.value
@@ -60,7 +60,7 @@ class NodeSpec:
     func: bool = True
 
     def make(self, api: FakeApi) -> int:
-        values = [held.at(dict(enumerate(GHOSTS))) for held in self.held]
+        values = [held.at(dict(enumerate(PLACEHOLDERS))) for held in self.held]
         if self.kind == "memcpy":
             return api.make_memcpy(*values, 64)
         if self.kind == "memset":
@@ -105,13 +105,13 @@ class Setup:
         self.exec, self.patches = self.instantiate(order)
         self.api.calls.clear()
 
-    def scan(self, order=sorted) -> tuple[list[GraphNode], list[Site]]:
+    def scan(self, order=sorted) -> tuple[list[GraphNode], list[Relocation]]:
         """What a scan would find."""
         driver, specs = self.driver, self.specs
         makers = {"kernel": driver.kernel_node, "memcpy": driver.memcpy_node, "memset": driver.memset_node}
         nodes = [i for i, spec in enumerate(specs) if spec.inputs()]
-        sites = [
-            Site(node=position, offset=8 * word, input=held.input, delta=held.value)
+        relocations = [
+            Relocation(node=position, offset=8 * word, input=held.input, addend=held.value)
             for position, i in enumerate(nodes)
             for word, held in enumerate(specs[i].held)
             if held.input is not None
@@ -122,19 +122,19 @@ class Setup:
             if hits.position in nodes:
                 made[nodes.index(hits.position)] = driver.kernel_node(self.handles[hits.position], found=hits)
         self.api.calls.clear()
-        return made, order(sites, key=lambda site: (site.node, site.offset))
+        return made, order(relocations, key=lambda relocation: (relocation.node, relocation.offset))
 
     def instantiate(self, order=sorted) -> tuple[int, Patches]:
-        nodes, sites = self.scan(order)
+        nodes, relocations = self.scan(order)
         exec_ = self.api.instantiate(self.graph)
-        recorded = [GHOSTS[i] for i in self.inputs]
-        return exec_, Patches(self.driver, nodes, sites, self.inputs, exec_, self.driver.context(), recorded)
+        recorded = [PLACEHOLDERS[i] for i in self.inputs]
+        return exec_, Patches(self.driver, nodes, relocations, self.inputs, exec_, self.driver.context(), recorded)
 
     def held(self, exec_: int | None = None) -> list[bytes]:
         return [self.api.exec_parameters(exec_ or self.exec, handle) for handle in self.handles]
 
     def expected(self, addresses: list[int]) -> list[bytes]:
-        every = {**dict(enumerate(GHOSTS)), **dict(zip(self.inputs, addresses, strict=True))}
+        every = {**dict(enumerate(PLACEHOLDERS)), **dict(zip(self.inputs, addresses, strict=True))}
         return [spec.bytes_at(every) for spec in self.specs]
 
     def due(self, old: list[int], new: list[int]) -> Counter[str]:
@@ -148,8 +148,8 @@ class Setup:
 
 
 def held_words(least: int, most: int):
-    deltas = st.integers(-0x1_0000, 0x20_0000)
-    addresses = st.builds(Held, st.integers(0, len(GHOSTS) - 1), deltas)
+    addends = st.integers(-0x1_0000, 0x20_0000)
+    addresses = st.builds(Held, st.integers(0, len(PLACEHOLDERS) - 1), addends)
     numbers = st.builds(Held, st.none(), st.integers(0, 2**64 - 1))
     return st.lists(addresses | numbers, min_size=least, max_size=most).map(tuple)
 
@@ -174,11 +174,11 @@ NODES = st.one_of(
     held_words(1, 1).map(lambda held: NodeSpec("memset", device_addresses(held))),
 )
 GRAPHS = st.lists(NODES, max_size=8)
-PATCHED = st.permutations(range(len(GHOSTS))).flatmap(
-    lambda order: st.integers(0, len(GHOSTS)).map(lambda count: list(order[:count]))
+PATCHED = st.permutations(range(len(PLACEHOLDERS))).flatmap(
+    lambda order: st.integers(0, len(PLACEHOLDERS)).map(lambda count: list(order[:count]))
 )
 # Few, so that inputs meet, keep theirs, and get an earlier one back.
-ADDRESSES = st.sampled_from([*GHOSTS[:2], 0x7F12_3456_7800, 0x7F12_3456_7A00, 2**57 - 2**22])
+ADDRESSES = st.sampled_from([*PLACEHOLDERS[:2], 0x7F12_3456_7800, 0x7F12_3456_7A00, 2**57 - 2**22])
 STEPS = st.lists(st.lists(ADDRESSES, min_size=6, max_size=6), max_size=5)
 CALLS = st.sampled_from(sorted(SET_CALLS.values()))
 EXAMPLES = settings(max_examples=150, deadline=None)
@@ -193,8 +193,8 @@ class Patching:
         return Setup(*args, native=self.native, **options)
 
     def check_graph_holds_what_it_is_given(self, specs, inputs, steps, random):
-        setup = self.setup(specs, inputs, order=lambda sites, key: random.sample(sites, len(sites)))
-        patches, now, total = setup.patches, [GHOSTS[i] for i in inputs], 0
+        setup = self.setup(specs, inputs, order=lambda relocations, key: random.sample(relocations, len(relocations)))
+        patches, now, total = setup.patches, [PLACEHOLDERS[i] for i in inputs], 0
         unread = sum(spec.kind == "kernel" for spec in specs) if self.native else 0
         self.assertEqual(setup.held(), setup.expected(now))
         for step in steps:
@@ -213,7 +213,7 @@ class Patching:
 
     def check_any_set_call_may_fail(self, specs, inputs, steps, call, after):
         setup = self.setup(specs, inputs)
-        patches, now = setup.patches, [GHOSTS[i] for i in inputs]
+        patches, now = setup.patches, [PLACEHOLDERS[i] for i in inputs]
         setup.api.fail(call, after)
         left = after
         for step in steps:
@@ -247,7 +247,7 @@ class Patching:
 
     def test_no_change_is_no_call(self):
         setup = self.setup([kernel(Held(0, 0)), memcpy(Held(2, 0), 0x10), memset(Held(3, 0))], [0, 1])
-        for same in ([GHOSTS[0], GHOSTS[1]], (GHOSTS[0], GHOSTS[1]), setup.patches.addresses):
+        for same in ([PLACEHOLDERS[0], PLACEHOLDERS[1]], (PLACEHOLDERS[0], PLACEHOLDERS[1]), setup.patches.addresses):
             self.assertEqual(setup.patches.apply(same), 0)
         self.assertEqual((setup.api.calls, setup.patches.set_calls), ([], 0))
 
@@ -263,15 +263,15 @@ class Patching:
                 raise AssertionError("looked at each address")
 
         setup = self.setup([kernel(Held(0, 0)), memcpy(Held(2, 0), 0x10)], [0, 1])
-        self.assertEqual(setup.patches.apply(Uniterable(GHOSTS[:2])), 0)
+        self.assertEqual(setup.patches.apply(Uniterable(PLACEHOLDERS[:2])), 0)
         with self.assertRaisesRegex(AssertionError, "looked at each"):
-            setup.patches.apply(Uniterable(GHOSTS[1:3]))
+            setup.patches.apply(Uniterable(PLACEHOLDERS[1:3]))
 
     def test_memory_nodes_are_set_every_time(self):
         setup = self.setup([kernel(Held(0, 0)), memcpy(Held(1, 0), Held(0, 0)), memset(Held(1, 0))], [1])
         for _ in range(3):
             setup.api.calls.clear()
-            self.assertEqual(setup.patches.apply([GHOSTS[1]]), 2)
+            self.assertEqual(setup.patches.apply([PLACEHOLDERS[1]]), 2)
             self.assertEqual(Counter(setup.api.calls), Counter([SET_CALLS["memcpy"], SET_CALLS["memset"]]))
         self.assertEqual(setup.patches.set_calls, 6)
 
@@ -284,21 +284,21 @@ class Patching:
         self.assertEqual(setup.held(), setup.expected(addresses))
 
     def test_recorded_addresses_are_copied(self):
-        recorded = [GHOSTS[0]]
+        recorded = [PLACEHOLDERS[0]]
         patches = Patches(Driver(FakeApi()), [], [], [0], 0x1000, None, recorded)
-        patches.apply([GHOSTS[1]])
-        self.assertEqual((recorded, patches.addresses), ([GHOSTS[0]], [GHOSTS[1]]))
+        patches.apply([PLACEHOLDERS[1]])
+        self.assertEqual((recorded, patches.addresses), ([PLACEHOLDERS[0]], [PLACEHOLDERS[1]]))
 
-    def test_input_without_sites(self):
+    def test_input_without_relocations(self):
         setup = self.setup([kernel(Held(1, 0))], [0, 1])
-        self.assertEqual(setup.patches.apply([0x7F00_0000_0000, GHOSTS[1]]), 0)
-        self.assertEqual(setup.patches.addresses, [0x7F00_0000_0000, GHOSTS[1]])
+        self.assertEqual(setup.patches.apply([0x7F00_0000_0000, PLACEHOLDERS[1]]), 0)
+        self.assertEqual(setup.patches.addresses, [0x7F00_0000_0000, PLACEHOLDERS[1]])
 
     def test_two_instances_of_a_graph(self):
         setup = self.setup([kernel(Held(0, 0)), memset(Held(0, 0))], [0])
         other, patches = setup.instantiate()
         patches.apply([0x7F00_0000_0000])
-        self.assertEqual(setup.held(), setup.expected([GHOSTS[0]]))
+        self.assertEqual(setup.held(), setup.expected([PLACEHOLDERS[0]]))
         setup.patches.apply([0x7F11_0000_0000])
         self.assertEqual(setup.held(), setup.expected([0x7F11_0000_0000]))
         self.assertEqual(setup.held(other), setup.expected([0x7F00_0000_0000]))
@@ -306,7 +306,7 @@ class Patching:
     def test_names_the_input(self):
         specs = [kernel(Held(5, 0)), memcpy(Held(4, 0), Held(2, 0)), memset(Held(3, 0))]
         inputs = [2, 3, 4, 5]
-        old = [GHOSTS[i] for i in inputs]
+        old = [PLACEHOLDERS[i] for i in inputs]
         for kind, changed, index in (
             ("kernel", [5], 5),
             ("memcpy", [4], 4),
@@ -326,7 +326,7 @@ class Patching:
         setup = self.setup([memcpy(0x10, Held(1, 0))], [0, 1])
         setup.api.fail(SET_CALLS["memcpy"])
         with self.assertRaisesRegex(PatchFailed, "input 1"):
-            setup.patches.apply(GHOSTS[:2])
+            setup.patches.apply(PLACEHOLDERS[:2])
         self.assertTrue(setup.patches.broken)
 
     def test_interrupted_half_way(self):
@@ -337,7 +337,7 @@ class Patching:
         self.assertTrue(setup.patches.broken)
         # The recorded addresses look like those that are held, and are not.
         with self.assertRaises(HalfPatched):
-            setup.patches.apply([GHOSTS[0]])
+            setup.patches.apply([PLACEHOLDERS[0]])
 
 
 class TestPatching(Patching, TestCase):
@@ -364,18 +364,18 @@ class TestPatching(Patching, TestCase):
         self.assertEqual(setup.patches.apply([0x7F00_0000_0000]), 1)
 
     def test_wrong_counts(self):
-        for addresses in (GHOSTS[:1], GHOSTS[:3], []):
+        for addresses in (PLACEHOLDERS[:1], PLACEHOLDERS[:3], []):
             with self.assertRaises(ValueError):
                 Setup([kernel(Held(0, 0))], [0, 1]).patches.apply(addresses)
-        for inputs, recorded in (([0, 0], GHOSTS[:2]), ([0, 1], GHOSTS[:1]), ([0], GHOSTS[:2])):
+        for inputs, recorded in (([0, 0], PLACEHOLDERS[:2]), ([0, 1], PLACEHOLDERS[:1]), ([0], PLACEHOLDERS[:2])):
             with self.assertRaisesRegex(ValueError, "each input once"):
                 Patches(Driver(FakeApi()), [], [], inputs, 0x1000, None, recorded)
 
     def test_what_a_scan_finds(self):
         api = FakeApi()
         driver = Driver(api)
-        ghosts = Ghosts(driver, 0, [Extent(4096, 0), Extent(64, 16), Extent(3 << 20, 128)])
-        a, b, c = (ghost.start for ghost in ghosts.ghosts)
+        placeholders = Placeholders(driver, 0, [Extent(4096, 0), Extent(64, 16), Extent(3 << 20, 128)])
+        a, b, c = (placeholder.start for placeholder in placeholders.placeholders)
         handles = [
             api.make_kernel([a, 7, b + 64, b"\1\2\3"], packed=True),
             api.make_kernel([7]),
@@ -383,11 +383,11 @@ class TestPatching(Patching, TestCase):
             api.make_kernel([c, a + 8]),
         ]
         graph = api.make_graph(*handles)
-        found = scan(driver, graph, ghosts)
+        found = scan(driver, graph, placeholders)
         given = {0: 0x7F00_0000_0000, 2: 0x7F11_0000_0000}
-        CapturedCopies(found.nodes, found.sites).point(given)
+        CapturedCopies(found.nodes, found.relocations).point(given)
         exec_ = api.instantiate(graph)
-        patches = Patches(driver, found.nodes, found.sites, [0, 2], exec_, driver.context(), [a, c])
+        patches = Patches(driver, found.nodes, found.relocations, [0, 2], exec_, driver.context(), [a, c])
         self.assertEqual(patches.apply(list(given.values())), 3)
         expected = [
             words(0x7F00_0000_0000, 7, b + 64) + b"\1\2\3",
@@ -396,7 +396,7 @@ class TestPatching(Patching, TestCase):
             words(0x7F11_0000_0000, 0x7F00_0000_0008),
         ]
         self.assertEqual([api.exec_parameters(exec_, handle) for handle in handles], expected)
-        ghosts.close()
+        placeholders.close()
 
 
 class TestCapturedCopies(TestCase):
@@ -405,11 +405,11 @@ class TestCapturedCopies(TestCase):
     def test_later_instances_hold_what_the_copies_are_given(self, specs, inputs, given, random):
         setup = Setup(specs, inputs)
         given = dict(zip(inputs, given, strict=False))
-        nodes, sites = setup.scan(lambda sites, key: random.sample(sites, len(sites)))
-        CapturedCopies(nodes, sites).point(given)
+        nodes, relocations = setup.scan(lambda relocations, key: random.sample(relocations, len(relocations)))
+        CapturedCopies(nodes, relocations).point(given)
         due = Counter(SET_CAPTURED_CALLS[s.kind] for s in specs if s.kind != "kernel" and s.inputs() & given.keys())
         self.assertEqual(Counter(setup.api.calls), due)
-        recorded = dict(enumerate(GHOSTS))
+        recorded = dict(enumerate(PLACEHOLDERS))
         self.assertEqual(setup.held(), [spec.bytes_at(recorded) for spec in specs])
         later, patches = setup.instantiate()
         expected = [spec.bytes_at(recorded if spec.kind == "kernel" else {**recorded, **given}) for spec in specs]
@@ -422,15 +422,15 @@ class TestCapturedCopies(TestCase):
         CapturedCopies(*setup.scan()).point({0: 0x7F00_0000_0000, 1: 0x7F11_0000_0000})
         self.assertEqual(setup.api.calls, [SET_CAPTURED_CALLS["memcpy"]] * 2)
         exec_, _ = setup.instantiate()
-        expected = [words(0x7F00_0000_0008, 0x7F10_FFFF_FFF0), words(GHOSTS[2], 0x7F00_0000_0004)]
+        expected = [words(0x7F00_0000_0008, 0x7F10_FFFF_FFF0), words(PLACEHOLDERS[2], 0x7F00_0000_0004)]
         self.assertEqual(setup.held(exec_), expected)
 
     def test_kernels_are_untouched(self):
         setup = Setup([kernel(Held(0, 0)), memset(Held(0, 16)), memset(Held(1, 0))], [0])
-        nodes, sites = setup.scan()
-        CapturedCopies(nodes, sites).point({0: 0x7F00_0000_0000})
+        nodes, relocations = setup.scan()
+        CapturedCopies(nodes, relocations).point({0: 0x7F00_0000_0000})
         self.assertEqual(setup.api.calls, [SET_CAPTURED_CALLS["memset"]])
-        self.assertEqual([nodes[0].word(0).value, nodes[1].target], [GHOSTS[0], 0x7F00_0000_0010])
+        self.assertEqual([nodes[0].word(0).value, nodes[1].target], [PLACEHOLDERS[0], 0x7F00_0000_0010])
 
     def test_nothing_to_point_is_no_call(self):
         for specs in ([kernel(Held(0, 0))], [memset(Held(1, 0))], [memcpy(0x10, 0x20)], []):
@@ -440,24 +440,24 @@ class TestCapturedCopies(TestCase):
 
     def test_back_again(self):
         setup = Setup([memcpy(Held(0, 8), Held(1, 0)), memset(Held(1, 4))], [0, 1])
-        nodes, sites = setup.scan()
-        copies = CapturedCopies(nodes, sites)
+        nodes, relocations = setup.scan()
+        copies = CapturedCopies(nodes, relocations)
         copies.point({0: 0x7F00_0000_0000, 1: 0x7F11_0000_0000})
-        copies.point_back(dict(enumerate(GHOSTS)))
+        copies.point_back(dict(enumerate(PLACEHOLDERS)))
         self.assertEqual(setup.api.calls, [*SET_CAPTURED_CALLS.values(), *reversed(SET_CAPTURED_CALLS.values())])
-        copies.point_back(dict(enumerate(GHOSTS)))
+        copies.point_back(dict(enumerate(PLACEHOLDERS)))
         self.assertEqual(len(setup.api.calls), 4)
-        self.assertEqual(setup.held(setup.instantiate()[0]), setup.expected(GHOSTS[:2]))
+        self.assertEqual(setup.held(setup.instantiate()[0]), setup.expected(PLACEHOLDERS[:2]))
 
     def test_a_source_on_the_host_is_taken_back_too(self):
         """Patches may have put memory of the program's own there."""
-        node = mock.Mock(MemcpyNode, target=GHOSTS[0], host_source=0x1008)
-        copies = CapturedCopies([node], [Site(0, TARGET, 0, 0), Site(0, HOST_SOURCE, 1, 8)])
+        node = mock.Mock(MemcpyNode, target=PLACEHOLDERS[0], host_source=0x1008)
+        copies = CapturedCopies([node], [Relocation(0, TARGET, 0, 0), Relocation(0, HOST_SOURCE, 1, 8)])
         copies.point({0: 0x7F00_0000_0000})
         self.assertEqual((node.target, node.host_source), (0x7F00_0000_0000, 0x1008))
         node.host_source = 0x5555_0000
-        copies.point_back({0: GHOSTS[0], 1: 0x1000})
-        self.assertEqual((node.target, node.host_source), (GHOSTS[0], 0x1008))
+        copies.point_back({0: PLACEHOLDERS[0], 1: 0x1000})
+        self.assertEqual((node.target, node.host_source), (PLACEHOLDERS[0], 0x1008))
         self.assertEqual(node.set_captured.call_count, 2)
 
     def test_refusals(self):
@@ -474,8 +474,8 @@ class TestCapturedCopies(TestCase):
     def test_what_is_not_pointed_takes_no_memory_of_another_kind(self):
         api = FakeApi()
         driver = Driver(api)
-        ghosts = Ghosts(driver, 0, [Extent(4096, 0)])
-        start = ghosts.ghosts[0].start
+        placeholders = Placeholders(driver, 0, [Extent(4096, 0)])
+        start = placeholders.placeholders[0].start
         for make in (
             lambda: api.make_memcpy(start, 0x10, 64),
             lambda: api.make_memcpy(0x10, start, 64),
@@ -483,16 +483,16 @@ class TestCapturedCopies(TestCase):
         ):
             for pointed in (False, True):
                 graph = api.make_graph(make())
-                found = scan(driver, graph, ghosts)
-                CapturedCopies(found.nodes, found.sites).point({0: 0x7F11_0000_0000} if pointed else {})
+                found = scan(driver, graph, placeholders)
+                CapturedCopies(found.nodes, found.relocations).point({0: 0x7F11_0000_0000} if pointed else {})
                 exec_ = api.instantiate(graph)
-                patches = Patches(driver, found.nodes, found.sites, [0], exec_, driver.context(), [start])
+                patches = Patches(driver, found.nodes, found.relocations, [0], exec_, driver.context(), [start])
                 if pointed:
                     self.assertEqual(patches.apply([0x7F00_0000_0000]), 1)
                 else:
                     with self.assertRaisesRegex(PatchFailed, "refused an address of input 0: CUDA_ERROR_INVALID_VALUE"):
                         patches.apply([0x7F00_0000_0000])
-        ghosts.close()
+        placeholders.close()
 
 
 if __name__ == "__main__":

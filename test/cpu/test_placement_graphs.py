@@ -25,12 +25,12 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.absent_gpu import absent_gpu, lower
-from pygraph_trees.coverage.compiled import PLACED, WHY_NOT_PLACED, partitions_of
-from pygraph_trees.host_reads import HostRead
+from pygraph_trees.cuda.host_reads import HostRead
+from pygraph_trees.fake_gpu import absent_gpu, lower
 from pygraph_trees.placement import place, place_for_graphs
 from pygraph_trees.placement.nodes import is_copy_between_devices, is_on_cpu, is_on_gpu, may_wait
 from pygraph_trees.placement.plan import How
+from pygraph_trees.report.compiled import PLACED, WHY_NOT_PLACED, partitions_of
 
 EXAMPLES = settings(max_examples=300, deadline=None)
 

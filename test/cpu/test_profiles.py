@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees import __main__ as command_line
-from pygraph_trees.driver import Driver
+from pygraph_trees.cuda.driver import Driver
 from pygraph_trees.selection import profiles as module
 from pygraph_trees.selection.decision import Comparison, Decision, Objective, Way
 from pygraph_trees.selection.profiles import (

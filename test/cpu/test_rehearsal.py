@@ -1,7 +1,8 @@
 """Kernels that are given addresses in other forms than words: the inputs that they read are copied.
 
 The kernels of these graphs compute: a launch reads and writes the memory that the instantiated graph leads to. What is
-at a ghost address is the memory of its stand-in, and a launch that goes there while nothing is mapped fails the test.
+at a placeholder address is the memory of its placeholder tensor, and a launch that goes there while nothing is mapped
+fails the test.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 import torch
 from fake_driver import KNOWN, CUresult, FakeApi
-from test_live_inputs import KERNEL, Graph, LiveInputsTestCase, StandIn
+from test_live_inputs import KERNEL, Graph, LiveInputsTestCase, PlaceholderTensor
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.indirection import hidden_addresses
@@ -93,14 +94,14 @@ class Running(Graph):
         """What is at an address, as floats."""
         for item in self._live.items:
             if (
-                isinstance(item.stand_in, StandIn)
+                isinstance(item.placeholder_tensor, PlaceholderTensor)
                 and item.recorded - item.lead <= address < item.recorded + item.nbytes
             ):
                 if not self._api.is_mapped(address):
                     raise AssertionError(f"nothing is mapped at {address:#x}")
-                stand_in = item.stand_in.as_subclass(torch.Tensor)
-                begin = (address - (item.recorded - item.lead)) // stand_in.element_size()
-                return stand_in.as_strided((COUNT,), (1,), begin)
+                placeholder_tensor = item.placeholder_tensor.as_subclass(torch.Tensor)
+                begin = (address - (item.recorded - item.lead)) // placeholder_tensor.element_size()
+                return placeholder_tensor.as_strided((COUNT,), (1,), begin)
         for item in self._live.items:
             given = self._live.given(item.index)
             if given.data_ptr() == address:
@@ -218,7 +219,7 @@ class TestRehearsal(LiveInputsTestCase):
         written: Sequence[torch.Tensor] = (),
         **more: Any,
     ) -> tuple[LiveInputs, Running]:
-        """``nodes``: from the addresses of stand-ins and outputs."""
+        """``nodes``: from the addresses of placeholder tensors and outputs."""
         live, reasons = self.choose(*inputs, **more)
         self.assertEqual(reasons, {})
         recorded = [item.recorded for item in sorted(live.items, key=lambda item: item.index)]
@@ -338,7 +339,7 @@ class TestRehearsal(LiveInputsTestCase):
             torch.zeros(3, dtype=torch.int32),
             torch.tensor([-1, -1]),
         ):
-            item = mock.Mock(stand_in=content.clone(), nbytes=content.nbytes, lead=0)
+            item = mock.Mock(placeholder_tensor=content.clone(), nbytes=content.nbytes, lead=0)
             fills = [hidden_addresses._Fill.of(item, content, number) for number in range(2)]
             for element in content.tolist():
                 self.assertTrue(any(fill.value != element for fill in fills), content)
@@ -347,7 +348,7 @@ class TestRehearsal(LiveInputsTestCase):
                 self.assertTrue(fill.is_there())
                 if len(content) > 2 and content[0]:
                     self.assertIn(fill.value, content.tolist())
-            item.stand_in[0] = 77
+            item.placeholder_tensor[0] = 77
             self.assertFalse(fills[1].is_there())
 
     def test_a_mutated_input_is_written_in_place(self):
@@ -456,8 +457,8 @@ class TestRehearsal(LiveInputsTestCase):
             live.finish()
             self.assertEqual(self.out[0], a + 1)
 
-    def test_too_little_memory_at_the_ghosts(self):
-        """It is recorded without ghosts then."""
+    def test_too_little_memory_at_the_placeholders(self):
+        """It is recorded without placeholders then."""
         a = some()
         live, _ = self.choose(a)
         graph = Running(self.api, [self.kernel("plain", live.items[0].recorded, self.out[0].data_ptr())], live)

@@ -19,17 +19,15 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_fast_path import Trees as FakeTrees
 from test_launches import FakeAutotuner, autotuners, of_inductor, on_gpu
 from test_live_inputs import LiveInputsTestCase, at
 from test_patcher import requires_cpp
-from test_steady import Trees as steady_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pygraph_trees.coverage.log import FunctionLog, RecordingLog
-from pygraph_trees.indirection import replay_costs, route_choice, table, variant_launchers, variant_worker
-from pygraph_trees.indirection.launch_clock import LaunchClock
+from pygraph_trees.indirection import replay_costs, route_choice
 from pygraph_trees.indirection.replay_costs import Looks, Middle, Took
 from pygraph_trees.indirection.route_choice import (
     AWAITED,
@@ -48,8 +46,12 @@ from pygraph_trees.indirection.route_choice import (
     wants_table,
 )
 from pygraph_trees.indirection.routes import Route
-from pygraph_trees.indirection.table import Reader
-from pygraph_trees.indirection.variant_worker import Job, Worker, WriterJob, compile_jobs, job_of
+from pygraph_trees.indirection.table import pointer_table as table
+from pygraph_trees.indirection.table import variant_launchers, variant_worker
+from pygraph_trees.indirection.table.launch_clock import LaunchClock
+from pygraph_trees.indirection.table.pointer_table import Reader
+from pygraph_trees.indirection.table.variant_worker import Job, Worker, WriterJob, compile_jobs, job_of
+from pygraph_trees.report.log import FunctionLog, RecordingLog
 from pygraph_trees.trees import recording
 
 LOOKS = route_choice.LOOKS
@@ -789,7 +791,7 @@ class TestBuilding(TestCase):
 
 PRESENCE = """
 import contextlib
-from pygraph_trees.absent_gpu import absent_gpu
+from pygraph_trees.fake_gpu import absent_gpu
 from torch._inductor.runtime import triton_helpers
 triton_helpers.set_driver_to_gpu = lambda: None
 contextlib.ExitStack().enter_context(absent_gpu())
@@ -1008,7 +1010,7 @@ class TestLiveInputsNative(TestLiveInputs):
     native = True
 
     def test_the_whole_way(self) -> None:
-        """A steady replay in C++ asks the recording, which asks who looks; addresses are those of two sets."""
+        """A fast replay in C++ asks the recording, which asks who looks; addresses are those of two sets."""
         live, graph, sets, looks, watch = self.watched()
         replays = SimpleNamespace(count=0, next=EVERY // 2)
         watch.is_due = lambda: replays.count >= replays.next
@@ -1022,7 +1024,7 @@ class TestLiveInputsNative(TestLiveInputs):
         for inputs in (*sets, *sets):
             self.replay(live, graph, inputs)
         looks.clear()
-        trees = steady_trees({}, [torch.zeros(1)], live=live)
+        trees = FakeTrees({}, [torch.zeros(1)], live=live)
         entry = trees.entry(order=())
         for number in range(20 * EVERY):
             self.given = sets[number % 2]

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.graph_nodes import KernelNode, MemsetNode
-from pygraph_trees.indirection.routes import Decision, Route, Slots, alignments, decide, fits, why_not_ghost
-from pygraph_trees.indirection.sites import Scan, Site
+from pygraph_trees.cuda.graph_nodes import KernelNode, MemsetNode
+from pygraph_trees.indirection.relocations import Relocation, Scan
+from pygraph_trees.indirection.routes import Decision, Route, Slots, alignments, decide, fits, why_not_placeholder
 
 PATCH = Decision(Route.PATCH, None)
 TABLE = Decision(Route.TABLE, None)
@@ -29,11 +29,13 @@ def copy(reason: str) -> Decision:
 
 
 def found(*inputs: int, refused: dict[int, str] | None = None, opaque: str | None = None) -> Scan:
-    """A scan with one site for each input."""
-    return Scan((), tuple(Site(0, 8 * i, index, 0) for i, index in enumerate(inputs)), refused or {}, opaque, Counter())
+    """A scan with one relocation for each input."""
+    return Scan(
+        (), tuple(Relocation(0, 8 * i, index, 0) for i, index in enumerate(inputs)), refused or {}, opaque, Counter()
+    )
 
 
-class TestWhyNotGhost(TestCase):
+class TestWhyNotPlaceholder(TestCase):
     def setUp(self):
         super().setUp()
         self.enterContext(FakeTensorMode())
@@ -42,7 +44,7 @@ class TestWhyNotGhost(TestCase):
         for size, stride in (((64, 8), (8, 1)), ((64, 8), (1, 64)), ((64, 8), (0, 1)), ((64, 8), (100, 10)), ((), ())):
             for dtype in (torch.float32, torch.bool, torch.complex64, torch.float8_e4m3fn):
                 tensor = torch.empty_strided(size, stride, dtype=dtype, device="cuda:1")
-                self.assertIsNone(why_not_ghost(tensor, 1, in_pool=False))
+                self.assertIsNone(why_not_placeholder(tensor, 1, in_pool=False))
 
     def test_each_rule(self):
         number = torch.empty(4, device="cuda:0", dtype=torch.complex64)
@@ -56,11 +58,11 @@ class TestWhyNotGhost(TestCase):
             (number, True, "it lies in the graph pool"),
             (number.conj().conj(), False, None),
         ):
-            self.assertEqual(why_not_ghost(tensor, 0, in_pool), why)
+            self.assertEqual(why_not_placeholder(tensor, 0, in_pool), why)
 
     def test_the_first_rule_that_holds_is_told(self):
-        self.assertEqual(why_not_ghost(torch.empty(0), 0, in_pool=True), "it is on cpu")
-        self.assertEqual(why_not_ghost(torch.empty(0, device="cuda:0"), 0, in_pool=True), "it has no elements")
+        self.assertEqual(why_not_placeholder(torch.empty(0), 0, in_pool=True), "it is on cpu")
+        self.assertEqual(why_not_placeholder(torch.empty(0, device="cuda:0"), 0, in_pool=True), "it has no elements")
 
 
 class TestSparse(TestCase):
@@ -72,7 +74,7 @@ class TestSparse(TestCase):
             def get_device(self):
                 return 0
 
-        self.assertEqual(why_not_ghost(OnGpu(), 0, in_pool=False), "its layout is torch.sparse_csr")
+        self.assertEqual(why_not_placeholder(OnGpu(), 0, in_pool=False), "its layout is torch.sparse_csr")
 
 
 class TestDecide(TestCase):
@@ -94,8 +96,8 @@ class TestDecide(TestCase):
 
     def test_inputs_with_slots(self):
         # Node 0 writes slots 0 to 3; kernels read 0, 2 and 4 there, and 1 and 2 are held by another node.
-        sites = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (1, 2)]
-        scan = Scan((), tuple(Site(node, 0, index, 0) for node, index in sites), {}, None, Counter())
+        relocations = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (1, 2)]
+        scan = Scan((), tuple(Relocation(node, 0, index, 0) for node, index in relocations), {}, None, Counter())
         slots = Slots(frozenset({0}), frozenset({0, 2, 4}))
         unheld, unwritten = copy("no node holds its address"), copy("no node writes its slot")
         self.assertEqual(decide(scan, 5, (), slots), [TABLE, PATCH, TABLE, unheld, unwritten])
@@ -156,8 +158,14 @@ class TestFits(TestCase):
 
     def test_how_aligned_what_kernels_hold_is(self):
         kernel, fill = object.__new__(KernelNode), object.__new__(MemsetNode)
-        sites = (Site(0, 0, 0, 0x10), Site(0, 8, 0, 0), Site(0, 16, 2, 0x30), Site(0, 24, 7, 0), Site(1, 0, 1, 0x100))
-        scan = Scan((kernel, fill), sites, {}, None, Counter())
+        relocations = (
+            Relocation(0, 0, 0, 0x10),
+            Relocation(0, 8, 0, 0),
+            Relocation(0, 16, 2, 0x30),
+            Relocation(0, 24, 7, 0),
+            Relocation(1, 0, 1, 0x100),
+        )
+        scan = Scan((kernel, fill), relocations, {}, None, Counter())
         self.assertEqual(alignments(scan, {0: 0x1010, 1: 0x1000, 2: 0x11D0, 3: 0}), {0: 32, 1: 1, 2: 512, 3: 1})
 
 

@@ -23,8 +23,8 @@ from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.utils import fresh_cache
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees import tensors
-from pygraph_trees.absent_gpu import lower
+from pygraph_trees.fake_gpu import lower
+from pygraph_trees.native import tensors
 from pygraph_trees.trees import function as trees_function
 from pygraph_trees.trees import runner as trees_runner
 from pygraph_trees.trees.function import FunctionModel, entered
@@ -367,9 +367,9 @@ class TestViewsInside(RunnerTestCase):
         self.assertIs(buf0, partition.outputs[0])
         self.assertEqual((buf1.shape, buf1.storage_offset()), ((2, 3), 8))
         self.assertEqual(model.ungraphed(tensors_numbered(3))[1].shape, (2, 3))
-        model.steadily = lambda inputs: given_
+        model.fast_call = lambda inputs: given_
         given_ = [object(), object()]
-        for returned in (found, found.steadily):
+        for returned in (found, found.fast_call):
             with mock.patch.object(FunctionModel, "ungraphed", lambda self, inputs: given_):
                 self.assertEqual(returned(tensors_numbered(3)), (given_[1], given_[0], None))
 
@@ -528,7 +528,7 @@ class TestShortened(RunnerTestCase):
         inputs = tensors_numbered(2)
         self.assertIs(short(inputs), partition.given)
 
-    def test_inputs_are_let_go_of(self):
+    def test_inputs_are_released(self):
         """The partition gets the only list, and of an input that it does not get nothing is kept."""
         lists, dead = [], []
 
@@ -643,14 +643,14 @@ class TestShortened(RunnerTestCase):
             del found
             self.assertEqual(alive.pop(), [False, True, False])
 
-    def check_steady(self):
+    def check_fast_path(self):
         """What the partition's function gives is given on; where it has nothing, the inputs are as they were."""
 
         class Function:
             was_asked, manager = False, staticmethod(lambda: None)
             answers = True
 
-            def steadily(self, inputs):
+            def fast_call(self, inputs):
                 return partition(inputs) if self.answers else None
 
         for call, outputs in (
@@ -660,38 +660,38 @@ class TestShortened(RunnerTestCase):
         ):
             partition = Partition(outputs)
             runner = self.runner(call, partition)
-            self.assertIsNone(shortened(runner.call).steadily)  # nobody to ask
+            self.assertIsNone(shortened(runner.call).fast_call)  # nobody to ask
             partition.function = function = Function()
             short = shortened(runner.call)
             given_ = tensors_numbered(3)
             expected = runner.call(list(given_))
             inputs = list(given_)
-            self.assertAreSame(short.steadily(inputs), expected)
+            self.assertAreSame(short.fast_call(inputs), expected)
             self.assertEqual(inputs, [])
             self.assertTrue(all(a is b for a, b in zip(partition.seen[-1], partition.seen[-2], strict=True)))
             self.assertFalse(function.was_asked)
             function.answers = False
             inputs = list(given_)
-            self.assertIsNone(short.steadily(inputs))
+            self.assertIsNone(short.fast_call(inputs))
             self.assertTrue(all(a is b for a, b in zip(inputs, given_, strict=True)))
             self.assertTrue(function.was_asked)
             function.answers = True
             runner.partitions = [Partition(outputs)]
-            self.assertIsNone(short.steadily(inputs))
+            self.assertIsNone(short.fast_call(inputs))
 
-    def test_steady(self):
-        self.check_steady()
+    def test_fast_path(self):
+        self.check_fast_path()
 
     def test_steady_without_the_native_module(self):
         with mock.patch.object(tensors, "native", None):
-            self.check_steady()
+            self.check_fast_path()
 
     def test_not_all_inputs_are_given(self):
         """What was left out could not be put back."""
         partition = Partition(tensors_numbered(2))
         partition.function = object()
         call = CALL.replace("[arg2_1, arg0_1, arg1_1]", "[arg2_1, arg1_1]")
-        self.assertFalse(hasattr(self.check(self.runner(call, partition), 3, partition), "steadily"))
+        self.assertFalse(hasattr(self.check(self.runner(call, partition), 3, partition), "fast_call"))
 
     def test_what_is_wrapped_itself(self):
         runner = self.runner(CALL, Partition(tensors_numbered(2)))

@@ -19,7 +19,7 @@ from torch._inductor import config
 from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees import tensors
+from pygraph_trees.native import tensors
 from pygraph_trees.trees import saved_tensors
 from pygraph_trees.trees.saved_tensors import conform, layouts_of, looked_after
 

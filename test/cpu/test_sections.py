@@ -15,8 +15,8 @@ import torch
 from bench import sections
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.comparison.program import Program
-from pygraph_trees.comparison.rings import Ring
+from pygraph_trees.benchmark.program import Program
+from pygraph_trees.benchmark.rings import Ring
 
 
 class Outer:

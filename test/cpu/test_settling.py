@@ -12,10 +12,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.comparison import settling
-from pygraph_trees.comparison.settling import CALLS, call_until_chosen, functions_so_far, routes_of
-from pygraph_trees.coverage.log import FunctionLog, RecordingLog, journal
+from pygraph_trees.benchmark import settling
+from pygraph_trees.benchmark.settling import CALLS, call_until_chosen, functions_so_far, routes_of
 from pygraph_trees.indirection.route_choice import AWAITED, EXPECTED
+from pygraph_trees.report.log import FunctionLog, RecordingLog, journal
 
 BETTER = f"by address: 30 us of a replay against 5 us by a table, {AWAITED}"
 

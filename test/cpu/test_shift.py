@@ -21,7 +21,7 @@ class TestShift(TestCase):
     def looks(self, shift: Shift, count: int, host_us: float = 20.0, gpu_us: float = 50.0, idle: float = 1.0) -> int:
         """Takes looks, a share of them at an idle GPU, until calls are others; how many, all where they are not."""
         for number in range(count):
-            if shift.takes(Look(host_us, gpu_us, (number % 10) < 10 * idle)):
+            if shift.accepts(Look(host_us, gpu_us, (number % 10) < 10 * idle)):
                 return number + 1
         return count
 
@@ -53,13 +53,13 @@ class TestShift(TestCase):
     def test_single_calls_are_no_matter(self) -> None:
         shift = Shift()
         for number in range(500):
-            self.assertFalse(shift.takes(Look(20.0 if number % 5 else 2e4, 50.0 if number % 5 != 2 else 1e5, True)))
+            self.assertFalse(shift.accepts(Look(20.0 if number % 5 else 2e4, 50.0 if number % 5 != 2 else 1e5, True)))
 
     @given(st.lists(st.tuples(TIMES, TIMES, st.booleans()), max_size=60))
     def test_not_before_enough_were_seen(self, drawn: list[tuple[float, float, bool]]) -> None:
         shift = Shift()
         for number, (host_us, gpu_us, is_idle) in enumerate(drawn, start=1):
-            if shift.takes(Look(host_us, gpu_us, is_idle)):
+            if shift.accepts(Look(host_us, gpu_us, is_idle)):
                 self.assertGreaterEqual(number, (1 + RULES.windows) * RULES.looks)
                 return
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from test_live_inputs import LiveInputsTestCase, at
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.host_reads import HostRead
+from pygraph_trees.cuda.host_reads import HostRead
 from pygraph_trees.indirection import inputs as live_inputs
 from pygraph_trees.indirection import staging
 from pygraph_trees.indirection.inputs import CAPTURED, NotStaged, choose
@@ -109,7 +109,7 @@ class TestBuffers(StagingTestCase):
                         with self.subTest(first_name, then=name, side=side):
                             buffers = Staging([first.detach()])
                             buffers.put([value])
-                            (memory,) = buffers.stand_ins
+                            (memory,) = buffers.placeholder_tensors
                             self.assertEqual(memory, value.detach().resolve_neg().resolve_conj(), rtol=0, atol=0)
 
     def test_what_is_queued_is_not_written_to(self):
@@ -157,7 +157,7 @@ class TestBuffers(StagingTestCase):
                 value = torch.zeros(4)
                 synchronize.side_effect = stream.synchronize.side_effect = lambda *_: value.add_(1)  # noqa: B023
                 buffers = Staging([value], 0)
-                self.assertEqual(buffers.stand_ins[0].tolist(), [float(pinned)] * 4)
+                self.assertEqual(buffers.placeholder_tensors[0].tolist(), [float(pinned)] * 4)
                 buffers.take([0], {} if read is None else {0: read}, [0])
                 (address,) = buffers.put([value])
                 self.assertEqual(address == value.data_ptr(), in_place)
@@ -273,7 +273,7 @@ class TestBuffers(StagingTestCase):
     def test_strides(self):
         for value in (torch.rand(3, 4).t(), torch.rand(4, 1).expand(4, 3), torch.rand(4, 6)[:, ::2], torch.tensor(2)):
             buffers = Staging([value])
-            self.assertEqual(buffers.stand_ins[0], value)
+            self.assertEqual(buffers.placeholder_tensors[0], value)
             buffers.put([value * 2])
             self.assertEqual(buffers._next.memories[0], value * 2)
 
@@ -300,7 +300,7 @@ class TestOneBlock(StagingTestCase):
                 for call in range(3):
                     values = numbers(call, dtypes)
                     self.assertEqual(buffers.put(values), [self.blocks[0].data_ptr()])
-                    self.assertEqual(buffers.stand_ins, values, rtol=0, atol=0)
+                    self.assertEqual(buffers.placeholder_tensors, values, rtol=0, atol=0)
 
     def test_what_has_a_copy_of_its_own(self):
         """Pinned memory, which may be read in its place, and what is larger than what is staged."""
@@ -320,26 +320,26 @@ class TestOneBlock(StagingTestCase):
         dtypes = {1: torch.bool, 2: torch.half, 4: torch.int32, 8: torch.double, 16: torch.complex128}
         buffers = Staging([torch.ones(count, dtype=dtypes[size]) for count, size in sizes])
         begin, spans = self.blocks[-1].data_ptr(), []
-        for stand_in in buffers.stand_ins:
-            start = stand_in.data_ptr() - begin
-            self.assertEqual(start % (512 if stand_in.nbytes >= 512 else 64), 0)
-            self.assertEqual(stand_in, torch.ones_like(stand_in))
-            spans.append((start, start + stand_in.nbytes))
+        for placeholder_tensor in buffers.placeholder_tensors:
+            start = placeholder_tensor.data_ptr() - begin
+            self.assertEqual(start % (512 if placeholder_tensor.nbytes >= 512 else 64), 0)
+            self.assertEqual(placeholder_tensor, torch.ones_like(placeholder_tensor))
+            spans.append((start, start + placeholder_tensor.nbytes))
         spans.sort()
         self.assertTrue(all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)))
         self.assertLessEqual(spans[-1][1], self.blocks[-1].numel())
         if buffers.together is not None:
             self.assertLessEqual(spans[-1][1], buffers.together.numel())
 
-    def test_stand_ins_have_storages_of_their_own(self):
+    def test_placeholder_tensors_have_storages_of_their_own(self):
         """By which a recording knows them; each holds the block."""
-        stand_ins = Staging(numbers(0)).stand_ins
-        self.assertEqual(len({value.untyped_storage().data_ptr() for value in stand_ins}), NUMBERS)
-        self.assertEqual({value.untyped_storage().nbytes() for value in stand_ins}, {4})
+        placeholder_tensors = Staging(numbers(0)).placeholder_tensors
+        self.assertEqual(len({value.untyped_storage().data_ptr() for value in placeholder_tensors}), NUMBERS)
+        self.assertEqual({value.untyped_storage().nbytes() for value in placeholder_tensors}, {4})
         block = weakref.ref(self.blocks.pop())
         gc.collect()
         self.assertIsNotNone(block())
-        del stand_ins
+        del placeholder_tensors
         gc.collect()
         self.assertIsNone(block())
 
@@ -362,12 +362,14 @@ class TestOneBlock(StagingTestCase):
                 queued.append((address, call))
                 for address, call in queued[self.queue.done :]:
                     begin = buffers.together.data_ptr()
-                    for stand_in, wanted in zip(buffers.stand_ins, numbers(call), strict=False):
-                        found = read_at(address + stand_in.data_ptr() - begin, wanted)
+                    for placeholder_tensor, wanted in zip(buffers.placeholder_tensors, numbers(call), strict=False):
+                        found = read_at(address + placeholder_tensor.data_ptr() - begin, wanted)
                         self.assertEqual(found, wanted, rtol=0, atol=0)
-                    for stand_in in buffers.stand_ins[-2:]:
-                        found = read_at(address + stand_in.data_ptr() - begin, torch.empty(stand_in.shape))
-                        self.assertEqual(found, torch.full(stand_in.shape, float(call)), rtol=0, atol=0)
+                    for placeholder_tensor in buffers.placeholder_tensors[-2:]:
+                        found = read_at(
+                            address + placeholder_tensor.data_ptr() - begin, torch.empty(placeholder_tensor.shape)
+                        )
+                        self.assertEqual(found, torch.full(placeholder_tensor.shape, float(call)), rtol=0, atol=0)
 
         check()
 
@@ -407,7 +409,7 @@ class TestOperator(StagingTestCase):
         values = [*numbers(7, (torch.float32, torch.int64, torch.bool)), torch.rand(3, 5).t(), torch.rand(500)]
         buffers = Staging(values)
         with operator.observed(buffers.together) as found:
-            there = [self.staged(stand_in) for stand_in in buffers.stand_ins]
+            there = [self.staged(placeholder_tensor) for placeholder_tensor in buffers.placeholder_tensors]
             (copy,) = found._copies.values()
         self.assertEqual(found.copied, [buffers.together.data_ptr()])
         self.assertEqual(there, values, rtol=0, atol=0)
@@ -418,7 +420,7 @@ class TestOperator(StagingTestCase):
     def test_no_bytes_are_given_twice(self):
         """Compiled code may write to a value in place."""
         buffers = Staging([torch.arange(64.0), torch.tensor(1.0)])
-        value = buffers.stand_ins[0]
+        value = buffers.placeholder_tensors[0]
         with operator.observed(buffers.together) as found:
             whole, again, part = self.staged(value), self.staged(value), self.staged(value[16:48])
             self.assertEqual(found.copied, [value.data_ptr(), value.data_ptr(), value.data_ptr() + 64])
@@ -430,7 +432,7 @@ class TestOperator(StagingTestCase):
     def test_parts_are_aligned(self):
         """Compiled code takes them to be."""
         buffers = Staging([torch.arange(64.0), torch.tensor(1.0)])
-        value = buffers.stand_ins[0]
+        value = buffers.placeholder_tensors[0]
         with operator.observed(buffers.together):
             for begin, is_shared in ((0, True), (16, True), (33, False)):
                 part = self.staged(value[begin : begin + 15])
@@ -442,12 +444,12 @@ class TestOperator(StagingTestCase):
         buffers = Staging([torch.zeros(100_000), torch.tensor(1.0), torch.tensor(2.0)])
         outside = torch.tensor(3.0)
         with operator.observed(buffers.together) as found:
-            self.assertEqual(self.staged(buffers.stand_ins[0]).untyped_storage().nbytes(), 400_000)
+            self.assertEqual(self.staged(buffers.placeholder_tensors[0]).untyped_storage().nbytes(), 400_000)
             self.assertEqual(self.staged(outside), outside)
             self.assertEqual(self.staged(torch.empty(0, 3)).shape, (0, 3))
             self.assertEqual(found._copies, {})
         with operator.observed() as found:
-            self.assertEqual(self.staged(buffers.stand_ins[1]), torch.tensor(1.0))
+            self.assertEqual(self.staged(buffers.placeholder_tensors[1]), torch.tensor(1.0))
 
     def test_a_part_with_gaps_is_read_from_the_memory_that_is_written_at_each_call(self):
         """Torch would gather its elements on the CPU, once."""
@@ -463,7 +465,7 @@ class TestOperator(StagingTestCase):
                     return original(to, of)
 
                 with operator.observed(staged.together), mock.patch.object(torch.Tensor, "copy_", copy):
-                    found = self.staged(part(staged.stand_ins[0]))
+                    found = self.staged(part(staged.placeholder_tensors[0]))
                 self.assertEqual(found, part(torch.arange(64.0).view(8, 8)))
                 begin = staged.recorded[0][0]
                 self.assertTrue(sources[0].is_contiguous())
@@ -473,9 +475,9 @@ class TestOperator(StagingTestCase):
         """Nothing orders one stream's reads after another one's copy."""
         buffers = Staging([torch.tensor(1.0), torch.tensor(2.0)])
         with operator.observed(buffers.together) as found:
-            first = self.staged(buffers.stand_ins[0])
+            first = self.staged(buffers.placeholder_tensors[0])
             self.stream = 2
-            second = self.staged(buffers.stand_ins[0])
+            second = self.staged(buffers.placeholder_tensors[0])
             self.assertEqual(len(found._copies), 2)
         self.assertNotEqual(first.data_ptr(), second.data_ptr())
         self.assertEqual((first, second), (torch.tensor(1.0), torch.tensor(1.0)))
@@ -484,7 +486,7 @@ class TestOperator(StagingTestCase):
         """Code returns memory of a value that it needs no longer; views of one value go on sharing it."""
         buffers = Staging([torch.arange(8.0), torch.tensor(5), torch.arange(6.0).view(2, 3)])
         with operator.observed(buffers.together) as found:
-            a, b, c = (self.staged(stand_in) for stand_in in buffers.stand_ins)
+            a, b, c = (self.staged(placeholder_tensor) for placeholder_tensor in buffers.placeholder_tensors)
             other = torch.ones(2)
             outputs = found.with_own_memory((a, other, b, None, a[2:4], c.t(), a.view(torch.int32), a[8:], 7))
             (copy,) = found._copies.values()
@@ -504,7 +506,7 @@ class TestOperator(StagingTestCase):
         """Upstream counts what is alive in the graph pool."""
         buffers = Staging([torch.tensor(1.0), torch.tensor(2.0)])
         with operator.observed(buffers.together) as found:
-            outputs = found.with_own_memory([self.staged(buffers.stand_ins[0])])
+            outputs = found.with_own_memory([self.staged(buffers.placeholder_tensors[0])])
             copy = weakref.ref(next(iter(found._copies.values())))
         gc.collect()
         self.assertIsNone(copy())
@@ -644,7 +646,7 @@ class TestLiveInputs(StagingTestCase):
         live, _ = choose(self.driver, 0, [torch.arange(8.0)], [0], set(), self.pool, {}, stage=True)
         (item,) = live.items
         other = torch.zeros(2)
-        shown = without_staged([item.stand_in, 3, item.stand_in[2:6], other], live)
+        shown = without_staged([item.placeholder_tensor, 3, item.placeholder_tensor[2:6], other], live)
         self.assertEqual([value if value is None else type(value) for value in shown], [None, int, None, torch.Tensor])
         self.assertIs(shown[3], other)
         live.set_up(self.capture(self.copies, live), self.reads(live))

@@ -22,8 +22,8 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from traced import artifacts, listening
 
 import pygraph_trees  # noqa: F401
-from pygraph_trees.coverage.log import FunctionLog, GraphLog, RecordingLog, journal
-from pygraph_trees.coverage.records import Partition
+from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journal
+from pygraph_trees.report.records import Partition
 
 SETTINGS = {"placement": "full", "indirection": "auto"}
 
@@ -145,7 +145,7 @@ class TestStructuredTraces(TestCase):
             (FunctionLog("f", "no id of torch's", "inference", 1, {}), lambda record: None, "ValueError"),
             (FunctionLog("f", None, "inference", 1, {"x": object()}), lambda record: None, "TypeError"),
         ):
-            with listening(emit), self.assertLogs("pygraph_trees.coverage", "WARNING") as logs:
+            with listening(emit), self.assertLogs("pygraph_trees.report", "WARNING") as logs:
                 write(log)
             self.assertEqual((len(log.recordings), log.route, log.decision), (1, "table: 3 us", "graphed: 1 us"))
             self.assertEqual(len(logs.output), 4)
@@ -154,7 +154,7 @@ class TestStructuredTraces(TestCase):
 
     def test_in_torchs_file(self):
         code = (
-            "import pygraph_trees\nfrom pygraph_trees.coverage.log import FunctionLog\n"
+            "import pygraph_trees\nfrom pygraph_trees.report.log import FunctionLog\n"
             "log = FunctionLog('Net', '3/1', 'inference', 1, {})\n"
             "log.not_graphed('no node reads it'); log.not_graphed('no node reads it')"
         )

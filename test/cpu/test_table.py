@@ -29,12 +29,13 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pygraph_trees.indirection import launches, retired, variant_launchers
-from pygraph_trees.indirection import table as tables
+from pygraph_trees.indirection import retired
 from pygraph_trees.indirection.inputs import LiveInputs, choose
-from pygraph_trees.indirection.launches import Reading
 from pygraph_trees.indirection.routes import Route
-from pygraph_trees.indirection.table import (
+from pygraph_trees.indirection.table import launches, variant_launchers
+from pygraph_trees.indirection.table import pointer_table as tables
+from pygraph_trees.indirection.table.launches import Reading
+from pygraph_trees.indirection.table.pointer_table import (
     WIDTHS,
     WRITER,
     Warmups,
@@ -43,7 +44,7 @@ from pygraph_trees.indirection.table import (
     writer_signature,
     writer_source,
 )
-from pygraph_trees.indirection.variant_launchers import VariantLauncher
+from pygraph_trees.indirection.table.variant_launchers import VariantLauncher
 from pygraph_trees.trees import manager, recording
 
 TABLE, PATCH, COPY = Route.TABLE, Route.PATCH, Route.COPY
@@ -196,7 +197,7 @@ class TestSlots(LiveInputsTestCase):
         # Slots lead to the memory that holds the copies.
         self.assertEqual(graph.launch()[0][1:3], [item.recorded for item in live.items])
 
-    def test_no_table_without_ghosts(self) -> None:
+    def test_no_table_without_placeholders(self) -> None:
         live, _ = choose(self.driver, 0, [at(0)], [0], {0}, self.pool, {0: "of the test"}, tabled=[0])
         self.assertIsNone(live._table)
         self.assertEqual(self.written, [])
@@ -319,7 +320,7 @@ class TestSlots(LiveInputsTestCase):
             return "it is that" if tensor is pooled else None
 
         warmups = Warmups()
-        with mock.patch.object(tables, "noting", noting), mock.patch.object(tables, "why_not_ghost", why_not):
+        with mock.patch.object(tables, "noting", noting), mock.patch.object(tables, "why_not_placeholder", why_not):
             begin(static, 3, live, pooled, None)
             self.assertEqual(seen, [{live.data_ptr()}])
             # A backward's static inputs that were live in its forward; no others, and not in another step.
@@ -359,7 +360,7 @@ class TestSlots(LiveInputsTestCase):
 
         with (
             mock.patch.object(tables, "noting", noting),
-            mock.patch.object(tables, "why_not_ghost", lambda *_: None),
+            mock.patch.object(tables, "why_not_placeholder", lambda *_: None),
             mock.patch.object(variant_launchers, "build", build),
         ):
             before, variants = frozenset[int](), [b]
@@ -401,7 +402,7 @@ class TestSlots(LiveInputsTestCase):
 
         given: list[Collection[int]] = []
         live, may_be_kept = (
-            SimpleNamespace(has_ghosts=False, has_staged=False, has_table=False, items=[], watch=None),
+            SimpleNamespace(has_placeholders=False, has_staged=False, has_table=False, items=[], watch=None),
             False,
         )
         model.log = SimpleNamespace(mode="inference")  # type: ignore[attr-defined]

@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees import native_sources, tensors
+from pygraph_trees.native import sources as native_sources
+from pygraph_trees.native import tensors
 from pygraph_trees.trees import function as trees_function
 from pygraph_trees.trees import manager as trees_manager
 from pygraph_trees.trees import native_names
@@ -289,7 +290,7 @@ class TestPython(TestCase):
                 return where.ask(given_) is not None and (deaths is None or deaths.ask())
 
             found = []
-            for find in (tensors.first_fit(choices), tensors.sieve(choices)):
+            for find in (tensors.first_fit(choices), tensors.candidate_filter(choices)):
                 position = find(begin, given_)
                 while position < len(choices) and not fits(position):
                     position = find(position + 1, given_)
@@ -311,7 +312,7 @@ class TestPython(TestCase):
             )
             for number in range(128)
         ]
-        find = tensors.sieve(choices)
+        find = tensors.candidate_filter(choices)
         for kept in (0, 1, 2, 63, 37):
             held = [cached[n] for n in range(7) if kept >> n & 1]
             self.assertEqual(find(0, given_), kept)
@@ -328,7 +329,7 @@ class TestPython(TestCase):
         self.assertEqual(find(5, given_), 5)  # it can no longer be told
         del held
         self.assertEqual({reference.asked for reference in references}, {0})
-        self.assertEqual([tensors.sieve([])(n, []) for n in (0, 3)], [0, 0])
+        self.assertEqual([tensors.candidate_filter([])(n, []) for n in (0, 3)], [0, 0])
         with self.assertRaises((TypeError, IndexError)):
             find(0, given_[:1])
 
@@ -562,7 +563,7 @@ class TestNative(TestPython):
         self.assertEqual(self.native.first_fit([3, (b"", ())], 1, x), 1)  # what comes before is not looked at
         self.assertEqual(self.native.first_fit([(b"", ((x, packed(7, MOST)),))], 0, x), 0)
 
-    def test_bad_arguments_of_a_sieve(self):
+    def test_bad_arguments_of_a_candidate_filter(self):
         x, row = [torch.zeros(1)], bytes(8)
         good = {"count": 2, "held": [(x, 0, row)], "places": [(0, row, {7: row})]}
         bad = {"count": ("2", None), "held": (3, [3], [(x, 0)], [((), 0, row)], [(x, 0, b"")], [(x, "0", row)])}
@@ -571,19 +572,19 @@ class TestNative(TestPython):
         for name, values in bad.items():
             for value in values:
                 with self.subTest(name=name, value=value), self.assertRaises((TypeError, ValueError, OverflowError)):
-                    self.native.Sieve(**(good | {name: value}))
-        sieve = self.native.Sieve(2, [], [(1, b"\3" + bytes(7), {})])
+                    self.native.CandidateFilter(**(good | {name: value}))
+        candidate_filter = self.native.CandidateFilter(2, [], [(1, b"\3" + bytes(7), {})])
         for arguments in ((), (0,), (0, ()), ("0", x), (0, x, x), (0, x), (0, [3, 3])):
-            self.assertRaises(TypeError, sieve, *arguments)
-        self.assertRaises(TypeError, sieve, 0, x, more=3)
-        self.assertRaises(RuntimeError, sieve, 0, [3, torch.eye(3).to_sparse()])
+            self.assertRaises(TypeError, candidate_filter, *arguments)
+        self.assertRaises(TypeError, candidate_filter, 0, x, more=3)
+        self.assertRaises(RuntimeError, candidate_filter, 0, [3, torch.eye(3).to_sparse()])
 
-    def test_references_of_a_sieve(self):
+    def test_references_of_a_candidate_filter(self):
         x, lists = [torch.zeros(1)], [[torch.zeros(1)] for _ in range(3)]
         where = tensors.Whereabouts([0], [7])
         for is_cycle in (False, True):
             before = references_to([*x, *lists])
-            find = tensors.sieve([(where, tensors.Deaths([(cached, [None], 0)])) for cached in lists])
+            find = tensors.candidate_filter([(where, tensors.Deaths([(cached, [None], 0)])) for cached in lists])
             self.assertEqual([find(0, x) for _ in range(9)], [0] * 9)
             if is_cycle:
                 lists[0].append(find)
@@ -770,15 +771,15 @@ class TestThreads(TestCase):
             self.check()
 
     def test_a_function_is_steady_in_one(self):
-        manager = mock.Mock(spec=["replay_steadily"])
-        manager.replay_steadily.return_value = [1]
+        manager = mock.Mock(spec=["replay_fast"])
+        manager.replay_fast.return_value = [1]
         for per_thread in (True, False):
             with mock.patch.object(trees_function, "PER_THREAD", per_thread):
                 model = trees_function.FunctionModel.of(len, is_backward=False, is_inference=True)
                 model.add(of_integers=False)
-                model.is_steady_in(manager, 7)
-            found = [model.steadily([])]
-            thread = threading.Thread(target=lambda model=model, found=found: found.append(model.steadily([])))
+                model.has_fast_path_in(manager, 7)
+            found = [model.fast_call([])]
+            thread = threading.Thread(target=lambda model=model, found=found: found.append(model.fast_call([])))
             thread.start()
             thread.join()
             self.assertEqual(found, [[1], None if per_thread else [1]])

@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))
 
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-SAY = "import logging; log = logging.getLogger('pygraph_trees.coverage'); log.info('an info'); log.debug('a debug')"
+SAY = "import logging; log = logging.getLogger('pygraph_trees.report'); log.info('an info'); log.debug('a debug')"
 
 
 def run_python(code, logs):

@@ -26,24 +26,24 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 import pygraph_trees
 from inductor_patches import cudagraph_trees as cudagraph_patches
 from inductor_patches import output_code
-from pygraph_trees.coverage import compiled
-from pygraph_trees.coverage.log import FunctionLog, GraphLog, RecordingLog, journal
-from pygraph_trees.coverage.report import clear
 from pygraph_trees.indirection import retired
 from pygraph_trees.indirection.inputs import CAPTURED
+from pygraph_trees.native.tensors import Whereabouts, released
+from pygraph_trees.report import compiled
+from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journal
+from pygraph_trees.report.summary import clear
 from pygraph_trees.selection import why_not_graphed
 from pygraph_trees.settings import Settings
-from pygraph_trees.tensors import Whereabouts, released
 from pygraph_trees.trees import manager as trees_manager
 from pygraph_trees.trees import recording as recording_module
 from pygraph_trees.trees import runner
 from pygraph_trees.trees.collector import paused
+from pygraph_trees.trees.containers import Trees
+from pygraph_trees.trees.fast_path import new_turn
 from pygraph_trees.trees.function import FunctionModel, entered
-from pygraph_trees.trees.isolation import Trees
 from pygraph_trees.trees.manager import Manager, Upstream, _Way
 from pygraph_trees.trees.recording import Recording
 from pygraph_trees.trees.rerecord import why_recorded
-from pygraph_trees.trees.steady import new_turn
 
 HINT = "non_cudagraph_managed_mutation_hint"  # renamed in torch 2.15
 
@@ -53,12 +53,12 @@ def in_python(tensors, addresses, indices):
     return all(tensors[index].data_ptr() == addresses[index] for index in indices)
 
 
-def without_graphs(replay_steadily):
+def without_graphs(replay_fast):
     """A manager whose replays C++ leaves to Python."""
 
     class Found(SimpleNamespace): ...  # which can be referred to weakly
 
-    return Found(replay_steadily=replay_steadily, turn=None)
+    return Found(replay_fast=replay_fast, turn=None)
 
 
 def double(inputs):
@@ -99,7 +99,7 @@ class TestFunction(TestCase):
                     function.add(of_integers=of_integers)
                     self.assertIsNone(function.manager())
                 manager = Manager()
-                function.is_steady_in(manager, 7)
+                function.has_fast_path_in(manager, 7)
                 self.assertEqual((function.manager() is manager, function.function_id == 7), (known, known))
                 del manager
                 self.assertIsNone(function.manager())
@@ -114,12 +114,12 @@ class TestFunction(TestCase):
             function.add_values(function_id, {1: values[0], 3: values[1]})
         first, second, unknown = ["x", 3, "y", 4], ["x", 3, "y", 5], ["x", 4, "y", 4]
         self.assertEqual(call(first), ["the wrappers", *first])
-        function.is_steady_in(manager, 7)
+        function.has_fast_path_in(manager, 7)
         self.assertEqual(
             [call(i) for i in (first, second, unknown)], [[7], *(["the wrappers", *i] for i in (second, unknown))]
         )
-        function.is_steady_in(manager, 8)
-        function.is_steady_in(manager, 9)  # of another function
+        function.has_fast_path_in(manager, 8)
+        function.has_fast_path_in(manager, 9)  # of another function
         self.assertEqual([call(first), call(second)], [[7], [8]])
         self.assertEqual(call(["z", 3, "y", 4]), ["the wrappers", "z", 3, "y", 4])
         self.assertIsNone(function.manager())  # it cannot say with which values
@@ -138,7 +138,7 @@ class TestFunction(TestCase):
         function.may_replay(may=True)
         function.add(of_integers=True)  # in another thread, or anew: those values take torch's way
         function.add_values(10, {1: 3, 3: 4})
-        function.is_steady_in(manager, 10)
+        function.has_fast_path_in(manager, 10)
         self.assertEqual([call(first), call(second)], [["the wrappers", *first], [8]])
         del manager
         self.assertEqual(call(second), ["the wrappers", *second])
@@ -294,13 +294,13 @@ class TestPutToUse(TestCase):
             self.assertEqual(journal.graph.code, "c")
 
     def test_a_failing_description_does_not_fail_the_compilation(self):
-        with self.assertLogs("pygraph_trees.coverage", "WARNING"):
+        with self.assertLogs("pygraph_trees.report", "WARNING"):
             compiled.partitioned(SimpleNamespace(), [[object()]], [object()])
-        with self.assertLogs("pygraph_trees.coverage", "WARNING"):
+        with self.assertLogs("pygraph_trees.report", "WARNING"):
             compiled.attach(SimpleNamespace(), SimpleNamespace(scheduler=None), object())
         for field, value in (("partitions", [{"unknown": 1}]), ("placed", [{"unknown": 1}]), ("partitions", 3)):
             artifact = self.artifact(pygraph_coverage={"model": "Net", field: value})
-            with self.subTest(field=field), self.assertLogs("pygraph_trees.coverage", "WARNING"):
+            with self.subTest(field=field), self.assertLogs("pygraph_trees.report", "WARNING"):
                 clear()
                 (graph,) = self.put(artifact, functions=1)
                 self.assertEqual((graph.model, graph.partitions, graph.dropped), ("Net", (), None))
@@ -313,7 +313,7 @@ class TestPutToUse(TestCase):
 
 
 class TestCompiledGraph(TestCase):
-    """The call of a compiled graph goes past what upstream does around it where a steady replay will do."""
+    """The call of a compiled graph goes past what upstream does around it where a fast replay will do."""
 
     def test_its_code_is_shortened_where_it_is_graphed(self):
         for graphed, indirection, known, short in (
@@ -340,18 +340,18 @@ class TestCompiledGraph(TestCase):
         def run(inputs):
             return list(inputs)
 
-        def steadily(inputs):
+        def fast_call(inputs):
             asked.append(inputs)
-            return ["steady"] if inputs == [1] else None
+            return ["fast"] if inputs == [1] else None
 
         upstream = mock.Mock(side_effect=lambda graph, inputs: ["upstream's", *graph.current_callable(inputs)])
         call = output_code._call(upstream)
         graph = SimpleNamespace(current_callable=run)
         self.assertEqual(call(graph, [1]), ["upstream's", 1])
-        run.steadily = None
+        run.fast_call = None
         self.assertEqual(call(graph, [1]), ["upstream's", 1])
-        run.steadily = steadily
-        self.assertEqual((call(graph, [1]), call(graph, [2])), (["steady"], ["upstream's", 2]))
+        run.fast_call = fast_call
+        self.assertEqual((call(graph, [1]), call(graph, [2])), (["fast"], ["upstream's", 2]))
         self.assertEqual(len(asked), 2)
         with mock.patch.object(torch.autograd.profiler, "_is_profiler_enabled", True):
             self.assertEqual(call(graph, [1]), ["upstream's", 1])
@@ -451,12 +451,12 @@ class TestTurns(TestCase):
         """From a hook, a finalizer, or an operator of the program's own."""
 
         def interrupted(manager, inputs, function_id):
-            found = manager.run([torch.ones(1)], function_id), manager.replay_steadily([torch.ones(1)], function_id)
+            found = manager.run([torch.ones(1)], function_id), manager.replay_fast([torch.ones(1)], function_id)
             return [*found, *inputs]
 
         self.run_by_upstream = interrupted
-        outputs, steadily, outer = self.manager.run(["outer"], self.id)
-        self.assertEqual((outputs, steadily, outer), ([torch.full((1,), 2.0)], None, "outer"))
+        outputs, fast_call, outer = self.manager.run(["outer"], self.id)
+        self.assertEqual((outputs, fast_call, outer), ([torch.full((1,), 2.0)], None, "outer"))
         self.assertEqual(self.runs(), (1, 1))
         self.assertIn("another call", self.model.log.ungraphed_reason)
 
@@ -465,7 +465,7 @@ class TestTurns(TestCase):
             self.assertTrue(self.manager.turn.acquire(blocking=False))
             with ThreadPoolExecutor(1) as pool:
                 if replays:
-                    self.assertIsNone(pool.submit(self.manager.replay_steadily, [torch.ones(1)], self.id).result(60))
+                    self.assertIsNone(pool.submit(self.manager.replay_fast, [torch.ones(1)], self.id).result(60))
                 else:
                     outputs = pool.submit(self.manager.run, [torch.ones(1)], self.id).result(60)
                     self.assertEqual(outputs, [torch.full((1,), 2.0)])
@@ -485,8 +485,8 @@ class TestTurns(TestCase):
         self.run_by_upstream = mock.Mock(side_effect=KeyboardInterrupt)
         for _ in range(2):
             self.assertRaises(KeyboardInterrupt, self.manager.run, [], self.id)
-        with mock.patch.object(Manager, "_replay_steadily", side_effect=KeyboardInterrupt):
-            self.assertRaises(KeyboardInterrupt, self.manager.replay_steadily, [], self.id)
+        with mock.patch.object(Manager, "_replay_fast", side_effect=KeyboardInterrupt):
+            self.assertRaises(KeyboardInterrupt, self.manager.replay_fast, [], self.id)
         self.assertFalse(self.manager.turn.locked())
 
     def test_the_collector_waits_for_the_last_recording(self):
@@ -764,10 +764,10 @@ class TestWhoHoldsOutputs(TestCase):
             self.assertTrue(node.all_outputs_are_dead())
         self.assertIsNone(node.cached_tensor_outputs[0].grad_fn)
 
-    def test_what_somebody_holds_is_not_let_go_of(self):
+    def test_what_somebody_holds_is_not_released(self):
         x, (node,) = self.forward(1, (1,))
         self.assertFalse(node.all_outputs_are_dead())
-        self.assertFalse(recording_module.let_go(self.pool))
+        self.assertFalse(recording_module.release_unneeded(self.pool))
         x.sum().backward()  # as it could be
         self.assertEqual(self.weight.grad, torch.ones(3))
 
@@ -804,25 +804,27 @@ class TestWhoHoldsOutputs(TestCase):
         def behind(moved):
             where = Whereabouts([0], [moved.data_ptr()], [])
             found = SimpleNamespace(whereabouts=where, deaths_before=asked, native=None, cuda_graphs_pool=self.pool)
-            found.takes = lambda inputs: where.ask(inputs) is not None and asked.ask()
+            found.accepts = lambda inputs: where.ask(inputs) is not None and asked.ask()
             return found
 
         recordings = [behind(t) for t in given_]
         way = _Way(None, recordings, None, None)
-        self.assertIs(way.first_that_takes(given_[1:]), recordings[1])
+        self.assertIs(way.first_accepting(given_[1:]), recordings[1])
         held = [first.cached_tensor_outputs[1]]  # as in 2.13 what is saved for a backward holds it
-        self.assertIsNone(way.first_that_takes(given_[1:]))
-        with mock.patch.object(trees_manager, "let_go", lambda pool: pool is self.pool and held.pop() is not None):
-            self.assertIs(way.first_that_takes(given_[1:]), recordings[1])
+        self.assertIsNone(way.first_accepting(given_[1:]))
+        with mock.patch.object(
+            trees_manager, "release_unneeded", lambda pool: pool is self.pool and held.pop() is not None
+        ):
+            self.assertIs(way.first_accepting(given_[1:]), recordings[1])
         self.assertEqual(held, [])
 
     def test_managers_are_apart(self):
         """Another one's thread may be about to give its outputs."""
         x, (node,) = self.forward(1, (1,))
         del x
-        self.assertFalse(recording_module.let_go((0, 0)))
+        self.assertFalse(recording_module.release_unneeded((0, 0)))
         self.assertIsNotNone(node.cached_tensor_outputs[0].grad_fn)
-        self.assertTrue(recording_module.let_go(self.pool))
+        self.assertTrue(recording_module.release_unneeded(self.pool))
 
     def test_what_is_asked_does_not_keep_the_recording(self):
         node = self.recording(1)
@@ -858,12 +860,12 @@ class TestForgotten(TestCase):
         self.enterContext(mock.patch.object(Manager, "_why_not_staged", lambda *_: None))
 
     def run_upstream(self, inputs, function_id):
-        """A root is found, and nothing is steady."""
+        """A root is found, and nothing has a fast path."""
         self.manager.current_node, self.manager.path_state = self.first, cudagraph_trees.ExecutionState.EXECUTION
         return inputs
 
     def test_given_back_where_a_step_begins(self):
-        """Also where no step is steady, so that each begins behind the last one's recording."""
+        """Also where no step has a fast path, so that each begins behind the last one's recording."""
         ends = mock.Mock(return_value=False)  # somebody holds an output
 
         def try_end(manager):
@@ -1016,7 +1018,7 @@ class TestShutdown(TestCase):
         self.assertEqual((order, closed), ([[]], [1]))
 
 
-class TestSteadyReplay(TestCase):
+class TestFastPath(TestCase):
     """Which calls go past upstream, on upstream's own rules for the end of a path."""
 
     FUNCTION = 7
@@ -1027,7 +1029,7 @@ class TestSteadyReplay(TestCase):
         marked.start()
         self.addCleanup(marked.stop)
         self.replayed = []
-        self.recording = self.node(takes=lambda inputs: inputs != ["elsewhere"], replay=self.replay)
+        self.recording = self.node(accepts=lambda inputs: inputs != ["elsewhere"], replay=self.replay)
         self.recording.wrapped_function = SimpleNamespace(mutated_input_idxs=(), model=None)
         self.manager = Manager.__new__(Manager)
         state = {
@@ -1055,7 +1057,7 @@ class TestSteadyReplay(TestCase):
 
     def node(self, **attributes):
         node = Recording.__new__(Recording)
-        own = {"children": {}, "steady": True, "id": object(), "path_live_weakrefs": lambda: ()}
+        own = {"children": {}, "has_fast_path": True, "id": object(), "path_live_weakrefs": lambda: ()}
         own |= {"all_outputs_are_dead": lambda: False, "whereabouts": Whereabouts((), ()), "deaths_before": None}
         vars(node).update(own | attributes)
         return node
@@ -1074,7 +1076,7 @@ class TestSteadyReplay(TestCase):
 
     def call(self, *inputs):
         inputs = list(inputs)
-        outputs = self.manager.replay_steadily(inputs, self.FUNCTION)
+        outputs = self.manager.replay_fast(inputs, self.FUNCTION)
         if outputs is not None:
             self.assertEqual(inputs, [])
             self.assertIs(self.manager.current_node, self.recording)
@@ -1108,7 +1110,7 @@ class TestSteadyReplay(TestCase):
         self.assertIs(self.manager.current_node, node)
 
     def child(self, **attributes):
-        child = self.node(takes=lambda inputs: inputs != ["elsewhere"], replay=self.replay, **attributes)
+        child = self.node(accepts=lambda inputs: inputs != ["elsewhere"], replay=self.replay, **attributes)
         child.wrapped_function = SimpleNamespace(mutated_input_idxs=())
         return child
 
@@ -1119,26 +1121,26 @@ class TestSteadyReplay(TestCase):
                 child = self.child()
                 node = self.node(children={self.FUNCTION: [child]})
                 self.behind(node, new_step=new_step)
-                self.assertIsNone(self.manager.replay_steadily(["elsewhere"], self.FUNCTION))
+                self.assertIsNone(self.manager.replay_fast(["elsewhere"], self.FUNCTION))
                 self.assertIs(self.manager.current_node, node)
-                self.assertEqual(self.manager.replay_steadily(["x"], self.FUNCTION), [1])
+                self.assertEqual(self.manager.replay_fast(["x"], self.FUNCTION), [1])
                 self.assertIs(self.manager.current_node, child)
                 self.assertEqual(self.manager.current_gen, self.manager.get_curr_generation())
 
     def test_the_first_one_that_fits(self):
         first, second = self.child(), self.child()
-        vars(first)["takes"] = lambda inputs: inputs == ["x"]
+        vars(first)["accepts"] = lambda inputs: inputs == ["x"]
         for others, inputs, expected in (
             ([first, second], "x", first),
             ([first, second], "y", second),
             ([second, first], "x", second),
             ([first], "y", None),
-            ([self.child(steady=False), first], "x", None),  # only upstream can ask that one
+            ([self.child(has_fast_path=False), first], "x", None),  # only upstream can ask that one
             ([object(), first], "x", None),
             ([first, object()], "x", first),
         ):
             self.behind(self.node(children={self.FUNCTION: others}), new_step=False)
-            outputs = self.manager.replay_steadily([inputs], self.FUNCTION)
+            outputs = self.manager.replay_fast([inputs], self.FUNCTION)
             self.assertEqual(outputs is not None, expected is not None)
             if expected is not None:
                 self.assertIs(self.manager.current_node, expected)
@@ -1149,11 +1151,11 @@ class TestSteadyReplay(TestCase):
         asked, children = [], []
         for number, tensor in enumerate(tensors):
             child = self.child(whereabouts=Whereabouts([0], [tensor.data_ptr()]))
-            vars(child)["takes"] = lambda inputs, number=number: asked.append(number) or True
+            vars(child)["accepts"] = lambda inputs, number=number: asked.append(number) or True
             children.append(child)
         with mock.patch.object(torch._C, "_tensors_data_ptrs_at_indices_equal", in_python, create=True):
             self.behind(self.node(children={self.FUNCTION: children}), new_step=False)
-            self.assertEqual(self.manager.replay_steadily([tensors[43]], self.FUNCTION), [1])
+            self.assertEqual(self.manager.replay_fast([tensors[43]], self.FUNCTION), [1])
         self.assertIs(self.manager.current_node, children[43])
         self.assertEqual(asked, [43])
 
@@ -1189,7 +1191,7 @@ class TestSteadyReplay(TestCase):
             for step in range(2, 6):
                 cudagraph_trees.MarkStepBox.mark_step_counter = -step
                 self.assertIsNotNone(self.call("x"))
-                self.assertIsNotNone(self.manager.replay_steadily(["x"], other))
+                self.assertIsNotNone(self.manager.replay_fast(["x"], other))
                 self.assertIs(self.manager.current_node, child)
             self.assertEqual(found.call_count, 2)
 
@@ -1207,7 +1209,7 @@ class TestSteadyReplay(TestCase):
         child = self.child()
         for new_step, current, ends in ((True, self.recording, 1), (False, child, 1)):
             self.behind(self.node(children={self.FUNCTION: [child]}), new_step=new_step)
-            self.assertIsNotNone(self.manager.replay_steadily(["x"], self.FUNCTION))
+            self.assertIsNotNone(self.manager.replay_fast(["x"], self.FUNCTION))
             self.assertIs(self.manager.current_node, current)
             self.assertEqual(len(ended), ends)
         # Once more by the same way, where the path is ended as well.
@@ -1245,11 +1247,11 @@ class TestSteadyReplay(TestCase):
 
     def test_inputs_that_do_not_fit(self):
         inputs = ["elsewhere"]
-        self.assertIsNone(self.manager.replay_steadily(inputs, self.FUNCTION))
+        self.assertIsNone(self.manager.replay_fast(inputs, self.FUNCTION))
         self.assertEqual((inputs, self.replayed), (["elsewhere"], []))
 
     def test_what_was_not_replayed_last(self):
-        self.assertIsNone(self.manager.replay_steadily(["x"], self.FUNCTION + 1))
+        self.assertIsNone(self.manager.replay_fast(["x"], self.FUNCTION + 1))
 
     def test_after_shutdown(self):
         self.manager.graph = None
@@ -1289,14 +1291,14 @@ class TestSteadyReplay(TestCase):
             self.assertIsNotNone(self.call("x"))
 
     def test_it_begins_with_a_replay_of_a_steady_recording(self):
-        for steady in (False, True):
+        for fast in (False, True):
             model = FunctionModel.of(double, is_backward=False, is_inference=True)
             model.settings = dataclasses.replace(model.settings, indirection="auto")
             model.add(of_integers=False)
-            node = self.node(steady=steady, run=lambda inputs: [0])
+            node = self.node(has_fast_path=fast, run=lambda inputs: [0])
             node.wrapped_function = SimpleNamespace(id=self.FUNCTION, model=model)
             self.assertEqual(self.manager.execute_node(node, ["x"]), [0])
-            self.assertEqual(model.manager() is self.manager, steady)
+            self.assertEqual(model.manager() is self.manager, fast)
 
     def test_what_upstream_makes_a_manager_of(self):
         given = []
@@ -1465,9 +1467,9 @@ class TestSteadyReplay(TestCase):
             self.assertEqual(model._added, 0)
             self.assertEqual(self.manager.add_function(model, [7])[1], ["outputs"])
         self.assertEqual((model._added, model._of_integers), (1, True))
-        self.manager.replay_steadily = lambda inputs, function_id: [*inputs, function_id]
-        model.is_steady_in(self.manager, self.FUNCTION)
-        self.assertEqual((model.steadily([7]), model.steadily([8])), ([7, self.FUNCTION], None))
+        self.manager.replay_fast = lambda inputs, function_id: [*inputs, function_id]
+        model.has_fast_path_in(self.manager, self.FUNCTION)
+        self.assertEqual((model.fast_call([7]), model.fast_call([8])), ([7, self.FUNCTION], None))
 
     def test_what_would_lose_its_writes_is_not_recorded(self):
         model = FunctionModel.of(double, is_backward=False, is_inference=True)
@@ -1520,7 +1522,7 @@ class TestSteadyReplay(TestCase):
 
 
 class TestTakes(TestCase):
-    """What is asked of the inputs of a recording that may be replayed steadily."""
+    """What is asked of the inputs of a recording that may be replayed on the fast path."""
 
     def recording(self, **attributes):
         node = Recording.__new__(Recording)
@@ -1537,24 +1539,24 @@ class TestTakes(TestCase):
         return node
 
     def test_addresses(self):
-        self.assertTrue(self.recording().takes(["there"]))
-        self.assertFalse(self.recording().takes(["elsewhere"]))
+        self.assertTrue(self.recording().accepts(["there"]))
+        self.assertFalse(self.recording().accepts(["elsewhere"]))
         refuses = SimpleNamespace(prepare=lambda inputs, seen: "less aligned", is_copied=False)
-        self.assertFalse(self.recording(_live=refuses).takes(["there"]))
+        self.assertFalse(self.recording(_live=refuses).accepts(["there"]))
 
     def test_what_is_to_be_dead_before(self):
-        self.assertTrue(self.recording(_are_dead_before=lambda: True).takes(["there"]))
+        self.assertTrue(self.recording(_are_dead_before=lambda: True).accepts(["there"]))
         inputs = ["there", "managed"]
-        self.assertFalse(self.recording(_are_dead_before=lambda: False, _drop_managed=released([1])).takes(inputs))
+        self.assertFalse(self.recording(_are_dead_before=lambda: False, _drop_managed=released([1])).accepts(inputs))
         self.assertEqual(inputs, ["there", "managed"])
 
     def test_what_dies_with_the_inputs(self):
         inputs = ["there", "managed", "kept"]
         recording = self.recording(_drop_managed=released([1]), _are_dead_after=lambda: inputs[1] is None)
-        self.assertTrue(recording.takes(inputs))
+        self.assertTrue(recording.accepts(inputs))
         self.assertEqual(inputs, ["there", None, "kept"])
         with self.assertRaisesRegex(RuntimeError, "step 0/0: an input that died .* is still held"):
-            self.recording(_are_dead_after=lambda: False).takes(["there"])
+            self.recording(_are_dead_after=lambda: False).accepts(["there"])
 
     def test_what_dies_is_asked_by_the_replay(self):
         """Since torch 2.15, as upstream does; and where copies are made, behind them by upstream itself."""
@@ -1562,7 +1564,7 @@ class TestTakes(TestCase):
         live = SimpleNamespace(prepare=lambda inputs, seen: None, is_copied=False, drop=lambda: dropped.append(1))
         recording = self.recording(_live=live, _are_dead_after=lambda: False, run=lambda inputs: ["upstream's way"])
         with mock.patch.object(recording_module, "_RUN_CHECKS_WHAT_DIED", True):
-            self.assertTrue(recording.takes(["there"]))
+            self.assertTrue(recording.accepts(["there"]))
             with self.assertRaises(recording_module.HeldForTooLong):
                 recording.replay(["there"])
             live.is_copied = True
@@ -1571,7 +1573,7 @@ class TestTakes(TestCase):
             mock.patch.object(recording_module, "_RUN_CHECKS_WHAT_DIED", False),
             self.assertRaises(recording_module.HeldForTooLong),
         ):
-            recording.takes(["there"])
+            recording.accepts(["there"])
         self.assertEqual(len(dropped), 2)
 
 

@@ -32,8 +32,8 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from traced import artifacts
 
 from pygraph_trees import selection
-from pygraph_trees.coverage.log import FunctionLog, GraphLog, RecordingLog, journal
-from pygraph_trees.coverage.naming import compile_id
+from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journal
+from pygraph_trees.report.naming import compile_id
 from pygraph_trees.selection import trial as trials
 from pygraph_trees.selection.decision import Comparison, Decision, Handed, Objective, Rules, Way
 from pygraph_trees.selection.profiles import Profile
@@ -927,22 +927,22 @@ class TestChoice(TrialTestCase):
             return [x * 2 for x in inputs]
 
         def replay(inputs, function_id):
-            calls.append("steady")
+            calls.append("fast")
             model.log.recordings[0].replays += 1
             self.world.work(5.0, 5.0)
-            return ["steady"]
+            return ["fast"]
 
         class Replayer:  # what can be referred to weakly
-            replay_steadily, turn = staticmethod(replay), None
+            replay_fast, turn = staticmethod(replay), None
 
         model, manager = self.model(compiled), Replayer()
 
         def run(inputs):
             calls.append("run")
-            if len(calls) == 2:  # recorded, and steady from now on
+            if len(calls) == 2:  # recorded, and on the fast path from now on
                 model.log.recordings.append(RecordingLog(number=0, kernels=1, other_nodes=0))
                 model.add(of_integers=False)
-                model.is_steady_in(manager, 3)
+                model.has_fast_path_in(manager, 3)
             return ["graphed"]
 
         call = self.enter(model, run)
@@ -953,7 +953,7 @@ class TestChoice(TrialTestCase):
         self.assertEqual((call([x]), call([x])), (["graphed"], ["graphed"]))
         self.assertIsNone(model.manager())  # kept back, for who looks for it elsewhere
         for _ in range(30):
-            self.assertEqual(call([x]), ["steady"])
+            self.assertEqual(call([x]), ["fast"])
             self.world.wait()
         self.assertIsNone(model.instead)
         self.assertIs(model.manager(), manager)
@@ -977,7 +977,7 @@ class TestChoice(TrialTestCase):
                 with mock.patch.object(Contestant, "look", lambda self, inputs: looks.append(inputs) or ["look"]):  # noqa: B023
                     trial._end(way, Decision(way, mock.Mock()), "why")
                     found = [call([torch.ones(2)]) for _ in range(95)]
-                # A replay that is not steady is asked for twice.
+                # A replay off the fast path is asked for twice.
                 self.assertIn(found.count(["look"]), (8, 9) if way is Way.UNGRAPHED else (15, 16))
                 self.assertEqual(len(looks), found.count(["look"]))
                 # Where calls are others, they come to the contestant.

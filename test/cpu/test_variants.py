@@ -35,8 +35,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import jit
 
-from pygraph_trees.absent_gpu import absent_gpu, lower
-from pygraph_trees.indirection.variants import NoVariant, Variant, with_slots
+from pygraph_trees.fake_gpu import absent_gpu, lower
+from pygraph_trees.indirection.table.variants import NoVariant, Variant, with_slots
 
 HERE = Path(__file__).resolve()
 TARGET = GPUTarget("cuda", 90, 32)
@@ -228,7 +228,7 @@ class TestCache(VariantsTestCase):
     KEYS = (
         "import sys; sys.path[:0] = {paths}\n"
         "import variant_kernels as k\n"
-        "from pygraph_trees.indirection.variants import with_slots\n"
+        "from pygraph_trees.indirection.table.variants import with_slots\n"
         "for c in k.CASES.values():\n"
         "    print(with_slots(c.fn, c.signature, c.constants, c.attrs(), c.pointers).fn.cache_key)"
     )

@@ -22,9 +22,9 @@ from fake_trees import Graph, Plain, some
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees import tensors
+from pygraph_trees.native import tensors
+from pygraph_trees.trees import fast_path
 from pygraph_trees.trees import manager as trees_manager
-from pygraph_trees.trees import steady
 from pygraph_trees.trees.function import PER_THREAD, FunctionModel
 from pygraph_trees.trees.manager import Manager, Upstream
 from pygraph_trees.trees.recording import Recording
@@ -76,7 +76,7 @@ class Trees:
             "_left": None,
             "_forgotten": [],
             "_is_unknown": False,
-            "turn": steady.new_turn(),
+            "turn": fast_path.new_turn(),
             "_turn_of": None,
         }
         for name, value in state.items():
@@ -90,13 +90,13 @@ class Trees:
         model.add(of_integers=False)
         number = len(self.wrapped)
         self.wrapped[number] = SimpleNamespace(id=number, model=model, mutated_input_idxs=())
-        model.is_steady_in(self.manager, number)
+        model.has_fast_path_in(self.manager, number)
 
         def by_hand(inputs):
             self.by_hand += 1
-            return model.steadily(inputs)
+            return model.fast_call(inputs)
 
-        return number, steady.entry(by_hand, model)
+        return number, fast_path.entry(by_hand, model)
 
     def recording(self, number, parent=None, *, static=(), outputs=1, dead=()):
         """The newest of a function behind another: of static inputs, and of outputs on the path that are to be dead."""
@@ -126,7 +126,7 @@ class Trees:
             "live_indices_after_graph": [(d, i) for d, held in enumerate(path) for i in range(len(held))],
             "graph": Graph(launches=0),
             "log": Plain(replays=0),
-            "steady": True,
+            "has_fast_path": True,
             "_is_plain": True,
         }
         for name, value in own.items():
@@ -134,7 +134,7 @@ class Trees:
         node._prepare_questions()
         if tensors.native is None:
             node._outputs_once_more = lambda: list(cached)  # which torch would make
-        node.native = steady.replay(node, node._dropped, node._constants)
+        node.native = fast_path.replay(node, node._dropped, node._constants)
         name = id(node)
         node.graph.at_launch = lambda: replayed.append(name)
         (self.roots if parent is None else parent.children).setdefault(number, []).append(node)
@@ -254,15 +254,15 @@ class Ways:
         for _ in range(2):
             for kept in range(50):
                 run(kept, kept)
-        takes = Recording.takes
-        with self.looked_for(0), mock.patch.object(Recording, "takes", autospec=True, side_effect=takes) as asked:
+        accepts = Recording.accepts
+        with self.looked_for(0), mock.patch.object(Recording, "accepts", autospec=True, side_effect=accepts) as asked:
             for kept in (*range(50), 49, 0, 31, 7, 7):
                 run(kept, kept)
         self.assertEqual(asked.call_count, 0 if self.in_cpp else 2 * 55)
         for kept, expected in ((51, None), (50, None), (62, None), (48, 48)):  # for which there is none, and once more
             run(kept, expected)
 
-    def test_the_first_of_several_that_takes(self):
+    def test_the_first_of_several_that_accepts(self):
         """Where more than one fits, in upstream's order."""
         root, behind, run = self.fifty()
         behind.reverse()

@@ -78,7 +78,7 @@ def answer(request: str) -> None:
     way, number, path = json.loads(request)
     if way != "torch":
         import pygraph_trees
-        from pygraph_trees.coverage.report import clear
+        from pygraph_trees.report.summary import clear
 
     torch._functorch.config.enable_autograd_cache = True
     torch._inductor.config.fx_graph_cache = True

@@ -36,10 +36,10 @@ from torch.testing._internal.common_utils import TestCase
 from torch.utils import _pytree as pytree
 
 import pygraph_trees
-from pygraph_trees.coverage.report import clear
+from pygraph_trees.report.summary import clear
 
 if TYPE_CHECKING:
-    from pygraph_trees.coverage.records import InputRecord
+    from pygraph_trees.report.records import InputRecord
 
     Settle = Callable[[Mapping[str, torch.Tensor]], None]
 

@@ -17,9 +17,9 @@ from test_trees_concurrency import in_thread, with_own_manager
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 import pygraph_trees
-from pygraph_trees.driver import driver
-from pygraph_trees.indirection.ghost import Extent, Ghosts, stands_out
+from pygraph_trees.cuda.driver import driver
 from pygraph_trees.indirection.patching import Patches
+from pygraph_trees.indirection.placeholder import Extent, Placeholders, stands_out
 
 HALF = {"dtype": "float16"}
 LAYOUTS = [
@@ -405,9 +405,9 @@ class TestIndirectionAddresses(IndirectionTestCase):
 
     def test_addresses_stand_out(self):
         """Where the driver places them: what looks like one in a kernel's parameters is one."""
-        ghosts = Ghosts(driver(), self.device.index, [Extent(4096, 0)])
-        self.addCleanup(ghosts.close)
-        self.assertTrue(stands_out(ghosts.ghosts[0].start), hex(ghosts.ghosts[0].start))
+        placeholders = Placeholders(driver(), self.device.index, [Extent(4096, 0)])
+        self.addCleanup(placeholders.close)
+        self.assertTrue(stands_out(placeholders.placeholders[0].start), hex(placeholders.placeholders[0].start))
 
     def test_launches_that_are_still_queued_keep_their_addresses(self):
         graphed = compiled(lambda x: x + 1).graphed

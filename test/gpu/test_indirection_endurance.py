@@ -15,7 +15,7 @@ import torch
 from indirection import FLAG, Facts, IndirectionTestCase, compiled, reset
 from torch.testing._internal.common_utils import run_tests
 
-from pygraph_trees.indirection.ghost import MAX_MAPPINGS, MAX_PIECE_NBYTES
+from pygraph_trees.indirection.placeholder import MAX_MAPPINGS, MAX_PIECE_NBYTES
 
 RUNS_ALONE = True  # the memory of the GPU that it looks at is taken by other processes as well
 REPLAYS = int(os.environ.get("PYGRAPH_REPLAYS", "2000"))

@@ -22,8 +22,8 @@ from parity import OURS
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 from user_operators import chunk_cat, host_call
 
-from pygraph_trees.driver import Driver
-from pygraph_trees.indirection.stand_ins import memory_at, tensor_in
+from pygraph_trees.cuda.driver import Driver
+from pygraph_trees.indirection.placeholder_tensors import memory_at, tensor_in
 
 HIDDEN = "may hide its address|host array|no node holds its address"
 

@@ -8,7 +8,7 @@ from indirection import IndirectionTestCase, Program, by_name, tensor
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 import pygraph_trees
-from pygraph_trees.indirection.ghost import PAGE_NBYTES
+from pygraph_trees.indirection.placeholder import PAGE_NBYTES
 
 SDPA = F.scaled_dot_product_attention
 
@@ -72,7 +72,7 @@ SORT = [
     Program("cummax", lambda x: x.cummax(1).values, (tensor(32, 4096),)),
 ]  # fmt: skip
 
-# Each input is larger than a granule of the driver's: its ghost lies on several.
+# Each input is larger than a granule of the driver's: its placeholder lies on several.
 LARGE = [
     Program("convolution", lambda x, w: F.conv2d(x, w, padding=1),
             (tensor(16, 512, 14, 14), tensor(512, 512, 3, 3))),

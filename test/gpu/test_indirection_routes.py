@@ -19,16 +19,17 @@ from torch.testing._internal.common_utils import run_tests
 
 import pygraph_trees
 from pygraph_trees.indirection import inputs as live_inputs
-from pygraph_trees.indirection import replay_costs, route_choice, variant_launchers
-from pygraph_trees.indirection.launch_clock import LaunchClock
+from pygraph_trees.indirection import replay_costs, route_choice
 from pygraph_trees.indirection.route_choice import Watch
-from pygraph_trees.indirection.variant_launchers import VariantLauncher
-from pygraph_trees.indirection.variant_worker import Worker, compile_jobs
+from pygraph_trees.indirection.table import variant_launchers
+from pygraph_trees.indirection.table.launch_clock import LaunchClock
+from pygraph_trees.indirection.table.variant_launchers import VariantLauncher
+from pygraph_trees.indirection.table.variant_worker import Worker, compile_jobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pygraph_trees.indirection.variant_worker import Job
+    from pygraph_trees.indirection.table.variant_worker import Job
 
 START = Worker.start  # of a process
 OFTEN = 4  # replays between two looks

@@ -18,9 +18,9 @@ from user_kernels import added
 
 import pygraph_trees
 from pygraph_trees.indirection import inputs as live_inputs
-from pygraph_trees.indirection import variant_launchers
 from pygraph_trees.indirection.patching import Patches
-from pygraph_trees.indirection.table import WRITER
+from pygraph_trees.indirection.table import variant_launchers
+from pygraph_trees.indirection.table.pointer_table import WRITER
 
 
 def thirty(x):
@@ -162,7 +162,9 @@ class TestTable(IndirectionTestCase):
 
     def test_without_a_writer_it_is_patched(self):
         with (
-            mock.patch("pygraph_trees.indirection.table._writer", side_effect=RuntimeError("of the test")),
+            mock.patch(
+                "pygraph_trees.indirection.table.pointer_table._writer", side_effect=RuntimeError("of the test")
+            ),
             self.assertLogs("pygraph_trees.indirection", logging.WARNING),
         ):
             self.by_table(Program("none", lambda x: x.sin() + 1, (tensor(5000),)), ["patch"])
@@ -183,7 +185,7 @@ class TestTable(IndirectionTestCase):
     def _hidden(self, scan):
         def hidden(*args):
             found = scan(*args)
-            return type(found)(found.nodes, found.sites, found.refused, "a host node", found.kinds)
+            return type(found)(found.nodes, found.relocations, found.refused, "a host node", found.kinds)
 
         return hidden
 

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from indirection import IndirectionTestCase, Program, by_name, tensor
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
-from pygraph_trees.driver import Driver, driver
-from pygraph_trees.indirection import inputs, sites
+from pygraph_trees.cuda.driver import Driver, driver
+from pygraph_trees.indirection import inputs
+from pygraph_trees.indirection import relocations as relocations
 
 HALF = {"dtype": "float16"}
 PROGRAMS = [
@@ -38,11 +39,11 @@ class TestNativeSearch(IndirectionTestCase):
         searched = []
 
         def scan(api, *captured):
-            found, expected = sites.scan(api, *captured), sites.scan(Driver(api.api), *captured)
+            found, expected = relocations.scan(api, *captured), relocations.scan(Driver(api.api), *captured)
             self.assertEqual([node.handle for node in found.nodes], [node.handle for node in expected.nodes])
-            self.assertEqual((found.sites, found.refused), (expected.sites, expected.refused))
+            self.assertEqual((found.relocations, found.refused), (expected.relocations, expected.refused))
             self.assertEqual((found.opaque, found.kinds), (expected.opaque, expected.kinds))
-            searched.append(len(found.sites))
+            searched.append(len(found.relocations))
             return found
 
         with mock.patch.object(inputs, "scan", scan):

@@ -16,8 +16,8 @@ from torch._inductor.utils import fresh_cache
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import pygraph_trees
-from pygraph_trees.coverage.report import clear
-from pygraph_trees.driver import driver
+from pygraph_trees.cuda.driver import driver
+from pygraph_trees.report.summary import clear
 
 DEVICE = "cuda"
 UNPLACED = {"triton.pygraph_placement": "off"}  # what the CPU computes stays there, and splits the graph
@@ -211,7 +211,7 @@ class TestCoverage(TestCase):
         self.assertEqual((function.model, function.replays, len(function.recordings)), ("<lambda>", 2, 1))
 
     def test_logs(self):
-        with self.assertLogs("pygraph_trees.coverage", logging.DEBUG) as logs:
+        with self.assertLogs("pygraph_trees.report", logging.DEBUG) as logs:
             f = compiled(lambda x: x.sin() + 1)
             for _ in range(3):
                 step()

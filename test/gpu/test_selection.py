@@ -50,7 +50,7 @@ class TestTrials(SelectionTestCase):
 
     def test_behind_a_trial_replays_are_steady(self):
         """They go the way of functions without a trial."""
-        from pygraph_trees import tensors
+        from pygraph_trees.native import tensors
 
         graphed = torch.compile(lambda x: x.sin() + 1, mode="reduce-overhead")
         x = torch.randn(64, device=self.device)

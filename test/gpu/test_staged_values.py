@@ -20,7 +20,7 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.testing._internal.common_utils import run_tests
 
 import pygraph_trees
-from pygraph_trees.graph_nodes import NodeKind
+from pygraph_trees.cuda.graph_nodes import NodeKind
 from pygraph_trees.selection.decision import Way
 
 NUMBERS = 48

@@ -32,7 +32,7 @@ from test_indirection_fallbacks import chunk_cat, host_call
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 import pygraph_trees
-from pygraph_trees.comparison.verify import DiffersUngraphed, NothingVerified
+from pygraph_trees.benchmark.verify import DiffersUngraphed, NothingVerified
 from pygraph_trees.indirection import inputs as inputs_module
 from pygraph_trees.indirection.patching import Patches
 from pygraph_trees.trees.recording import Recording
@@ -111,14 +111,14 @@ def stale(position):
 
 
 @contextlib.contextmanager
-def mistaken(ghost, other):
+def mistaken(placeholder, other):
     """Nodes that read one input are given the address of another."""
     original = inputs_module.scan
 
     def scan(*captured):
         found = original(*captured)
-        sites = tuple(s._replace(input=other) if s.input == ghost else s for s in found.sites)
-        return dataclasses.replace(found, sites=sites)
+        relocations = tuple(s._replace(input=other) if s.input == placeholder else s for s in found.relocations)
+        return dataclasses.replace(found, relocations=relocations)
 
     with mock.patch.object(inputs_module, "scan", scan):
         yield

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .loading import WORKLOADS_FOLDER, load_workloads
 
 if TYPE_CHECKING:
-    from pygraph_trees.comparison import Measurement, Plan, Results
+    from pygraph_trees.benchmark import Measurement, Plan, Results
 
     from .isolated import Job
 
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
 
     import torch
 
-    from pygraph_trees.comparison import MORE_WAYS, WAYS
+    from pygraph_trees.benchmark import MORE_WAYS, WAYS
 
     ways = tuple(options.ways.split(",")) if options.ways else WAYS
     for way in ways:
@@ -107,7 +107,7 @@ def listing(workloads: Mapping[str, Any]) -> str:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    from pygraph_trees.comparison import FULL, QUICK, Plan
+    from pygraph_trees.benchmark import FULL, QUICK, Plan
 
     plan = QUICK if options.quick else FULL if options.full else Plan()
     plan = replace(plan, fresh_caches=options.caches is None)
@@ -121,9 +121,9 @@ def _measure(
     plan: Plan,
     options: argparse.Namespace,
 ) -> int:
+    from pygraph_trees.benchmark import Results, markdown_table, text_table
+    from pygraph_trees.benchmark.results import file_stem, here
     from pygraph_trees.code_hash import code_hash
-    from pygraph_trees.comparison import Results, markdown_table, text_table
-    from pygraph_trees.comparison.results import file_stem, here
 
     from .isolated import Job
 
@@ -167,7 +167,7 @@ def _measure(
 
 def _in_batches(jobs: Sequence[Job], size: int, timeout_s: float) -> Iterator[list[Measurement]]:
     """The records of one workload after another. Those of a batch are prepared together, and then timed one by one."""
-    from pygraph_trees.progress import Progress
+    from pygraph_trees.cli.progress import Progress
 
     from .isolated import Worker
     from .quiet import wait_until_quiet
@@ -202,7 +202,7 @@ def _summarise() -> None:
 
 
 def _resume(results: Results, out: Path, ways: Sequence[str]) -> tuple[Results, set[str]]:
-    from pygraph_trees.comparison import Results
+    from pygraph_trees.benchmark import Results
 
     if not out.exists():
         return results, set()

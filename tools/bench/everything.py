@@ -214,8 +214,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from bench.command_line import RESULTS_FOLDER
     from bench.figures import has_gpu
+    from pygraph_trees.benchmark.results import file_stem
     from pygraph_trees.code_hash import code_hash
-    from pygraph_trees.comparison.results import file_stem
 
     if not has_gpu():
         return 2

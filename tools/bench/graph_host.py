@@ -33,11 +33,11 @@ from torch._inductor.output_code import CompiledFxGraph
 
 from bench.figures import has_gpu, write_figures
 from bench.sections import program_of
-from pygraph_trees.comparison.program import Program
-from pygraph_trees.comparison.rings import Ring
-from pygraph_trees.comparison.settling import call_until_chosen, functions_so_far
-from pygraph_trees.comparison.timing import collector_off, median, synchroniser
-from pygraph_trees.comparison.ways import Way, make_ways
+from pygraph_trees.benchmark.program import Program
+from pygraph_trees.benchmark.rings import Ring
+from pygraph_trees.benchmark.settling import call_until_chosen, functions_so_far
+from pygraph_trees.benchmark.timing import collector_off, median, synchroniser
+from pygraph_trees.benchmark.ways import Way, make_ways
 
 _GRAPH, _LAUNCH = (CompiledFxGraph, "__call__"), (torch.cuda.CUDAGraph, "replay")
 _SETTLE = 10  # un-timed calls at the start of each block

@@ -21,11 +21,11 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 import torch
 
 from bench.figures import has_gpu, write_figures
-from pygraph_trees.comparison.rings import Ring
-from pygraph_trees.comparison.timing import median, synchroniser, time_block
-from pygraph_trees.comparison.tuning import own_cache
-from pygraph_trees.comparison.ways import make_ways
-from pygraph_trees.target import resolve
+from pygraph_trees.benchmark.rings import Ring
+from pygraph_trees.benchmark.timing import median, synchroniser, time_block
+from pygraph_trees.benchmark.tuning import own_cache
+from pygraph_trees.benchmark.ways import make_ways
+from pygraph_trees.cli.target import resolve
 
 _ORDER = ("upstream", "ours", "ours", "upstream")  # of compilation
 _SETTLE = 5  # un-timed ones before it

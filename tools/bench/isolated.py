@@ -22,8 +22,8 @@ from pathlib import Path
 
 from processes import end, how_it_ended
 
-from pygraph_trees.comparison import REGIMES, Measurement, Plan
-from pygraph_trees.comparison.measure import Progress
+from pygraph_trees.benchmark import REGIMES, Measurement, Plan
+from pygraph_trees.benchmark.measure import Progress
 
 WORKER = Path(__file__).parent / "worker.py"
 IMPORTED, PREPARED = "imported", "prepared"  # what it says

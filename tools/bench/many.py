@@ -25,7 +25,7 @@ from torch._inductor import cudagraph_trees
 
 import inductor_patches
 from bench.figures import has_gpu, write_figures
-from pygraph_trees.comparison.timing import collector_off, median
+from pygraph_trees.benchmark.timing import collector_off, median
 
 _CALLS = 300
 _SETTLE = 6  # calls until a function is recorded, and replayed as it will be

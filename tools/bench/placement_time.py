@@ -19,9 +19,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 import torch
 
 import pygraph_trees  # noqa: F401  # has the flag
-from pygraph_trees.absent_gpu import lower
-from pygraph_trees.comparison.timing import median
-from pygraph_trees.target import resolve
+from pygraph_trees.benchmark.timing import median
+from pygraph_trees.cli.target import resolve
+from pygraph_trees.fake_gpu import lower
 
 _FLAG = "triton.pygraph_placement"
 _HOW = ("off", "full")

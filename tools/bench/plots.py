@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pygraph_trees.coverage.text import nbytes
+from pygraph_trees.report.text import nbytes
 
 from .paper import GEOMETRIC_MEAN
 
@@ -97,7 +97,7 @@ def _legend(axes: Any) -> None:
 
 
 def _speedup(pyplot: Any, summary: Summary, colours: Colours) -> Any:
-    from pygraph_trees.comparison.table import geometric_mean
+    from pygraph_trees.benchmark.table import geometric_mean
 
     both = {w.name: [w.ratio("latency_ms", regime) for regime in ("same", "fresh")] for w in summary.workloads}
     rows = sorted(((n, r) for n, r in both.items() if any(r)), key=lambda row: -(row[1][0] or row[1][1] or 0))

@@ -24,18 +24,18 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 import torch
 
 from bench.figures import has_gpu, write_figures
-from pygraph_trees.comparison import graphs
-from pygraph_trees.comparison.rings import Ring
-from pygraph_trees.comparison.timing import collector_off, median, synchroniser, timed_call
-from pygraph_trees.comparison.tuning import own_cache
-from pygraph_trees.comparison.ways import make_ways
-from pygraph_trees.target import resolve
+from pygraph_trees.benchmark import graphs
+from pygraph_trees.benchmark.rings import Ring
+from pygraph_trees.benchmark.timing import collector_off, median, synchroniser, timed_call
+from pygraph_trees.benchmark.tuning import own_cache
+from pygraph_trees.benchmark.ways import make_ways
+from pygraph_trees.cli.target import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pygraph_trees.comparison.program import Program
-    from pygraph_trees.comparison.rings import InputSet
+    from pygraph_trees.benchmark.program import Program
+    from pygraph_trees.benchmark.rings import InputSet
 
 _KINDS = ("upstream", "ours")
 _CALLS = 16  # behind the first; each workload is steady by then

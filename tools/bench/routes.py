@@ -27,15 +27,15 @@ import torch
 
 import pygraph_trees
 from bench.figures import has_gpu, write_figures
-from pygraph_trees.comparison.program import Program
-from pygraph_trees.comparison.settling import call_until_chosen, functions_so_far
-from pygraph_trees.comparison.timing import Plan, median, schedule, synchroniser, time_block, timed_call
-from pygraph_trees.comparison.ways import make_ways
+from pygraph_trees.benchmark.program import Program
+from pygraph_trees.benchmark.settling import call_until_chosen, functions_so_far
+from pygraph_trees.benchmark.timing import Plan, median, schedule, synchroniser, time_block, timed_call
+from pygraph_trees.benchmark.ways import make_ways
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from pygraph_trees.comparison.ways import Way
+    from pygraph_trees.benchmark.ways import Way
 
     Inputs = tuple[torch.Tensor, ...]
 

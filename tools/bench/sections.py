@@ -31,14 +31,16 @@ from torch._inductor import cudagraph_trees
 from torch._inductor.output_code import CompiledFxGraph
 
 from bench.figures import has_gpu, write_figures
-from pygraph_trees.comparison.program import Program
-from pygraph_trees.comparison.rings import Ring
-from pygraph_trees.comparison.timing import collector_off, median, synchroniser
-from pygraph_trees.comparison.ways import Way, make_ways
-from pygraph_trees.driver import Driver
-from pygraph_trees.indirection import ghost, inputs, patching, sites
+from pygraph_trees.benchmark.program import Program
+from pygraph_trees.benchmark.rings import Ring
+from pygraph_trees.benchmark.timing import collector_off, median, synchroniser
+from pygraph_trees.benchmark.ways import Way, make_ways
+from pygraph_trees.cli.target import resolve
+from pygraph_trees.cuda.driver import Driver
+from pygraph_trees.indirection import inputs, patching
+from pygraph_trees.indirection import placeholder as placeholder
+from pygraph_trees.indirection import relocations as relocations
 from pygraph_trees.indirection.pool import PoolRanges
-from pygraph_trees.target import resolve
 from pygraph_trees.trees import manager, recording
 
 _Node, _Manager = recording.Upstream, manager.Upstream
@@ -47,12 +49,12 @@ _SETTLE = 20  # calls until all is steady
 # Owner, name, and how it is called in the table.
 REPLAY: tuple[tuple[Any, str, str], ...] = (
     (CompiledFxGraph, "__call__", "compiled graph"),
-    (manager.Manager, "replay_steadily", "ours: steady replay"),
+    (manager.Manager, "replay_fast", "ours: fast path"),
     (_Manager, "run", "manager.run"),
     (manager.Manager, "_run", "ours: manager._run"),
     (_Manager, "_run", "manager._run"),
     (_Manager, "try_end_curr_execution", "end of the last path"),
-    (recording.Recording, "takes", "ours: takes"),
+    (recording.Recording, "accepts", "ours: accepts"),
     (recording.Recording, "check_invariants", "ours: check_invariants"),
     (_Node, "check_invariants", "check_invariants"),
     (inputs.LiveInputs, "prepare", "ours: addresses of the inputs"),
@@ -69,16 +71,16 @@ RECORDING: tuple[tuple[Any, str, str], ...] = (
     (_Manager, "record_function", "record_function"),
     (_Node, "__init__", "node"),
     (_Node, "_allocate_and_copy_recording_inputs", "inputs of the recording"),
-    (recording, "choose", "ours: inputs at ghost addresses"),
-    (ghost.Ghosts, "__init__", "ours: ghosts mapped"),
-    (ghost.Ghosts, "close", "ours: ghosts unmapped"),
+    (recording, "choose", "ours: inputs at placeholder addresses"),
+    (placeholder.Placeholders, "__init__", "ours: placeholders mapped"),
+    (placeholder.Placeholders, "close", "ours: placeholders unmapped"),
     (_Node, "_record", "capture"),
     (cudagraph_trees, "check_memory_pool", "check of the pool"),
     (inputs.LiveInputs, "set_up", "ours: set-up of the graph"),
     (inputs, "scan", "ours: scan"),
     (Driver, "kernel_node", "ours: kernel nodes"),
     (Driver, "layout", "ours: layouts of kernels"),
-    (sites._Reader, "search_kernels", "ours: search of the parameters"),
+    (relocations._Reader, "search_kernels", "ours: search of the parameters"),
     (inputs, "Patches", "ours: patches made"),
     (patching.Patches, "apply", "ours: patches applied"),
     (PoolRanges, "_look", "ours: snapshots of the pool"),

@@ -3,9 +3,10 @@
 usage: python tools/bench/slots.py [--rounds N] [--sizes N,N] [--block N] [--out FILE]
 
 A Triton kernel adds up n inputs, given as pointers, and once more as its variant, given n slots that hold them
-(:mod:`pygraph_trees.indirection.variants`). Both are captured many times over into a graph each, and the graphs take
-turns; a figure is the GPU's time for one kernel, the median over rounds, in µs. With few elements it is what a kernel
-takes at least, with many it is the memory's; with small blocks there are many that wait for their addresses.
+(:mod:`pygraph_trees.indirection.table.variants`). Both are captured many times over into a graph each,
+and the graphs take turns; a figure is the GPU's time for one kernel, the median over rounds, in µs. With few elements
+it is what a kernel takes at least, with many it is the memory's; with small blocks there are many that wait for their
+addresses.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 import torch
 
 from bench.figures import has_gpu, write_figures
-from pygraph_trees.comparison.timing import median
-from pygraph_trees.indirection.variants import with_slots
+from pygraph_trees.benchmark.timing import median
+from pygraph_trees.indirection.table.variants import with_slots
 
 COUNTS = (1, 8, 32)
 SIZES = (1 << 10, 1 << 20)  # elements of each input

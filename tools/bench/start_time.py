@@ -148,7 +148,7 @@ def start(job: Job, begin: float) -> Start:
 
 def _program(job: Job) -> Any:
     # Of this package, a program needs one module; the packages around it would import what is measured.
-    for name in ("pygraph_trees", "pygraph_trees.comparison"):
+    for name in ("pygraph_trees", "pygraph_trees.benchmark"):
         if name not in sys.modules:
             package = ModuleType(name)
             package.__path__ = [str(ROOT / name.replace(".", "/"))]
@@ -157,7 +157,7 @@ def _program(job: Job) -> Any:
     import torch
 
     from bench.loading import load_workloads
-    from pygraph_trees.comparison.program import Program
+    from pygraph_trees.benchmark.program import Program
 
     if job.name in PERCEPTRONS:
         torch.manual_seed(0)
@@ -214,7 +214,7 @@ def _counters(found: Sequence[Start], name: str, way: str, stage: str) -> list[s
 
 def summary(found: Sequence[Start]) -> list[dict[str, Any]]:
     """Medians by workload, stage and way; on ours the ratio to torch's of the seconds to the first and third call."""
-    from pygraph_trees.comparison.timing import median
+    from pygraph_trees.benchmark.timing import median
 
     rows: list[dict[str, Any]] = []
     for name, stage in dict.fromkeys((one.name, one.stage) for one in found):

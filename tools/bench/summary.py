@@ -23,13 +23,13 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 from bench import paper
 from bench.command_line import RESULTS_FOLDER
 from bench.loading import WORKLOADS_FOLDER, load_workloads
-from pygraph_trees.comparison import FORCED, WAYS, Results
-from pygraph_trees.comparison.results import REGIMES, ResultsFormatError
-from pygraph_trees.comparison.table import geometric_mean
-from pygraph_trees.coverage.text import nbytes
+from pygraph_trees.benchmark import FORCED, WAYS, Results
+from pygraph_trees.benchmark.results import REGIMES, ResultsFormatError
+from pygraph_trees.benchmark.table import geometric_mean
+from pygraph_trees.report.text import nbytes
 
 if TYPE_CHECKING:
-    from pygraph_trees.comparison import Measurement
+    from pygraph_trees.benchmark import Measurement
 
 SLOWER = 1.02  # than the better of upstream's graphs and no graphs
 LONGER = 1.15  # to compile and record, than upstream

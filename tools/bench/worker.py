@@ -22,7 +22,7 @@ def main(job: str) -> int:
     told = json.loads(job)
     from bench.isolated import IMPORTED, PREPARED
     from bench.loading import load_workloads
-    from pygraph_trees.comparison import Measurement, Plan, compare
+    from pygraph_trees.benchmark import Measurement, Plan, compare
 
     out = Path(told["out"])
     told_to, sys.stdout = sys.stdout, sys.stderr

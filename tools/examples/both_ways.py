@@ -20,7 +20,7 @@ import torch
 from text import SIZES
 
 import pygraph_trees
-from pygraph_trees.comparison import graphs
+from pygraph_trees.benchmark import graphs
 
 SIDES = {"upstream": ("--upstream",), "ours": ()}
 

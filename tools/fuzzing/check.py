@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pygraph_trees.comparison.differences import difference
+from pygraph_trees.benchmark.differences import difference
 
 from .case import Case
 from .observation import Observation

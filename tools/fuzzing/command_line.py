@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from pygraph_trees.progress import Progress
+from pygraph_trees.cli.progress import Progress
 
 from .campaign import Plan, run
 from .case import read

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from pygraph_trees.trees.isolation import Trees
+from pygraph_trees.trees.containers import Trees
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from pygraph_trees.comparison import Program
-from pygraph_trees.comparison.ways import make_ways
+from pygraph_trees.benchmark import Program
+from pygraph_trees.benchmark.ways import make_ways
 
 from .around import LATE, at
 from .case import Case

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from pygraph_trees.coverage.log import journal
+from pygraph_trees.report.log import journal
 
 from .around import uses
 from .campaign import FAILED, POISONED, POISONED_BY_EAGER, Counts, Failure

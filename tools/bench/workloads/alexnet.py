@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pygraph_trees.comparison.program import Program
+from pygraph_trees.benchmark.program import Program
 
 from .registry import inference, seeded, workload
 

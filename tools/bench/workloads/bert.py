@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pygraph_trees.comparison.program import Program
+from pygraph_trees.benchmark.program import Program
 
 from .registry import DROPS_NOTHING, inference, seeded, training, workload
 from .texts import labelled, question

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from pygraph_trees.comparison.program import Program
+from pygraph_trees.benchmark.program import Program
 
 from .registry import DROPS_NOTHING, seeded, training, without_layer_drop, workload
 from .texts import labelled

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from pygraph_trees.comparison.program import Program
+from pygraph_trees.benchmark.program import Program
 
 from .registry import inference, seeded, workload
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from pygraph_trees.comparison.program import Program
+from pygraph_trees.benchmark.program import Program
 
 from .registry import seeded, workload
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from pygraph_trees.comparison.program import Program
+from pygraph_trees.benchmark.program import Program
 
 from .registry import seeded, workload
 

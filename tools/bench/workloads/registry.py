@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pygraph_trees.comparison.program import Program
+from pygraph_trees.benchmark.program import Program
 
 SEED = 20
 # A dropout that is computed like any other and drops nothing: gradients can be compared with eager's.

@@ -16,7 +16,7 @@ import math
 import torch
 from torch import nn
 
-from pygraph_trees.comparison.program import Program
+from pygraph_trees.benchmark.program import Program
 
 from .registry import inference, seeded, workload
 

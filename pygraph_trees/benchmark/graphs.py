@@ -1,0 +1,120 @@
+"""What the tree managers of one way hold, and which of their recordings one call replays.
+
+Works alike for upstream's recordings and for ours. Ours log their replays and the bytes that they copy, and are
+believed; for upstream's the bytes follow from the inputs that its replay copies, and replays are seen by wrapping
+``run_graph`` for one call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pygraph_trees.report.text import called
+
+
+def recordings(managers: Iterable[Any]) -> list[Any]:
+    """All recordings in the trees of ``managers``, parents before children."""
+    found: list[Any] = []
+    for manager in managers:
+        pending = [node for nodes in (manager.roots or {}).values() for node in nodes]
+        while pending:
+            node = pending.pop()
+            found.append(node)
+            pending += [child for children in node.children.values() for child in children]
+    return found
+
+
+def copied_nbytes(node: Any) -> int:
+    """Bytes of GPU inputs that a replay of ``node`` copies into the recording."""
+    log = getattr(node, "log", None)
+    if log is not None:
+        return sum(i.copied_bytes for i in log.record().inputs if i.device is not None and i.device.startswith("cuda"))
+    copied: Iterable[int] = getattr(node, "input_copy_idxs", node.non_static_input_idx)
+    return sum(_dense_nbytes(node.reconstructed_inputs[i], node.expanded_dims[i] or ()) for i in copied)
+
+
+def copied_for_one_call(managers: Iterable[Any]) -> int:
+    """Bytes of inputs that were copied for single calls so far, beside those that each replay copies."""
+    logs = [getattr(node, "log", None) for node in recordings(managers)]
+    return sum(log.extra_copied_bytes for log in logs if log is not None)
+
+
+def _dense_nbytes(tensor: Any, expanded_dims: Iterable[int]) -> int:
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cuda":
+        return 0
+    elements = tensor.numel()
+    for dim in expanded_dims:
+        elements //= max(1, tensor.size(dim))
+    return elements * tensor.element_size()
+
+
+@contextlib.contextmanager
+def watch_replays(managers: Sequence[Any]) -> Iterator[Counter[Any]]:
+    """Counts replays by recording while the block runs; the counter is complete when it has ended."""
+    nodes = recordings(managers)
+    logged = {node: node.log.replays for node in nodes if hasattr(node, "log")}
+    seen: Counter[Any] = Counter()
+    owners = {_owner(type(node)) for node in nodes if node not in logged}
+    originals = {owner: vars(owner)["run_graph"] for owner in owners}
+
+    def wrap(original: Any) -> Any:
+        def run_graph(node: Any) -> Any:
+            seen[node] += 1
+            return original(node)
+
+        return run_graph
+
+    try:
+        for owner, original in originals.items():
+            owner.run_graph = wrap(original)
+        yield seen
+    finally:
+        for owner, original in originals.items():
+            owner.run_graph = original
+        for node, before in logged.items():
+            if node.log.replays > before:
+                seen[node] = node.log.replays - before
+
+
+def launched(replays: Mapping[Any, int]) -> list[str]:
+    """The names of what one call replayed, in the order in which it was launched.
+
+    Empty where the order cannot be told: it is that of a path down a tree, on which nothing is replayed twice.
+    """
+    parents = {node: getattr(node, "parent", None) for node in replays}
+    ends = [node for node in replays if node not in parents.values()]
+    if len(ends) != 1 or any(count != 1 for count in replays.values()):
+        return []
+    path, node = [], ends[0]
+    while node in parents:
+        path.append(_name(node))
+        node = parents.pop(node)
+    return [] if parents else path[::-1]
+
+
+def _name(node: Any) -> str:
+    """Of a recording: as the report has it where it is ours."""
+    function, log = node.wrapped_function, getattr(node, "log", None)
+    if log is not None and hasattr(function.model, "log"):
+        return f"{called(function.model.log.record())}, recording {log.number}"
+    return f"function {function.id.id}, recording {node.id.id}"
+
+
+def _owner(kind: type) -> Any:
+    """The class that a recording's ``run_graph`` comes from."""
+    return next(base for base in kind.__mro__ if "run_graph" in vars(base))
+
+
+def pool_nbytes(managers: Iterable[Any], allocated: bool = False) -> int:
+    """Bytes that the graph pools of ``managers`` have reserved, or what of them is allocated now."""
+    pools = {tuple(manager.cuda_graphs_thread_pool) for manager in managers}
+    if not pools:
+        return 0
+    size = "allocated_size" if allocated else "total_size"
+    segments = torch.cuda.memory_snapshot(include_traces=False)
+    return sum(segment[size] for segment in segments if tuple(segment["segment_pool_id"]) in pools)

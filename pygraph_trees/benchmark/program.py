@@ -1,0 +1,150 @@
+"""What is measured: a callable, its inputs, and what one call of it means.
+
+A :class:`Program` holds a module or function, its arguments and how it is called. :meth:`Program.step` performs one
+call with whatever compiled form of it is handed in: inference returns the outputs; training clears gradients, runs the
+forward and the loss under the context, runs the backward, and returns the detached loss and the gradients. Each call
+begins a step of CUDA graph trees, in every way of running it, so that no way has a shorter path through the harness.
+
+What a step returns may lie in memory that the next call overwrites: clone it before calling again (see
+``differences.snapshot``). Nothing here synchronises with the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from types import CellType
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pygraph_trees.errors import PygraphError
+
+
+class NoLossError(PygraphError):
+    template = (
+        "training needs a scalar to differentiate: expected outputs with a .loss or with floating-point tensors that "
+        "require gradients, got {found}; give the program a loss of its own"
+    )
+
+
+def tensors_of(outputs: Any) -> list[tuple[str, torch.Tensor]]:
+    """All tensors inside ``outputs`` with their paths, in a fixed order.
+
+    Looks into registered pytree containers, and into the attributes of objects that are none.
+    """
+    found: list[tuple[str, torch.Tensor]] = []
+    for path, leaf in pytree.tree_flatten_with_path(outputs)[0]:
+        name = pytree.keystr(path)
+        if isinstance(leaf, torch.Tensor):
+            found.append((name, leaf))
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (type, torch.nn.Module)) and not callable(leaf):
+            found += [(f"{name}.{inner}", value) for inner, value in _attributes(leaf)]
+    return found
+
+
+def _attributes(leaf: Any) -> list[tuple[str, torch.Tensor]]:
+    return [(name, value) for name, value in sorted(vars(leaf).items()) if isinstance(value, torch.Tensor)]
+
+
+def default_loss(outputs: Any) -> torch.Tensor:
+    """``outputs.loss`` where there is one, else the sum of all floating-point tensors that require gradients."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    terms = [t.float().sum() for _, t in tensors_of(outputs) if t.is_floating_point() and t.requires_grad]
+    if not terms:
+        raise NoLossError(found=type(outputs).__name__)
+    return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """A callable with its inputs, the same for every way of running it."""
+
+    fn: Callable[..., Any]  # a module or function: what is handed to torch.compile
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    training: bool = False
+    # Makes the context manager around each call; in training around forward and loss.
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    loss: Callable[[Any], torch.Tensor] = default_loss
+    # Positions and names of the arguments that get new addresses in the "fresh" regime; None for all.
+    live: frozenset[int | str] | None = None
+    # What gradients are taken of besides the inputs; None for the parameters of ``fn`` where it is a module.
+    parameters: Sequence[torch.Tensor] | None = None
+    name: str = "program"
+    batch: int = 1
+    _leaves: tuple[torch.Tensor, ...] = field(init=False, repr=False, default=())
+    _input_gradients: bool = field(init=False, repr=False, default=False)
+
+    def __post_init__(self) -> None:
+        parameters = self.parameters
+        if parameters is None:
+            parameters = list(self.fn.parameters()) if isinstance(self.fn, torch.nn.Module) else []
+        object.__setattr__(self, "_leaves", tuple(p for p in parameters if p.requires_grad))
+        object.__setattr__(self, "_input_gradients", bool(_differentiable(self.args, self.kwargs)))
+
+    @property
+    def mode(self) -> str:
+        return "training" if self.training else "inference"
+
+    @property
+    def device(self) -> torch.device:
+        """The first CUDA device among inputs, parameters and buffers, also of what a function closes over, else the
+        CPU."""
+        for tensor in [*_tensors((self.args, dict(self.kwargs))), *self._state(), *_closed_over(self.fn)]:
+            if tensor.device.type == "cuda":
+                return tensor.device
+        return torch.device("cpu")
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Bytes of parameters, buffers and inputs on the device, shared storage counted once."""
+        device = self.device
+        tensors = [*_tensors((self.args, dict(self.kwargs))), *self._state()]
+        storages = [t.untyped_storage() for t in tensors if t.device == device]
+        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+    def _state(self) -> list[torch.Tensor]:
+        modules = [*self.fn.parameters(), *self.fn.buffers()] if isinstance(self.fn, torch.nn.Module) else []
+        return [*modules, *self._leaves]
+
+    def step(self, compiled_fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """One call: the outputs, or ``(loss, gradients)`` in training."""
+        torch.compiler.cudagraph_mark_step_begin()
+        if not self.training:
+            with self.context():
+                return compiled_fn(*args, **kwargs)
+        leaves = self._leaves
+        if self._input_gradients:
+            leaves = leaves + _differentiable(args, kwargs)
+        for leaf in leaves:
+            leaf.grad = None
+        with self.context():
+            loss = self.loss(compiled_fn(*args, **kwargs))
+        loss.backward()
+        return loss.detach(), [leaf.grad for leaf in leaves]
+
+    def clear_gradients(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Drops the gradients that the last step left, so that they do not outlive their way of running."""
+        for leaf in self._leaves + _differentiable(args, kwargs):
+            leaf.grad = None
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _closed_over(fn: Callable[..., Any]) -> list[torch.Tensor]:
+    """Tensors, and those of modules, in the closure of a function or of a method's."""
+    cells = getattr(fn, "__closure__", None) or ()
+    values = [cell.cell_contents for cell in cells if cell != CellType()]  # one may be empty yet
+    modules = [value for value in values if isinstance(value, torch.nn.Module)]
+    return _tensors(values) + [t for module in modules for t in (*module.parameters(), *module.buffers())]
+
+
+def _differentiable(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    return tuple(t for t in _tensors((tuple(args), dict(kwargs))) if t.requires_grad and t.is_leaf)

@@ -1,0 +1,178 @@
+"""Measurements and result files.
+
+A :class:`Measurement` is one way of running one workload in one regime; a :class:`Results` is a file of them, with
+where and when they were taken. Both go to JSON and back without loss. Fields may be added, none dropped.
+
+``*_ms``, ``host_us`` and their kin are medians over rounds. A measurement that failed has ``error`` set and no
+figures; a figure that could not be taken (GPU figures without a GPU, the profile without a profiler) is None. The
+compile time belongs to the way and stands in both regimes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pygraph_trees.errors import PygraphError
+
+from .trace import Span
+
+REGIMES = ("same", "fresh")
+_OF_ONE_CALL = frozenset({"timeline", "launches"})
+
+
+class ResultsFormatError(PygraphError):
+    template = "{path} is no result file: expected {expected}"
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What was measured of one way in one regime."""
+
+    workload: str
+    mode: str  # "inference" or "training"
+    batch: int
+    way: str
+    regime: str  # "same" tensors each call, or tensors at "fresh" addresses
+    latency_ms: float | None = None  # of a call that is waited for
+    latency_p90_ms: float | None = None
+    throughput_ms: float | None = None  # milliseconds a call without waiting between calls
+    host_us: float | None = None  # until a call returns, with the GPU idle before it
+    gpu_ms: float | None = None  # GPU time inside graphs in one call
+    copied_bytes: int | None = None  # inputs copied into recordings in one call
+    kernels_graphed: int | None = None
+    kernels_total: int | None = None
+    recordings: int | None = None
+    compile_s: float | None = None  # the first call
+    record_s: float | None = None  # what the calls until the steady state took more than steady ones
+    peak_bytes: int | None = None  # of one call: parameters, inputs, temporaries, and the graph pool as reserved
+    max_diff: float | None = None  # largest absolute difference of outputs from eager
+    error: str | None = None
+    max_diff_upstream: float | None = None
+    pool_bytes: int | None = None  # reserved by the graph pools of this way
+    gpu_total_ms: float | None = None  # GPU time in one call, inside graphs and outside
+    ring: int | None = None  # sets of inputs that took turns
+    calls: int | None = None  # calls of each protocol in one round
+    samples: Mapping[str, Sequence[float]] = field(
+        default_factory=dict
+    )  # what the medians are of, by figure, a round each
+    routes: Sequence[str] = field(
+        default_factory=list
+    )  # how a function's inputs are given and why, where it was chosen
+    timeline: tuple[Span, ...] = ()  # of one call; no part of a result file
+    launches: tuple[str, ...] = ()  # of that call, the recording of each launch of a graph, where that can be told
+
+    def failed(self, error: str) -> Measurement:
+        """The same measurement without figures, for the reason given."""
+        return Measurement(
+            self.workload, self.mode, self.batch, self.way, self.regime, error=error, samples=self.samples
+        )
+
+    def to_record(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _OF_ONE_CALL}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Measurement:
+        """Reads a record, leaving out fields that a later version may have added."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in record.items() if name in known})
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """A result file."""
+
+    gpu: str
+    driver: str
+    torch: str
+    triton: str
+    python: str
+    date: str
+    code_hash: str
+    rounds: int
+    records: tuple[Measurement, ...] = ()
+
+    def with_records(self, records: Sequence[Measurement]) -> Results:
+        """The file with ``records`` in the place of what it had of their workloads; others stay."""
+        fresh = {record.workload for record in records}
+        kept = [record for record in self.records if record.workload not in fresh]
+        return dataclasses.replace(self, records=(*kept, *records))
+
+    def finished(self, ways: Sequence[str] = ()) -> set[str]:
+        """The workloads that have been measured in all of these ways, and none of whose records failed."""
+        failed = {record.workload for record in self.records if record.error is not None}
+        measured = {(record.workload, record.way) for record in self.records}
+        found = {record.workload for record in self.records} - failed
+        return {workload for workload in found if all((workload, way) in measured for way in ways)}
+
+    def differs_in(self, other: Results) -> list[str]:
+        """In which conditions another file's records were measured otherwise; nothing where they stand side by side."""
+        conditions = (f.name for f in dataclasses.fields(self) if f.name not in ("date", "records"))
+        return [name for name in conditions if getattr(self, name) != getattr(other, name)]
+
+    def write(self, path: Path) -> None:
+        """Writes the file as a whole or not at all."""
+        head = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "records"}
+        body = {**head, "records": [record.to_record() for record in self.records]}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".part")
+        partial.write_text(json.dumps(body, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+
+    @classmethod
+    def read(cls, path: Path) -> Results:
+        """Reads a file that :meth:`write` wrote; raises :class:`ResultsFormatError` on anything else."""
+        try:
+            body = json.loads(path.read_text(encoding="utf-8"))
+            records = tuple(Measurement.from_record(record) for record in body.pop("records"))
+            known = {f.name for f in dataclasses.fields(cls)}
+            return cls(**{k: v for k, v in body.items() if k in known}, records=records)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ResultsFormatError(path=path, expected=f"the JSON of a benchmark run ({error})") from error
+
+
+def here(code_hash: str, rounds: int) -> Results:
+    """An empty result file of this machine, now."""
+    try:
+        import triton
+
+        triton_version = str(triton.__version__)
+    except ImportError:
+        triton_version = "none"
+    return Results(
+        gpu=torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
+        driver=_driver(),
+        torch=str(torch.__version__),
+        triton=triton_version,
+        python=platform.python_version(),
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        code_hash=code_hash,
+        rounds=rounds,
+    )
+
+
+def _driver() -> str:
+    if not torch.cuda.is_available():
+        return "none"
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return answer.stdout.splitlines()[0].strip() if answer.stdout.strip() else "unknown"
+
+
+def file_stem(gpu: str, torch_version: str) -> str:
+    """``h200-torch2.11`` for an "NVIDIA H200" and torch "2.11.0+cu130"."""
+    words = [w for w in gpu.lower().replace("/", "-").split() if w not in ("nvidia", "tesla", "geforce")]
+    return f"{'-'.join(words)}-torch{'.'.join(torch_version.split('+')[0].split('.')[:2])}"

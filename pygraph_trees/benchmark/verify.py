@@ -1,0 +1,131 @@
+"""Whether a function compiled with CUDA graphs does what it does without: :func:`verify`, for a person with a doubt.
+
+Both run on arguments that lie elsewhere at each call, while those of the calls before are spoilt: what a graph still
+reads at an old address shows. Nothing of the caller is changed: arguments are copied, a module too. Without a GPU, or
+if no part of the function runs in a CUDA graph, there is nothing to compare, and :class:`NothingVerified` is raised.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._inductor.config
+from torch.utils import _pytree as pytree
+
+from pygraph_trees.cuda.extent import flat
+from pygraph_trees.errors import PygraphError
+from pygraph_trees.report.log import journal
+
+from . import graphs
+from .differences import difference, snapshot
+from .program import Program
+from .ways import Way, make_ways
+
+
+class DiffersUngraphed(PygraphError):
+    template = "call {call}: with CUDA graphs {name} is not what it is without: {how}"
+
+
+class NothingVerified(PygraphError):
+    template = "nothing was verified: {why}"
+
+
+NO_GPU = "this needs a GPU, and torch can use none here"
+# A function is graphed from its first call on: none is spent on measuring whether that pays.
+_GRAPHED = {"triton.pygraph_selective": "always"}
+
+
+def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) -> None:
+    """Compares a function under CUDA graphs with the same function compiled without.
+
+    Args:
+        fn: a module or function that is not compiled yet; a module is copied.
+        args, kwargs: its arguments; tensors in them are copied for each call, with their strides.
+        calls: how often it is called; the first warms up, the second records.
+
+    Raises:
+        DiffersUngraphed: an output or an argument that is written to differs in any bit.
+        NothingVerified: there is no GPU, or no part of the function was recorded as a CUDA graph.
+        ValueError: fewer than three calls, which replay nothing.
+    """
+    if calls < 3:
+        raise ValueError(f"the first two calls replay nothing: expected at least 3 calls, got {calls}")
+    if not torch.cuda.is_available():
+        raise NothingVerified(why=NO_GPU)
+    known = [len(records) for records in journal.records()]
+    ways: list[Way] = []
+    for kind in ("compile", "ours"):
+        own = copy.deepcopy(fn) if isinstance(fn, torch.nn.Module) else fn
+        (way,) = make_ways(Program(own), [kind])
+        ways.append(dataclasses.replace(way, flags=_GRAPHED) if way.patched else way)
+    random = torch.random.get_rng_state(), torch.cuda.get_rng_state_all()
+    try:
+        _compare(ways, args, kwargs, calls)
+        if not any(graphs.recordings(way.managers) for way in ways):
+            raise NothingVerified(why=f"no part of it ran in a CUDA graph ({_why_not_graphed(*known)})")
+    finally:
+        torch.random.set_rng_state(random[0])
+        torch.cuda.set_rng_state_all(random[1])
+        for way in ways:
+            if way.trees is not None:
+                way.trees.clear()
+
+
+def _why_not_graphed(graphs_before: int, functions_before: int) -> str:
+    """What the report says of what was compiled since it had so many records."""
+    compiled, functions = journal.records()
+    found = [graph.dropped for graph in compiled[graphs_before:]]
+    found += [function.ungraphed_reason for function in functions[functions_before:]]
+    return "; ".join(dict.fromkeys(filter(None, found))) or "nothing of it was compiled for a GPU"
+
+
+def _compare(ways: Sequence[Way], args: Any, kwargs: Any, calls: int) -> None:
+    spoilt: list[Any] = []  # kept alive, so that their addresses are not given out again
+    for call in range(calls):
+        seen = []
+        for way in ways:
+            given, named = pytree.tree_map(_elsewhere, (args, kwargs))
+            # Both are compiled, and the same kernels must be chosen for both, whatever else is being tuned meanwhile.
+            # It is said at each call because torch leaves it off behind a compilation.
+            with way.active(), torch._inductor.config.patch("deterministic", True):
+                torch.manual_seed(call)
+                torch.compiler.cudagraph_mark_step_begin()
+                outputs = way.callable(*given, **named)
+                seen.append(snapshot({"output": outputs, "argument": (given, named)}))
+                del outputs
+            for tensor in pytree.tree_leaves((given, named)):
+                _spoil(tensor)
+            spoilt.append((given, named))
+        wanted, found = seen
+        apart = difference(found, wanted)
+        if apart.problem is None and not apart.largest:
+            continue
+        for one, other in zip(found, wanted, strict=False):
+            apart = difference([one], [other])
+            if apart.problem is not None or apart.largest:
+                raise DiffersUngraphed(call=call, name=one[0], how=apart.problem or f"off by up to {apart.largest:.3g}")
+        raise DiffersUngraphed(call=call, name="what it returns", how=apart.problem)
+
+
+def _elsewhere(value: Any) -> Any:
+    """A copy with the same strides, as aligned."""
+    if not isinstance(value, torch.Tensor) or value.numel() == 0:
+        return value
+    if value.layout is not torch.strided or value.is_conj() or value.is_neg():
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    source, size = flat(value), value.element_size()
+    buffer = torch.empty(source.numel() + 512 // size, dtype=value.dtype, device=value.device)
+    begin = (value.data_ptr() - buffer.data_ptr()) % 512 // size
+    copied = buffer[begin : begin + source.numel()].copy_(source)
+    view = copied.as_strided(value.shape, value.stride(), copied.storage_offset())
+    return view.requires_grad_(value.requires_grad)
+
+
+def _spoil(value: Any) -> None:
+    if isinstance(value, torch.Tensor) and value.numel() and value.layout is torch.strided:
+        with torch.no_grad():
+            flat(value).fill_(float("nan") if value.is_floating_point() or value.is_complex() else 0)

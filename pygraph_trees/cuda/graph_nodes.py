@@ -1,0 +1,389 @@
+"""Nodes of a captured graph, with the parameters that they were recorded with.
+
+A :class:`GraphNode`'s parameters are ours: change them in place, then :meth:`~GraphNode.set` makes one instantiated
+graph hold them. What such a graph holds cannot be read back. The captured graph keeps its own, but for
+:meth:`CopyNode.set_captured`. Handles and addresses are integers, sizes are bytes; :class:`Driver` makes the nodes, and
+a call of it that fails raises :class:`DriverError`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import functools
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pygraph_trees.errors import NOT_FOUND, DriverError, refused
+
+if TYPE_CHECKING:
+    from .driver import Driver
+
+_END, _BUFFER, _SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_END, CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE
+
+
+class NodeKind(enum.Enum):
+    """What a node of a CUDA graph does; the names of ``CUgraphNodeType``."""
+
+    KERNEL = "kernel"
+    MEMCPY = "memcpy"
+    MEMSET = "memset"
+    HOST = "host"
+    GRAPH = "graph"
+    EMPTY = "empty"
+    WAIT_EVENT = "wait_event"
+    EVENT_RECORD = "event_record"
+    MEM_ALLOC = "mem_alloc"
+    MEM_FREE = "mem_free"
+    OTHER = "other"  # semaphores, conditionals, batched memory operations
+
+
+class Layout:
+    """Where a kernel's parameters lie in its block, by offset and size of each, in bytes."""
+
+    def __init__(self, places: list[tuple[int, int]]) -> None:
+        """Raises :class:`ValueError` where they are not in order."""
+        self._places = places
+        self.nbytes = 0
+        for i, (offset, nbytes) in enumerate(places):
+            if offset < self.nbytes:
+                raise ValueError(f"parameter {i} begins inside of another one")
+            self.nbytes = offset + nbytes
+        self.words = {offset: i for i, (offset, nbytes) in enumerate(places) if nbytes == 8}
+        self._pointers: type[ctypes.Array[ctypes.c_uint64]] = ctypes.c_uint64 * len(places)
+
+    def __len__(self) -> int:
+        """How many parameters there are."""
+        return len(self._places)
+
+    def divides(self, offset: int) -> bool:
+        """Whether the 8 bytes at an offset are of several parameters."""
+        return any(offset < begin < offset + 8 for begin, _ in self._places)
+
+    @functools.cached_property
+    def _runs(self) -> list[tuple[int, int, list[int]]]:
+        """Parameters without gaps between them: how many bytes to leave out, the first, where each lies from there."""
+        runs: list[tuple[int, int, list[int]]] = []
+        end = 0
+        for i, (offset, nbytes) in enumerate(self._places):
+            if offset > end or not runs:
+                runs.append((offset - end, i, [0]))
+            else:
+                _, first, ahead = runs[-1]
+                ahead.append(offset - self._places[first][0])
+            end = offset + nbytes
+        return runs
+
+    def pointers_into(self, start: int) -> ctypes.Array[ctypes.c_uint64]:
+        """The addresses of the parameters of a block."""
+        return self._pointers(*[start + offset for offset, _ in self._places])
+
+    def pointers_at(self, given: int) -> ctypes.Array[ctypes.c_uint64]:
+        """A copy of the pointers at an address."""
+        return self._pointers.from_buffer_copy(ctypes.string_at(given, 8 * len(self)))
+
+    def read(self, given: int) -> bytes:
+        """The block with what the pointers at an address point to, zeros between; mostly it lies there in one piece."""
+        pointers = self._pointers.from_address(given)[:]
+        sizes = [nbytes for _, nbytes in self._places]
+        parts = []
+        for gap, first, ahead in self._runs:
+            last = first + len(ahead) - 1
+            begin = pointers[first]
+            if gap:
+                parts.append(bytes(gap))
+            if [pointer - begin for pointer in pointers[first : last + 1]] == ahead:
+                parts.append(ctypes.string_at(begin, ahead[-1] + sizes[last]))
+            else:
+                parts += map(ctypes.string_at, pointers[first : last + 1], sizes[first : last + 1])
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+Layouts = dict[tuple[int, int], Layout]  # by a kernel's handles
+
+
+class _Launch(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2, the same since CUDA 12.0, by the names that the bindings have."""
+
+    _fields_ = (
+        ("func", ctypes.c_uint64),
+        *((name, ctypes.c_uint32) for name in ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY")),
+        *((name, ctypes.c_uint32) for name in ("blockDimZ", "sharedMemBytes")),
+        *((name, ctypes.c_uint64) for name in ("kernelParams", "extra", "kern", "ctx")),
+    )
+
+    def getPtr(self) -> int:
+        return ctypes.addressof(self)
+
+
+class GraphNode:
+    """A node of a captured graph, and its parameters for one instantiated graph."""
+
+    kind: ClassVar[NodeKind]
+    _get: ClassVar[str]
+    _set: ClassVar[str]
+    _in_context: ClassVar[bool] = True  # whether the setter takes the context
+
+    def __init__(self, driver: Driver, handle: int) -> None:
+        self.handle = handle
+        self._driver = driver
+        (self._params,) = driver.call(self._get, handle)
+
+    def bind(self, exec_: int, context: Any) -> None:
+        """Aims :meth:`set` at an instantiated graph of the node's graph, once; the context is its device's."""
+        api = self._driver.api
+        self._function = self._driver.find(self._set)
+        contexts = (context,) if self._in_context else ()
+        self._args = (api.CUgraphExec(exec_), api.CUgraphNode(self.handle), self._params, *contexts)
+
+    def set(self) -> None:
+        """Makes the bound graph hold the parameters as they are now; launches already queued keep theirs.
+
+        0.2 µs and the driver's own time. Raises :class:`DriverError`, and then the graph holds what it held.
+        """
+        try:
+            code = self._function(*self._args)[0]
+        except RuntimeError as error:
+            raise DriverError(call=self._set, code=NOT_FOUND) from error
+        if code is not self._driver.success and code != 0:
+            raise refused(self._set, code)
+
+
+class KernelNode(GraphNode):
+    """A kernel's launch: write its parameters by :meth:`word` or :meth:`take_from`, then :meth:`set`."""
+
+    kind = NodeKind.KERNEL
+    _get, _set = "cuGraphKernelNodeGetParams", "cuGraphExecKernelNodeSetParams"
+    set_call: ClassVar[str] = _set
+    _in_context = False
+    nbytes: int  # of the parameters, at the offsets that the kernel sees
+
+    def __init__(self, driver: Driver, handle: int, layouts: Layouts, found: tuple[bytes, bytes] | None = None) -> None:
+        """``found``: the parameters and the struct, where they were read already."""
+        if found is None:
+            super().__init__(driver, handle)
+        else:
+            self.handle, self._driver, self._params = handle, driver, _Launch.from_buffer_copy(found[1])
+        self._structs = [self._params]  # a copy of ours where there is one, and the bindings' once it is needed
+        self._exec = 0  # that it is bound to
+        self.function, self.kernel = int(self._params.func), int(self._params.kern)  # one of them is 0
+        self._layout: Layout | None = None  # None where they are passed in one piece
+        self._block: ctypes.Array[ctypes.c_char] | None = None  # what is written to, once something is
+        self._pointers: ctypes.Array[ctypes.c_uint64] | None = None  # ours, once the struct points to it
+        self._taken: list[int] = []  # parameters that are taken from a table
+        # The struct points to memory of the node, which is read here and not written to.
+        block = None if found is None else found[0]
+        self._recorded = self._read_packed() if self._params.extra else self._read_plain(layouts, block)
+        self.nbytes = len(self._recorded)
+
+    def _read_packed(self) -> bytes:
+        given = (ctypes.c_uint64 * 4).from_address(int(self._params.extra))  # two pairs in either order, then the end
+        entries = {given[0]: given[1], given[2]: given[3]}
+        if entries.keys() != {_BUFFER, _SIZE}:
+            raise DriverError(call=self._get, code="unknown launch parameters")
+        return ctypes.string_at(entries[_BUFFER], _word(entries[_SIZE]))
+
+    def _read_plain(self, layouts: Layouts, block: bytes | None) -> bytes:
+        self._given = given = int(self._params.kernelParams)
+        key = self.function, self.kernel
+        layout = layouts.get(key)
+        if layout is None:
+            layout = layouts[key] = self._driver.layout(*key)
+        count = len(layout)
+        if bool(given) != bool(count):  # a handle that the driver does not know looks like no parameters
+            raise DriverError(call=self._get, code="parameters of unknown layout")
+        self._layout = layout
+        if block is not None:
+            return block
+        return layout.read(given) if count else b""
+
+    @property
+    def address(self) -> int:
+        """Where the struct lies that :meth:`set` gives to the driver; it stays there as long as the node lives."""
+        return int(self._structs[0].getPtr())
+
+    @property
+    def block(self) -> ctypes.Array[ctypes.c_char]:
+        """The parameters as :meth:`set` gives them."""
+        return self._own()
+
+    def _own(self) -> ctypes.Array[ctypes.c_char]:
+        """Memory of ours, which the struct points to from now on. Most nodes do without."""
+        if self._block is None:
+            self._block = _aligned_block(self._recorded)
+            start = ctypes.addressof(self._block)
+            if self._layout is None:
+                self._nbytes = ctypes.c_size_t(self.nbytes)
+                pairs = (_BUFFER, start, _SIZE, ctypes.addressof(self._nbytes), _END)
+                self._point_to((ctypes.c_uint64 * 5)(*pairs))
+            elif len(self._layout):
+                pointers = self._layout.pointers_into(start)
+                if self._pointers is not None:
+                    for parameter in self._taken:
+                        pointers[parameter] = self._pointers[parameter]
+                self._point_to(pointers)
+        return self._block
+
+    def _point_to(self, pointers: ctypes.Array[ctypes.c_uint64]) -> ctypes.Array[ctypes.c_uint64]:
+        self._pointers = pointers
+        for struct in self._structs:
+            setattr(struct, "extra" if self._layout is None else "kernelParams", ctypes.addressof(pointers))
+        return pointers
+
+    def bind(self, exec_: int, context: Any) -> None:
+        if not isinstance(self._params, _Launch):
+            super().bind(exec_, context)
+        self._exec = exec_
+
+    def set(self) -> None:
+        if isinstance(self._params, _Launch):
+            # Most often all kernels are set at once, which takes any struct.
+            (self._params,) = self._driver.call(self._get, self.handle)
+            self._structs.append(self._params)
+            if self._pointers is not None:
+                self._point_to(self._pointers)
+            super().bind(self._exec, None)
+        super().set()
+
+    def may_be_address(self, offset: int) -> bool:
+        """Whether the 8 bytes at an offset are not known to be of several parameters."""
+        return self._layout is None or not self._layout.divides(offset)
+
+    def is_word(self, offset: int) -> bool:
+        """Whether the 8 bytes at an offset are known to be a parameter by themselves."""
+        return self._layout is not None and offset in self._layout.words
+
+    def words(self) -> bytes:
+        """The parameters as they were recorded, zeros up to a multiple of 8 bytes added."""
+        return self._recorded.ljust(-(-self.nbytes // 8) * 8, b"\0")
+
+    def word(self, offset: int) -> ctypes.c_uint64:
+        """The 8 bytes at an offset of the parameters, in place: assign to ``value``."""
+        return ctypes.c_uint64.from_buffer(self.block, offset)
+
+    def take_from(self, offset: int, table: ctypes.Array[ctypes.c_uint64], index: int) -> bool:
+        """From now on :meth:`set` takes the parameter at an offset from a table that nodes share, not from the block.
+
+        False, and nothing is changed, where no parameter of 8 bytes is passed by itself there.
+        """
+        layout = self._layout
+        parameter = None if layout is None else layout.words.get(offset)
+        if layout is None or parameter is None:
+            return False
+        pointers = self._pointers or self._point_to(layout.pointers_at(self._given))  # the others as the node has them
+        pointers[parameter] = ctypes.addressof(table) + 8 * index
+        self._taken.append(parameter)
+        self._table = table  # the struct holds nothing
+        return True
+
+
+class CopyNode(GraphNode):
+    """A node that the driver itself carries out, by the kind of memory that it finds at the addresses.
+
+    The kind is fixed where the graph is instantiated: an address in memory that was mapped piece by piece
+    (``cuMemMap``) cannot become one from ``cuMemAlloc`` or the reverse (measured, driver 580).
+    """
+
+    _set_captured: ClassVar[str]
+
+    def set_captured(self) -> None:
+        """Makes the captured graph hold the parameters as they are now, before it is instantiated."""
+        self._driver.call(self._set_captured, self.handle, self._params)
+
+
+class MemcpyNode(CopyNode):
+    """A copy. ``source`` and ``target`` are addresses of device memory: assign to them, then :meth:`set`.
+
+    A side is None, and must not be assigned to, where it is host memory or an array or where the copy is not ``plain``.
+    So is ``host_source``, pageable memory included, where the source is none in host memory.
+    """
+
+    kind = NodeKind.MEMCPY
+    _get, _set = "cuGraphMemcpyNodeGetParams", "cuGraphExecMemcpyNodeSetParams"
+    _set_captured = "cuGraphMemcpyNodeSetParams"
+    plain: bool  # one row, and nothing is added to the addresses: what the driver lets change
+    nbytes: int
+
+    def __init__(self, driver: Driver, handle: int) -> None:
+        super().__init__(driver, handle)
+        params, types = self._params, driver.api.CUmemorytype
+        host, device = int(types.CU_MEMORYTYPE_HOST), int(types.CU_MEMORYTYPE_DEVICE)
+        rows, layers = max(1, int(params.Height)), max(1, int(params.Depth))
+        (from_type, _), (to_type, _) = self._side("src"), self._side("dst")
+        offsets = (getattr(params, side + name) for side in ("src", "dst") for name in ("XInBytes", "Y", "Z", "LOD"))
+        self.nbytes = int(params.WidthInBytes) * rows * layers
+        self.plain = rows == layers == 1 and not any(offsets) and {from_type, to_type} <= {host, device}
+        # Memory that the driver knows may be given by an address of either kind.
+        self._host_field = "srcHost" if int(params.srcMemoryType) == host else "srcDevice"
+        self._from_host = from_type == host
+        self._from_device = self.plain and from_type == device
+        self._to_device = self.plain and to_type == device
+
+    def _side(self, side: str) -> tuple[int, int]:
+        """Memory type and address of "src" or "dst"."""
+        types = self._driver.api.CUmemorytype
+        kind = int(getattr(self._params, f"{side}MemoryType"))
+        if kind == int(types.CU_MEMORYTYPE_HOST):
+            return kind, int(getattr(self._params, f"{side}Host"))
+        address = int(getattr(self._params, f"{side}Device"))
+        return (self._driver.memory_type(address) if kind == int(types.CU_MEMORYTYPE_UNIFIED) else kind), address
+
+    @property
+    def source(self) -> int | None:
+        return int(self._params.srcDevice) if self._from_device else None
+
+    @source.setter
+    def source(self, address: int | None) -> None:
+        self._params.srcDevice = address
+
+    @property
+    def host_source(self) -> int | None:
+        return int(getattr(self._params, self._host_field)) if self._from_host else None
+
+    @host_source.setter
+    def host_source(self, address: int | None) -> None:
+        setattr(self._params, self._host_field, address)
+
+    @property
+    def target(self) -> int | None:
+        return int(self._params.dstDevice) if self._to_device else None
+
+    @target.setter
+    def target(self, address: int | None) -> None:
+        self._params.dstDevice = address
+
+
+class MemsetNode(CopyNode):
+    """A fill. ``target`` is an address of device memory: assign to it, then :meth:`set`."""
+
+    kind = NodeKind.MEMSET
+    _get, _set = "cuGraphMemsetNodeGetParams", "cuGraphExecMemsetNodeSetParams"
+    _set_captured = "cuGraphMemsetNodeSetParams"
+    plain: bool  # one row
+    nbytes: int  # from the first byte to the last, what lies between rows included
+
+    def __init__(self, driver: Driver, handle: int) -> None:
+        super().__init__(driver, handle)
+        params = self._params
+        rows = max(1, int(params.height))
+        self.plain = rows == 1
+        self.nbytes = int(params.width) * int(params.elementSize) + int(params.pitch) * (rows - 1)
+
+    @property
+    def target(self) -> int:
+        return int(self._params.dst)
+
+    @target.setter
+    def target(self, address: int) -> None:
+        self._params.dst = address
+
+
+def _word(address: int) -> int:
+    return ctypes.c_uint64.from_address(address).value
+
+
+def _aligned_block(content: bytes) -> ctypes.Array[ctypes.c_char]:
+    """A copy at a multiple of 64, which a CUtensorMap, the strictest parameter, asks for."""
+    room = (ctypes.c_char * (len(content) + 63))()
+    block = (ctypes.c_char * len(content)).from_buffer(room, -ctypes.addressof(room) % 64)
+    block.raw = content
+    return block

@@ -1,0 +1,132 @@
+"""Let the C++ side of torch accept tensors of a CUDA device that is not there.
+
+Contract: :func:`no_op_device_guard` is a context manager. Inside, C++ code that looks up the guard of CUDA devices
+finds torch's own no-op guard, and code that asks for the accelerator's type finds CUDA, so that fake CUDA tensors can
+be moved, made contiguous and differentiated. On exit both are as before. Where torch has a CUDA device, nothing is
+changed.
+
+A CUDA build of torch without a device is served by torch itself (``torch._C._ensureCUDADeviceGuardSet``, which
+FakeTensorMode calls as well). A CPU build is not: there the guard registry has no entry for CUDA at all, and that
+function leaves it so. We enter a substitute whose only answer is "no device", for which that function then puts in its
+no-op guard. The substitute is independent of the order of the interface's methods, as all of them answer 0 and only
+``deviceCount`` is called. The autograd engine needs one thing more, on both builds: an accelerator with a context.
+Torch's CUDA hooks say that there is none; a copy of their method table says that there is. That the right methods were
+replaced is verified by what torch then says of its accelerator; if it is not CUDA, all is undone and an error raised.
+
+What does not work, and why: Python-level redirection of ``.to``, ``.contiguous`` and so on to ATen overloads
+(autograd's C++ code needs the guard as well, and a function mode is visible to Dynamo); a private backend renamed to
+"gpu" (a name that cannot be given back, a device type that neither Inductor nor user code treats as CUDA).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pygraph_trees.errors import PygraphError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_CUDA = 1  # c10::DeviceType::CUDA
+# Slots of isBuilt, isAvailable and hasPrimaryContext in AcceleratorHooksInterface, behind two for its destructor.
+_ANSWERED_TRUE = (2, 3, 4)
+_SLOTS = 128  # more than any of the method tables has; what lies behind the end is copied and never called
+
+
+class NoDeviceGuardError(PygraphError):
+    template = "torch {version} cannot be made to trace for a GPU that is not there: {what}. It was left unchanged."
+
+
+def _symbol(name: str) -> int:
+    """Address of an exported symbol of torch's libraries."""
+    for library in (None, "libc10.so", "libtorch_cpu.so", "libc10.dylib", "libtorch_cpu.dylib"):
+        path = None if library is None else f"{torch.__path__[0]}/lib/{library}"
+        try:
+            return ctypes.addressof(ctypes.c_char.in_dll(ctypes.CDLL(path), name))
+        except (OSError, ValueError):
+            continue
+    raise NoDeviceGuardError(version=torch.__version__, what=f"its libraries do not export {name}")
+
+
+def _guard_slot() -> Any:
+    """The registry's entry for CUDA: ``std::atomic<DeviceGuardImplInterface const*>``."""
+    registry = _symbol("_ZN3c104impl26device_guard_impl_registryE")
+    return ctypes.c_void_p.from_address(registry + _CUDA * ctypes.sizeof(ctypes.c_void_p))
+
+
+def _cuda_hooks_table() -> Any:
+    """The method table pointer of the object that ``at::detail::getCUDAHooks()`` returns."""
+    get_hooks = ctypes.CFUNCTYPE(ctypes.c_void_p)(_symbol("_ZN2at6detail12getCUDAHooksEv"))
+    return ctypes.c_void_p.from_address(get_hooks())
+
+
+class _CudaIsBuilt:
+    """Our copy of the CUDA hooks' method table, in which CUDA is built and available; kept alive for good."""
+
+    __slots__ = ("_table",)
+
+    def __init__(self, original: int) -> None:
+        header = 2 * ctypes.sizeof(ctypes.c_void_p)  # offset to top and type information precede the methods
+        self._table = (ctypes.c_void_p * (_SLOTS + 2)).from_buffer_copy(
+            (ctypes.c_void_p * (_SLOTS + 2)).from_address(original - header)
+        )
+        # Any function of C that returns 1 without arguments, the interpreter lock or side effects serves.
+        for slot in _ANSWERED_TRUE:
+            self._table[2 + slot] = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self._table) + 2 * ctypes.sizeof(ctypes.c_void_p)
+
+
+_no_op_guard: int | None = None  # made once by torch, never freed
+_cuda_is_built: _CudaIsBuilt | None = None
+
+
+def _make_no_op_guard(slot: Any) -> int:
+    """Have torch put its no-op guard into the empty ``slot``; returns its address."""
+    answer_zero = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
+    table = (ctypes.c_void_p * _SLOTS)(*[ctypes.cast(answer_zero, ctypes.c_void_p)] * _SLOTS)
+    substitute = ctypes.c_void_p(ctypes.addressof(table))
+    slot.value = ctypes.addressof(substitute)
+    try:
+        torch._C._ensureCUDADeviceGuardSet()
+        made: int | None = slot.value
+    finally:
+        slot.value = None
+    if made is None or made == ctypes.addressof(substitute):
+        raise NoDeviceGuardError(version=torch.__version__, what="it put no guard in place of one without devices")
+    return made
+
+
+@contextlib.contextmanager
+def no_op_device_guard() -> Iterator[None]:
+    """Inside, C++ code takes CUDA devices as given; raises :class:`NoDeviceGuardError` where that cannot be done."""
+    global _no_op_guard, _cuda_is_built
+    if torch.cuda.device_count():
+        yield
+        return
+    slot = _guard_slot()
+    hooks = _cuda_hooks_table()
+    before, table_before = slot.value, hooks.value
+    if before is None and _no_op_guard is None:
+        _no_op_guard = _make_no_op_guard(slot)
+    if _cuda_is_built is None:
+        _cuda_is_built = _CudaIsBuilt(table_before)
+    try:
+        if before is None:
+            slot.value = _no_op_guard
+        else:
+            torch._C._ensureCUDADeviceGuardSet()
+        hooks.value = _cuda_is_built.address
+        accelerator = torch._C._accelerator_getAccelerator()
+        if getattr(accelerator, "type", None) != "cuda":
+            raise NoDeviceGuardError(version=torch.__version__, what=f"it takes {accelerator} for the accelerator")
+        yield
+    finally:
+        slot.value = before
+        hooks.value = table_before

@@ -1,0 +1,320 @@
+"""Run Inductor's whole pipeline on what Dynamo traced, up to the generated source, and keep what came out.
+
+Contract: inside :meth:`Lowerings.recording` every graph that Inductor compiles goes through its own passes, lowering,
+scheduling, graph partition and code generation, but its source is neither written, loaded nor run: a
+:class:`LoweredGraph` is kept, and the compiled callable that Dynamo gets makes fresh fake tensors of the outputs'
+sizes, strides and devices, so that the program goes on behind a graph break. Nothing is compiled, by Triton or a C++
+compiler, nor autotuned or benchmarked, and no cache is read or written.
+
+Padding of matrix multiplications, which Inductor decides by a benchmark, is off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+import torch.utils._pytree as pytree
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+from torch._inductor import compile_fx, cpp_builder, cpu_vec_isa, output_code
+from torch._inductor.graph import GraphLowering
+from torch._inductor.scheduler import Scheduler
+from torch._inductor.utils import BoxedBool, set_tracing_context_output_strides
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from pygraph_trees.errors import PygraphError
+
+from .replacing import replaced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch._inductor.output_code import CompiledFxGraph
+
+
+_MOST_NUMBERS = 1 << 16  # that one is computed of
+_log = logging.getLogger("pygraph_trees.fake_gpu")
+
+
+class UnknownSizeError(PygraphError):
+    template = (
+        "The size of output {index} of graph {graph!r} depends on data ({size}), which a GPU that is not there has not."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredGraph:
+    """One graph that Inductor would compile, as it stands after code generation."""
+
+    graph: GraphLowering  # with scheduler, partition_maps and partition_signatures
+    gm: torch.fx.GraphModule  # after post-grad passes
+    name: str  # of the program or the traced function, [compile id], "backward" where it is one
+    is_inference: bool
+    is_backward: bool
+    static_input_idxs: tuple[int, ...]  # what upstream takes for static
+    input_names: tuple[str, ...]  # of the graph's inputs in order: parameter, argument or activation
+    signatures: tuple[Any, ...]  # Inductor's GraphPartitionSignature of each partition; empty where there are none
+    disabled_reason: str | None  # why upstream would not graph any of it
+    source_code: str
+
+    @contextlib.contextmanager
+    def handlers(self) -> Iterator[None]:
+        """Inside, Inductor's virtualized handlers are this graph's, as some methods of its scheduler nodes need."""
+        with V.set_graph_handler(self.graph):
+            yield
+
+
+def _sizes_from(placeholders: Sequence[torch.fx.Node], args: Sequence[Any]) -> dict[Any, int]:
+    """The symbols of a dynamic graph and what they stand for in this call."""
+    known: dict[Any, int] = {}
+
+    def learn(symbolic: Any, actual: Any) -> None:
+        if isinstance(symbolic, torch.SymInt) and symbolic.node.expr.is_symbol:
+            known[symbolic.node.expr] = int(actual)
+
+    for node, arg in zip(placeholders, args, strict=True):
+        val = node.meta.get("val")
+        if isinstance(val, torch.Tensor):
+            for symbolic, actual in zip((*val.shape, *val.stride()), (*arg.shape, *arg.stride()), strict=True):
+                learn(symbolic, actual)
+        else:
+            learn(val, arg)
+    return known
+
+
+def _number_of(output: torch.fx.Node) -> torch.Tensor | None:
+    """A number that a graph makes on the CPU of others that stand in the program: a fake tensor that has its value.
+
+    Code behind a graph break may look at it, on a machine with a GPU as on one without.
+    """
+    mode, value = torch._guards.active_fake_mode(), output.meta["val"]
+    if mode is None or not value.is_cpu or value.numel() != 1 or isinstance(value.numel(), torch.SymInt):
+        return None
+    module = output.graph.owning_module
+    known: dict[torch.fx.Node, Any] = {}
+
+    def evaluated(node: torch.fx.Node) -> Any:
+        if node not in known:
+            if node.op == "get_attr":
+                found = getattr(module, str(node.target))
+            elif node.op != "call_function" or not _gives_the_same(node):
+                raise LookupError
+            else:
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), evaluated)
+                found = node.target(*args, **kwargs)
+            if isinstance(found, FakeTensor):
+                raise LookupError
+            known[node] = found
+        return known[node]
+
+    try:
+        with unset_fake_temporarily():
+            number = evaluated(output)
+    except Exception as error:
+        _log.debug("a number cannot be told: %s", error)
+        return None
+    return mode.fake_tensor_converter.from_real_tensor(mode, number, make_constant=True)
+
+
+def _gives_the_same(node: torch.fx.Node) -> bool:
+    """Whether it is an operator of the CPU that gives the same each time."""
+    target, value = node.target, node.meta.get("val")
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace in ("aten", "prims")
+        and not target._schema.is_mutable
+        and torch.Tag.nondeterministic_seeded not in target.tags
+        and not str(target).startswith(("aten.empty", "aten.new_empty"))
+        and isinstance(value, torch.Tensor)
+        and value.is_cpu
+        and isinstance(value.numel(), int)
+        and value.numel() <= _MOST_NUMBERS
+    )
+
+
+class _Unexecuted:
+    """Stands for the module that Inductor would load: its ``call`` answers with fake outputs."""
+
+    def __init__(self, graph: GraphLowering, source_code: str) -> None:
+        self.graph = graph
+        self.source_code = source_code
+        self.runner = self
+        self.partitions: list[Any] = []
+        self.name = ""
+        gm = graph.module
+        self._placeholders = gm.graph.find_nodes(op="placeholder")
+        self._outputs = pytree.arg_tree_leaves(*gm.graph.output_node().args)
+
+    def recursively_apply_fns(self, _fns: Any) -> None:
+        return None
+
+    def call(self, args: list[Any]) -> list[Any]:
+        known = _sizes_from(self._placeholders, args)
+        by_node = dict(zip(self._placeholders, args, strict=True))
+        args.clear()
+
+        def concrete(value: Any, index: int) -> Any:
+            if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                return value
+            number = value.node.expr.subs(known)
+            if number.free_symbols:
+                raise UnknownSizeError(index=index, graph=self.name, size=number)
+            return {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)](number)
+
+        def fresh(node: Any, index: int) -> Any:
+            if node in by_node:
+                return by_node[node]
+            value = node.meta["val"] if isinstance(node, torch.fx.Node) else node
+            if not isinstance(value, torch.Tensor):
+                return concrete(value, index)
+            number = _number_of(node) if isinstance(node, torch.fx.Node) else None
+            if number is not None:
+                return number
+            size, stride = ([concrete(n, index) for n in numbers] for numbers in (value.shape, value.stride()))
+            return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+
+        return [fresh(node, i) for i, node in enumerate(self._outputs)]
+
+
+def _generate(graph: GraphLowering) -> _Unexecuted:
+    """``GraphLowering._compile_to_module`` without writing and loading the source."""
+    wrapper, _ = graph.codegen()
+    graph.cache_key = graph.cache_path = ""
+    graph.cache_linemap = []
+    return _Unexecuted(graph, wrapper.value)
+
+
+_SOURCE_STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
+
+
+def readable_name(source: str) -> str:
+    """``L['self']._modules['fc']._parameters['weight']`` → ``fc.weight``; ``L['kwargs']['x']`` → ``x``."""
+    name = re.sub(r"^[LG]\['([^']+)'\]", r"\1", _SOURCE_STEP.sub(r".\1", source))
+    return re.sub(r"^kwargs\['([^']+)'\]", r"\1", name.removeprefix("self."))
+
+
+class Lowerings:
+    """Collects the graphs of one program; its :meth:`backend` is what ``torch.compile`` is given."""
+
+    def __init__(self, program: str, parameters: Iterable[str]) -> None:
+        self.graphs: list[LoweredGraph] = []
+        self._program = program
+        self._parameters = frozenset(parameters)
+        self._signatures: dict[Scheduler, tuple[Any, ...]] = {}
+        self._program_code: Any = None  # of the frame that Dynamo saw first
+        self._traced_name = ""
+        self._sources: list[str] = []  # of the inputs of the graph that Dynamo traced last
+        self._forward_names: dict[str, str] = {}  # placeholder of its forward → readable name
+
+    def backend(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        self._sources = []
+        for node in gm.graph.find_nodes(op="placeholder"):
+            arg = node.meta.get("grapharg")
+            name = node.name if arg is None else readable_name(arg.source.name)
+            _, _, inner = name.partition(".")  # the module goes by the name of a local variable
+            self._sources.append(inner if inner in self._parameters else name)
+        code = InstructionTranslator.current_tx().f_code
+        self._program_code = self._program_code or code
+        name = self._program if code is self._program_code else code.co_name
+        self._traced_name = f"{name} [{torch._guards.CompileContext.current_compile_id()}]"
+        compiled: Callable[..., Any] = compile_fx.compile_fx(gm, example_inputs)
+        return compiled
+
+    def _input_names(self, gm: torch.fx.GraphModule, *, is_backward: bool) -> tuple[str, ...]:
+        names: dict[str, str] = {}
+        for node in gm.graph.find_nodes(op="placeholder"):
+            origin = node.meta.get("desc")
+            if is_backward:
+                names[node.name] = self._forward_names.get(node.name, node.name)
+            elif isinstance(origin, PlainAOTInput) and origin.idx < len(self._sources):
+                names[node.name] = self._sources[origin.idx]
+            else:
+                names[node.name] = node.name
+        if not is_backward:
+            self._forward_names = names
+        return tuple(names.values())
+
+    def _keep(self, compiled: CompiledFxGraph, inputs: Sequence[Any], _constants: Any, kwargs: Any) -> None:
+        """``CompiledFxGraph.post_compile`` without recording CUDA graphs or realigning inputs."""
+        set_tracing_context_output_strides(inputs, compiled)
+        reason = compiled.disabled_cudagraphs_reason
+        if reason is None and compiled.cudagraph_info is not None:
+            reason = ", ".join(compiled.cudagraph_info.cudagraph_fail_reasons) or None
+        if reason is None and inductor_config.graph_partition and not compiled.partition_maps:
+            reason = "no part of it can run in a CUDA graph"
+        if reason is None and not kwargs["cudagraphs"]:
+            reason = "CUDA graphs were disabled for its forward"
+        if reason is not None:
+            BoxedBool.disable(kwargs["cudagraphs"])  # shared by a forward and its backward
+        callable_ = compiled.current_callable
+        assert callable_ is not None
+        unexecuted: _Unexecuted = callable_.__self__
+        unexecuted.name = self._traced_name + (" backward" if kwargs["is_backward"] else "")
+        self.graphs.append(
+            LoweredGraph(
+                graph=unexecuted.graph,
+                gm=unexecuted.graph.module,
+                name=unexecuted.name,
+                is_inference=bool(kwargs["is_inference"]),
+                is_backward=bool(kwargs["is_backward"]),
+                static_input_idxs=tuple(kwargs["static_input_idxs"] or ()),
+                input_names=self._input_names(unexecuted.graph.module, is_backward=kwargs["is_backward"]),
+                signatures=self._signatures.pop(unexecuted.graph.scheduler, ()),
+                disabled_reason=reason,
+                source_code=unexecuted.source_code,
+            )
+        )
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Inside, Inductor compiles as under ``mode="reduce-overhead"``, up to the source, into :attr:`graphs`."""
+        settings = {
+            "triton.cudagraphs": True,
+            "compile_threads": 1,
+            "fx_graph_cache": False,
+            "fx_graph_remote_cache": False,
+            "max_autotune": False,
+            "max_autotune_gemm": False,
+            "max_autotune_pointwise": False,
+            "coordinate_descent_tuning": False,
+            "benchmark_kernel": False,
+            "benchmark_fusion": False,
+            "shape_padding": False,
+            "cpp_wrapper": False,
+        }
+
+        partition = Scheduler.graph_partition
+
+        def graph_partition(scheduler: Scheduler) -> Any:
+            partitions, signatures = partition(scheduler)
+            self._signatures[scheduler] = tuple(signatures)
+            return partitions, signatures
+
+        def post_compile(compiled: CompiledFxGraph, *args: Any) -> None:
+            self._keep(compiled, *args)
+
+        with (
+            inductor_config.patch(settings),
+            functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
+            replaced(
+                [
+                    (GraphLowering, "_compile_to_module", _generate),
+                    (Scheduler, "graph_partition", graph_partition),
+                    (output_code.CompiledFxGraph, "post_compile", post_compile),
+                    (output_code, "log_cudagraph_skip_and_bump_counter", lambda _: None),  # it warns
+                    # CPU kernels are not compiled either, and there need not be a compiler to be asked.
+                    (cpu_vec_isa, "pick_vec_isa", lambda: cpu_vec_isa.invalid_vec_isa),
+                    (cpp_builder, "is_gcc", lambda: True),
+                ]
+            ),
+        ):
+            yield

@@ -1,0 +1,309 @@
+"""Make torch, Inductor and Triton believe that one CUDA GPU, ``cuda:0`` of a named architecture, is there.
+
+Contract: :func:`absent_gpu` is a context manager. On entry it replaces what they ask about GPUs; on exit, also after an
+exception, every replaced attribute is the very object that was there, and every memoised answer that may depend on the
+GPU is forgotten. Entering again with the same architecture changes nothing more; with another one it raises. Whether a
+real GPU is there makes no difference to the answers, and it is not touched.
+
+Nothing can be executed on this GPU. It serves tracing on fake tensors, lowering, and code generation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import threading
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pygraph_trees.errors import PygraphError
+
+from .architectures import device_properties
+from .attention import chosen_attention
+from .constants import constants_off_gpu
+from .convolution import convolutions_by_cudnn
+from .device_guard import no_op_device_guard
+from .fallback import fallback_on_cpu
+from .replacing import replaced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from .architectures import DeviceProperties
+
+
+class OtherArchitectureError(PygraphError):
+    template = "absent_gpu({wanted!r}) inside absent_gpu({active!r}): one GPU at a time. Leave the outer one first."
+
+
+# Memoised answers that depend on the GPU, in torch 2.11 to 2.15; those that a version lacks are passed over.
+_MEMOISED = {
+    "torch._dynamo.debug_utils": ("_cuda_system_info_comment",),
+    "torch._inductor.codecache": ("CacheBase.get_system",),
+    "torch._inductor.codegen.cuda.cuda_env": ("get_cuda_arch", "is_datacenter_blackwell_arch", "get_cuda_version"),
+    "torch._inductor.codegen.cutlass.utils": ("cutlass_arch", "_normalize_cuda_arch", "try_import_cutlass"),
+    "torch._inductor.compile_fx": ("_warn_tf32_disabled",),
+    "torch._inductor.comm_analysis": ("_has_nvlink", "get_gpu_type"),
+    "torch._inductor.fx_passes.fuse_attention": ("_warn_tf32_disabled",),
+    "torch._inductor.kernel.mm": ("_is_sm7x_or_older_gpu",),
+    "torch._inductor.lookup_table.choices": ("LookupTableChoices._get_device_key",),
+    "torch._inductor.runtime.caching.context": (
+        "_CompileContext.triton_version_hash",
+        "_CompileContext.runtime",
+        "_CompileContext.runtime_version",
+        "_CompileContext.accelerator_properties",
+    ),
+    "torch._inductor.runtime.hints": ("DeviceProperties.create",),
+    "torch._inductor.utils": (
+        "get_gpu_type",
+        "is_big_gpu",
+        "get_max_num_sms",
+        "using_b200",
+        "use_decompose_k_choice",
+        "get_k_splits",
+        "get_backend_num_stages",
+        "get_device_tflops",
+        "get_gpu_dram_gbps",
+        "_triton_supported_fp8_dtypes",
+    ),
+    "torch.cuda": ("_check_bf16_tensor_supported",),
+    "torch.nn.attention._fa3": ("_get_device_major",),
+    "torch.nn.attention._fa4": ("_get_device_major",),
+    "torch.nn.attention.varlen": ("_should_use_cudnn",),
+    "torch.utils._triton": (
+        "_device_supports_tma",
+        "has_triton_experimental_host_tma",
+        "has_triton_tensor_descriptor_host_tma",
+        "has_triton_tma",
+        "has_triton_tma_device",
+        "has_datacenter_blackwell_tma_device",
+        "has_triton_stable_tma_api",
+        "has_triton",
+        "triton_backend",
+        "triton_hash_with_backend",
+    ),
+}
+
+
+class _TritonUtils:
+    """``driver.utils`` of Triton's CUDA driver, as far as compiling (not loading) a kernel needs it."""
+
+    def __init__(self, properties: DeviceProperties) -> None:
+        self._properties = properties
+
+    def get_device_properties(self, _device: int) -> dict[str, int]:
+        p = self._properties
+        return {
+            "max_shared_mem": p.shared_memory_per_block_optin,
+            "max_num_regs": p.regs_per_multiprocessor,
+            "multiprocessor_count": p.multi_processor_count,
+            "warpSize": p.warp_size,
+        }
+
+
+class _TritonDriver:
+    """Triton's active driver for a GPU that is not there: it knows the target and launches nothing."""
+
+    def __init__(self, properties: DeviceProperties) -> None:
+        self._properties = properties
+        self.utils = _TritonUtils(properties)
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._properties.major * 10 + self._properties.minor, self._properties.warp_size)
+
+    def get_device_capability(self, _device: Any = None) -> tuple[int, int]:
+        return self._properties.capability
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def set_current_device(self, _device: int) -> None:
+        return None
+
+    def get_current_stream(self, _device: Any = None) -> int:
+        return 0
+
+    def get_device_interface(self) -> Any:
+        return torch.cuda
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    def answer(*_args: Any, **_kwargs: Any) -> Any:
+        return value
+
+    return answer
+
+
+def _rng_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        return torch.zeros(16, dtype=torch.uint8, device="cpu")
+
+
+def _replacements(properties: DeviceProperties) -> list[tuple[Any, str, Any]]:
+    """(owner, attribute, what it is while the GPU is believed in)."""
+    import torch._dynamo.device_interface as device_interface
+    import torch._subclasses.fake_tensor as fake_tensor
+
+    # Triton's package attribute of this name is the object, not the module. Before 3.5 it had no underscores.
+    triton_driver = importlib.import_module("triton.runtime.driver").driver
+    underscore = "_" if "_active" in vars(triton_driver) else ""
+    driver = _TritonDriver(properties)
+
+    nothing, zero, one = _always(None), _always(0), _always(1)
+    the_properties = _always(properties)
+    answers: dict[str, Any] = {
+        "is_available": _always(True),
+        "device_count": one,
+        "current_device": zero,
+        "get_device_properties": the_properties,
+        "get_device_capability": _always(properties.capability),
+        "get_device_name": _always(properties.name),
+        "get_arch_list": _always([f"sm_{properties.major}{properties.minor}"]),
+        "is_bf16_supported": _always(True),
+        "is_tf32_supported": _always(True),
+        "mem_get_info": _always((properties.total_memory, properties.total_memory)),
+        "_lazy_init": nothing,
+        "_lazy_call": nothing,
+        "init": nothing,
+        "is_current_stream_capturing": _always(False),
+        "synchronize": nothing,
+        "empty_cache": nothing,
+        "set_device": nothing,
+        "_exchange_device": zero,
+        "_maybe_exchange_device": zero,
+        "memory_allocated": zero,
+        "max_memory_allocated": zero,
+        "memory_reserved": zero,
+        "reset_peak_memory_stats": nothing,
+        "get_rng_state": _rng_state,
+        "set_rng_state": nothing,
+        "manual_seed": nothing,
+        "manual_seed_all": nothing,
+        "seed": nothing,
+        "seed_all": nothing,
+    }
+    out: list[tuple[Any, str, Any]] = []
+    for name, answer in answers.items():
+        out.append((torch.cuda, name, answer))
+        for module in (torch.cuda.graphs, torch.cuda.memory, torch.cuda.random):  # they import these by value
+            if hasattr(module, name):
+                out.append((module, name, answer))
+
+    interface: Any = device_interface.CudaInterface
+    for name in (
+        "current_device",
+        "device_count",
+        "set_device",
+        "synchronize",
+        "memory_allocated",
+        "is_bf16_supported",
+    ):
+        out.append((interface, name, staticmethod(answers[name])))
+    out += [
+        (interface, "get_device_properties", staticmethod(the_properties)),
+        (interface, "exchange_device", staticmethod(zero)),
+        (interface, "maybe_exchange_device", staticmethod(zero)),
+        (interface, "get_raw_stream", staticmethod(zero)),
+        (interface.Worker, "get_device_properties", staticmethod(the_properties)),
+        (interface.Worker, "current_device", staticmethod(zero)),
+        (device_interface, "device_interfaces", {}),
+        (device_interface, "_device_initialized", False),
+        (device_interface, "caching_worker_device_properties", {}),
+        (device_interface, "caching_worker_current_devices", {}),
+        (fake_tensor, "init_gpu_context", nothing),
+        # torch.tensor(..., device="cuda") must build its data on the CPU first, and copies stay unevaluated.
+        (fake_tensor.FakeTensorMode, "avoid_device_init", property(_always(True))),
+        (torch._C, "_cuda_cudaCachingAllocator_is_enabled", _always(True)),
+        (torch.accelerator, "is_available", _always(True)),
+        (torch.accelerator, "device_count", one),
+        (torch.accelerator, "current_device_index", zero),
+        (triton_driver, f"{underscore}active", driver),
+        (triton_driver, f"{underscore}default", driver),
+    ]
+    if torch.version.cuda is None:
+        out.append((torch.version, "cuda", "12.8"))
+    return out
+
+
+def _fill_dynamo_tables() -> None:
+    """Have Dynamo build its tables keyed by function object, while the functions are torch's own."""
+    from torch._dynamo import trace_rules
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    TorchInGraphFunctionVariable._get_handlers()
+    trace_rules.get_torch_obj_rule_map()
+
+
+def _forget_memoised() -> None:
+    for module_name, names in _MEMOISED.items():
+        module = sys.modules.get(module_name)
+        if module is None:
+            continue
+        for name in names:
+            with contextlib.suppress(AttributeError):
+                attrgetter(name)(module).cache_clear()
+
+
+class _Active:
+    """The one GPU believed in at a time in this process, and how often it was entered."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.arch: str | None = None
+        self.depth = 0
+        self.exit = contextlib.ExitStack()
+
+
+_active = _Active()
+
+
+def is_absent() -> bool:
+    """Whether torch is made to believe in a GPU just now."""
+    return bool(_active.depth)
+
+
+@contextlib.contextmanager
+def absent_gpu(arch: str = "sm_90") -> Iterator[None]:
+    """Believe in one CUDA GPU ``cuda:0`` of architecture ``arch`` inside the ``with``; see the module's contract.
+
+    Raises :class:`UnknownArchitectureError` for a wrong name, :class:`OtherArchitectureError` inside that of another
+    architecture, and :class:`NoDeviceGuardError` on a build of torch whose C++ side cannot be made to agree.
+    """
+    properties = device_properties(arch)
+    with _active.lock:
+        if _active.depth and _active.arch != arch:
+            raise OtherArchitectureError(wanted=arch, active=_active.arch)
+        if not _active.depth:
+            _fill_dynamo_tables()
+            with contextlib.ExitStack() as entering:
+                entering.callback(_forget_memoised)
+                entering.enter_context(no_op_device_guard())
+                entering.enter_context(replaced(_replacements(properties)))
+                for decided in (chosen_attention, convolutions_by_cudnn, constants_off_gpu, fallback_on_cpu):
+                    entering.enter_context(decided())
+                _forget_memoised()
+                _active.exit = entering.pop_all()
+        _active.arch = arch
+        _active.depth += 1
+    try:
+        yield
+    finally:
+        with _active.lock:
+            _active.depth -= 1
+            if not _active.depth:
+                _active.arch = None
+                _active.exit.close()

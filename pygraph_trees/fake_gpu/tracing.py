@@ -1,0 +1,247 @@
+"""Trace a program with Dynamo as if its parameters and inputs lay on the GPU that is not there.
+
+Contract: :func:`lower` runs the program once on fake tensors and returns what Inductor would have compiled. When it
+returns or raises, the program's modules and arguments, the compilers' state and their counters are as before; only
+functions of the program that were compiled before are compiled again at their next call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import warnings
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._dynamo.eval_frame import OptimizedModule, innermost_fn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+
+from pygraph_trees.errors import PygraphError
+
+from .lowering import Lowerings
+from .presence import absent_gpu
+from .replacing import replaced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from .lowering import LoweredGraph
+
+_GPU = torch.device("cuda", 0)
+_CPU = torch.device("cpu")
+
+
+class ValueNeededError(PygraphError):
+    """The program looked at data; ``graphs`` holds what was lowered until then."""
+
+    template = (
+        "{function} reads the value of a tensor ({operator}) outside of compiled code, and a GPU that is not there has"
+        " none. Graphs lowered before that: {count}."
+    )
+    graphs: list[LoweredGraph]
+
+
+class NothingToLowerError(PygraphError):
+    template = "{function} ran without any operation on tensors that Dynamo could compile."
+
+
+def _fake(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A fake tensor like ``tensor`` on ``device``, with its Python attributes; a parameter for a parameter."""
+    with torch.no_grad():
+        meta = tensor.detach()
+        if tensor.device.type != "meta":
+            meta = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    fake: torch.Tensor = FakeTensor(mode, meta, device)
+    if isinstance(tensor, torch.nn.Parameter):
+        fake = torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    else:
+        fake.requires_grad_(tensor.requires_grad)
+    for name, value in vars(tensor).items():
+        setattr(fake, name, value)
+    return fake
+
+
+def _modules_of(fn: Any) -> dict[torch.nn.Module, bool]:
+    """The modules that ``fn`` is or mentions, and whether all of their parameters go to the GPU."""
+    owner = getattr(fn, "__self__", fn)
+    if isinstance(owner, torch.nn.Module):
+        return dict.fromkeys(owner.modules(), True)
+    found: dict[torch.nn.Module, bool] = {}
+    for value in _mentioned(fn):
+        if isinstance(value, torch.nn.Module):
+            found.update(dict.fromkeys(value.modules(), False))
+    return found
+
+
+def _mentioned(fn: Any) -> Iterator[Any]:
+    """What a callable uses, closes over, is bound to or has as attributes, and what functions among that mention."""
+    pending, seen = [fn], set()
+    while pending:
+        mentioning = pending.pop()
+        if id(mentioning) in seen:
+            continue
+        seen.add(id(mentioning))
+        values: list[Any] = []
+        if inspect.isfunction(mentioning):
+            for name in mentioning.__code__.co_names:
+                value = mentioning.__globals__.get(name)
+                # Functions of other files are not followed: they lead through all of torch.
+                if not inspect.isfunction(value) or value.__globals__ is mentioning.__globals__:
+                    values.append(value)
+            for cell in mentioning.__closure__ or ():
+                with contextlib.suppress(ValueError):  # an empty cell
+                    values.append(cell.cell_contents)
+        elif isinstance(mentioning, functools.partial):
+            values = [mentioning.func, *mentioning.args, *mentioning.keywords.values()]
+        else:
+            values = [*getattr(mentioning, "__dict__", {}).values()]
+            if inspect.ismethod(mentioning):
+                values += [mentioning.__func__, *getattr(mentioning.__self__, "__dict__", {}).values()]
+        yield from values
+        pending += [
+            v for v in values if inspect.isfunction(v) or inspect.ismethod(v) or isinstance(v, functools.partial)
+        ]
+
+
+@contextlib.contextmanager
+def _on_gpu(modules: Mapping[torch.nn.Module, bool], mode: FakeTensorMode) -> Iterator[None]:
+    """Put fake tensors in the places of parameters and buffers (and of meta tensors that are plain attributes).
+
+    Afterwards each module has the very attributes, parameters, buffers and submodules that it had.
+    """
+    fakes: dict[int, torch.Tensor] = {}  # one for each tensor, so that tied parameters stay tied
+
+    def substitute(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            fakes[id(tensor)] = _fake(mode, tensor, device)
+        return fakes[id(tensor)]
+
+    places: list[dict[str, Any]] = []
+    for module in modules:
+        places += [vars(module), module._parameters, module._buffers, module._modules]
+    before = [place.copy() for place in places]
+    try:
+        for module, all_on_gpu in modules.items():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in list(tensors.items()):
+                    if tensor is None or isinstance(tensor, FakeTensor):
+                        continue
+                    device = _GPU if all_on_gpu or tensor.is_meta else tensor.device
+                    if device.type != "cpu":
+                        tensors[name] = substitute(tensor, device)
+            for name, value in list(vars(module).items()):
+                if isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, FakeTensor):
+                    vars(module)[name] = substitute(value, _CPU)
+                elif isinstance(value, list) and any(id(item) in fakes for item in value):
+                    vars(module)[name] = [fakes.get(id(item), item) for item in value]  # as nn.LSTM has
+        yield
+    finally:
+        for place, contents in zip(places, before, strict=True):
+            place.clear()
+            place.update(contents)
+
+
+@contextlib.contextmanager
+def _compiler_state_restored() -> Iterator[None]:
+    """Forget afterwards what Dynamo and Inductor remember in this process of what they compile inside."""
+    import torch._dynamo
+    from torch._dynamo import convert_frame, eval_frame, pgo
+    from torch._dynamo.utils import counters
+    from torch._inductor import metrics
+
+    codes = convert_frame.Tracker()
+    fresh = {
+        convert_frame: {"input_codes": codes, "FRAME_COUNTER": 0, "FRAME_COMPILE_COUNTER": Counter()},
+        pgo: {"_CODE_STATE": None, "_INIT_CODE_STATE": None},
+    }
+    counted = {name: counter.copy() for name, counter in counters.items()}
+    measured = {name: value for name, value in vars(metrics).items() if type(value) is int}
+    backends = set(eval_frame.cached_backends)
+    no_profile = {"automatic_dynamic_local_pgo": False, "automatic_dynamic_remote_pgo": False}
+    try:
+        with (
+            torch._dynamo.config.patch(suppress_errors=False, **no_profile),
+            replaced([(owner, name, value) for owner, values in fresh.items() for name, value in values.items()]),
+        ):
+            yield
+    finally:
+        for reference in codes.seen:
+            if (code := reference()) is not None:
+                eval_frame.reset_code(code)
+        for backend in set(eval_frame.cached_backends) - backends:
+            del eval_frame.cached_backends[backend]
+        counters.clear()
+        counters.update(counted)
+        for name, value in measured.items():
+            setattr(metrics, name, value)
+
+
+def lower(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    arch: str = "sm_90",
+    *,
+    training: bool = False,
+) -> list[LoweredGraph]:
+    """What Inductor makes of ``fn(*args, **kwargs)`` under ``mode="reduce-overhead"`` on a GPU of type ``arch``.
+
+    ``fn`` is a module or any callable; ``args`` and ``kwargs`` are pytrees. Nothing is executed and no GPU memory
+    allocated. One graph comes back for each that Dynamo traces (several where the program has graph breaks), in the
+    order of compilation; with ``training``, the forward and the backward of each.
+
+    Which device a tensor is taken to be on:
+
+    * all parameters and buffers of ``fn``, or of the module that the method ``fn`` is bound to: ``cuda:0``, as after
+      ``.cuda()``. They may be on the CPU or on ``meta``; a module built under ``torch.device("meta")`` costs no memory;
+    * parameters and buffers of modules that a function closes over or an object has: ``cuda:0`` where they are on
+      ``meta``, else where they are;
+    * plain tensor attributes of modules: the CPU, as in a real program, in which ``.cuda()`` passes them over;
+    * arguments: a ``meta`` tensor stands for one on ``cuda:0``, a CUDA tensor for itself, a CPU tensor is a CPU input.
+
+    Raises :class:`UnknownArchitectureError`, :class:`ValueNeededError` where the program needs data between graph
+    breaks, :class:`NothingToLowerError`, and what tracing and compiling raise.
+    """
+    fn = fn._orig_mod if isinstance(fn, OptimizedModule) else innermost_fn(fn)  # where it is compiled already
+    name = getattr(fn, "__name__", type(fn).__name__)
+    owner = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
+    lowerings = Lowerings(name, owner.state_dict() if isinstance(owner, torch.nn.Module) else ())
+    with absent_gpu(arch):
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fakes: dict[int, torch.Tensor] = {}  # one for each tensor, as one may be given twice
+
+        def as_input(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or value.device.type == "cpu":
+                return value
+            if id(value) not in fakes:
+                fakes[id(value)] = _fake(mode, value, _GPU if value.is_meta else value.device)
+            return fakes[id(value)]
+
+        fake_args, fake_kwargs = pytree.tree_map(as_input, (tuple(args), dict(kwargs or {})))
+        with (
+            _compiler_state_restored(),
+            lowerings.recording(),
+            _on_gpu(_modules_of(fn), mode),
+            warnings.catch_warnings(),
+            mode,
+            torch.set_grad_enabled(training),
+            torch.autograd.set_multithreading_enabled(False),  # the engine has no thread for a device that is not there
+        ):
+            warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+            try:
+                torch.compile(fn, backend=lowerings.backend)(*fake_args, **fake_kwargs)
+            except (DataDependentOutputException, DynamicOutputShapeException) as e:
+                raise ValueNeededError(
+                    function=name, operator=e.func, count=len(lowerings.graphs), graphs=lowerings.graphs
+                ) from e
+    if not lowerings.graphs:
+        raise NothingToLowerError(function=name)
+    return lowerings.graphs

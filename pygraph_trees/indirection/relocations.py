@@ -1,0 +1,331 @@
+"""Relocations: where a captured graph holds the addresses of the inputs that it was recorded with.
+
+In goes a captured graph, not yet instantiated, whose live inputs stood at placeholder addresses, with the placeholders
+still mapped. :func:`scan` reads what every node was given and returns a :class:`Scan`: the relocations, the inputs that
+cannot be patched whatever their relocations, and whether some node may hold an address where it cannot be read. It
+changes nothing.
+
+- A word inside a placeholder or its guards, at a multiple of 8 bytes of a kernel's parameters, is a relocation. One
+  that begins
+  4 bytes later may be halves of two others and is not written to: its input is refused. What is known to be made of
+  two parameters is nothing: a negative number and an integer side by side can look like an address.
+- What a copy from host memory carries is read too; an input whose address is in there is refused. The bytes are those
+  of now: code that fills its own host array anew at each call keeps its secret.
+- A word past the first 1.5 GiB of an input can look like two int32, and where the driver has low addresses alone so can
+  any: it is a relocation where it is a parameter by itself, and refuses the input else.
+- A word between the placeholders, or further into a guard than a quarter of it, is the address of nobody who can be
+  told, so
+  it counts as hidden.
+- A kernel of NCCL hands addresses to other devices. It refuses the inputs that it is given and may hide all others.
+- A node that the driver does not describe may hide any address. Only a graph whose nodes cannot be listed raises
+  :class:`DriverError`.
+- A kernel that is not known (:mod:`.known_kernels`) may be given an address in a form that is no word. That an input
+  has relocations elsewhere proves nothing then; the scan names such kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from pygraph_trees.cuda.graph_nodes import NodeKind
+from pygraph_trees.errors import DriverError
+
+from .known_kernels import is_known
+from .placeholder import stands_out
+
+if TYPE_CHECKING:
+    from pygraph_trees.cuda.driver import Driver, Search
+    from pygraph_trees.cuda.graph_nodes import GraphNode, KernelNode, Layouts
+
+    from .placeholder import Placeholders
+
+_WITHOUT_INPUTS = (
+    *(NodeKind.EMPTY, NodeKind.WAIT_EVENT, NodeKind.EVENT_RECORD),
+    *(NodeKind.MEM_ALLOC, NodeKind.MEM_FREE),
+)
+
+_HOST_CHUNK = 16 << 20  # bytes of host memory read at once; a multiple of 8
+
+# As the driver gives names: mangled where the kernel is C++. ncclKernel_, ncclDevKernel_, ncclSymkDevKernel_ ...
+_COLLECTIVE = re.compile(r"(_ZN?\d+)?nccl\w*Kernel")
+
+
+SOURCE, TARGET, HOST_SOURCE = 0, 8, 16  # of a memcpy: what stands for an offset
+
+
+class Relocation(NamedTuple):
+    """Where a graph holds an input's address."""
+
+    node: int  # index into Scan.nodes
+    offset: int  # bytes into a kernel's parameter block; of a memcpy one of those above; of a memset 0
+    input: int  # index of the placeholder; after those, of the memory of staged inputs
+    addend: int  # bytes from the start; in a placeholder's guards negative, or not less than its size
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What a graph holds of the addresses that it was recorded with."""
+
+    nodes: tuple[GraphNode, ...]  # those with a relocation, once each, in the graph's order
+    relocations: tuple[
+        Relocation, ...
+    ]  # in the order of their nodes and offsets; those of refused inputs may be among them
+    refused: dict[int, str]  # by placeholder: why it cannot be patched whatever its relocations
+    opaque: str | None  # what could hide any address, "a host node"; None where all was read
+    kinds: Counter[NodeKind]  # of all nodes, without those of child graphs
+    unknown: tuple[str, ...] = ()  # names of kernels that may be given an address in a form that is no word
+
+
+def scan(driver: Driver, graph: int, placeholders: Placeholders, staged: Sequence[tuple[int, int]] = ()) -> Scan:
+    """Finds the relocations of a captured graph. Raises :class:`DriverError` where the graph's nodes cannot be listed.
+
+    Args:
+        staged: address and size in bytes of each memory of staged inputs; one copy may take several of them from it.
+    """
+    reader = _Reader(driver, placeholders, staged)
+    found = driver.search(graph, placeholders.low, placeholders.high)
+    if found is not None:
+        reader.take(found)
+        return reader.result()
+    for position, handle in enumerate(driver.nodes(graph)):
+        reader.read(position, driver.node_kind(handle), handle)
+    reader.search_kernels()
+    return reader.result()
+
+
+class _Reader:
+    """What was found so far in one graph; positions are those of its nodes."""
+
+    def __init__(self, driver: Driver, placeholders: Placeholders, staged: Sequence[tuple[int, int]] = ()) -> None:
+        self._driver = driver
+        self._placeholders = placeholders
+        self._staged = staged
+        self._kernels: list[tuple[int, KernelNode, bool]] = []  # position, node, whether it is a collective
+        self._nodes: dict[int, GraphNode] = {}  # by position
+        self._relocations: list[tuple[int, int, int, int]] = []  # position, offset, input, addend
+        self._refused: dict[int, str] = {}
+        self._opaque: str | None = None
+        self._kinds: Counter[NodeKind] = Counter()
+        # By the handles of a kernel. They are given out again after their module was unloaded: good for one scan.
+        self._collectives: dict[tuple[int, int], bool] = {}
+        self._unknown: dict[str, None] = {}  # names of kernels, in order
+        self._layouts: Layouts = {}
+        self._readers: dict[NodeKind, tuple[Callable[[int, int], None], str]] = {
+            NodeKind.KERNEL: (self._kernel, "a kernel whose parameters cannot be read"),
+            NodeKind.MEMCPY: (self._memcpy, "a copy that cannot be read"),
+            NodeKind.MEMSET: (self._memset, "a fill that cannot be read"),
+            # These take events, and memory of the graph's own.
+            **dict.fromkeys(_WITHOUT_INPUTS, (lambda position, handle: None, "")),
+            NodeKind.HOST: (lambda position, handle: self._hide("a host node"), ""),
+            NodeKind.GRAPH: (lambda position, handle: self._hide("a child graph"), ""),
+            NodeKind.OTHER: (lambda position, handle: self._hide("a node that cannot be read"), ""),
+        }
+
+    def read(self, position: int, kind: NodeKind, handle: int) -> None:
+        self._kinds[kind] += 1
+        reader, unread = self._readers[kind]
+        try:
+            reader(position, handle)
+        except DriverError:
+            self._hide(unread)
+
+    def _kernel(self, position: int, handle: int) -> None:
+        node = self._driver.kernel_node(handle, self._layouts)
+        self._kernels.append((position, node, self._look_at_name(node.function, node.kernel)))
+
+    def _memcpy(self, position: int, handle: int) -> None:
+        node = self._driver.memcpy_node(handle)
+        if not node.plain:
+            self._hide("a copy of rows or arrays")
+            return
+        for offset, address in ((SOURCE, node.source), (TARGET, node.target)):
+            if address is not None and (found := self._input_at(address)) is not None:
+                self._relocation(position, node, offset, found, address)
+        if node.host_source is not None:
+            for number, (start, nbytes) in enumerate(self._staged):
+                if start <= node.host_source < start + nbytes:
+                    self._nodes[position] = node
+                    self._relocations.append(
+                        (position, HOST_SOURCE, len(self._placeholders.placeholders) + number, node.host_source - start)
+                    )
+            try:
+                for address in _host_words(node.host_source, node.nbytes, node.target or 0, self._placeholders):
+                    self._refuse(self._near(address), "its address is in a host array")
+            except OSError:
+                self._hide("a copy from host memory that cannot be read")
+
+    def _memset(self, position: int, handle: int) -> None:
+        node = self._driver.memset_node(handle)
+        found = self._input_at(node.target)
+        if not node.plain:
+            self._refuse(found, "a fill of several rows writes to it")
+        elif found is not None:
+            self._relocation(position, node, 0, found, node.target)
+
+    def search_kernels(self) -> None:
+        """Searches the parameters of all kernels at once: one search costs more than the words in it."""
+        blocks = [node.words() for _, node, _ in self._kernels]
+        words = _words(bytearray().join(blocks), self._placeholders)
+        at, address = next(words, (-1, 0))
+        begin = 0
+        for (position, node, collective), block in zip(self._kernels, blocks, strict=True):
+            end = begin + len(block)
+            while begin <= at < end:
+                # What runs over the end is made of two blocks, and is in neither.
+                if at + 8 <= end:
+                    self._word(position, node, collective, at - begin, address)
+                at, address = next(words, (-1, 0))
+            begin = end
+
+    def take(self, search: Search) -> None:
+        """What was found in all kernels at once; the other nodes are read one by one."""
+        kernels = 0
+        for position, (handle, kind) in enumerate(search.nodes):
+            if kind is NodeKind.KERNEL:
+                kernels += 1
+            else:
+                self.read(position, kind, handle)
+        if kernels:
+            self._kinds[NodeKind.KERNEL] += kernels
+        for kernel in search.kernels:
+            self._look_at_name(*kernel)
+        self._layouts |= search.layouts
+        for hits in search.found:
+            try:
+                if hits.words is None:
+                    raise DriverError(call="search", code="parameters of unknown layout")
+                node = self._driver.kernel_node(search.nodes[hits.position][0], self._layouts, hits)
+            except DriverError:
+                self._hide(self._readers[NodeKind.KERNEL][1])
+                continue
+            collective = self._look_at_name(hits.function, hits.kernel)
+            for offset, address in hits.words:
+                self._word(hits.position, node, collective, offset, address)
+
+    def _word(self, position: int, node: KernelNode, collective: bool, offset: int, address: int) -> None:
+        if not node.may_be_address(offset):
+            return
+        found = self._input_at(address)
+        if found is None:
+            return
+        if collective:
+            self._refuse(found, "a collective reads it")
+        elif offset % 8 or offset + 8 > node.nbytes or not (stands_out(address) or node.is_word(offset)):
+            self._refuse(found, "what looks like its address may be something else")
+        else:
+            self._relocation(position, node, offset, found, address)
+
+    def result(self) -> Scan:
+        order = sorted(self._nodes)
+        index = {position: i for i, position in enumerate(order)}
+        relocations = tuple(
+            Relocation(index[p], offset, found, addend) for p, offset, found, addend in sorted(self._relocations)
+        )
+        nodes = tuple(self._nodes[p] for p in order)
+        return Scan(nodes, relocations, self._refused, self._opaque, self._kinds, tuple(self._unknown))
+
+    def _input_at(self, address: int) -> int | None:
+        found = self._near(address)
+        if found is not None and self._placeholders.placeholders[found].is_far_from(address):
+            self._hide("a pointer far outside of every input")
+            return None
+        return found
+
+    def _near(self, address: int) -> int | None:
+        """The input in whose guards an address is, however far from it."""
+        found = self._placeholders.find(address)
+        if found is None and self._placeholders.low <= address < self._placeholders.high:
+            self._hide("a pointer far outside of every input")
+        return found
+
+    def _relocation(self, position: int, node: GraphNode, offset: int, found: int, address: int) -> None:
+        self._nodes[position] = node
+        self._relocations.append((position, offset, found, address - self._placeholders.placeholders[found].start))
+
+    def _refuse(self, found: int | None, why: str) -> None:
+        if found is not None:
+            self._refused.setdefault(found, why)
+
+    def _hide(self, what: str) -> None:
+        self._opaque = self._opaque or what
+
+    def _look_at_name(self, function: int, kernel: int) -> bool:
+        """Whether a kernel is a collective; one that is, or that has no name, may hide addresses. Notes unknown ones.
+
+        The driver is asked once a kernel, not once a node.
+        """
+        key = function, kernel
+        if key not in self._collectives:
+            name = self._driver.function_name(function, kernel)
+            self._collectives[key] = name is not None and _COLLECTIVE.match(name) is not None
+            if name is None:
+                self._hide("a kernel whose name cannot be told")
+            elif self._collectives[key]:
+                self._hide("a collective")
+            elif not is_known(name):
+                self._unknown[name] = None
+        return self._collectives[key]
+
+
+def _words(data: bytearray, placeholders: Placeholders) -> Iterator[tuple[int, int]]:
+    """Offset and value of each word among the placeholders, at all multiples of 4 bytes, by offset."""
+    found: list[tuple[int, int]] = []
+    for begin in (0, 4):
+        count = (len(data) - begin) // 8
+        if count > 0:
+            words = torch.frombuffer(data, dtype=torch.int64, offset=begin, count=count)
+            hits = ((words >= placeholders.low) & (words < placeholders.high)).nonzero().flatten()
+            found += zip((hits * 8 + begin).tolist(), words[hits].tolist(), strict=True)
+    return iter(sorted(found))
+
+
+def _read_host(memory: int, target: memoryview, address: int) -> None:
+    """Reads this process's memory; :class:`OSError` where it is not mapped.
+
+    Pinned memory can be mapped in a way that the file does not give (VM_IO): it is loaded, where it is mapped.
+    """
+    try:
+        if os.preadv(memory, [target], address) == len(target):
+            return
+    except OSError:
+        pass
+    if not _is_readable(address, address + len(target)):
+        raise OSError(f"{len(target)} bytes at {address:#x} are not all mapped")
+    target[:] = ctypes.string_at(address, len(target))
+
+
+def _is_readable(begin: int, end: int) -> bool:
+    """Whether all of a range is mapped for reading."""
+    with open("/proc/self/maps", encoding="ascii", errors="replace") as lines:
+        for line in lines:
+            span, rights = line.split()[:2]
+            first, last = (int(part, 16) for part in span.split("-"))
+            if first <= begin < last:
+                if not rights.startswith("r"):
+                    return False
+                begin = last
+                if begin >= end:
+                    return True
+    return False
+
+
+def _host_words(start: int, nbytes: int, target: int, placeholders: Placeholders) -> Iterator[int]:
+    """The words among the placeholders in this process's memory, aligned as they will be at ``target``.
+
+    Memory that is not mapped raises :class:`OSError`, where a plain load would end the process.
+    """
+    lead = target % 8
+    with open("/proc/self/mem", "rb", buffering=0) as memory:
+        for begin in range(0, nbytes, _HOST_CHUNK):
+            wanted = min(_HOST_CHUNK + 8, nbytes - begin)  # a word may run over the end of a chunk
+            data = bytearray(lead + wanted)
+            _read_host(memory.fileno(), memoryview(data)[lead:], start + begin)
+            yield from (word for _, word in _words(data, placeholders))

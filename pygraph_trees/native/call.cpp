@@ -1,0 +1,147 @@
+/* CompiledFxGraph.__call__ with a fast replay first: pygraph_trees.native._fast_path.Call.
+
+   Call(upstream, profiler, debug, look_after), as an attribute of a class, is a method. For an object and its inputs it gives what
+   the attribute `fast_call` of the object's current_callable, a function, gives for the inputs, unless that is None or not
+   there; else what the function upstream gives. While torch's profiler runs, or graphs are recorded for debugging, which
+   the dictionaries of two modules tell, it does only that. Once hooks on saved tensors were set at a call, look_after is
+   given object and inputs before. inductor_patches/output_code.py does the same in Python. */
+
+#include "fast_path.h"
+
+#include <ATen/SavedTensorHooks.h>
+
+#include <structmember.h>
+
+using namespace pygraph;
+
+namespace {
+
+struct Call {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    PyObject *upstream, *profiler, *debug, *look_after;
+};
+
+/* Whether hooks on saved tensors are set in this thread, or were at a call before. */
+bool hooks_were_set() {
+    static bool were_set = false; // by whoever holds the GIL
+    if (!were_set)
+        were_set = !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
+    return were_set;
+}
+
+/* Whether a variable of a module is true; -1 with an exception. */
+int is_set(PyObject *module, const Attribute &variable) {
+    PyObject *value = PyDict_GetItemWithError(module, variable.name);
+    if (value == nullptr)
+        return PyErr_Occurred() ? -1 : 0;
+    return PyObject_IsTrue(value);
+}
+
+/* Who replays on the fast path for an object; NULL where nobody does, and with an exception. */
+Ref fast_call_of(const Call *call, PyObject *object) {
+    Ref callable = the.compiled_current_callable.of(object);
+    if (!callable || !PyFunction_Check(callable.get()))
+        return Ref();
+    PyObject *attributes = reinterpret_cast<PyFunctionObject *>(callable.get())->func_dict;
+    PyObject *found = attributes == nullptr ? nullptr
+                                            : PyDict_GetItemWithError(attributes, the.callable_fast_call.name);
+    if (found == nullptr || found == Py_None || is_set(call->profiler, the.profiler__is_profiler_enabled) != 0 ||
+        is_set(call->debug, the.debug_RECORD_GRAPH_EXECUTION) != 0)
+        return Ref();
+    return Ref::dup(found);
+}
+
+PyObject *call_vectorcall(PyObject *self, PyObject *const *arguments, size_t flags, PyObject *keywords) {
+    const auto *call = reinterpret_cast<Call *>(self);
+    if (PyVectorcall_NARGS(flags) == 2 && keywords == nullptr) {
+        if (hooks_were_set() &&
+            !Ref(PyObject_CallFunctionObjArgs(call->look_after, arguments[0], arguments[1], nullptr)))
+            return nullptr;
+        Ref fast_call = fast_call_of(call, arguments[0]);
+        if (!fast_call && PyErr_Occurred())
+            return nullptr;
+        Ref outputs = fast_call ? Ref(PyObject_CallOneArg(fast_call.get(), arguments[1])) : Ref();
+        if (fast_call && outputs.get() != Py_None)
+            return outputs.release();
+    }
+    return PyObject_Vectorcall(call->upstream, arguments, static_cast<size_t>(PyVectorcall_NARGS(flags)), keywords);
+}
+
+PyObject *make_call(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    static const char *known[] = {"upstream", "profiler", "debug", "look_after", nullptr};
+    PyObject *upstream, *profiler, *debug, *look_after;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!O!O", const_cast<char **>(known), &upstream, &PyDict_Type,
+                                     &profiler, &PyDict_Type, &debug, &look_after))
+        return nullptr;
+    PyObject *made = type->tp_alloc(type, 0);
+    if (made != nullptr) {
+        auto *call = reinterpret_cast<Call *>(made);
+        call->vectorcall = call_vectorcall;
+        call->upstream = Py_NewRef(upstream);
+        call->profiler = Py_NewRef(profiler);
+        call->debug = Py_NewRef(debug);
+        call->look_after = Py_NewRef(look_after);
+    }
+    return made;
+}
+
+int call_traverse(PyObject *self, visitproc visit, void *arg) {
+    const auto *call = reinterpret_cast<Call *>(self);
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(call->upstream);
+    Py_VISIT(call->profiler);
+    Py_VISIT(call->debug);
+    Py_VISIT(call->look_after);
+    return 0;
+}
+
+int call_clear(PyObject *self) {
+    auto *call = reinterpret_cast<Call *>(self);
+    Py_CLEAR(call->upstream);
+    Py_CLEAR(call->profiler);
+    Py_CLEAR(call->debug);
+    Py_CLEAR(call->look_after);
+    return 0;
+}
+
+void call_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    call_clear(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+/* As functions do it. */
+PyObject *call_bind(PyObject *self, PyObject *object, PyObject *) {
+    return object == nullptr || object == Py_None ? Py_NewRef(self) : PyMethod_New(self, object);
+}
+
+PyMemberDef members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Call, vectorcall), READONLY, nullptr},
+    {"__wrapped__", T_OBJECT_EX, offsetof(Call, upstream), READONLY, "What is called where no fast replay will do."},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyType_Slot slots[] = {
+    {Py_tp_doc, const_cast<char *>("A method that replays on the fast path where it can; see the source.")},
+    {Py_tp_new, reinterpret_cast<void *>(translate<make_call>)},
+    {Py_tp_dealloc, reinterpret_cast<void *>(call_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void *>(call_traverse)},
+    {Py_tp_clear, reinterpret_cast<void *>(call_clear)},
+    {Py_tp_call, reinterpret_cast<void *>(PyVectorcall_Call)},
+    {Py_tp_descr_get, reinterpret_cast<void *>(call_bind)},
+    {Py_tp_members, members},
+    {0, nullptr},
+};
+
+} // namespace
+
+PyType_Spec pygraph::call_spec = {
+    "pygraph_trees.native._fast_path.Call",
+    sizeof(Call),
+    0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
+    slots,
+};

@@ -1,0 +1,433 @@
+/* One recording's part in a fast replay: pygraph_trees.native._fast_path.Replay, see native/entry.cpp.
+
+   What is read of a tensor lies in three places, each of which leads to the next, and between two calls of a model all of
+   them have left the caches. Where they were at the last call is remembered and loaded ahead, several at once. Only ever
+   loaded: what is believed is read from the objects themselves. */
+
+#include "fast_path.h"
+
+#include <structmember.h>
+
+#include <unordered_map>
+#include <unordered_set>
+
+using namespace pygraph;
+
+Attributes pygraph::the;
+
+void Attribute::find(PyTypeObject *asked) {
+    bool is_slot = false;
+    if (asked->tp_getattro == PyObject_GenericGetAttr && asked->tp_setattro == PyObject_GenericSetAttr) {
+        Ref descriptor(PyObject_GetAttr(reinterpret_cast<PyObject *>(asked), name));
+        if (!descriptor)
+            PyErr_Clear(); // of the type there is none
+        if (descriptor && Py_IS_TYPE(descriptor.get(), &PyMemberDescr_Type)) {
+            const PyMemberDef *member = reinterpret_cast<PyMemberDescrObject *>(descriptor.get())->d_member;
+            is_slot = member->type == T_OBJECT_EX;
+            offset = is_slot ? member->offset : offset;
+        }
+    }
+    PyTypeObject *&known = is_slot ? type : without;
+    PyTypeObject *before = known;
+    known = reinterpret_cast<PyTypeObject *>(Py_NewRef(reinterpret_cast<PyObject *>(asked)));
+    Py_XDECREF(before);
+}
+
+namespace {
+
+constexpr size_t AHEAD = 24; // tensors
+constexpr size_t NOWHERE = ~size_t{0};
+
+/* Loads what comes some tensors later, and at the first what comes before that. */
+template <void (Known::*what)() const>
+__attribute__((always_inline)) inline void load(const std::vector<Watched> &watched, size_t i) {
+    for (size_t next = i == 0 ? 0 : i + AHEAD; next <= i + AHEAD && next < watched.size(); next++)
+        (watched[next].known.*what)();
+}
+
+} // namespace
+
+bool pygraph::unpack(PyObject *bytes, std::vector<uint64_t> *numbers) {
+    Packed<uint64_t> packed;
+    if (!packed.take(bytes))
+        return false;
+    for (Py_ssize_t i = 0; i < packed.count; i++)
+        numbers->push_back(packed[i]);
+    return true;
+}
+
+/* NULL where a list has shrunk. */
+static PyObject *item_of(PyObject *list, uint64_t index) {
+    return index < static_cast<uint64_t>(PyList_GET_SIZE(list)) ? PyList_GET_ITEM(list, static_cast<Py_ssize_t>(index))
+                                                                : nullptr;
+}
+
+bool Mortal::died_as(const std::vector<Watched> &inputs) const {
+    if (places.empty())
+        return false;
+    const Dying *place = places.data();
+    for (const Run &run : runs)
+        for (const Dying *end = place + run.outputs.size(); place < end; place++) {
+            if (place->input == NOWHERE)
+                continue;
+            const Watched &input = inputs[place->input];
+            if (!input.dies_here || input.known.object != item_of(run.list, place->index))
+                return false;
+        }
+    return true;
+}
+
+bool Mortal::others_seem_dead() const {
+    const Dying *place = places.data();
+    for (const Run &run : runs)
+        for (const Dying *end = place + run.outputs.size(); place < end; place++)
+            if (place->input == NOWHERE) {
+                PyObject *object = item_of(run.list, place->index);
+                if (object == nullptr || object == Py_None || !is_dead(object))
+                    return false;
+            }
+    return true;
+}
+
+bool Mortal::find_among(std::vector<Watched> *inputs) {
+    if (runs.empty() || !places.empty())
+        return false;
+    std::unordered_map<const void *, size_t> by_object;
+    for (size_t i = 0; i < inputs->size(); i++)
+        by_object.emplace((*inputs)[i].known.object, i);
+    for (const Run &run : runs)
+        for (const Watched &output : run.outputs) {
+            const auto place = by_object.find(output.known.object);
+            places.push_back({place == by_object.end() ? NOWHERE : place->second, output.index});
+            if (place != by_object.end())
+                (*inputs)[place->second].dies = true;
+        }
+    return true;
+}
+
+bool Mortal::take(PyObject *given) {
+    PyObject *groups = nullptr, *asked = nullptr;
+    if (given == Py_None)
+        return true;
+    if (!PyTuple_Check(given) || !PyArg_ParseTuple(given, "O!O", &PyTuple_Type, &groups, &asked)) {
+        PyErr_SetString(PyExc_TypeError, "expected groups of outputs and what to ask");
+        return false;
+    }
+    ask = Py_NewRef(asked);
+    for (Py_ssize_t g = 0; g < PyTuple_GET_SIZE(groups); g++) {
+        PyObject *list = nullptr, *bytes = nullptr;
+        std::vector<uint64_t> indices;
+        if (!is_tuple(PyTuple_GET_ITEM(groups, g)) ||
+            !PyArg_ParseTuple(PyTuple_GET_ITEM(groups, g), "O!O", &PyList_Type, &list, &bytes) ||
+            !unpack(bytes, &indices))
+            return false;
+        runs.push_back({Py_NewRef(list), {}});
+        for (const uint64_t index : indices)
+            runs.back().outputs.push_back({index, 0, {}});
+    }
+    return true;
+}
+
+int Mortal::visit(visitproc visit, void *arg) const {
+    Py_VISIT(ask);
+    for (const Run &run : runs)
+        Py_VISIT(run.list);
+    return 0;
+}
+
+void Mortal::clear() {
+    Py_CLEAR(ask);
+    for (Run &run : runs)
+        Py_CLEAR(run.list);
+    runs.clear();
+}
+
+int Mortal::are_dead(bool *asked) {
+    if (ask == nullptr || seem_dead())
+        return 1;
+    if (PyErr_Occurred())
+        return -1;
+    *asked = true;
+    Ref answer(PyObject_CallNoArgs(ask));
+    return answer ? PyObject_IsTrue(answer.get()) : -1;
+}
+
+bool Mortal::seem_dead() {
+    for (Run &run : runs)
+        for (size_t i = 0; i < run.outputs.size(); i++) {
+            load<&Known::load_references>(run.outputs, i);
+            Watched &output = run.outputs[i];
+            PyObject *object = item_of(run.list, output.index);
+            if (object == nullptr || object == Py_None || !is_dead(object))
+                return false;
+            output.known.note(object);
+        }
+    return true;
+}
+
+namespace {
+
+PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    static const char *known[] = {"recording", "live",    "log",    "graph", "cached", "others",
+                                  "places",    "patched", "managed", "returned", "before", "after", nullptr};
+    PyObject *recording, *live, *log, *graph, *cached, *others, *places, *patched, *managed, *returned, *before, *after;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOO!O!OOOOOO", const_cast<char **>(known), &recording, &live,
+                                     &log, &graph, &PyList_Type, &cached, &PyList_Type, &others, &places, &patched,
+                                     &managed, &returned, &before, &after))
+        return nullptr;
+    Ref made(type->tp_alloc(type, 0));
+    if (!made)
+        return nullptr;
+    auto *state = reinterpret_cast<Replay *>(made.get())->state = new Replay::State;
+    state->recording = Py_NewRef(recording);
+    state->live = live == Py_None ? nullptr : Py_NewRef(live);
+    state->log = Py_NewRef(log);
+    state->graph = Py_NewRef(graph);
+    state->cached = Py_NewRef(cached);
+    state->others = Py_NewRef(others);
+    Packed<Place> fixed;
+    Packed<Replay::Returned> unchanged;
+    std::vector<uint64_t> asked;
+    if (!fixed.take(places) || !unpack(patched, &asked) || !unpack(managed, &state->managed) ||
+        (returned != Py_None && !unchanged.take(returned)) ||
+        !state->before.take(before) || !state->after.take(after))
+        return nullptr;
+    state->lasting = state->managed;
+    for (Py_ssize_t i = 0; i < fixed.count; i++)
+        state->fixed.push_back({fixed[i].index, fixed[i].address, {}});
+    for (const uint64_t index : asked)
+        state->asked.push_back({index, 0, {}});
+    state->in_python = returned == Py_None;
+    for (Py_ssize_t i = 0; i < unchanged.count; i++)
+        state->returned.push_back(unchanged[i]);
+    return made.release();
+}
+
+int replay_traverse(PyObject *self, visitproc visit, void *arg) {
+    const auto *state = reinterpret_cast<Replay *>(self)->state;
+    Py_VISIT(Py_TYPE(self));
+    if (state == nullptr)
+        return 0;
+    for (PyObject *held : state->held())
+        Py_VISIT(held);
+    const int found = state->before.visit(visit, arg);
+    return found != 0 ? found : state->after.visit(visit, arg);
+}
+
+int replay_clear(PyObject *self) {
+    auto *state = reinterpret_cast<Replay *>(self)->state;
+    reinterpret_cast<Replay *>(self)->state = nullptr;
+    if (state != nullptr) {
+        state->before.clear();
+        state->after.clear();
+        for (PyObject *held : state->held())
+            Py_XDECREF(held);
+    }
+    delete state;
+    return 0;
+}
+
+void replay_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    replay_clear(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+/* Finds the inputs: whether the fixed ones lie where they should, and where the others do. */
+Answer find(Replay::State *state, const Inputs &inputs) {
+    for (std::vector<Watched> *all : {&state->fixed, &state->asked})
+        for (size_t i = 0; i < all->size(); i++) {
+            load<&Known::load>(*all, i);
+            Watched &input = (*all)[i];
+            PyObject *object = inputs.at(input.index);
+            if (object == nullptr || !is_tensor(object))
+                return Answer::by_hand; // which raises
+            const at::Tensor &tensor = THPVariable_Unpack(object);
+            const uint64_t address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
+            if (all == &state->asked) {
+                if (tensor.is_neg())
+                    return Answer::by_hand; // a tangent can be at one call and not at another
+                input.address = address;
+            } else if (address != input.address)
+                return Answer::no;
+            input.known.note(object);
+            if (input.dies)
+                input.dies_here = is_dead(object, 2); // the list of inputs has the other reference
+        }
+    return Answer::yes;
+}
+
+/* Whether the graph holds the addresses that were found, and nothing has to be looked at once more. */
+int is_settled(const Replay::State *state) {
+    Ref settled = the.live__settled.of(state->live);
+    if (!settled)
+        return -1;
+    if (!PyList_Check(settled.get()) || static_cast<size_t>(PyList_GET_SIZE(settled.get())) != state->asked.size())
+        return 0;
+    for (size_t i = 0; i < state->asked.size(); i++) {
+        const uint64_t address = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(settled.get(), static_cast<Py_ssize_t>(i)));
+        if (PyErr_Occurred())
+            return -1;
+        if (address != state->asked[i].address)
+            return 0;
+    }
+    Ref pool, seen, changes;
+    if (!(pool = the.live__pool.of(state->live)) || !(seen = the.live__pool_seen.of(state->live)) ||
+        !(changes = the.pool_changes.of(pool.get())))
+        return -1;
+    return PyObject_RichCompareBool(changes.get(), seen.get(), Py_EQ);
+}
+
+/* Makes the graph hold them, where it can, and else asks Python to, which `asked` tells. */
+Answer prepare(Replay::State *state, Inputs &inputs, bool *is_copied, bool *asked) {
+    std::vector<uint64_t> addresses; // of this call: to make a list may collect garbage, and so call for the same graph
+    for (const Watched &input : state->asked)
+        addresses.push_back(input.address);
+    Ref seen(PyList_New(static_cast<Py_ssize_t>(addresses.size())));
+    for (size_t i = 0; seen && i < addresses.size(); i++) {
+        PyObject *number = PyLong_FromUnsignedLongLong(addresses[i]);
+        if (number == nullptr)
+            return Answer::error;
+        PyList_SET_ITEM(seen.get(), static_cast<Py_ssize_t>(i), number);
+    }
+    Ref patcher = seen ? the.live__patcher.of(state->live) : Ref();
+    if (!patcher)
+        return Answer::error;
+    const Answer patched = patch(patcher.get(), state->live, seen.get());
+    if (patched != Answer::no)
+        return patched;
+    *asked = true;
+    if (!inputs.arrange()) {
+        PyErr_SetString(PyExc_IndexError, "the inputs have changed");
+        return Answer::error;
+    }
+    Ref why_not(PyObject_CallMethodObjArgs(state->live, the.live_prepare.name, inputs.list, seen.get(), nullptr));
+    if (!why_not)
+        return Answer::error;
+    if (why_not.get() != Py_None)
+        return Answer::no;
+    const int copied = the.live_temporary.is_true(state->live);
+    *is_copied = copied > 0;
+    return copied < 0 ? Answer::error : Answer::yes;
+}
+
+PyType_Slot slots[] = {
+    {Py_tp_doc, const_cast<char *>("One recording's part in a fast replay; see the source.")},
+    {Py_tp_new, reinterpret_cast<void *>(translate<make_replay>)},
+    {Py_tp_dealloc, reinterpret_cast<void *>(replay_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void *>(replay_traverse)},
+    {Py_tp_clear, reinterpret_cast<void *>(replay_clear)},
+    {0, nullptr},
+};
+
+} // namespace
+
+PyType_Spec pygraph::replay_spec = {
+    "pygraph_trees.native._fast_path.Replay", sizeof(Replay), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots,
+};
+
+Replay::State *pygraph::replay_in(PyObject *object) {
+    return Py_TYPE(object)->tp_dealloc == replay_dealloc ? reinterpret_cast<Replay *>(object)->state : nullptr;
+}
+
+/* Lets go of some inputs; false with an exception. */
+static bool release_unneeded(const Inputs &inputs, const std::vector<uint64_t> &indices) {
+    for (const uint64_t index : indices) {
+        PyObject *input = inputs.at(index); // anew each time: code of whoever is let go of may run
+        if (input == nullptr) {
+            PyErr_SetString(PyExc_IndexError, "the inputs have changed");
+            return false;
+        }
+        PyList_SET_ITEM(inputs.list, inputs.place(index), Py_NewRef(Py_None));
+        Py_DECREF(input);
+    }
+    return true;
+}
+
+Answer pygraph::take(Replay::State *state, Inputs &inputs, bool *is_copied) {
+    const Answer found = find(state, inputs);
+    if (found != Answer::yes)
+        return found;
+    bool has_run = false; // code that may have changed what was seen of the inputs
+    const int died = state->before.are_dead(&has_run);
+    if (died <= 0)
+        return died < 0 ? Answer::error : Answer::no;
+    if (state->live != nullptr) {
+        const int settled = is_settled(state);
+        if (settled < 0)
+            return Answer::error;
+        if (!settled) {
+            const Answer prepared = prepare(state, inputs, is_copied, &has_run);
+            if (prepared != Answer::yes)
+                return prepared;
+        }
+    }
+    if (!has_run && state->after.died_as(state->fixed)) {
+        if (!release_unneeded(inputs, state->lasting))
+            return Answer::error;
+        if (state->after.others_seem_dead())
+            return Answer::yes; // what was seen to die is let go of with the other inputs, behind the launch
+    }
+    if (!release_unneeded(inputs, state->managed))
+        return Answer::error;
+    const int dead = state->after.are_dead(&has_run);
+    if (dead == 1 && state->after.find_among(&state->fixed)) {
+        std::unordered_set<uint64_t> dying;
+        for (const Watched &input : state->fixed)
+            if (input.dies)
+                dying.insert(input.index);
+        std::erase_if(state->lasting, [&](uint64_t index) { return dying.count(index) != 0; });
+    }
+    if (dead == 0) {
+        Ref recording(PyObject_CallNoArgs(state->recording));
+        Ref checked(recording ? PyObject_CallMethodNoArgs(recording.get(), the.recording__check_what_died.name) : nullptr);
+        return checked ? Answer::yes : Answer::error;
+    }
+    return dead < 0 ? Answer::error : Answer::yes;
+}
+
+bool pygraph::launch(const Replay::State *replay) {
+    Ref count = the.log_replays.of(replay->log), one(PyLong_FromLong(1));
+    Ref more(count && one ? PyNumber_Add(count.get(), one.get()) : nullptr);
+    if (!more || !the.log_replays.set(replay->log, more.get()))
+        return false;
+    return bool(Ref(PyObject_CallMethodNoArgs(replay->graph, the.graph_replay.name)));
+}
+
+bool pygraph::at_hand(const Replay::State *replay, PyObject *returned, std::vector<PyObject *> *outputs) {
+    const Py_ssize_t count = PyList_GET_SIZE(replay->others);
+    if (count == 0 || PyList_GET_SIZE(replay->cached) != count)
+        return false;
+    constexpr Py_ssize_t further = 32;
+    outputs->resize(static_cast<size_t>(count));
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (i + further < count) {
+            const PyObject *later = PyList_GET_ITEM(replay->cached, i + further);
+            Known::ahead(later, 0), Known::ahead(later, 31);
+        }
+        PyObject *output = PyList_GET_ITEM(replay->cached, i);
+        if (output == Py_None)
+            output = PyList_GET_ITEM(replay->others, i);
+        else if (!is_tensor(output) || reinterpret_cast<THPVariable *>(output)->backward_hooks != nullptr)
+            return false; // torch takes hooks away
+        if (output == Py_NotImplemented)
+            return false;
+        (*outputs)[static_cast<size_t>(i)] = output;
+    }
+    for (size_t i = 0; i < replay->returned.size(); i++)
+        if (replay->returned[i].output < outputs->size())
+            (*outputs)[replay->returned[i].output] = PyTuple_GET_ITEM(returned, static_cast<Py_ssize_t>(i));
+    return true;
+}
+
+Ref pygraph::outputs_of(PyObject *recording, const Replay::State *replay, PyObject *returned) {
+    Ref outputs(PyObject_CallMethodNoArgs(recording, the.recording__own_outputs.name));
+    for (size_t i = 0; outputs && i < replay->returned.size(); i++) {
+        PyObject *input = PyTuple_GET_ITEM(returned, static_cast<Py_ssize_t>(i));
+        if (PySequence_SetItem(outputs.get(), static_cast<Py_ssize_t>(replay->returned[i].output), input) < 0)
+            return Ref();
+    }
+    return outputs;
+}

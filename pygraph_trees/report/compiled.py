@@ -1,0 +1,119 @@
+"""Follows a graph through Inductor: scheduled, made into an artifact, put to use.
+
+The partitions are described when the scheduler decides on them (:func:`partitioned`), stored on the artifact as plain
+data (:func:`attach`), so that an artifact from a cache still knows them, and turned into a :class:`~.log.GraphLog`
+when the artifact is put to use (:func:`put_to_use`), inside which ``cudagraphify`` finds the graph that its functions
+belong to.
+
+A failure to describe a graph is no reason to fail its compilation: it is logged, and the report shows the graph
+without partitions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from . import partitions
+from .log import GraphLog, journal, partition_from_json, partition_to_json
+from .naming import compile_id, mode_name, program_name
+from .records import Placed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from .records import Partition
+
+_log = logging.getLogger("pygraph_trees.report")
+PLACED, WHY_NOT_PLACED = "pygraph_placed", "pygraph_why_not_placed"  # of a module: what was done to its graph
+_ATTRIBUTE = "pygraph_coverage"  # of a Scheduler: partitions; of a CompiledFxGraph: their JSON and the model's name
+# Operations after which a tensor lies elsewhere: a replay does not repeat them.
+_REBINDING = ("aten.set_.", "aten.resize_.", "aten.shallow_copy_data_", "inductor.resize_storage_bytes_")
+
+
+def partitioned(scheduler: Any, parts: Sequence[Any], signatures: Sequence[Any]) -> None:
+    """Describes the partitions of a scheduled graph and leaves them with the scheduler."""
+    try:
+        setattr(scheduler, _ATTRIBUTE, partitions.describe(scheduler, parts, signatures))
+    except Exception:
+        _log.warning("partitions could not be described", exc_info=True)
+
+
+def partitions_of(scheduler: Any) -> tuple[Partition, ...]:
+    """The partitions that :func:`partitioned` left with a scheduler; the whole graph where it was not partitioned."""
+    found: tuple[Partition, ...] | None = getattr(scheduler, _ATTRIBUTE, None)
+    return partitions.whole(scheduler) if found is None else found
+
+
+def attach(artifact: Any, graph: Any, gm: torch.fx.GraphModule) -> None:
+    """Stores what is known of a graph on its ``CompiledFxGraph``."""
+    try:
+        scheduler = getattr(graph, "scheduler", None)
+        found = () if scheduler is None else partitions_of(scheduler)
+        known = {
+            "model": partitions.model_name(gm),
+            "partitions": [partition_to_json(p) for p in found],
+            "placed": [asdict(placed) for placed in gm.meta.get(PLACED, ())],
+            "why_not_placed": gm.meta.get(WHY_NOT_PLACED),
+            "code": _code(getattr(artifact, "source_code", "")),
+            "rebinds_storage": any(str(node.target).startswith(_REBINDING) for node in gm.graph.nodes),
+        }
+        setattr(artifact, _ATTRIBUTE, known)
+    except Exception:
+        _log.warning("a compiled graph could not be described", exc_info=True)
+
+
+@contextmanager
+def put_to_use(artifact: Any, graph_kwargs: Any, *, wanted: bool, dropped: str | None) -> Iterator[None]:
+    """Around ``post_compile`` of a graph for which CUDA graphs are ``wanted``: notes the graph, or why it is
+    dropped."""
+    if not (wanted or artifact.disabled_cudagraphs_reason) or "cuda" not in artifact.device_types:
+        yield
+        return
+    log = _log_of(artifact, graph_kwargs)
+    with journal.compiling(log):
+        yield
+    log.dropped = dropped or (_why_dropped(artifact) if log.functions == 0 else None)
+    journal.add_graph(log)
+
+
+def _log_of(artifact: Any, graph_kwargs: Any) -> GraphLog:
+    """The log of a graph that was compiled or comes from a cache; without partitions if these cannot be read."""
+    identity, known = compile_id(), getattr(artifact, _ATTRIBUTE, None) or {}
+    # AOTAutograd's cache passes less of `graph_kwargs` than a compilation does; the artifact keeps what it was made of.
+    log = GraphLog(
+        model=program_name() or journal.model_of(identity) or known.get("model", "unknown"),
+        compile_id=identity,
+        mode=mode_name(is_backward=graph_kwargs["is_backward"], is_inference=artifact.fx_kwargs["is_inference"]),
+        partitions=(),
+        rebinds_storage=known.get("rebinds_storage", True),
+    )
+    try:
+        log.partitions = tuple(partition_from_json(p) for p in known.get("partitions", ()))
+        log.placed = tuple(Placed(**placed) for placed in known.get("placed", ()))
+        log.why_not_placed = known.get("why_not_placed")
+        log.code = known.get("code")
+    except Exception:
+        _log.warning("the description of a compiled graph could not be read", exc_info=True)
+    return log
+
+
+def _code(source: str) -> str | None:
+    """A key of generated code, the same in each process: a comment counts what was compiled before."""
+    lines = (line for line in source.splitlines() if not line.lstrip().startswith("#"))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest() if source else None
+
+
+def _why_dropped(artifact: Any) -> str:
+    if artifact.disabled_cudagraphs_reason:
+        return str(artifact.disabled_cudagraphs_reason)
+    info = artifact.cudagraph_info
+    if info is not None and info.cudagraph_fail_reasons:
+        return ", ".join(info.cudagraph_fail_reasons)
+    return "no part of it can be graphed"

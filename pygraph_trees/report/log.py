@@ -1,0 +1,277 @@
+"""Where facts are noted while they happen: one :class:`GraphLog` a compiled graph, one :class:`FunctionLog` a function,
+one :class:`RecordingLog` a recording.
+
+Logs hold plain data and counters, no tensors and no models, so they stay when what they speak of is gone. The process's
+logs are in :data:`journal`; :mod:`.report` turns them into frozen records. The one thing that the replay path does is
+``log.replays += 1``. Each fact is also written to the logger ``pygraph_trees``, which ``TORCH_LOGS="+pygraph"`` shows.
+
+Where torch writes structured traces (``TORCH_TRACE``), records are added to them in JSON, as tlparse shows them: each
+compiled graph as an artifact ``pygraph_graph``, and a function as ``pygraph_function`` with each recording, and where
+it becomes known or changes why it runs un-graphed, what was decided of it, or how its inputs are given. None is written
+at a replay that tells nothing new, and where one cannot be written the program goes on without it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from torch._guards import CompileId
+from torch._logging import trace_structured
+
+from .records import Cause, FunctionRecord, GraphRecord, InputRecord, Partition, PartitionInput, Placed, RecordingRecord
+
+_log = logging.getLogger("pygraph_trees.report")
+
+_FASTER = "it was measured to be faster so"
+_COPIED_BYTES = [f.name for f in fields(InputRecord)].index("copied_bytes")
+
+
+@dataclass(slots=True)
+class RecordingLog:
+    number: int = -1
+    parent: int | None = None
+    reason: str = ""
+    inputs: tuple[tuple[Any, ...], ...] = ()  # the fields of an :class:`InputRecord` each, which is made when asked for
+    kernels: int | None = None
+    other_nodes: int | None = None
+    record_s: float = 0.0
+    pool_bytes: int = 0
+    replays: int = 0
+    extra_copies: int = 0
+    extra_copied_bytes: int = 0
+
+    @property
+    def copied_bytes(self) -> int:
+        """That each replay copies."""
+        return sum(given[_COPIED_BYTES] for given in self.inputs)
+
+    def record(self) -> RecordingRecord:
+        return RecordingRecord(
+            number=self.number,
+            parent=self.parent,
+            reason=self.reason,
+            inputs=tuple(InputRecord(*given) for given in self.inputs),
+            kernels=self.kernels,
+            other_nodes=self.other_nodes,
+            record_s=self.record_s,
+            pool_bytes=self.pool_bytes,
+            replays=self.replays,
+            extra_copies=self.extra_copies,
+            extra_copied_bytes=self.extra_copied_bytes,
+        )
+
+
+@dataclass(slots=True)
+class FunctionLog:
+    model: str
+    compile_id: str | None
+    mode: str
+    partition: int
+    settings: dict[str, str]
+    graph: GraphLog | None = None
+    recordings: list[RecordingLog] = field(default_factory=list)
+    runs: int = 0  # of the compiled code: warmups, recordings and un-graphed calls
+    warmups: int = 0
+    warmup_pool_bytes: int = 0
+    ungraphed_reason: str | None = None
+    trial_runs: int = 0  # of the compiled code, un-graphed for the sake of a measurement
+    decision: str | None = None  # what was measured, and which way was taken
+    route: str | None = None  # what replays were found to cost, and how inputs are given since
+    traced_reasons: set[str] = field(default_factory=set)  # once each: two may take turns, call by call
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.compile_id or '-'} {self.mode} {self.partition}"
+
+    def recorded(self, recording: RecordingLog) -> None:
+        self.recordings.append(recording)
+        _log.info(
+            "%s: recording %d: %s; %s kernels, %d bytes copied a replay, %.3f s",
+            self.name,
+            recording.number,
+            recording.reason,
+            "?" if recording.kernels is None else recording.kernels,
+            recording.copied_bytes,
+            recording.record_s,
+        )
+        _trace("pygraph_function", self)
+        for given in recording.inputs if _log.isEnabledFor(logging.DEBUG) else ():
+            _log.debug("%s: recording %d: input %s", self.name, recording.number, InputRecord(*given))
+
+    def route_was_found(self, text: str, *, is_change: bool = True) -> None:
+        """Notes how inputs are given from now on, and why.
+
+        Args:
+            is_change: False where it is as it was, and looked at once more: only the figures are new.
+        """
+        _log.info("%s: %s", self.name, text)
+        is_news = self.route is None or (is_change and text != self.route)
+        self.route = text
+        if is_news:
+            _trace("pygraph_function", self)
+
+    def not_graphed(self, reason: str) -> None:
+        """Notes why calls of the function run un-graphed."""
+        if self._takes_reason(reason) and reason not in self.traced_reasons:
+            self.traced_reasons.add(reason)
+            _trace("pygraph_function", self)
+
+    def decided(self, text: str | None, *, graphed: bool) -> None:
+        """Notes which way the function's calls go from now on, and what was measured, where a decision rests on it."""
+        is_news = text != self.decision
+        self.decision = text
+        if not graphed:
+            is_news |= self._takes_reason(_FASTER)
+        elif self.ungraphed_reason == _FASTER:
+            self.ungraphed_reason, is_news = None, True
+        if is_news:
+            _trace("pygraph_function", self)
+
+    def _takes_reason(self, reason: str) -> bool:
+        """Whether it is another than before."""
+        is_news = self.ungraphed_reason != reason
+        if is_news:
+            _log.info("%s: not graphed: %s", self.name, reason)
+        self.ungraphed_reason = reason
+        return is_news
+
+    def record(self) -> FunctionRecord:
+        recordings = tuple(r.record() for r in list(self.recordings))
+        return FunctionRecord(
+            model=self.model,
+            compile_id=self.compile_id,
+            mode=self.mode,
+            partition=self.partition,
+            partitions=max(self.partition, self.graph.functions if self.graph else 1),
+            settings=dict(self.settings),
+            recordings=recordings,
+            warmups=self.warmups,
+            warmup_pool_bytes=self.warmup_pool_bytes,
+            ungraphed_calls=max(0, self.runs - self.warmups - len(recordings) - self.trial_runs),
+            ungraphed_reason=self.ungraphed_reason,
+            decision=self.decision,
+            route=self.route,
+        )
+
+
+@dataclass(slots=True)
+class GraphLog:
+    model: str
+    compile_id: str | None
+    mode: str
+    partitions: tuple[Partition, ...]
+    dropped: str | None = None
+    rebinds_storage: bool = False  # an operation gives an input other memory, which no replay can repeat
+    functions: int = 0  # handed out for cudagraphify so far
+    placed: tuple[Placed, ...] = ()
+    why_not_placed: str | None = None
+    code: str | None = None  # a key of its generated code, the same in each process
+
+    def record(self) -> GraphRecord:
+        return GraphRecord(
+            self.model, self.compile_id, self.mode, self.partitions, self.dropped, self.placed, self.why_not_placed
+        )
+
+
+def _trace(name: str, log: FunctionLog | GraphLog) -> None:
+    """Adds the record of a log, as it is now, to torch's structured trace; nothing is made where there is none.
+
+    Never raises: a disk may be full, and programs go on.
+    """
+    try:
+        trace_structured(
+            "artifact",
+            metadata_fn=lambda: {"name": name, "encoding": "json"},
+            payload_fn=lambda: json.dumps(asdict(log.record()), indent=1),
+            expect_trace_id=False,  # a recording is made when the program runs
+            compile_id=CompileId.from_string(log.compile_id),
+        )
+    except Exception as error:
+        _log.warning("%s is not in torch's structured trace: %s: %s", name, type(error).__name__, error)
+
+
+class Journal:
+    """The logs of the process, in the order in which graphs and functions were compiled. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._graphs: list[GraphLog] = []
+        self._functions: list[FunctionLog] = []
+        self._compiling = threading.local()
+
+    @contextmanager
+    def compiling(self, graph: GraphLog) -> Iterator[None]:
+        """The functions that are added inside belong to ``graph``."""
+        outer = self.graph
+        self._compiling.graph = graph
+        try:
+            yield
+        finally:
+            self._compiling.graph = outer
+
+    @property
+    def graph(self) -> GraphLog | None:
+        """The graph that is being compiled in this thread."""
+        return getattr(self._compiling, "graph", None)
+
+    def model_of(self, compile_id: str | None) -> str | None:
+        """The name of what was compiled under an id: that of a forward, for the backward compiled later."""
+        with self._lock:
+            found = (g.model for g in reversed(self._graphs) if compile_id is not None and g.compile_id == compile_id)
+            return next(found, None)
+
+    def add_graph(self, graph: GraphLog) -> None:
+        with self._lock:
+            self._graphs.append(graph)
+        graphed = sum(p.graphed for p in graph.partitions)
+        _log.info(
+            "%s %s %s: %s",
+            graph.model,
+            graph.compile_id or "-",
+            graph.mode,
+            f"not graphed: {graph.dropped}"
+            if graph.dropped
+            else f"{graphed} graphed of {len(graph.partitions)} partitions",
+        )
+        _trace("pygraph_graph", graph)
+        for cause in graph.record().causes:
+            _log.debug(
+                "%s %s: outside: %s, %s, %s", graph.model, graph.compile_id or "-", cause.reason, cause.op, cause.source
+            )
+
+    def add_function(self, function: FunctionLog) -> None:
+        with self._lock:
+            self._functions.append(function)
+
+    def records(self) -> tuple[tuple[GraphRecord, ...], tuple[FunctionRecord, ...]]:
+        with self._lock:
+            graphs, functions = list(self._graphs), list(self._functions)
+        return tuple(g.record() for g in graphs), tuple(f.record() for f in functions)
+
+    def clear(self) -> None:
+        """Forgets what was noted; functions that are still alive no longer appear."""
+        with self._lock:
+            self._graphs.clear()
+            self._functions.clear()
+
+
+journal = Journal()
+
+
+def partition_to_json(partition: Partition) -> dict[str, object]:
+    return asdict(partition)
+
+
+def partition_from_json(data: dict[str, object]) -> Partition:
+    """The inverse of :func:`partition_to_json`."""
+    found: dict[str, object] = dict(data)
+    found["causes"] = tuple(Cause(**c) for c in found["causes"])  # type: ignore[attr-defined]
+    found["outputs"] = tuple(found["outputs"])  # type: ignore[arg-type]
+    found["inputs"] = tuple(PartitionInput(**i) for i in found["inputs"])  # type: ignore[attr-defined]
+    return Partition(**found)  # type: ignore[arg-type]

@@ -1,0 +1,773 @@
+"""The measuring machinery: programs, input sets, clocks, the reader of traces, records, tables, and a whole comparison.
+
+All of it runs without a GPU; ways are replaced by plain callables where a test is about the harness and not about them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+import inductor_patches
+import pygraph_trees
+from pygraph_trees.benchmark import Comparison, Measurement, Plan, Program, Results, compare, markdown_table, text_table
+from pygraph_trees.benchmark.differences import difference, snapshot
+from pygraph_trees.benchmark.graphs import copied_nbytes, launched, recordings, watch_replays
+from pygraph_trees.benchmark.program import NoLossError, tensors_of
+from pygraph_trees.benchmark.results import ResultsFormatError, file_stem, here
+from pygraph_trees.benchmark.rings import Ring
+from pygraph_trees.benchmark.table import WIDTH, geometric_mean
+from pygraph_trees.benchmark.timing import collector_off, is_steady, median, percentile, schedule, time_block
+from pygraph_trees.benchmark.trace import GpuWork, profile_call, read_trace
+from pygraph_trees.benchmark.tuning import own_cache
+from pygraph_trees.benchmark.verify import DiffersUngraphed, NothingVerified, _why_not_graphed
+from pygraph_trees.benchmark.ways import NotPatchedError, OwnInductor, UnknownWayError, Way, make_ways, patches_on
+from pygraph_trees.fake_gpu import absent_gpu
+from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journal
+
+FAST = Plan(rounds=2, block_s=0.0, calls=(2, 2), settle_calls=1, warm_calls=(5, 8), ring=3, fresh_caches=False)
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+
+
+class TestProgram(TestCase):
+    def test_inference_returns_outputs(self):
+        model, x = _model(), torch.randn(3, 4)
+        program = Program(model, (x,), context=torch.no_grad)
+        out = program.step(model, program.args, program.kwargs)
+        self.assertFalse(out.requires_grad)
+        with torch.no_grad():
+            self.assertEqual(out, model(x))
+
+    def test_training_returns_loss_and_gradients_of_this_step_only(self):
+        model, x = _model(), torch.randn(3, 4)
+        program = Program(model, (x,), training=True)
+        model(x).sum().backward()
+        expected = [p.grad.clone() for p in model.parameters()]
+        for _ in range(2):
+            loss, gradients = program.step(model, program.args, program.kwargs)
+        self.assertEqual(gradients, expected)
+        self.assertEqual(loss, model(x).sum())
+        self.assertFalse(loss.requires_grad)
+        program.clear_gradients(program.args, program.kwargs)
+        self.assertTrue(all(p.grad is None for p in model.parameters()))
+
+    def test_gradients_of_inputs(self):
+        x = torch.randn(3, requires_grad=True)
+        program = Program(lambda x: {"loss": (x * x).sum()}, kwargs={"x": x}, training=True)
+        _, gradients = program.step(program.fn, program.args, program.kwargs)
+        self.assertEqual(gradients, [2 * x.detach()])
+
+    def test_context_is_around_the_call(self):
+        seen = []
+        program = Program(lambda: seen.append(torch.is_grad_enabled()), context=torch.no_grad)
+        program.step(program.fn, (), {})
+        self.assertEqual(seen, [False])
+
+    def test_each_step_begins_a_step_of_trees(self):
+        program = Program(lambda: None)
+        with mock.patch("torch.compiler.cudagraph_mark_step_begin") as begin:
+            program.step(program.fn, (), {})
+        begin.assert_called_once()
+
+    def test_no_loss(self):
+        program = Program(lambda: torch.ones(2), training=True)
+        with self.assertRaisesRegex(NoLossError, "got Tensor"):
+            program.step(program.fn, (), {})
+
+    def test_tensors_inside_unregistered_objects(self):
+        @dataclasses.dataclass
+        class Plain:
+            scores: torch.Tensor
+            count: int
+
+        found = tensors_of({"a": torch.ones(1), "b": Plain(torch.zeros(2), 3)})
+        self.assertEqual([name for name, _ in found], ["['a']", "['b'].scores"])
+
+    def test_resident_bytes_count_shared_storage_once(self):
+        x = torch.zeros(100)
+        self.assertEqual(Program(lambda *a: None, (x, x[50:])).resident_nbytes, 400)
+
+    def test_device_of_what_a_function_closes_over(self):
+        """It is waited for, though all that the function is given lies elsewhere."""
+        with absent_gpu("sm_90"), FakeTensorMode():
+            model, table = torch.nn.Linear(2, 2, device="cuda"), torch.ones(2, device="cuda")
+            for fn, device in ((lambda: model, "cuda"), (lambda: table, "cuda"), (lambda: later, "cpu")):
+                self.assertEqual(Program(fn, (torch.ones(2),)).device.type, device)
+        later = None
+
+
+class TestRing(TestCase):
+    def test_consecutive_calls_have_other_addresses(self):
+        ring = Ring(Program(lambda *a: None, (torch.randn(10), torch.randn(3))), sets=3)
+        fresh = list(itertools.islice(ring.fresh(), 4)) + list(itertools.islice(ring.fresh(), 4))
+        for before, after in itertools.pairwise(fresh):
+            for x, y in zip(before.args, after.args, strict=True):
+                self.assertNotEqual(x.data_ptr(), y.data_ptr())
+                self.assertEqual(x, y)
+        same = list(itertools.islice(ring.same(), 2))
+        self.assertIs(same[0].args[0], same[1].args[0])
+
+    def test_clones_keep_layout_and_aliasing(self):
+        base = torch.randn(6, 8)
+        program = Program(
+            lambda *a: None,
+            (base.t(), base[1:, 3:5], torch.ones(1, 4).expand(5, 4)),
+            {"w": {"x": torch.ones(2, requires_grad=True)}},
+        )
+        own, clone = Ring(program, sets=2).sets
+        for x, y in zip(own.args, clone.args, strict=True):
+            self.assertEqual(x.stride(), y.stride())
+            self.assertEqual(x.storage_offset(), y.storage_offset())
+            self.assertEqual(x, y)
+        self.assertEqual(clone.args[0].untyped_storage().data_ptr(), clone.args[1].untyped_storage().data_ptr())
+        self.assertTrue(clone.kwargs["w"]["x"].requires_grad and clone.kwargs["w"]["x"].is_leaf)
+
+    def test_only_live_inputs_rotate(self):
+        program = Program(
+            lambda *a, **k: None, (torch.ones(2), torch.ones(2)), {"k": torch.ones(2)}, live=frozenset({1})
+        )
+        own, clone = Ring(program, sets=2).sets
+        self.assertIs(own.args[0], clone.args[0])
+        self.assertIs(own.kwargs["k"], clone.kwargs["k"])
+        self.assertNotEqual(own.args[1].data_ptr(), clone.args[1].data_ptr())
+
+    def test_budget_and_least_size(self):
+        program = Program(lambda *a: None, (torch.zeros(1000),))
+        self.assertEqual(len(Ring(program, sets=8, budget_nbytes=4 * 4000)), 4)
+        self.assertEqual(len(Ring(program, sets=8, budget_nbytes=0)), 2)
+        self.assertEqual(Ring(program, sets=8, budget_nbytes=0).cloned_nbytes, 2 * 4000)
+
+    def test_restore_and_blank(self):
+        ring = Ring(Program(lambda *a: None, (torch.arange(3.0),)), sets=2)
+        for inputs in ring.sets:
+            ring.blank(inputs)
+            self.assertEqual(inputs.args[0], torch.zeros(3))
+            ring.restore(inputs)
+            self.assertEqual(inputs.args[0], torch.arange(3.0))
+
+
+class TestTiming(TestCase):
+    def test_schedule(self):
+        order = ["".join(item for number, item in schedule("abcd", 3) if number == turn) for turn in range(3)]
+        self.assertExpectedInline(" ".join(order), """abcd cbad cdab""")
+
+    def test_percentiles(self):
+        self.assertEqual(median([3.0, 1.0, 2.0]), 2.0)
+        self.assertEqual(median([4.0, 1.0]), 2.5)
+        self.assertEqual(percentile(list(map(float, range(11))), 0.9), 9.0)
+        self.assertEqual(percentile([5.0], 0.9), 5.0)
+        with self.assertRaises(ValueError):
+            median([])
+
+    def test_steady(self):
+        self.assertFalse(is_steady([1.0] * 4, [1] * 4))
+        self.assertTrue(is_steady([1.0] * 5, [1] * 5))
+        self.assertFalse(is_steady([1.0] * 8, [1, 1, 1, 1, 1, 1, 1, 2]))
+        self.assertFalse(is_steady([1.0, 1.0, 1.0, 1.0, 1.0, 3.0], [1] * 6))
+
+    def test_block_calls(self):
+        self.assertEqual([Plan().block_calls(s) for s in (1.0, 0.01, 1e-6, 0.0)], [10, 20, 200, 200])
+
+    def test_a_block_goes_through_the_inputs_in_order(self):
+        seen: list[int] = []
+        waits: list[int] = []
+        block = time_block(seen.append, itertools.count(), calls=3, settle=2, wait=lambda: waits.append(len(seen)))
+        self.assertEqual(seen, list(range(8)))
+        self.assertEqual(waits, [2, 3, 3, 4, 4, 5, 5, 8])
+        self.assertEqual((len(block.latency_s), len(block.host_s)), (3, 3))
+        self.assertTrue(all(host <= latency for host, latency in zip(block.host_s, block.latency_s, strict=True)))
+
+    def test_collector_comes_back(self):
+        import gc
+
+        with collector_off():
+            self.assertFalse(gc.isenabled())
+        self.assertTrue(gc.isenabled())
+
+
+class TestTrace(TestCase):
+    @staticmethod
+    def _event(category: str, name: str, start: float, duration: float, **args: Any) -> dict[str, Any]:
+        return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration, "args": args}
+
+    def test_kernels_inside_and_outside(self):
+        event = self._event
+        trace = {
+            "traceEvents": [
+                {"ph": "M", "name": "process_name", "args": {}},
+                event("cuda_runtime", "cudaLaunchKernel", 0, 2, correlation=1),
+                event("cuda_runtime", "cudaGraphLaunch", 3, 2, correlation=2),
+                event("cuda_driver", "cuGraphLaunch", 6, 2, correlation=3),
+                event("kernel", "outside", 10, 5, correlation=1),
+                event("kernel", "inside", 20, 10, correlation=2),
+                event("kernel", "inside, at the same time", 25, 10, correlation=2),
+                event("gpu_memcpy", "inside", 40, 4, correlation=3),
+                event("kernel", "inside by node", 50, 1, correlation=77, **{"graph node id": 9}),
+                event("kernel", "outside by node", 60, 1, correlation=78, **{"graph node id": 0}),
+                event("gpu_memset", "outside", 70, 2, correlation=79),
+            ]
+        }
+        self.assertEqual(
+            dataclasses.replace(read_trace(trace), timeline=()),
+            GpuWork(kernels_total=5, kernels_graphed=3, graph_ms=0.020, total_ms=0.028, graph_launches=2),
+        )
+
+    def test_empty(self):
+        self.assertEqual(read_trace({}), GpuWork(0, 0, 0.0, 0.0, 0))
+
+
+class TestDifferences(TestCase):
+    def test_largest(self):
+        a = snapshot({"x": torch.tensor([1.0, float("inf"), float("nan")]), "n": torch.tensor([1, 5])})
+        b = snapshot({"x": torch.tensor([1.5, float("inf"), float("nan")]), "n": torch.tensor([1, 2])})
+        self.assertEqual(difference(a, a).largest, 0.0)
+        self.assertEqual(difference(a, b).largest, 3.0)
+
+    def test_problems(self):
+        one = snapshot([torch.ones(2)])
+        for other, problem in (
+            ([torch.ones(3)], "shape"),
+            ([torch.ones(2, dtype=torch.float64)], "dtype"),
+            ([torch.ones(2, device="meta")], "device"),
+            ([torch.ones(2), torch.ones(2)], "2 output tensors"),
+            ([torch.tensor([1.0, float("nan")])], "NaN"),
+        ):
+            found = difference(snapshot(other), one)
+            self.assertIsNone(found.largest)
+            self.assertIn(problem, found.problem)
+
+    def test_snapshot_survives(self):
+        x = torch.ones(2)
+        kept = snapshot(x)
+        x.zero_()
+        self.assertEqual(kept[0][1], torch.ones(2))
+
+
+class Hashed(SimpleNamespace):
+    """One that is equal to itself alone, as a recording is."""
+
+    def __init__(self, one: SimpleNamespace) -> None:
+        super().__init__(**vars(one))
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+class TestGraphs(TestCase):
+    class Node:
+        def __init__(self, *children: Any) -> None:
+            self.children = {0: list(children)}
+
+        def run_graph(self) -> str:
+            return "ran"
+
+    class LoggedNode(Node):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log = SimpleNamespace(replays=4, inputs=())
+
+        def run_graph(self) -> str:
+            self.log.replays += 1
+            return super().run_graph()
+
+    def test_replays_of_upstream_and_of_ours(self):
+        leaf = self.Node()
+        root, idle, logged = self.Node(leaf), self.Node(), self.LoggedNode()
+        managers = [SimpleNamespace(roots={0: [root], 1: [idle]}), SimpleNamespace(roots={0: [logged]})]
+        self.assertEqual(set(recordings(managers)), {root, leaf, idle, logged})
+        before = vars(self.Node)["run_graph"]
+        with watch_replays(managers) as seen:
+            self.assertEqual([n.run_graph() for n in (root, leaf, leaf, logged)], ["ran"] * 4)
+        self.assertEqual({k: v for k, v in seen.items() if k is not logged}, {root: 1, leaf: 2})
+        self.assertEqual(seen[logged], 1)
+        self.assertIs(vars(self.Node)["run_graph"], before)
+
+    def recorded(self, number: int, parent: Any = None, log: Any = None) -> SimpleNamespace:
+        """A recording of upstream's, or with a log one of ours."""
+        model = SimpleNamespace() if log is None else SimpleNamespace(log=log)
+        function = SimpleNamespace(model=model, id=SimpleNamespace(id=10 + number))
+        node = SimpleNamespace(wrapped_function=function, id=SimpleNamespace(id=number), parent=parent)
+        if log is not None:
+            node.log = RecordingLog(number=number)
+        return Hashed(node)
+
+    def test_names_of_what_was_launched(self):
+        graph = GraphLog("Net", "0/0", "forward", (), functions=2)
+        forward = FunctionLog("Net", "0/0", "forward", 2, {}, graph=graph)
+        first = self.recorded(4, log=forward)
+        second = self.recorded(5, first, FunctionLog("Net", "0/0", "backward", 1, {}))
+        third = self.recorded(6, second)
+        names = ["Net 0/0 forward, partition 2 of 2, recording 4", "Net 0/0 backward, recording 5"]
+        names.append("function 16, recording 6")
+        self.assertEqual(launched({third: 1, first: 1, second: 1}), names)
+        self.assertEqual(launched({third: 1, second: 1}), names[1:])
+        other = self.recorded(7, first)
+        for replays in ({first: 1, second: 2}, {first: 1, third: 1}, {first: 1, second: 1, other: 1}, {}):
+            self.assertEqual(launched(replays), [])
+
+    def test_copied_bytes(self):
+        with FakeTensorMode():
+            plain = torch.empty(4, 8, device="cuda:0")
+            wide = torch.empty(4, 1, device="cuda:0", dtype=torch.float64).expand(4, 100)
+            host = torch.empty(1000)
+        node = SimpleNamespace(
+            reconstructed_inputs=[plain, wide, host, 7, plain], expanded_dims=[[], [1], [], [], None],
+            non_static_input_idx=[0, 1, 2, 3],
+        )  # fmt: skip
+        self.assertEqual(copied_nbytes(node), 4 * 8 * 4 + 4 * 8)
+        node.input_copy_idxs = [0, 4]
+        self.assertEqual(copied_nbytes(node), 2 * 4 * 8 * 4)
+        node.log = RecordingLog(
+            inputs=(
+                (0, "x", "live", "cuda:0", 5, 5, False),
+                (1, "table", "live", "cpu", 6, 6, False),
+                (2, "s0", "value", None, 0, 0, False),
+            )
+        )
+        self.assertEqual(copied_nbytes(node), 5)
+
+
+class TestWays(TestCase):
+    def test_backends_are_equal_to_themselves_only(self):
+        one, two = OwnInductor("reduce-overhead"), OwnInductor("reduce-overhead")
+        self.assertEqual(one.config, two.config)
+        self.assertIn("triton.cudagraphs", one.config)
+        self.assertFalse(one == two)
+        self.assertTrue(one == one)
+        self.assertEqual(len({one, two}), 2)
+        self.assertEqual(OwnInductor(None).config, {})
+
+    def test_unknown(self):
+        with self.assertRaisesRegex(UnknownWayError, "got 'jit'"):
+            make_ways(Program(lambda: None), ["eager", "jit"])
+
+    def test_ours_with_flags(self):
+        for name, route, selective in (
+            ("ours", "auto", "always"),
+            ("ours:patch", "patch", "always"),
+            ("ours:table", "table", "always"),
+            ("ours:selected", "auto", "auto"),
+        ):
+            (way,) = make_ways(Program(lambda: None), [name])
+            self.assertTrue(way.compiled and way.patched)
+            with way.active():
+                flags = torch._inductor.config.triton
+                self.assertEqual((flags.pygraph_indirection, flags.pygraph_selective), (route, selective))
+        self.assertEqual(torch._inductor.config.triton.pygraph_selective, "always")
+        for name in ("upstream:patch", "ours:off", "ours:"):
+            with self.assertRaises(UnknownWayError):
+                make_ways(Program(lambda: None), [name])
+
+    def test_ours_needs_the_patches(self):
+        off = [inductor_patches.Status("trees", "disabled", ())]
+        with (
+            mock.patch.object(inductor_patches, "status", lambda: off),
+            self.assertRaisesRegex(NotPatchedError, "disabled"),
+        ):
+            make_ways(Program(fn=torch.sin, args=(torch.zeros(1),)), ["ours"])
+
+    def test_patches_are_on_for_ours_alone_and_as_before_afterwards(self):
+        ways = make_ways(Program(lambda: None))
+        before = patches_on()
+        try:
+            for start in (True, False):
+                inductor_patches.install() if start else inductor_patches.uninstall()
+                for way in ways:
+                    with way.active():
+                        self.assertEqual(patches_on(), way.name == "ours")
+                    self.assertEqual(patches_on(), start)
+                with self.assertRaises(ZeroDivisionError), ways[-1].active():
+                    1 / 0  # noqa: B018
+                self.assertEqual(patches_on(), start)
+        finally:
+            inductor_patches.install() if before else inductor_patches.uninstall()
+
+    def test_each_way_with_graphs_has_trees_of_its_own(self):
+        from torch._inductor import cudagraph_trees as trees
+
+        def current() -> Any:
+            return trees.get_container(0)
+
+        before = current()
+        ways = make_ways(Program(lambda: None))
+        seen = []
+        for way in ways:
+            with way.active():
+                seen.append(current())
+            self.assertEqual(len(way.managers), 0)
+        eager, compiled, upstream, ours = seen
+        self.assertIs(eager, compiled)
+        self.assertEqual(len({id(container) for container in (compiled, upstream, ours)}), 3)
+        self.assertIs(current(), before)
+
+    def test_ways_do_not_share_compiled_code(self):
+        compiled: list[str] = []
+        program = Program(lambda x: x.sin() + 1, (torch.randn(8),), context=torch.no_grad)
+        ways = make_ways(program, ["compile", "upstream", "ours"])
+        real = OwnInductor.__call__
+
+        def counted(backend: Any, *args: Any, **kwargs: Any) -> Any:
+            compiled.append(backend.config.get("triton.cudagraphs", False))
+            return real(backend, *args, **kwargs)
+
+        with mock.patch.object(OwnInductor, "__call__", counted):
+            for _ in range(2):
+                for way in ways:
+                    with way.active():
+                        out = program.step(way.callable, program.args, program.kwargs)
+                    self.assertEqual(out, program.args[0].sin() + 1)
+        self.assertEqual(compiled, [False, True, True])
+
+
+def _ways(**callables: Any) -> Any:
+    made = [Way(name, fn, patched=False, trees=None) for name, fn in callables.items()]
+    return mock.patch("pygraph_trees.benchmark.measure.make_ways", lambda program, names: made)
+
+
+class TestComparison(TestCase):
+    def test_four_ways_on_the_cpu(self):
+        program = Program(_model(), (torch.randn(3, 4),), context=torch.no_grad, name="toy", batch=3)
+        steps: list[tuple[int, int]] = []
+        checkpoints: list[int] = []
+        found = compare(
+            program,
+            plan=FAST,
+            progress=lambda done, total, text: steps.append((done, total)),
+            checkpoint=lambda records: checkpoints.append(sum(r.latency_ms is not None for r in records)),
+        )
+        self.assertEqual(
+            [(m.way, m.regime) for m in found],
+            list(itertools.product(("eager", "compile", "upstream", "ours"), ("same", "fresh"))),
+        )
+        for m in found:
+            self.assertIsNone(m.error)
+            self.assertEqual((m.workload, m.mode, m.batch), ("toy", "inference", 3))
+            for figure in (m.latency_ms, m.latency_p90_ms, m.throughput_ms, m.host_us, m.compile_s):
+                self.assertGreater(figure, 0)
+            self.assertLess(m.max_diff, 1e-5)
+            self.assertEqual({len(values) for values in m.samples.values()}, {FAST.rounds})
+            self.assertEqual(m.ring, 1 if m.regime == "same" else 3)
+            for figure in (m.gpu_ms, m.copied_bytes, m.kernels_total, m.recordings, m.peak_bytes):
+                self.assertIsNone(figure)
+        self.assertEqual([m.max_diff_upstream for m in found if m.way == "ours"], [0.0, 0.0])
+        self.assertEqual([m.routes for m in found], [[]] * 8)  # without a GPU there are none
+        self.assertEqual(checkpoints, [0, 0, 0, 0, 0, 8, 8])  # behind each way that is prepared, and the other stages
+        self.assertEqual(steps[-1][0], steps[-1][1])
+        self.assertEqual([done for done, _ in steps], sorted(done for done, _ in steps))
+
+    def _that_chooses(self, then: Any) -> Any:
+        """The measurement of a way that, once it has chosen, does something else than to multiply by two."""
+        texts: list[str] = []
+        used = eager = lambda x: x * 2
+
+        def chosen(call: Any, first: int) -> None:
+            nonlocal used
+            call()
+            used = then
+
+        with _ways(eager=eager, ours=lambda x: used(x)):
+            program = Program(eager, (torch.ones(3),))
+            comparison = Comparison(program, plan=FAST, progress=lambda done, total, text: texts.append(text))
+            comparison._choosing = comparison._runs[-1:]  # as on a GPU
+            with mock.patch("pygraph_trees.benchmark.measure.call_until_chosen", side_effect=chosen) as settled:
+                found = comparison.run()
+        settled.assert_called_once()
+        stages = [stage for stage, _ in itertools.groupby(text.split()[0] for text in texts)]
+        self.assertEqual(stages[:6], ["compiling", "warming", "compiling", "warming", "settling", "timing"])
+        return found[-1]
+
+    def test_what_chooses_routes_does_so_behind_all_preparation(self):
+        self.assertEqual(self._that_chooses(lambda x: x * 2).max_diff, 0.0)
+        self.assertEqual(self._that_chooses(lambda x: x * 3).max_diff, 1.0)
+        error = self._that_chooses(lambda x: (x * 2).double()).error
+        self.assertIn("outputs differ from those of eager: output has dtype", error)
+
+    def test_training(self):
+        program = Program(_model(), (torch.randn(3, 4),), training=True)
+        with _ways(eager=program.fn, ours=program.fn):
+            found = compare(program, plan=FAST)
+        self.assertEqual([m.error for m in found], [None] * 4)
+        self.assertEqual([m.max_diff for m in found], [0.0] * 4)
+        self.assertTrue(all(p.grad is None for p in program.fn.parameters()))
+
+    def test_a_way_that_raises_is_out_and_the_others_go_on(self):
+        def raises(x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("no graph today")
+
+        program = Program(torch.sin, (torch.randn(3),))
+        with _ways(eager=torch.sin, upstream=raises, ours=torch.sin):
+            found = compare(program, plan=FAST)
+        errors = {(m.way, m.regime): m.error for m in found}
+        self.assertEqual(errors["upstream", "same"], "RuntimeError: no graph today")
+        self.assertEqual(errors["upstream", "fresh"], "RuntimeError: no graph today")
+        self.assertEqual([m.latency_ms is None for m in found], [False, False, True, True, False, False])
+
+    def test_a_way_that_reads_the_inputs_of_another_call_is_found_out(self):
+        kept: list[torch.Tensor] = []
+
+        def stale(x: torch.Tensor) -> torch.Tensor:
+            kept.append(x)
+            return kept[0] * 2
+
+        program = Program(lambda x: x * 2, (torch.ones(3),))
+        with _ways(eager=program.fn, ours=stale):
+            found = compare(program, plan=FAST)
+        self.assertEqual([m.max_diff for m in found], [0.0, 0.0, 0.0, 2.0])
+
+    def test_outputs_that_cannot_be_compared_are_a_failure(self):
+        program = Program(lambda x: x * 2, (torch.ones(3),))
+        with _ways(eager=program.fn, ours=lambda x: (x * 2).double()):
+            found = compare(program, plan=FAST)
+        self.assertIn("outputs differ from those of eager: output has dtype", found[2].error)
+        self.assertIsNone(found[2].latency_ms)
+
+    def test_programs_that_write_to_their_inputs_are_compared_on_the_same_values(self):
+        program = Program(lambda x: x.add_(1).clone(), (torch.zeros(3),))
+        with _ways(eager=program.fn, ours=program.fn):
+            found = compare(program, plan=FAST)
+        self.assertEqual([m.max_diff for m in found], [0.0] * 4)
+
+
+class TestInspection(TestCase):
+    """The part that needs a GPU, on a pretended one: tensors are on the CPU, the allocator's answers are made up."""
+
+    def inspected(self, launches: int) -> list[Measurement]:
+        """Of eager and ours, with inputs that stay and fresh ones; a profiler saw so many launches of graphs."""
+        program = Program(lambda x: x * 2, (torch.ones(3),))
+        node = TestGraphs.LoggedNode()
+        node.log = RecordingLog(number=3, inputs=((0, "x", "live", "cuda:0", 12, 12, False),))
+        manager = SimpleNamespace(roots={0: [node]}, cuda_graphs_thread_pool=(0, 1))
+
+        def replayed(x: torch.Tensor) -> torch.Tensor:
+            node.log.replays += 1
+            node.log.extra_copied_bytes += 7
+            return x * 2
+
+        trees = SimpleNamespace(managers=lambda: [manager], active=contextlib.nullcontext)
+        ways = [Way("eager", program.fn, False, None), Way("ours", replayed, False, trees)]
+        segments = [
+            {"segment_pool_id": (0, 1), "total_size": 1000, "allocated_size": 100},
+            {"segment_pool_id": (0, 2), "total_size": 5000, "allocated_size": 500},
+        ]
+        work = GpuWork(kernels_total=4, kernels_graphed=3, graph_ms=0.5, total_ms=0.7, graph_launches=launches)
+        model = SimpleNamespace(log=FunctionLog("Net", "0/0", "inference", 1, {}))
+        node.wrapped_function, node.parent = SimpleNamespace(model=model), None
+
+        def profiled(call: Any, wait: Any) -> GpuWork:
+            call()
+            return work
+
+        with contextlib.ExitStack() as stack:
+            for target, value in (
+                ("pygraph_trees.benchmark.measure.make_ways", ways),
+                ("torch.cuda.memory_allocated", 50),
+                ("torch.cuda.max_memory_allocated", 80),
+                ("torch.cuda.reset_peak_memory_stats", None),
+                ("torch.cuda.memory_snapshot", segments),
+            ):
+                stack.enter_context(mock.patch(target, return_value=value))
+            stack.enter_context(mock.patch("pygraph_trees.benchmark.measure.profile_call", profiled))
+            comparison = Comparison(program, plan=FAST)
+            comparison._on_gpu = True
+            return comparison.run()
+
+    def test_figures_of_the_gpu(self):
+        eager, _, ours, _ = self.inspected(launches=1)
+        self.assertEqual((eager.error, ours.error), (None, None))
+        self.assertEqual((eager.copied_bytes, eager.recordings, eager.pool_bytes), (0, 0, 0))
+        self.assertEqual((ours.copied_bytes, ours.recordings, ours.pool_bytes), (12 + 7, 1, 1000))
+        self.assertEqual((eager.peak_bytes, ours.peak_bytes), (12 + 30, 12 + 1000 + 30))
+        self.assertEqual((ours.kernels_total, ours.kernels_graphed, ours.gpu_ms, ours.gpu_total_ms), (4, 3, 0.5, 0.7))
+
+    def test_launches_are_named_where_they_are_as_many_as_replays(self):
+        for launches, names in ((1, ("Net 0/0 inference, recording 3",)), (2, ())):
+            eager, _, ours, _ = self.inspected(launches)
+            self.assertEqual((eager.launches, ours.launches), ((), names))
+
+    def test_profile(self):
+        event = {"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 2, "args": {"graph node id": 3}}
+
+        class Profiler(contextlib.ExitStack):
+            def export_chrome_trace(self, path: str) -> None:
+                Path(path).write_text(json.dumps({"traceEvents": [event]}))
+
+        calls: list[int] = []
+        with mock.patch("torch.cuda.is_available", return_value=True):
+            with mock.patch("torch.profiler.profile", return_value=Profiler()):
+                work = profile_call(lambda: calls.append(1), lambda: None)
+            failing = mock.patch("torch.profiler.profile", side_effect=RuntimeError("no CUPTI"))
+            with failing, self.assertLogs("pygraph_trees.benchmark.trace", "WARNING"):
+                self.assertIsNone(profile_call(lambda: calls.append(1), lambda: None))
+        self.assertEqual((work.kernels_graphed, work.graph_ms, calls), (1, 0.002, [1]))
+
+
+# The fields of the documented result file; others may be added.
+HEAD = "gpu driver torch triton python date code_hash rounds records"
+RECORD = (
+    "workload mode batch way regime latency_ms latency_p90_ms throughput_ms host_us gpu_ms copied_bytes "
+    "kernels_graphed kernels_total recordings compile_s record_s peak_bytes max_diff error"
+)
+
+
+def _measurement(way: str = "ours", regime: str = "same", **figures: Any) -> Measurement:
+    return Measurement("BERT", "training", 16, way, regime, **figures)
+
+
+class TestResults(TestCase):
+    def test_fields(self):
+        names = [f.name for f in dataclasses.fields(Measurement)]
+        self.assertEqual(names[: len(RECORD.split())], RECORD.split())
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "new" / "x.json"
+            here("hash", 7).with_records([_measurement(latency_ms=1.5)]).write(path)
+            body = json.loads(path.read_text())
+        self.assertEqual(list(body), HEAD.split())
+        self.assertEqual(list(body["records"][0])[: len(RECORD.split())], RECORD.split())
+        self.assertEqual(body["records"][0]["latency_ms"], 1.5)
+
+    def test_round_trip(self):
+        full = _measurement(latency_ms=1.0, copied_bytes=5, samples={"latency_ms": [1.0, 2.0]}, routes=["f: table"])
+        results = here("hash", 3).with_records([full, _measurement("eager").failed("it broke")])
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "x.json"
+            results.write(path)
+            self.assertEqual(Results.read(path), results)
+            self.assertEqual([p.name for p in path.parent.iterdir()], ["x.json"])
+            body = json.loads(path.read_text())
+            body["records"][0]["added_later"] = 1
+            path.write_text(json.dumps(body))
+            self.assertEqual(Results.read(path), results)
+            path.write_text("{}")
+            with self.assertRaisesRegex(ResultsFormatError, "is no result file"):
+                Results.read(path)
+
+    def test_failure_has_no_figures(self):
+        failed = _measurement(latency_ms=1.0, peak_bytes=3, samples={"latency_ms": [1.0]}).failed("why")
+        self.assertEqual((failed.latency_ms, failed.peak_bytes, failed.error), (None, None, "why"))
+        self.assertEqual(failed.samples, {"latency_ms": [1.0]})
+
+    def test_records_replace_those_of_their_workload(self):
+        other = dataclasses.replace(_measurement(), workload="EOS")
+        results = here("h", 1).with_records([_measurement(), other])
+        again = results.with_records([_measurement().failed("x")])
+        self.assertEqual([(r.workload, r.error) for r in again.records], [("EOS", None), ("BERT", "x")])
+        self.assertEqual(again.finished(), {"EOS"})
+        self.assertEqual(again.finished(["no such way"]), set())
+        self.assertEqual(again.differs_in(dataclasses.replace(again, date="another", rounds=99)), ["rounds"])
+
+    def test_file_names(self):
+        self.assertEqual(file_stem("NVIDIA H200", "2.11.0+cu130"), "h200-torch2.11")
+        self.assertEqual(file_stem("NVIDIA A100-SXM4-80GB", "2.13.0"), "a100-sxm4-80gb-torch2.13")
+
+
+class TestTables(TestCase):
+    def _group(self) -> list[Measurement]:
+        return [
+            _measurement(way, regime, latency_ms=latency, latency_p90_ms=12345.678, throughput_ms=12345.678,
+                         host_us=12345.6, gpu_ms=123.456, copied_bytes=10**9, kernels_graphed=1234, kernels_total=1234,
+                         recordings=99, compile_s=123.4, record_s=12.34, peak_bytes=10**11, max_diff=0.00012)
+            for regime in ("same", "fresh")
+            for way, latency in (("eager", 4.0), ("upstream", 2.0), ("ours", 1.0))
+        ] + [_measurement("compile", "same").failed("RuntimeError: " + "long " * 40)]  # fmt: skip
+
+    def test_text_fits_a_terminal(self):
+        table = text_table(self._group())
+        self.assertLessEqual(max(map(len, table.splitlines())), WIDTH)
+        self.assertIn("compile, same: failed: RuntimeError: long", table)
+        rows = [line.split() for line in table.splitlines() if line.startswith("ours      same")]
+        self.assertEqual(rows[0][2], "1.000")
+        self.assertEqual(rows[0][-1], "2.00")
+
+    def test_markdown(self):
+        table = markdown_table(self._group())
+        self.assertIn("| BERT | same | 4.000 (0.50x) | failed | 2.000 | 1.000 (2.00x) |", table)
+        self.assertIn("| geometric mean | fresh | | | | 2.000x |", table)
+        self.assertIn("- compile, same: failed", table)
+
+    def test_nothing_measured(self):
+        self.assertEqual(text_table([]), "")
+        self.assertIn("(no figures)", markdown_table([_measurement().failed("x")]))
+        self.assertIsNone(geometric_mean([]))
+
+
+class TestTuning(TestCase):
+    """Choices found by benchmark go from way to way, compiled code does not."""
+
+    def test_choices_alone_are_carried(self):
+        with tempfile.TemporaryDirectory() as name:
+            folder, caches = Path(name), []
+            for content in ("tuned", None, None):
+                with own_cache(folder):
+                    cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+                    caches.append(cache)
+                    found = {p.relative_to(cache).as_posix(): p.read_text() for p in cache.rglob("*") if p.is_file()}
+                    if content:
+                        self.assertEqual(found, {})
+                        for path in ("ab/key.best_config", "ab/kernel.py", "cache/system", "triton/x/k.cubin"):
+                            (cache / path).parent.mkdir(parents=True, exist_ok=True)
+                            (cache / path).write_text(content)
+                    else:
+                        self.assertEqual(found, {"ab/key.best_config": "tuned", "cache/system": "tuned"})
+            self.assertEqual(len(set(caches)), 3)
+
+
+class TestVerify(TestCase):
+    """What was not compared is not taken for equal."""
+
+    def verified(self, fn, *args, recorded=()):
+        """``pygraph_trees.verify`` on a machine that seems to have a GPU, with these recordings."""
+        looks = itertools.chain([True], itertools.repeat(False))  # only verify itself is told so
+        with (
+            mock.patch.object(torch.cuda, "is_available", lambda: next(looks)),
+            mock.patch("pygraph_trees.benchmark.graphs.recordings", lambda managers: list(recorded)),
+        ):
+            pygraph_trees.verify(fn, *args)
+
+    def test_without_a_gpu(self):
+        called = []
+        for fn in (called.append, torch.nn.Linear(2, 2), torch.sin):
+            with self.assertRaisesRegex(NothingVerified, "^nothing was verified: this needs a GPU, and torch can use"):
+                pygraph_trees.verify(fn, torch.ones(2))
+        self.assertEqual(called, [])
+        with self.assertRaisesRegex(ValueError, "at least 3 calls"):
+            pygraph_trees.verify(torch.sin, torch.ones(2), calls=2)
+
+    def test_without_a_recording(self):
+        for fn in (lambda x: x.sin(), _model(), lambda x: None):
+            with self.assertRaisesRegex(NothingVerified, r"no part of it ran in a CUDA graph \(.+\)$"):
+                self.verified(fn, torch.ones(3, 4))
+
+    def test_with_a_recording(self):
+        self.verified(lambda x: x.sin(), torch.ones(3), recorded=[object()])
+        draws = itertools.count()
+        with self.assertRaises(DiffersUngraphed):
+            self.verified(torch.compiler.disable(lambda x: x + next(draws)), torch.ones(3), recorded=[object()])
+
+    def test_the_reason_is_the_reports(self):
+        before = [len(records) for records in journal.records()]
+        journal.add_graph(GraphLog("M", "0/0", "inference", (), dropped="cpu device"))
+        journal.add_graph(GraphLog("M", "1/0", "inference", (), dropped="cpu device"))
+        function = FunctionLog("M", "2/0", "inference", 1, {}, ungraphed_reason="mutated inputs")
+        journal.add_function(function)
+        self.assertEqual(_why_not_graphed(*before), "cpu device; mutated inputs")
+        self.assertEqual(_why_not_graphed(*(len(r) for r in journal.records())), "nothing of it was compiled for a GPU")
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,681 @@
+"""The GPU that is not there: what is believed inside, what is left behind, and what lowering for it gives."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._inductor import codecache, cpp_builder
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.fake_gpu import (
+    ARCHITECTURES,
+    LoweredGraph,
+    NothingToLowerError,
+    OtherArchitectureError,
+    UnknownArchitectureError,
+    ValueNeededError,
+    absent_gpu,
+    lower,
+)
+
+try:
+    import transformers
+except ImportError:
+    transformers = None
+
+# Everything in which anything is replaced while the GPU is believed in, or while lowering.
+TOUCHED = (
+    "torch._C",
+    "torch._dynamo.convert_frame",
+    "torch._dynamo.device_interface",
+    "torch._dynamo.device_interface:CudaInterface",
+    "torch._dynamo.device_interface:CudaInterface.Worker",
+    "torch._dynamo.pgo",
+    "torch._inductor.cpp_builder",
+    "torch._inductor.cpu_vec_isa",
+    "torch._inductor.fx_passes.joint_graph",
+    "torch._inductor.graph:GraphLowering",
+    "torch._inductor.output_code",
+    "torch._inductor.output_code:CompiledFxGraph",
+    "torch._inductor.scheduler:Scheduler",
+    "torch._subclasses.fake_impls",
+    "torch._subclasses.fake_tensor",
+    "torch._subclasses.fake_tensor:FakeTensorMode",
+    "torch.accelerator",
+    "torch.cuda",
+    "torch.cuda.graphs",
+    "torch.cuda.memory",
+    "torch.cuda.random",
+    "torch.fx.experimental.proxy_tensor",
+    "torch.version",
+    "triton.runtime.driver:driver",
+)
+
+
+def owners() -> dict[str, Any]:
+    found = {}
+    for name in TOUCHED:
+        module, _, path = name.partition(":")
+        # Triton's package attribute "driver" hides the module of that name from an ordinary import.
+        found[name] = functools.reduce(getattr, filter(None, path.split(".")), importlib.import_module(module))
+    return found
+
+
+def items(owner: Any) -> list[tuple[str, Any]]:
+    statistics = ("cache_hits", "cache_misses")  # of FakeTensorMode
+    return [(key, value) for key, value in list(vars(owner).items()) if key not in statistics]
+
+
+def state() -> dict[tuple[str, str], int]:
+    """The identity of every attribute in question, and of the operator kernels that Python overrides."""
+    attention = torch.ops.aten.scaled_dot_product_attention.default.py_kernels
+    return {
+        **{(name, key): id(value) for name, owner in owners().items() for key, value in items(owner)},
+        **{("scaled_dot_product_attention", str(key)): id(kernel) for key, kernel in attention.items()},
+        ("torch", "accelerator"): hash(torch.accelerator.current_accelerator()),
+        ("torch", "only_lift_cpu_tensors"): torch._C._only_lift_cpu_tensors(),
+    }
+
+
+def on_gpu(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(*size, dtype=dtype, device="meta")
+
+
+def graphed(graph: LoweredGraph) -> list[bool]:
+    """For each partition in order, whether it goes into a CUDA graph."""
+    return [not signature.skip_cudagraph for signature in graph.signatures]
+
+
+def kernels(graph: LoweredGraph) -> int:
+    return graph.source_code.count("async_compile.triton(")
+
+
+def targets(graph: LoweredGraph) -> list[str]:
+    return [str(node.target) for node in graph.gm.graph.nodes if node.op == "call_function"]
+
+
+class TestPresence(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        lower(torch.sin, (on_gpu(4),))  # what is imported and initialised once, is now
+        self.before = state()
+
+    def assertLeftAsItWas(self) -> None:
+        after = state()
+        changed = {key for key in self.before.keys() | after.keys() if self.before.get(key) != after.get(key)}
+        self.assertEqual(changed, set())
+
+    def test_answers_inside_and_nothing_left_outside(self) -> None:
+        for arch, properties in ARCHITECTURES.items():
+            with absent_gpu(arch):
+                self.assertNotEqual(state(), self.before)
+                self.assertTrue(torch.cuda.is_available())
+                self.assertEqual(torch.cuda.device_count(), 1)
+                self.assertEqual(torch.cuda.get_device_capability(), (properties.major, properties.minor))
+                self.assertEqual(torch.accelerator.current_accelerator(), torch.device("cuda"))
+                target = importlib.import_module("triton.runtime.driver").driver.active.get_current_target()
+                self.assertEqual((target.backend, f"sm_{target.arch}"), ("cuda", arch))
+                hints = importlib.import_module("torch._inductor.runtime.hints")
+                self.assertEqual(f"sm_{hints.DeviceProperties.create(torch.device('cuda', 0)).cc}", arch)
+            self.assertLeftAsItWas()
+
+    def test_left_as_it_was_after_exceptions(self) -> None:
+        with self.assertRaisesRegex(ZeroDivisionError, "inside"), absent_gpu():
+            raise ZeroDivisionError("inside")
+        self.assertLeftAsItWas()
+
+        def fails(x: torch.Tensor) -> torch.Tensor:
+            raise ZeroDivisionError("program")
+
+        with self.assertRaisesRegex(ZeroDivisionError, "program"):
+            lower(fails, (on_gpu(4),))
+        self.assertLeftAsItWas()
+
+    def test_left_as_it_was_after_lowering(self) -> None:
+        model = nn.Linear(4, 4)
+        places = dict(model.named_parameters())
+        lower(model, (on_gpu(2, 4),), training=True)
+        self.assertLeftAsItWas()
+        for name, parameter in model.named_parameters():
+            self.assertIs(parameter, places[name])
+        model.register_forward_pre_hook(lambda *_: 1 // 0)
+        with self.assertRaises(ZeroDivisionError):
+            lower(model, (on_gpu(2, 4),))
+        self.assertLeftAsItWas()
+        for name, parameter in model.named_parameters():
+            self.assertIs(parameter, places[name])
+
+    def test_entered_again(self) -> None:
+        with absent_gpu("sm_80"):
+            inside = state()
+            with absent_gpu("sm_80"):
+                self.assertEqual(state(), inside)
+            self.assertEqual(state(), inside)
+            with self.assertRaisesRegex(OtherArchitectureError, r"absent_gpu\('sm_90'\) inside absent_gpu\('sm_80'\)"):
+                lower(torch.sin, (on_gpu(4),), {}, "sm_90")
+            self.assertEqual(state(), inside)
+        self.assertLeftAsItWas()
+
+    def test_wrong_architecture(self) -> None:
+        for wrong in ("sm_42", "", None, ["sm_90"]):
+            with self.assertRaisesRegex(UnknownArchitectureError, "must be one of 'sm_80', 'sm_86', 'sm_89', 'sm_90'"):
+                lower(torch.sin, (on_gpu(4),), {}, wrong)
+        self.assertLeftAsItWas()
+
+    def test_fake_tensors_on_the_gpu(self) -> None:
+        with absent_gpu(), FakeTensorMode():
+            x = torch.empty(2, 3, device="cuda")
+            made = {
+                "contiguous": x.t().contiguous(),
+                "to": torch.ones(3).to("cuda"),
+                "cuda": torch.ones(3).cuda(),
+                "like": torch.rand_like(x),
+                "tensor": torch.tensor([1.0, 2.0], device="cuda"),
+                "generator": torch.randn(3, device=x.device),
+            }
+            for name, tensor in made.items():
+                self.assertIsInstance(tensor, FakeTensor, name)
+                self.assertEqual(tensor.device, torch.device("cuda", 0), name)
+            self.assertEqual(x.cpu().device, torch.device("cpu"))
+
+    def test_autograd_on_the_gpu(self) -> None:
+        weight = torch.ones(3, requires_grad=True)
+        weight.sum().backward()  # the engine starts its threads for the devices that it finds, once
+        with absent_gpu(), FakeTensorMode(), torch.autograd.set_multithreading_enabled(False):
+            leaf = nn.Parameter(torch.empty(3, 3, device="cuda"))
+            (torch.empty(2, 3, device="cuda") @ leaf + leaf.sum()).relu().sum().backward()
+            self.assertEqual(leaf.grad.device, torch.device("cuda", 0))
+
+    def test_channels_last_convolution(self) -> None:
+        with absent_gpu(), FakeTensorMode():
+            weight = torch.empty(16, 8, 3, 3, device="cuda")
+            x = torch.empty(2, 8, 16, 16, device="cuda")
+            last = x.to(memory_format=torch.channels_last)
+            self.assertEqual(torch.conv2d(x, weight).stride(), (3136, 196, 14, 1))
+            self.assertEqual(torch.conv2d(last, weight).stride(), (3136, 1, 224, 16))
+            self.assertEqual(torch.conv2d(last.double(), weight.double()).stride(), (3136, 196, 14, 1))
+            self.assertEqual(torch.conv2d(last.cpu(), weight.cpu()).device, torch.device("cpu"))
+
+
+class TestPartitions(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        config = torch._inductor.config.patch({"triton.pygraph_placement": "off"})  # upstream's partitions
+        config.__enter__()
+        self.addCleanup(config.__exit__, None, None, None)
+
+    def check(self, fn: Any, args: Any, expected: list[bool], **options: Any) -> LoweredGraph:
+        (graph,) = lower(fn, args, {}, **options)
+        self.assertEqual(graphed(graph), expected)
+        self.assertEqual(len(graph.graph.partition_maps), sum(expected))
+        self.assertIsNone(graph.disabled_reason)
+        return graph
+
+    def test_gpu_alone(self) -> None:
+        graph = self.check(lambda x, y: torch.relu(x @ y) + 1, (on_gpu(8, 8), on_gpu(8, 8)), [True])
+        self.assertEqual(kernels(graph), 1)
+        self.assertIn("extern_kernels.mm(", graph.source_code)
+        self.assertTrue(graph.is_inference)
+        self.assertFalse(graph.is_backward)
+
+    def test_every_architecture(self) -> None:
+        for arch in ARCHITECTURES:
+            graph = self.check(lambda x: x.softmax(-1), (on_gpu(8, 64),), [True], arch=arch)
+            self.assertIn(f"cc={arch.removeprefix('sm_')}", graph.source_code)
+
+    def test_cpu_tensor_to_the_gpu_in_the_middle(self) -> None:
+        table = torch.randn(8)
+        graph = self.check(lambda x: (x.sin() @ x.t()) * table.to("cuda"), (on_gpu(8, 8),), [False, True])
+        self.assertEqual(graph.input_names, ("x", "table"))
+        self.assertIs(type(table), torch.Tensor)
+
+    def test_cpu_math_on_an_input(self) -> None:
+        self.check(lambda x, i: x * (i * 2 + 1).to(x.device), (on_gpu(4, 8), torch.ones(8)), [False, True])
+
+    def test_result_to_the_cpu(self) -> None:
+        self.check(lambda x: (x * 2).cpu(), (on_gpu(4, 8),), [True, False])
+
+    def test_round_trip(self) -> None:
+        self.check(lambda x: (x * 2).cpu().to("cuda") + 1, (on_gpu(4, 8),), [True, False, True])
+
+    def test_constructors_on_the_cpu_are_moved(self) -> None:
+        def positions(x: torch.Tensor) -> torch.Tensor:
+            return x * torch.arange(8).float().pow(-0.5).to(x.device)
+
+        graph = self.check(positions, (on_gpu(4, 8),), [True])
+        self.assertEqual(kernels(graph), 1)
+
+    def test_constants_become_constants_of_the_gpu(self) -> None:
+        def constants(x: torch.Tensor) -> torch.Tensor:
+            big = torch.tensor([[1.0, 2.0] * 4, [3.0, 4.0] * 4] * 2)
+            there = torch.tensor([[5.0, 6.0] * 4, [7.0, 8.0] * 4] * 2, device="cuda")
+            return x + big.to(x.device) + there + torch.tensor([3.0]).cuda() + torch.tensor([], device="cuda").sum()
+
+        graph = self.check(constants, (on_gpu(4, 8),), [True])
+        devices = {constant.device.type for constant in graph.graph.constants.values()}
+        self.assertIn("cuda", devices)
+
+    def test_custom_operator_that_asks_for_it_splits(self) -> None:
+        name = f"absent_gpu_test::shift{id(self)}"
+
+        @torch.library.custom_op(name, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+        def shift(x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+        shift.register_fake(torch.empty_like)
+        self.check(lambda x: shift(x.sin()).cos(), (on_gpu(4, 8),), [True, False, True])
+
+    def test_dynamic_size(self) -> None:
+        x = on_gpu(4, 8)
+        torch._dynamo.mark_dynamic(x, 0)
+        graph = self.check(lambda x: (x @ x.t()).softmax(-1).sum(0), (x,), [True])
+        self.assertEqual(graph.input_names[-1], "x")
+        self.assertEqual(len(graph.input_names), 2)  # and its size
+
+    def test_control_flow_is_not_graphed(self) -> None:
+        def branch(flag: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return torch.cond(flag, lambda x: x.sin(), lambda x: x.cos(), (x,))
+
+        (graph,) = lower(branch, (torch.empty((), dtype=torch.bool, device="meta"), on_gpu(4, 8)))
+        self.assertRegex(graph.disabled_reason, "torch.cond")
+
+    def test_cpu_alone_is_not_graphed(self) -> None:
+        (graph,) = lower(lambda x: x + 1, (torch.ones(4),))
+        self.assertIsNotNone(graph.disabled_reason)
+        self.assertEqual(kernels(graph), 0)
+
+    def test_nothing_is_compiled_written_or_run(self) -> None:
+        forbidden = (
+            mock.patch.object(codecache.PyCodeCache, "write", side_effect=AssertionError("written")),
+            mock.patch.object(cpp_builder, "get_cpp_compiler", side_effect=AssertionError("C++ compiler")),
+            mock.patch("triton.compile", side_effect=AssertionError("Triton")),
+        )
+        with contextlib.ExitStack() as stack:
+            for patch in forbidden:
+                stack.enter_context(patch)
+            self.check(lambda x, i: x * (i * 2 + 1).to("cuda"), (on_gpu(4, 8), torch.ones(8)), [False, True])
+
+
+class Attributes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(8))
+        self.steps = torch.arange(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x) * self.scale + self.steps.to(x.device)
+
+
+class TestLower(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        config = torch._inductor.config.patch({"triton.pygraph_placement": "off"})  # upstream's partitions
+        config.__enter__()
+        self.addCleanup(config.__exit__, None, None, None)
+
+    def test_devices_names_and_static_inputs_of_a_module(self) -> None:
+        with torch.device("meta"):
+            on_meta = Attributes()
+        for model in (Attributes(), on_meta):
+            (graph,) = lower(model, (on_gpu(4, 8),))
+            self.assertEqual(graph.name, "Attributes [0/0]")
+            self.assertEqual(graph.input_names, ("fc.weight", "fc.bias", "x", "scale", "steps"))
+            inputs = list(graph.graph.graph_inputs.values())
+            devices = [buffer.get_device() for buffer in inputs]
+            self.assertEqual(devices, [torch.device("cuda", 0)] * 4 + [torch.device("cpu")])
+            self.assertEqual(
+                [graph.input_names[i] for i in graph.static_input_idxs], [*graph.input_names[:2], "scale", "steps"]
+            )
+            self.assertEqual(graphed(graph), [False, True])
+            with graph.handlers():
+                self.assertGreater(len(graph.graph.scheduler.nodes), 1)
+
+    def test_tied_parameters_stay_tied(self) -> None:
+        class Tied(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embed = nn.Embedding(32, 8, device="meta")
+                self.head = nn.Linear(8, 32, bias=False, device="meta")
+                self.head.weight = self.embed.weight
+
+            def forward(self, ids: torch.Tensor) -> torch.Tensor:
+                return self.head(self.embed(ids))
+
+        (graph,) = lower(Tied(), (on_gpu(4, dtype=torch.int64),))
+        self.assertEqual(graph.input_names, ("embed.weight", "ids"))
+
+    def test_callables(self) -> None:
+        with torch.device("meta"):
+            model = Attributes()
+        x = on_gpu(4, 8)
+        expected = {"fc.weight", "fc.bias", "scale", "x"}
+        for fn in (
+            lambda x: model(x),
+            functools.partial(lambda model, x: model(x), model),
+            model.forward,
+            torch.compile(model),
+            torch.compile(lambda x: model(x)),
+        ):
+            (graph,) = lower(fn, (x,))
+            self.assertEqual(graphed(graph), [False, True])
+            self.assertEqual(len(graph.input_names), 5)
+        (graph,) = lower(model.forward, (), {"x": x})
+        self.assertLessEqual(expected, set(graph.input_names))
+
+    def test_modules_that_a_callable_mentions(self) -> None:
+        with torch.device("meta"):
+            model = nn.Linear(8, 8)
+
+        class Program:
+            def __init__(self) -> None:
+                self.model = model
+
+            def step(self, x: torch.Tensor) -> torch.Tensor:
+                return self.model(x)
+
+            def __call__(self, x: torch.Tensor) -> torch.Tensor:
+                return self.step(x)
+
+        @torch.no_grad()
+        def decorated(x: torch.Tensor) -> torch.Tensor:
+            return model(x)
+
+        for fn in (Program(), Program().step, decorated):
+            (graph,) = lower(fn, (on_gpu(4, 8),))
+            self.assertEqual(graphed(graph), [True])
+            self.assertEqual(len(graph.static_input_idxs), 2)
+            self.assertTrue(model.weight.is_meta)
+
+    def test_state_that_the_program_changes(self) -> None:
+        class Counts(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.calls, self.last = 0, None
+                self.register_buffer("total", torch.zeros(8))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.calls += 1
+                self.last = x * 2
+                self.total = self.total + x
+                return self.total.relu()
+
+        model = Counts()
+        total = model.total
+        (graph,) = lower(model, (on_gpu(8),))
+        self.assertEqual(graphed(graph), [True])
+        self.assertEqual((model.calls, model.last), (0, None))
+        self.assertIs(model.total, total)
+        self.assertEqual(total, torch.zeros(8))
+
+    def test_module_on_the_cpu_in_a_closure_stays_there(self) -> None:
+        model = nn.Linear(8, 8)
+        (graph,) = lower(lambda x: model(x.cpu()).cuda() + 1, (on_gpu(4, 8),))
+        self.assertEqual(graphed(graph), [False, True])
+
+    def test_functional_call(self) -> None:
+        model = nn.Linear(8, 8)
+        parameters = {name: on_gpu(*p.shape) for name, p in model.named_parameters()}
+        (graph,) = lower(lambda p, x: torch.func.functional_call(model, p, (x,)), (parameters, on_gpu(4, 8)))
+        self.assertEqual(graph.static_input_idxs, ())
+        self.assertEqual(graph.input_names, ("p['weight']", "p['bias']", "x"))
+
+    def test_one_tensor_given_twice(self) -> None:
+        x = on_gpu(4, 8)
+        (graph,) = lower(lambda a, b: a + b, (x, x))
+        self.assertEqual(len(graph.input_names), 1)
+
+    def test_graph_break(self) -> None:
+        def broken(x: torch.Tensor) -> torch.Tensor:
+            y = torch.relu(x) @ x
+            torch._dynamo.graph_break()
+            return y.softmax(-1)
+
+        first, second = lower(broken, (on_gpu(8, 8),))
+        self.assertEqual(first.name, "broken [0/0]")
+        self.assertRegex(second.name, r"^torch_dynamo_resume_in_broken_at_\d+ \[1/0\]$")
+        self.assertEqual([graphed(first), graphed(second)], [[True], [True]])
+        self.assertEqual(second.input_names, ("y",))
+        self.assertEqual([kernels(first), kernels(second)], [1, 1])
+
+    def test_eager_code_between_graphs_is_on_the_gpu(self) -> None:
+        seen = []
+
+        @torch._dynamo.disable
+        def between(y: torch.Tensor) -> torch.Tensor:
+            seen.append((y.device, tuple(y.shape), y.stride()))
+            return torch.cat([y, torch.zeros(1, y.shape[1], device=y.device)]).to("cuda")
+
+        def program(x: torch.Tensor) -> torch.Tensor:
+            return between(x.t() * 2) + 1
+
+        _, second = lower(program, (on_gpu(4, 8),))
+        self.assertEqual(seen, [(torch.device("cuda", 0), (8, 4), (1, 8))])
+        self.assertEqual(graphed(second), [True])
+
+    def test_recompiled_with_dynamic_sizes(self) -> None:
+        def step(x: torch.Tensor) -> torch.Tensor:
+            torch._dynamo.graph_break()
+            return (x * 2).sum(0) + x.size(0)
+
+        def program(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            return [step(x) for x in tensors]
+
+        graphs = lower(program, (on_gpu(4, 8), on_gpu(5, 8), on_gpu(6, 8)))
+        self.assertEqual(len(graphs), 2)  # one for 4, and one for any size
+
+    def test_data_dependence_outside_of_graphs(self) -> None:
+        def depends(x: torch.Tensor) -> torch.Tensor:
+            y = x * 2
+            return y + 1 if y.sum() > 0 else y - 1
+
+        with self.assertRaisesRegex(ValueNeededError, r"depends reads the value of a tensor \(aten._local_scalar") as e:
+            lower(depends, (on_gpu(4),))
+        self.assertEqual(len(e.exception.graphs), 1)
+        self.assertEqual(graphed(e.exception.graphs[0]), [True])
+
+    def test_numbers_of_the_program_are_known_outside_of_graphs(self) -> None:
+        def program(x: torch.Tensor) -> torch.Tensor:
+            length = torch.tensor(min(x.size(0), 3)) * 2 - 1
+            y = x * 2
+            torch._dynamo.graph_break()
+            return y[: int(length)] + 1
+
+        with torch._inductor.config.patch({"triton.pygraph_placement": "full"}):  # upstream returns it on the GPU
+            graphs = lower(program, (on_gpu(9),))
+        self.assertEqual(len(graphs), 2)
+        (output,) = graphs[1].gm.graph.output_node().args[0]
+        self.assertEqual(tuple(output.meta["val"].shape), (5,))
+
+    def test_numbers_that_are_drawn_are_not_known(self) -> None:
+        def program(x: torch.Tensor) -> torch.Tensor:
+            length = torch.randint(3, ())
+            y = x * 2
+            torch._dynamo.graph_break()
+            return y[: int(length)] + 1
+
+        full = torch._inductor.config.patch({"triton.pygraph_placement": "full"})
+        with self.assertRaises(ValueNeededError), full:
+            lower(program, (on_gpu(9),))
+
+    def test_nothing_to_lower(self) -> None:
+        with self.assertRaisesRegex(NothingToLowerError, "idle ran without any operation"):
+
+            def idle(x: torch.Tensor) -> int:
+                return 1
+
+            lower(idle, (on_gpu(4),))
+
+    def test_training(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4))
+
+        def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(model(x), y)
+
+        forward, backward = lower(model, (on_gpu(32, 8),), training=True)
+        self.assertEqual([forward.is_inference, forward.is_backward], [False, False])
+        self.assertEqual([backward.is_inference, backward.is_backward], [False, True])
+        self.assertEqual(forward.name + " backward", backward.name)
+        self.assertEqual([graphed(forward), graphed(backward)], [[True], [True]])
+        self.assertEqual(forward.input_names[:2], ("0.weight", "0.bias"))
+        self.assertIn("4.weight", backward.input_names)
+        self.assertEqual(backward.input_names[-1], "tangents_1")
+        self.assertNotIn(backward.input_names.index("tangents_1"), backward.static_input_idxs)
+        self.assertTrue(all(p.grad is None for p in model.parameters()))
+
+        with torch.device("meta"):
+            model = nn.Linear(8, 4)
+        forward, backward = lower(loss, (on_gpu(32, 8), on_gpu(32, dtype=torch.int64)), training=True)
+        self.assertTrue(backward.is_backward)
+
+    def test_inference_keeps_nothing_for_a_backward(self) -> None:
+        (graph,) = lower(nn.Linear(8, 8), (on_gpu(4, 8),))
+        self.assertTrue(graph.is_inference)
+        self.assertEqual(len(graph.graph.graph_outputs), 1)
+
+
+class TestAttention(TestCase):
+    def ops(self, shape: tuple[int, ...], dtype: torch.dtype, **kwargs: Any) -> list[str]:
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            return F.scaled_dot_product_attention(q, k, v, **kwargs)
+
+        (graph,) = lower(attend, [on_gpu(*shape, dtype=dtype) for _ in range(3)], kwargs)
+        self.assertEqual(graphed(graph), [True])
+        return [op for op in targets(graph) if "attention" in op]
+
+    def test_kernels(self) -> None:
+        half, mask = torch.float16, on_gpu(1, 1, 64, 64, dtype=torch.bool)
+        flash = ["aten._scaled_dot_product_flash_attention.default"]
+        efficient = ["aten._scaled_dot_product_efficient_attention.default"]
+        self.assertEqual(self.ops((2, 4, 64, 32), half), flash)
+        self.assertEqual(self.ops((2, 4, 64, 32), torch.bfloat16, is_causal=True), flash)
+        self.assertEqual(self.ops((2, 4, 64, 36), half), flash)  # padded
+        self.assertEqual(self.ops((2, 4, 64, 32), half, attn_mask=mask), efficient)
+        self.assertEqual(self.ops((2, 4, 64, 32), torch.float32), efficient)
+        self.assertEqual(self.ops((2, 4, 64, 30), torch.float32), [])
+        self.assertEqual(self.ops((2, 4, 64, 32), torch.float64), [])
+        self.assertEqual(self.ops((4, 64, 32), half), [])
+
+    def test_choice_of_the_program(self) -> None:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            self.assertEqual(self.ops((2, 4, 64, 32), torch.float16), [])
+
+    def test_unaligned_mask_is_padded(self) -> None:
+        (graph,) = lower(
+            F.scaled_dot_product_attention,
+            [on_gpu(2, 4, 50, 32) for _ in range(3)],
+            {"attn_mask": on_gpu(2, 1, 50, 50)},
+        )
+        (node,) = (n for n in graph.gm.graph.nodes if "efficient_attention" in str(n.target))
+        self.assertEqual(node.args[3].meta["val"].shape, (2, 4, 50, 50))
+        self.assertEqual(node.args[3].meta["val"].stride(2), 56)
+
+    def test_on_the_cpu_as_ever(self) -> None:
+        q = torch.randn(1, 2, 16, 8)
+        expected = F.scaled_dot_product_attention(q, q, q)
+        with absent_gpu():
+            self.assertEqual(F.scaled_dot_product_attention(q, q, q), expected)
+
+    def test_backward(self) -> None:
+        class Attend(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.qkv = nn.Linear(64, 192, device="meta")
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                q, k, v = (t.unflatten(-1, (2, 32)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+                return F.scaled_dot_product_attention(q, k, v)
+
+        forward, backward = lower(Attend(), (on_gpu(2, 16, 64),), training=True)
+        self.assertIn("aten._scaled_dot_product_efficient_attention.default", targets(forward))
+        self.assertIn("aten._scaled_dot_product_efficient_attention_backward.default", targets(backward))
+
+
+class TestRealCompilation(TestCase):
+    """Compiling for the device that is there, before and after lowering in the same process."""
+
+    def test_unaffected(self) -> None:
+        torch._dynamo.reset()
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.LayerNorm(8)).eval()
+        x = torch.randn(4, 8)
+        compiled = torch.compile(model)
+        with torch.no_grad():
+            expected = model(x)
+            self.assertEqual(compiled(x), expected)
+            torch._dynamo.utils.counters.clear()
+            lower(model, (on_gpu(4, 8),))
+            lower(model, (on_gpu(6, 8),))
+            self.assertEqual(torch._dynamo.utils.counters, {})
+            self.assertEqual(compiled(x), expected)
+            self.assertEqual(torch.compile(model)(x), expected)
+            codecache_misses = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            self.assertEqual(compiled(x), expected)
+            self.assertEqual(torch._dynamo.utils.counters["stats"]["unique_graphs"], codecache_misses)
+            self.assertEqual({p.device for p in model.parameters()}, {torch.device("cpu")})
+
+        weight = torch.randn(8, 8, requires_grad=True)
+        torch.compile(lambda w: (w @ w).relu().sum())(weight).backward()
+        gradient, weight.grad = weight.grad, None
+        (weight @ weight).relu().sum().backward()
+        self.assertEqual(gradient, weight.grad)
+
+    def test_new_sizes_do_not_make_later_compilations_dynamic(self) -> None:
+        torch._dynamo.reset()
+
+        def double(x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        lower(double, (on_gpu(5, 8),))
+        lower(double, (on_gpu(6, 8),))
+        sizes = []
+
+        def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+            sizes.extend(t.shape[0] for t in example_inputs if isinstance(t, torch.Tensor))
+            return gm.forward
+
+        torch.compile(double, backend=backend)(torch.ones(7, 8))
+        self.assertEqual(sizes, [7])
+        self.assertIs(type(sizes[0]), int)
+
+
+class TestModels(TestCase):
+    def test_convolutions(self) -> None:
+        with torch.device("meta"):
+            model = nn.Sequential(
+                *(nn.Conv2d(3, 64, 11, 4, 2), nn.ReLU(), nn.MaxPool2d(3, 2)),
+                *(nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(), nn.AdaptiveAvgPool2d((6, 6))),
+                *(nn.Flatten(), nn.Dropout(), nn.Linear(192 * 36, 10)),
+            ).eval()
+        (graph,) = lower(model, (on_gpu(2, 3, 224, 224),))
+        self.assertEqual(graphed(graph), [True])
+        self.assertEqual(graph.source_code.count("extern_kernels.convolution("), 2)
+
+    def test_small_bert(self) -> None:
+        if transformers is None:
+            self.skipTest("needs transformers")
+        config = transformers.BertConfig(
+            num_hidden_layers=2, hidden_size=64, num_attention_heads=2, intermediate_size=128
+        )
+        with torch.device("meta"):
+            model = transformers.BertForMaskedLM(config).eval()
+        (graph,) = lower(model, (), {"input_ids": on_gpu(1, 512, dtype=torch.int64)})
+        self.assertEqual(graphed(graph), [True])
+        self.assertEqual(
+            [name for i, name in enumerate(graph.input_names) if i not in graph.static_input_idxs], ["input_ids"]
+        )
+        self.assertEqual(sum("efficient_attention" in op for op in targets(graph)), 2)
+        self.assertTrue(all(p.is_meta for p in model.parameters()))
+        self.assertNotIn("cpu", graph.graph.device_types)
+
+
+if __name__ == "__main__":
+    sys.exit(run_tests())

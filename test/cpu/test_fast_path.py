@@ -1,0 +1,562 @@
+"""A fast replay in C++, around fakes of what it goes through."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import sys
+import unittest
+import weakref
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from fake_trees import MAY_CLONE, MODE, Failed, Live, Plain, Recording, Slotted, Trees, deaths, fail, ordered, some
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.mutation_guard import GenerationTracker
+from torch._inductor import cudagraph_trees
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.native import tensors
+from pygraph_trees.trees import fast_path
+
+EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
+ORDERS = (None, [2, 0, 1])  # no inverse of its own
+
+
+class TestPython(TestCase):
+    def test_without_the_part_in_cpp(self):
+        recording = Recording({}, some(1))
+        with mock.patch.object(tensors, "native", None):
+            self.assertIs(fast_path.entry(fail, object(), order=[1, 0]), fail)
+            self.assertIsNone(fast_path.replay(recording, (), [NotImplemented]))
+
+
+@unittest.skipIf(tensors.load_native() is None, "not built for this torch")
+@mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", 0)
+class TestNative(TestCase):
+    def assertAreSame(self, found, expected):
+        self.assertEqual([id(one) for one in found], [id(one) for one in expected])
+
+    def check_replays(self, call, given_, expected):
+        inputs = list(given_)
+        found = call(inputs)
+        self.assertAreSame(found, expected)
+        self.assertEqual((inputs, found is expected), ([], False))
+
+    def check_none(self, trees, call, given_, was_asked):
+        inputs = list(given_)
+        self.assertIsNone(call(inputs))
+        self.check_untouched(trees, inputs, given_)
+        self.assertEqual((trees.function.was_asked, trees.handed), (was_asked, []))
+
+    def check_untouched(self, trees, inputs, given_):
+        self.assertAreSame(inputs, given_)
+        self.assertEqual((trees.graph.launches, trees.log.replays, trees.recording.calls), (0, 0, []))
+        self.assertIs(trees.manager._current_node, trees.before)
+        self.assertIsNone(trees.manager.mode)
+
+    def test_a_steady_call(self):
+        modes = ((MODE.FORWARD, True), (MODE.BACKWARD, False), (MODE.INFERENCE, None))
+        for manager, (mode, pending) in itertools.product((Slotted, Plain), modes):
+            given_, cached = some(2), some(3)
+            trees = Trees(dict(enumerate(given_)), cached, manager=manager, mode=mode)
+            call, m = trees.entry(), trees.manager
+            for number in range(1, 4):
+                asked, were = tensors.native.counts()
+                self.check_replays(call, given_, cached)
+                state = (m.mode, m.compile_id, m._current_node, m.path_state, m.running_forwards_with_pending_backwards)
+                self.assertAreSame(state, (mode, trees.way.compile_id, trees.recording, EXECUTION, pending))
+                counts = m.current_gen, trees.graph.launches, trees.log.replays, *tensors.native.counts()
+                self.assertEqual(counts, (GenerationTracker.generation, number, number, asked + 1, were + 1))
+            self.assertEqual((trees.handed, trees.recording.calls, trees.function.was_asked), ([], [], False))
+
+    def test_what_is_returned(self):
+        """The same as of a row of outputs, kept inputs, views of both, and constants."""
+
+        @settings(max_examples=300, deadline=None)
+        @given(st.data())
+        def check(data):
+            order = data.draw(st.none() | st.integers(1, 6).flatmap(lambda n: st.permutations(range(n))))
+            given_ = some(4 if order is None else len(order))
+            numbers, theirs = st.integers(0, len(given_) - 1), ordered(given_, order)
+            kinds = [(torch.zeros(2, 4)[1], NotImplemented), (None, torch.zeros(4)), (None, 5), (None, None)]
+            outputs = data.draw(st.lists(st.tuples(st.sampled_from(kinds), st.none() | numbers), max_size=5))
+            returned = {i: (index, None) for i, (_, index) in enumerate(outputs) if index is not None}  # inputs
+            cached = [kind[0] if index is None else None for kind, index in outputs]
+            others = [kind[1] for kind, _ in outputs]
+            fixed = {index: theirs[index] for index in data.draw(st.sets(numbers))}
+            trees = Trees(fixed, cached, live=Live([], [], returned) if returned else None, others=others)
+            trees.recording.own = [b if a is None else a for a, b in zip(cached, others, strict=True)]
+            made = [theirs[returned[i][0]] if i in returned else one for i, one in enumerate(trees.recording.own)]
+            spoilt = data.draw(st.sampled_from(["", "hook", "clear"]))  # torch has to make the outputs
+            if spoilt == "hook":
+                kinds[0][0].requires_grad_().register_hook(fail)
+            elif spoilt == "clear":
+                cached.clear()
+            is_made = spoilt == "clear" or not outputs or any(one is NotImplemented for one in trees.recording.own)
+            kept = data.draw(st.lists(numbers, max_size=3))
+            constants = data.draw(st.lists(st.sampled_from([None, 7, "constant"]), max_size=2))
+            row, views, seen = [*made, *ordered(given_, kept)], [], []
+            viewable = [number for number, one in enumerate(row) if isinstance(one, torch.Tensor)]
+            for number in data.draw(st.lists(st.sampled_from(viewable), max_size=3)) if viewable else ():
+                sizes, strides = data.draw(st.sampled_from([((2, 2), (1, 1)), ((1,), (3,)), ((), ()), ((0,), (1,))]))
+                start, offset = row[number].storage_offset(), data.draw(st.sampled_from([0, 1]))
+                views.append((number, sizes, strides, offset - start))
+                seen.append(row[number].as_strided(sizes, strides, offset))
+            row += [*seen, *constants]
+            picks = data.draw(st.none() | st.lists(st.integers(0, len(row) - 1), max_size=8)) if row else None
+            call = trees.entry(order=order, kept=kept, picks=picks, constants=constants, views=views)
+            for _ in range(3):
+                inputs = list(given_)
+                found = call(inputs)
+                self.assertEqual((inputs, type(found)), ([], list if picks is None else tuple))
+                wanted = made if picks is None else ordered(row, picks)
+                for position, (one, other) in enumerate(zip(found, wanted, strict=True)):
+                    if one is not other:
+                        self.assertIn(picks[position] - len(made) - len(kept), range(len(views)))
+                        self.assertEqual(
+                            *[(t.shape, t.stride(), t.storage_offset(), t.data_ptr()) for t in (one, other)]
+                        )
+                        self.assertIs(one, found[picks.index(picks[position])])  # made once
+            is_made |= spoilt == "hook" and any(one is kinds[0][0] for one in cached)
+            expected = (3, [], ["own outputs"] * 3 * is_made)
+            self.assertEqual((trees.graph.launches, trees.handed, trees.recording.calls), expected)
+
+        check()
+
+    def test_what_is_replayed_in_python(self):
+        """Outputs that are something else of inputs, and inputs that are copied for this call."""
+        for order, picks, is_copied in itertools.product(ORDERS, (None, [1, 2]), (False, True)):
+            given_, views = some(3), {0: (1, None), 1: (1, "a view")}
+            trees = Trees({}, some(2), live=Live([2], None) if is_copied else Live([], [], views))
+            trees.live.temporary = {2: "a copy"} if is_copied else {}
+            call = trees.entry(order=order, kept=[0], picks=picks)
+            self.check_replays(call, given_, ordered([*trees.recording.own, given_[0]], picks or [0, 1]))
+            self.assertAreSame(trees.recording.calls[0], ordered(given_, order))
+            self.assertEqual((len(trees.recording.calls), trees.graph.launches), (1, 0))
+            self.assertIs(trees.manager._current_node, trees.recording)
+
+    def check_by_hand(self, trees, call, inputs):
+        asked, before = tensors.native.counts(), list(inputs) if isinstance(inputs, (list, tuple)) else []
+        self.assertIs(call(inputs), trees.answer)
+        ((handed, seen),) = trees.handed
+        self.assertIs(handed, inputs)
+        self.check_untouched(trees, seen, before)
+        self.assertEqual((trees.function.was_asked, tensors.native.counts()), (False, asked))
+
+    def test_who_is_asked_by_hand(self):
+        cases = [
+            ("function", "manager", lambda: None),
+            ("manager", "graph", None),
+            ("way", "replay", None),
+            ("way", "replay", 3),
+        ]
+        cases += [("manager", "_ways", ways) for ways in (None, {}, {7: {}}, {7: None}, {7: {object(): "another"}})]
+        cases.append(("way", "replay", fast_path.replay(Recording({}, []), (), [])))  # the recording is gone
+        for (owner, name, value), manager in itertools.product(cases, (Slotted, Plain)):
+            with self.subTest(owner=owner, name=name, value=value):
+                trees = Trees({}, some(1), manager=manager)
+                call = trees.entry(around=True, order=[1, 0], kept=[1], picks=[0, 1])
+                setattr(getattr(trees, owner), name, value)
+                self.check_by_hand(trees, call, some(2))
+
+    def test_a_missing_attribute_is_an_error_and_no_reason_to_go_another_way(self):
+        cases = [("manager", name) for name in ("graph", "_ways", "current_gen", "turn")]
+        cases += [("function", "function_id"), ("function", "manager"), ("way", "begins"), ("way", "mode")]
+        for (owner, name), manager in itertools.product(cases, (Slotted, Plain)):
+            with self.subTest(owner=owner, name=name):
+                trees, given_ = Trees({}, some(1), manager=manager), some(2)
+                call, inputs = trees.entry(order=[1, 0], kept=[1], picks=[0, 1]), list(given_)
+                delattr(getattr(trees, owner), name)
+                self.assertRaises(AttributeError, call, inputs)
+                self.check_untouched(trees, inputs, given_)
+                self.assertEqual(trees.handed, [])
+
+    def test_a_call_beside_another_one_is_left_to_python(self):
+        """Whoever holds the turn: a call that Python has, or one in C++ that a hook or a finalizer has interrupted."""
+        trees = Trees({}, some(1), live=Live([0], None))
+        call, given_, turn = trees.entry(), some(1), trees.manager.turn
+        turn.acquire(blocking=False)
+        self.check_by_hand(trees, call, given_)
+        turn.release()
+        del trees.handed[:]
+        inner, seen = [some(1)], []
+
+        def interrupt():
+            seen.append((turn.locked(), call(inner[-1])))
+
+        trees.graph.at_launch = interrupt  # such as a collection in the launch
+        self.assertIsNotNone(call(list(given_)))
+        trees.live.answer, trees.live._settled = interrupt, None  # or where Python is asked
+        self.assertIsNotNone(call(list(given_)))
+        self.assertEqual(seen, [(True, trees.answer)] * 3)
+        self.assertEqual([inputs for inputs, _ in trees.handed], [inner[0]] * 3)
+        self.assertEqual((trees.graph.launches, turn.locked()), (2, False))
+
+    def test_the_turn_is_given_back_whatever_happens(self):
+        for owner, name in (("graph", "at_launch"), ("live", "answer")):
+            trees, given_ = Trees({}, some(1), live=Live([0], None)), some(1)
+            call = trees.entry()
+            setattr(getattr(trees, owner), name, fail)
+            self.assertRaises(Failed, call, list(given_))
+            self.assertFalse(trees.manager.turn.locked())
+            setattr(getattr(trees, owner), name, lambda: None)
+            self.assertIsNotNone(call(list(given_)))
+
+    def test_inputs_are_released_once_it_is_anybodys_turn(self):
+        trees, seen = Trees({}, some(1)), []
+        given_ = some(1)
+        weakref.finalize(given_[0], lambda: seen.append(trees.manager.turn.locked()))
+        self.assertIsNotNone(trees.entry()(given_))
+        self.assertEqual((seen, given_), ([False], []))
+
+    def test_inputs_that_python_has_to_see(self):
+        a, b = some(2)
+        subclass = type("List", (list,), {})([a, b])
+        for inputs in ((a, b), [a], [a, b, a], [], [a, 3], [a, None], 3, subclass):
+            trees = Trees({0: b, 1: a}, some(1))
+            self.check_by_hand(trees, trees.entry(order=[1, 0], picks=[0]), inputs)
+        for arguments, fixed in (({"kept": [5]}, {}), ({}, {5: a})):  # without an order their number is not known
+            trees = Trees(fixed, some(1))
+            self.check_by_hand(trees, trees.entry(**arguments), [a])
+        for partitions in ([a], [a, a], []):
+            trees = Trees({}, some(1))
+            call = trees.entry(around=True)
+            trees.partitions[:] = partitions
+            self.check_by_hand(trees, call, [])
+
+    def test_when_a_step_begins(self):
+        generation = GenerationTracker.generation
+        steps = [(0, generation, False, False), (0, generation - 1, False, True), (0, generation - 1, True, False)]
+        steps += [(-3, generation, True, True), (-3, -3, False, False)]  # the user's word
+        # Whether outputs may be cloned: not in this torch, no, yes, and what to do was not noted.
+        for step, begins, clones in itertools.product(steps, (None, False, True), (None, False, True, fail)):
+            marked, current, pending, expected = step
+            cudagraph_trees.MarkStepBox.mark_step_counter = marked
+            with self.subTest(step=step, begins=begins), mock.patch.object(fast_path, "_MAY_CLONE", clones is not None):
+                trees = Trees({}, some(1))
+                trees.way.begins, trees.manager.current_gen = begins, current
+                trees.manager.running_forwards_with_pending_backwards = pending
+                if clones is not fail:
+                    trees.manager.has_live_user_visible_output_cloning = clones is not False
+                elif MAY_CLONE:
+                    del trees.manager.has_live_user_visible_output_cloning
+                call = trees.entry()
+                if clones is fail and expected:
+                    self.assertRaises(AttributeError, call, [])
+                elif begins in (None, expected) and not (clones and expected):
+                    self.check_replays(call, [], trees.recording.own)
+                    self.assertEqual(trees.manager.current_gen, marked or generation)
+                else:
+                    self.check_by_hand(trees, call, [])
+
+    def test_it_raises(self):
+        for owner, name in (("graph", "at_launch"), ("recording", "_own_outputs"), ("function", "manager")):
+            trees = Trees({}, [])
+            setattr(getattr(trees, owner), name, fail)
+            self.assertRaises(Failed, trees.entry(), [])
+            self.assertEqual(trees.handed, [])
+        self.assertRaises(RuntimeError, Trees({0: some(1)[0]}, []).entry(), [torch.eye(3).to_sparse()])
+        one = (1,), (1,), 0
+        cases = [(IndexError, [2]), (IndexError, [0], (2, *one)), (TypeError, [0], (1, *one))]
+        for error, picks, *views in [*cases, (RuntimeError, [0], (0, (), (1,), 0))]:  # which are not to be had
+            trees = Trees({}, [*some(1), None], others=[None, 3])
+            self.assertRaises(error, trees.entry(picks=picks, views=views), [])
+
+    def test_what_is_returned_is_put_together_before_the_launch(self):
+        """It is in the caches then. No garbage is collected in between, which could give the graph other addresses."""
+        views = [(0, (2,), (1,), 1)]
+        for is_enabled, picks in itertools.product((True, False), (None, [1, 0], [2, 0])):
+            trees, seen = Trees({}, some(2)), []
+            cached, threshold = trees.recording.cached_tensor_outputs, gc.get_threshold()
+            trees.graph.at_launch = lambda cached=cached, seen=seen: seen.append([sys.getrefcount(t) for t in cached])
+            call = trees.entry(picks=picks, views=views)
+            before = [sys.getrefcount(tensor) for tensor in cached]
+            (gc.enable if is_enabled else gc.disable)()
+            try:
+                gc.set_threshold(1)
+                outputs = call([])
+                self.assertEqual(gc.isenabled(), is_enabled)
+                trees.graph.at_launch = fail
+                self.assertRaises(Failed, call, [])
+                self.assertEqual(gc.isenabled(), is_enabled)
+            finally:
+                gc.set_threshold(*threshold)
+                gc.enable()
+            held = [1, 1] if picks != [2, 0] else [1, 0]
+            self.assertEqual(seen, [[count + more for count, more in zip(before, held, strict=True)]])
+            self.assertEqual(len(outputs), 2)
+            self.assertEqual([sys.getrefcount(tensor) for tensor in cached], seen[0])
+
+    def test_bad_arguments(self):
+        recording, native = Recording({}, some(1)), tensors.native
+        with mock.patch.object(tensors, "native", Plain(Entry=dict, Replay=dict)):
+            entry = fast_path.entry(fail, object(), order=[1, 0], picks=[0])
+            replay = fast_path.replay(recording, (), [NotImplemented])
+        of_entry = {
+            "order": (b"1", 3, bytes([2, *bytes(15)]), bytes(16)),
+            "kept": (None, b"1"),
+            "picks": (3, b"1"),
+            "more": (3,),
+        }
+        of_entry |= {"constants": ([],), "runner": (3, ((), 3), ([],))}
+        of_entry["own"] = (None, b"1", bytes(8))
+        of_entry["views"] = (3, [3], [()], [(0, [1], (1,), 0)], [(0, ("1",), (1,), 0)], [("0", (), (), 0)])
+        of_replay = {"cached": ((), None), "others": ((), None), "places": (bytes(8), 3), "patched": (b"1", None)}
+        of_replay |= {"managed": (b"1",), "returned": (bytes(8),), "before": (3, (), ([], 3), ((3,), 3)), "more": (3,)}
+        of_replay["after"] = (((((), b""),), 3), (([],), 3), ((([], 3),), 3))
+        for make, good, bad in ((native.Entry, entry, of_entry), (native.Replay, replay, of_replay)):
+            for name, values in bad.items():
+                for value in values:
+                    with self.subTest(name=name, value=value), self.assertRaises((TypeError, ValueError)):
+                        make(**(good | {name: value}))
+        for arguments, keywords in (((), {}), (([], []), {}), (([],), {"more": 3}), ((), {"inputs": []})):
+            self.assertRaises(TypeError, native.Entry(**entry), *arguments, **keywords)
+
+    def test_references(self):
+        given_, cached, earlier, constants = some(3), some(2), some(1), [Plain()]
+        moved = [t.clone() for t in given_]
+        for order, returned in itertools.product(ORDERS, ({}, {1: (0, None)})):
+            live = Live([2], None, returned)
+            trees = Trees({1: ordered(given_, order)[1]}, cached, live=live, before=deaths(earlier, 0), managed=[0])
+            more = {"constants": constants, "views": [(0, (2,), (1,), 1), (2, (1,), (1,), 0)]}
+            calls = [trees.entry(order=order, kept=[1], picks=picks, **more) for picks in (None, range(6), [9])]
+            things = [*given_, *cached, *moved, *constants, *vars(trees).values(), trees.way.compile_id, earlier]
+            counted = []
+            for number in range(100):
+                live.answer = (lambda: "no") if number % 4 == 0 else lambda: None
+                for call, inputs in itertools.product(calls, (given_, moved, [])):
+                    with contextlib.suppress(IndexError):  # of the last call
+                        call(list(inputs))
+                    live._settled = None if number % 3 == 0 else live._settled
+                    del live.prepared[:], trees.handed[:]
+                trees.manager._current_node = trees.before
+                if number in (12, 96):  # of the same kind
+                    counted.append([sys.getrefcount(thing) for thing in things])
+            self.assertEqual(*counted)
+            self.assertGreater(trees.graph.launches, 100)
+
+    def test_garbage(self):
+        for calls in (0, 3):
+            trees = Trees({}, some(1), live=Live([0], None), after=deaths(some(1), 0))
+            trees.entry = entry = fast_path.entry(
+                trees.by_hand, trees.function, runner=(trees.partitions, 3), picks=[0]
+            )
+            trees.partitions[:] = [3]
+            trees.live.entry = trees.graph.entry = trees.log.entry = trees.recording.deaths_after.entry = entry
+            trees.function.entry = entry
+            for _ in range(calls):
+                trees.manager._current_node = trees.before
+                entry(some(1))
+            self.assertEqual(trees.graph.launches, calls)
+            watched = [weakref.ref(part) for part in vars(trees).values() if type(part).__module__ == Plain.__module__]
+            self.assertEqual(len(watched), 10)
+            del trees, entry
+            gc.collect()
+            self.assertEqual([reference() for reference in watched], [None] * len(watched))
+
+    def test_another_thread(self):
+        """Where each has trees of its own."""
+        for order in ORDERS:
+            given_ = some(3)
+            trees, here = Trees({}, some(1)), tensors.thread_id()
+            call = trees.entry(order=order)
+            for other in (here + 1, 0):
+                trees.function.thread, inputs = other, list(given_)
+                self.assertIs(call(inputs), trees.answer)
+                self.check_untouched(trees, inputs, given_)
+            trees.function.thread, inputs = "a", list(given_)
+            self.assertRaises(TypeError, call, inputs)
+            self.check_untouched(trees, inputs, given_)
+            trees.function.thread = here
+            self.check_replays(call, given_, trees.recording.own)
+
+    def test_where_inputs_lie(self):
+        for order in ORDERS:
+            given_ = some(3)
+            theirs, others = ordered(given_, order), [t.clone() for t in given_]
+            addresses = [theirs[2].data_ptr(), theirs[0].data_ptr()]
+            trees = Trees({1: theirs[1]}, some(1), live=Live([2, 0], None))
+            call, live, (asked, were) = trees.entry(order=order), trees.live, tensors.native.counts()
+            self.check_none(trees, call, others, False)
+            self.check_none(trees, trees.entry(order=order, around=True, kept=[0], picks=[0]), others, True)
+            trees.function.was_asked = False
+            self.assertEqual((tensors.native.counts(), live.prepared), ((asked + 2, were), []))
+            live.answer = lambda: "why not"
+            self.check_none(trees, call, given_, False)
+            live.answer, inputs = fail, list(given_)
+            self.assertRaises(Failed, call, inputs)
+            self.check_untouched(trees, inputs, given_)
+            live.answer = lambda: None
+            others[1 if order is None else order[1]] = theirs[1]
+            cases = [(addresses, 3, given_, False), (addresses, 4, given_, True), (addresses, 4, given_, False)]
+            cases += [(settled, 4, given_, True) for settled in (None, addresses[:1], addresses[::-1], [])]
+            for settled, changes, inputs, is_prepared in [*cases, (addresses, 4, others, True)]:
+                live._settled, live._pool.changes = settled, changes
+                live.prepared.clear()
+                self.check_replays(call, inputs, trees.recording.own)
+                self.assertEqual(len(live.prepared), is_prepared)
+                for found, seen in live.prepared:
+                    self.assertAreSame(found, ordered(inputs, order))
+                    self.assertEqual(seen, [found[2].data_ptr(), found[0].data_ptr()])
+            self.check_replays(call, others, trees.recording.own)
+            self.assertEqual((len(live.prepared), trees.graph.launches, trees.recording.calls), (1, 9, []))
+
+    def several(self, order, lives):
+        """Recordings in the place of one, of which the first has its static input elsewhere."""
+        given_ = some(3)
+        theirs = ordered(given_, order)
+        where = [torch.zeros(1), *[theirs[1]] * len(lives)]
+        found = [Recording({1: t}, some(1), live=live) for t, live in zip(where, [None, *lives], strict=True)]
+        trees = Trees({}, some(1))
+        trees.way.replay, trees.recordings = None, found
+        trees.way.replays = tuple(fast_path.replay(recording, (), [NotImplemented]) for recording in found)
+        trees.way.candidate_filter = tensors.candidate_filter([(recording.whereabouts, None) for recording in found])
+        return trees, given_
+
+    def test_the_first_of_several(self):
+        for order in ORDERS:
+            lives = [Live([2, 0], None) for _ in range(3)]
+            trees, given_ = self.several(order, lives)
+            call = trees.entry(order=order)
+            for refusing in range(3):  # each leads to the next
+                for number, live in enumerate(lives):
+                    live._settled = None
+                    live.answer = lambda number=number, refusing=refusing: "why not" if number < refusing else None
+                taken = trees.recordings[1 + refusing]
+                self.check_replays(call, given_, taken.own)
+                self.assertIs(trees.manager._current_node, taken)
+                self.assertEqual(
+                    [r.graph.launches for r in trees.recordings], [0, *[1] * (refusing + 1), *[0] * (2 - refusing)]
+                )
+                self.assertTrue(
+                    all(found[1] is ordered(given_, order)[1] for live in lives for found, _ in live.prepared)
+                )
+            self.assertEqual(trees.handed, [])
+            trees, given_ = self.several(order, lives)
+            for live in lives:
+                live._settled, live.answer = None, lambda: "why not"
+            self.check_by_hand(trees, trees.entry(order=order), list(given_))
+
+    def test_several_that_python_has_to_ask(self):
+        cases = [
+            ("candidate_filter", None),
+            ("candidate_filter", 3),
+            ("replays", None),
+            ("replays", (3, 3)),
+        ]
+        cases += [("replays", (None, None)), ("replays", (3,)), ("replays", [])]
+        for order, (name, value) in itertools.product(ORDERS, cases):
+            with self.subTest(name=name, value=value):
+                trees, given_ = self.several(order, [None])
+                setattr(trees.way, name, value)
+                self.check_by_hand(trees, trees.entry(order=order), list(given_))
+        for inputs in ([3, 3, 3], [torch.zeros(1)] * 3):
+            trees, _ = self.several(None, [None, None])
+            self.check_by_hand(trees, trees.entry(), inputs)
+        trees, given_ = self.several(None, [None])
+        del trees.recordings[:]  # they are gone
+        self.check_by_hand(trees, trees.entry(), given_)
+
+    def dying(self, order=None, live=None):
+        """Two cached outputs of another recording are inputs, and all three have to be dead."""
+        earlier, static = some(3), torch.zeros(3)
+        trees = Trees(
+            {0: earlier[0], 2: earlier[1]}, some(1), managed=[0, 2], live=live, after=deaths(earlier, 0, 2, 1)
+        )
+        back = [0, 1, 2] if order is None else [order.index(number) for number in range(3)]
+        return trees, earlier, lambda: ordered([earlier[0], static, earlier[1]], back)
+
+    def test_inputs_that_died_or_are_held(self):
+        holds = [lambda e: e[0], lambda e: e[1].view(2, 2), lambda e: e[1].untyped_storage()[:1]]
+        holds += [lambda e: e[0].detach(), lambda e: e[2]]  # which is no input
+        for hold, before, order in itertools.product(holds, (0, 1, 3), ORDERS):
+            (trees, earlier, inputs), given_ = self.dying(order), []
+            call, seen = trees.entry(order=order), []
+            for _ in range(before):
+                given_ = inputs()
+                trees.graph.at_launch = lambda given_=given_, seen=seen: seen.append(given_.count(None))
+                self.assertIsNotNone(call(given_))
+            self.assertEqual((seen, given_), ([2, 0, 0][:before], []))
+            holder = hold(earlier)
+            self.assertRaises(Failed, call, inputs())
+            self.assertEqual((trees.graph.launches, trees.recording.calls), (before, ["check"]))
+            self.assertRaises(Failed, call, inputs())
+            trees.recording.are_held = False  # by now
+            self.assertIsNotNone(call(inputs()))
+            del holder
+            self.assertIsNotNone(call(inputs()))
+            self.assertEqual((trees.graph.launches, trees.recording.calls), (before + 2, ["check"] * 3))
+
+    def test_inputs_that_are_held_by_the_call(self):
+        for before in (0, 2):
+            trees, earlier, inputs = self.dying()
+            call = trees.entry()
+            self.assertEqual([len(call(inputs())) for _ in range(before)], [1] * before)
+            self.assertRaises(Failed, trees.entry(kept=[0]), inputs())
+            self.assertRaises(Failed, call, [*inputs(), earlier[0]])  # once more
+            held = inputs()
+            earlier[1] = earlier[1].detach()  # another one lies there, and what was given does not die
+            self.assertRaises(Failed, call, list(held))
+            self.assertEqual(trees.graph.launches, before)
+            self.assertIsNotNone(call(held))  # it does
+            self.assertIsNotNone(trees.entry(kept=[1])(inputs()))
+            given_, old = inputs(), earlier[1]
+            holder = earlier[1] = some(1)[0]  # which is no input
+            self.assertRaises(Failed, call, given_)
+            del old, holder
+
+    def test_inputs_that_are_held_since_they_were_looked_at(self):
+        trees, earlier, inputs = self.dying(live=Live([1], None))
+        call, live, held = trees.entry(), trees.live, []
+        live.answer = live.prepared.clear  # which holds them
+        for _ in range(3):
+            self.assertIsNotNone(call(inputs()))
+        live._settled, live.answer = None, lambda: live.prepared.clear() or held.append(earlier[0])
+        self.assertRaises(Failed, call, inputs())
+        self.assertEqual((trees.graph.launches, trees.recording.calls, len(held)), (3, ["check"], 1))
+
+    def test_inputs_that_hold_others(self):
+        earlier = some(2)
+        trees = Trees(dict(enumerate(earlier)), some(1), managed=[0, 1], after=deaths(earlier, 0, 1))
+        call = trees.entry()
+        for number in range(1, 5):
+            self.assertIsNotNone(call([earlier[0].view(2, 2), earlier[1]]))
+            held = earlier[0].view(2, 2)
+            self.assertRaises(Failed, call, [held, earlier[1]])
+            del held
+            self.assertEqual((trees.graph.launches, len(trees.recording.calls)), (number, number))
+
+    def test_outputs_that_have_to_be_dead_before(self):
+        given_, earlier = some(1), some(2)
+        trees = Trees({}, some(1), before=deaths(earlier, 1, 0))
+        call, held = trees.entry(around=True), earlier[0].view(2, 2)
+        self.check_none(trees, call, given_, True)
+        del held
+        self.assertIsNotNone(call(list(given_)))
+        for cached in ([earlier[0], None], []):  # torch is asked
+            earlier[:] = cached
+            self.assertIsNone(call(list(given_)))
+        self.assertEqual(trees.graph.launches, 1)
+
+    def test_an_input_that_is_taken_while_python_is_asked(self):
+        """Behind the inputs were looked at, and seen to die."""
+        earlier, held, taken = some(1), [], [False]
+        before = tensors.Deaths([([None], [lambda: None], 0)])
+        before.ask = lambda: (held.append(earlier[0]) if taken[0] else None) or True
+        trees = Trees({0: earlier[0]}, some(1), managed=[0], before=before, after=deaths(earlier, 0))
+        call = trees.entry()
+        for _ in range(3):
+            self.assertIsNotNone(call([earlier[0]]))
+        taken[0] = True
+        self.assertRaises(Failed, call, [earlier[0]])
+        self.assertEqual(trees.graph.launches, 3)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,682 @@
+"""Placeholder addresses, on a driver that checks its callers."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from fake_driver import GRANULE, CUresult, FakeApi
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.cuda.driver import Driver
+from pygraph_trees.errors import DriverError
+from pygraph_trees.indirection.placeholder import (
+    LEAST_HIGH_HALF,
+    LOW_HALF_END,
+    LOW_HALF_START,
+    MAX_PIECE_NBYTES,
+    SMALL_GUARD_NBYTES,
+    Arena,
+    Extent,
+    Placeholders,
+    stands_out,
+)
+
+MIB, GIB, TIB = 1 << 20, 1 << 30, 1 << 40
+WINDOW = 4 * GIB  # what an arena takes more, to begin at a multiple of it
+SOME = (Extent(4096, 0), Extent(5 * MIB, 16), Extent(300, 72), Extent(80 * MIB, 0))  # small and large in turn
+
+nbytes_of_any_size = st.one_of(
+    st.integers(0, 8 * MIB),
+    st.integers(0, 3 * GIB),
+    st.sampled_from([0, 1, MIB - 1, MIB, 2 * MIB - 511, 2 * MIB, 64 * MIB, 64 * MIB + 1, GIB, 3 * GIB // 2, 2 * GIB]),
+)
+extents_lists = st.lists(st.builds(Extent, nbytes_of_any_size, st.integers(0, 511)), min_size=1, max_size=40)
+budgets = st.sampled_from([0, 5 * MIB, 20 * MIB, TIB])
+failures = st.sampled_from([None, "cuMemCreate", "cuMemMap", "cuMemSetAccess"])
+
+
+class Interrupts:
+    """A fake whose n-th memory call is interrupted, before it has worked or after."""
+
+    def __init__(self, api: FakeApi) -> None:
+        self.api = api
+        self.at = -1  # calls before the one that is interrupted; below 0: none is
+
+    def arm(self, at: int, after: bool) -> None:
+        self.at, self.after = at, after
+
+    def __getattr__(self, name: str):
+        value = getattr(self.api, name)
+        if not name.startswith("cuMem"):
+            return value
+
+        def call(*args):
+            # The fake does not forgive it; the driver says that nothing is mapped there.
+            if name == "cuMemUnmap" and args[0] not in self.api.mappings:
+                return (CUresult.CUDA_ERROR_INVALID_VALUE,)
+            self.at -= 1
+            if self.at != -1:
+                return value(*args)
+            self.struck = name
+            if self.after:
+                value(*args)
+            raise KeyboardInterrupt
+
+        return call
+
+
+class TestPlaceholders(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.api = FakeApi()
+        self.driver = Driver(self.api)
+
+    def placeholders(self, *extents: Extent, device: int = 0) -> Placeholders:
+        return Placeholders(self.driver, device, extents)
+
+    def behind(self, address: int) -> tuple[int, bool]:
+        """The memory that is mapped at an address, and whether it may be used."""
+        for start, mapping in self.api.mappings.items():
+            if start <= address < start + mapping.nbytes:
+                return mapping.memory, mapping.access
+        raise AssertionError(f"nothing is mapped at {address:#x}")
+
+    def is_mapped(self, address: int) -> bool:
+        return any(start <= address < start + mapping.nbytes for start, mapping in self.api.mappings.items())
+
+    @settings(deadline=None)
+    @given(extents_lists, budgets)
+    def test_where_placeholders_lie(self, extents, budget):
+        api = FakeApi()
+        placeholders = Placeholders(Driver(api), 3, extents, budget)
+        self.assertEqual(list(api.reservations.values()), [TIB + WINDOW])
+        self.assertTrue(api.is_reserved(placeholders.low, placeholders.high - placeholders.low))
+        self.assertEqual(len(placeholders.placeholders), len(extents))
+        for placeholder, extent in zip(placeholders.placeholders, extents, strict=True):
+            self.assertEqual((placeholder.start % 512, placeholder.nbytes), (extent.residue, extent.nbytes))
+            self.assertEqual(placeholder.end, placeholder.start + placeholder.nbytes)
+            guard = SMALL_GUARD_NBYTES if extent.nbytes < MIB else GRANULE
+            self.assertGreaterEqual(placeholder.start - placeholder.low, guard)
+            self.assertGreaterEqual(placeholder.high - placeholder.end, guard)
+            # No page in the middle of the extent can be missed by looking at mappings' edges.
+            covering = sorted(
+                (start, start + mapping.nbytes)
+                for start, mapping in api.mappings.items()
+                if start < placeholder.end and placeholder.start < start + mapping.nbytes
+            )
+            position = placeholder.start
+            for start, end in covering:
+                self.assertLessEqual(start, position)
+                position = end
+            self.assertGreaterEqual(position, placeholder.end)
+            self.assertLessEqual(len(covering), 32)
+        in_order = sorted(placeholders.placeholders, key=lambda placeholder: placeholder.low)
+        for left, right in itertools.pairwise(in_order):
+            self.assertLessEqual(left.high, right.low)
+        self.assertEqual((placeholders.low, placeholders.high), (in_order[0].low, in_order[-1].high))
+        self.assertTrue(all(mapping.access for mapping in api.mappings.values()))
+        self.assertEqual(len(api.memories), 1)
+        self.assertEqual({(memory.device, memory.held) for memory in api.memories.values()}, {(3, False)})
+
+        for address in {
+            a + by for g in placeholders.placeholders for a in (g.low, g.start, g.end, g.high) for by in (-1, 0, 1)
+        }:
+            holding = [i for i, g in enumerate(placeholders.placeholders) if g.low <= address < g.high]
+            self.assertEqual(placeholders.find(address), holding[0] if holding else None)
+        placeholders.close()
+        self.assertEqual(api.leaks(), [])
+
+    @settings(deadline=None)
+    @given(st.lists(extents_lists, min_size=1, max_size=3), st.integers(0, 2047), budgets)
+    def test_low_halves(self, recordings, unaligned, budget):
+        api = FakeApi()
+        api._next_range += unaligned * GRANULE
+        driver = Driver(api)
+        for extents in recordings:
+            for placeholder in Placeholders(driver, 0, extents, budget).placeholders:
+                self.assertGreaterEqual(placeholder.low & 0xFFFF_FFFF, LOW_HALF_START)
+                if placeholder.high - placeholder.low <= LOW_HALF_END - LOW_HALF_START - GRANULE:
+                    self.assertLess((placeholder.high - 1) & 0xFFFF_FFFF, LOW_HALF_END)
+                    self.assertEqual(placeholder.low >> 32, (placeholder.high - 1) >> 32)
+                else:
+                    self.assertEqual(placeholder.low & 0xFFFF_FFFF, LOW_HALF_START)
+
+    @settings(deadline=None)
+    @given(st.data())
+    def test_two_int32_are_no_address(self, data):
+        placeholders = Placeholders(Driver(FakeApi()), 0, SOME)
+        high = data.draw(st.sampled_from([placeholder.start >> 32 for placeholder in placeholders.placeholders]))
+        low = data.draw(st.one_of(st.integers(0, 2**31 - 1), st.integers(-(2**28), -1)))
+        self.assertIsNone(placeholders.find(high << 32 | low & 0xFFFF_FFFF))
+
+    def test_input_larger_than_the_window_begins_at_its_start(self):
+        (placeholder,) = self.placeholders(Extent(5 * GIB, 8)).placeholders
+        self.assertEqual(placeholder.low & 0xFFFF_FFFF, LOW_HALF_START)
+        self.assertEqual(placeholder.start, placeholder.low + GRANULE + 8)
+
+    def test_no_inputs(self):
+        placeholders = self.placeholders()
+        self.assertEqual((placeholders.placeholders, placeholders.high - placeholders.low), ((), 0))
+        self.assertIsNone(placeholders.find(placeholders.low))
+        placeholders.release_memory()
+        placeholders.close()
+        self.assertEqual(self.api.calls, [])
+
+    def test_small_inputs_share_a_page(self):
+        self.placeholders(*[Extent(256, 16)] * 12)
+        self.assertEqual([mapping.nbytes for mapping in self.api.mappings.values()], [GRANULE])
+        self.assertEqual(self.api.calls.count("cuMemSetAccess"), 1)
+
+    def test_one_small_memory_backs_all(self):
+        self.placeholders(*[Extent(64 * MIB - 512, 0)] * 4, *[Extent(4096, 0)] * 20)
+        self.assertEqual([memory.nbytes for memory in self.api.memories.values()], [GRANULE])
+        self.assertEqual(self.api.calls.count("cuMemMap"), 4 * 32 + 2)
+
+    def test_large_inputs_take_few_mappings(self):
+        self.placeholders(Extent(625 * MIB, 0), Extent(4096, 0))
+        self.assertEqual([memory.nbytes for memory in self.api.memories.values()], [20 * MIB])
+        self.assertEqual(self.api.calls.count("cuMemMap"), 1 + 32)
+
+    def test_the_budget_saves_mappings(self):
+        extents = [Extent(8 * MIB, 16)] * 20 + [Extent(4096, 0)]
+        for budget, nbytes, mappings in (
+            (0, 2 * MIB, 20 * 5 + 1),
+            (5 * MIB, 6 * MIB, 20 * 2 + 1),
+            (30 * MIB, 30 * MIB, 20 / 2),  # the page has room beside two of them
+            (320 * MIB, MAX_PIECE_NBYTES, 2),  # eighteen of them at most
+        ):
+            self.setUp()
+            placeholders = Placeholders(self.driver, 0, extents, budget)
+            self.assertEqual([memory.nbytes for memory in self.api.memories.values()], [nbytes])
+            self.assertEqual(self.api.calls.count("cuMemMap"), mappings)
+            placeholders.close()
+            self.assertEqual(self.api.leaks(), [])
+
+    def test_the_larger_ones_are_placed_first(self):
+        # Pages of 2 MiB, 4 and 2 MiB with guards of 2 MiB: 8 and a page, 6 and two pages; as given it would be three.
+        extents = [*[Extent(128 << 10, 0)] * 16, Extent(4 * MIB, 0), Extent(2 * MIB, 0)]
+        for order in (extents, extents[::-1]):
+            self.setUp()
+            placeholders = Placeholders(self.driver, 0, order, 9 * MIB)
+            self.assertEqual([memory.nbytes for memory in self.api.memories.values()], [10 * MIB])
+            self.assertEqual(self.api.calls.count("cuMemMap"), 2)
+            for placeholder, extent in zip(placeholders.placeholders, order, strict=True):
+                self.assertEqual(placeholder.nbytes, extent.nbytes)
+            placeholders.close()
+
+    def test_a_piece_has_a_limit(self):
+        self.placeholders_with(1 << 40, Extent(400 * MIB, 0))
+        self.assertEqual([memory.nbytes for memory in self.api.memories.values()], [MAX_PIECE_NBYTES])
+
+    def placeholders_with(self, budget: int, *extents: Extent) -> Placeholders:
+        return Placeholders(self.driver, 0, extents, budget)
+
+    def test_guards_of_inputs_with_mappings_of_their_own_are_not_mapped(self):
+        placeholders = self.placeholders(Extent(5 * MIB, 16), Extent(2 * MIB, 0))
+        for placeholder in placeholders.placeholders:
+            self.assertFalse(self.is_mapped(placeholder.low))
+            self.assertFalse(self.is_mapped(placeholder.start - 17))
+            self.assertTrue(self.is_mapped(placeholder.end - 1))
+            self.assertFalse(self.is_mapped(placeholder.high - GRANULE))
+            self.assertFalse(self.is_mapped(placeholder.high - 1))
+
+    def test_inputs_lie_side_by_side(self):
+        placeholders = self.placeholders_with(64 * MIB, *SOME[:3])
+        (mapping,) = self.api.mappings.values()
+        self.assertEqual(mapping.nbytes, 2 * MIB + 6 * MIB + 2 * GRANULE)
+        for placeholder in placeholders.placeholders:
+            self.assertTrue(self.is_mapped(placeholder.low) and self.is_mapped(placeholder.high - 1))
+
+    def test_materialised_beside_others(self):
+        """One by one, with no more memory than each needs; the others are no longer mapped."""
+        placeholders = self.placeholders_with(64 * MIB, *SOME[:3])
+        placeholders.materialise(1)
+        own, access = self.behind(placeholders.placeholders[1].start)
+        self.assertEqual((self.api.memories[own].nbytes, access), (6 * MIB, True))
+        self.assertEqual(self.behind(placeholders.placeholders[1].end - 1), (own, True))
+        self.assertEqual(len(self.api.mappings), 1)
+        placeholders.materialise(0)
+        self.assertEqual(
+            self.behind(placeholders.placeholders[0].start), self.behind(placeholders.placeholders[2].start)
+        )
+        self.assertEqual(self.behind(placeholders.placeholders[1].start), (own, True))
+        placeholders.release_memory()
+        self.assertEqual(len(self.api.mappings), 2)
+        placeholders.close()
+        self.assertEqual(self.api.leaks(), [])
+
+    def test_guards_of_small_inputs_are_mapped(self):
+        for placeholder in self.placeholders(*[Extent(1 * MIB - 1, 500)] * 3, Extent(0, 4)).placeholders:
+            self.assertTrue(self.is_mapped(placeholder.low) and self.is_mapped(placeholder.high - 1))
+
+    def test_materialised_large(self):
+        placeholders = self.placeholders(*SOME)
+        shared, _ = self.behind(placeholders.placeholders[1].start)
+        placeholders.materialise(3)
+        own, access = self.behind(placeholders.placeholders[3].start)
+        self.assertNotEqual(own, shared)
+        self.assertTrue(access)
+        self.assertEqual(self.behind(placeholders.placeholders[3].end - 1), (own, True))
+        # No part of it is another part's alias.
+        mapped = [mapping.nbytes for mapping in self.api.mappings.values() if mapping.memory == own]
+        self.assertEqual(mapped, [self.api.memories[own].nbytes])
+        self.assertEqual(self.behind(placeholders.placeholders[1].start), (shared, True))
+        self.assertFalse(any(memory.held for memory in self.api.memories.values()))
+
+    def test_materialised_page(self):
+        placeholders = self.placeholders(*SOME)
+        placeholders.materialise(2)
+        self.assertEqual(
+            self.behind(placeholders.placeholders[0].start), self.behind(placeholders.placeholders[2].start)
+        )
+        self.assertNotEqual(
+            self.behind(placeholders.placeholders[0].start), self.behind(placeholders.placeholders[1].start)
+        )
+        calls = len(self.api.calls)
+        placeholders.materialise(2)
+        placeholders.materialise(0)
+        self.assertEqual(len(self.api.calls), calls)
+
+    def test_release_memory_spares_what_was_materialised(self):
+        placeholders = self.placeholders(*SOME)
+        placeholders.materialise(1)
+        own, _ = self.behind(placeholders.placeholders[1].start)
+        placeholders.release_memory()
+        self.assertEqual({mapping.memory for mapping in self.api.mappings.values()}, {own})
+        self.assertEqual(self.behind(placeholders.placeholders[1].end - 1), (own, True))
+        self.assertEqual(
+            [placeholders.find(placeholder.start) for placeholder in placeholders.placeholders], [0, 1, 2, 3]
+        )
+        placeholders.materialise(0)
+        self.assertEqual(self.behind(placeholders.placeholders[0].start)[1], True)
+        placeholders.close()
+        self.assertEqual(self.api.leaks(), [])
+
+    def test_release_memory_spares_what_is_kept(self):
+        """With all that is on the same page."""
+        placeholders = self.placeholders(*SOME)
+        materialise_all(placeholders)
+        for kept in ((1, 3), (1,), ()):
+            own = {self.behind(placeholders.placeholders[index].start)[0] for index in kept}
+            placeholders.release_memory(kept)
+            self.assertEqual({mapping.memory for mapping in self.api.mappings.values()}, own)
+        self.assertEqual(self.api.leaks(), [])
+        placeholders.materialise(0)
+        self.assertTrue(self.behind(placeholders.placeholders[0].start)[1])
+        placeholders.close()
+        self.assertEqual(self.api.leaks(), [])
+
+    def test_no_address_of_a_mapping_stays_on_the_stack(self):
+        """Nothing is mapped behind what overwrites it, until the graph was captured."""
+        calls = self.api.calls
+        overwrite = mock.Mock(side_effect=lambda: calls.append("overwrite"))
+        driver = Driver(self.api, SimpleNamespace(overwrite_stack=overwrite))
+        placeholders = Placeholders(driver, 0, [Extent(3 << 20, 0)] * 3 + [Extent(100, 0)] * 40)
+        self.assertGreater(calls.count("cuMemMap"), 1)
+        self.assertEqual([call for call in calls if call != "cuMemRelease"][-1], "overwrite")
+        overwrite.assert_called_once_with()
+        placeholders.close()
+
+    def test_close_twice(self):
+        placeholders = self.placeholders(*SOME)
+        placeholders.materialise(0)
+        placeholders.close()
+        self.assertEqual(self.api.leaks(), [])
+        calls = len(self.api.calls)
+        placeholders.close()
+        self.assertEqual(len(self.api.calls), calls)
+
+
+class TestArena(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.api = FakeApi()
+        self.driver = Driver(self.api)
+
+    def place(self, *extents: Extent) -> tuple[int, int]:
+        """The range of a recording that is over already."""
+        placeholders = Placeholders(self.driver, 0, extents)
+        placeholders.close()
+        self.assertEqual(self.api.leaks(), [])
+        self.assertTrue(self.api.is_reserved(placeholders.low, placeholders.high - placeholders.low))
+        return placeholders.low, placeholders.high
+
+    def arena(self, index: int = -1) -> tuple[int, int]:
+        """Start and end of a reservation, as it may be used."""
+        start, nbytes = list(self.api.reservations.items())[index]
+        start = -(-start // WINDOW) * WINDOW
+        return start, start + nbytes - WINDOW
+
+    def assertDisjoint(self, ranges: list[tuple[int, int]]) -> None:
+        for (_, end), (start, _) in itertools.pairwise(sorted(ranges)):
+            self.assertLessEqual(end, start)
+
+    def test_recordings_share_one_reservation(self):
+        first, second = Placeholders(self.driver, 0, SOME), Placeholders(self.driver, 1, SOME)
+        self.assertLessEqual(first.high, second.low)
+        self.assertEqual(self.api.calls.count("cuMemAddressReserve"), 1)
+        self.assertEqual(list(self.api.reservations.values()), [TIB + WINDOW])
+
+    @settings(deadline=None)
+    @given(st.lists(st.tuples(st.one_of(extents_lists, st.just([Extent(300 * GIB, 0)])), failures), max_size=6))
+    def test_no_address_is_used_twice(self, recordings):
+        """Also what a constructor mapped that failed then."""
+        api, ranges, mapped = FakeApi(), [], []
+        driver = Driver(api)
+        map_memory = driver.map_memory
+
+        def watch(address: int, nbytes: int, memory: int) -> None:
+            map_memory(address, nbytes, memory)
+            mapped.append((address, address + nbytes))
+
+        driver.map_memory = watch
+        for extents, failure in recordings:
+            if failure is not None:
+                api.fail(failure)
+                with self.assertRaisesRegex(DriverError, failure):
+                    Placeholders(driver, 0, extents)
+            placeholders = Placeholders(driver, 0, extents)
+            ranges.append((placeholders.low, placeholders.high))
+            placeholders.close()
+        self.assertEqual((ranges, mapped), (sorted(ranges), sorted(mapped)))
+        self.assertDisjoint(ranges)
+        self.assertDisjoint(mapped)
+
+    def test_it_begins_at_a_multiple_of_the_window(self):
+        for start in (0x2000_0000_0000, 0x3000_0000_0000 + GRANULE, 0x4000_0000_0000 - GRANULE):
+            self.api = FakeApi()
+            self.api._next_range = start
+            self.driver = Driver(self.api)
+            low, _ = self.place(*SOME)
+            self.assertEqual(low, -(-start // WINDOW) * WINDOW + LOW_HALF_START)
+
+    def test_high_halves_are_greater_than_shifts(self):
+        """Where the driver begins at low addresses, as far as what it gives goes."""
+        for most, low in ((None, LEAST_HIGH_HALF), (70 * GIB, 4)):
+            self.api = FakeApi()
+            self.api._next_range, self.api.most_reserved = 0x3_0200_0000, most
+            self.driver = Driver(self.api)
+            placeholders = Placeholders(self.driver, 0, [Extent(100, 0)])
+            self.assertEqual(placeholders.low, low * WINDOW + LOW_HALF_START)
+            self.assertEqual(stands_out(placeholders.low), low == LEAST_HIGH_HALF)
+            self.assertLessEqual(placeholders.high, self.arena()[1])
+        self.api = FakeApi()
+        self.api._next_range = 0x3_0200_0000
+        self.driver = Driver(self.api)
+        low, high = self.place(Extent(TIB - (LEAST_HIGH_HALF - 5) * WINDOW, 0))  # which does not fit behind
+        self.assertEqual(low // WINDOW, 4)
+        self.assertLessEqual(high, self.arena()[1])
+
+    def test_another_one_where_it_runs_out(self):
+        ranges = [self.place(Extent(400 * GIB, 0)) for _ in range(5)]
+        self.assertEqual(list(self.api.reservations.values()), [TIB + WINDOW] * 3)
+        self.assertDisjoint(ranges)
+        for range_, index in zip(ranges, (0, 0, 1, 1, 2), strict=True):
+            start, end = self.arena(index)
+            self.assertTrue(start <= range_[0] < range_[1] <= end)
+
+    def test_it_is_used_up_to_its_end(self):
+        self.api.most_reserved = 70 * GIB
+        _, end = self.place(Extent(4096, 0))
+        rest = self.arena()[1] - end // WINDOW * WINDOW - WINDOW - LOW_HALF_START - 2 * GRANULE
+        pieces = 32 * GRANULE  # what a large input comes in multiples of
+        _, high = self.place(Extent(rest // pieces * pieces - 512, 0))
+        self.assertEqual(len(self.api.reservations), 1)
+        self.assertIn(self.arena()[1] - high, range(pieces))
+        with self.assertRaisesRegex(DriverError, "cuMemAddressReserve"):
+            self.place(Extent(2 * pieces, 0))
+
+    def test_no_granule_more_than_there_is(self):
+        self.api.most_reserved = 140 * GIB
+        _, end = self.place(Extent(4096, 0))
+        rest = self.arena()[1] - end // WINDOW * WINDOW - WINDOW - LOW_HALF_START - 2 * GRANULE
+        self.place(Extent(rest + 1, 0))
+        self.assertEqual(list(self.api.reservations.values()), [64 * GIB + WINDOW] * 2)
+
+    def test_less_where_the_driver_does_not_give_as_much(self):
+        needed = LOW_HALF_START + GRANULE  # a page of small placeholders
+        for most, expected in (
+            (TIB + WINDOW, TIB),
+            (TIB + WINDOW - 1, 64 * GIB),
+            (64 * GIB + WINDOW, 64 * GIB),
+            (64 * GIB + WINDOW - 1, needed),
+            (needed + WINDOW, needed),
+        ):
+            api = FakeApi()
+            api.most_reserved = most
+            Placeholders(Driver(api), 0, SOME[:1])
+            self.assertEqual(list(api.reservations.values()), [expected + WINDOW])
+
+    def test_nothing_where_the_driver_gives_nothing(self):
+        self.api.most_reserved = LOW_HALF_START + GRANULE + WINDOW - 1
+        for _ in range(2):
+            with self.assertRaisesRegex(DriverError, "cuMemAddressReserve returned CUDA_ERROR_OUT_OF_MEMORY"):
+                self.place(SOME[0])
+        self.assertEqual((self.api.reservations, self.api.calls.count("cuMemAddressReserve")), ({}, 6))
+        self.api.most_reserved = None
+        self.place(SOME[0])
+        self.assertEqual(list(self.api.reservations.values()), [TIB + WINDOW])
+
+    def test_what_one_recording_needs_more_than_is_asked_for(self):
+        for nbytes in (2 * TIB, TIB - LOW_HALF_START):
+            low, high = self.place(Extent(nbytes, 7))
+            start, end = self.arena()
+            self.assertEqual(low, start + LOW_HALF_START)
+            self.assertTrue(end - nbytes // 32 - GRANULE < high <= end)  # the last mapping may be longer
+        self.assertEqual(self.api.calls.count("cuMemAddressReserve"), 2)
+
+    def test_refused_by_one_call_only(self):
+        for failures, expected in ((1, 64 * GIB), (2, LOW_HALF_START + GRANULE)):
+            api = FakeApi()
+            for _ in range(failures):
+                api.fail("cuMemAddressReserve")
+            Placeholders(Driver(api), 0, SOME[:1])
+            self.assertEqual(list(api.reservations.values()), [expected + WINDOW])
+
+    def test_the_rest_of_an_arena_serves_after_a_larger_one_was_refused(self):
+        _, high = self.place(*SOME)
+        self.api.most_reserved = 2 * TIB
+        with self.assertRaisesRegex(DriverError, "cuMemAddressReserve"):
+            self.place(Extent(TIB, 0))
+        low, _ = self.place(*SOME)
+        self.assertLessEqual(high, low)
+        self.assertEqual(len(self.api.reservations), 1)
+
+    def test_a_refusal_keeps_nothing_alive(self):
+        # Its traceback has the frames of all callers, which hold a recording's tensors.
+        class Tensor: ...
+
+        def record(calls: int) -> weakref.ref[Tensor]:
+            tensor = Tensor()
+            for _ in range(calls):
+                self.api.fail("cuMemAddressReserve")
+            with contextlib.suppress(DriverError):
+                Placeholders(Driver(self.api), 0, SOME)
+            return weakref.ref(tensor)
+
+        gc.collect()
+        gc.disable()
+        self.addCleanup(gc.enable)
+        for calls in range(4):
+            with self.subTest(calls=calls):
+                self.assertIsNone(record(calls)())
+
+    def test_each_driver_has_its_own(self):
+        other = Driver(self.api)
+        ranges = []
+        for driver in (self.driver, other, self.driver, other):
+            placeholders = Placeholders(driver, 0, SOME)
+            ranges.append((placeholders.low, placeholders.high))
+        self.assertEqual(list(self.api.reservations.values()), [TIB + WINDOW] * 2)
+        self.assertDisjoint(ranges)
+        for range_, index in zip(ranges, (0, 1, 0, 1), strict=True):
+            start, end = self.arena(index)
+            self.assertTrue(start <= range_[0] < range_[1] <= end)
+
+    def test_no_inputs_reserve_nothing(self):
+        Placeholders(self.driver, 0, [])
+        self.assertEqual(self.api.reservations, {})
+
+    def test_several_threads_at_once(self):
+        ranges: list[tuple[int, int]] = []
+        barrier = threading.Barrier(8)
+
+        def record() -> None:
+            barrier.wait()
+            for _ in range(40):
+                plan = Arena.place(self.driver, SOME, GRANULE)
+                ranges.append((min(placeholder.low for placeholder in plan.placeholders), plan.high))
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            threads = [threading.Thread(target=record) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(interval)
+        self.assertEqual((len(ranges), len(self.api.reservations)), (8 * 40, 1))
+        self.assertDisjoint(ranges)
+
+
+def calls_of_constructor() -> Counter[str]:
+    api = FakeApi()
+    Placeholders(Driver(api), 0, SOME)
+    return Counter(api.calls)
+
+
+def calls_of(work: Callable[[Placeholders], None]) -> Counter[str]:
+    api = FakeApi()
+    placeholders = Placeholders(Driver(api), 0, SOME)
+    api.calls.clear()
+    work(placeholders)
+    return Counter(api.calls)
+
+
+def materialise_all(placeholders: Placeholders) -> None:
+    for index in range(len(SOME)):
+        placeholders.materialise(index)
+
+
+class TestFailures(TestCase):
+    def each_failure(self, work: Callable[[Placeholders], None]) -> Iterator[tuple[str, FakeApi, Placeholders]]:
+        """The state after each call that ``work`` makes has failed once."""
+        for call, count in calls_of(work).items():
+            for after in range(count):
+                api = FakeApi()
+                placeholders = Placeholders(Driver(api), 0, SOME)
+                api.fail(call, after)
+                with self.subTest(call=call, after=after):
+                    with self.assertRaisesRegex(DriverError, call):
+                        work(placeholders)
+                    yield call, api, placeholders
+
+    def test_constructor_leaves_nothing(self):
+        calls = calls_of_constructor()
+        expected = {"GetAllocationGranularity", "AddressReserve", "Create", "Map", "SetAccess", "Release"}
+        self.assertEqual(set(calls), {f"cuMem{name}" for name in expected})
+        for call, count in calls.items():
+            for after in range(count):
+                api = FakeApi()
+                for _ in range(3 if call == "cuMemAddressReserve" else 1):  # it is asked for less each time
+                    api.fail(call, after)
+                driver = Driver(api)
+                with self.subTest(call=call, after=after):
+                    with self.assertRaisesRegex(DriverError, call):
+                        Placeholders(driver, 0, SOME)
+                    self.assertEqual(api.leaks(), [])
+                    Placeholders(driver, 0, SOME)
+                    self.assertEqual(list(api.reservations.values()), [TIB + WINDOW])
+
+    def test_constructor_raises_what_failed_first(self):
+        api = FakeApi()
+        api.fail("cuMemMap", 2)
+        api.fail("cuMemUnmap")
+        with self.assertRaisesRegex(DriverError, "cuMemMap"):
+            Placeholders(Driver(api), 0, SOME)
+
+    def test_materialise_can_be_tried_again(self):
+        for _, api, placeholders in self.each_failure(materialise_all):
+            materialise_all(placeholders)
+            self.assertTrue(all(mapping.access for mapping in api.mappings.values()))
+            self.assertEqual(len({mapping.memory for mapping in api.mappings.values()}), len(api.mappings))
+            placeholders.close()
+            self.assertEqual(api.leaks(), [])
+
+    def test_close_after_a_failure(self):
+        for work in (materialise_all, Placeholders.release_memory):
+            for _, api, placeholders in self.each_failure(work):
+                placeholders.close()
+                self.assertEqual(api.leaks(), [])
+
+    def test_release_memory_can_be_tried_again(self):
+        for _, api, placeholders in self.each_failure(Placeholders.release_memory):
+            placeholders.release_memory()
+            self.assertEqual(api.mappings, {})
+
+    def test_close_does_the_rest_and_can_be_tried_again(self):
+        self.assertEqual(set(calls_of(Placeholders.close)), {"cuMemUnmap"})
+        for _, api, placeholders in self.each_failure(Placeholders.close):
+            left = {placeholders.find(address) for address in api.mappings}
+            self.assertEqual(len(left), 1)
+            self.assertNotIn(None, left)
+            placeholders.close()
+            self.assertEqual(api.leaks(), [])
+
+
+class TestInterrupts(TestCase):
+    def check(self, api: FakeApi, interrupts: Interrupts) -> None:
+        # Nobody has a handle that a call was about to return, or that was taken off the books to be given back.
+        lost = [("cuMemCreate", True), ("cuMemRelease", False)]
+        self.assertEqual(api.mappings, {})
+        self.assertEqual(len(api.leaks()), (interrupts.struck, interrupts.after) in lost, api.leaks())
+
+    def test_constructor(self):
+        for at, after in itertools.product(range(calls_of_constructor().total()), (False, True)):
+            api = FakeApi()
+            interrupts = Interrupts(api)
+            interrupts.arm(at, after)
+            with self.subTest(at=at, after=after):
+                driver = Driver(interrupts)
+                with self.assertRaises(KeyboardInterrupt):
+                    Placeholders(driver, 0, SOME)
+                self.check(api, interrupts)
+                # A range that was being reserved is lost; the next recording has one that is its own.
+                placeholders = Placeholders(driver, 0, SOME)
+                lost = (interrupts.struck, after) == ("cuMemAddressReserve", True)
+                self.assertEqual(list(api.reservations.values()), [TIB + WINDOW] * (1 + lost))
+                self.assertTrue(api.is_reserved(placeholders.low, placeholders.high - placeholders.low))
+
+    def test_close_after_an_interrupt(self):
+        for work in (materialise_all, Placeholders.release_memory, Placeholders.close):
+            for at, after in itertools.product(range(calls_of(work).total()), (False, True)):
+                api = FakeApi()
+                interrupts = Interrupts(api)
+                placeholders = Placeholders(Driver(interrupts), 0, SOME)
+                interrupts.arm(at, after)
+                with self.subTest(work=work, at=at, after=after):
+                    with self.assertRaises(KeyboardInterrupt):
+                        work(placeholders)
+                    placeholders.close()
+                    self.check(api, interrupts)
+
+
+if __name__ == "__main__":
+    run_tests()

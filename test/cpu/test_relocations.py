@@ -1,0 +1,464 @@
+"""Where captured graphs hold the addresses of placeholders, on a driver that checks its callers."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import mmap
+import struct
+import sys
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from fake_driver import KNOWN, FakeApi
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.cuda.driver import Driver
+from pygraph_trees.cuda.graph_nodes import KernelNode, MemcpyNode
+from pygraph_trees.errors import DriverError
+from pygraph_trees.indirection import relocations as relocations
+from pygraph_trees.indirection.placeholder import Extent, Placeholders
+from pygraph_trees.indirection.relocations import Relocation, Scan, scan
+
+NBYTES = (4096, 100, 3 << 20)  # two small placeholders, which share a page, and a large one
+PLAIN = 0x7F00_0000_0000  # an address of no placeholder
+HOST_ARRAY = "its address is in a host array"
+FAR = "a pointer far outside of every input"
+LOOKALIKE = "what looks like its address may be something else"
+
+
+def little(*words: int) -> bytes:
+    return b"".join(word.to_bytes(8, "little") for word in words)
+
+
+class RelocationsTestCase(TestCase):
+    def make_driver(self, api: FakeApi) -> Driver:
+        return Driver(api)
+
+    def setUp(self):
+        super().setUp()
+        self.api = FakeApi()
+        self.driver = self.make_driver(self.api)
+        self.placeholders = Placeholders(self.driver, 0, [Extent(nbytes, 64 * i) for i, nbytes in enumerate(NBYTES)])
+        self.a, self.b, self.c = (placeholder.start for placeholder in self.placeholders.placeholders)
+
+    def tearDown(self):
+        self.placeholders.close()
+        super().tearDown()
+
+    def scan(self, *nodes: str | int) -> Scan:
+        return scan(self.driver, self.api.make_graph(*nodes), self.placeholders)
+
+    def assertFound(self, found: Scan, relocations=(), refused=None, opaque=None):
+        """``relocations``: handle of the node, offset, input, addend."""
+        self.assertEqual(
+            [(found.nodes[s.node].handle, s.offset, s.input, s.addend) for s in found.relocations], list(relocations)
+        )
+        self.assertEqual(
+            [node.handle for node in found.nodes], list(dict.fromkeys(handle for handle, *_ in relocations))
+        )
+        self.assertEqual(found.refused, refused or {})
+        self.assertEqual(found.opaque, opaque)
+
+
+class TestKernels(RelocationsTestCase):
+    def test_plain_and_packed_parameters(self):
+        for packed in (False, True):
+            for func in (True, False):
+                kernel = self.api.make_kernel([PLAIN, self.b + 8, b"abcd", self.a, self.c], packed=packed, func=func)
+                expected = [(kernel, 8, 1, 8), (kernel, 24, 0, 0), (kernel, 32, 2, 0)]
+                self.assertFound(self.scan(kernel), expected)
+
+    def test_an_address_inside_of_a_struct(self):
+        kernel = self.api.make_kernel([b"abcd", little(1, self.a, 2, self.a + 16)])
+        self.assertFound(self.scan(kernel), [(kernel, 16, 0, 0), (kernel, 32, 0, 16)])
+
+    def test_nodes_are_those_with_a_relocation_in_the_order_of_the_graph(self):
+        fill = self.api.make_memset(self.c, 4)
+        first, last = self.api.make_kernel([self.b]), self.api.make_kernel([self.a])
+        found = self.scan("KERNEL", first, "MEMSET", fill, self.api.make_kernel([PLAIN]), last)
+        self.assertFound(found, [(first, 0, 1, 0), (fill, 0, 2, 0), (last, 0, 0, 0)])
+        self.assertEqual(found.relocations, (Relocation(0, 0, 1, 0), Relocation(1, 0, 2, 0), Relocation(2, 0, 0, 0)))
+
+    def test_guards_belong_to_the_input(self):
+        """As far as a pointer there can be nobody else's."""
+        for index, placeholder in enumerate(self.placeholders.placeholders):
+            before, behind = (placeholder.start - placeholder.low) // 4, (placeholder.high - placeholder.end) // 4
+            near = (
+                placeholder.start - before,
+                placeholder.start - 1,
+                placeholder.end - 1,
+                placeholder.end,
+                placeholder.end + behind,
+            )
+            for address in near:
+                kernel = self.api.make_kernel([address])
+                self.assertFound(self.scan(kernel), [(kernel, 0, index, address - placeholder.start)])
+            for address in (
+                placeholder.low,
+                placeholder.start - before - 1,
+                placeholder.end + behind + 1,
+                placeholder.high - 1,
+            ):
+                kernel = self.api.make_kernel([address, placeholder.start])
+                self.assertFound(self.scan(kernel), [(kernel, 8, index, 0)], opaque=FAR)
+
+    def test_two_integers_that_look_like_an_address_of_a_large_input(self):
+        with mock.patch.object(self, "placeholders", Placeholders(self.driver, 0, [Extent(3 << 30, 0)])):
+            (placeholder,) = self.placeholders.placeholders
+            address = (placeholder.end - 1) // (1 << 32) * (1 << 32) + 100  # as 100 and another number
+            self.assertEqual(self.placeholders.find(address), 0)
+            kernel = self.api.make_kernel([placeholder.start, little(address, 7)])
+            self.assertFound(self.scan(kernel), [(kernel, 0, 0, 0)], refused={0: LOOKALIKE})
+            alone = self.api.make_kernel([placeholder.start, little(placeholder.start, 7), address])
+            expected = [(alone, 0, 0, 0), (alone, 8, 0, 0), (alone, 24, 0, address - placeholder.start)]
+            self.assertFound(self.scan(alone), expected)
+            packed = self.api.make_kernel([placeholder.start, address], packed=True)
+            self.assertFound(self.scan(packed), [(packed, 0, 0, 0)], refused={0: LOOKALIKE})
+            self.placeholders.close()
+
+    def test_a_factor_and_a_shift_that_look_like_an_address(self):
+        """ATen's division by 10, beside a pointer in one structure, in a process with low addresses alone."""
+        api = FakeApi()
+        api._next_range, api.most_reserved = 0x3_0200_0000, 70 << 30
+        driver = self.make_driver(api)
+        placeholders = Placeholders(driver, 0, [Extent(400 << 20, 0)])
+        self.addCleanup(placeholders.close)
+        (placeholder,) = placeholders.placeholders
+        divider = struct.pack("<III", 10, 0x9999999A, 4)
+        self.assertEqual(placeholders.find(int.from_bytes(divider[4:], "little")), 0)
+        packed = little(placeholder.start) + bytes(4) + divider
+        kernel = api.make_kernel([packed])
+        found = scan(driver, api.make_graph(kernel), placeholders)
+        self.assertEqual((found.relocations, found.refused, found.opaque), ((), {0: LOOKALIKE}, None))
+        alone = api.make_kernel([placeholder.start])
+        found = scan(driver, api.make_graph(alone), placeholders)
+        self.assertEqual((found.relocations, found.refused), ((Relocation(0, 0, 0, 0),), {}))
+
+    def test_addresses_beside_the_reservation_are_nobodys(self):
+        self.assertFound(
+            self.scan(self.api.make_kernel([self.placeholders.low - 1, self.placeholders.high, 0, 2**64 - 1]))
+        )
+
+    def test_a_word_between_two_aligned_ones_refuses(self):
+        for packed in (False, True):
+            kernel = self.api.make_kernel([b"abcd" + little(self.a), self.b], packed=packed)
+            self.assertFound(self.scan(kernel), [(kernel, 16, 1, 0)], refused={0: LOOKALIKE})
+
+    def test_kernels_that_are_not_known_are_named(self):
+        """Each once, whether or not a relocation is found in it; the search in C finds the same."""
+        names = ("halves", KNOWN, "_Z6halvesiiPf", "halves", "pygraph_write_slots_8", "triton_mine")
+        words = ([7], [self.a], [self.b, 1], [2], [self.a], [self.c])
+        kernels = [self.api.make_kernel(given, name=name) for name, given in zip(names, words, strict=True)]
+        found = self.scan(*kernels, self.api.make_kernel([self.a], name="ncclDevKernel_AllReduce"))
+        self.assertEqual(found.unknown, ("halves", "_Z6halvesiiPf", "triton_mine"))
+        self.assertEqual(self.scan(kernel := self.api.make_kernel([self.a])).unknown, ())
+        self.assertGreater(kernel, 0)
+
+    def test_halves_in_two_parameters_are_no_address(self):
+        """A negative number and an integer, say; where nothing is known of the parameters they may be one."""
+        low, high = little(self.a)[:4], little(self.a)[4:]
+        kernel = self.api.make_kernel([low, high, self.b])
+        self.assertFound(self.scan(kernel), [(kernel, 8, 1, 0)])
+        packed = self.api.make_kernel([low, high, self.b], packed=True)
+        self.assertFound(self.scan(packed), [(packed, 0, 0, 0), (packed, 8, 1, 0)])
+        unaligned = self.api.make_kernel([b"abcd", low, high, b"abcd", self.b])
+        self.assertFound(self.scan(unaligned), [(unaligned, 16, 1, 0)])
+
+    def test_unaligned_words_of_several_kernels(self):
+        first, second = (self.api.make_kernel([b"abcd" + little(address)]) for address in (self.a, self.b))
+        kernel = self.api.make_kernel([self.c])
+        found = self.scan(first, self.api.make_kernel([PLAIN]), kernel, second)
+        self.assertFound(found, [(kernel, 0, 2, 0)], refused={0: LOOKALIKE, 1: LOOKALIKE})
+
+    def test_a_word_that_is_cut_off_refuses(self):
+        kernel = self.api.make_kernel([little(PLAIN, self.a)[:-2]])
+        self.assertFound(self.scan(kernel), refused={0: LOOKALIKE})
+
+    def test_halves_in_two_kernels_are_no_address(self):
+        low, high = little(self.a)[:4], little(self.a)[4:]
+        self.assertFound(
+            self.scan(self.api.make_kernel([PLAIN, b"abcd" + low]), self.api.make_kernel([high + b"abcd"]))
+        )
+
+    def test_kernels_without_parameters(self):
+        kernel = self.api.make_kernel([self.a])
+        self.assertFound(self.scan("KERNEL"))
+        self.assertFound(self.scan("KERNEL", kernel, "KERNEL"), [(kernel, 0, 0, 0)])
+
+    def test_unknown_parameters_may_be_any(self):
+        kernel = self.api.make_kernel([self.a])
+        found = self.scan(self.api.make_kernel([self.b], known=False), kernel)
+        self.assertFound(found, [(kernel, 0, 0, 0)], opaque="a kernel whose parameters cannot be read")
+
+    def test_collectives(self):
+        kernel = self.api.make_kernel([self.b])
+        for name in (
+            "ncclKernel_AllReduce_RING_LL_Sum_float",
+            "ncclDevKernel_Generic",
+            "_Z40ncclDevKernel_AllGather_RING_LL_Sum_f32_24ncclDevKernelArgsStorageILm4096EE",
+            "_Z33ncclSymkDevKernel_AllReduce_AGxLL19ncclSymkDevWorkArgs",
+        ):
+            found = self.scan(self.api.make_kernel([self.a], name=name), self.api.make_kernel([self.b]))
+            self.assertFound(
+                dataclasses.replace(found, nodes=(), relocations=()),
+                refused={0: "a collective reads it"},
+                opaque="a collective",
+            )
+            self.assertEqual(found.relocations, (Relocation(0, 0, 1, 0),))
+        for name in ("enclosedKernel", "_Z14my_ncclKernel_v", "triton_poi_fused_nccl_0", ""):
+            kernel = self.api.make_kernel([self.a], name=name)
+            self.assertFound(self.scan(kernel), [(kernel, 0, 0, 0)])
+
+    def test_a_kernel_without_a_name_may_be_a_collective(self):
+        kernel = self.api.make_kernel([self.a], name=None)
+        self.assertFound(self.scan(kernel), [(kernel, 0, 0, 0)], opaque="a kernel whose name cannot be told")
+
+    def test_names_are_asked_once_a_kernel(self):
+        first = self.api.make_kernel([self.a])
+        again = [self.api._add(dataclasses.replace(self.api._nodes[first])) for _ in range(5)]
+        others = [self.api.make_kernel([self.b], name=name, func=False) for name in ("k", "ncclKernel")]
+        self.assertEqual(self.scan(first, *again, *others).opaque, "a collective")
+        self.assertEqual(self.api.calls.count("cuFuncGetName"), 1)
+        self.assertEqual(self.api.calls.count("cuKernelGetName"), 2)
+
+
+class TestCopiesAndFills(RelocationsTestCase):
+    def test_both_sides_of_a_copy(self):
+        both = self.api.make_memcpy(self.a + 4, self.b, 16)
+        unified = self.api.make_memcpy(PLAIN, self.c, 16, source_type="UNIFIED", target_type="UNIFIED")
+        out = self.api.make_memcpy(self.a, self.api.make_host(bytes(8)), 8, target_type="HOST")
+        found = self.scan(both, unified, out, self.api.make_memcpy(PLAIN, PLAIN + 64, 16))
+        self.assertFound(found, [(both, 0, 0, 4), (both, 8, 1, 0), (unified, 8, 2, 0), (out, 0, 0, 0)])
+
+    def test_a_copy_of_rows_may_touch_any(self):
+        for more in ({"Height": 2}, {"Depth": 2}, {"srcXInBytes": 8}, {"source_type": "ARRAY"}):
+            copy = self.api.make_memcpy(PLAIN, self.a, 16, **more)
+            self.assertFound(self.scan(copy), opaque="a copy of rows or arrays")
+
+    def test_fills(self):
+        fill = self.api.make_memset(self.b + 12, 16, element=4)
+        self.assertFound(self.scan(fill, self.api.make_memset(PLAIN, 16)), [(fill, 0, 1, 12)])
+
+    def test_fills_of_rows(self):
+        rows, others = (self.api.make_memset(at, 16, rows=4, pitch=64) for at in (self.b, PLAIN))
+        self.assertFound(self.scan(rows, others), refused={1: "a fill of several rows writes to it"})
+
+
+class TestHostArrays(RelocationsTestCase):
+    def upload(self, data: bytes, target: int = PLAIN, pinned: bool = True, **more: str) -> int:
+        kind = {"source_type": "HOST", **more}
+        return self.api.make_memcpy(self.api.make_host(data, pinned), target, len(data), **kind)
+
+    def test_addresses_in_it_are_refused(self):
+        for pinned in (True, False):
+            for kind in ("HOST", "UNIFIED"):
+                kernel = self.api.make_kernel([self.a, self.b])
+                held = [(kernel, 0, 0, 0), (kernel, 8, 1, 0)]
+                upload = self.upload(little(1, self.b + 24, PLAIN), pinned=pinned, source_type=kind)
+                self.assertFound(self.scan(upload, kernel), held, refused={1: HOST_ARRAY})
+
+    def test_the_first_reason_is_told(self):
+        collective = self.api.make_kernel([self.a], name="ncclKernel")
+        found = self.scan(self.upload(little(self.a)), "HOST", collective)
+        self.assertFound(found, refused={0: HOST_ARRAY}, opaque="a host node")
+
+    def test_plain_numbers_are_harmless(self):
+        upload = self.upload(bytes(range(256)) * 8, target=self.a)
+        self.assertFound(self.scan(upload), [(upload, 8, 0, 0)])
+
+    def test_words_are_aligned_as_on_the_device(self):
+        for lead in range(16):
+            # Behind so many bytes of something else, in a copy that puts the address at a multiple of 8.
+            upload = self.upload(b"x" * lead + little(self.a), target=PLAIN + 64 - lead)
+            self.assertFound(self.scan(upload), refused={0: HOST_ARRAY})
+
+    def test_too_short_for_a_word(self):
+        for nbytes in range(1, 8):
+            self.assertFound(self.scan(self.upload(little(self.a)[:nbytes], target=PLAIN + 4)))
+
+    def test_words_across_chunks(self):
+        with mock.patch.object(relocations, "_HOST_CHUNK", 16):
+            for before in range(0, 72, 4):
+                for target in (PLAIN, PLAIN + 4, PLAIN + 3):
+                    data = bytes(before + -(target + before) % 4) + little(self.a) + bytes(40 - before % 8)
+                    self.assertFound(self.scan(self.upload(data, target)), refused={0: HOST_ARRAY})
+            self.assertFound(self.scan(self.upload(bytes(range(200)))))
+
+    def test_memory_that_is_not_there(self):
+        unread = "a copy from host memory that cannot be read"
+        self.assertFound(self.scan(self.api.make_memcpy(0x10, PLAIN, 64, source_type="HOST")), opaque=unread)
+
+    def test_memory_that_ends_too_early(self):
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+        page = mmap.PAGESIZE
+        with mmap.mmap(-1, 2 * page) as memory:
+            start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+            self.assertEqual(libc.munmap(start + page, page), 0)
+            whole = self.api.make_memcpy(start, PLAIN, page, source_type="HOST")
+            beyond = self.api.make_memcpy(start, PLAIN, page + 8, source_type="HOST")
+            self.assertFound(self.scan(whole))
+            self.assertFound(self.scan(beyond), opaque="a copy from host memory that cannot be read")
+
+    def test_no_memory_file(self):
+        with mock.patch("builtins.open", side_effect=FileNotFoundError):
+            self.assertEqual(self.scan(self.upload(bytes(8))).opaque, "a copy from host memory that cannot be read")
+
+
+class TestOtherNodes(RelocationsTestCase):
+    def test_what_may_hide_addresses(self):
+        child = self.api.make_graph("KERNEL")
+        kernel = self.api.make_kernel([self.a])
+        held = [(kernel, 0, 0, 0)]
+        self.assertFound(self.scan("HOST", kernel), held, opaque="a host node")
+        for kind in ("CONDITIONAL", "BATCH_MEM_OP"):
+            found = self.scan(kind, again := self.api.make_kernel([self.a]))
+            self.assertFound(found, [(again, 0, 0, 0)], opaque="a node that cannot be read")
+        graph = self.api.make_graph("GRAPH", "HOST", children={0: child})
+        self.assertFound(scan(self.driver, graph, self.placeholders), opaque="a child graph")
+
+    def test_nodes_without_inputs_are_harmless(self):
+        self.assertFound(self.scan("EMPTY", "WAIT_EVENT", "MEM_ALLOC", "EVENT_RECORD", "MEM_FREE", "EMPTY"))
+
+    def test_empty_graph(self):
+        self.assertFound(self.scan())
+
+    def test_an_address_between_the_placeholders_is_hidden(self):
+        with mock.patch.object(
+            self, "placeholders", Placeholders(self.driver, 0, [Extent(1 << 30, 0), Extent(1 << 30, 0)])
+        ):
+            between, start = self.placeholders.placeholders[0].high, self.placeholders.placeholders[0].start
+            self.assertIsNone(self.placeholders.find(between))
+            kernel = self.api.make_kernel([between, start])
+            self.assertFound(self.scan(kernel), [(kernel, 8, 0, 0)], opaque=FAR)
+            self.assertFound(self.scan(self.api.make_memset(between, 4)), opaque=FAR)
+            self.assertFound(self.scan(self.api.make_memcpy(between, PLAIN, 4)), opaque=FAR)
+            self.placeholders.close()
+
+
+class TestFailures(RelocationsTestCase):
+    def test_what_the_driver_does_not_tell_is_hidden(self):
+        unified = {"source_type": "UNIFIED"}
+        for call, make, opaque in (
+            ("cuGraphKernelNodeGetParams", lambda: self.api.make_kernel([self.b]), "a kernel whose parameters"),
+            ("cuFuncGetParamInfo", lambda: self.api.make_kernel([self.b]), "a kernel whose parameters"),
+            ("cuGraphMemcpyNodeGetParams", lambda: self.api.make_memcpy(self.b, PLAIN, 8), "a copy that"),
+            ("cuPointerGetAttribute", lambda: self.api.make_memcpy(self.b, PLAIN, 8, **unified), "a copy that"),
+            ("cuGraphMemsetNodeGetParams", lambda: self.api.make_memset(self.b, 8), "a fill that"),
+        ):
+            kernel = self.api.make_kernel([self.a])
+            graph = self.api.make_graph(make(), kernel)
+            self.api.fail(call, code=self.api.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+            found = scan(self.driver, graph, self.placeholders)
+            self.assertFound(found, [(kernel, 0, 0, 0)], opaque=f"{opaque} cannot be read")
+            self.assertIsNone(scan(self.driver, graph, self.placeholders).opaque)
+
+    def test_a_graph_that_cannot_be_listed_raises(self):
+        graph = self.api.make_graph("KERNEL")
+        for call in ("cuGraphGetNodes", "cuGraphNodeGetType"):
+            self.api.fail(call)
+            with self.assertRaisesRegex(DriverError, call):
+                scan(self.driver, graph, self.placeholders)
+
+
+@st.composite
+def words(draw: st.DrawFn) -> tuple[int | None, int]:
+    """A word of a node: placeholder and addend, or None and a number that is the address of none."""
+    if draw(st.booleans()):
+        index = draw(st.integers(0, len(NBYTES) - 1))
+        return index, draw(st.integers(-0x8000, NBYTES[index] + 0x8000))
+    return None, draw(st.sampled_from([0, 1, 4096, PLAIN, 2**63, 2**64 - 1]))
+
+
+NODES = st.one_of(
+    st.tuples(
+        st.just("kernel"),
+        st.lists(
+            st.one_of(words(), st.binary(min_size=1, max_size=5), words().map(lambda w: (b"abcd", w))), max_size=6
+        ),
+        st.booleans(),
+    ),
+    st.tuples(st.just("memcpy"), words(), words()),
+    st.tuples(st.just("memset"), words()),
+    st.just(("EMPTY",)),
+)
+GRAPHS = st.lists(NODES, max_size=6)
+
+
+class AllAtOnce(RelocationsTestCase):
+    def check_relocations(self, drawn):
+        api = FakeApi()
+        driver = self.make_driver(api)
+        placeholders = Placeholders(driver, 0, [Extent(nbytes, 0) for nbytes in NBYTES])
+
+        def value(word: tuple[int | None, int]) -> int:
+            return word[1] if word[0] is None else placeholders.placeholders[word[0]].start + word[1]
+
+        def parameter(drawn) -> int | bytes:
+            if isinstance(drawn, bytes):
+                return drawn
+            return drawn[0] + little(value(drawn[1])) if isinstance(drawn[0], bytes) else value(drawn)
+
+        def node(kind: str, *parts) -> int | str:
+            if kind == "kernel":
+                return api.make_kernel([parameter(part) for part in parts[0]], packed=parts[1])
+            if kind == "memcpy":
+                return api.make_memcpy(value(parts[0]), value(parts[1]), 8)
+            return api.make_memset(value(parts[0]), 8) if kind == "memset" else kind
+
+        graph = api.make_graph(*(node(*parts) for parts in drawn))
+        exec_ = api.instantiate(graph)
+        found = scan(driver, graph, placeholders)
+
+        expected, refused, opaque = {}, set(), None
+        for handle, (kind, *_) in zip(driver.nodes(graph), drawn, strict=True):
+            held = b"" if kind == "EMPTY" else api.exec_parameters(exec_, handle)
+            for offset in range(0, len(held) - 7, 4):
+                index = placeholders.find(address := int.from_bytes(held[offset : offset + 8], "little"))
+                if index is not None and placeholders.placeholders[index].is_far_from(address):
+                    opaque = FAR
+                elif index is not None and offset % 8:
+                    refused.add(index)
+                elif index is not None:
+                    expected[handle, offset] = (index, address - placeholders.placeholders[index].start)
+        self.assertEqual(
+            [((found.nodes[s.node].handle, s.offset), (s.input, s.addend)) for s in found.relocations],
+            [*expected.items()],
+        )
+        self.assertEqual(found.refused, dict.fromkeys(refused, LOOKALIKE))
+        self.assertEqual(found.opaque, opaque)
+
+        # What is written to the relocations is what the graph then holds, and nothing else changes.
+        before = {handle: api.exec_parameters(exec_, handle) for handle, _ in expected}
+        others = (placeholders.high >> 32 << 32) + 0x1_9000_0000  # memory of the same kind
+        for relocation in found.relocations:
+            node, moved = found.nodes[relocation.node], others + (relocation.input << 32) + relocation.addend
+            if isinstance(node, KernelNode):
+                node.word(relocation.offset).value = moved
+            else:
+                setattr(node, "source" if isinstance(node, MemcpyNode) and relocation.offset == 0 else "target", moved)
+        for node in found.nodes:
+            node.bind(exec_, driver.context())
+            node.set()
+        for (handle, offset), (index, addend) in expected.items():
+            word = little(others + (index << 32) + addend)
+            before[handle] = before[handle][:offset] + word + before[handle][offset + 8 :]
+        for handle, held in before.items():
+            self.assertEqual(api.exec_parameters(exec_, handle), held)
+        placeholders.close()
+
+
+class TestAllAtOnce(AllAtOnce):
+    @given(GRAPHS)
+    def test_relocations_are_all_the_places_and_no_others(self, drawn):
+        self.check_relocations(drawn)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,320 @@
+"""The coverage report: logs become records, records become text and JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+import unittest
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._dynamo.backends.common import aot_autograd
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+import pygraph_trees
+from pygraph_trees.report import summary
+from pygraph_trees.report.log import (
+    FunctionLog,
+    GraphLog,
+    Journal,
+    RecordingLog,
+    partition_from_json,
+    partition_to_json,
+)
+from pygraph_trees.report.naming import program_name
+from pygraph_trees.report.partitions import source_line
+from pygraph_trees.report.records import Cause, Environment, FeatureState, Partition, PartitionInput
+from pygraph_trees.report.summary import Report
+from pygraph_trees.report.text import nbytes, render, table
+
+CAUSE = Cause("DeviceCopy ops", "prims.device_put.default", "model.py:31 in forward: y = table.to(x.device)")
+SPLIT = (
+    Partition(graphed=True, kernels={"triton": 3, "extern": 2}),
+    Partition(graphed=False, kernels={"copy": 1, "cpu": 4}, causes=(CAUSE,)),
+    Partition(
+        graphed=True,
+        kernels={"triton": 1},
+        inputs=(PartitionInput("x", True, "cuda:0", "float32", 256, {"triton": 1}),),
+        outputs=("buf7",),
+    ),
+)
+ENVIRONMENT = Environment("0.1.0", "2.13.0", "3.7.0", "NVIDIA H200", (FeatureState("flags", "on"),))
+
+
+def function(**fields):
+    settings = {"placement": "off", "indirection": "off", "selective": "always"}
+    return FunctionLog(
+        **{"model": "Net", "compile_id": "0/0", "mode": "inference", "partition": 1, "settings": settings, **fields}
+    )
+
+
+def recording(number, reason="first call", **fields):
+    inputs = (
+        (0, "arg0_1", "static", "cuda:0", 4096, 0, False),
+        (1, "arg1_1", "live", "cuda:0", 2048, 2048, False),
+        (2, "s0", "value", None, 0, 0, False),
+    )
+    return RecordingLog(number=number, reason=reason, inputs=inputs, kernels=12, other_nodes=1, record_s=0.25, **fields)
+
+
+class TestLogs(TestCase):
+    def test_counts(self):
+        log = function(runs=7, warmups=2)
+        for number in range(3):
+            log.recorded(recording(number, replays=10 * number, pool_bytes=100))
+        record = log.record()
+        self.assertEqual(record.replays, 30)
+        self.assertEqual(record.ungraphed_calls, 2)  # 7 runs of the code, 2 to warm up, 3 to record
+        self.assertEqual(record.record_s, 0.75)
+        self.assertEqual(record.pool_bytes, 300)
+        self.assertEqual(record.recordings[0].copied_bytes, 2048)
+        self.assertEqual([record.recordings[0].count(k) for k in ("static", "managed", "live")], [1, 0, 1])
+
+    def test_partition_of(self):
+        journal = Journal()
+        graph = GraphLog("Net", "0/0", "inference", SPLIT)
+        with journal.compiling(graph):
+            self.assertIs(journal.graph, graph)
+            for number in (1, 2):
+                graph.functions += 1
+                journal.add_function(function(partition=number, graph=graph))
+        self.assertIsNone(journal.graph)
+        _, functions = journal.records()
+        self.assertEqual([(f.partition, f.partitions) for f in functions], [(1, 2), (2, 2)])
+
+    def test_compiling_is_per_thread_and_nests(self):
+        journal, seen = Journal(), []
+        outer, inner = GraphLog("A", None, "forward", ()), GraphLog("B", None, "forward", ())
+        with journal.compiling(outer):
+            thread = threading.Thread(target=lambda: seen.append(journal.graph))
+            thread.start()
+            thread.join()
+            with self.assertRaises(KeyError), journal.compiling(inner):
+                self.assertIs(journal.graph, inner)
+                raise KeyError
+            self.assertIs(journal.graph, outer)
+        self.assertEqual(seen, [None])
+
+    def test_facts_are_logged(self):
+        with self.assertLogs("pygraph_trees.report", logging.DEBUG) as logs:
+            Journal().add_graph(GraphLog("Net", "0/0", "inference", SPLIT))
+            log = function()
+            log.recorded(recording(3))
+            log.not_graphed("mutates inputs")
+            log.not_graphed("mutates inputs")
+        text = "\n".join(logs.output)
+        self.assertIn("Net 0/0 inference: 2 graphed of 3 partitions", text)
+        self.assertIn("outside: DeviceCopy ops, prims.device_put.default, model.py:31", text)
+        self.assertIn("recording 3: first call; 12 kernels, 2048 bytes copied a replay, 0.250 s", text)
+        self.assertEqual(text.count("not graphed: mutates inputs"), 1)
+
+    def test_partitions_travel_as_json(self):
+        for partition in SPLIT:
+            self.assertEqual(partition_from_json(json.loads(json.dumps(partition_to_json(partition)))), partition)
+
+
+class TestCopies(TestCase):
+    """The report's lines on live inputs that are copied."""
+
+    def lines(self, *inputs, **fields):
+        log = function()
+        given = [(number, f"arg{number}_1", *rest) for number, rest in enumerate(inputs)]
+        log.recorded(RecordingLog(number=0, reason="first call", inputs=tuple(given), **fields))
+        text = render(ENVIRONMENT, (), (log.record(),), 200)
+        return [line for line in text.splitlines() if "copied:" in line or "copied for" in line]
+
+    @staticmethod
+    def live(nbytes, route, why=None):
+        return "live", "cuda:0", nbytes, nbytes if route == "copy" else 0, False, route, why
+
+    def test_by_rule(self):
+        pool, host = "it lies in the graph pool", "a host node holds its address"
+        inputs = (
+            self.live(300_000, "copy", pool),
+            self.live(500_000, "patch"),
+            self.live(4096, "copy", host),
+            self.live(7000, "copy", pool),
+            ("static", "cuda:0", 9000, 0, False),
+        )
+        self.assertEqual(
+            self.lines(*inputs),
+            [
+                f"Net 0/0, inference: copied: 2 of 4 live inputs, 307 kB, because {pool}",
+                f"Net 0/0, inference: copied: 1 of 4 live inputs, 4.1 kB, because {host}",
+            ],
+        )
+
+    def test_for_one_call(self):
+        (line,) = self.lines(self.live(4096, "patch"), extra_copies=3, extra_copied_bytes=12_288)
+        self.assertRegex(line, "copied for one call: 3 live inputs, 12.3 kB, because they were less aligned than")
+
+    def test_nothing(self):
+        self.assertEqual(self.lines(self.live(4096, "patch"), self.live(16, "table")), [])
+
+
+class TestNaming(TestCase):
+    """Names are those that a person gave: of the module's class, or of the function."""
+
+    def names(self, fn, *args):
+        seen = []
+
+        def backend(gm, inputs):
+            seen.append(program_name())
+            return gm
+
+        torch._dynamo.reset()
+        torch.compile(fn, backend=backend)(*args)
+        return seen
+
+    def test_modules_and_functions(self):
+        class Net(torch.nn.Module):
+            def forward(self, x):
+                return x + 1
+
+        class Broken(Net):
+            def forward(self, x):
+                x = x.sin()
+                torch._dynamo.graph_break()
+                return x.cos()
+
+        def double(x):
+            return x * 2
+
+        x = torch.ones(2)
+        self.assertEqual(self.names(Net(), x), ["Net"])
+        self.assertEqual(self.names(torch.nn.Sequential(torch.nn.Linear(2, 2)), x), ["Sequential"])
+        self.assertEqual(self.names(double, x), ["double"])
+        first, second = self.names(Broken(), x)
+        self.assertEqual(first, "Broken")
+        self.assertRegex(second, r"^forward:\d+$")
+        self.assertIsNone(program_name())
+
+    def test_backward_has_the_name_of_its_forward(self):
+        journal = Journal()
+        journal.add_graph(GraphLog("Net", "2/0", "forward", ()))
+        self.assertEqual(journal.model_of("2/0"), "Net")
+        self.assertIsNone(journal.model_of("3/0"))
+        self.assertIsNone(journal.model_of(None))
+
+
+class TestReport(TestCase):
+    def records(self):
+        plain = function()
+        plain.recorded(recording(0, replays=1200, pool_bytes=2_097_152))
+        moved = function(model="ANetWithALongNameThatNoTerminalHasRoomFor", mode="forward", runs=9, warmups=1)
+        moved.recorded(recording(1))
+        for number in (2, 3):
+            moved.recorded(recording(number, "static input arg0_1 moved"))
+        moved.not_graphed("mutates inputs that are neither static nor managed")
+        graphs = (
+            GraphLog("Net", "0/0", "inference", SPLIT).record(),
+            GraphLog("Dropped", "1/0", "backward", SPLIT, dropped="skipping cudagraphs due to\n  cpu device").record(),
+        )
+        return graphs, (plain.record(), moved.record())
+
+    def test_text(self):
+        graphs, functions = self.records()
+        self.assertExpectedInline(
+            render(ENVIRONMENT, graphs, functions, 100),
+            """\
+pygraph_trees 0.1.0, torch 2.13.0, triton 3.7.0, NVIDIA H200
+patches on: flags
+
+function                mode  part  kernels  stat  mgd  live  copied  rec  replays  record s    pool
+Net 0/0                  inf   1/1       12     1    0     1  2.0 kB    1     1200      0.25  2.1 MB
+ANetWithALongNameTha..   fwd   1/1       12     1    0     1  2.0 kB    3        0      0.75     0 B
+
+ANetWithALongNameThatNoTerminalHasRoomFor 0/0, forward: recorded again 2 times: static input arg0_1
+    moved
+ANetWithALongNameThatNoTerminalHasRoomFor 0/0, forward: 5 calls un-graphed: mutates inputs that are
+    neither static nor managed
+
+Net 0/0, inference: 1 GPU kernel outside of CUDA graphs
+  DeviceCopy ops: prims.device_put.default at model.py:31 in forward: y = table.to(x.device)
+Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cpu device""",
+        )
+
+    def test_empty(self):
+        self.assertIn("Nothing was compiled", render(ENVIRONMENT, (), (), 80))
+
+    def test_json(self):
+        graphs, functions = self.records()
+        data = json.loads(Report(ENVIRONMENT, graphs, functions).to_json())
+        self.assertEqual(sorted(data), ["breaks", "environment", "functions", "graphs"])
+        self.assertEqual(data["functions"][0]["recordings"][0]["inputs"][1]["copied_bytes"], 2048)
+        self.assertEqual(data["graphs"][0]["partitions"][1]["causes"][0]["op"], "prims.device_put.default")
+
+    def test_graph_breaks(self):
+        table = torch.arange(8.0)
+
+        def program(x, t):
+            return x * table[t + 1]  # Dynamo asks for the number
+
+        summary.clear()
+        torch.compile(program, backend="eager")(torch.ones(4), torch.tensor(3))
+        found = pygraph_trees.report()
+        (broken,) = found.breaks
+        self.assertEqual(broken.count, 1)
+        self.assertIn("aten._local_scalar_dense", broken.reason)
+        self.assertIn("broken by Dynamo, 1x: Data dependent operator: ", " ".join(str(found).split()))
+        summary.clear()
+        self.assertEqual(pygraph_trees.report().breaks, ())
+
+    def test_what_a_compiler_could_not_do(self):
+        table = torch.arange(8.0)
+        summary.clear()
+        torch._dynamo.reset()
+        aot = aot_autograd(fw_compiler=lambda gm, _: gm.forward)
+        torch.compile(lambda x, t: x * table[t], backend=aot)(torch.ones(4), torch.tensor(3))
+        found = pygraph_trees.report().breaks
+        if not found and torch.__version__ >= (2, 15):
+            raise unittest.SkipTest("this torch asks for no number there")
+        self.assertIn("x * table[t]", found[0].source)
+        self.assertIn("Backend compiler exception: ", found[0].reason)
+
+    def test_report_of_this_process(self):
+        found = pygraph_trees.report()
+        self.assertEqual(
+            [f.name for f in found.environment.features],
+            ["flags", "trees", "coverage", "calls", "placement", "table"],
+        )
+        self.assertIsInstance(str(found), str)
+
+    def test_kernels_outside(self):
+        graphs, _ = self.records()
+        self.assertEqual(graphs[0].kernels_outside, 1)
+        self.assertEqual(graphs[1].kernels_outside, 7)
+        self.assertEqual(replace(graphs[0], partitions=()).kernels_outside, 0)
+
+    @given(
+        st.lists(st.lists(st.text("abc xyz", max_size=60), min_size=3, max_size=3), max_size=5), st.integers(40, 200)
+    )
+    def test_tables_fit(self, rows, width):
+        rows = [[first, other[:9], third[:9]] for first, other, third in rows]
+        for line in table(("name", "a", "b"), rows, width).splitlines():
+            self.assertLessEqual(len(line), width)
+
+    @given(st.integers(0, 10**15))
+    def test_bytes(self, count):
+        text, unit = nbytes(count).split()
+        value = float(text) * 1000 ** ["B", "kB", "MB", "GB", "TB"].index(unit)
+        self.assertLessEqual(abs(value - count), 0.05 * count + 0.5)
+        self.assertLessEqual(len(text), 4)
+
+    def test_source_line(self):
+        trace = 'File "/a/b.py", line 3, in f\n    return g(x)\n  File "/a/c.py", line 9, in g\n    y = x.cpu()\n'
+        self.assertEqual(source_line(trace), "/a/c.py:9 in g: y = x.cpu()")
+        self.assertEqual(source_line('File "/a/b.py", line 3, in f'), "/a/b.py:3 in f")
+        self.assertIsNone(source_line(None))
+        self.assertIsNone(source_line("nothing"))
+
+
+if __name__ == "__main__":
+    run_tests()

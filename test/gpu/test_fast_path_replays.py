@@ -1,0 +1,548 @@
+"""Replays that go past upstream's wrappers: which calls do, that they are right, and that others go upstream's way."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import torch
+from indirection import (
+    KEPT,
+    REGIMES,
+    Facts,
+    IndirectionTestCase,
+    Program,
+    assert_same_bits,
+    by_name,
+    compiled,
+    reset,
+    run,
+)
+from indirection import tensor as given
+from torch._inductor import cudagraph_trees
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+from pygraph_trees.native import tensors
+from pygraph_trees.trees.manager import Manager
+
+X, Y = given(64, 33), given(64, 33)
+CALLS = 4  # in each regime
+
+# What is the same function of moving inputs at each call.
+STEADY = [
+    Program("pointwise", lambda x, y: x * y + 1, (X, Y)),
+    Program("several outputs", lambda x, y: (x.sin(), x @ y.mT, y.sum(0)), (X, Y)),
+    Program("misaligned", lambda x, y: x.sin() @ y.mT, (given(64, 33, layout="misaligned"), Y)),
+    Program("64 inputs", lambda *xs: [x * 2 for x in xs], tuple(given(17) for _ in range(64))),
+    Program("an input comes back", lambda x, y: (x, y.T, x + y), (X, Y)),
+    Program("no inputs but one", lambda x: x.cumsum(0), (X,)),
+    Program("written to", lambda x, y: x.add_(y).sum(0), (X, Y)),
+    Program("random", lambda x, y: torch.rand_like(x) + y, (X, Y), seeded=True),
+]
+
+
+@contextlib.contextmanager
+def counted():
+    """How many calls were asked for on the fast path, and how many were found there, in Python and in C++."""
+    counts = {"asked": 0, "fast": 0}
+    replay = Manager.replay_fast
+    before = (0, 0) if tensors.native is None else tensors.native.counts()
+
+    def count(self, inputs, function_id):
+        outputs = replay(self, inputs, function_id)
+        counts["asked"] += 1
+        counts["fast"] += outputs is not None
+        return outputs
+
+    with mock.patch.object(Manager, "replay_fast", count):
+        yield counts
+    if tensors.native is not None:
+        for name, since, now in zip(("asked", "fast"), before, tensors.native.counts(), strict=True):
+            counts[name] += now - since
+
+
+class TestFastPath(IndirectionTestCase):
+    @parametrize("program", STEADY, name_fn=by_name)
+    def test_every_call_behind_the_first_replay(self, program):
+        regimes = KEPT if program.name == "written to" else REGIMES
+        with counted() as counts:
+            facts = self.check(program, regimes, CALLS)
+        # A function that writes asks at each new place in the tree whether it may: after each other function, once.
+        self.assertGreaterEqual(counts["fast"], facts.replays - 1 - (program.name == "written to"))
+        self.assertEqual(counts["fast"], counts["asked"] - (program.name == "written to"))
+
+    def test_alignment_that_changes(self):
+        ways = compiled(lambda x, y: (x.sin() @ y.mT, x.add_(1)))
+        blocks = [torch.zeros(8192, device=self.device) for _ in range(2)]
+        y = torch.randn(64, 33, device=self.device)
+        with counted() as counts:
+            for offset in (0, 0, 0, 0, 1, 0, 3, 1, 64, 0):
+                results = []
+                for way, block in zip((ways.plain, ways.graphed), blocks, strict=True):
+                    torch.compiler.cudagraph_mark_step_begin()
+                    results.append([r.clone() for r in way(block[offset : offset + 64 * 33].view(64, 33), y)])
+                assert_same_bits(results[1], results[0], f"offset {offset}: ")
+                assert_same_bits(blocks[1], blocks[0], f"offset {offset}: ")
+        self.assertGreater(counts["fast"], 4)
+        self.assertEqual(Facts.now().recordings, 1)
+
+    def test_output_that_comes_back_as_an_input(self):
+        ways = compiled(lambda h, x: (h + x).tanh())
+        begin = torch.zeros(64, 33, device=self.device)
+        xs = [torch.full((64, 33), call / 8, device=self.device) for call in range(8)]
+        for _ in range(3):
+            torch.compiler.cudagraph_mark_step_begin()
+            h = ways.graphed(begin, xs[0])
+        with counted() as counts:
+            for x in xs:
+                torch.compiler.cudagraph_mark_step_begin()
+                h = ways.graphed(h, x)
+        wanted = ways.plain(begin, xs[0])
+        for x in xs:
+            wanted = ways.plain(wanted, x)
+        assert_same_bits(h, wanted, "")
+        self.assertGreater(counts["fast"], 3)
+
+    def test_parameters_that_move(self):
+        model = torch.nn.Linear(33, 16, device=self.device)
+        ways = compiled(model)
+        with torch.no_grad(), counted() as counts:
+            for call in range(12):
+                if call == 6:
+                    model.weight.data = model.weight.data * 2
+                x = torch.randn(8, 33, device=self.device)
+                wanted = ways.plain(x)
+                torch.compiler.cudagraph_mark_step_begin()
+                assert_same_bits(ways.graphed(x), wanted, f"call {call}: ")
+        self.assertEqual(Facts.now().recordings, 2)
+        # Not the call that finds it elsewhere, nor the one behind the new recording.
+        self.assertEqual(counts["fast"], counts["asked"] - 2)
+
+    def test_sizes_that_are_inputs(self):
+        """Each is recorded for itself, and replayed so, whichever was there before."""
+        ways = compiled(lambda x, n: x.sum(0) * n + x.shape[0], dynamic=True)
+        with counted() as counts:
+            for call in range(48):
+                x = torch.randn(8 + call % 2, 33, device=self.device)
+                wanted = ways.plain(x, call % 3)
+                torch.compiler.cudagraph_mark_step_begin()
+                assert_same_bits(ways.graphed(x, call % 3), wanted, f"call {call}: ")
+        recordings = Facts.now().recordings
+        self.assertGreater(recordings, 2)
+        # Of each: to warm up, to record, to replay it the torch's way, and to find it behind what was replayed before.
+        self.assertGreaterEqual(counts["fast"], 48 - 4 * recordings - 2)
+        self.assertEqual(counts["fast"], counts["asked"])
+
+    def test_sizes_of_a_training_step(self):
+        layer = torch.nn.Linear(33, 16, device=self.device)
+        ways = compiled(layer, dynamic=True)
+        with counted() as counts:
+            for call in range(30):
+                x = torch.randn(8 + call % 3, 33, device=self.device)
+                found = []
+                for way in (ways.plain, ways.graphed):
+                    layer.zero_grad(set_to_none=True)
+                    torch.compiler.cudagraph_mark_step_begin()
+                    way(x).square().mean().backward()
+                    found.append([p.grad.clone() for p in layer.parameters()])
+                assert_same_bits(found[1], found[0], f"call {call}: ")
+        self.assertGreater(counts["fast"], 20)
+
+    def test_functions_in_turn(self):
+        first, second = compiled(lambda x: x.sin() + 1), compiled(lambda x: x.cos() @ x.mT)
+        with counted() as counts:
+            for call in range(8):
+                x = torch.randn(64, 64, device=self.device)
+                wanted = [first.plain(x), second.plain(x)]
+                found = []
+                for ways in (first, second):
+                    torch.compiler.cudagraph_mark_step_begin()
+                    found.append(ways.graphed(x).clone())
+                assert_same_bits(found, wanted, f"call {call}: ")
+        self.assertGreaterEqual(counts["fast"], 8)
+
+    def test_all_of_a_step(self):
+        ways = [
+            compiled(lambda x: x.sin() + 1),
+            compiled(lambda x, y: y.cos() @ x.mT),
+            compiled(lambda x, y, z: (y - z).relu() + x[0]),
+        ]
+        calls = 8
+        with counted() as counts:
+            for call in range(calls):
+                x = torch.randn(64, 64, device=self.device)
+                results = []
+                for first, second, third in ([w.plain for w in ways], [w.graphed for w in ways]):
+                    torch.compiler.cudagraph_mark_step_begin()
+                    y = first(x)
+                    z = second(x, y)
+                    results.append([y, z, third(x, y, z)])
+                assert_same_bits(results[1], results[0], f"call {call}: ")
+        # Not the warmup, the recording and the first replay of each.
+        self.assertEqual(counts["fast"], 3 * (calls - 3))
+        self.assertEqual(Facts.now().recordings, 3)
+
+    def test_a_function_that_is_called_three_times_a_step(self):
+        """Each call has a recording behind the one before; where it is found is remembered of all three."""
+        ways = compiled(lambda x, y: (x @ y).tanh())
+        settle, calls = 6, 4
+        with mock.patch.object(Manager, "_find_way", autospec=True, side_effect=Manager._find_way) as found:
+            for call in range(settle + calls):
+                x, *others = (torch.randn(64, 64, device=self.device) for _ in range(4))
+                if call == settle:
+                    self.assertGreaterEqual(found.call_count, 3)
+                    found.reset_mock()
+                results = []
+                for way in (ways.plain, ways.graphed):
+                    torch.compiler.cudagraph_mark_step_begin()
+                    made = [way(x, others[0])]
+                    for other in others[1:]:
+                        made.append(way(made[-1], other))
+                    results.append(made)
+                assert_same_bits(results[1], results[0], f"call {call}: ")
+                del made, results
+            self.assertEqual(found.call_count, 0)
+        self.assertEqual(Facts.now().recordings, 3)
+
+    def test_a_step_that_branches(self):
+        """What comes behind the first function is not always the same one."""
+        first = compiled(lambda x: x.sin() + 1)
+        others = [compiled(lambda y: y.cos().sum(0)), compiled(lambda y: y @ y.mT)]
+        with counted() as counts:
+            for call in range(16):
+                x = torch.randn(64, 64, device=self.device)
+                other = others[(call // 2 + call // 5) % 2]
+                wanted = [first.plain(x)]
+                wanted.append(other.plain(wanted[0]))
+                torch.compiler.cudagraph_mark_step_begin()
+                middle = first.graphed(x)
+                assert_same_bits([middle, other.graphed(middle)], wanted, f"call {call}: ")
+        self.assertGreaterEqual(counts["fast"], 16)
+        self.assertEqual(Facts.now().recordings, 3)
+
+    def test_outputs_that_die_at_other_times(self):
+        """The second function is recorded once for each way, and the right recording is replayed."""
+        first, second = compiled(lambda x: (x.sin(), x.cos())), compiled(lambda y: y * 2 + 1)
+        for call in range(20):
+            x = torch.randn(64, 64, device=self.device)
+            torch.compiler.cudagraph_mark_step_begin()
+            y, z = first.graphed(x)
+            keep = (call // 3) % 2
+            if not keep:
+                del z
+            found = [y.clone(), second.graphed(y)]
+            if keep:
+                found.append(z)
+            wanted = [x.sin(), x.sin() * 2 + 1] + ([x.cos()] if keep else [])
+            torch.testing.assert_close(found, wanted)
+            del y, found, wanted
+        self.assertLessEqual(Facts.now().recordings, 4)
+
+    def test_the_right_one_of_many_recordings(self):
+        """The second function is recorded once for each set of the first one's outputs that are kept."""
+        first, second = compiled(lambda x: tuple(x + n for n in range(5))), compiled(lambda x: x * 2)
+        patterns = 2**5
+
+        def run():
+            for pattern in range(patterns):
+                x = torch.full((100,), float(pattern), device=self.device)
+                torch.compiler.cudagraph_mark_step_begin()
+                outputs = list(first.graphed(x))
+                kept = {n: outputs[n] for n in range(5) if pattern >> n & 1}
+                del outputs
+                y = second.graphed(x)
+                self.assertEqual([kept[n] for n in kept], [x + n for n in kept])
+                self.assertEqual(y, x * 2)
+                del y, kept
+
+        run()
+        run()
+        before = Facts.now().recordings
+        with counted() as counts:
+            run()
+        self.assertEqual(Facts.now().recordings, before)
+        self.assertGreaterEqual(before, patterns)
+        self.assertEqual(counts["fast"], 2 * patterns)
+
+    def test_outputs_that_are_alive(self):
+        """Without a new step nothing that is still used is overwritten."""
+        ways = compiled(lambda x: x * 2)
+        torch.compiler.cudagraph_mark_step_begin()
+        for _ in range(4):
+            ways.graphed(torch.ones(100, device=self.device))
+        with counted() as counts:
+            kept = [ways.graphed(torch.full((100,), float(call), device=self.device)) for call in range(4)]
+        for call, output in enumerate(kept):
+            assert_same_bits(output, torch.full((100,), 2.0 * call, device=self.device), f"call {call}: ")
+        self.assertLessEqual(counts["fast"], 1)  # the others come behind one whose output is alive
+
+    def are_cached(self, outputs):
+        """Whether each is a tensor that the recording keeps for all of its replays."""
+        kept = cudagraph_trees.get_manager(0).current_node.cached_tensor_outputs
+        return all(any(output is tensor for tensor in kept) for output in outputs)
+
+    def test_outputs_are_the_same_tensors(self):
+        """As upstream's: nothing is made for them at a replay."""
+        graphed = compiled(lambda x: (x * 2, x[0] + 1)).graphed
+        x, same = torch.ones(100, 3, device=self.device), []
+        with counted() as counts:
+            for call in range(6):
+                torch.compiler.cudagraph_mark_step_begin()
+                outputs = graphed(x)
+                same.append(call > 1 and self.are_cached(outputs))
+                del outputs
+        self.assertEqual(same[-2:], [True, True])
+        self.assertGreaterEqual(counts["fast"], 2)
+
+    def test_views_among_the_outputs(self):
+        """They are made at each replay: a user may do to them what must not be there at the next."""
+        w = torch.randn(6, 8, device=self.device)
+
+        def alone(x):
+            return (x @ w).view(2, -1), (x @ w[:, :4]).t(), x.sin()
+
+        def beside(x):
+            y = x @ w
+            return y.view(2, -1), y, y.t()
+
+        for fn in (alone, beside):
+            ways, same, finished = compiled(fn), [], set()
+            replay = Manager.replay_fast
+
+            def watched(self, inputs, function_id, replay=replay, finished=finished):
+                finished.add(self.ids_to_funcs[function_id].model.as_returned is not None)
+                return replay(self, inputs, function_id)
+
+            with mock.patch.object(Manager, "replay_fast", watched):
+                for call in range(7):
+                    x = torch.randn(4, 6, device=self.device)
+                    torch.compiler.cudagraph_mark_step_begin()
+                    outputs = ways.graphed(x)
+                    assert_same_bits(outputs, ways.plain(x), f"call {call}: ")
+                    self.assertEqual([o.stride() for o in outputs], [o.stride() for o in ways.plain(x)])
+                    same.append(call > 1 and self.are_cached(outputs))
+                    outputs[0].unsqueeze_(0).requires_grad_()
+                    del outputs
+            self.assertEqual(finished, {False})
+            self.assertEqual(same[-2:], [False] * 2)
+
+    def test_a_view_that_retains_its_gradient(self):
+        """In a training step, where what is saved for the backward is not made anew."""
+        model = torch.nn.Linear(6, 8, device=self.device)
+        ways = compiled(lambda x: model(x).view(2, 2, 8))  # what a library's kernel makes, seen in another shape
+        for call in range(6):
+            x, gradients = torch.randn(4, 6, device=self.device), []
+            for way in (ways.plain, ways.graphed):
+                torch.compiler.cudagraph_mark_step_begin()
+                model.zero_grad()
+                y = way(x)
+                y.retain_grad()
+                (y * (call + 1)).sum().backward()
+                gradients.append([y.grad.clone(), model.weight.grad.clone()])
+                del y
+            self.assertEqual(gradients[0][0], torch.full((2, 2, 8), float(call + 1), device=self.device))
+            assert_same_bits(gradients[1], gradients[0], f"call {call}: ")
+
+    def check_gradients(self, model, calls, steps):
+        """Gradients under ``steps``, which are given a way, inputs and the model, are un-graphed's."""
+        torch.manual_seed(0)
+        model = model.to(self.device)
+        ways = compiled(model)
+        for call in range(calls):
+            xs = [torch.randn(2, 4, 6, device=self.device) for _ in range(2)]
+            found = []
+            for way in (ways.plain, ways.graphed):
+                torch.compiler.cudagraph_mark_step_begin()
+                model.zero_grad()
+                found.append([gradient.clone() for gradient in steps(call, way, xs, model)])
+            assert_same_bits(found[1], found[0], f"call {call}: ")
+
+    @parametrize("others", [0, 1])
+    def test_forwards_before_their_backwards(self, others):
+        """What the first saves for its backward, views of what kernels made, lives on though its output does not."""
+        other = compiled(lambda x: (x.sin() + 1).flatten(1)).graphed
+
+        def steps(call, way, xs, model):
+            losses = []
+            for x in xs[: 1 + (call > 3)]:
+                losses.append(way(x).sum())
+                for _ in range(others):
+                    other(x)
+            for loss in losses:
+                loss.backward()
+            return [p.grad for p in model.parameters()]
+
+        self.check_gradients(
+            torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 3)), 8, steps
+        )
+
+    def test_a_graph_that_is_kept_for_a_second_backward(self):
+        def steps(call, way, xs, model):
+            loss = way(xs[0]).sum()
+            if call > 4:
+                loss.backward(retain_graph=True)
+            loss.backward()
+            return [p.grad for p in model.parameters()]
+
+        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 3))
+        with torch._functorch.config.patch(donated_buffer=False):
+            try:
+                self.check_gradients(model, 7, steps)
+            except RuntimeError as error:  # as upstream: what was let go of while it was recorded is held by then
+                self.assertRegex(str(error), "is still held|did not occur during replay")
+
+    def test_gradients_that_are_asked_for_a_gradient(self):
+        """Views of what kernels made, seen in another way in place, or made leaves: of that call alone."""
+
+        def steps(call, way, xs, model):
+            biases = [p for p in model.parameters() if p.dim() == 1]  # others' gradients are no views
+            gradients = torch.autograd.grad(way(xs[0]).sum(), biases)
+            for gradient in gradients:
+                self.assertFalse(gradient.requires_grad)
+                self.assertIsNone(gradient.grad)
+                gradient.requires_grad_()
+            sum((g * g).sum() for g in gradients).backward()
+            found = [g.grad.clone() for g in gradients]
+            for gradient in gradients:
+                gradient.detach_().unsqueeze_(0)
+            return found
+
+        self.check_gradients(
+            torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 3)), 7, steps
+        )
+
+    def test_gradients_that_hooks_keep(self):
+        """Parameters' own gradients are other memory, which is changed in place."""
+
+        def steps(call, way, xs, model):
+            kept = {}
+            biases = [(name, p) for name, p in model.named_parameters() if p.dim() == 1]  # others' are no views
+            with contextlib.ExitStack() as hooks:
+                for name, parameter in biases if call != 5 else ():  # there is none in between
+                    hook = parameter.register_hook(lambda gradient, name=name: kept.__setitem__(name, gradient))
+                    hooks.callback(hook.remove)
+                way(xs[0]).sum().backward()
+            found = {name: gradient.clone() for name, gradient in kept.items()}
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            for name, gradient in found.items():
+                assert_same_bits(kept[name], gradient, f"call {call}, {name}: ")
+            return [*(found[name] for name in sorted(found)), *(p.grad for p in model.parameters())]
+
+        with counted() as counts:
+            self.check_gradients(
+                torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 3)), 9, steps
+            )
+        self.assertGreaterEqual(counts["fast"], 2 * 5)
+
+    def test_gradients_that_are_views(self):
+        """Those of what is transposed or seen in another shape, taken by an optimizer."""
+
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first = torch.nn.Linear(12, 32)
+                self.second = torch.nn.Parameter(torch.randn(16, 32))
+                self.third = torch.nn.Linear(16, 4)
+
+            def forward(self, x):
+                y = self.first(x).relu().view(2, -1, 32) @ self.second.t()
+                return self.third(y.view(-1, 16)).unflatten(0, (2, -1))
+
+        models = []
+        for kind in ("plain", "graphed"):
+            torch.manual_seed(0)
+            model = Model().to(self.device)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            models.append((model, getattr(compiled(model), kind), optimizer))
+        with counted() as counts:
+            for step in range(8):
+                found = []
+                for model, way, optimizer in models:
+                    torch.manual_seed(step)
+                    optimizer.zero_grad(set_to_none=True)
+                    torch.compiler.cudagraph_mark_step_begin()
+                    loss = way(torch.randn(8, 12, device=self.device)).square().sum()
+                    loss.backward()
+                    gradients = [p.grad.clone() for p in model.parameters()]
+                    optimizer.step()
+                    found.append([loss.detach(), *gradients, *(p.detach().clone() for p in model.parameters())])
+                assert_same_bits(found[1], found[0], f"step {step}: ")
+        self.assertGreater(counts["fast"], 0)
+
+    def test_training(self):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(33, 64), torch.nn.GELU(), torch.nn.Linear(64, 8)).to(self.device)
+        ways = compiled(model)
+        with counted() as counts:
+            for call in range(8):
+                x = torch.randn(16, 33, device=self.device)
+                gradients = []
+                for way in (ways.plain, ways.graphed):
+                    model.zero_grad(set_to_none=True)
+                    torch.compiler.cudagraph_mark_step_begin()
+                    way(x).square().sum().backward()
+                    gradients.append([p.grad.clone() for p in model.parameters()])
+                assert_same_bits(gradients[1], gradients[0], f"call {call}: ")
+        # Forward and backward, but for the warmup, the recording and the first replay of each.
+        self.assertEqual(counts["fast"], 2 * (8 - 3))
+
+    def test_without_the_part_in_cpp(self):
+        with mock.patch.object(tensors, "native", None):
+            self.test_training()
+            reset()
+            self.test_all_of_a_step()
+            reset()
+            self.test_every_call_behind_the_first_replay_several_outputs()
+
+    def test_hooks_of_outputs_are_gone_at_the_next_replay(self):
+        weight = torch.ones(33, device=self.device, requires_grad=True)
+        graphed = compiled(lambda x: (x * weight).sin()).graphed
+        seen = []
+        for call in range(8):
+            torch.compiler.cudagraph_mark_step_begin()
+            y = graphed(torch.ones(16, 33, device=self.device))
+            if call % 2:
+                y.register_hook(lambda gradient, call=call: seen.append(call))
+            y.sum().backward()
+            weight.grad = None
+        self.assertEqual(seen, [1, 3, 5, 7])
+
+    def test_forwards_that_wait_for_their_backwards(self):
+        model = torch.nn.Linear(33, 8, device=self.device)
+        ways = compiled(lambda x: model(x).tanh())
+        for call in range(6):
+            gradients = []
+            for way in (ways.plain, ways.graphed):
+                model.zero_grad(set_to_none=True)
+                torch.compiler.cudagraph_mark_step_begin()
+                with torch.random.fork_rng(devices=[self.device]):
+                    torch.manual_seed(call)
+                    xs = [torch.randn(16, 33, device=self.device) for _ in range(3)]
+                sum(way(x).square().sum() for x in xs).backward()
+                gradients.append([p.grad.clone() for p in model.parameters()])
+            torch.testing.assert_close(gradients[1], gradients[0])
+
+    def test_reset_between(self):
+        ways = compiled(lambda x: x * 3)
+        for call in range(12):
+            if call == 6:
+                torch._dynamo.reset()
+            x = torch.full((100,), float(call), device=self.device)
+            torch.compiler.cudagraph_mark_step_begin()
+            assert_same_bits(ways.graphed(x), x * 3, f"call {call}: ")
+
+    def test_several_programs(self):
+        """Each goes on with its own recording."""
+        functions = [lambda x: x * 2, lambda x: x + 3, lambda x: x.sin(), lambda x: x.sum(0)]
+        programs = [Program(f"number {n}", fn, (given(65),)) for n, fn in enumerate(functions)]
+        ways = [compiled(program.fn) for program in programs]
+        for _ in range(2):
+            for program, way in zip(programs, ways, strict=True):
+                run(program, way, self.device, calls=2)
+        self.assertEqual(Facts.now().recordings, len(programs))
+
+
+instantiate_parametrized_tests(TestFastPath)
+
+if __name__ == "__main__":
+    run_tests()
