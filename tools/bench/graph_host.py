@@ -8,7 +8,7 @@ ways take turns in rounds, once the routes of our inputs are chosen. Each figure
 rounds, in µs, with what a clock costs taken off; latency is with a wait for the GPU. *gpu* is from the first to the
 last work of each graph that was launched, summed, by a profiler and in calls of their own; *rest* is what latency has
 beside that and *outside*. Where each graph is launched once, the parts of *trees* before and behind each launch stand
-below. The file has each round's figures too. NAMES are workloads or the programs of ``sections.py``.
+below. The file has each round's figures too. NAMES are workloads or those of ``small_programs.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 from torch._inductor.output_code import CompiledFxGraph
 
 from bench.figures import has_gpu, write_figures
-from bench.sections import program_of
+from bench.small_programs import program_of
 from pygraph_trees.benchmark.program import Program
 from pygraph_trees.benchmark.rings import Ring
 from pygraph_trees.benchmark.settling import call_until_chosen, functions_so_far

@@ -1,4 +1,4 @@
-"""Plots of a summary: SVG and PNG, light and dark. Needs matplotlib, which nothing else here does."""
+"""Plots of a summary: SVG, light and dark. Needs matplotlib, which nothing else here does."""
 
 from __future__ import annotations
 
@@ -53,8 +53,7 @@ def draw(summary: Summary, folder: Path) -> list[str]:
             # Text stays text, and nothing depends on when the file was made.
             with pyplot.rc_context({**_settings(colours), "svg.fonttype": "none", "svg.hashsalt": name}):
                 figure = make(pyplot, summary, colours)
-                for kind, metadata in (("svg", {"Date": None}), ("png", {"Software": None})):
-                    figure.savefig(folder / f"{name}-{theme}.{kind}", metadata=metadata, bbox_inches="tight", dpi=160)
+                figure.savefig(folder / f"{name}-{theme}.svg", metadata={"Date": None}, bbox_inches="tight")
                 pyplot.close(figure)
     return list(_PLOTS)
 

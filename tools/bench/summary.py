@@ -3,7 +3,7 @@
 usage: python tools/bench/summary.py [FILE ...] [--out DIR] [--no-plots]
 
 Reads result files (by default all of ``tools/bench/results``), takes each workload from the latest one, and writes
-README.md and plots/*.svg and *.png there, light and dark. Files of another GPU or torch than the latest are left out,
+README.md and plots/*.svg there, light and dark. Files of another GPU or torch than the latest are left out,
 and said to be. What is slower, copied, larger or different comes first. Where the files are those of
 ``tools/bench/results``, the table in the project's own README.md is written anew too. Plots need matplotlib.
 """
