@@ -39,22 +39,22 @@ class TestUsableDriver(TestCase):
         self.assertTrue(all(issubclass(warning.category, IndirectionOff) for warning in caught))
         return given[0], [str(warning.message) for warning in caught]
 
-    def test_no_bindings(self):
-        given, (text,) = self.said(None)
-        self.assertIsNone(given)
-        self.assertRegex(text, "inputs of CUDA graphs are copied at each replay.*cuda.bindings is not installed")
-
-    def test_too_old(self):
-        given, (text,) = self.said(SimpleNamespace(missing_calls=lambda: ["cuMemMap", "cuGraphNodeGetType"]))
-        self.assertIsNone(given)
-        self.assertRegex(text, "too old, they lack cuMemMap, cuGraphNodeGetType")
-
-    def test_all_is_there(self):
+    def test_a_driver_that_is_missing_or_too_old_is_told_once(self):
+        old = SimpleNamespace(missing_calls=lambda: ["cuMemMap", "cuGraphNodeGetType"])
+        for found, expected in (
+            (None, "inputs of CUDA graphs are copied at each replay.*cuda.bindings is not installed"),
+            (old, "too old, they lack cuMemMap, cuGraphNodeGetType"),
+        ):
+            usable_driver.cache_clear()
+            given, (text,) = self.said(found)
+            self.assertIsNone(given)
+            self.assertRegex(text, expected)
+        usable_driver.cache_clear()
         driver = SimpleNamespace(missing_calls=list)
         self.assertEqual(self.said(driver), (driver, []))
 
-    def test_what_becomes_of_a_function(self):
-        """Its live inputs are copied and say why, and one that is written to is not graphed: as upstream."""
+    def test_without_a_driver_inputs_are_copied_and_writes_are_not_graphed(self):
+        """As upstream does; the inputs say why."""
         model = FunctionModel(lambda inputs: inputs, Settings.current(), FunctionLog("f", "0/0", "inference", 1, {}))
         made = Recording.__new__(Recording)
         made.wrapped_function = SimpleNamespace(model=model)

@@ -435,9 +435,9 @@ def of_inductor(folder: Path) -> Iterator[None]:
         yield
 
 
-def autotuners(folder: Path, fn: Any, *args: torch.Tensor) -> Iterator[Any]:
+def autotuners(folder: Path, fn: Any, *args: torch.Tensor, **options: Any) -> Iterator[Any]:
     """Of a program's kernels, each with a file of its own in the folder."""
-    for graph in lower(fn, args, {}):
+    for graph in lower(fn, args, {}, **options):
         for node in ast.walk(ast.parse(graph.source_code)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "async_compile.triton":
                 name, source = (ast.literal_eval(argument) for argument in node.args[:2])

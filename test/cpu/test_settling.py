@@ -51,21 +51,19 @@ class TestSettling(TestCase):
         call_until_chosen(call, first, **more)
         return count
 
-    def test_as_many_as_a_choice_takes(self) -> None:
+    def test_calls_are_as_many_as_a_choice_takes(self) -> None:
         self.assertEqual(self.calls(), CALLS)
         for route in (None, "by address: 2 us of a replay against 3 us by a table"):
             self.functions = [function(route, "patch")]
             self.assertEqual(self.calls(), CALLS)
 
-    def test_inputs_that_are_elsewhere_now_and_then(self) -> None:
+    def test_calls_are_more_if_inputs_seldom_move_and_fewer_if_they_are_long(self) -> None:
         self.assertEqual(self.calls(share=0.5), 2 * CALLS)
         self.assertEqual(self.calls(share=0.0), CALLS)
-
-    def test_long_calls(self) -> None:
         self.each_s = 0.5
         self.assertEqual(self.calls(), 6)
 
-    def test_until_a_table_is_there(self) -> None:
+    def test_calls_go_on_until_a_table_is_there(self) -> None:
         self.functions = [function(None, "patch"), function(BETTER, "patch", "patch")]
 
         def then(number: int) -> None:
@@ -75,7 +73,7 @@ class TestSettling(TestCase):
         self.assertEqual(self.calls(then=then), 3 * CALLS)
         self.assertEqual(self.calls(), CALLS)
 
-    def test_until_a_table_is_judged(self) -> None:
+    def test_calls_go_on_until_a_table_is_judged(self) -> None:
         self.functions = [function(f"table: 5 us of a replay against 30 us by address, {EXPECTED} (2 of 2)", "table")]
 
         def then(number: int) -> None:
@@ -84,23 +82,23 @@ class TestSettling(TestCase):
 
         self.assertEqual(self.calls(then=then), 2 * CALLS)
 
-    def test_one_that_never_comes(self) -> None:
+    def test_calls_end_if_a_table_never_comes(self) -> None:
         self.functions, self.each_s = [function(BETTER, "patch")], 0.1
         self.assertEqual(self.calls(), 600)
 
-    def test_functions_of_other_programs(self) -> None:
+    def test_functions_of_other_programs_are_not_waited_for(self) -> None:
         self.functions = [function(BETTER, "patch")]
         first = functions_so_far()
         self.functions.append(function(None, "patch"))
         self.assertEqual((first, self.calls(first)), (1, CALLS))
 
-    def test_what_is_told_of_some(self) -> None:
+    def test_routes_are_told_of_some_functions(self) -> None:
         self.functions = [function("by address", "patch"), function(None, "patch"), function("table", "table")]
         self.assertEqual(routes_of(slice(0, 2)), ["f, inference: by address"])
         self.assertEqual(routes_of(slice(1, 3)), ["f, inference: table"])
         self.assertEqual(routes_of(slice(0)), [])
 
-    def test_inputs_that_are_none(self) -> None:
+    def test_a_function_without_recordings_is_not_waited_for(self) -> None:
         self.functions = [function(BETTER)]
         self.functions[0].recordings = []
         self.assertEqual(self.calls(), CALLS)

@@ -192,7 +192,7 @@ class Ways:
         if self.in_cpp:
             self.assertEqual(self.trees.by_hand - by_hand, count)
 
-    def test_a_function_that_is_called_three_times_a_step(self):
+    def test_a_function_may_be_called_three_times_a_step(self):
         number, call = self.trees.function()
         weights, nodes = some(3), []
         for weight in weights:
@@ -208,7 +208,7 @@ class Ways:
             self.check(call, weights[:1], nodes[0])
             self.check_none(call, weights[:1])
 
-    def test_functions_that_follow_each_other_in_turn(self):
+    def test_functions_that_follow_each_other_are_found_without_a_search(self):
         """A function of several positions, each time behind the same one or another."""
         (first, call_first), (second, call_second) = self.trees.function(), self.trees.function()
         root, others = self.trees.recording(first), self.trees.recording(second)
@@ -248,7 +248,7 @@ class Ways:
 
         return root, behind, run
 
-    def test_fifty_recordings_in_turn(self):
+    def test_each_of_fifty_recordings_is_found_by_what_is_alive(self):
         """Each is found by what is alive, and once they are told apart no other one is asked."""
         _, _, run = self.fifty()
         for _ in range(2):
@@ -262,7 +262,7 @@ class Ways:
         for kept, expected in ((51, None), (50, None), (62, None), (48, 48)):  # for which there is none, and once more
             run(kept, expected)
 
-    def test_the_first_of_several_that_accepts(self):
+    def test_the_first_of_several_that_accept_is_replayed(self):
         """Where more than one fits, in upstream's order."""
         root, behind, run = self.fifty()
         behind.reverse()
@@ -272,7 +272,7 @@ class Ways:
                 for kept, expected in ((0, 0), (1, 0), (2, 2), (16, 0), (49, 0), (47, 2), (15, 2)):
                     run(kept, expected)
 
-    def test_an_output_that_is_held_where_nobody_sees_it(self):
+    def test_an_output_that_only_torch_knows_to_be_held_is_alive(self):
         """Torch's reference is asked of each recording that may fit, in their order."""
         root, _, run = self.fifty()
         for _ in range(10):
@@ -285,7 +285,7 @@ class Ways:
         del held
         run(0, 0)
 
-    def test_recordings_with_static_inputs(self):
+    def test_each_of_seventy_recordings_is_found_by_its_static_input(self):
         """Of one function behind the same one, each with a tensor of its own beside one that all share."""
         number, call = self.trees.function()
         shared, *own = some(71)
@@ -318,7 +318,7 @@ class Ways:
         with self.looked_for(0):
             self.check(call, [], root)
 
-    def test_forwards_that_wait_for_their_backwards(self):
+    def test_forwards_wait_for_their_backwards(self):
         (forward, call_forward), (backward, call_backward) = self.trees.function(), self.trees.function()
         root = self.trees.recording(forward)
         behind = self.trees.recording(forward, root)
@@ -333,7 +333,7 @@ class Ways:
                     pending = self.trees.manager.running_forwards_with_pending_backwards
                     self.assertEqual(pending, call is call_forward)
 
-    def test_nothing_is_remembered_behind_anything_else(self):
+    def test_ways_are_forgotten_with_every_change_and_keep_no_recording(self):
         """Upstream's own way, recordings that are to be made anew, the end; and no recording is kept."""
         number, call = self.trees.function()
         nodes = [self.trees.recording(number)]
@@ -377,7 +377,7 @@ class Ways:
         self.step()
         self.check_none(call, [])
 
-    def test_a_new_recording_at_the_same_place(self):
+    def test_a_new_recording_is_asked_after_the_others(self):
         """Upstream records, and the newest one is asked behind the others."""
         number, call = self.trees.function()
         old, new = some(2)
@@ -399,7 +399,7 @@ class Ways:
                 self.step()
                 self.check(call, [weight], node)
 
-    def test_they_are_not_too_many(self):
+    def test_ways_are_not_too_many(self):
         (first, call_first), *others = [self.trees.function() for _ in range(7)]
         root = self.trees.recording(first)
         behind = [(call, self.trees.recording(number, root)) for number, call in others]
@@ -418,7 +418,7 @@ class Ways:
         with self.looked_for(0):
             run()
 
-    def test_another_thread(self):
+    def test_a_thread_with_trees_of_its_own_finds_no_way(self):
         """Where each has trees of its own, what one remembers is nothing to another."""
         number, call = self.trees.function()
         nodes = [self.trees.recording(number)]
