@@ -8,9 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 import torch
+from bare_manager import bare_manager
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -59,10 +60,8 @@ class TestUsableDriver(TestCase):
         made = Recording.__new__(Recording)
         made.wrapped_function = SimpleNamespace(model=model)
         made.cuda_graphs_pool = object()
-        manager = Manager.__new__(Manager)
-        manager.ids_to_funcs = {
-            0: SimpleNamespace(model=model, mutated_input_idxs=[1], static_input_idxs=[], constants=())
-        }
+        wrapped = SimpleNamespace(model=model, mutated_input_idxs=[1], static_input_idxs=[], constants=())
+        manager = bare_manager(ids_to_funcs={0: wrapped})
         with (
             mock.patch.object(Manager, "pools", {made.cuda_graphs_pool: None}),
             mock.patch.object(cudagraph_trees, "CUDAGraphNode", Recording),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import gc
@@ -15,18 +14,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 import torch
+from bare_manager import SKIPPED, bare_manager
 from torch._inductor import compile_fx, config, cudagraph_trees
 from torch._inductor.cudagraph_utils import FunctionID, PlaceholderInfo, WrappedFunction
 from torch._inductor.utils import BoxedBool
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import pygraph_trees
-from inductor_patches import cudagraph_trees as cudagraph_patches
 from inductor_patches import output_code
-from pygraph_trees.indirection import retired
 from pygraph_trees.indirection.inputs import CAPTURED
 from pygraph_trees.native.tensors import Whereabouts, released
 from pygraph_trees.report import compiled
@@ -39,13 +37,10 @@ from pygraph_trees.trees import recording as recording_module
 from pygraph_trees.trees import runner
 from pygraph_trees.trees.collector import paused
 from pygraph_trees.trees.containers import Trees
-from pygraph_trees.trees.fast_path import new_turn
 from pygraph_trees.trees.function import FunctionModel, entered
 from pygraph_trees.trees.manager import Manager, Upstream, _Way
 from pygraph_trees.trees.recording import Recording
 from pygraph_trees.trees.rerecord import why_recorded
-
-HINT = "non_cudagraph_managed_mutation_hint"  # renamed in torch 2.15
 
 
 def in_python(tensors, addresses, indices):
@@ -422,16 +417,11 @@ class TestTurns(TestCase):
 
     def setUp(self):
         super().setUp()
-        self.manager, self.id = Manager.__new__(Manager), FunctionID(0)
+        self.id = FunctionID(0)
         self.model = FunctionModel(double, Settings.current(), FunctionLog("f", "0/0", "inference", 1, {}))
-        self.manager.turn, self.manager._turn_of = new_turn(), None
-        self.manager.ids_to_funcs = {self.id: SimpleNamespace(model=self.model)}
-        self.manager.graph = object()
-        upstream = mock.patch.object(
-            Upstream, "run", autospec=True, side_effect=lambda *given: self.run_by_upstream(*given)
-        )
-        self.upstream = upstream.start()
-        self.addCleanup(upstream.stop)
+        self.manager = bare_manager(ids_to_funcs={self.id: SimpleNamespace(model=self.model)})
+        run = mock.patch.object(Upstream, "run", autospec=True, side_effect=lambda *given: self.run_by_upstream(*given))
+        self.upstream = self.enterContext(run)
 
     def run_by_upstream(self, manager, inputs, function_id):
         self.assertTrue(manager.turn.locked())
@@ -513,23 +503,19 @@ class TestInputsThatMove(TestCase):
     def setUp(self):
         super().setUp()
         self.inputs = [torch.ones(2) for _ in range(4)] + [7]
-        self.manager, self.id = Manager.__new__(Manager), FunctionID(0)
+        self.id = FunctionID(0)
         model = FunctionModel(double, Settings.current(), FunctionLog("f", "0/0", "inference", 1, {}))
         wrapped = WrappedFunction(model, [0, 1, 2], self.id, (), [], [2])
-        self.manager.ids_to_funcs = {self.id: wrapped}
-        self.manager.current_node = None
         self.recorded = SimpleNamespace(
             static_input_idxs=[0, 1, 2, 4],
             static_input_data_ptrs=[t.data_ptr() if isinstance(t, torch.Tensor) else None for t in self.inputs],
             cudagraph_managed_idxs=[],
             preserved_aliased_inputs=[False] * 5,
         )
-        self.manager.roots = {self.id: [self.recorded]}
+        self.manager = bare_manager(ids_to_funcs={self.id: wrapped}, roots={self.id: [self.recorded]})
         self.in_place = True
-        for name, found in (("_uses_addresses", lambda *_: True), ("_is_written_in_place", lambda *_: self.in_place)):
-            patch = mock.patch.object(Manager, name, found)
-            patch.start()
-            self.addCleanup(patch.stop)
+        self.enterContext(mock.patch.object(Manager, "_uses_addresses", lambda *_: True))
+        self.enterContext(mock.patch.object(Manager, "_is_written_in_place", lambda *_: self.in_place))
 
     def static(self, *moved):
         """Which inputs are static once these lie elsewhere."""
@@ -814,190 +800,6 @@ class TestWhoHoldsOutputs(TestCase):
         self.assertFalse(reference.expired())  # as upstream has it: nobody can tell
 
 
-class TestForgotten(TestCase):
-    """Recordings of functions that are no longer graphed."""
-
-    def setUp(self):
-        super().setUp()
-        self.manager = manager = Manager.__new__(Manager)
-        self.model = object()
-        manager._ways, manager._forgotten, manager._anew, manager._left = {}, [], {}, None
-        manager.ids_to_funcs = {
-            number: SimpleNamespace(model=model, mutated_input_idxs=())
-            for number, model in ((1, self.model), (2, None))
-        }
-        manager.warmed_up_functions, manager.path_state = {1, 2}, cudagraph_trees.ExecutionState.EXECUTION
-        manager.graph = "its own"
-        self.enterContext(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
-        own = {"outputs_weakrefs": [], "older_outputs": [], "unaliased_in_all_paths": []}
-        manager._is_unknown = False
-        self.below = mock.Mock(children={}, graph="captured", **own)
-        self.first = mock.Mock(children={1: [self.below]}, graph="captured", **own)
-        manager.roots, manager.current_node = {2: [self.first]}, self.first
-        self.enterContext(mock.patch.object(Manager, "_why_not_staged", lambda *_: None))
-
-    def run_upstream(self, inputs, function_id):
-        """A root is found, and nothing has a fast path."""
-        self.manager.current_node, self.manager.path_state = self.first, cudagraph_trees.ExecutionState.EXECUTION
-        return inputs
-
-    def test_forgotten_recordings_are_given_back_when_a_step_begins(self):
-        """Also if no step has a fast path, so that each begins after the last one's recording."""
-        ends = mock.Mock(return_value=False)  # somebody holds an output
-
-        def try_end(manager):
-            if ends():
-                manager.current_node = None
-
-        with (
-            mock.patch.object(Upstream, "try_end_curr_execution", try_end),
-            mock.patch.object(Upstream, "_run", self.run_upstream),
-            mock.patch("pygraph_trees.trees.manager.release_retired") as released,
-        ):
-            self.manager._anew = {1: "it is recorded again"}
-            self.manager.forget(self.model)
-            self.manager._run([], 2)
-            self.assertEqual((self.first.children[1], released.call_count), ([self.below], 0))
-            ends.return_value = True
-            self.manager._run([], 2)
-        self.assertEqual((self.first.children, self.below.graph, released.call_count), ({}, None, 1))
-        self.below.remove_node_cached_tensors.assert_called_once_with()
-        self.assertIsNone(self.below.native)
-        self.first.remove_node_cached_tensors.assert_not_called()
-        self.assertEqual((self.first.graph, self.manager._forgotten, self.manager._anew), ("captured", [], {}))
-
-    def test_what_is_recorded_again_is_given_back_when_the_next_step_begins(self):
-        """What is replayed goes on; the function's recordings are given back where the next step begins, and it says
-        once why it is recorded again."""
-        self.manager._ways, self.manager._anew = {2: "a way"}, {}
-        self.manager.record_anew(2, "of the test")
-        self.assertEqual((self.manager._ways, self.manager.current_node), ({}, self.first))
-        self.assertEqual((self.first.graph, self.manager.roots), ("captured", {2: [self.first]}))
-
-        def try_end(manager):
-            manager.current_node = None
-
-        recorded, log = [], mock.Mock(recordings=[object()])
-        self.manager.cuda_graphs_thread_pool, self.manager.device_index = (0, 1), 0
-        with (
-            mock.patch.object(Upstream, "try_end_curr_execution", try_end),
-            mock.patch.object(Manager, "_graphs", lambda *_: True),
-            mock.patch("pygraph_trees.trees.manager.release_retired"),
-        ):
-            self.assertIsNone(self.manager._find_way(2, True))
-        self.assertEqual((self.manager.roots, self.first.graph, self.below.graph), ({}, None, None))
-        self.assertIsNone(self.manager.current_node)
-
-        def record(manager, inputs, function_id):
-            manager.current_node = mock.Mock(live=None)
-            recorded.append(function_id)
-
-        with (
-            mock.patch.object(Manager, "_log_of", lambda *_: log),
-            mock.patch.object(Manager, "_would_lose_writes", lambda *_: False),
-            mock.patch.object(Manager, "_demote_saved_inputs", lambda *_: None),
-            mock.patch.object(Manager, "_demote_moved_inputs", lambda *_: None),
-            mock.patch.object(Manager, "_verification", lambda *_: None),
-            mock.patch.object(Manager, "_pool", mock.Mock(nbytes=lambda: 0)),
-            mock.patch.object(Upstream, "record_function", record),
-        ):
-            for reason in ("of the test", "first call with these sizes"):
-                self.manager.current_node = None
-                self.manager.record_function([], 2)
-                self.assertEqual(self.manager.current_node.log.reason, reason)
-        self.assertEqual(recorded, [2, 2])
-
-    def test_no_way_leads_to_what_is_given_back(self):
-        """Ways that were found while it could not be given back yet, also where none is open."""
-        calls = mock.Mock(return_value=[])
-        for is_open in (True, False):
-            with self.subTest(is_open=is_open):
-                self.first.children, self.manager.roots = {1: [self.below]}, {2: [self.first]}
-                self.manager._ways, self.manager._forgotten = {1: "to what is given back", 2: "another"}, [1]
-                self.manager.current_node = self.first if is_open else None
-
-                def try_end(manager):
-                    manager.current_node = None
-
-                with (
-                    mock.patch.object(Upstream, "try_end_curr_execution", try_end),
-                    mock.patch.object(Manager, "_graphs", lambda *_: True),
-                    mock.patch("pygraph_trees.trees.manager.release_retired", calls),
-                ):
-                    self.manager._find_way(2, False)
-                self.assertEqual((self.manager._forgotten, self.first.children), ([], {}))
-                self.assertNotIn(1, self.manager._ways)
-
-    def test_a_watch_forgets_a_recording_and_does_not_keep_the_manager(self):
-        watch = SimpleNamespace(ready=None)
-        self.manager._anew = {}
-        for live in (None, SimpleNamespace(watch=None), SimpleNamespace(watch=watch)):
-            self.manager._let_watch(SimpleNamespace(live=live), 2)
-        watch.ready("of the test")
-        self.assertEqual((self.manager._forgotten, self.manager._anew), ([2], {2: "of the test"}))
-        gone = weakref.ref(self.manager)
-        del self.manager
-        self.assertIsNone(gone())
-        watch.ready("of the test")  # nobody is there
-
-
-class TestShutdown(TestCase):
-    """What recordings had is given back where all trees are reset, whoever held them."""
-
-    def graph(self):
-        class Graph: ...
-
-        return Graph()
-
-    def nodes(self):
-        """A root with a child, each with a graph that its part in C++ holds as well."""
-        below = mock.Mock(children={}, graph=self.graph())
-        first = mock.Mock(children={1: [below]}, graph=self.graph())
-        for node in (first, below):
-            node.native = SimpleNamespace(graph=node.graph)
-        return first, below
-
-    def shut_down(self, nodes):
-        manager = Manager.__new__(Manager)
-        manager._ways, manager._forgotten, manager._left = {}, [], None
-        manager.roots, manager.current_node, manager.graph = {2: [nodes[0]]}, nodes[0], "its own"
-        manager.shutdown()
-        return manager
-
-    def test_graphs_go_before_their_memory_is_given_back(self):
-        nodes, released = self.nodes(), []
-        gone = [weakref.ref(node.graph) for node in nodes]
-        with mock.patch.object(trees_manager, "release_retired", lambda: released.append([graph() for graph in gone])):
-            manager = self.shut_down(nodes)
-        self.assertEqual((released, manager.roots), ([[None, None]], None))
-
-    def test_each_device_is_waited_for_once(self):
-        closed = []
-        memories = [SimpleNamespace(close=lambda device=device: closed.append(device)) for device in (0, 1, 0)]
-        waits = mock.Mock()
-        with (
-            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
-            mock.patch.object(torch.cuda, "synchronize", waits),
-        ):
-            for device, memory in zip((0, 1, 0), memories, strict=True):
-                retired.retire(mock.Mock(), device, memory)
-            self.assertEqual((closed, waits.call_count), ([], 0))
-            self.shut_down(self.nodes())
-        self.assertEqual((sorted(closed), sorted(call.args[0] for call in waits.call_args_list)), ([0, 0, 1], [0, 1]))
-
-    def test_a_reset_gives_back_what_is_left_after_the_managers(self):
-        closed = []
-        with (
-            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
-            mock.patch.object(torch.cuda, "synchronize"),
-        ):
-            retired.retire(mock.Mock(), 0, SimpleNamespace(close=lambda: closed.append(1)))
-            order = []
-            reset = cudagraph_patches._reset_cudagraph_trees(lambda: order.append(list(closed)))
-            reset()
-        self.assertEqual((order, closed), ([[]], [1]))
-
-
 class TestFastPath(TestCase):
     """Which calls go past upstream, on upstream's own rules for the end of a path."""
 
@@ -1005,35 +807,16 @@ class TestFastPath(TestCase):
 
     def setUp(self):
         super().setUp()
-        marked = mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", 0)  # nobody marks steps
-        marked.start()
-        self.addCleanup(marked.stop)
+        self.enterContext(mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", 0))  # nobody marks steps
         self.replayed = []
         self.recording = self.node(accepts=lambda inputs: inputs != ["elsewhere"], replay=self.replay)
         self.recording.wrapped_function = SimpleNamespace(mutated_input_idxs=(), model=None)
-        self.manager = Manager.__new__(Manager)
-        state = {
-            "graph": object(),
-            "current_node": None,
-            "path_state": cudagraph_trees.ExecutionState.NONE,
-            "current_gen": -1,
-            "running_forwards_with_pending_backwards": False,
-            "id_to_mode": {self.FUNCTION: cudagraph_trees.CompilationMode.INFERENCE},
-            "id_to_compile_id": {self.FUNCTION: "3/1"},
-            "roots": {self.FUNCTION: [self.recording]},
-            "warmed_up_functions": {self.FUNCTION},
-            "num_rerecord": {},
-            "ids_to_funcs": {self.FUNCTION: self.recording.wrapped_function},
-            "has_live_user_visible_output_cloning": False,
-            "_ways": {},
-            "_forgotten": [],
-            "turn": new_turn(),
-            "_turn_of": None,
-        }
-        for name, value in state.items():
-            setattr(self.manager, name, value)
-        name = "skip_cudagraph" if "skip_cudagraph" in Upstream.__init__.__code__.co_names else HINT
-        vars(self.manager)[name] = self.skipped = collections.defaultdict(dict)
+        self.manager = bare_manager(
+            roots={self.FUNCTION: [self.recording]},
+            warmed_up_functions={self.FUNCTION},
+            ids_to_funcs={self.FUNCTION: self.recording.wrapped_function},
+        )
+        self.skipped = getattr(self.manager, SKIPPED)
 
     def node(self, **attributes):
         node = Recording.__new__(Recording)

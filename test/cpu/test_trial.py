@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from functorch.compile import make_boxed_func
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext, tracing
@@ -43,7 +43,7 @@ from pygraph_trees.settings import InvalidFlag, Settings
 from pygraph_trees.trees import choice
 from pygraph_trees.trees import function as function_module
 from pygraph_trees.trees.function import FunctionModel, entered
-from pygraph_trees.trees.manager import Manager, Upstream
+from pygraph_trees.trees.manager import Manager
 
 RULES = Rules()
 
@@ -719,6 +719,7 @@ class TestRenewal(TrialTestCase):
         trial.begin_anew()
         self.assertEqual((trial.is_over, others[0].began), (True, 1))
 
+    @settings(deadline=None)
     @given(st.lists(st.tuples(st.booleans(), st.floats(1, 500), st.floats(1, 500)), min_size=100, max_size=200))
     def test_every_call_is_made_once(self, drawn):
         self.world = World()
@@ -1023,179 +1024,6 @@ class TestChoice(TrialTestCase):
             call = self.enter(self.model(write), lambda inputs: self.fail("graphed"), mutated=(0,))
             call([base[1:]])
         self.assertEqual(base, torch.tensor([0.0] + [1.0] * 8))
-
-
-class TestHandedOn(TestCase):
-    """What other functions take of a function's outputs in the graph pool."""
-
-    def node(self, model, number, managed=(), outputs=(), depth=0, **children):
-        """``managed``: depth and output, of each managed input."""
-        return SimpleNamespace(
-            id=SimpleNamespace(id=number),
-            wrapped_function=SimpleNamespace(model=model),
-            cudagraph_managed_idxs=list(range(len(managed))),
-            live_cudagraph_managed_path_refs=list(managed),
-            outputs_metadata=[*({"nbytes": nbytes} for nbytes in outputs), 7, None],
-            _path_from_root=iter(range(depth + 1)),
-            children=dict(enumerate(children.values())),
-        )
-
-    def test_the_newest_recording_says_what_is_handed_on(self):
-        own, other = object(), object()
-        first, partition, neighbour, plain = (SimpleNamespace(trial=trial) for trial in (own, own, other, None))
-        manager = Manager.__new__(Manager)
-        # What another's recording behind it gives, at depth 2, is not this one's; of several recordings one is
-        # replayed.
-        last = self.node(neighbour, 6, ((1, 1), (2, 0)))
-        older, newer = self.node(plain, 4, ((1, 0),) * 9), self.node(plain, 5, ((1, 0), (1, 0), (1, 1), None))
-        behind = self.node(partition, 3, ((1, 0),), outputs=(9,), a=[last], b=[older, newer])
-        newest = self.node(first, 2, outputs=(100, 500), depth=1, a=[behind])
-        above = self.node(neighbour, 0, a=[newest])
-        manager.roots = {1: [self.node(first, 1, outputs=(9,))], 2: [above], 3: [self.node(neighbour, 7, ((0, 0),))]}
-        self.assertEqual(sorted(manager.handed_on(first)), [100, 100, 500, 500])
-        self.assertEqual(manager.handed_on(SimpleNamespace(trial=own)), [])
-        manager.roots = {1: [self.node(first, 1)]}
-        self.assertEqual(manager.handed_on(first), [])
-
-
-class TestForget(TestCase):
-    def setUp(self):
-        super().setUp()
-        self.enterContext(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
-
-    def node(self, **children):
-        node = mock.Mock(children={int(key[1:]): nodes for key, nodes in children.items()})
-        node.graph, node.native, node.outputs_weakrefs, node.older_outputs = "graph", "in C++", [], []
-        node.unaliased_in_all_paths, node.log = [], RecordingLog(replays=3)
-        return node
-
-    def test_the_pool_is_given_back_with_its_last_recording_unless_an_output_is_held(self):
-        made = []
-
-        class Fresh(Manager):
-            def __init__(self, device_index):
-                self.graph, self.stream, self.cuda_graphs_thread_pool = "graph", "stream", (0, 9)
-                made.append(device_index)
-
-        for is_held in (False, True):
-            model, node = object(), self.node()
-            # Also of outputs that others have taken the place of.
-            node.outputs_weakrefs, node.unaliased_in_all_paths = [mock.Mock(expired=lambda: True), None], [True, False]
-            node.older_outputs = [mock.Mock(expired=lambda: not is_held)]  # noqa: B023
-            manager = self.a_pool(
-                Fresh,
-                _made_with=((3,), {}),
-                graph="first graph",
-                pools={(0, 7), (0, 9)},
-                ids_to_funcs={1: SimpleNamespace(model=model)},
-                roots={1: [node]},
-            )
-            made.clear()
-            with mock.patch.object(torch.cuda, "empty_cache") as emptied:
-                self.assertFalse(manager.give_pool_back())  # nothing was given back yet
-                manager.forget(model)
-                self.assertEqual((made, emptied.call_count), ([], 0) if is_held else ([3], 1))
-                self.assertEqual(manager.graph, "first graph" if is_held else "graph")
-                if is_held:
-                    self.assertFalse(manager.give_pool_back())
-                    is_held = False
-                    manager._anew[1] = "a reason"
-                    self.assertFalse(manager.give_pool_back())  # it is about to be used
-                    manager._anew.clear()
-                    self.assertTrue(manager.give_pool_back())
-                self.assertEqual((manager.cuda_graphs_thread_pool, manager.stream), ((0, 9), "stream"))
-                self.assertEqual((manager.pools, manager._left), ({(0, 9)}, None))
-                self.assertFalse(manager.give_pool_back())  # once
-            self.assertEqual((made, emptied.call_count), ([3], 1))
-
-    def a_pool(self, kind=Manager, **state):
-        """A manager with nothing to give back."""
-        manager = kind.__new__(kind)
-        given = {"_ways": {}, "_forgotten": [], "_anew": {}, "_left": None, "graph": "graph", "roots": {}, "stream": 0}
-        given |= {
-            "_made_with": ((0,), {}),
-            "_current_node": None,
-            "cuda_graphs_thread_pool": (0, 7),
-            "ids_to_funcs": {},
-        }
-        given |= {"path_state": cudagraph_trees.ExecutionState.NONE, "_is_unknown": False}
-        for name, value in (given | state).items():
-            setattr(manager, name, value)
-        return manager
-
-    def test_the_pool_stays_if_outputs_are_made_at_each_replay(self):
-        """Of these only the newest are known, and somebody may hold others; of upstream's own recordings, who knows."""
-        for log, is_back in ((RecordingLog(), True), (RecordingLog(replays=5), False), (None, False)):
-            model, node = object(), self.node()
-            node.outputs_weakrefs = [mock.Mock(expired=lambda: True), None, mock.Mock(expired=lambda: True)]
-            node.unaliased_in_all_paths, node.log = [True, False, False], log
-            manager = self.a_pool(ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: [node]})
-            made = mock.Mock(side_effect=RuntimeError("it would be given back"))
-            with mock.patch.object(Manager, "__init__", made):
-                manager.forget(model)
-                manager.give_pool_back()
-            self.assertEqual((manager._is_unknown, made.called), (not is_back, is_back))
-
-    def test_no_pool_is_begun_if_nothing_was_recorded_or_somebody_captures(self):
-        model = object()
-        with mock.patch.object(Manager, "__init__", side_effect=AssertionError("a new one")):
-            manager = self.a_pool(ids_to_funcs={1: SimpleNamespace(model=model)})
-            manager.forget(model)
-            self.assertFalse(manager.give_pool_back())
-            self.assertIsNone(manager._left)
-            manager = self.a_pool(_left=[])
-            with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
-                self.assertFalse(manager.give_pool_back())
-
-    def test_the_old_pool_stays_if_a_new_one_cannot_be_made(self):
-        manager = self.a_pool(_left=[])
-        with (
-            mock.patch.object(Manager, "__init__", side_effect=RuntimeError("out of memory")),
-            self.assertLogs("pygraph_trees.trees", "WARNING") as logs,
-        ):
-            self.assertFalse(manager.give_pool_back())
-        self.assertIn("out of memory", logs.output[0])
-        self.assertEqual((manager.graph, manager._left), ("graph", []))
-
-    def test_what_was_shut_down_has_nothing(self):
-        model = object()
-        manager = self.a_pool(_left=[], _forgotten=[1], ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: []})
-        manager.shutdown()
-        self.assertEqual((manager._left, manager._forgotten), (None, []))
-        manager.forget(model)
-        self.assertFalse(manager.give_pool_back())
-        manager._forget()
-        self.assertEqual(manager.handed_on(SimpleNamespace(trial=object())), [])
-
-    def test_from_another_thread_it_is_the_managers_own_that_does_it(self):
-        model, node = object(), self.node()
-        manager = self.a_pool(ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: [node]}, _ways={1: "a way"})
-        manager.forget(model, later=True)
-        self.assertEqual((manager.roots, manager._ways, manager._forgotten), ({1: [node]}, {}, [1]))
-
-    def test_an_open_path_is_ended_if_that_takes_nothing_from_anybody(self):
-        """It is ended at a look, where that takes nothing from anybody."""
-        state = cudagraph_trees.ExecutionState
-        for path_state, are_dead, is_ended in (
-            (state.EXECUTION, False, True),  # upstream ends it at a new step
-            (state.RECORDING, True, True),
-            (state.RECORDING, False, False),  # upstream would take the outputs away
-            (state.WARMUP, True, False),
-        ):
-            node = self.node()
-            last = mock.Mock(all_outputs_are_dead=lambda are_dead=are_dead: are_dead)
-            manager = self.a_pool(_forgotten=[1], roots={1: [node]}, _current_node=last, path_state=path_state)
-
-            def end(manager):
-                manager.current_node = None
-
-            with (
-                mock.patch.object(Upstream, "try_end_curr_execution", end),
-                mock.patch.object(Upstream, "clear_current_path_state_and_set_to_none", end),
-                mock.patch.object(Manager, "__init__", side_effect=RuntimeError("not now")),
-            ):
-                manager.give_pool_back()
-            self.assertEqual(manager.roots, {} if is_ended else {1: [node]})
 
 
 if __name__ == "__main__":

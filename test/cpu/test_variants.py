@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 import variant_kernels as kernels
 from bench import slots as benchmark
-from test_cooperative_and_dependent_launches_are_refused import autotuners, of_inductor, on_gpu
+from test_launches import autotuners, of_inductor, on_gpu
 from torch import nn
 from torch._inductor import config as inductor_config
 from torch.testing._internal.common_utils import TestCase, run_tests

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import gc
@@ -15,9 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 import torch
+from bare_manager import bare_manager
 from fake_trees import Graph, Plain, some
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -30,7 +30,6 @@ from pygraph_trees.trees.manager import Manager, Upstream
 from pygraph_trees.trees.recording import Recording
 
 MODE, EXECUTION = cudagraph_trees.CompilationMode, cudagraph_trees.ExecutionState.EXECUTION
-SKIPPED = "skip_cudagraph" if "skip_cudagraph" in Upstream.__init__.__code__.co_names else None
 
 
 def in_python(found, addresses, indices):
@@ -56,32 +55,8 @@ class Trees:
     """A manager of functions; their recordings ask and replay as all do, and their graphs do nothing."""
 
     def __init__(self):
-        self.manager = manager = Manager.__new__(Manager)
         self.roots, self.wrapped, self.replayed, self.by_hand = {}, {}, [], 0
-        state = {
-            "graph": object(),
-            "current_node": None,
-            "path_state": cudagraph_trees.ExecutionState.NONE,
-            "current_gen": -1,
-            "running_forwards_with_pending_backwards": False,
-            "id_to_mode": collections.defaultdict(lambda: MODE.INFERENCE),
-            "id_to_compile_id": collections.defaultdict(lambda: "3/1"),
-            "roots": self.roots,
-            "warmed_up_functions": self.wrapped,
-            "num_rerecord": {},
-            "ids_to_funcs": self.wrapped,
-            "has_live_user_visible_output_cloning": False,
-            "_ways": {},
-            "_anew": {},
-            "_left": None,
-            "_forgotten": [],
-            "_is_unknown": False,
-            "turn": fast_path.new_turn(),
-            "_turn_of": None,
-        }
-        for name, value in state.items():
-            setattr(manager, name, value)
-        vars(manager)[SKIPPED or "non_cudagraph_managed_mutation_hint"] = collections.defaultdict(dict)
+        self.manager = bare_manager(roots=self.roots, warmed_up_functions=self.wrapped, ids_to_funcs=self.wrapped)
 
     def function(self):
         """A function, and who enters it."""
