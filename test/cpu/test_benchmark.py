@@ -434,6 +434,11 @@ def _ways(**callables: Any) -> Any:
     return mock.patch("pygraph_trees.benchmark.measure.make_ways", lambda program, names: made)
 
 
+def _compared(program: Program, **callables: Any) -> list[Measurement]:
+    with _ways(**callables):
+        return compare(program, plan=FAST)
+
+
 class TestComparison(TestCase):
     def test_four_ways_on_the_cpu(self):
         program = Program(_model(), (torch.randn(3, 4),), context=torch.no_grad, name="toy", batch=3)
@@ -495,8 +500,7 @@ class TestComparison(TestCase):
 
     def test_a_training_step_is_compared(self):
         program = Program(_model(), (torch.randn(3, 4),), training=True)
-        with _ways(eager=program.fn, ours=program.fn):
-            found = compare(program, plan=FAST)
+        found = _compared(program, eager=program.fn, ours=program.fn)
         self.assertEqual([m.error for m in found], [None] * 4)
         self.assertEqual([m.max_diff for m in found], [0.0] * 4)
         self.assertTrue(all(p.grad is None for p in program.fn.parameters()))
@@ -506,8 +510,7 @@ class TestComparison(TestCase):
             raise RuntimeError("no graph today")
 
         program = Program(torch.sin, (torch.randn(3),))
-        with _ways(eager=torch.sin, upstream=raises, ours=torch.sin):
-            found = compare(program, plan=FAST)
+        found = _compared(program, eager=torch.sin, upstream=raises, ours=torch.sin)
         errors = {(m.way, m.regime): m.error for m in found}
         self.assertEqual(errors["upstream", "same"], "RuntimeError: no graph today")
         self.assertEqual(errors["upstream", "fresh"], "RuntimeError: no graph today")
@@ -521,14 +524,12 @@ class TestComparison(TestCase):
             return kept[0] * 2
 
         program = Program(lambda x: x * 2, (torch.ones(3),))
-        with _ways(eager=program.fn, ours=stale):
-            found = compare(program, plan=FAST)
+        found = _compared(program, eager=program.fn, ours=stale)
         self.assertEqual([m.max_diff for m in found], [0.0, 0.0, 0.0, 2.0])
 
     def test_programs_that_write_to_their_inputs_are_compared_on_the_same_values(self):
         program = Program(lambda x: x.add_(1).clone(), (torch.zeros(3),))
-        with _ways(eager=program.fn, ours=program.fn):
-            found = compare(program, plan=FAST)
+        found = _compared(program, eager=program.fn, ours=program.fn)
         self.assertEqual([m.max_diff for m in found], [0.0] * 4)
 
 

@@ -205,6 +205,12 @@ class LiveInputsTestCase(TestCase):
         live.set_up(graph)
         return live, graph
 
+    def replayable(self, nodes: Nodes, *inputs: Any, **more: Any) -> tuple[LiveInputs, Graph]:
+        """A recording that was launched once."""
+        live, graph = self.record(nodes, *inputs, **more)
+        live.finish()
+        return live, graph
+
     def capture(self, nodes: Nodes, live: LiveInputs) -> Graph:
         by_index = {item.index: item.placeholder_tensor.data_ptr() for item in live.items}
         return Graph(self.api, nodes([by_index[i] for i in sorted(by_index)]))
@@ -245,8 +251,7 @@ class TestAddresses(LiveInputsTestCase):
 
     def test_each_replay_has_its_addresses_and_unchanged_ones_cost_no_call(self):
         for packed in (False, True):
-            live, graph = self.record(self.one_kernel(packed=packed), at(0), at(0))
-            live.finish()
+            live, graph = self.replayable(self.one_kernel(packed=packed), at(0), at(0))
             for _ in range(3):
                 a, b = at(0), at(0)
                 self.assertEqual(self.call(live, graph, a, b), [[a.data_ptr(), b.data_ptr()]])
@@ -262,8 +267,7 @@ class TestAddresses(LiveInputsTestCase):
 
     def test_a_thread_that_has_not_used_the_gpu_is_given_a_context(self):
         """Without one the driver crashes when nodes are set."""
-        live, graph = self.record(self.one_kernel(), at(0), at(0))
-        live.finish()
+        live, graph = self.replayable(self.one_kernel(), at(0), at(0))
         a, b = at(0), at(0)
         launched = []
         thread = threading.Thread(target=lambda: launched.extend(self.call(live, graph, a, b)))
@@ -275,8 +279,7 @@ class TestAddresses(LiveInputsTestCase):
         self.assertEqual(self.api.calls.count("cuCtxSetCurrent"), 1)
 
     def test_a_recording_is_passed_over_if_the_context_is_refused(self):
-        live, _ = self.record(self.one_kernel(), at(0), at(0))
-        live.finish()
+        live, _ = self.replayable(self.one_kernel(), at(0), at(0))
         for _ in range(2):  # C++ leaves it to Python, which asks again
             self.api.fail("cuCtxGetCurrent")
         self.assertIn("cuCtxGetCurrent", live.prepare([at(0), at(0)]))
@@ -358,8 +361,7 @@ class TestAddresses(LiveInputsTestCase):
         self.assertEqual(self.call(live, graph, a, b)[0], [a.data_ptr(), live.items[1].recorded])
 
     def test_a_copy_node_refuses_memory_of_another_kind(self):
-        live, _ = self.record(lambda found: [self.api.make_memcpy(found[0], OTHER, 8)], at(0))
-        live.finish()
+        live, _ = self.replayable(lambda found: [self.api.make_memcpy(found[0], OTHER, 8)], at(0))
         mapped = at(0)
         with mock.patch.object(self.api, "is_reserved", lambda address: address == mapped.data_ptr()):
             self.assertRegex(str(live.prepare([mapped])), f"^{MEMCPY} refused an address of input 0")
@@ -497,8 +499,7 @@ class TestCopies(LiveInputsTestCase):
 
     def test_misaligned_input_is_copied_for_the_call(self):
         for mutated in ((), (0,)):
-            live, graph = self.record(self.one_kernel(), at(0), mutated=mutated)
-            live.finish()
+            live, graph = self.replayable(self.one_kernel(), at(0), mutated=mutated)
             a = at(16)
             before = a.clone()
             for count in (1, 2):  # the same address once more: it is copied once more
@@ -516,14 +517,11 @@ class TestCopies(LiveInputsTestCase):
 
     def test_zeros_without_memory_are_copied_for_the_call(self):
         """They have no address: a kernel that is given 0 reads there."""
-        shapes = {(4, 8): None, (32,): None, (2, 4, 4): (1, 2, 8)}
-        for shape, stride in shapes.items():
-            live, graph = self.record(self.one_kernel(), at(0, shape))
-            live.finish()
+        for shape, stride in (((4, 8), None), ((32,), None), ((2, 4, 4), (1, 2, 8))):
+            live, graph = self.replayable(self.one_kernel(), at(0, shape))
             for number in range(3):
                 zeros = torch._efficientzerotensor(shape)
-                zeros = zeros if stride is None else zeros.as_strided(shape, stride)
-                self.begin(live, zeros)
+                self.begin(live, zeros if stride is None else zeros.as_strided(shape, stride))
                 copy = live.temporary[0]
                 self.assertEqual((graph.launch(), copy), ([[copy.data_ptr()]], torch.zeros(shape)))
                 self.assertNotEqual(copy.data_ptr(), 0)
@@ -534,8 +532,7 @@ class TestCopies(LiveInputsTestCase):
 
     def test_an_address_in_the_middle_of_an_input_stays_aligned(self):
         """A kernel was chosen for the alignment of that address, not of the first element's."""
-        live, graph = self.record(lambda found: [self.api.make_kernel([found[0], found[0] + 112])], at(16))
-        live.finish()
+        live, graph = self.replayable(lambda found: [self.api.make_kernel([found[0], found[0] + 112])], at(16))
         for residue, copies in ((0, 1), (32, 2), (144, 2), (16, 2)):
             a = at(residue)
             self.begin(live, a)
@@ -546,8 +543,7 @@ class TestCopies(LiveInputsTestCase):
 
     def test_a_call_inside_a_change_of_addresses_is_passed_over(self):
         """A finalizer can make one; the graph holds what it is believed to hold."""
-        live, graph = self.record(self.one_kernel(), at(0))
-        live.finish()
+        live, graph = self.replayable(self.one_kernel(), at(0))
         a, b = at(0), at(0)
         original, answers = live._why_not, []
 
@@ -564,8 +560,7 @@ class TestCopies(LiveInputsTestCase):
             self.assertEqual(self.call(live, graph, given_), [[given_.data_ptr()]])
 
     def test_a_copy_for_the_call_is_as_aligned_as_what_was_recorded(self):
-        live, graph = self.record(self.one_kernel(), at(68))
-        live.finish()
+        live, graph = self.replayable(self.one_kernel(), at(68))
         for residue in (64, 72):
             a = at(residue)
             self.begin(live, a)
@@ -577,8 +572,7 @@ class TestCopies(LiveInputsTestCase):
 
     def test_input_in_the_pool_is_copied_for_the_call(self):
         a, h = at(0), at(0)
-        live, graph = self.record(self.one_kernel(), a)
-        live.finish()
+        live, graph = self.replayable(self.one_kernel(), a)
         self.put_in_pool(h)
         for count in (1, 2):
             self.begin(live, h)
@@ -615,8 +609,7 @@ class TestCopies(LiveInputsTestCase):
 
         for interrupted in (before, behind):
             a, b = at(0), at(0)
-            live, graph = self.record(self.one_kernel(), a)
-            live.finish()
+            live, graph = self.replayable(self.one_kernel(), a)
             self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
             with mock.patch.object(live_inputs.Patches, "apply", interrupted), self.assertRaises(KeyboardInterrupt):
                 live.prepare([b])
@@ -640,8 +633,7 @@ class TestCopies(LiveInputsTestCase):
                 self.assertEqual(live.prepare([view]), expected)
 
     def test_an_input_that_was_copied_for_a_call_can_die_before_the_launch(self):
-        live, _ = self.record(self.one_kernel(), at(0), at(0))
-        live.finish()
+        live, _ = self.replayable(self.one_kernel(), at(0), at(0))
         inputs = [at(0), at(68), None]  # the second is copied for the call
         kept, gone = weakref.ref(inputs[0]), weakref.ref(inputs[1])
         self.assertIsNone(live.prepare(inputs))
@@ -664,17 +656,6 @@ class TestCopies(LiveInputsTestCase):
             self.assertEqual(self.call(live, graph, a, b), [[a.data_ptr(), b.data_ptr()]])
         self.assertEqual(live.extra_copies, 0)
 
-    def test_a_copy_for_one_call_is_not_remembered(self):
-        live, graph = self.record(self.one_kernel(), at(0), at(0))
-        a, b = at(16), at(0)
-        for _ in range(3):
-            self.begin(live, a, b)
-            self.assertEqual(graph.launch(), [[live.temporary[0].data_ptr(), b.data_ptr()]])
-            self.assertEqual(live.temporary[0], a)
-            live.finish()
-            a.add_(1)
-        self.assertEqual((live.extra_copies, live._known), (3, {}))
-
     def test_the_pool_may_grow_to_where_an_input_was(self):
         live, graph = self.record(self.one_kernel(), at(0))
         x = at(0)
@@ -686,8 +667,7 @@ class TestCopies(LiveInputsTestCase):
     def test_a_mutated_input_in_the_pool_is_refused(self):
         """Whether it is patched or copied back, it would write over what the graph put there."""
         b, h = at(0), at(0)
-        live, graph = self.record(self.one_kernel(), at(0), b, mutated=[1])
-        live.finish()
+        live, graph = self.replayable(self.one_kernel(), at(0), b, mutated=[1])
         self.put_in_pool(h)
         before = graph.launch()
         self.api.calls.clear()
@@ -702,8 +682,7 @@ class TestCopies(LiveInputsTestCase):
 
     def test_a_call_that_is_prepared_and_not_made_leaves_no_trace(self):
         for mutated in ((), (0,)):
-            live, graph = self.record(self.one_kernel(), at(0), at(0), mutated=mutated)
-            live.finish()
+            live, graph = self.replayable(self.one_kernel(), at(0), at(0), mutated=mutated)
             a, b = at(16), at(0)
             self.assertIsNone(live.prepare([a, at(0)]))
             copy = weakref.ref(live.temporary[0])
@@ -806,8 +785,7 @@ class TestOutputs(LiveInputsTestCase):
     def test_an_output_on_an_input_in_the_pool_is_a_view_of_a_copy(self):
         h, a, b = at(0), at(0), at(0)
         for nodes in (self.one_kernel(), lambda found: [self.api.make_kernel(found[1:])]):  # patched, and copied
-            live, _ = self.record(nodes, a, b)
-            live.finish()
+            live, _ = self.replayable(nodes, a, b)
             self.put_in_pool(h)
             before = h.clone()
             self.begin(live, h, at(0))
@@ -897,8 +875,7 @@ class TestLifetimes(LiveInputsTestCase):
     """Rule 7: what is kept, and given back when nothing runs there."""
 
     def hidden(self, device: int = 0) -> tuple[LiveInputs, Graph]:
-        live, graph = self.record(lambda found: ["HOST"], at(0), device=device)
-        live.finish()
+        live, graph = self.replayable(lambda found: ["HOST"], at(0), device=device)
         return live, graph
 
     def drop(self, recordings: list[Any]) -> None:

@@ -181,7 +181,7 @@ PATCHED = st.permutations(range(len(PLACEHOLDERS))).flatmap(
 ADDRESSES = st.sampled_from([*PLACEHOLDERS[:2], 0x7F12_3456_7800, 0x7F12_3456_7A00, 2**57 - 2**22])
 STEPS = st.lists(st.lists(ADDRESSES, min_size=6, max_size=6), max_size=5)
 CALLS = st.sampled_from(sorted(SET_CALLS.values()))
-EXAMPLES = settings(max_examples=150, deadline=None)
+EXAMPLES = settings(max_examples=80, deadline=None)
 
 
 class Patching:
@@ -249,6 +249,14 @@ class Patching:
         addresses = [0x7000_0000_0000, 0x7000_0001_0000]
         setup.patches.apply(addresses)
         self.assertEqual([setup.patches.apply(addresses, anew) for anew in ((), [0], [0, 1])], [0, 2, 3])
+
+    def test_memory_nodes_are_set_every_time(self):
+        setup = self.setup([kernel(Held(0, 0)), memcpy(Held(1, 0), Held(0, 0)), memset(Held(1, 0))], [1])
+        for _ in range(3):
+            setup.api.calls.clear()
+            self.assertEqual(setup.patches.apply([PLACEHOLDERS[1]]), 2)
+            self.assertEqual(Counter(setup.api.calls), Counter([SET_CALLS["memcpy"], SET_CALLS["memset"]]))
+        self.assertEqual(setup.patches.set_calls, 6)
 
     def test_lists_of_addresses_are_copied(self):
         setup = self.setup([kernel(Held(0, 0))], [0])
@@ -368,7 +376,7 @@ class TestPatching(Patching, TestCase):
 
 
 class TestCapturedCopies(TestCase):
-    @settings(max_examples=150, deadline=None)
+    @EXAMPLES
     @given(GRAPHS, PATCHED, st.lists(ADDRESSES, min_size=6, max_size=6), st.randoms(use_true_random=False))
     def test_later_instances_hold_what_the_copies_are_given(self, specs, inputs, given, random):
         setup = Setup(specs, inputs)

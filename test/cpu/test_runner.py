@@ -44,7 +44,7 @@ class Runner:
 
     def call(self, args):
 """
-EXAMPLES = settings(max_examples=200, deadline=None)
+EXAMPLES = settings(max_examples=100, deadline=None)
 CALL = """
 arg0_1, arg1_1, arg2_1 = args
 args.clear()

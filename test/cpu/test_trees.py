@@ -868,19 +868,6 @@ class TestFastPath(TestCase):
         child.wrapped_function = SimpleNamespace(mutated_input_idxs=())
         return child
 
-    def test_a_path_goes_on_with_a_child_of_its_last_recording(self):
-        for new_step in (False, True):
-            with self.subTest(new_step=new_step):
-                self.replayed.clear()
-                child = self.child()
-                node = self.node(children={self.FUNCTION: [child]})
-                self.behind(node, new_step=new_step)
-                self.assertIsNone(self.manager.replay_fast(["elsewhere"], self.FUNCTION))
-                self.assertIs(self.manager.current_node, node)
-                self.assertEqual(self.manager.replay_fast(["x"], self.FUNCTION), [1])
-                self.assertIs(self.manager.current_node, child)
-                self.assertEqual(self.manager.current_gen, self.manager.get_curr_generation())
-
     def test_the_first_recording_that_fits_is_replayed(self):
         first, second = self.child(), self.child()
         vars(first)["accepts"] = lambda inputs: inputs == ["x"]
@@ -898,20 +885,6 @@ class TestFastPath(TestCase):
             self.assertEqual(outputs is not None, expected is not None)
             if expected is not None:
                 self.assertIs(self.manager.current_node, expected)
-
-    def test_recordings_whose_inputs_lie_elsewhere_are_not_asked(self):
-        """Those whose static inputs lie elsewhere are not asked one by one."""
-        tensors = [torch.zeros(1) for _ in range(50)]
-        asked, children = [], []
-        for number, tensor in enumerate(tensors):
-            child = self.child(whereabouts=Whereabouts([0], [tensor.data_ptr()]))
-            vars(child)["accepts"] = lambda inputs, number=number: asked.append(number) or True
-            children.append(child)
-        with mock.patch.object(torch._C, "_tensors_data_ptrs_at_indices_equal", in_python, create=True):
-            self.behind(self.node(children={self.FUNCTION: children}), new_step=False)
-            self.assertEqual(self.manager.replay_fast([tensors[43]], self.FUNCTION), [1])
-        self.assertIs(self.manager.current_node, children[43])
-        self.assertEqual(asked, [43])
 
     def test_a_path_whose_outputs_are_cloned_ends_with_its_step(self):
         self.manager.has_live_user_visible_output_cloning = True  # since torch 2.14

@@ -130,12 +130,22 @@ class Function:
         return self.contestant([*map(float, inputs), *sizes])
 
 
+def no_memory():
+    """Of earlier decisions."""
+    return mock.Mock(find=mock.Mock(return_value=None))
+
+
 class TrialTestCase(TestCase):
     def setUp(self):
         self.world = World()
         patcher = mock.patch.object(trials.time, "perf_counter_ns", lambda: self.world.now_ns)
         patcher.start()
         self.addCleanup(patcher.stop)
+
+    def one(self, memory=None, **function):
+        """A trial, and its only function."""
+        trial = Trial(Objective.LATENCY, memory=memory)
+        return trial, Function(self.world, trial, **function)
 
     def steps(self, count, *functions, wait=True):
         for number in range(count):
@@ -147,8 +157,7 @@ class TrialTestCase(TestCase):
 
 class TestTrial(TrialTestCase):
     def test_graphs_that_pay_are_kept(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
+        trial, function = self.one()
         self.steps(30, function)
         ways = "".join(function.calls)
         self.assertEqual(ways, "u" * 7 + "g" * 23)
@@ -179,8 +188,7 @@ class TestTrial(TrialTestCase):
 
     def test_few_calls_are_measured(self):
         for noise in (0.0, 30.0):
-            trial = Trial(Objective.LATENCY)
-            function = Function(self.world, trial)
+            trial, function = self.one()
             contestant, times = function.contestant, dict(function.times)
             for number in range(80):
                 shift = noise * (number % 3)
@@ -192,8 +200,7 @@ class TestTrial(TrialTestCase):
 
     def test_nobody_waits_for_the_gpu(self):
         """Calls of a GPU that is behind go on the way they go, for so long."""
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
+        trial, function = self.one()
         self.world.behind = True
         self.steps(trials._MOST_STEPS + 2, function)
         self.assertEqual((trial.is_over, trial.decision, function.went), (True, None, [Way.GRAPHED]))
@@ -276,9 +283,8 @@ class TestTrial(TrialTestCase):
 
     def test_it_ends_once(self):
         """Another thread may call while it is decided."""
-        memory = mock.Mock(find=mock.Mock(return_value=None))
-        trial = Trial(Objective.LATENCY, memory=memory)
-        function = Function(self.world, trial)
+        memory = no_memory()
+        trial, function = self.one(memory)
 
         def meanwhile(*args):
             trial._end(Way.GRAPHED, None, None)
@@ -305,8 +311,7 @@ class TestTrial(TrialTestCase):
         self.assertEqual((trial.is_over, forward.went, backward.went), (True, [Way.GRAPHED], [Way.GRAPHED]))
 
     def test_what_is_recorded_again_is_not_measured(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
+        _, function = self.one()
         self.steps(11, function)
         before = function.contestant.made(Way.GRAPHED)
         original = function.graph
@@ -322,9 +327,8 @@ class TestTrial(TrialTestCase):
     def test_a_function_that_is_always_recorded_again_is_ungraphed_if_that_costs(self):
         ways = {}
         for record_us in (5e4, 101.0):
-            memory = mock.Mock(find=mock.Mock(return_value=None))
-            trial = Trial(Objective.LATENCY, memory=memory)
-            function = Function(self.world, trial)
+            memory = no_memory()
+            trial, function = self.one(memory)
 
             def again(inputs, function=function, record_us=record_us):
                 function.log.recordings.append(RecordingLog(number=1, kernels=4, other_nodes=0, replays=1))
@@ -349,7 +353,7 @@ class TestTrial(TrialTestCase):
 
     def test_only_like_is_compared_with_like(self):
         for first, second in ((100, 400), (400, 100)):
-            memory = mock.Mock(find=mock.Mock(return_value=None))
+            memory = no_memory()
             trial = Trial(Objective.LATENCY, memory=memory)
             self.sized([first] * 7 + [second] * 20 + [first, second] * 20, trial, 60.0, 30.0)
             found = trial.decision.compared
@@ -365,7 +369,7 @@ class TestTrial(TrialTestCase):
 
     def test_what_was_measured_of_other_sizes_is_not_kept(self):
         """The memory was asked for those of the first call."""
-        memory = mock.Mock(find=mock.Mock(return_value=None))
+        memory = no_memory()
         trial = Trial(Objective.LATENCY, memory=memory)
         self.sized([100] + [400] * 30, trial, 60.0, 30.0)
         self.assertEqual(trial.decision.way, Way.GRAPHED)
@@ -378,9 +382,8 @@ class TestTrial(TrialTestCase):
             (mock.patch.dict("os.environ", CUDA_LAUNCH_BLOCKING="1"), 0),
             (mock.patch.dict("os.environ", CUDA_LAUNCH_BLOCKING="0"), 1),
         ):
-            memory = mock.Mock(find=mock.Mock(return_value=None))
-            trial = Trial(Objective.LATENCY, memory=memory)
-            function = Function(self.world, trial)
+            memory = no_memory()
+            trial, function = self.one(memory)
             self.steps(5, function)
             with disturbed:
                 self.steps(1, function)
@@ -388,8 +391,7 @@ class TestTrial(TrialTestCase):
             self.assertEqual((trial.decision.way, memory.store.call_count), (Way.GRAPHED, stored))
 
     def test_another_thread_ends_it(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
+        _, function = self.one()
         self.steps(2, function)
         thread = threading.Thread(target=lambda: function(5))
         thread.start()
@@ -427,8 +429,7 @@ class TestTrial(TrialTestCase):
     def test_another_thread_ends_it_anywhere(self):
         for steps in (4, 7, 10, 15):
             for line in itertools.count():
-                trial = Trial(Objective.LATENCY)
-                function = Function(self.world, trial)
+                trial, function = self.one()
                 self.steps(steps, function)
                 found = []
                 if not self.interrupted(lambda: found.append(function(1)), lambda: found.append(function(5)), line):  # noqa: B023
@@ -440,8 +441,7 @@ class TestTrial(TrialTestCase):
 
     def test_one_that_joins_while_another_thread_ends_it(self):
         for line in itertools.count():
-            trial = Trial(Objective.LATENCY)
-            function = Function(self.world, trial)
+            trial, function = self.one()
             self.steps(1, function)
             joined = []
             if not self.interrupted(lambda: joined.append(Function(self.world, trial)), lambda: function(5), line):  # noqa: B023
@@ -458,8 +458,7 @@ class TestTrial(TrialTestCase):
         self.assertIsNotNone(trial.decision)
 
     def test_an_error_of_the_program_does_not_end_the_trial(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
+        trial, function = self.one()
         self.steps(3, function)
         broken = SimpleNamespace(work=mock.Mock(side_effect=ValueError("theirs")))
         with mock.patch.object(function, "world", broken), self.assertRaisesRegex(ValueError, "theirs"):
@@ -495,9 +494,15 @@ class TestRenewal(TrialTestCase):
                 return number + 1
         return count
 
+    def settled(self, memory=None, **times):
+        """A trial that is decided, and its function, whose calls are looked at."""
+        trial, function = self.one(memory, **times)
+        self.decided(trial, function)
+        self.looks(2 * self.LOOKS, function)
+        return trial, function
+
     def test_calls_as_before_are_not_measured_again(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
+        trial, function = self.one()
         self.decided(trial, function)
         self.assertEqual(self.looks(200, function), 200)
         self.assertEqual((trial.is_over, function.began, function.went), (True, 0, [Way.GRAPHED]))
@@ -508,8 +513,7 @@ class TestRenewal(TrialTestCase):
             (light, self.HEAVY, [Way.GRAPHED, Way.UNGRAPHED], "^un-graphed: 45 us a call against 130 us"),
             (self.HEAVY, light, [Way.UNGRAPHED, Way.GRAPHED], "^graphed: 50 us a call against 110 us"),
         ):
-            trial = Trial(Objective.LATENCY)
-            function = Function(self.world, trial, **before)
+            trial, function = self.one(**before)
             self.assertEqual(self.decided(trial, function), ways[0])
             self.looks(2 * self.LOOKS, function)
             self.becomes(function, **after)
@@ -524,8 +528,7 @@ class TestRenewal(TrialTestCase):
             self.assertLessEqual(len(measured), RULES.flips_after * (RULES.most_calls + 4))
 
     def test_each_decision_is_traced(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
+        trial, function = self.one()
         with artifacts() as found:
             self.decided(trial, function)
             self.assertEqual([artifact.content["decision"] for artifact in found], [function.log.decision])
@@ -542,9 +545,8 @@ class TestRenewal(TrialTestCase):
         self.assertRegex(ungraphed["ungraphed_reason"], "measured to be faster")
 
     def test_a_decision_that_is_confirmed_is_stored_again(self):
-        memory = mock.Mock(find=mock.Mock(return_value=None))
-        trial = Trial(Objective.LATENCY, memory=memory)
-        function = Function(self.world, trial)
+        memory = no_memory()
+        trial, function = self.one(memory)
         self.decided(trial, function)
         first = trial.decision
         self.looks(2 * self.LOOKS, function)
@@ -557,10 +559,7 @@ class TestRenewal(TrialTestCase):
         memory.find.assert_called_once()
 
     def test_a_decision_stays_if_calls_change_for_a_moment(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
-        self.decided(trial, function)
-        self.looks(2 * self.LOOKS, function)
+        trial, function = self.settled()
         self.becomes(function, **self.HEAVY)
         self.looks(100, function)
         for _ in range(100):
@@ -592,8 +591,7 @@ class TestRenewal(TrialTestCase):
 
     def test_a_trial_begins_again_if_sizes_change_for_good(self):
         """Such calls are like no other; where they change for good, they are compared."""
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
+        trial, function = self.one()
         for number in range(60):
             function(number, sizes=(8,))
             self.world.wait()
@@ -636,16 +634,14 @@ class TestRenewal(TrialTestCase):
     def test_a_graphed_function_is_not_tried_again_without_memory_for_both_ways(self):
         """Of what is graphed: its recordings stay while it is run un-graphed."""
         for times, begins in (({}, 0), (self.HEAVY, 1)):
-            trial = Trial(Objective.LATENCY)
-            function = Function(self.world, trial, **times)
+            trial, function = self.one(**times)
             self.decided(trial, function)
             function.room = False
             trial.begin_anew()
             self.assertEqual((function.began, trial.is_over), (begins, not begins))
 
     def test_another_thread_measures_nothing_and_ends_what_is_begun(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
+        trial, function = self.one()
         self.decided(trial, function)
         with ThreadPoolExecutor(1) as other:
             with mock.patch.object(self.world, "mark", side_effect=AssertionError("it is not measured")):
@@ -656,16 +652,14 @@ class TestRenewal(TrialTestCase):
         self.assertEqual((trial.is_over, trial.is_elsewhere), (True, True))
 
     def test_what_spoke_against_a_decision_long_ago_is_forgotten(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
+        trial, function = self.one()
         self.decided(trial, function)
         trial.decision = replace(trial.decision, against=2)
         trial.begin_anew()
         self.assertEqual(trial._standing.against, 0)
 
     def test_a_trial_begins_again_so_many_times_at_most(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
+        trial, function = self.one()
         self.decided(trial, function)
         for number in range(10):
             self.looks(100, function)
@@ -680,8 +674,7 @@ class TestRenewal(TrialTestCase):
 
     def test_what_cannot_be_measured_again_stays(self):
         for times in ({}, self.HEAVY):
-            trial = Trial(Objective.LATENCY)
-            function = Function(self.world, trial, **times)
+            trial, function = self.one(**times)
             way = self.decided(trial, function)
             standing = trial.decision
             self.looks(2 * self.LOOKS, function)
@@ -693,8 +686,7 @@ class TestRenewal(TrialTestCase):
             self.assertEqual((trial.is_over, trial.decision, function.went), (True, standing, [way, way]))
 
     def test_without_a_decision_there_is_nothing_to_renew(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
+        trial, function = self.one()
         self.world.behind = True
         self.steps(trials._MOST_STEPS + 2, function)
         self.assertFalse(trial.may_be_renewed())
@@ -723,8 +715,7 @@ class TestRenewal(TrialTestCase):
     @given(st.lists(st.tuples(st.booleans(), st.floats(1, 500), st.floats(1, 500)), min_size=100, max_size=200))
     def test_every_call_is_made_once(self, drawn):
         self.world = World()
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
+        trial, function = self.one()
         for number, (wait, host_us, gpu_us) in enumerate(drawn):
             self.becomes(function, (host_us, gpu_us), (gpu_us, host_us))
             called = function.look if trial.is_over else function
