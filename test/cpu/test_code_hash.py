@@ -178,7 +178,7 @@ class TestEvidence(TestCase):
         self.printed = self.enterContext(mock.patch("builtins.print"))
         self.enterContext(mock.patch.object(self.module, "EVIDENCE", self.folder / "evidence.json"))
 
-    def test_what_took_longest_runs_first(self):
+    def test_the_longest_file_runs_first(self):
         files = self.files("a.py", "b.py", "c.py", "new.py")
         parts = self.module.longest_first(files)
         self.assertEqual([part.path for part in parts[:: self.module.MOST_PARTS]], files)

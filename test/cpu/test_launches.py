@@ -79,7 +79,7 @@ class FakeAutotuner:
 
 @contextlib.contextmanager
 def warming_up(addresses: Collection[int]) -> Iterator[set[int]]:
-    """Notes launches, and builds the variants behind; then the set holds the addresses that these take."""
+    """Notes launches, and builds the variants afterwards; then the set holds the addresses that these take."""
     taken = set[int]()
     with noting(addresses) as readings:
         yield taken
@@ -262,7 +262,7 @@ class TestWarmup(LaunchesTestCase):
             self.assertEqual(taken, {a.data_ptr(), c.data_ptr()})
         self.assertEqual(len(self.made), 2)
 
-    def test_nothing_is_built_behind_a_failure(self) -> None:
+    def test_nothing_is_built_after_a_failure(self) -> None:
         a, b = tensors(2)
         with self.assertRaises(KeyError), warming_up({a.data_ptr()}):
             FakeAutotuner().run(a, b, b, 8, stream=7)

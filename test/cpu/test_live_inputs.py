@@ -1017,7 +1017,7 @@ class TestLifetimes(LiveInputsTestCase):
         self.choose()
         self.assertEqual(self.api.leaks(), [])
 
-    def test_what_is_not_taken_back_is_said_and_is_no_error(self):
+    def test_memory_that_is_not_taken_back_is_logged_and_no_error(self):
         self.drop([self.hidden()])
         self.api.fail("cuMemUnmap")
         with self.assertLogs("pygraph_trees.indirection", "WARNING") as logged:

@@ -22,6 +22,11 @@ from pygraph_trees.trees import manager as trees_manager
 from pygraph_trees.trees.manager import Manager, Upstream
 
 
+def end_path(manager):
+    """As upstream does once nothing of it is needed."""
+    manager.current_node = None
+
+
 class TestForgotten(TestCase):
     """Recordings of functions that are no longer graphed."""
 
@@ -54,12 +59,8 @@ class TestForgotten(TestCase):
         """Also if no step has a fast path, so that each begins after the last one's recording."""
         ends = mock.Mock(return_value=False)  # somebody holds an output
 
-        def try_end(manager):
-            if ends():
-                manager.current_node = None
-
         with (
-            mock.patch.object(Upstream, "try_end_curr_execution", try_end),
+            mock.patch.object(Upstream, "try_end_curr_execution", lambda manager: ends() and end_path(manager)),
             mock.patch.object(Upstream, "_run", self.run_upstream),
             mock.patch("pygraph_trees.trees.manager.release_retired") as released,
         ):
@@ -75,21 +76,17 @@ class TestForgotten(TestCase):
         self.first.remove_node_cached_tensors.assert_not_called()
         self.assertEqual((self.first.graph, self.manager._forgotten, self.manager._anew), ("captured", [], {}))
 
-    def test_what_is_recorded_again_is_given_back_when_the_next_step_begins(self):
+    def test_recordings_to_be_made_again_are_given_back_at_the_next_step(self):
         """What is replayed goes on; the function's recordings are given back where the next step begins, and it says
         once why it is recorded again."""
         self.manager._ways, self.manager._anew = {2: "a way"}, {}
         self.manager.record_anew(2, "of the test")
         self.assertEqual((self.manager._ways, self.manager.current_node), ({}, self.first))
         self.assertEqual((self.first.graph, self.manager.roots), ("captured", {2: [self.first]}))
-
-        def try_end(manager):
-            manager.current_node = None
-
         recorded, log = [], mock.Mock(recordings=[object()])
         self.manager.cuda_graphs_thread_pool, self.manager.device_index = (0, 1), 0
         with (
-            mock.patch.object(Upstream, "try_end_curr_execution", try_end),
+            mock.patch.object(Upstream, "try_end_curr_execution", end_path),
             mock.patch.object(Manager, "_graphs", lambda *_: True),
             mock.patch("pygraph_trees.trees.manager.release_retired"),
         ):
@@ -124,12 +121,8 @@ class TestForgotten(TestCase):
                 self.first.children, self.manager.roots = {1: [self.below]}, {2: [self.first]}
                 self.manager._ways, self.manager._forgotten = {1: "to what is given back", 2: "another"}, [1]
                 self.manager.current_node = self.first if is_open else None
-
-                def try_end(manager):
-                    manager.current_node = None
-
                 with (
-                    mock.patch.object(Upstream, "try_end_curr_execution", try_end),
+                    mock.patch.object(Upstream, "try_end_curr_execution", end_path),
                     mock.patch.object(Manager, "_graphs", lambda *_: True),
                     mock.patch("pygraph_trees.trees.manager.release_retired", calls),
                 ):
@@ -157,11 +150,15 @@ class TestPool(TestCase):
         super().setUp()
         self.enterContext(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
 
-    def node(self, **children):
-        node = mock.Mock(children={int(key[1:]): nodes for key, nodes in children.items()})
-        node.graph, node.native, node.outputs_weakrefs, node.older_outputs = "graph", "in C++", [], []
+    def node(self):
+        node = mock.Mock(children={}, graph="graph", native="in C++", outputs_weakrefs=[], older_outputs=[])
         node.unaliased_in_all_paths, node.log = [], RecordingLog(replays=3)
         return node
+
+    def recorded(self, node, kind=Manager, **state):
+        """A manager with one function, which has one recording, and the function's model."""
+        model = object()
+        return bare_manager(kind, ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: [node]}, **state), model
 
     def test_the_pool_is_given_back_with_its_last_recording_unless_an_output_is_held(self):
         made = []
@@ -172,18 +169,12 @@ class TestPool(TestCase):
                 made.append(device_index)
 
         for is_held in (False, True):
-            model, node = object(), self.node()
+            node = self.node()
             # Also of outputs that others have taken the place of.
             node.outputs_weakrefs, node.unaliased_in_all_paths = [mock.Mock(expired=lambda: True), None], [True, False]
             node.older_outputs = [mock.Mock(expired=lambda: not is_held)]  # noqa: B023
-            manager = bare_manager(
-                Fresh,
-                _made_with=((3,), {}),
-                graph="first graph",
-                pools={(0, 7), (0, 9)},
-                ids_to_funcs={1: SimpleNamespace(model=model)},
-                roots={1: [node]},
-            )
+            state = {"_made_with": ((3,), {}), "graph": "first graph", "pools": {(0, 7), (0, 9)}}
+            manager, model = self.recorded(node, Fresh, **state)
             made.clear()
             with mock.patch.object(torch.cuda, "empty_cache") as emptied:
                 self.assertFalse(manager.give_pool_back())  # nothing was given back yet
@@ -203,12 +194,12 @@ class TestPool(TestCase):
             self.assertEqual((made, emptied.call_count), ([3], 1))
 
     def test_the_pool_stays_if_outputs_are_made_at_each_replay(self):
-        """Of these only the newest are known, and somebody may hold others; of upstream's own recordings, who knows."""
+        """Of these only the newest are known, and somebody may hold others; of upstream's recordings, none is known."""
         for log, is_back in ((RecordingLog(), True), (RecordingLog(replays=5), False), (None, False)):
-            model, node = object(), self.node()
+            node = self.node()
             node.outputs_weakrefs = [mock.Mock(expired=lambda: True), None, mock.Mock(expired=lambda: True)]
             node.unaliased_in_all_paths, node.log = [True, False, False], log
-            manager = bare_manager(ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: [node]})
+            manager, model = self.recorded(node)
             made = mock.Mock(side_effect=RuntimeError("it would be given back"))
             with mock.patch.object(Manager, "__init__", made):
                 manager.forget(model)
@@ -236,7 +227,7 @@ class TestPool(TestCase):
         self.assertIn("out of memory", logs.output[0])
         self.assertEqual((manager.graph, manager._left), ("graph", []))
 
-    def test_what_was_shut_down_has_nothing(self):
+    def test_a_manager_that_is_shut_down_has_nothing_to_give_back(self):
         model = object()
         manager = bare_manager(_left=[], _forgotten=[1], ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: []})
         manager.shutdown()
@@ -247,13 +238,12 @@ class TestPool(TestCase):
         self.assertEqual(manager.handed_on(SimpleNamespace(trial=object())), [])
 
     def test_from_another_thread_it_is_the_managers_own_that_does_it(self):
-        model, node = object(), self.node()
-        manager = bare_manager(ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: [node]}, _ways={1: "a way"})
+        manager, model = self.recorded(node := self.node(), _ways={1: "a way"})
         manager.forget(model, later=True)
         self.assertEqual((manager.roots, manager._ways, manager._forgotten), ({1: [node]}, {}, [1]))
 
     def test_an_open_path_is_ended_if_that_takes_nothing_from_anybody(self):
-        """It is ended at a look, where that takes nothing from anybody."""
+        """It is ended at a look."""
         state = cudagraph_trees.ExecutionState
         for path_state, are_dead, is_ended in (
             (state.EXECUTION, False, True),  # upstream ends it at a new step
@@ -264,13 +254,9 @@ class TestPool(TestCase):
             node = self.node()
             last = mock.Mock(all_outputs_are_dead=lambda are_dead=are_dead: are_dead)
             manager = bare_manager(_forgotten=[1], roots={1: [node]}, current_node=last, path_state=path_state)
-
-            def end(manager):
-                manager.current_node = None
-
             with (
-                mock.patch.object(Upstream, "try_end_curr_execution", end),
-                mock.patch.object(Upstream, "clear_current_path_state_and_set_to_none", end),
+                mock.patch.object(Upstream, "try_end_curr_execution", end_path),
+                mock.patch.object(Upstream, "clear_current_path_state_and_set_to_none", end_path),
                 mock.patch.object(Manager, "__init__", side_effect=RuntimeError("not now")),
             ):
                 manager.give_pool_back()
@@ -278,7 +264,7 @@ class TestPool(TestCase):
 
 
 class TestShutdown(TestCase):
-    """What recordings had is given back where all trees are reset, whoever held them."""
+    """Memory of recordings is given back when all trees are reset, whoever holds them."""
 
     def graph(self):
         return type("Graph", (), {})()
@@ -348,7 +334,7 @@ class TestHandedOn(TestCase):
     def test_the_newest_recording_says_what_is_handed_on(self):
         own, other = object(), object()
         first, partition, neighbour, plain = (SimpleNamespace(trial=trial) for trial in (own, own, other, None))
-        # What another's recording behind it gives, at depth 2, is not this one's; of several recordings one is
+        # What another's recording after it gives, at depth 2, is not this one's; of several recordings one is
         # replayed.
         last = self.node(neighbour, 6, ((1, 1), (2, 0)))
         older, newer = self.node(plain, 4, ((1, 0),) * 9), self.node(plain, 5, ((1, 0), (1, 0), (1, 1), None))
