@@ -265,11 +265,17 @@ class Ways:
         number, call = self.trees.function()
         shared, *own = some(71)
         nodes = [self.trees.recording(number, static=[shared, weight]) for weight in own]
+        accepts = Recording.accepts
         for times in range(3):
-            with self.looked_for(70 * (not times)) if times != 1 else contextlib.nullcontext():
+            with (
+                self.looked_for(70 * (not times)) if times != 1 else contextlib.nullcontext(),
+                mock.patch.object(Recording, "accepts", autospec=True, side_effect=accepts) as asked,
+            ):
                 for weight, node in zip(own, nodes, strict=True):
                     self.step()
                     self.check(call, [shared, weight], node)
+            if not self.in_cpp:
+                self.assertEqual(asked.call_count, 70)  # none is asked whose inputs are elsewhere
         for inputs in ([shared, *some(1)], [own[0], own[1]], [own[1], shared]):
             self.step()
             self.check_none(call, inputs)
