@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .patch import Expectation, Fingerprint, Patch, Rebind
+from .patch import Patch, Rebind
 
 _MODULE = "torch._functorch._aot_autograd.aot_autograd_result"
 
@@ -34,44 +34,6 @@ PATCHES: tuple[Patch, ...] = (
         module=_MODULE,
         name="GenericAOTAutogradResult.wrap_post_compile",
         replace=_wrap_post_compile,
-        fingerprints=(
-            Fingerprint(
-                (2, 11),
-                (2, 11),
-                (
-                    Expectation(
-                        _MODULE,
-                        "GenericAOTAutogradResult.wrap_post_compile",
-                        ("self", "args", "aot_config", "fx_config"),
-                        ("compiled_fw", "post_compile", "runtime_metadata", "maybe_subclass_meta"),
-                    ),
-                ),
-            ),
-            Fingerprint(
-                (2, 12),
-                (2, 15),
-                (
-                    Expectation(
-                        _MODULE,
-                        "GenericAOTAutogradResult.wrap_post_compile",
-                        ("self", "args", "aot_config", "fx_config"),
-                        ("_load_and_post_compile", "_apply_runtime_wrappers"),
-                    ),
-                    Expectation(
-                        _MODULE,
-                        "GenericAOTAutogradResult._load_and_post_compile",
-                        None,
-                        ("compiled_fw", "post_compile"),
-                    ),
-                    Expectation(
-                        _MODULE,
-                        "GenericAOTAutogradResult._apply_runtime_wrappers",
-                        None,
-                        ("runtime_metadata", "maybe_subclass_meta"),
-                    ),
-                ),
-            ),
-        ),
         removable="the tracing context tells the same of a program that comes from the cache",
     ),
 )

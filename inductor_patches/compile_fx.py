@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from .patch import Expectation, Fingerprint, Patch, Rebind
+from .patch import Patch, Rebind
 
 _MODULE = "torch._inductor.compile_fx"
 
@@ -73,20 +73,6 @@ PATCHES: tuple[Patch, ...] = (
         module=_MODULE,
         name="_recursive_post_grad_passes",
         replace=_recursive_post_grad_passes,
-        fingerprints=(
-            Fingerprint(
-                (2, 11),
-                (2, 15),
-                (
-                    Expectation(
-                        _MODULE,
-                        "_recursive_post_grad_passes",
-                        ("gm", "is_inference"),
-                        ("_recursive_post_grad_passes", "post_grad_passes"),
-                    ),
-                ),
-            ),
-        ),
         removable="torch moves what the CPU computes for the GPU, and leaves what is returned where it is",
     ),
     Rebind(
@@ -94,20 +80,6 @@ PATCHES: tuple[Patch, ...] = (
         module=_MODULE,
         name="compile_fx",
         replace=_compile_fx,
-        fingerprints=(
-            Fingerprint(
-                (2, 11),
-                (2, 15),
-                (
-                    Expectation(
-                        _MODULE,
-                        "compile_fx",
-                        ("model_", "example_inputs_", "inner_compile", "config_patches"),
-                        ("compile_fx", "patch"),
-                    ),
-                ),
-            ),
-        ),
         removable="never: torch has no flag that takes CUDA graphs from a program that asks for them",
     ),
     Rebind(
@@ -115,21 +87,6 @@ PATCHES: tuple[Patch, ...] = (
         module=_MODULE,
         name="cudagraphify",
         replace=_cudagraphify,
-        fingerprints=(
-            Fingerprint(
-                (2, 11),
-                (2, 15),
-                (
-                    Expectation(
-                        _MODULE, "cudagraphify", ("model", "static_input_idxs"), ("cudagraphify_impl", "is_backward")
-                    ),
-                    Expectation(
-                        "torch._inductor.output_code", "cudagraph_partition_post_compile", None, ("cudagraphify",)
-                    ),
-                    Expectation("torch._inductor.output_code", "cudagraph_post_compile", None, ("cudagraphify",)),
-                ),
-            ),
-        ),
         removable="never: this is the drop-in",
     ),
 )

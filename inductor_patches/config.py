@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import environment
-from .patch import Expectation, Fingerprint, Patch
+from .patch import Patch
 
 if TYPE_CHECKING:
     from pygraph_trees.settings import Flag
@@ -160,28 +160,9 @@ class Flags(Patch):
         return undo
 
 
-def _fingerprint(since: tuple[int, int], until: tuple[int, int], entry: tuple[str, ...]) -> Fingerprint:
-    return Fingerprint(
-        since,
-        until,
-        (
-            Expectation(_MODULE, "_ConfigEntry.__init__", ("self", *entry), ("env_value_default",)),
-            Expectation(_MODULE, "ConfigModule.__setattr__", ("self", "name", "value"), ("_config", "user_override")),
-            Expectation(_MODULE, "ConfigModule.__getattr__", ("self", "name"), ("user_override", "env_value_default")),
-            Expectation(_MODULE, "ConfigModule._get_dict", ("self", "ignored_keys", "ignored_prefixes"), ("_config",)),
-            Expectation(_MODULE, "ConfigModule.save_config_portable", None, ("_cache_config_ignore_prefix",)),
-            Expectation(_MODULE, "_Config", None, ("value_type",)),
-        ),
-    )
-
-
 PATCHES: tuple[Patch, ...] = (
     Flags(
         feature="flags",
-        fingerprints=(
-            _fingerprint((2, 11), (2, 11), ("config",)),
-            _fingerprint((2, 12), (2, 15), ("config", "name")),
-        ),
         removable="torch has a way to register config entries from outside",
     ),
 )

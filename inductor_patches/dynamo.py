@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .patch import Expectation, Fingerprint, Patch, Rebind
+from .patch import Patch, Rebind
 
 _MODULE = "torch._dynamo.utils"
 
@@ -51,13 +51,6 @@ PATCHES: tuple[Patch, ...] = tuple(
         module=_MODULE,
         name=name,
         replace=replace,
-        fingerprints=(
-            Fingerprint(
-                (2, 11),
-                (2, 15),
-                (Expectation(_MODULE, name, parameters, uses),),
-            ),
-        ),
         removable="torch 2.15 does without the wrapper",
     )
     for name, parameters, uses, replace in (

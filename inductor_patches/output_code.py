@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .patch import Expectation, Fingerprint, Patch, Rebind
+from .patch import Patch, Rebind
 
 _MODULE = "torch._inductor.output_code"
 
@@ -82,28 +82,12 @@ def _call(upstream: Callable[..., Any]) -> Callable[..., Any]:
     return __call__
 
 
-_INIT = ("self", "current_callable", "graph", "gm", "output_strides", "disabled_cudagraphs_reason")
-
 PATCHES: tuple[Patch, ...] = (
     Rebind(
         feature="coverage",
         module=_MODULE,
         name="CompiledFxGraph.__init__",
         replace=_init,
-        fingerprints=(
-            Fingerprint(
-                (2, 11),
-                (2, 15),
-                (
-                    Expectation(
-                        _MODULE,
-                        "CompiledFxGraph.__init__",
-                        _INIT,
-                        ("cudagraph_info", "partition_maps", "device_types", "disabled_cudagraphs_reason"),
-                    ),
-                ),
-            ),
-        ),
         removable="torch reports why it splits a graph as data",
     ),
     Rebind(
@@ -111,26 +95,6 @@ PATCHES: tuple[Patch, ...] = (
         module=_MODULE,
         name="CompiledFxGraph.post_compile",
         replace=_post_compile,
-        fingerprints=(
-            Fingerprint(
-                (2, 11),
-                (2, 15),
-                (
-                    Expectation(
-                        _MODULE,
-                        "CompiledFxGraph.post_compile",
-                        ("self", "example_inputs", "constants", "graph_kwargs"),
-                        (
-                            "cudagraphs",
-                            "cudagraph_partition_post_compile",
-                            "cudagraph_post_compile",
-                            "current_callable",
-                        ),
-                    ),
-                    Expectation("torch._inductor.utils", "BoxedBool.disable"),
-                ),
-            ),
-        ),
         removable="never: this is the drop-in",
     ),
     Rebind(
@@ -138,20 +102,6 @@ PATCHES: tuple[Patch, ...] = (
         module=_MODULE,
         name="CompiledFxGraph.__call__",
         replace=_call,
-        fingerprints=(
-            Fingerprint(
-                (2, 11),
-                (2, 15),
-                (
-                    Expectation(
-                        _MODULE,
-                        "CompiledFxGraph.__call__",
-                        ("self", "inputs"),
-                        ("current_callable", "_is_profiler_enabled", "RECORD_GRAPH_EXECUTION", "finish", "end_compile"),
-                    ),
-                ),
-            ),
-        ),
         removable="never: this is the drop-in",
     ),
 )

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .patch import Expectation, Fingerprint, Patch, Rebind
+from .patch import Patch, Rebind
 
 _MODULE = "torch._inductor.fx_passes.post_grad"
 
@@ -43,19 +43,6 @@ PATCHES: tuple[Patch, ...] = (
         module=_MODULE,
         name="move_constructors_to_gpu",
         replace=_move_constructors_to_gpu,
-        fingerprints=(
-            Fingerprint(
-                (2, 11),
-                (2, 15),
-                (
-                    Expectation(_MODULE, "move_constructors_to_gpu", ("graph",), ("ConstructorMoverPass",)),
-                    Expectation(_MODULE, "post_grad_passes", ("gm", "is_inference"), ("move_constructors_to_gpu",)),
-                    Expectation("torch._inductor.lowering", "register_lowering", ("aten_fn", "broadcast")),
-                    Expectation("torch._inductor.lowering", "make_pointwise", ("fn",)),
-                    Expectation("torch._inductor.ops_handler", "OpsHandler.mul_rn", ("self", "x", "y")),
-                ),
-            ),
-        ),
         removable="torch moves what the CPU computes for the GPU, and leaves what is returned where it is",
     ),
 )

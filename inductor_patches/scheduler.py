@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .patch import Expectation, Fingerprint, Patch, Rebind
+from .patch import Patch, Rebind
 
 _MODULE = "torch._inductor.scheduler"
 
@@ -44,23 +44,6 @@ PATCHES: tuple[Patch, ...] = (
         module=_MODULE,
         name="Scheduler.should_partition",
         replace=_should_partition,
-        fingerprints=(
-            Fingerprint(
-                (2, 11),
-                (2, 15),
-                (
-                    Expectation(
-                        _MODULE,
-                        "Scheduler.should_partition",
-                        ("self", "node"),
-                        ("FusedSchedulerNode", "snodes", "is_gpu", "DeviceCopy"),
-                    ),
-                    Expectation(_MODULE, "FusedSchedulerNode"),
-                    Expectation("torch._inductor.ir", "FallbackKernel"),
-                    Expectation("torch._inductor.graph", "GraphLowering.try_get_buffer", ("self", "buffer_name")),
-                ),
-            ),
-        ),
         removable="torch keeps what reads values of the CPU out of CUDA graphs",
     ),
     Rebind(
@@ -68,26 +51,6 @@ PATCHES: tuple[Patch, ...] = (
         module=_MODULE,
         name="Scheduler.graph_partition",
         replace=_graph_partition,
-        fingerprints=(
-            Fingerprint(
-                (2, 11),
-                (2, 15),
-                (
-                    Expectation(
-                        _MODULE,
-                        "Scheduler.graph_partition",
-                        ("self",),
-                        ("partitions", "signatures", "should_partition"),
-                    ),
-                    Expectation(_MODULE, "Scheduler.should_partition", ("self", "node")),
-                    Expectation(_MODULE, "Scheduler._codegen_partitions", ("self",), ("graph_partition",)),
-                    Expectation(_MODULE, "GroupedSchedulerNode"),
-                    Expectation(_MODULE, "NopKernelSchedulerNode"),
-                    Expectation("torch._inductor.ir", "DeviceCopy"),
-                    Expectation("torch._inductor.ir", "MultiOutput"),
-                ),
-            ),
-        ),
         removable="torch reports why it splits a graph as data",
     ),
 )

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .patch import Expectation, Fingerprint, Patch, Rebind
+from .patch import Patch, Rebind
 
 
 def _apply_options(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,13 +32,6 @@ PATCHES: tuple[Patch, ...] = (
         module="torch",
         name="_TorchCompileInductorWrapper.apply_options",
         replace=_apply_options,
-        fingerprints=(
-            Fingerprint(
-                (2, 11),
-                (2, 15),
-                (Expectation("torch", "_TorchCompileInductorWrapper.apply_options", ("self", "options"), ("config",)),),
-            ),
-        ),
         removable="torch has a way to register config entries from outside",
     ),
 )
