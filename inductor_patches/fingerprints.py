@@ -36,17 +36,14 @@ torch._inductor.cudagraph_trees.CUDAGraphNode
     2.11-2.15  CUDAGraphNode.__init__(self, wrapped_function, id, parent, inputs, cuda_graphs_pool, device_index,
                    stack_traces, stream): _record _allocate_and_copy_recording_inputs reconstructed_inputs expanded_dims
                    cudagraph_managed_idxs static_input_idxs non_static_input_idx static_input_data_ptrs
-    2.11-2.15  CUDAGraphNode.__init__(self, wrapped_function, id, parent, inputs, cuda_graphs_pool, device_index,
-                   stack_traces, stream): graph replay recording_outputs
+                   graph replay recording_outputs _is_cuda_graph_recorded_tensor _is_alias_of_live_recorded_tensor
+                   live_indices_after_graph expected_dead_indices_after_graph
     2.11-2.15  CUDAGraphNode._record(self, model, inputs): model graph
     2.11-2.15  CUDAGraphNode._add_first_outputs(self, outputs): static_output_tensors
     2.11-2.15  CUDAGraphNode._allocate_and_copy_recording_inputs(self, inputs): static_input
     2.11-2.15  CUDAGraphNode.check_invariants(self, inputs): CheckInvariantStatus cudagraph_managed_idxs
                    expected_dead_indices_before_graph rerecord_if_static_inputs_change static_input_data_ptrs
                    preserved_aliased_inputs
-    2.11-2.15  CUDAGraphNode.__init__(self, wrapped_function, id, parent, inputs, cuda_graphs_pool, device_index,
-                   stack_traces, stream): _is_cuda_graph_recorded_tensor _is_alias_of_live_recorded_tensor
-                   live_indices_after_graph expected_dead_indices_after_graph
     2.11-2.15  CUDAGraphNode._is_cuda_graph_recorded_tensor(self, t)
     2.11-2.15  CUDAGraphNode._is_alias_of_live_recorded_tensor(self, t): path_weakrefs
     2.11-2.15  CUDAGraphNode.reconstruct_outputs(self): static_output_tensors

@@ -357,6 +357,9 @@ torch.a.f
         self.assertEqual(set(FINGERPRINTS), patches)
         for target, found in FINGERPRINTS.items():
             self.assertEqual((found[0].since, found[-1].until), ((2, 11), (2, 15)), target)
+            for fingerprint in found:
+                named = [str(wanted) for wanted in fingerprint.expectations]
+                self.assertEqual(len(named), len(set(named)), target)
         with self.assertRaisesRegex(NoFingerprint, "torch.unknown: expected rows"):
             fingerprints_of("torch.unknown")
 
