@@ -13,8 +13,6 @@ import inspect
 from types import CodeType
 from typing import Any
 
-# -- torch._inductor.cudagraph_trees
-
 
 def has_trees_per_thread() -> bool:
     """Whether each thread has trees of its own for a function."""
@@ -25,7 +23,7 @@ def has_trees_per_thread() -> bool:
 
 
 def has_capture_lock() -> bool:
-    """Whether captures are made under a lock, since a wait for the device by another thread breaks them."""
+    """Whether captures are made under a lock, because a wait for the device by another thread breaks them."""
     # Since 2.13.
     from torch._inductor import cudagraph_trees
 
@@ -93,9 +91,6 @@ def is_kernel_free(function: Any) -> bool:
     """Whether a wrapped function is recorded without a graph, since it launches no kernel."""
     # Since 2.14.
     return getattr(function, "kernel_free_cudagraph", False)
-
-
-# -- the rest of Inductor, Dynamo and the configuration
 
 
 def has_size_hint() -> bool:

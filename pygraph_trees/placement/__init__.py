@@ -31,7 +31,7 @@ _depth: ContextVar[int] = ContextVar("pygraph_placement_depth", default=0)  # of
 
 
 def placing(upstream: Callable[..., Any], has_addresses: Callable[[], bool]) -> Callable[..., Any]:
-    """Takes the place of ``move_constructors_to_gpu``, which runs where :func:`place_for_graphs` does nothing.
+    """Takes the place of ``move_constructors_to_gpu``, which runs only if :func:`place_for_graphs` did nothing.
 
     Inductor calls it after a user's own passes, and brings the values of new nodes up to date after it.
     """

@@ -172,7 +172,7 @@ class TestCalls(TestCase):
             import sys
             from unittest import mock
             import torch
-            from pygraph_trees import tensors
+            from pygraph_trees.native import tensors
             if not {native}:
                 tensors.native = None
             from pygraph_trees.trees.compiled_graph import calling
