@@ -19,6 +19,7 @@ _COVERED = ("pygraph_trees", "inductor_patches", "test/gpu")
 # What rewrites a graph or decides how it is cut, and what describes it on its artifact; a folder is all of its modules.
 ARTIFACT_CODE = (
     "inductor_patches",
+    "pygraph_trees/compat.py",
     "pygraph_trees/report/compiled.py",
     "pygraph_trees/report/log.py",
     "pygraph_trees/report/naming.py",

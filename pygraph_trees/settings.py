@@ -12,7 +12,9 @@ with a warning (``inductor_patches/environment.py``). A switch, "off" or "on", t
 from __future__ import annotations
 
 import difflib
+import functools
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +101,21 @@ FLAGS: tuple[Flag, ...] = (
         "`throughput`: steps one after another, without a wait.",
     ),
 )
+
+
+def checking_options(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compile``'s handling of options, which refuses a flag before Inductor has applied half of them."""
+    flags = {f"triton.{flag.name}": flag for flag in FLAGS}
+
+    @functools.wraps(upstream)
+    def apply_options(self: Any, options: dict[str, Any] | None) -> None:
+        for key, value in (options or {}).items():
+            flag = flags.get(key.replace("-", "_"))
+            if flag is not None:
+                flag.check(value)
+        upstream(self, options)
+
+    return apply_options
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from pygraph_trees.compat import lists_copied_inputs
 from pygraph_trees.report.text import called
 
 
@@ -34,7 +35,7 @@ def copied_nbytes(node: Any) -> int:
     log = getattr(node, "log", None)
     if log is not None:
         return sum(i.copied_bytes for i in log.record().inputs if i.device is not None and i.device.startswith("cuda"))
-    copied: Iterable[int] = getattr(node, "input_copy_idxs", node.non_static_input_idx)
+    copied: Iterable[int] = node.input_copy_idxs if lists_copied_inputs(node) else node.non_static_input_idx
     return sum(_dense_nbytes(node.reconstructed_inputs[i], node.expanded_dims[i] or ()) for i in copied)
 
 

@@ -7,10 +7,11 @@ where the flags ask for it, and leaves what was done with the graph's module.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pygraph_trees.report.compiled import PLACED, WHY_NOT_PLACED
 from pygraph_trees.settings import Settings
@@ -23,10 +24,35 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-__all__ = ["Move", "Placed", "Stay", "one_graph_deeper", "place", "place_for_graphs"]
+__all__ = ["Move", "Placed", "Stay", "counting_depth", "one_graph_deeper", "place", "place_for_graphs", "placing"]
 
 _log = logging.getLogger("pygraph_trees.placement")
 _depth: ContextVar[int] = ContextVar("pygraph_placement_depth", default=0)  # of graphs inside of graphs
+
+
+def placing(upstream: Callable[..., Any], has_addresses: Callable[[], bool]) -> Callable[..., Any]:
+    """Takes the place of ``move_constructors_to_gpu``, which runs only if :func:`place_for_graphs` did nothing.
+
+    Inductor calls it after a user's own passes, and brings the values of new nodes up to date after it.
+    """
+
+    @functools.wraps(upstream)
+    def move_constructors_to_gpu(graph: fx.Graph) -> None:
+        if not place_for_graphs(graph, has_addresses):
+            upstream(graph)
+
+    return move_constructors_to_gpu
+
+
+def counting_depth(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """The passes over a graph, ``_recursive_post_grad_passes``, inside :func:`one_graph_deeper`."""
+
+    @functools.wraps(upstream)
+    def recursive_post_grad_passes(gm: Any, *args: Any, **kwargs: Any) -> None:
+        with one_graph_deeper():
+            upstream(gm, *args, **kwargs)
+
+    return recursive_post_grad_passes
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ would go on with what it was when it was recorded.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pygraph_trees.settings import Settings
@@ -17,6 +19,19 @@ if TYPE_CHECKING:
 
 
 _CROSS_DEVICE = "cross-device ops"  # as upstream says since 2.15
+
+
+def keeping_outside(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """``Scheduler.should_partition``, and :func:`why_outside`."""
+    from torch._inductor.scheduler import FusedSchedulerNode
+
+    @functools.wraps(upstream)
+    def should_partition(self: Any, node: Any) -> Any:
+        reason = upstream(self, node)
+        # For a fused node upstream asks this of each of its parts.
+        return reason if isinstance(node, FusedSchedulerNode) else why_outside(node, reason)
+
+    return should_partition
 
 
 def why_outside(node: Any, reason: str | None) -> str | None:

@@ -11,9 +11,10 @@ without partitions.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,29 @@ PLACED, WHY_NOT_PLACED = "pygraph_placed", "pygraph_why_not_placed"  # of a modu
 _ATTRIBUTE = "pygraph_coverage"  # of a Scheduler: partitions; of a CompiledFxGraph: their JSON and the model's name
 # Operations after which a tensor lies elsewhere: a replay does not repeat them.
 _REBINDING = ("aten.set_.", "aten.resize_.", "aten.shallow_copy_data_", "inductor.resize_storage_bytes_")
+
+
+def describing_partitions(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """``Scheduler.graph_partition``, and :func:`partitioned` of its result."""
+
+    @functools.wraps(upstream)
+    def graph_partition(self: Any) -> Any:
+        parts, signatures = upstream(self)
+        partitioned(self, parts, signatures)
+        return parts, signatures
+
+    return graph_partition
+
+
+def describing(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """``CompiledFxGraph.__init__``, and :func:`attach`."""
+
+    @functools.wraps(upstream)
+    def __init__(self: Any, current_callable: Any, graph: Any, gm: Any, *args: Any, **kwargs: Any) -> None:
+        upstream(self, current_callable, graph, gm, *args, **kwargs)
+        attach(self, graph, gm)
+
+    return __init__
 
 
 def partitioned(scheduler: Any, parts: Sequence[Any], signatures: Sequence[Any]) -> None:

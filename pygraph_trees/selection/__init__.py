@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -16,6 +17,7 @@ from weakref import WeakValueDictionary
 from torch._guards import TracingContext
 
 from pygraph_trees.report.naming import BACKWARD
+from pygraph_trees.settings import Settings
 
 from .decision import Objective
 from .profiles import Kept
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from pygraph_trees.report.log import FunctionLog
-    from pygraph_trees.settings import Settings
 
 _trials: WeakValueDictionary[str, Trial] = WeakValueDictionary()  # the newest one of a program
 _lock = threading.Lock()
@@ -36,6 +37,29 @@ class _Compiling(threading.local):
 
 
 _compiling = _Compiling()
+
+
+def leaving_graphs_out(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """``compile_fx``, which compiles without CUDA graphs if the flags say "never"."""
+    from torch._inductor import config
+
+    signature = inspect.signature(upstream)
+
+    @functools.wraps(upstream)
+    def compile_fx(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments["config_patches"]
+        with config.patch(given or {}):
+            patches = without_graphs(Settings.current(), given) if config.triton.cudagraphs else None
+        if patches is None:
+            return upstream(*args, **kwargs)
+        call.arguments["config_patches"] = patches
+        call.arguments["inner_compile"] = always_without_graphs(call.arguments["inner_compile"])
+        with compiling_without_graphs():
+            return upstream(*call.args, **call.kwargs)
+
+    return compile_fx
 
 
 def without_graphs(settings: Settings, patches: Mapping[str, Any] | None) -> dict[str, Any] | None:

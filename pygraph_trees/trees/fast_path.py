@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from torch._dynamo.mutation_guard import GenerationTracker
 from torch._inductor import cudagraph_trees
 
+from pygraph_trees.compat import clones_live_outputs
 from pygraph_trees.native import tensors
 from pygraph_trees.native.tensors import packed
 
@@ -43,8 +44,7 @@ if TYPE_CHECKING:
     View = tuple[int, tuple[int, ...], tuple[int, ...], int]  # number, sizes, strides, offset
 
 _MODE = cudagraph_trees.CompilationMode
-# Since 2.14 a manager may clone outputs that are alive at a new step.
-_MAY_CLONE = "has_live_user_visible_output_cloning" in cudagraph_trees.CUDAGraphTreeManager.__init__.__code__.co_names
+MAY_CLONE = clones_live_outputs()
 
 
 def entry(
@@ -89,7 +89,7 @@ def entry(
         execution=cudagraph_trees.ExecutionState.EXECUTION,
         forward=_MODE.FORWARD,
         backward=_MODE.BACKWARD,
-        clones=_MAY_CLONE,
+        clones=MAY_CLONE,
         own=packed(own),
     )
     return made

@@ -9,7 +9,6 @@ on the fast path, if one does.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
 import weakref
 from dataclasses import asdict
@@ -17,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch._guards import TracingContext
-from torch._inductor import compile_fx
 
+from pygraph_trees.compat import has_trees_per_thread
 from pygraph_trees.native import tensors
 from pygraph_trees.report.log import FunctionLog, journal
 from pygraph_trees.report.naming import compile_id, mode_name, program_name
@@ -34,9 +33,7 @@ if TYPE_CHECKING:
     from .manager import Manager
 
 
-# Since torch 2.13 each thread has trees of its own for a function.
-PER_THREAD = "thread_local" in inspect.unwrap(compile_fx.cudagraphify).__code__.co_cellvars
-
+PER_THREAD = has_trees_per_thread()
 
 # Calls from one that is looked at to the next, where functions are chosen by measurement.
 LOOK_EVERY = 4096

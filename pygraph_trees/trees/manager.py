@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch._inductor import cudagraph_trees
 
+from pygraph_trees.compat import follows_moved_outputs, has_skip_table, is_kernel_free
 from pygraph_trees.indirection.availability import usable_driver
 from pygraph_trees.indirection.inputs import CAPTURED, NotStaged, may_be_staged
 from pygraph_trees.indirection.retired import release_retired
@@ -47,6 +48,7 @@ _log = logging.getLogger("pygraph_trees.trees")
 
 Upstream: type = cudagraph_trees.CUDAGraphTreeManager
 _EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
+_SKIP_TABLE = "skip_cudagraph" if has_skip_table() else "non_cudagraph_managed_mutation_hint"
 _FORWARD, _BACKWARD = cudagraph_trees.CompilationMode.FORWARD, cudagraph_trees.CompilationMode.BACKWARD
 
 
@@ -145,7 +147,7 @@ def _makes_outputs_anew(node: Any) -> bool:
 
 
 class Manager(Upstream):
-    """The recordings of one device (and, since 2.13, of one thread)."""
+    """The recordings of one device, and of one thread if each has trees of its own."""
 
     # What a fast replay reads and writes; the part in C++ finds slots at once.
     __slots__ = (
@@ -205,8 +207,8 @@ class Manager(Upstream):
 
     @property
     def _clones_outputs(self) -> bool:
-        """Whether upstream, since 2.14, clones outputs that are alive at a new step."""
-        return getattr(self, "has_live_user_visible_output_cloning", False)
+        """Whether upstream clones outputs that are alive at a new step."""
+        return fast_path.MAY_CLONE and self.has_live_user_visible_output_cloning
 
     def _log_of(self, function_id: Any) -> FunctionLog | None:
         model = self.ids_to_funcs[function_id].model
@@ -655,7 +657,7 @@ class Manager(Upstream):
                 and inputs[index].data_ptr() != recorded.static_input_data_ptrs[index]
             ),
         )
-        if not hasattr(recorded, "mismatched_cudagraph_managed_idxs"):  # 2.15 has a way of its own
+        if not follows_moved_outputs(recorded):
             wrapped.model.moving |= {
                 index
                 for index in recorded.cudagraph_managed_idxs
@@ -679,7 +681,7 @@ class Manager(Upstream):
             self.ids_to_funcs[function_id] = dataclasses.replace(wrapped, static_input_idxs=kept)
 
     def _may_demote(self, wrapped: Any) -> bool:
-        return self._uses_addresses(wrapped.model) and not getattr(wrapped, "kernel_free_cudagraph", False)
+        return self._uses_addresses(wrapped.model) and not is_kernel_free(wrapped)
 
     def _would_lose_writes(self, inputs: list[Any], function_id: Any) -> bool:
         """Whether an input that is written to, and neither static nor managed, cannot be recorded at a placeholder
@@ -746,11 +748,11 @@ class Manager(Upstream):
             function.not_graphed("mutates inputs that are neither static nor managed")
 
     def _is_skipped(self, function_id: Any) -> bool:
-        """Whether upstream runs the function un-graphed at the current position; the table was renamed in 2.15."""
+        """Whether upstream runs the function un-graphed at the current position."""
         return bool(self._skip_table()[self._get_node_id()].get(function_id))
 
     def _skip_table(self) -> Any:
-        return self.skip_cudagraph if hasattr(self, "skip_cudagraph") else self.non_cudagraph_managed_mutation_hint
+        return getattr(self, _SKIP_TABLE)
 
     def _knows_its_writes(self, model: Any) -> bool:
         return model.log.graph is not None and not model.log.graph.rebinds_storage

@@ -34,6 +34,7 @@ import torch
 from torch._inductor import cudagraph_trees
 from torch._inductor.output_code import index_expanded_dims
 
+from pygraph_trees import compat
 from pygraph_trees.cuda.driver import driver
 from pygraph_trees.cuda.extent import flat
 from pygraph_trees.cuda.graph_nodes import NodeKind
@@ -62,12 +63,9 @@ if TYPE_CHECKING:
     from pygraph_trees.indirection.replay_costs import Clock
 
 Upstream: type = cudagraph_trees.CUDAGraphNode
-_UPSTREAM_INIT: Any = cudagraph_trees.CUDAGraphNode.__init__
 _IS_RECORDED: Any = cudagraph_trees.CUDAGraphNode._is_cuda_graph_recorded_tensor  # asked twice an input
-
-
-# Since 2.15, behind the copies; before, with all inputs still there.
-_RUN_CHECKS_WHAT_DIED = "expected_dead_indices_after_graph" in cudagraph_trees.CUDAGraphNode.run.__code__.co_names
+_RUN_CHECKS_WHAT_DIED = compat.checks_deaths_after_copies()
+_REGISTERS_GENERATORS = compat.registers_generators()
 _MISMATCH = cudagraph_trees.CheckInvariantStatus.StaticInputIdxMismatch
 _FITS = cudagraph_trees.CheckInvariantStatus.SUCCESS, lambda: "CheckInvariantStatus.SUCCESS"
 _ALIVE_BEFORE = (
@@ -153,14 +151,14 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         self.copies = self.log.copied_bytes > 0
         # Whether nothing is done around the launch of a replay, but for copies of that call alone.
         copies_some = self.copies or (self._live is not None and self._live.copies_some)
-        done_around = _RUN_CHECKS_WHAT_DIED or copies_some or getattr(wrapped_function, "kernel_free_cudagraph", False)
+        done_around = _RUN_CHECKS_WHAT_DIED or copies_some or compat.is_kernel_free(wrapped_function)
         self._is_plain = not (done_around or (self._live is not None and self._live.outputs))
         if self.has_fast_path and not done_around:
             self.native = fast_path.replay(self, self._dropped, self._constants)
 
     def _prepare_questions(self) -> None:
         """What is asked of the inputs of each call, and what its outputs are made of."""
-        checked: Any = getattr(self, "tensor_static_input_idxs", self.static_input_idxs)  # since 2.12
+        checked: Any = self.tensor_static_input_idxs if compat.lists_static_tensors(self) else self.static_input_idxs
         if not self.rerecord_if_static_inputs_change:
             checked = ()
         live = self._live
@@ -191,9 +189,9 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         super()._initialize_cached_tensors()
         self._siblings = _with_outputs.setdefault(self.cuda_graphs_pool, weakref.WeakSet())
         self._siblings.add(self)
-        if hasattr(self, "liveness_check_state"):  # 2.15 sees what autograd alone holds
+        if compat.sees_what_autograd_holds(self):
             return
-        # Before, upstream takes such an output for dead, and writes over what a backward is to read.
+        # Upstream takes such an output for dead, and writes over what a backward is to read.
         recording = weakref.ref(self)
         for number in range(len(self.cached_tensor_outputs)):
             if self.cached_tensor_outputs[number] is not None:
@@ -244,7 +242,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         copied, model = self._copied_indices(), self.wrapped_function.model
         if api is None:
             self._why_copied = dict.fromkeys(copied, why_not)
-        elif not getattr(self.wrapped_function, "kernel_free_cudagraph", False):
+        elif not compat.is_kernel_free(self.wrapped_function):
             # What is chosen has to be left again where it cannot be recorded, and then the inputs are needed once more.
             may_choose = model.settings.indirection == "auto" and self._may_be_kept(inputs)
             self._live, self._why_copied = choose(
@@ -315,9 +313,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         return not self.cudagraph_managed_idxs and not any(_is_cuda(v) and pool.holds(v.data_ptr()) for v in inputs)
 
     def _copied_indices(self) -> list[int]:
-        """The indices of the inputs that upstream copies, as a list that it reads; 2.15 has one for them alone."""
-        found: Any = getattr(self, "input_copy_idxs", None)
-        return found if found is not None else self.non_static_input_idx
+        """The indices of the inputs that upstream copies, as a list that it reads."""
+        return self.input_copy_idxs if compat.lists_copied_inputs(self) else self.non_static_input_idx
 
     def _record(self, model: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
         live = self._live if self.graph is not None else None
@@ -368,8 +365,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     def _graph_that_is_kept(self, inputs: list[Any]) -> Any:
         """A graph whose nodes can be read after capture; it is instantiated by us."""
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        # Up to 2.13 upstream registers generators with the graph it makes; later ones are found at capture.
-        if "register_generator_state" in _UPSTREAM_INIT.__code__.co_names:
+        if _REGISTERS_GENERATORS:
             for value in inputs:
                 if isinstance(value, torch.Generator):
                     graph.register_generator_state(value)
@@ -634,6 +630,11 @@ def without_staged(outputs: Sequence[Any], live: LiveInputs) -> list[Any]:
 # Recordings that hold outputs, by their graph pool: those of one manager, which one thread calls at a time. Each of
 # them holds the set.
 _with_outputs: weakref.WeakValueDictionary[Any, weakref.WeakSet[Recording]] = weakref.WeakValueDictionary()
+
+
+def gives_addresses(*, is_imagined: bool) -> bool:
+    """Whether recordings are given addresses, or would be given them on a GPU that is only imagined."""
+    return cudagraph_trees.CUDAGraphNode is Recording and (is_imagined or usable_driver() is not None)
 
 
 def release_unneeded(pool: Any) -> bool:

@@ -27,12 +27,13 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 import inductor_patches
 import pygraph_trees
 from inductor_patches import config as config_patch
-from inductor_patches import environment, output_code
+from inductor_patches import environment
 from pygraph_trees.code_hash import artifact_hash
 from pygraph_trees.report import compiled
 from pygraph_trees.report.summary import clear
 from pygraph_trees.selection import are_graphs_left_out, compiling_without_graphs
 from pygraph_trees.settings import FLAGS, Flag, InvalidFlag, Settings, flags_table
+from pygraph_trees.trees.compiled_graph import putting_to_use
 
 
 def run_python(code, **environment):
@@ -402,7 +403,7 @@ class TestNever(TestCase):
         artifact.fx_kwargs = {"is_inference": True}
         given = []
         kwargs = {"cudagraphs": BoxedBool(False), "is_backward": False, "is_inference": True}
-        post_compile = output_code._post_compile(lambda *args: given.append(bool(args[3]["cudagraphs"])))
+        post_compile = putting_to_use(lambda *args: given.append(bool(args[3]["cudagraphs"])))
         with config.patch({"triton.pygraph_selective": "never"}):
             post_compile(artifact, (), None, kwargs)
             self.assertEqual(pygraph_trees.report().graphs, ())  # it asks for no graphs

@@ -24,8 +24,7 @@ from torch._inductor.utils import BoxedBool
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import pygraph_trees
-from inductor_patches import cudagraph_trees as cudagraph_patches
-from inductor_patches import output_code
+from pygraph_trees.compat import has_skip_table
 from pygraph_trees.indirection import retired
 from pygraph_trees.indirection.inputs import CAPTURED
 from pygraph_trees.native.tensors import Whereabouts, released
@@ -34,9 +33,9 @@ from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journa
 from pygraph_trees.report.summary import clear
 from pygraph_trees.selection import why_not_graphed
 from pygraph_trees.settings import Settings
+from pygraph_trees.trees import compiled_graph, entry_points, fast_path
 from pygraph_trees.trees import manager as trees_manager
 from pygraph_trees.trees import recording as recording_module
-from pygraph_trees.trees import runner
 from pygraph_trees.trees.collector import paused
 from pygraph_trees.trees.containers import Trees
 from pygraph_trees.trees.fast_path import new_turn
@@ -327,10 +326,9 @@ class TestCompiledGraph(TestCase):
             with (
                 self.subTest(graphed=graphed, indirection=indirection, known=known),
                 config.patch({"triton.pygraph_indirection": indirection}),
-                mock.patch.object(runner, "shortened", lambda call, known=known: len if known else None),
+                mock.patch.object(compiled_graph, "shortened", lambda call, known=known: len if known else None),
             ):
-                # It is looked up where the patch is made.
-                post_compile = output_code._post_compile(lambda *args: None)
+                post_compile = compiled_graph.putting_to_use(lambda *args: None)
                 post_compile(graph, (), None, kwargs)
             self.assertIs(graph.current_callable, len if short else double)
 
@@ -345,7 +343,7 @@ class TestCompiledGraph(TestCase):
             return ["fast"] if inputs == [1] else None
 
         upstream = mock.Mock(side_effect=lambda graph, inputs: ["upstream's", *graph.current_callable(inputs)])
-        call = output_code._call(upstream)
+        call = compiled_graph.calling(upstream)
         graph = SimpleNamespace(current_callable=run)
         self.assertEqual(call(graph, [1]), ["upstream's", 1])
         run.fast_call = None
@@ -1013,7 +1011,7 @@ class TestShutdown(TestCase):
         ):
             retired.retire(mock.Mock(), 0, SimpleNamespace(close=lambda: closed.append(1)))
             order = []
-            reset = cudagraph_patches._reset_cudagraph_trees(lambda: order.append(list(closed)))
+            reset = entry_points.reset_cudagraph_trees(lambda: order.append(list(closed)))
             reset()
         self.assertEqual((order, closed), ([[]], [1]))
 
@@ -1052,7 +1050,7 @@ class TestFastPath(TestCase):
         }
         for name, value in state.items():
             setattr(self.manager, name, value)
-        name = "skip_cudagraph" if "skip_cudagraph" in Upstream.__init__.__code__.co_names else HINT
+        name = "skip_cudagraph" if has_skip_table() else HINT
         vars(self.manager)[name] = self.skipped = collections.defaultdict(dict)
 
     def node(self, **attributes):
@@ -1203,7 +1201,10 @@ class TestFastPath(TestCase):
         self.assertEqual(len(self.manager._ways), 0)
 
     def test_a_path_whose_outputs_are_cloned_ends_with_its_step(self):
-        self.manager.has_live_user_visible_output_cloning = True  # since torch 2.14
+        may_clone = mock.patch.object(fast_path, "MAY_CLONE", True)
+        may_clone.start()
+        self.addCleanup(may_clone.stop)
+        self.manager.has_live_user_visible_output_cloning = True
         ended = []
         self.manager.try_end_curr_execution = lambda: (ended.append(1), setattr(self.manager, "current_node", None))
         child = self.child()

@@ -22,6 +22,7 @@ from fake_trees import Graph, Plain, some
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
+from pygraph_trees.compat import has_skip_table
 from pygraph_trees.native import tensors
 from pygraph_trees.trees import fast_path
 from pygraph_trees.trees import manager as trees_manager
@@ -30,7 +31,7 @@ from pygraph_trees.trees.manager import Manager, Upstream
 from pygraph_trees.trees.recording import Recording
 
 MODE, EXECUTION = cudagraph_trees.CompilationMode, cudagraph_trees.ExecutionState.EXECUTION
-SKIPPED = "skip_cudagraph" if "skip_cudagraph" in Upstream.__init__.__code__.co_names else None
+SKIPPED = "skip_cudagraph" if has_skip_table() else None
 
 
 def in_python(found, addresses, indices):
