@@ -278,10 +278,11 @@ class Kept:
     """The stored decision of one compiled graph: looked up before it is measured, and written afterwards."""
 
     def __init__(self, code: str, what: str, device: int, settings: Mapping[str, str]) -> None:
-        """Args:
-        code: the key of the graph's generated code.
-        what: the graph's name for readers.
-        settings: what else changes a call's cost, or the question.
+        """
+        Args:
+            code: the key of the graph's generated code.
+            what: the graph's name for readers.
+            settings: what else changes a call's cost, or the question.
         """
         self._code, self._what, self._device, self._settings = code, what, device, settings
         self._subject: Subject | None = None

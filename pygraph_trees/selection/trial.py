@@ -1,7 +1,7 @@
 """Runs the first calls of a compiled graph un-graphed, then graphed, until one way proves better.
 
 A :class:`Trial` covers one graph, its backward and all their partitions, each of which is a :class:`Contestant` that
-stands in for its function. All go the same way within a step. No call is repeated. If a trial takes too long, or a
+stands in for its function. All go the same way in a step. No call is repeated. If a trial takes too long, or a
 second thread calls a function, the graph is graphed, unless its graphed calls are mostly recordings and slower.
 README.md describes the procedure.
 """
@@ -48,10 +48,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("pygraph_trees.selection")
 
-_LEFT_OUT = {
-    Way.UNGRAPHED: 2,
-    Way.GRAPHED: 1,
-}  # calls of each way that are not measured: kernels are chosen, caches fill
+# Calls of each way that are not measured: kernels are chosen, caches fill.
+_LEFT_OUT = {Way.UNGRAPHED: 2, Way.GRAPHED: 1}
 _MOST_STEPS = 100  # with the measured integers, in a trial; also the limit of consecutive steps with others
 _MOST_RENEWALS = 3  # of a trial
 
@@ -149,13 +147,14 @@ class Contestant:
         handed: Callable[[], Handed] = Handed,
         has_room: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Args:
-        graphed: warms up, records and replays; consumes its inputs.
-        ungraphed: runs the compiled code; consumes its inputs.
-        ended: called with the way that is taken from then on.
-        began: called if the trial starts again and needs the function's calls again.
-        handed: the extra work of graphed functions downstream if this one is un-graphed.
-        has_room: whether memory suffices to run it un-graphed while its recordings exist.
+        """
+        Args:
+            graphed: warms up, records and replays; consumes its inputs.
+            ungraphed: runs the compiled code; consumes its inputs.
+            ended: called with the way that is taken from then on.
+            began: called if the trial starts again and needs the function's calls again.
+            handed: the extra work of graphed functions downstream if this one is un-graphed.
+            has_room: whether memory suffices to run it un-graphed while its recordings exist.
         """
         self._trial, self._log, self._watch, self._ended, self._began = trial, log, watch, ended, began
         self._handed, self.has_room = handed, has_room
@@ -305,9 +304,7 @@ class Trial:
         self._awaits_backward = False  # a forward was graphed and its backward is still to come
         self.lock = threading.RLock()  # reentrant: freeing an object under it may call a function
         self._contestants: list[Contestant] = []
-        self._behind: list[
-            weakref.ref[Contestant]
-        ] = []  # contestants of the ended trial; the one whose calls begin steps is first
+        self._behind: list[weakref.ref[Contestant]] = []  # after the end; the one whose calls begin steps is first
         self._way = Way.UNGRAPHED
         self._standing: Decision | None = None  # the decision in force during a new measurement
         self._renewals = 0
