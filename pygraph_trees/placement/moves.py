@@ -1,8 +1,8 @@
 """Rewrites a graph so that the GPU waits for the CPU as little as possible.
 
 Other users of a CPU value keep it; a value without users is erased. So a returned value stays on the CPU, and a call
-with a side effect happens once, in place. A folded value is a buffer of the graph's module, which Inductor
-moves to the GPU once, at compile time. A graph with no GPU or several is left alone, with the reason.
+with a side effect happens once, in place. A folded value is a buffer of the graph's module, which Inductor moves to the
+GPU at compile time. A graph with no GPU or several is left alone, with the reason.
 """
 
 from __future__ import annotations
