@@ -1,4 +1,4 @@
-"""Host time between a call and its launch, and during recording, by section, for upstream and for ours.
+"""Host time between a call and its launch, and during recording, by section, ours and upstream's.
 
 usage: python tools/bench/sections.py [NAMES ...] [--recording] [--calls N] [--out FILE]
 

@@ -3,8 +3,8 @@
 usage: python tools/bench/slots.py [--rounds N] [--sizes N,N] [--block N] [--out FILE]
 
 A Triton kernel adds up n inputs given as pointers; its variant takes n slots that hold them. Each is captured many
-times into a graph, and the graphs alternate. A figure is one kernel's GPU time in µs, the median over rounds. Few
-elements show the launch, many the memory, small blocks the waits for addresses.
+times into a graph, and the graphs alternate. A figure is one kernel's GPU time in µs, the median over rounds: with few
+elements the launch's, with many the memory's.
 """
 
 from __future__ import annotations

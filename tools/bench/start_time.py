@@ -4,7 +4,7 @@ usage: python tools/bench/start_time.py [NAMES ...] [--repeats N] [--seconds S] 
        for a trial: --smaller, --device cpu, and MLP and MLP-T among NAMES
 
 Each figure is of a new process, with a cache folder for each way: *cold* processes find it empty and run together,
-*warm* ones alternate. If the caches' counters differ between the ways, the exit status is 1.
+*warm* ones alternate. If the caches' counters differ between ways, the exit status is 1.
 """
 
 from __future__ import annotations
