@@ -1,4 +1,9 @@
-"""Calls ahead of those that are measured: until it is chosen how inputs are given (``indirection.route_choice``)."""
+"""Makes calls before the measured ones, until a program has chosen how its inputs are given.
+
+:func:`call_until_chosen` calls the program until ``indirection.route_choice`` has decided and its choice is in use, or
+until a limit of calls or time is reached. Then the measured calls do not contain the choice itself. :func:`routes_of`
+describes the choices.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +16,18 @@ from pygraph_trees.indirection.route_choice import AWAITED, EVERY, EXPECTED, LOO
 from pygraph_trees.report.log import journal
 from pygraph_trees.report.text import title
 
-CALLS = EVERY * (LOOKS + 2)  # with new addresses, within which a route is found to be better, or none
-_MOST_S = 3.0  # that this may take, of a program with long calls
-_AWAITED_S = 60.0  # in which a table that was found to be better has to be there, and to be judged
+CALLS = EVERY * (LOOKS + 2)  # calls with new addresses, within which a better route is found, if there is one
+_MOST_S = 3.0  # limit of the time, for programs with long calls
+_AWAITED_S = 60.0  # time in which a better table has to exist and to be judged
 
 
 def call_until_chosen(call: Callable[[], Any], first: int, share: float = 1.0) -> None:
-    """Calls a program until the routes of its inputs are chosen, and in use.
+    """Calls a program until the routes of its inputs are chosen and in use.
 
     Args:
-        call: one call.
+        call: makes one call.
         first: the number of the program's first function in the report.
-        share: of calls with inputs at other addresses than the one before; without any nothing is to be chosen.
+        share: fraction of calls whose inputs have moved since the previous call; with 0 nothing is chosen.
     """
     calls = CALLS / share if share else CALLS
     began = time.monotonic()
@@ -42,7 +47,7 @@ def functions_so_far() -> int:
 
 
 def routes_of(functions: slice) -> list[str]:
-    """What was found of functions in the report, where something was: ``model 0/0, inference: table: ...``."""
+    """The choices made for functions in the report: ``model 0/0, inference: table: ...``."""
     _, known = journal.records()
     return [f"{title(found)}, {found.mode}: {found.route}" for found in known[functions] if found.route is not None]
 

@@ -1,1 +1,1 @@
-"""The command line: ``compare``, ``explain`` and ``profiles``, and the program that a command is given."""
+"""The command line: ``compare``, ``explain`` and ``profiles``, and the targets they work on."""

@@ -1,1 +1,1 @@
-"""The CUDA driver: its calls, the nodes of captured graphs, and the memory that they read and write."""
+"""The CUDA driver: its calls, the nodes of captured graphs, and the extent of a tensor's memory."""

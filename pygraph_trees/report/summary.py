@@ -1,7 +1,7 @@
-"""The report: what became of every compiled graph and function, as records, text and JSON.
+"""The report on every compiled graph and function, as records, text, HTML and JSON.
 
-:func:`report` takes a snapshot. Printing it gives tables that fit a terminal of 80 columns or more;
-:meth:`Report.to_json` gives the records, with the names of :mod:`.records` as keys.
+:func:`report` takes a snapshot of the process's logs. Printed, it gives tables that fit a terminal of 80 columns or
+more. :meth:`Report.to_json` gives the records, with the names of ``records`` as keys.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Report:
         return json.dumps(asdict(self), indent=1)
 
     def to_text(self, width: int | None = None) -> str:
-        """Tables of at most ``width`` columns (80 at least), the terminal's where it is not given."""
+        """Tables of at most ``width`` columns, but at least 80; by default the terminal's width."""
         columns = width or shutil.get_terminal_size((100, 24)).columns
         return render(self.environment, self.graphs, self.functions, max(80, columns), self.breaks)
 
     def to_html(self, path: str | Path | None = None) -> str:
-        """The same as a page for a browser, which needs nothing else; also written to ``path`` where one is given."""
+        """The report as a self-contained page for a browser, also written to ``path`` if given."""
         from .page import page
 
         text = page(self)
@@ -57,25 +57,25 @@ class Report:
 
 
 def report() -> Report:
-    """What happened so far to every graph and function that was compiled for CUDA graphs in this process."""
+    """The report on every graph and function that this process has compiled for CUDA graphs so far."""
     graphs, functions = journal.records()
     return Report(_environment(), graphs, functions, tuple(_breaks()))
 
 
 def clear() -> None:
-    """Begins a new report: what was noted so far is forgotten, also of functions that are still in use."""
+    """Begins a new report without the facts so far, including those of functions still in use."""
     journal.clear()
     _breaks_before.clear()
     _breaks_before.update(_counted_breaks())
 
 
-_breaks_before: Counter[str] = Counter()  # those that a new report leaves out
+_breaks_before: Counter[str] = Counter()  # excluded from a new report
 
 
 def _counted_breaks() -> Counter[str]:
     from torch._dynamo.utils import counters
 
-    # What a compiler could not do stands in the second alone.
+    # Only the second counter has what a compiler could not do.
     return Counter(counters["graph_break"]) | Counter(counters["unimplemented"])
 
 

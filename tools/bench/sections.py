@@ -1,13 +1,10 @@
-"""Where the host's time goes between a call and its launch, and while a graph is recorded, for upstream and for ours.
+"""Host time between a call and its launch, and during recording, by section, ours and upstream's.
 
 usage: python tools/bench/sections.py [NAMES ...] [--recording] [--calls N] [--out FILE]
 
-Clocks are read around named sections: functions of torch and of this project, wrapped while they are watched. A
-section's own time is what it takes without the sections inside of it; time outside of all is Dynamo's, AOTAutograd's
-and Inductor's. The clocks cost time themselves, mostly in the section around: each call is also measured without
-them, and what one clock costs is printed. A replay in C++ has no sections: it is the compiled graph's own. NAMES are
-workloads, or MLP, MLP-N (the same for any batch size), CHAIN (three graphs in one step) and RESNET18 (a training
-step), which are no workloads.
+A section is a function of torch or of this project with a clock around it; its own time excludes the sections inside.
+Calls are also measured without clocks. A replay in C++ has no sections. NAMES are workloads, or MLP, MLP-N (any batch
+size), CHAIN, RESNET18.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ from pygraph_trees.trees import manager, recording
 _Node, _Manager = recording.Upstream, manager.Upstream
 _SETTLE = 20  # calls until all is steady
 
-# Owner, name, and how it is called in the table.
+# Owner, attribute, and name in the table.
 REPLAY: tuple[tuple[Any, str, str], ...] = (
     (CompiledFxGraph, "__call__", "compiled graph"),
     (manager.Manager, "replay_fast", "ours: fast path"),
@@ -91,11 +88,11 @@ RECORDING: tuple[tuple[Any, str, str], ...] = (
 
 @dataclass(slots=True)
 class Section:
-    """What one section took in all, in ns."""
+    """The total time of one section, in ns."""
 
     calls: int = 0
-    ns: int = 0  # sections inside of it included
-    inside_ns: int = 0  # of that, in sections inside of it
+    ns: int = 0  # sections inside included
+    inside_ns: int = 0  # of that, in sections inside
 
     @property
     def own_ns(self) -> int:
@@ -104,7 +101,7 @@ class Section:
 
 @dataclass(slots=True)
 class Clocks:
-    """Sections by their names; they are noted only while ``on``."""
+    """Sections by name; they are noted only while ``on``."""
 
     read: Callable[[], int] = time.perf_counter_ns
     on: bool = False
@@ -133,7 +130,7 @@ class Clocks:
 
     @contextmanager
     def watching(self, watched: tuple[tuple[Any, str, str], ...]) -> Iterator[None]:
-        """Has the clocks around what is named, and puts back what was there."""
+        """Puts clocks around the named functions, and removes them afterwards."""
         with ExitStack() as undo:
             for owner, name, label in watched:
                 inherited = isinstance(owner, type) and name not in vars(owner)
@@ -144,7 +141,7 @@ class Clocks:
 
     @contextmanager
     def noting(self) -> Iterator[dict[str, Section]]:
-        """The sections of the block alone."""
+        """The sections of this block only."""
         self.sections, self.on = {}, True
         try:
             yield self.sections
@@ -152,7 +149,7 @@ class Clocks:
             self.on = False
 
     def cost_ns(self, times: int = 20_000) -> float:
-        """What a pair of clocks around nothing costs."""
+        """The cost of a pair of clocks around nothing."""
         timed = self.around(lambda: None, "nothing")
         with self.noting():
             begin = time.perf_counter_ns()
@@ -163,15 +160,15 @@ class Clocks:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One way under one regime."""
+    """One way in one regime."""
 
     workload: str
     way: str
     regime: str  # "same", "fresh" or "recording"
-    host_us: float  # a call, without clocks; of a recording the call that records, waiting included
-    clocked_us: float  # with them
-    calls: int  # that the sections are of
-    sections: dict[str, tuple[float, float, float]]  # by name: calls, us and own us, a call
+    host_us: float  # a call without clocks; for a recording, the call that records, waiting included
+    clocked_us: float  # a call with clocks
+    calls: int  # number of calls in the sections
+    sections: dict[str, tuple[float, float, float]]  # by name: calls, us and own us, per call
 
 
 def replays(name: str, program: Program, calls: int) -> list[Result]:
@@ -181,7 +178,7 @@ def replays(name: str, program: Program, calls: int) -> list[Result]:
     found: list[Result] = []
     with torch._dynamo.config.patch(recompile_limit=64):
         for way in ways:
-            with way.active(), clocks.watching(REPLAY):  # a manager's run is looked up once, where a function is added
+            with way.active(), clocks.watching(REPLAY):  # a manager's run is looked up once, when a function is added
                 for own in ring.sets * 2:
                     program.step(way.callable, own.args, own.kwargs)
         for way in ways:
@@ -211,7 +208,7 @@ def _host_us(program: Program, way: Way, feed: Iterator[Any], wait: Callable[[],
 
 
 def recordings(name: str, program: Program, rounds: int) -> list[Result]:
-    """Both ways, each compiled ``rounds`` times and once more at the start; the call behind the first one records."""
+    """Both ways, each compiled ``rounds`` times and once more first; the second call of each records."""
     clocks, wait = Clocks(), synchroniser(program.device)
     taken: dict[tuple[str, bool], list[float]] = {}
     noted: dict[str, dict[str, Section]] = {}
@@ -259,7 +256,7 @@ def _a_call(sections: dict[str, Section], calls: int) -> dict[str, tuple[float, 
 
 
 def table(result: Result) -> str:
-    """The sections in the order in which they were first left, inner ones before outer ones."""
+    """The sections in the order in which they first ended, inner before outer."""
     what = f"{result.workload}, {result.way}, {result.regime}"
     lines = [
         f"{what}: {result.host_us:.1f} us of the host, {result.clocked_us:.1f} with clocks",
@@ -274,21 +271,21 @@ def table(result: Result) -> str:
 
 
 def perceptron(device: torch.device) -> Program:
-    """Two small layers: almost nothing but the host."""
+    """Two small layers: host time dominates."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).to(device)
     return Program(model, (torch.randn(16, 64, device=device),), context=torch.no_grad, name="MLP")
 
 
 def perceptron_of_any_batch(device: torch.device) -> Program:
-    """Compiled for any batch size, which is an input then."""
+    """Compiled for any batch size, which is then an input."""
     program = perceptron(device)
     torch._dynamo.mark_dynamic(program.args[0], 0)
     return dataclasses.replace(program, name="MLP-N")
 
 
 def chain(device: torch.device) -> Program:
-    """Three graphs in one step, each behind the one before."""
+    """Three graphs in one step, each after the one before."""
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         x = x.sin() + 1
@@ -319,7 +316,7 @@ PROGRAMS: dict[str, Callable[[torch.device], Program]] = {
 
 
 def program_of(name: str) -> Program:
-    """One of these, or a workload, on the GPU."""
+    """One of these programs, or a workload, on the GPU."""
     device = torch.device("cuda")
     return PROGRAMS[name](device) if name in PROGRAMS else resolve(name, device)
 

@@ -1,6 +1,7 @@
-"""What language models are given: random tokens, in the form in which a tokenizer or a data set gives them.
+"""Inputs of language models: random tokens, in the form in which a tokenizer or a data set gives them.
 
-Each is a dictionary of the names that transformers has for its models' arguments, to integers [batch, sequence].
+Each function takes the vocabulary's size, the batch and the length, and returns a dictionary from the names of
+transformers' arguments to integers [batch, sequence], on the default device.
 """
 
 from __future__ import annotations
