@@ -28,7 +28,7 @@ from .reduction import reduce
 WORKER = "fuzzing.worker"
 TOOLS = Path(__file__).resolve().parents[1]
 POISONED = 70  # exit status of a worker whose GPU context is lost
-POISONED_BY_EAGER = 71  # the same, if eager lost it before the way under test ran
+POISONED_BY_EAGER = 71  # exit status of a worker whose GPU context eager lost
 FAILED = 1  # exit status of a worker that found and wrote a failure
 _POLL_S = 0.2
 _LONGEST_CASE_S = 180.0  # without a sign of life, which each case gives when it begins
