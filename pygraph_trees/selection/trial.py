@@ -1,9 +1,9 @@
 """Runs the first calls of a compiled graph un-graphed, then graphed, until one way proves better.
 
-A :class:`Trial` covers a graph, its backward and their partitions. Each partition is a :class:`Contestant`, which is
-called in place of the function. All go the same way in a step. No call is repeated. If a trial takes too long, or a
-second thread calls a function, the graph is graphed, unless its graphed calls are mostly recordings and slower.
-README.md describes the procedure.
+A :class:`Trial` covers a graph, its backward and their partitions. Each partition is a :class:`Contestant`, called in
+place of the function. All go the same way in a step. No call is repeated. If a trial takes too long, or a second thread
+calls a function, the graph is graphed, unless its graphed calls are mostly recordings and slower. README.md describes
+the procedure.
 """
 
 from __future__ import annotations
