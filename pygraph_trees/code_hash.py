@@ -1,4 +1,4 @@
-"""Two hashes over code: over what is tested and measured, and over what shapes the artifacts in Inductor's caches.
+"""Two hashes: of the tested and measured code, and of the code that shapes artifacts in Inductor's caches.
 
 :func:`code_hash` covers ``pygraph_trees/``, ``inductor_patches/`` and ``test/gpu/``: Python as syntax trees without
 docstrings, so comments and line breaks do not count, in a form that all supported Python versions share; C and C++ as

@@ -46,7 +46,7 @@ class GpuWork:
     kernels_total: int
     kernels_graphed: int
     graph_ms: float  # time in which anything inside a graph ran; overlaps count once
-    total_ms: float  # the same, outside of graphs as well
+    total_ms: float  # time in which anything ran, in graphs or outside; overlaps count once
     graph_launches: int
     timeline: tuple[Span, ...] = ()
 

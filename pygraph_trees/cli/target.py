@@ -2,7 +2,7 @@
 
 A target is ``file.py:function`` or ``package.module:function``, the name of a workload of ``tools/bench`` in a
 checkout, or empty for :data:`DEFAULT`. The function returns ``(model, args, kwargs)`` or ``(callable, args)``, and may
-take ``device``: ``cuda`` to run, ``meta`` to explain, where a ``meta`` tensor or a parameter stands for one on the GPU.
+take ``device``: ``cuda`` to run, ``meta`` to explain. A ``meta`` tensor or a parameter then represents one on the GPU.
 A target that cannot be built raises :class:`TargetError`.
 """
 

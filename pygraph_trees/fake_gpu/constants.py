@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class _OnCpu(TorchDispatchMode):
-    """Operators that are told to work on a CUDA device work on the CPU."""
+    """Runs operators for a CUDA device on the CPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def on_cpu(device: torch.device) -> torch.device:

@@ -1,8 +1,8 @@
 """Facts about a node of a post-grad graph: where its value is, and whether another device computes the same.
 
 Each function takes an ``fx.Node`` with its value under "val" and changes nothing. A function named ``why_not_…``
-returns the reason as text, or None. Operators are listed by name. A computation on an operator that no list has counts
-as one that may differ on the GPU.
+returns the reason as text, or None. Operators are listed by name. An operator that no list contains counts as one that
+may give another result on the GPU.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 :func:`partitioned` describes the partitions when the scheduler decides on them. :func:`attach` stores them on the
 artifact as plain data, which a cache preserves. :func:`put_to_use` makes a :class:`~.log.GraphLog` of them, which
 ``cudagraphify`` finds while the artifact is installed. If a graph cannot be described, the failure is logged,
-compilation goes on, and the report shows the graph without partitions.
+compilation continues, and the report shows the graph without partitions.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class FunctionLog:
             _trace("pygraph_function", self)
 
     def decided(self, text: str | None, *, graphed: bool) -> None:
-        """Notes which way the function's calls go from now on, and the measurements behind a decision, if any."""
+        """Notes which way the function's calls go from now on, and the measurements for a decision, if any."""
         is_news = text != self.decision
         self.decision = text
         if not graphed:
@@ -178,7 +178,7 @@ class GraphLog:
 def _trace(name: str, log: FunctionLog | GraphLog) -> None:
     """Adds the current record of a log to torch's structured trace; makes nothing if there is no trace.
 
-    Never raises: if the disk is full, for example, the program goes on.
+    Never raises: if the disk is full, for example, the program continues.
     """
     try:
         trace_structured(

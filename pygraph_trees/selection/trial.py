@@ -1,7 +1,7 @@
 """Runs the first calls of a compiled graph un-graphed, then graphed, until one way proves better.
 
-A :class:`Trial` covers a graph, its backward and their partitions, each of which is a :class:`Contestant` that stands
-in for its function. All go the same way in a step. No call is repeated. If a trial takes too long, or a second thread
+A :class:`Trial` covers a graph, its backward and their partitions. Each partition is a :class:`Contestant`, called in
+place of the function. All go the same way in a step. No call is repeated. If a trial takes too long, or a second thread
 calls a function, the graph is graphed, unless its graphed calls are mostly recordings and slower. README.md describes
 the procedure.
 """

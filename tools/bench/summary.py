@@ -62,7 +62,7 @@ class Workload:
         return None if found is None else getattr(found, figure)
 
     def ratio(self, figure: str, regime: str) -> float | None:
-        """Upstream's figure divided by ours, for figures of which less is better."""
+        """Upstream's figure divided by ours; more than one means that ours is better."""
         ours, upstream = (self.get(way, regime, figure) for way in ("ours", "upstream"))
         return upstream / ours if ours and upstream else None
 

@@ -18,7 +18,7 @@ from pygraph_trees.benchmark.program import Program
 from .registry import inference, seeded, workload
 
 _HEAD = 64
-_STEPS = 1000  # of the whole diffusion, one of which is run
+_STEPS = 1000  # of the whole diffusion; the workload runs one
 _LENGTH, _VOCABULARY = 77, 49408
 
 

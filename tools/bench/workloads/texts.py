@@ -15,7 +15,7 @@ def labelled(vocabulary: int, batch: int, sequence: int) -> dict[str, torch.Tens
 
 
 def continued(vocabulary: int, batch: int, sequence: int) -> dict[str, torch.Tensor]:
-    """Tokens, each of which is to be predicted from those before it."""
+    """Tokens, each to be predicted from those before it."""
     tokens = torch.randint(vocabulary, (batch, sequence))
     return {"input_ids": tokens, "labels": tokens.clone()}
 
