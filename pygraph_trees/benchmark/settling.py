@@ -1,4 +1,4 @@
-"""Calls ahead of those that are measured: until it is chosen how inputs are given (``indirection.route_choice``)."""
+"""Calls before those that are measured: until the routes of inputs are chosen (``indirection.route_rule``)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pygraph_trees.indirection.route_choice import AWAITED, EVERY, EXPECTED, LOOKS
+from pygraph_trees.indirection.route_rule import SAMPLES
+from pygraph_trees.indirection.sampler import EVERY
 from pygraph_trees.report.log import journal
 from pygraph_trees.report.text import title
 
-CALLS = EVERY * (LOOKS + 2)  # with new addresses, within which a route is found to be better, or none
+CALLS = EVERY * (SAMPLES + 2)  # with new addresses, within which a route is chosen
 _MOST_S = 3.0  # that this may take, of a program with long calls
-_AWAITED_S = 60.0  # in which a table that was found to be better has to be there, and to be judged
+_AWAITED_S = 60.0  # in which a table that was chosen has to be in use
 
 
 def call_until_chosen(call: Callable[[], Any], first: int, share: float = 1.0) -> None:
@@ -32,7 +33,7 @@ def call_until_chosen(call: Callable[[], Any], first: int, share: float = 1.0) -
         if number % EVERY and spent_s < _MOST_S:
             continue
         is_long_enough = number >= calls or spent_s >= _MOST_S
-        if is_long_enough and (spent_s >= _AWAITED_S or not _is_choice_awaited(first)):
+        if is_long_enough and (spent_s >= _AWAITED_S or not _is_table_awaited(first)):
             return
 
 
@@ -47,13 +48,6 @@ def routes_of(functions: slice) -> list[str]:
     return [f"{title(found)}, {found.mode}: {found.route}" for found in known[functions] if found.route is not None]
 
 
-def _is_choice_awaited(first: int) -> bool:
+def _is_table_awaited(first: int) -> bool:
     _, functions = journal.records()
-    for function in functions[first:]:
-        if function.route is not None and EXPECTED in function.route:
-            return True
-        inputs = function.recordings[-1].inputs if function.recordings else ()
-        is_wanted = function.route is not None and AWAITED in function.route
-        if is_wanted and inputs and all(given.route != "table" for given in inputs):
-            return True
-    return False
+    return any(function.awaits_table for function in functions[first:])
