@@ -6,11 +6,11 @@ A program has n small inputs, and c kernels of Triton that read all of them, wit
 that none can be joined with the next. One with load ends with a product of large matrices, which keeps the GPU busy for
 longer than the host. Each is compiled with each route forced (``pygraph_indirection``) and called with its inputs at
 the same addresses, at others in every second call, and at others in each call. All that is measured of one program
-takes turns, in rounds: calls that are waited for (latency), and one behind the other (throughput). Where the route is
-chosen ("auto") each share has a compiled program of its own, which is called until it has chosen.
+takes turns, in rounds: calls that are waited for (latency), and one after the other (throughput). If the route is
+chosen ("auto"), each share has a compiled program of its own, which is called until the route is in use.
 
-The table that is printed has a row for each program and share of calls with new addresses, in µs; which route was
-chosen stands behind it.
+The table that is printed has a row for each program and share of calls with new addresses, in µs; below it stands what
+the rule chose, if replays were sampled.
 """
 
 from __future__ import annotations
