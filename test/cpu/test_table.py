@@ -440,7 +440,11 @@ class TestSlots(LiveInputsTestCase):
                 model.settings.indirection = "table"  # type: ignore[attr-defined]
                 node._allocate_and_copy_recording_inputs([1])
                 self.assertIsNone(live.sampler)
-        self.assertEqual(given, [set(), {0, 2}, (), (), {0, 2}, (), {0, 2}, {0, 2}])
+                live.sampler = "another"
+                model.settings.indirection = "patch"  # type: ignore[attr-defined]
+                node._allocate_and_copy_recording_inputs([1])
+                self.assertIsNone(live.sampler)
+        self.assertEqual(given, [set(), {0, 2}, (), (), {0, 2}, (), {0, 2}, {0, 2}, ()])
 
     def test_warmup_of_functions_that_have_a_table(self) -> None:
         noted = []
