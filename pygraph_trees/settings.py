@@ -72,8 +72,8 @@ FLAGS: tuple[Flag, ...] = (
         changes_artifacts=True,  # nothing is staged without it
         help="How a replay gets its inputs. `patch`: by address, copied only where a rule demands it. `table`: the "
         "same, but torch's Triton kernels read the addresses from a table, so that a replay sets the parameters of one "
-        "kernel, however many read an input. `auto`: as `patch`, until replays were found to be faster by a table. "
-        "`off`: every live input is copied, as upstream.",
+        "kernel, however many read an input. `auto`: `table` if many kernels read inputs that move and the GPU "
+        "waits for the host, else `patch`. `off`: every live input is copied, as upstream.",
     ),
     Flag(
         name="pygraph_verify",

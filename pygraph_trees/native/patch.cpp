@@ -9,7 +9,7 @@
 
    Called with live inputs and a list of addresses of those that are patched, it does what LiveInputs.prepare does where
    each of them fitted before, and is True; else nothing has changed and it is False, and Python does it. That is so as
-   well in one of so many calls as ask_every says (0: in none), for Python to look at what they cost, and where the driver
+   well in one of so many calls as ask_every says (0: in none), which Python samples, and where the driver
    refuses an address: what was set is taken back, and Python, to which the same will happen, says what was refused. Where
    that cannot be taken back, patches stay broken, and are stuck. */
 

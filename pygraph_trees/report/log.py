@@ -78,7 +78,8 @@ class FunctionLog:
     ungraphed_reason: str | None = None
     trial_runs: int = 0  # of the compiled code, un-graphed for a measurement
     decision: str | None = None  # the measurements and the way that was taken
-    route: str | None = None  # the measured cost of replays, and how inputs are given since
+    route: str | None = None  # how inputs are given since replays were sampled, and why
+    awaits_table: bool = False
     traced_reasons: set[str] = field(default_factory=set)  # once each: two reasons may alternate from call to call
 
     @property
@@ -100,15 +101,15 @@ class FunctionLog:
         for given in recording.inputs if _log.isEnabledFor(logging.DEBUG) else ():
             _log.debug("%s: recording %d: input %s", self.name, recording.number, InputRecord(*given))
 
-    def route_was_found(self, text: str, *, is_change: bool = True) -> None:
+    def route_was_found(self, text: str, *, awaits_table: bool = False) -> None:
         """Notes how inputs are given from now on, and why.
 
         Args:
-            is_change: False if the route is the same and only the figures are new.
+            awaits_table: whether a table was chosen, and its kernels are not built yet.
         """
         _log.info("%s: %s", self.name, text)
-        is_news = self.route is None or (is_change and text != self.route)
-        self.route = text
+        is_news = text != self.route
+        self.route, self.awaits_table = text, awaits_table
         if is_news:
             _trace("pygraph_function", self)
 
@@ -153,6 +154,7 @@ class FunctionLog:
             ungraphed_reason=self.ungraphed_reason,
             decision=self.decision,
             route=self.route,
+            awaits_table=self.awaits_table,
         )
 
 

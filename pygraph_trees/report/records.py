@@ -134,8 +134,8 @@ class FunctionRecord:
     ungraphed_calls: int  # calls that neither warmed up nor recorded, and were not replays
     ungraphed_reason: str | None
     decision: str | None = None  # "graphed: 41 us a call against 58 us (2 kernels)", if both ways were measured
-    # "table: 13.1 us of a replay against 29.7 us by address (...)", if a table was possible
-    route: str | None = None
+    route: str | None = None  # "by address: ..." or "table: ...", once replays were sampled to choose
+    awaits_table: bool = False  # a table was chosen, and its kernels are not built yet
 
     @property
     def replays(self) -> int:

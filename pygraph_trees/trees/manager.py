@@ -566,15 +566,15 @@ class Manager(Upstream):
         log.reason = reason
         log.pool_bytes = self._pool.nbytes() - before
         function.recorded(log)
-        self._let_watch(self.current_node, function_id)
+        self._let_sampler_rerecord(self.current_node, function_id)
         if verification is not None:
             verification.check(self.current_node, outputs, function.name)
         return outputs
 
-    def _let_watch(self, recording: Recording, function_id: Any) -> None:
-        """A recording may find that its function had better be recorded anew."""
-        watch = None if recording.live is None else recording.live.watch
-        if watch is None:
+    def _let_sampler_rerecord(self, recording: Recording, function_id: Any) -> None:
+        """The samples of a recording may lead to one with a table."""
+        sampler = None if recording.live is None else recording.live.sampler
+        if sampler is None:
             return
         manager = weakref.ref(self)
 
@@ -583,7 +583,7 @@ class Manager(Upstream):
             if found is not None:
                 found.record_anew(function_id, why)
 
-        watch.ready = ready
+        sampler.ready = ready
 
     def _why_not_staged(self, inputs: list[Any], function_id: Any) -> str | None:
         """Why an input on the CPU, which torch does not record, cannot be staged either; None where all can."""

@@ -42,10 +42,10 @@ from pygraph_trees.errors import DriverError, PygraphError
 from pygraph_trees.indirection.availability import usable_driver, why_unusable
 from pygraph_trees.indirection.hidden_addresses import Surroundings
 from pygraph_trees.indirection.inputs import LiveInputs, NotStaged, choose
-from pygraph_trees.indirection.route_choice import TableWatch, Watch, is_over, leave, why_by_table
+from pygraph_trees.indirection.route_rule import leave_table, may_use_table, recorded
 from pygraph_trees.indirection.routes import Route
-from pygraph_trees.indirection.table.launch_clock import LaunchClock
-from pygraph_trees.indirection.table.pointer_table import readers_of, taken_by_variants
+from pygraph_trees.indirection.sampler import sampler_for
+from pygraph_trees.indirection.table.pointer_table import taken_by_variants
 from pygraph_trees.native.tensors import Deaths, Whereabouts, once_more, released
 from pygraph_trees.placement.staging import observed
 from pygraph_trees.report.log import RecordingLog
@@ -56,11 +56,10 @@ from .function import FunctionModel
 from .pools import ranges_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pygraph_trees.cuda.driver import Driver
     from pygraph_trees.cuda.host_reads import HostRead
-    from pygraph_trees.indirection.replay_costs import Clock
 
 Upstream: type = cudagraph_trees.CUDAGraphNode
 _IS_RECORDED: Any = cudagraph_trees.CUDAGraphNode._is_cuda_graph_recorded_tensor  # asked twice an input
@@ -147,7 +146,10 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         )
         self.log.inputs = tuple(self._describe_inputs())
         if isinstance(wrapped_function.model, FunctionModel):
-            _tell_route(wrapped_function.model, self._live)
+            decisions = {} if self._live is None else self._live.decisions
+            reads_table = any(decision.route is Route.TABLE for decision in decisions.values())
+            if decisions:
+                recorded(wrapped_function.model, wrapped_function.id, reads_table=reads_table)
         self.copies = self.log.copied_bytes > 0
         # Whether nothing is done around the launch of a replay, but for copies of that call alone.
         copies_some = self.copies or (self._live is not None and self._live.copies_some)
@@ -226,8 +228,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 model = wrapped_function.model
                 self._left_table = live.has_table and model.settings.indirection == "auto"
                 if self._left_table and not isinstance(error, NotStaged):
-                    model.log.route_was_found(f"by address: recording it with a table failed: {error}")
-                    leave(model)
+                    leave_table(model, wrapped_function.id, error)
                 else:
                     why = f"recording it at a placeholder address failed: {type(error).__name__}: {error}"
                     # Without them it is tried once more; torch does not record what lies on the CPU.
@@ -245,6 +246,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         elif not compat.is_kernel_free(self.wrapped_function):
             # What is chosen has to be left again where it cannot be recorded, and then the inputs are needed once more.
             may_choose = model.settings.indirection == "auto" and self._may_be_kept(inputs)
+            sizes = self.wrapped_function.id  # a function of integers has one for each value of theirs
+            may_use = may_use_table(model, sizes) if may_choose else model.settings.indirection == "table"
             self._live, self._why_copied = choose(
                 api,
                 self.device,
@@ -255,15 +258,11 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 self._refused,
                 self._managed_and_moving(),
                 stage=model.settings.placement != "off",
-                tabled=taken_by_variants(model) if may_choose or model.settings.indirection == "table" else (),
+                tabled=taken_by_variants(model) if may_use else (),
             )
             if self._live is not None:
-                self._live.watch = None
-                if may_choose:
-                    clock = LaunchClock(_graph_of(weakref.ref(self)), self.device)
-                    sizes = self.wrapped_function.id  # with integers a function has one for each value of theirs
-                    table = self._live.has_table
-                    self._live.watch = _watch(model, sizes, self.log, self.device, clock, has_table=table)
+                is_chosen = self._live.has_table or not may_choose
+                self._live.sampler = None if is_chosen else sampler_for(model, sizes, self.device, self.log)
                 if (self._live.has_placeholders or self._live.has_staged) and self._may_be_kept(inputs):
                     self._kept = list(inputs)
                 self._live.is_of_backward = self.wrapped_function.model.log.mode == BACKWARD
@@ -576,41 +575,6 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 None if kind != "live" else "copy" if is_copied else route.value,
                 why if is_copied else None,
             )
-
-
-def _graph_of(recording: Callable[[], Recording | None]) -> Callable[[], Any]:
-    """Gives the graph of a recording while there is one."""
-
-    def graph() -> Any:
-        found = recording()
-        return None if found is None else found.graph
-
-    return graph
-
-
-def _watch(
-    model: FunctionModel, sizes: Hashable, log: RecordingLog, device: int, clock: Clock, *, has_table: bool
-) -> Watch | None:
-    """What looks at replays where the route is to be chosen; None where no kernel could read a table, or did."""
-    if not readers_of(model) or (is_over(model) and not has_table):
-        return None
-
-    def is_idle() -> bool | None:
-        return None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream(device).query()
-
-    kind = TableWatch if has_table else Watch
-    return kind(model, device, replays=lambda: log.replays, is_idle=is_idle, clock=clock, sizes=sizes)
-
-
-def _tell_route(model: FunctionModel, live: LiveInputs | None) -> None:
-    """Where a table was made for the function: whether this recording has it."""
-    why = why_by_table(model)
-    if why is None or live is None or not is_over(model) or not taken_by_variants(model):
-        return
-    is_used = any(decision.route is Route.TABLE for decision in live.decisions.values())
-    model.log.route_was_found(why if is_used else "by address: there is no table, whose kernels are made")
-    if not is_used:
-        live.watch = None  # there is nothing to judge
 
 
 def without_staged(outputs: Sequence[Any], live: LiveInputs) -> list[Any]:

@@ -946,17 +946,17 @@ class TestForgotten(TestCase):
                 self.assertEqual((self.manager._forgotten, self.first.children), ([], {}))
                 self.assertNotIn(1, self.manager._ways)
 
-    def test_a_recording_that_had_better_be_another(self):
-        watch = SimpleNamespace(ready=None)
+    def test_samples_of_a_recording_may_have_its_function_recorded_again(self):
+        sampler = SimpleNamespace(ready=None)
         self.manager._anew = {}
-        for live in (None, SimpleNamespace(watch=None), SimpleNamespace(watch=watch)):
-            self.manager._let_watch(SimpleNamespace(live=live), 2)
-        watch.ready("of the test")
+        for live in (None, SimpleNamespace(sampler=None), SimpleNamespace(sampler=sampler)):
+            self.manager._let_sampler_rerecord(SimpleNamespace(live=live), 2)
+        sampler.ready("of the test")
         self.assertEqual((self.manager._forgotten, self.manager._anew), ([2], {2: "of the test"}))
         gone = weakref.ref(self.manager)
         del self.manager
         self.assertIsNone(gone())
-        watch.ready("of the test")  # nobody is there
+        sampler.ready("of the test")  # the manager is gone
 
 
 class TestShutdown(TestCase):
@@ -1341,17 +1341,16 @@ class TestFastPath(TestCase):
             def release(self):
                 Live.released += 1
 
-        inputs = ["an input"]
-        log = mock.Mock()
-
+        inputs, left = ["an input"], []
         for flag, outcomes, wanted in (
             ("auto", [True, False], {}),  # a table fails
             ("auto", [True, True, False], {0}),  # and addresses as well
             ("table", [True, False], {0}),  # asked for: on memory at once
             ("auto", [True, True, True], None),  # whatever it is
         ):
-            model = SimpleNamespace(settings=SimpleNamespace(indirection=flag), refused={}, moving=(), log=log)
-            wrapped, has_table, calls, todo = SimpleNamespace(model=model), [True], [], list(outcomes)
+            model = SimpleNamespace(settings=SimpleNamespace(indirection=flag), refused={}, moving=())
+            wrapped = SimpleNamespace(model=model, id="sizes")
+            has_table, calls, todo = [True], [], list(outcomes)
 
             def make(node, wrapped, id, parent, given, *, todo=todo, has_table=has_table, calls=calls):
                 self.assertEqual(given, inputs)
@@ -1363,8 +1362,9 @@ class TestFastPath(TestCase):
                 if todo.pop(0):
                     raise RuntimeError("of the test")
 
-            def leave(model, has_table=has_table):
+            def leave_table(model, sizes, error, has_table=has_table):
                 has_table[0] = False
+                left.append((sizes, str(error)))
 
             node, given = Recording.__new__(Recording), list(inputs)
             with (
@@ -1372,21 +1372,20 @@ class TestFastPath(TestCase):
                 mock.patch.object(recording_module.Upstream, "__init__", make),
                 mock.patch.object(Recording, "_finish_first_call", lambda *_: None),
                 mock.patch.object(Recording, "_prepare_questions", side_effect=Done),
-                mock.patch.object(recording_module, "leave", leave),
+                mock.patch.object(recording_module, "leave_table", leave_table),
                 self.assertRaises(Done if wanted is not None else RuntimeError),
             ):
                 node.__init__(wrapped, SimpleNamespace(id=3), None, given)
             ways = {"auto": ["table", "address", "memory"], "table": ["table", "memory"]}[flag]
             self.assertEqual(calls, ways[: len(outcomes)])
             self.assertEqual(set(model.refused), wanted or set())
-        told = {call.args[0] for call in log.route_was_found.call_args_list}
-        self.assertEqual(told, {"by address: recording it with a table failed: of the test"})
+        self.assertEqual(left, [("sizes", "of the test")] * 3)
 
     def test_no_copy_is_written_to(self):
         """Whoever decided that the function may be recorded."""
         node = Recording.__new__(Recording)
         node.log = RecordingLog(number=3)
-        node.wrapped_function = SimpleNamespace(mutated_input_idxs=(1,))
+        node.wrapped_function = SimpleNamespace(mutated_input_idxs=(1,), id=3)
         done = mock.patch.object(recording_module.Upstream, "_allocate_and_copy_recording_inputs", lambda *_: "done")
         inputs = [torch.ones(2), torch.ones(2), torch.ones(0)]
         chosen = mock.patch.object(recording_module, "choose", lambda *_, **__: (None, {}))
