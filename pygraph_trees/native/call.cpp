@@ -4,7 +4,7 @@
    the attribute `fast_call` of the object's current_callable, a function, gives for the inputs, unless that is None or not
    there; else what the function upstream gives. While torch's profiler runs, or graphs are recorded for debugging, which
    the dictionaries of two modules tell, it does only that. Once hooks on saved tensors were set at a call, look_after is
-   given object and inputs before. inductor_patches/output_code.py does the same in Python. */
+   given object and inputs before. trees/compiled_graph.py does the same in Python. */
 
 #include "fast_path.h"
 
