@@ -13,14 +13,18 @@ from collections.abc import Callable
 from typing import Any
 
 import inductor_patches
+from inductor_patches.environment import builds
 from inductor_patches.torch_logs import understood
 
 with understood():
     import torch  # noqa: F401
 
+from .native import build
 from .report.summary import Report, report
 from .version import __version__
 
+if not builds():
+    build.prevent()
 inductor_patches.install()
 
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pygraph_trees.errors import NOT_FOUND, DriverError, InvalidValue, refused
-from pygraph_trees.native.sources import is_of_these_sources
 
 from .graph_nodes import KernelNode, Layout, Layouts, MemcpyNode, MemsetNode, NodeKind
 
@@ -370,7 +369,5 @@ def driver() -> Driver | None:
     try:
         native = importlib.import_module("pygraph_trees.native._graph_nodes")
     except ImportError:
-        native = None
-    if native is not None and not is_of_these_sources(native):
         native = None
     return Driver(api, native)

@@ -124,7 +124,7 @@ PyMemberDef members[] = {
     {nullptr, 0, 0, 0, nullptr},
 };
 
-PyType_Slot slots[] = {
+PyType_Slot call_slots[] = {
     {Py_tp_doc, const_cast<char *>("A method that replays on the fast path where it can; see the source.")},
     {Py_tp_new, reinterpret_cast<void *>(translate<make_call>)},
     {Py_tp_dealloc, reinterpret_cast<void *>(call_dealloc)},
@@ -143,5 +143,5 @@ PyType_Spec pygraph::call_spec = {
     sizeof(Call),
     0,
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
-    slots,
+    call_slots,
 };

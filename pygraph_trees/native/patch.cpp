@@ -246,7 +246,7 @@ void patcher_dealloc(PyObject *self) {
     Py_DECREF(type);
 }
 
-PyType_Slot slots[] = {
+PyType_Slot patcher_slots[] = {
     {Py_tp_doc, const_cast<char *>("Other addresses for an instantiated graph; see the source.")},
     {Py_tp_new, reinterpret_cast<void *>(translate<make_patcher>)},
     {Py_tp_call, reinterpret_cast<void *>(call_patcher)},
@@ -259,7 +259,7 @@ PyType_Slot slots[] = {
 } // namespace
 
 PyType_Spec pygraph::patcher_spec = {
-    "pygraph_trees.native._fast_path.Patcher", sizeof(Patcher), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots,
+    "pygraph_trees.native._fast_path.Patcher", sizeof(Patcher), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, patcher_slots,
 };
 
 Answer pygraph::patch(PyObject *patcher, PyObject *live, PyObject *seen) {

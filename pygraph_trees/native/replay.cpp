@@ -35,13 +35,13 @@ void Attribute::find(PyTypeObject *asked) {
 
 namespace {
 
-constexpr size_t AHEAD = 24; // tensors
+constexpr size_t TENSORS_AHEAD = 24; // tensors
 constexpr size_t NOWHERE = ~size_t{0};
 
 /* Loads what comes some tensors later, and at the first what comes before that. */
 template <void (Known::*what)() const>
 __attribute__((always_inline)) inline void load(const std::vector<Watched> &watched, size_t i) {
-    for (size_t next = i == 0 ? 0 : i + AHEAD; next <= i + AHEAD && next < watched.size(); next++)
+    for (size_t next = i == 0 ? 0 : i + TENSORS_AHEAD; next <= i + TENSORS_AHEAD && next < watched.size(); next++)
         (watched[next].known.*what)();
 }
 
@@ -313,7 +313,7 @@ Answer prepare(Replay::State *state, Inputs &inputs, bool *is_copied, bool *aske
     return copied < 0 ? Answer::error : Answer::yes;
 }
 
-PyType_Slot slots[] = {
+PyType_Slot replay_slots[] = {
     {Py_tp_doc, const_cast<char *>("One recording's part in a fast replay; see the source.")},
     {Py_tp_new, reinterpret_cast<void *>(translate<make_replay>)},
     {Py_tp_dealloc, reinterpret_cast<void *>(replay_dealloc)},
@@ -325,7 +325,7 @@ PyType_Slot slots[] = {
 } // namespace
 
 PyType_Spec pygraph::replay_spec = {
-    "pygraph_trees.native._fast_path.Replay", sizeof(Replay), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots,
+    "pygraph_trees.native._fast_path.Replay", sizeof(Replay), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, replay_slots,
 };
 
 Replay::State *pygraph::replay_in(PyObject *object) {

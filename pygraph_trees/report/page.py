@@ -72,7 +72,7 @@ def _environment(report: Report) -> str:
     on = ", ".join(f.name for f in found.features if f.state == "on") or "none"
     lines = [
         f"pygraph_trees {found.pygraph_trees}, torch {found.torch}, triton {found.triton or 'none'}, "
-        f"{found.gpu or 'no GPU'}; patches on: {on}"
+        f"{found.gpu or 'no GPU'}; patches on: {on}; native: {found.native}"
     ]
     lines += [
         f"patches {f.state}: {f.name}{f', {f.reason}' if f.reason else ''}" for f in found.features if f.state != "on"

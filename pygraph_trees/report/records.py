@@ -178,3 +178,4 @@ class Environment:
     triton: str | None
     gpu: str | None
     features: tuple[FeatureState, ...] = field(default=())
+    native: str = "yes"  # whether the parts in C++ are used: "yes", or "no, because" and the reason

@@ -91,6 +91,7 @@ def _environment() -> Environment:
     import torch
 
     import inductor_patches
+    from pygraph_trees.native.build import status
     from pygraph_trees.version import __version__
 
     try:
@@ -103,4 +104,4 @@ def _environment() -> Environment:
     features = tuple(
         FeatureState(s.feature, s.state, "; ".join(s.mismatches) or None) for s in inductor_patches.status()
     )
-    return Environment(__version__, torch.__version__, triton_version, gpu, features)
+    return Environment(__version__, torch.__version__, triton_version, gpu, features, status())

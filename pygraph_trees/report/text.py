@@ -64,7 +64,7 @@ def _head(environment: Environment) -> str:
     lines = [
         f"pygraph_trees {environment.pygraph_trees}, torch {environment.torch}, triton {environment.triton or 'none'}, "
         f"{environment.gpu or 'no GPU'}",
-        f"patches on: {', '.join(on) or 'none'}",
+        f"patches on: {', '.join(on) or 'none'}; native: {environment.native}",
     ]
     lines += [
         f"patches {f.state}: {f.name}{f', {f.reason}' if f.reason else ''}"

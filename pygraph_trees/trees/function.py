@@ -3,7 +3,7 @@
 :class:`FunctionModel` stands for the compiled code that Inductor hands to ``cudagraphify``. It carries the function's
 :class:`~pygraph_trees.settings.Settings` and its log through upstream's code, which calls it to warm up, to record
 and to run un-graphed, and keeps it in ``WrappedFunction.model``. It also knows the manager that replays the function
-fast_call, if one does.
+on the fast path, if one does.
 """
 
 from __future__ import annotations

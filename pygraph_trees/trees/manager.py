@@ -25,6 +25,7 @@ from pygraph_trees.indirection.inputs import CAPTURED, NotStaged, may_be_staged
 from pygraph_trees.indirection.retired import release_retired
 from pygraph_trees.indirection.routes import why_not_placeholder
 from pygraph_trees.indirection.table.pointer_table import Warmups
+from pygraph_trees.native import build
 from pygraph_trees.native.tensors import candidate_filter, first_fit
 
 from . import fast_path, native_names
@@ -188,6 +189,7 @@ class Manager(Upstream):
         # for it: what calls meanwhile, from a finalizer, a hook or another thread, is run un-graphed.
         self.turn = fast_path.new_turn()
         self._turn_of: Any = None  # the list of inputs of that call
+        build.announce()
         super().__init__(*args, **kwargs)
         self.pools.add(self.cuda_graphs_thread_pool)
 

@@ -51,7 +51,7 @@ def check(**classes: type) -> None:
         }
     )
     if found:
-        tensors.do_without_native(f"looks for what is not there: {', '.join(found)}")
+        tensors.do_without_native(f"it needs attributes that are missing: {', '.join(found)}")
 
 
 def _names() -> Iterator[str]:

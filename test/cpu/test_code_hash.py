@@ -21,7 +21,6 @@ sys.path.insert(0, str(ROOT))
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.code_hash import artifact_files, artifact_hash, code_hash, covered_files
-from pygraph_trees.native.sources import sources_hash
 
 
 def suite():
@@ -238,32 +237,6 @@ class TestEvidence(TestCase):
         with tempfile.TemporaryDirectory() as folder, mock.patch.object(module, "EVIDENCE", Path(folder) / "none"):
             parts = module.longest_first(self.files(folder, *names))
         self.assertEqual([part.path.name for part in parts[:: module.MOST_PARTS]], [*names[1:], names[0]])
-
-    def test_nothing_is_built_twice(self):
-        module = suite()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder)
-            source = path / "tensors.cpp"
-            native, tensors = (
-                path / f"{name}{module.EXTENSION_SUFFIXES[0]}" for name in ("_graph_nodes", "_fast_path")
-            )
-            source.write_bytes(b"one")
-            made_of = f"\0{sources_hash(path)}\0".encode()
-            for file, content in ((native, made_of), (tensors, made_of + b"2.11.0+cu130\0")):
-                self.assertFalse(module.is_built(path, "2.11.0+cu130"))
-                file.write_bytes(content)
-            self.assertTrue(module.is_built(path, "2.11.0+cu130"))
-            self.assertFalse(module.is_built(path, "2.11.0"))
-            self.assertFalse(module.is_built(path, "2.12.0+cu130"))
-            with mock.patch.object(module, "ROOT", path), mock.patch.object(module.subprocess, "run") as ran:
-                (path / "pygraph_trees").mkdir()
-                (path / "pygraph_trees" / "native").symlink_to(path)
-                module.build_native_part("2.11.0+cu130")
-                ran.assert_not_called()
-                source.write_bytes(b"another")
-                module.build_native_part("2.11.0+cu130")  # its parts are of other sources
-            ran.assert_called_once()
-            self.assertIn("build_ext", ran.call_args.args[0])
 
     def test_check(self):
         module = suite()

@@ -36,7 +36,7 @@ class TestPython(TestCase):
             self.assertIsNone(fast_path.replay(recording, (), [NotImplemented]))
 
 
-@unittest.skipIf(tensors.load_native() is None, "not built for this torch")
+@unittest.skipIf(tensors.native is None, "not built for this torch")
 @mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", 0)
 class TestNative(TestCase):
     def assertAreSame(self, found, expected):

@@ -225,7 +225,7 @@ class TestReport(TestCase):
             render(ENVIRONMENT, graphs, functions, 100),
             """\
 pygraph_trees 0.1.0, torch 2.13.0, triton 3.7.0, NVIDIA H200
-patches on: flags
+patches on: flags; native: yes
 
 function                mode  part  kernels  stat  mgd  live  copied  rec  replays  record s    pool
 Net 0/0                  inf   1/1       12     1    0     1  2.0 kB    1     1200      0.25  2.1 MB
