@@ -76,7 +76,7 @@ def run_both_ways(script: str, arguments: list[str]) -> dict[str, dict[str, Any]
 
 
 def print_sides(found: dict[str, dict[str, Any]], rate: str) -> None:
-    """A table of what both sides observed, and the speedup of ours."""
+    """Prints what both sides observed, and the speedup of ours."""
     print(f"---\n{'':10}{rate:>14}{'recordings':>12}{'skipped':>9}{'replays':>9}{'copied bytes':>14}   (of one step)")
     for side, figures in found.items():
         speed = "-" if figures[rate] is None else f"{figures[rate]:.1f}"
