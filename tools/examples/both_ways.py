@@ -1,8 +1,7 @@
 """Shared by both examples: options, figures, and runs with upstream's graphs and with ours.
 
 To run with torch's own CUDA graphs, a script sets ``PYGRAPH_DISABLE`` before it imports this module.
-:func:`run_both_ways` runs it once each way, in processes of their own; a run that fails ends the program with its
-output.
+:func:`run_both_ways` runs it once each way, in processes of their own; a run that fails ends the program with status 2.
 """
 
 from __future__ import annotations
