@@ -1,7 +1,7 @@
 """Names of a compiled graph: the program that Dynamo traces, the compile id, and the mode.
 
-The functions must run during compilation, in the compiling thread; otherwise they return None. The names are for
-readers. No code looks anything up by them.
+The functions read the state of the compiling thread, so they must run there, during compilation; otherwise the id and
+the program's name are None. The names are for readers. No code looks anything up by them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Shared by both examples: options, figures, and runs with upstream's graphs and with ours.
 
 To run with torch's own CUDA graphs, a script sets ``PYGRAPH_DISABLE`` before it imports this module.
-:func:`run_both_ways` runs it once each way, in processes of their own; a run that fails ends the program with its
-output.
+:func:`run_both_ways` runs it once each way, in processes of their own; a run that fails ends the program with status 2.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def run_both_ways(script: str, arguments: list[str]) -> dict[str, dict[str, Any]
 
 
 def print_sides(found: dict[str, dict[str, Any]], rate: str) -> None:
-    """A table of what both sides observed, and the speedup of ours."""
+    """Prints what both sides observed, and the speedup of ours."""
     print(f"---\n{'':10}{rate:>14}{'recordings':>12}{'skipped':>9}{'replays':>9}{'copied bytes':>14}   (of one step)")
     for side, figures in found.items():
         speed = "-" if figures[rate] is None else f"{figures[rate]:.1f}"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 MOST = 4  # calls of each function per step
-_CALLING = frozenset({1, 2, 4, 8})  # finalizers of a step that call; they start long before the program does
+_CALLING = frozenset({1, 2, 4, 8})  # numbers of a step's finalizers that call; they run long before the program
 _GARBAGE = 2  # objects that await the collector
 _FIRST_SEED = 1000  # calls from inside have other values than the calls around them
 
@@ -100,7 +100,7 @@ class Inner:
             self._ready[name] = [self._one(target, _FIRST_SEED + call * MOST + i) for i in range(MOST)]
 
     def warm_up(self) -> None:
-        """Calls the function that the case itself does not call until it is replayed."""
+        """Calls the other function, which the case itself does not call, until it is replayed."""
         target = self._targets.get("other")
         if target is None:
             return
