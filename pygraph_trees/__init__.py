@@ -9,7 +9,7 @@ with a warning; it does not stop the import.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import inductor_patches
@@ -18,9 +18,17 @@ from inductor_patches.torch_logs import understood
 with understood():
     import torch  # noqa: F401
 
-from .report.summary import Report, report
+from .report.records import FeatureState
+from .report.summary import Report, report, tell_features
 from .version import __version__
 
+
+def _features() -> Iterator[FeatureState]:
+    for found in inductor_patches.status():
+        yield FeatureState(found.feature, found.state, "; ".join(found.mismatches) or None)
+
+
+tell_features(_features)
 inductor_patches.install()
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from . import partitions
 from .log import GraphLog, journal, partition_from_json, partition_to_json
 from .naming import compile_id, mode_name, program_name
-from .records import Placed
+from .records import PLACED, WHY_NOT_PLACED, Placed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from .records import Partition
 
 _log = logging.getLogger("pygraph_trees.report")
-PLACED, WHY_NOT_PLACED = "pygraph_placed", "pygraph_why_not_placed"  # of a module: what was done to its graph
 _ATTRIBUTE = "pygraph_coverage"  # of a Scheduler: partitions; of a CompiledFxGraph: their JSON and the model's name
 # Operations after which a tensor lies elsewhere: a replay does not repeat them.
 _REBINDING = ("aten.set_.", "aten.resize_.", "aten.shallow_copy_data_", "inductor.resize_storage_bytes_")

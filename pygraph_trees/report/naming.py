@@ -1,6 +1,6 @@
-"""What a compiled graph is called: the program that Dynamo traced, its compile id, its mode.
+"""Names for people: of a compiled graph (the program that Dynamo traced, compile id, mode) and of a line of source.
 
-All of it is asked while compiling, in the thread that compiles. The names are for people; nothing is looked up by them.
+The names of a graph are asked for while it is compiled, in the thread that compiles. Nothing is looked up by a name.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 import torch
 
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)$")
+FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
 def compile_id() -> str | None:
@@ -41,3 +42,15 @@ def program_name() -> str | None:
         if isinstance(owner, torch.nn.Module):
             return f"{type(owner).__name__}:{resumed['line']}" if resumed else type(owner).__name__
     return f"{resumed['name']}:{resumed['line']}" if resumed else str(tracer.f_code.co_name)
+
+
+def source_line(stack_trace: str | None) -> str | None:
+    """The innermost frame of a stack trace, as ``file:line in function: code``."""
+    lines = (stack_trace or "").splitlines()
+    frames = [(i, m) for i, m in enumerate(map(FRAME.match, lines)) if m]
+    if not frames:
+        return None
+    at, frame = frames[-1]
+    code = lines[at + 1].strip() if at + 1 < len(lines) else ""
+    place = f"{frame['file']}:{frame['line']} in {frame['function']}"
+    return f"{place}: {code}" if code else place
