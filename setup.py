@@ -31,7 +31,7 @@ def tensors_extension(torch: Path) -> Extension:
             "pygraph_trees/native/tensors.cpp",
             *(
                 f"pygraph_trees/native/{part}.cpp"
-                for part in ("entry", "candidates", "replay", "gradients", "call", "patch")
+                for part in ("attributes", "entry", "candidates", "replay", "gradients", "call", "patch")
             ),
         ],
         depends=["pygraph_trees/native/fast_path.h", "pygraph_trees/native/tensors.h"],
