@@ -2,16 +2,12 @@
 
 An :class:`Around` belongs to a :class:`~fuzzing.case.Case` and is printed with it. All fields at their defaults: calls
 from one thread on one stream, with nothing between them. A field that a case cannot use, such as saved-tensor hooks
-without a backward, changes nothing. :func:`uses` names what a case makes use of.
+without a backward, changes nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .case import Case
 
 SAVED = (  # what saved-tensor hooks do; each gives the same values back
     "identity",
@@ -99,33 +95,3 @@ NOTHING = Around()
 def at(when: str, call: int) -> bool:
     """Whether a call is one of those that ``when`` names."""
     return {"always": True, "later": call >= 2, "first": call < 2, "every other": call % 2 == 1}[when]
-
-
-USES = (
-    "backward",
-    "saved-tensor hooks",
-    "special tangents",
-    "finalizers that call",
-    "hooks that call or collect",
-    "threads",
-    "streams and devices",
-    "constant chains",
-    "outputs kept alive",
-)
-
-
-def uses(case: Case) -> tuple[str, ...]:
-    """Those of :data:`USES` that a case makes use of."""
-    around = case.around
-    found = (
-        case.backward,
-        case.backward and around.saved is not None,
-        case.backward and bool(around.tangents),
-        around.garbage is not None,
-        bool(around.events),
-        around.thread is not None,
-        around.where is not None,
-        bool(case.constants),
-        around.keeps > 0 or around.step_of > 1,
-    )
-    return tuple(name for name, used in zip(USES, found, strict=True) if used)
