@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from pygraph_trees.fake_gpu import ValueNeededError, absent_gpu, lower
-from pygraph_trees.report.compiled import PLACED, WHY_NOT_PLACED, partitions_of
-from pygraph_trees.report.records import Partition, PartitionInput
+from pygraph_trees.report.compiled import partitions_of
+from pygraph_trees.report.records import PLACED, WHY_NOT_PLACED, Partition, PartitionInput
 from pygraph_trees.report.text import cause_line, nbytes, placed_lines, table
 from pygraph_trees.settings import Settings
 

@@ -11,12 +11,9 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from pygraph_trees.errors import NOT_FOUND, DriverError, refused
-
-if TYPE_CHECKING:
-    from .driver import Driver
 
 _END, _BUFFER, _SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_END, CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE
 
@@ -101,6 +98,21 @@ class Layout:
 Layouts = dict[tuple[int, int], Layout]  # by a kernel's handles
 
 
+class Calls(Protocol):
+    """What nodes ask of :class:`~pygraph_trees.cuda.driver.Driver`."""
+
+    api: Any  # the module of the bindings
+    success: Any
+
+    def find(self, name: str) -> Any: ...
+
+    def call(self, name: str, *args: Any) -> tuple[Any, ...]: ...
+
+    def layout(self, function: int, kernel: int) -> Layout: ...
+
+    def memory_type(self, address: int) -> int: ...
+
+
 class _Launch(ctypes.Structure):
     """CUDA_KERNEL_NODE_PARAMS_v2, unchanged since CUDA 12.0, with the bindings' field names."""
 
@@ -123,7 +135,7 @@ class GraphNode:
     _set: ClassVar[str]
     _in_context: ClassVar[bool] = True  # whether the setter takes the context
 
-    def __init__(self, driver: Driver, handle: int) -> None:
+    def __init__(self, driver: Calls, handle: int) -> None:
         self.handle = handle
         self._driver = driver
         (self._params,) = driver.call(self._get, handle)
@@ -157,7 +169,7 @@ class KernelNode(GraphNode):
     _in_context = False
     nbytes: int  # of the parameters, at the offsets that the kernel sees
 
-    def __init__(self, driver: Driver, handle: int, layouts: Layouts, found: tuple[bytes, bytes] | None = None) -> None:
+    def __init__(self, driver: Calls, handle: int, layouts: Layouts, found: tuple[bytes, bytes] | None = None) -> None:
         """``found`` holds the parameters and the struct, if they were read already."""
         if found is None:
             super().__init__(driver, handle)
@@ -303,7 +315,7 @@ class MemcpyNode(CopyNode):
     plain: bool  # one row and no offsets: the copies that the driver lets us change
     nbytes: int
 
-    def __init__(self, driver: Driver, handle: int) -> None:
+    def __init__(self, driver: Calls, handle: int) -> None:
         super().__init__(driver, handle)
         params, types = self._params, driver.api.CUmemorytype
         host, device = int(types.CU_MEMORYTYPE_HOST), int(types.CU_MEMORYTYPE_DEVICE)
@@ -361,7 +373,7 @@ class MemsetNode(CopyNode):
     plain: bool  # one row
     nbytes: int  # from the first byte to the last, gaps between rows included
 
-    def __init__(self, driver: Driver, handle: int) -> None:
+    def __init__(self, driver: Calls, handle: int) -> None:
         super().__init__(driver, handle)
         params = self._params
         rows = max(1, int(params.height))

@@ -3,6 +3,7 @@
 
 #include "tensors.cpp"
 
+#include "attributes.cpp"
 #include "call.cpp"
 #include "candidates.cpp"
 #include "entry.cpp"

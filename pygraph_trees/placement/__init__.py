@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from pygraph_trees.report.compiled import PLACED, WHY_NOT_PLACED
+from pygraph_trees.report.records import PLACED, WHY_NOT_PLACED
 from pygraph_trees.settings import Settings
 
 from .moves import place

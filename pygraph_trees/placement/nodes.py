@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
-from pygraph_trees.report.partitions import source_line
+from pygraph_trees.report.naming import source_line
 
 from .ranges import fits_integers
 

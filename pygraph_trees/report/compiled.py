@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from . import partitions
 from .log import GraphLog, journal, partition_from_json, partition_to_json
 from .naming import compile_id, mode_name, program_name
-from .records import Placed
+from .records import PLACED, WHY_NOT_PLACED, Placed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from .records import Partition
 
 _log = logging.getLogger("pygraph_trees.report")
-PLACED, WHY_NOT_PLACED = "pygraph_placed", "pygraph_why_not_placed"  # placement's result for a module
 _ATTRIBUTE = "pygraph_coverage"  # a Scheduler's partitions; a CompiledFxGraph's, as JSON, with the model's name
 # Operations that give a tensor other memory, which a replay does not repeat.
 _REBINDING = ("aten.set_.", "aten.resize_.", "aten.shallow_copy_data_", "inductor.resize_storage_bytes_")

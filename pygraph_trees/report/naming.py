@@ -1,7 +1,7 @@
-"""Names of a compiled graph: the program that Dynamo traces, the compile id, and the mode.
+"""Names for readers: of a compiled graph (the program that Dynamo traces, compile id, mode) and of a line of source.
 
-The functions read the state of the compiling thread, so they must run there, during compilation; otherwise the id and
-the program's name are None. The names are for readers. No code looks anything up by them.
+The names of a graph are read from the state of the compiling thread, so these functions must run there, during
+compilation; otherwise the id and the program's name are None. No code looks anything up by a name.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import torch
 
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)$")
+FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
 def compile_id() -> str | None:
@@ -42,3 +43,15 @@ def program_name() -> str | None:
         if isinstance(owner, torch.nn.Module):
             return f"{type(owner).__name__}:{resumed['line']}" if resumed else type(owner).__name__
     return f"{resumed['name']}:{resumed['line']}" if resumed else str(tracer.f_code.co_name)
+
+
+def source_line(stack_trace: str | None) -> str | None:
+    """The innermost frame of a stack trace, as ``file:line in function: code``."""
+    lines = (stack_trace or "").splitlines()
+    frames = [(i, m) for i, m in enumerate(map(FRAME.match, lines)) if m]
+    if not frames:
+        return None
+    at, frame = frames[-1]
+    code = lines[at + 1].strip() if at + 1 < len(lines) else ""
+    place = f"{frame['file']}:{frame['line']} in {frame['function']}"
+    return f"{place}: {code}" if code else place

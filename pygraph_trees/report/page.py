@@ -12,15 +12,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .markup import Section, counted, escaped, link, opened, table
 from .recorded_tree import facts, function_anchor, recorded_tree, recording_anchor
-from .records import FunctionRecord, GraphRecord, InputRecord, Partition, PartitionInput, RecordingRecord
+from .records import FunctionRecord, GraphRecord, InputRecord, Partition, PartitionInput, RecordingRecord, Snapshot
 from .text import called, cause_line, kernels, nbytes, title
-
-if TYPE_CHECKING:
-    from .summary import Report
 
 _MOST_ROWS = 400  # of one table of inputs
 _MOST_STEPS = 8  # paths through the trees
@@ -28,7 +24,7 @@ _CSS = Path(__file__).with_name("page.css")
 
 
 def page(
-    report: Report,
+    report: Snapshot,
     first: Sequence[Section] = (),
     *,
     name: str = "CUDA graphs",
@@ -67,7 +63,7 @@ def page(
     )
 
 
-def _environment(report: Report) -> str:
+def _environment(report: Snapshot) -> str:
     found = report.environment
     on = ", ".join(f.name for f in found.features if f.state == "on") or "none"
     lines = [
@@ -80,7 +76,7 @@ def _environment(report: Report) -> str:
     return "".join(f'<p class="quiet">{escaped(line)}</p>' for line in lines)
 
 
-def _facts(report: Report) -> str:
+def _facts(report: Snapshot) -> str:
     newest = [f.recordings[-1] for f in report.functions if f.recordings]
     inside = sum(r.kernels or 0 for r in newest)
     facts = {

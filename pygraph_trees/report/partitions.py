@@ -8,11 +8,11 @@ a name for readers. Nothing is changed. An unknown fact (a symbolic size, a node
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .naming import FRAME, source_line
 from .records import Cause, Partition, PartitionInput
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
 _MOST_CAUSES = 20  # of one partition; its kernels are counted in full
-_FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
 def describe(
@@ -98,18 +97,6 @@ def _operation(node: BaseSchedulerNode) -> tuple[str, str | None]:
     return str(origin.target), source_line(origin.meta.get("stack_trace"))
 
 
-def source_line(stack_trace: str | None) -> str | None:
-    """The innermost frame of a stack trace, as ``file:line in function: code``."""
-    lines = (stack_trace or "").splitlines()
-    frames = [(i, m) for i, m in enumerate(map(_FRAME.match, lines)) if m]
-    if not frames:
-        return None
-    at, frame = frames[-1]
-    code = lines[at + 1].strip() if at + 1 < len(lines) else ""
-    place = f"{frame['file']}:{frame['line']} in {frame['function']}"
-    return f"{place}: {code}" if code else place
-
-
 def _inputs(
     scheduler: Scheduler, input_nodes: dict[str, Any], nodes: Sequence[BaseSchedulerNode]
 ) -> Iterator[PartitionInput]:
@@ -158,7 +145,7 @@ def model_name(gm: torch.fx.GraphModule) -> str:
             outermost = next(iter(stack.values()))[1]
             modules[outermost.rsplit(".", 1)[-1] if isinstance(outermost, str) else outermost.__name__] += 1
         elif trace := node.meta.get("stack_trace"):
-            frame = _FRAME.search(trace)
+            frame = FRAME.search(trace)
             if frame:
                 functions[frame["function"]] += 1
     for names in (modules, functions):

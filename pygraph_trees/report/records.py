@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+PLACED, WHY_NOT_PLACED = "pygraph_placed", "pygraph_why_not_placed"  # where a module keeps what was done to its graph
+
 
 @dataclass(frozen=True, slots=True)
 class Cause:
@@ -179,3 +181,21 @@ class Environment:
     gpu: str | None
     features: tuple[FeatureState, ...] = field(default=())
     native: str = "yes"  # whether the parts in C++ are used: "yes", or "no, because" and the reason
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All records at one moment."""
+
+    environment: Environment
+    graphs: tuple[GraphRecord, ...]
+    functions: tuple[FunctionRecord, ...]
+    breaks: tuple[GraphBreak, ...] = ()
+
+    @property
+    def recordings(self) -> int:
+        return sum(len(f.recordings) for f in self.functions)
+
+    @property
+    def replays(self) -> int:
+        return sum(f.replays for f in self.functions)

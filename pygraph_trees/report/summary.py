@@ -9,30 +9,22 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pygraph_trees.version import __version__
+
 from .log import journal
-from .partitions import source_line
-from .records import Environment, FeatureState, FunctionRecord, GraphBreak, GraphRecord
+from .naming import source_line
+from .page import page
+from .records import Environment, FeatureState, GraphBreak, Snapshot
 from .text import render
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    environment: Environment
-    graphs: tuple[GraphRecord, ...]
-    functions: tuple[FunctionRecord, ...]
-    breaks: tuple[GraphBreak, ...] = ()
-
-    @property
-    def recordings(self) -> int:
-        return sum(len(f.recordings) for f in self.functions)
-
-    @property
-    def replays(self) -> int:
-        return sum(f.replays for f in self.functions)
+class Report(Snapshot):
+    """What happened so far, as records that can be printed, saved and shown in a browser."""
 
     def to_json(self) -> str:
         """All records as a JSON object with the keys ``environment``, ``graphs``, ``functions`` and ``breaks``."""
@@ -45,8 +37,6 @@ class Report:
 
     def to_html(self, path: str | Path | None = None) -> str:
         """The report as a self-contained page for a browser, also written to ``path`` if given."""
-        from .page import page
-
         text = page(self)
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
@@ -90,10 +80,6 @@ def _breaks() -> Iterator[GraphBreak]:
 def _environment() -> Environment:
     import torch
 
-    import inductor_patches
-    from pygraph_trees.native.build import status
-    from pygraph_trees.version import __version__
-
     try:
         import triton
 
@@ -101,7 +87,14 @@ def _environment() -> Environment:
     except ImportError:
         triton_version = None
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    features = tuple(
-        FeatureState(s.feature, s.state, "; ".join(s.mismatches) or None) for s in inductor_patches.status()
-    )
-    return Environment(__version__, torch.__version__, triton_version, gpu, features, status())
+    return Environment(__version__, torch.__version__, triton_version, gpu, tuple(_features()), _native() or "unknown")
+
+
+_features: Callable[[], Iterable[FeatureState]] = tuple
+_native: Callable[[], str] = str
+
+
+def tell_state(features: Callable[[], Iterable[FeatureState]], native: Callable[[], str]) -> None:
+    """From now on reports show the package's features, and whether the native parts are used, as these say."""
+    global _features, _native
+    _features, _native = features, native

@@ -12,7 +12,7 @@ import contextlib
 import threading
 import weakref
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch._guards import TracingContext
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from pygraph_trees.selection.trial import Trial
 
-    from .manager import Manager
-
 
 PER_THREAD = has_trees_per_thread()
 
@@ -41,6 +39,12 @@ LOOK_EVERY = 4096
 
 def _nobody() -> None:
     return None
+
+
+class FastReplays(Protocol):
+    """A manager that replays functions fast."""
+
+    def replay_fast(self, inputs: list[Any], function_id: Any) -> Any: ...
 
 
 class _Loaded(threading.local):
@@ -88,7 +92,7 @@ class _Counting:
         self._function = weakref.ref(function)
         self._left = LOOK_EVERY
 
-    def __call__(self) -> Manager | None:
+    def __call__(self) -> FastReplays | None:
         function = self._function()
         if function is None:
             return None
@@ -115,11 +119,11 @@ class FunctionModel:
         self.refused: dict[int, str] = {}  # inputs that are copied in every later recording, and why
         self.moving: set[int] = set()  # managed inputs that were found to move: live ones in every later recording
         # Who may replay it without a look at what else could be recorded; a manager must not outlive its functions.
-        self.manager: Callable[[], Manager | None] = _nobody
+        self.manager: Callable[[], FastReplays | None] = _nobody
         self.function_id: Any = None
         self.thread: int | None = None  # in which it may be, where each has its own
         self.first_inside: int | None = None  # the first output that a recording may have as it is returned
-        self.fast_path_in: Callable[[], Manager | None] = _nobody  # the same, while who replays it is kept back
+        self.fast_path_in: Callable[[], FastReplays | None] = _nobody  # the same, while who replays it is kept back
         self._counting = _Counting(self)
         self.instead: Callable[[list[Any]], Any] | None = None  # called in its place, by who enters it
         self.trial: Trial | None = None  # which says so
@@ -170,7 +174,7 @@ class FunctionModel:
         self._by_number[function_id] = own
         self._by_values[values] = own, entry(own.fast_call, own)
 
-    def has_fast_path_in(self, manager: Manager, function_id: Any) -> None:
+    def has_fast_path_in(self, manager: FastReplays, function_id: Any) -> None:
         """It begins a step there, and replays what it replayed the last time."""
         if self._of_integers:
             own = self._by_number.get(function_id)

@@ -15,7 +15,7 @@ import logging
 import time
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor import cudagraph_trees
@@ -29,7 +29,7 @@ from pygraph_trees.indirection.table.pointer_table import Warmups
 from pygraph_trees.native import build
 from pygraph_trees.native.tensors import candidate_filter, first_fit
 
-from . import fast_path, native_names
+from . import fast_path, native_names, pools
 from .collector import paused
 from .function import FunctionModel
 from .pools import ranges_of
@@ -174,7 +174,6 @@ class Manager(Upstream):
     graph: Any
     path_state: Any
     running_forwards_with_pending_backwards: bool
-    pools: ClassVar[set[Any]] = set()  # the graph pools of all that were made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # By function, and by the recording that was replayed before, None where no path is open: good until upstream is
@@ -193,7 +192,7 @@ class Manager(Upstream):
         self._turn_of: Any = None  # the list of inputs of that call
         build.announce()
         super().__init__(*args, **kwargs)
-        self.pools.add(self.cuda_graphs_thread_pool)
+        pools.OWNED.add(self.cuda_graphs_thread_pool)
 
     def add_function(self, model: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         # Its first call consumes them.
@@ -464,7 +463,7 @@ class Manager(Upstream):
         old = self.cuda_graphs_thread_pool
         for name in ("graph", "stream", "cuda_graphs_thread_pool"):
             setattr(self, name, getattr(fresh, name))
-        self.pools.discard(old)
+        pools.OWNED.discard(old)
         self._left = None
         torch.cuda.empty_cache()
         return True

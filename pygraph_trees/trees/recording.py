@@ -51,7 +51,7 @@ from pygraph_trees.placement.staging import observed
 from pygraph_trees.report.log import RecordingLog
 from pygraph_trees.report.naming import BACKWARD
 
-from . import fast_path
+from . import fast_path, pools
 from .function import FunctionModel
 from .pools import ranges_of
 
@@ -297,10 +297,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             return None, "it was compiled before the patches went on"
         if model.settings.indirection == "off":
             return None, "pygraph_indirection is 'off'"
-        from .manager import Manager
-
         # Not the manager of this thread: a function may be recorded by another one than added it.
-        if self.cuda_graphs_pool not in Manager.pools:
+        if self.cuda_graphs_pool not in pools.OWNED:
             # Nobody would say when the graph pool grows.
             return None, "its tree manager was made before the patches went on"
         found = usable_driver()

@@ -36,14 +36,12 @@ from fuzzing.around import (
     TANGENTS,
     TARGETS,
     THREADS,
-    USES,
     WHEN,
     Around,
-    uses,
 )
-from fuzzing.case import LAYOUTS, PLACES, Case, Input, read
+from fuzzing.case import LAYOUTS, PLACES, Case, Input, constants_of, read
 from fuzzing.check import TOLERANCE, InexactConstant, InvalidCase, Mismatch, Raised, check, tolerance_of
-from fuzzing.constants import DTYPES, constants_of
+from fuzzing.constants import DTYPES
 from fuzzing.gradients import tangent
 from fuzzing.memory import GUARD, Memory, extent_of, offset_of, strides_of
 from fuzzing.observation import observe
@@ -53,6 +51,7 @@ from fuzzing.runner import Runner, module_of
 from fuzzing.saved import hooks
 from fuzzing.scope import Scope
 from fuzzing.strategies import around_of, cases
+from fuzzing.uses import USES, uses
 
 from pygraph_trees.benchmark import Program
 from pygraph_trees.cli.explain import partitions

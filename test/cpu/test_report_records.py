@@ -28,8 +28,7 @@ from pygraph_trees.report.log import (
     partition_from_json,
     partition_to_json,
 )
-from pygraph_trees.report.naming import program_name
-from pygraph_trees.report.partitions import source_line
+from pygraph_trees.report.naming import program_name, source_line
 from pygraph_trees.report.records import Cause, Environment, FeatureState, Partition, PartitionInput
 from pygraph_trees.report.summary import Report
 from pygraph_trees.report.text import nbytes, render, table

@@ -33,7 +33,7 @@ from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journa
 from pygraph_trees.report.summary import clear
 from pygraph_trees.selection import why_not_graphed
 from pygraph_trees.settings import Settings
-from pygraph_trees.trees import compiled_graph, entry_points, fast_path
+from pygraph_trees.trees import compiled_graph, entry_points, fast_path, pools
 from pygraph_trees.trees import manager as trees_manager
 from pygraph_trees.trees import recording as recording_module
 from pygraph_trees.trees.collector import paused
@@ -1308,9 +1308,9 @@ class TestFastPath(TestCase):
             manager.cuda_graphs_thread_pool = "its pool"
             given.append((args, kwargs))
 
-        with mock.patch.object(Upstream, "__init__", init), mock.patch.object(Manager, "pools", set()) as pools:
+        with mock.patch.object(Upstream, "__init__", init), mock.patch.object(pools, "OWNED", set()) as owned:
             Manager(3, initial_mempool_allocation_gb=1.5)  # since torch 2.15
-        self.assertEqual((given, pools), ([((3,), {"initial_mempool_allocation_gb": 1.5})], {"its pool"}))
+        self.assertEqual((given, owned), ([((3,), {"initial_mempool_allocation_gb": 1.5})], {"its pool"}))
 
     def test_another_thread_may_record(self):
         """A function knows the manager that it was added to, whichever thread calls it."""
@@ -1318,9 +1318,9 @@ class TestFastPath(TestCase):
         node = Recording.__new__(Recording)
         node.wrapped_function, node.device = SimpleNamespace(model=model), 0
         node.cuda_graphs_pool = "its pool"
-        for pools, found in (({"its pool"}, "the driver"), (set(), None)):
+        for owned, found in (({"its pool"}, "the driver"), (set(), None)):
             with (
-                mock.patch.object(Manager, "pools", pools),
+                mock.patch.object(pools, "OWNED", owned),
                 mock.patch.object(recording_module, "usable_driver", lambda: "the driver"),
                 ThreadPoolExecutor(1) as other,
             ):

@@ -40,7 +40,7 @@ from pygraph_trees.selection.profiles import Profile
 from pygraph_trees.selection.shift import ShiftRules
 from pygraph_trees.selection.trial import Contestant, Trial
 from pygraph_trees.settings import InvalidFlag, Settings
-from pygraph_trees.trees import choice
+from pygraph_trees.trees import choice, pools
 from pygraph_trees.trees import function as function_module
 from pygraph_trees.trees.function import FunctionModel, entered
 from pygraph_trees.trees.manager import Manager, Upstream
@@ -1154,7 +1154,6 @@ class TestForget(TestCase):
             manager._is_unknown = False
             manager._made_with, manager.graph, manager.stream = ((3,), {}), "first graph", "first stream"
             manager.cuda_graphs_thread_pool = 0, 7
-            manager.pools = {(0, 7), (0, 9)}
             manager.ids_to_funcs = {1: SimpleNamespace(model=model)}
             node = self.node()
             # Also of outputs that others have taken the place of.
@@ -1163,7 +1162,11 @@ class TestForget(TestCase):
             manager.roots, manager._current_node = {1: [node]}, None
             manager.path_state = cudagraph_trees.ExecutionState.NONE
             made.clear()
-            with mock.patch.object(torch.cuda, "empty_cache") as emptied:
+            owned = {(0, 7), (0, 9)}
+            with (
+                mock.patch.object(pools, "OWNED", owned),
+                mock.patch.object(torch.cuda, "empty_cache") as emptied,
+            ):
                 self.assertFalse(manager.give_pool_back())  # nothing was given back yet
                 manager.forget(model)
                 self.assertEqual((made, emptied.call_count), ([], 0) if is_held else ([3], 1))
@@ -1176,7 +1179,7 @@ class TestForget(TestCase):
                     manager._anew.clear()
                     self.assertTrue(manager.give_pool_back())
                 self.assertEqual((manager.cuda_graphs_thread_pool, manager.stream), ((0, 9), "stream"))
-                self.assertEqual((manager.pools, manager._left), ({(0, 9)}, None))
+                self.assertEqual((owned, manager._left), ({(0, 9)}, None))
                 self.assertFalse(manager.give_pool_back())  # once
             self.assertEqual((made, emptied.call_count), ([3], 1))
 

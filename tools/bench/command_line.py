@@ -16,14 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .loading import WORKLOADS_FOLDER, load_workloads
+from .folders import RESULTS_FOLDER, WORKLOADS_FOLDER
+from .loading import load_workloads
 
 if TYPE_CHECKING:
     from pygraph_trees.benchmark import Measurement, Plan, Results
 
     from .isolated import Job
 
-RESULTS_FOLDER = Path(__file__).parent / "results"
 
 NO_GPU = "bench: figures need a GPU, and torch finds none here (python tools/bench --list shows the workloads)"
 

@@ -209,8 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from bench.command_line import RESULTS_FOLDER
     from bench.figures import has_gpu
+    from bench.folders import RESULTS_FOLDER
     from pygraph_trees.benchmark.results import file_stem
     from pygraph_trees.code_hash import code_hash
 

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-WORKLOADS_FOLDER = Path(__file__).parent / "workloads"
+from .folders import WORKLOADS_FOLDER
+
 MODULE = "pygraph_bench_workloads"
 
 

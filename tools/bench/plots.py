@@ -11,14 +11,12 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pygraph_trees.report.text import nbytes
 
+from .collected import Summary, Workload
 from .paper import GEOMETRIC_MEAN
-
-if TYPE_CHECKING:
-    from .summary import Summary, Workload
 
 
 @dataclass(frozen=True)

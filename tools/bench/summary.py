@@ -10,25 +10,21 @@ For the default files, the table in the project's README.md is regenerated too. 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
 from bench import paper
-from bench.command_line import RESULTS_FOLDER
-from bench.loading import WORKLOADS_FOLDER, load_workloads
-from pygraph_trees.benchmark import FORCED, WAYS, Results
+from bench.collected import Summary, Workload, read_all, summarise
+from bench.folders import RESULTS_FOLDER, WORKLOADS_FOLDER
+from bench.loading import load_workloads
+from bench.plots import draw
+from pygraph_trees.benchmark import FORCED, WAYS
 from pygraph_trees.benchmark.results import REGIMES, ResultsFormatError
 from pygraph_trees.benchmark.table import geometric_mean
 from pygraph_trees.report.text import nbytes
-
-if TYPE_CHECKING:
-    from pygraph_trees.benchmark import Measurement
 
 SLOWER = 1.02  # than the better of upstream's graphs and no graphs
 LONGER = 1.15  # to compile and record, than upstream
@@ -47,99 +43,7 @@ _NAMES = {
 }
 
 
-@dataclass(frozen=True)
-class Workload:
-    """The measurements of a workload in one run."""
-
-    name: str
-    mode: str
-    batch: int
-    by_way: Mapping[tuple[str, str], Measurement]  # by way and regime, without failures
-    errors: Mapping[tuple[str, str], str]
-
-    def get(self, way: str, regime: str, figure: str) -> float | None:
-        found = self.by_way.get((way, regime))
-        return None if found is None else getattr(found, figure)
-
-    def ratio(self, figure: str, regime: str) -> float | None:
-        """Upstream's figure divided by ours; more than one means that ours is better."""
-        ours, upstream = (self.get(way, regime, figure) for way in ("ours", "upstream"))
-        return upstream / ours if ours and upstream else None
-
-    def limit(self, way: str, regime: str) -> float | None:
-        """Latency divided by the GPU time inside graphs, its lower limit."""
-        latency, inside = (self.get(way, regime, figure) for figure in ("latency_ms", "gpu_ms"))
-        return latency / inside if latency and inside else None
-
-    def best_other(self, figure: str, regime: str) -> tuple[str, float] | None:
-        """The better of upstream's graphs and no graphs, among those measured."""
-        found = [(self.get(way, regime, figure), way) for way in ("upstream", "compile")]
-        known = [(value, way) for value, way in found if value]
-        return (min(known)[1], min(known)[0]) if known else None
-
-
-@dataclass(frozen=True)
-class Summary:
-    """All workloads of one GPU and one torch."""
-
-    files: Mapping[Path, Results]
-    left_out: Sequence[Path]  # of another GPU or torch
-    workloads: Sequence[Workload]  # in the order of the list
-    source: Mapping[str, Path]  # by workload
-    missing: Sequence[str]  # workloads that were not measured
-
-    def ratios(self, figure: str, regime: str) -> list[float]:
-        """The ratios of the workloads on the paper's list."""
-        listed = [w for w in self.workloads if w.name not in paper.BESIDES]
-        return [ratio for w in listed if (ratio := w.ratio(figure, regime)) is not None]
-
-
-def read_all(paths: Iterable[Path]) -> dict[Path, Results]:
-    """Reads the result files among these; skips files of other figures, which have "results" and no "records".
-
-    Raises:
-        ResultsFormatError: a file is neither.
-    """
-    found = {}
-    for path in sorted(paths):
-        try:
-            body = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            body = None  # its reader reports the error
-        if not (isinstance(body, dict) and "results" in body):
-            found[path] = Results.read(path)
-    return found
-
-
-def summarise(files: Mapping[Path, Results], names: Sequence[str]) -> Summary:
-    """Takes each workload from the latest file that has it; ``names`` lists all workloads, in order.
-
-    Raises:
-        ValueError: there is no file.
-    """
-    if not files:
-        raise ValueError("there is no result file")
-    by_date = sorted(files.items(), key=lambda item: item[1].date)
-    latest = by_date[-1][1]
-    same = {path: r for path, r in by_date if (r.gpu, r.torch) == (latest.gpu, latest.torch)}
-    source = {m.workload: path for path, results in same.items() for m in results.records}
-    order = [*(n for n in names if n in source), *(n for n in source if n not in names)]
-    workloads = []
-    for name in order:
-        found = [m for m in same[source[name]].records if m.workload == name]
-        workloads.append(
-            Workload(
-                name,
-                found[0].mode,
-                found[0].batch,
-                {(m.way, m.regime): m for m in found if m.error is None},
-                {(m.way, m.regime): m.error for m in found if m.error is not None},
-            )
-        )
-    used = {path: results for path, results in same.items() if path in source.values()}
-    return Summary(
-        used, [path for path in files if path not in same], workloads, source, [n for n in names if n not in source]
-    )
+# -- what to look at first
 
 
 def regressions(summary: Summary) -> Iterator[str]:
@@ -375,8 +279,6 @@ def main(arguments: Sequence[str]) -> int:
     plots: list[str] = []
     options.out.mkdir(parents=True, exist_ok=True)
     if not options.no_plots:
-        from bench.plots import draw
-
         plots = draw(summary, options.out / "plots")
     (options.out / "README.md").write_text(page(summary, plots), encoding="utf-8")
     print(options.out / "README.md")

@@ -2,16 +2,12 @@
 
 An :class:`Around` belongs to a :class:`~fuzzing.case.Case` and is printed with it. With all fields at their defaults,
 one thread calls on one stream, with nothing in between. A field that a case cannot use, such as saved-tensor hooks
-without a backward, has no effect. :func:`uses` names the features that a case uses.
+without a backward, has no effect.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .case import Case
 
 SAVED = (  # kinds of saved-tensor hooks; each returns the same values
     "identity",
@@ -99,33 +95,3 @@ NOTHING = Around()
 def at(when: str, call: int) -> bool:
     """Whether ``when`` includes a call."""
     return {"always": True, "later": call >= 2, "first": call < 2, "every other": call % 2 == 1}[when]
-
-
-USES = (
-    "backward",
-    "saved-tensor hooks",
-    "special tangents",
-    "finalizers that call",
-    "hooks that call or collect",
-    "threads",
-    "streams and devices",
-    "constant chains",
-    "outputs kept alive",
-)
-
-
-def uses(case: Case) -> tuple[str, ...]:
-    """The entries of :data:`USES` that a case uses."""
-    around = case.around
-    found = (
-        case.backward,
-        case.backward and around.saved is not None,
-        case.backward and bool(around.tangents),
-        around.garbage is not None,
-        bool(around.events),
-        around.thread is not None,
-        around.where is not None,
-        bool(case.constants),
-        around.keeps > 0 or around.step_of > 1,
-    )
-    return tuple(name for name, used in zip(USES, found, strict=True) if used)

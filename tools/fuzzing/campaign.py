@@ -21,9 +21,9 @@ from pathlib import Path
 
 from processes import end, how_it_ended
 
-from .around import USES
 from .case import Case, read
 from .reduction import reduce
+from .uses import USES
 
 WORKER = "fuzzing.worker"
 TOOLS = Path(__file__).resolve().parents[1]

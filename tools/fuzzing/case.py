@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
 
 from .around import NOTHING, Around
-from .constants import constants_of
 
 LAYOUTS = (
     "contiguous",
@@ -133,6 +133,7 @@ class Case:
 
 
 _serial = itertools.count()
+_MOVE = re.compile(r"(\w+)\.to\((\w+)\.device\)")
 
 
 def _shown(item: Input | Around) -> str:
@@ -156,6 +157,22 @@ def read(text: str) -> Case:
     if not isinstance(found, Case):
         raise ValueError(f"this is no case but a {type(found).__name__}")
     return found
+
+
+def constants_of(body: Iterable[str], inputs: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """Names whose values come from numbers alone: those on the CPU, and those moved to an input's device."""
+    known, on_cpu, moved = set(inputs), set(), set()
+    for line in body:
+        name, assigned, text = line.partition(" = ")
+        if not assigned or not name.isidentifier():
+            continue
+        known.add(name)
+        move = _MOVE.fullmatch(text)
+        if move is not None and move[1] in on_cpu:
+            moved.add(name)
+        elif known.intersection(re.findall(r"(?<![\w.])[a-z]\w*", text)) <= on_cpu:
+            on_cpu.add(name)
+    return frozenset(on_cpu), frozenset(moved)
 
 
 def seed_of(*parts: object) -> int:

@@ -22,7 +22,7 @@ from .around import NOTHING
 from .case import Case, Input
 from .gradients import gradients
 from .memory import Memory
-from .observation import Observation, observe
+from .observation import Inside, Observation, observe
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -55,15 +55,6 @@ class Target:
     def of(case: Case, eager: Callable[..., Any], callable_: Callable[..., Any]) -> Target:
         fresh = tuple(replace(item, place="fresh") for item in case.inputs)
         return Target(replace(case, inputs=fresh, feedback=(), around=NOTHING), eager, callable_)
-
-
-@dataclass(frozen=True, slots=True)
-class Inside:
-    """A call made from inside, with eager's result for its inputs."""
-
-    where: str
-    found: Observation
-    wanted: Observation
 
 
 @dataclass(frozen=True, slots=True)

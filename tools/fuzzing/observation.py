@@ -14,7 +14,6 @@ from pygraph_trees.benchmark.differences import snapshot
 if TYPE_CHECKING:
     import torch
 
-    from .inner import Inside
     from .memory import Memory
 
 
@@ -27,6 +26,15 @@ class Observation:
     aliases: tuple[str | None, ...]  # by output: the input whose block holds it, and the offset
     returns: tuple[str, ...]  # names of the outputs in the program
     inside: Sequence[Inside] = ()  # calls made from inside this one
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """A call that was made from inside, and what eager gave for its inputs."""
+
+    where: str
+    found: Observation
+    wanted: Observation
 
 
 def observe(

@@ -21,12 +21,12 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from pygraph_trees.report.log import journal
 
-from .around import uses
 from .campaign import FAILED, POISONED, POISONED_BY_EAGER, Counts, Failure
 from .case import Case, read
 from .check import InvalidCase, Mismatch, check, is_lost
 from .reduction import reduce
 from .strategies import cases
+from .uses import uses
 
 _BATCH = 50  # cases that hypothesis plans at a time
 _MOST_TRIES, _MOST_S = 80, 120.0  # to make a failing case smaller
