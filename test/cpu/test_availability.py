@@ -8,9 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 import torch
+from bare_manager import bare_manager
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -39,30 +40,28 @@ class TestUsableDriver(TestCase):
         self.assertTrue(all(issubclass(warning.category, IndirectionOff) for warning in caught))
         return given[0], [str(warning.message) for warning in caught]
 
-    def test_no_bindings(self):
-        given, (text,) = self.said(None)
-        self.assertIsNone(given)
-        self.assertRegex(text, "inputs of CUDA graphs are copied at each replay.*cuda.bindings is not installed")
-
-    def test_too_old(self):
-        given, (text,) = self.said(SimpleNamespace(missing_calls=lambda: ["cuMemMap", "cuGraphNodeGetType"]))
-        self.assertIsNone(given)
-        self.assertRegex(text, "too old, they lack cuMemMap, cuGraphNodeGetType")
-
-    def test_all_is_there(self):
+    def test_a_driver_that_is_missing_or_too_old_is_told_once(self):
+        old = SimpleNamespace(missing_calls=lambda: ["cuMemMap", "cuGraphNodeGetType"])
+        for found, expected in (
+            (None, "inputs of CUDA graphs are copied at each replay.*cuda.bindings is not installed"),
+            (old, "too old, they lack cuMemMap, cuGraphNodeGetType"),
+        ):
+            usable_driver.cache_clear()
+            given, (text,) = self.said(found)
+            self.assertIsNone(given)
+            self.assertRegex(text, expected)
+        usable_driver.cache_clear()
         driver = SimpleNamespace(missing_calls=list)
         self.assertEqual(self.said(driver), (driver, []))
 
-    def test_what_becomes_of_a_function(self):
-        """Its live inputs are copied and say why, and one that is written to is not graphed: as upstream."""
+    def test_without_a_driver_inputs_are_copied_and_writes_are_not_graphed(self):
+        """As upstream does; the inputs say why."""
         model = FunctionModel(lambda inputs: inputs, Settings.current(), FunctionLog("f", "0/0", "inference", 1, {}))
         made = Recording.__new__(Recording)
         made.wrapped_function = SimpleNamespace(model=model)
         made.cuda_graphs_pool = object()
-        manager = Manager.__new__(Manager)
-        manager.ids_to_funcs = {
-            0: SimpleNamespace(model=model, mutated_input_idxs=[1], static_input_idxs=[], constants=())
-        }
+        wrapped = SimpleNamespace(model=model, mutated_input_idxs=[1], static_input_idxs=[], constants=())
+        manager = bare_manager(ids_to_funcs={0: wrapped})
         with (
             mock.patch.object(pools, "OWNED", {made.cuda_graphs_pool}),
             mock.patch.object(cudagraph_trees, "CUDAGraphNode", Recording),

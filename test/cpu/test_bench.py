@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from bench import command_line, figures, graph_host, host_time, many, quiet, record_time, routes, sections
+from bench import command_line, figures, graph_host, host_time, many, quiet, record_time, routes
 from bench.isolated import Job, Worker
 from bench.loading import load_workloads
 
@@ -639,7 +639,7 @@ class TestCommandLine(TestCase):
 
 class TestFigures(TestCase):
     def test_no_gpu(self):
-        for module in (graph_host, host_time, many, record_time, routes, sections):
+        for module in (graph_host, host_time, many, record_time, routes):
             out = io.StringIO()
             with (
                 self.subTest(module.__name__),

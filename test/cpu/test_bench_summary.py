@@ -149,9 +149,8 @@ class TestSummary(TestCase):
             draw(found, Path(other))
             for name in names:
                 for theme in THEMES:
-                    for kind in ("svg", "png"):
-                        files = [Path(folder) / f"{name}-{theme}.{kind}" for folder in (one, other)]
-                        self.assertEqual(files[0].read_bytes(), files[1].read_bytes())
+                    files = [Path(folder) / f"{name}-{theme}.svg" for folder in (one, other)]
+                    self.assertEqual(files[0].read_bytes(), files[1].read_bytes())
                 svg = (Path(one) / f"{name}-light.svg").read_text(encoding="utf-8")
                 self.assertIn(">A<", svg)
                 self.assertIn(">B<", svg)
@@ -166,7 +165,7 @@ class TestSummary(TestCase):
         plots = [part.partition("-dark.svg")[0] for part in text.split('srcset="plots/')[1:]]
         self.assertGreater(len(plots), 0)
         for name in plots:
-            for end in ("light.svg", "dark.svg", "light.png", "dark.png"):
+            for end in ("light.svg", "dark.svg"):
                 self.assertTrue((folder / "plots" / f"{name}-{end}").is_file(), f"{name}-{end}")
         self.assertEqual(text, pages.page(found, plots))
         readme = pages.README.read_text(encoding="utf-8")

@@ -67,30 +67,26 @@ class TestProgram(TestCase):
         program.clear_gradients(program.args, program.kwargs)
         self.assertTrue(all(p.grad is None for p in model.parameters()))
 
-    def test_gradients_of_inputs(self):
+    def test_training_returns_gradients_of_inputs(self):
         x = torch.randn(3, requires_grad=True)
         program = Program(lambda x: {"loss": (x * x).sum()}, kwargs={"x": x}, training=True)
         _, gradients = program.step(program.fn, program.args, program.kwargs)
         self.assertEqual(gradients, [2 * x.detach()])
 
-    def test_context_is_around_the_call(self):
+    def test_each_step_runs_in_the_context_and_begins_a_step_of_trees(self):
         seen = []
         program = Program(lambda: seen.append(torch.is_grad_enabled()), context=torch.no_grad)
-        program.step(program.fn, (), {})
-        self.assertEqual(seen, [False])
-
-    def test_each_step_begins_a_step_of_trees(self):
-        program = Program(lambda: None)
         with mock.patch("torch.compiler.cudagraph_mark_step_begin") as begin:
             program.step(program.fn, (), {})
+        self.assertEqual(seen, [False])
         begin.assert_called_once()
 
-    def test_no_loss(self):
+    def test_a_training_step_without_a_loss_is_an_error(self):
         program = Program(lambda: torch.ones(2), training=True)
         with self.assertRaisesRegex(NoLossError, "got Tensor"):
             program.step(program.fn, (), {})
 
-    def test_tensors_inside_unregistered_objects(self):
+    def test_tensors_inside_unregistered_objects_are_found(self):
         @dataclasses.dataclass
         class Plain:
             scores: torch.Tensor
@@ -103,7 +99,7 @@ class TestProgram(TestCase):
         x = torch.zeros(100)
         self.assertEqual(Program(lambda *a: None, (x, x[50:])).resident_nbytes, 400)
 
-    def test_device_of_what_a_function_closes_over(self):
+    def test_the_device_is_that_of_what_a_function_closes_over(self):
         """It is waited for, though all that the function is given lies elsewhere."""
         with absent_gpu("sm_90"), FakeTensorMode():
             model, table = torch.nn.Linear(2, 2, device="cuda"), torch.ones(2, device="cuda")
@@ -147,13 +143,13 @@ class TestRing(TestCase):
         self.assertIs(own.kwargs["k"], clone.kwargs["k"])
         self.assertNotEqual(own.args[1].data_ptr(), clone.args[1].data_ptr())
 
-    def test_budget_and_least_size(self):
+    def test_sets_are_as_many_as_the_budget_allows_and_at_least_two(self):
         program = Program(lambda *a: None, (torch.zeros(1000),))
         self.assertEqual(len(Ring(program, sets=8, budget_nbytes=4 * 4000)), 4)
         self.assertEqual(len(Ring(program, sets=8, budget_nbytes=0)), 2)
         self.assertEqual(Ring(program, sets=8, budget_nbytes=0).cloned_nbytes, 2 * 4000)
 
-    def test_restore_and_blank(self):
+    def test_inputs_are_blanked_and_restored(self):
         ring = Ring(Program(lambda *a: None, (torch.arange(3.0),)), sets=2)
         for inputs in ring.sets:
             ring.blank(inputs)
@@ -163,11 +159,11 @@ class TestRing(TestCase):
 
 
 class TestTiming(TestCase):
-    def test_schedule(self):
+    def test_ways_take_turns_in_changing_order(self):
         order = ["".join(item for number, item in schedule("abcd", 3) if number == turn) for turn in range(3)]
         self.assertExpectedInline(" ".join(order), """abcd cbad cdab""")
 
-    def test_percentiles(self):
+    def test_percentiles_are_of_the_samples(self):
         self.assertEqual(median([3.0, 1.0, 2.0]), 2.0)
         self.assertEqual(median([4.0, 1.0]), 2.5)
         self.assertEqual(percentile(list(map(float, range(11))), 0.9), 9.0)
@@ -175,13 +171,13 @@ class TestTiming(TestCase):
         with self.assertRaises(ValueError):
             median([])
 
-    def test_steady(self):
+    def test_calls_are_steady_with_equal_times_and_no_new_recording(self):
         self.assertFalse(is_steady([1.0] * 4, [1] * 4))
         self.assertTrue(is_steady([1.0] * 5, [1] * 5))
         self.assertFalse(is_steady([1.0] * 8, [1, 1, 1, 1, 1, 1, 1, 2]))
         self.assertFalse(is_steady([1.0, 1.0, 1.0, 1.0, 1.0, 3.0], [1] * 6))
 
-    def test_block_calls(self):
+    def test_a_block_has_as_many_calls_as_its_time_allows(self):
         self.assertEqual([Plan().block_calls(s) for s in (1.0, 0.01, 1e-6, 0.0)], [10, 20, 200, 200])
 
     def test_a_block_goes_through_the_inputs_in_order(self):
@@ -206,7 +202,7 @@ class TestTrace(TestCase):
     def _event(category: str, name: str, start: float, duration: float, **args: Any) -> dict[str, Any]:
         return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration, "args": args}
 
-    def test_kernels_inside_and_outside(self):
+    def test_a_trace_tells_kernels_inside_of_graphs(self):
         event = self._event
         trace = {
             "traceEvents": [
@@ -227,19 +223,17 @@ class TestTrace(TestCase):
             dataclasses.replace(read_trace(trace), timeline=()),
             GpuWork(kernels_total=5, kernels_graphed=3, graph_ms=0.020, total_ms=0.028, graph_launches=2),
         )
-
-    def test_empty(self):
         self.assertEqual(read_trace({}), GpuWork(0, 0, 0.0, 0.0, 0))
 
 
 class TestDifferences(TestCase):
-    def test_largest(self):
+    def test_the_largest_difference_is_found(self):
         a = snapshot({"x": torch.tensor([1.0, float("inf"), float("nan")]), "n": torch.tensor([1, 5])})
         b = snapshot({"x": torch.tensor([1.5, float("inf"), float("nan")]), "n": torch.tensor([1, 2])})
         self.assertEqual(difference(a, a).largest, 0.0)
         self.assertEqual(difference(a, b).largest, 3.0)
 
-    def test_problems(self):
+    def test_outputs_that_cannot_be_compared_are_a_problem(self):
         one = snapshot([torch.ones(2)])
         for other, problem in (
             ([torch.ones(3)], "shape"),
@@ -307,7 +301,7 @@ class TestGraphs(TestCase):
             node.log = RecordingLog(number=number)
         return Hashed(node)
 
-    def test_names_of_what_was_launched(self):
+    def test_launches_have_the_names_of_their_functions(self):
         graph = GraphLog("Net", "0/0", "forward", (), functions=2)
         forward = FunctionLog("Net", "0/0", "forward", 2, {}, graph=graph)
         first = self.recorded(4, log=forward)
@@ -321,7 +315,7 @@ class TestGraphs(TestCase):
         for replays in ({first: 1, second: 2}, {first: 1, third: 1}, {first: 1, second: 1, other: 1}, {}):
             self.assertEqual(launched(replays), [])
 
-    def test_copied_bytes(self):
+    def test_copied_bytes_are_those_of_live_inputs(self):
         with FakeTensorMode():
             plain = torch.empty(4, 8, device="cuda:0")
             wide = torch.empty(4, 1, device="cuda:0", dtype=torch.float64).expand(4, 100)
@@ -353,11 +347,11 @@ class TestWays(TestCase):
         self.assertEqual(len({one, two}), 2)
         self.assertEqual(OwnInductor(None).config, {})
 
-    def test_unknown(self):
+    def test_an_unknown_way_is_refused(self):
         with self.assertRaisesRegex(UnknownWayError, "got 'jit'"):
             make_ways(Program(lambda: None), ["eager", "jit"])
 
-    def test_ours_with_flags(self):
+    def test_ours_may_be_asked_for_with_flags(self):
         for name, route, selective in (
             ("ours", "auto", "always"),
             ("ours:patch", "patch", "always"),
@@ -440,6 +434,11 @@ def _ways(**callables: Any) -> Any:
     return mock.patch("pygraph_trees.benchmark.measure.make_ways", lambda program, names: made)
 
 
+def _compared(program: Program, **callables: Any) -> list[Measurement]:
+    with _ways(**callables):
+        return compare(program, plan=FAST)
+
+
 class TestComparison(TestCase):
     def test_four_ways_on_the_cpu(self):
         program = Program(_model(), (torch.randn(3, 4),), context=torch.no_grad, name="toy", batch=3)
@@ -495,13 +494,13 @@ class TestComparison(TestCase):
     def test_what_chooses_routes_does_so_behind_all_preparation(self):
         self.assertEqual(self._that_chooses(lambda x: x * 2).max_diff, 0.0)
         self.assertEqual(self._that_chooses(lambda x: x * 3).max_diff, 1.0)
-        error = self._that_chooses(lambda x: (x * 2).double()).error
-        self.assertIn("outputs differ from those of eager: output has dtype", error)
+        failed = self._that_chooses(lambda x: (x * 2).double())
+        self.assertIn("outputs differ from those of eager: output has dtype", failed.error)
+        self.assertIsNone(failed.latency_ms)
 
-    def test_training(self):
+    def test_a_training_step_is_compared(self):
         program = Program(_model(), (torch.randn(3, 4),), training=True)
-        with _ways(eager=program.fn, ours=program.fn):
-            found = compare(program, plan=FAST)
+        found = _compared(program, eager=program.fn, ours=program.fn)
         self.assertEqual([m.error for m in found], [None] * 4)
         self.assertEqual([m.max_diff for m in found], [0.0] * 4)
         self.assertTrue(all(p.grad is None for p in program.fn.parameters()))
@@ -511,8 +510,7 @@ class TestComparison(TestCase):
             raise RuntimeError("no graph today")
 
         program = Program(torch.sin, (torch.randn(3),))
-        with _ways(eager=torch.sin, upstream=raises, ours=torch.sin):
-            found = compare(program, plan=FAST)
+        found = _compared(program, eager=torch.sin, upstream=raises, ours=torch.sin)
         errors = {(m.way, m.regime): m.error for m in found}
         self.assertEqual(errors["upstream", "same"], "RuntimeError: no graph today")
         self.assertEqual(errors["upstream", "fresh"], "RuntimeError: no graph today")
@@ -526,21 +524,12 @@ class TestComparison(TestCase):
             return kept[0] * 2
 
         program = Program(lambda x: x * 2, (torch.ones(3),))
-        with _ways(eager=program.fn, ours=stale):
-            found = compare(program, plan=FAST)
+        found = _compared(program, eager=program.fn, ours=stale)
         self.assertEqual([m.max_diff for m in found], [0.0, 0.0, 0.0, 2.0])
-
-    def test_outputs_that_cannot_be_compared_are_a_failure(self):
-        program = Program(lambda x: x * 2, (torch.ones(3),))
-        with _ways(eager=program.fn, ours=lambda x: (x * 2).double()):
-            found = compare(program, plan=FAST)
-        self.assertIn("outputs differ from those of eager: output has dtype", found[2].error)
-        self.assertIsNone(found[2].latency_ms)
 
     def test_programs_that_write_to_their_inputs_are_compared_on_the_same_values(self):
         program = Program(lambda x: x.add_(1).clone(), (torch.zeros(3),))
-        with _ways(eager=program.fn, ours=program.fn):
-            found = compare(program, plan=FAST)
+        found = _compared(program, eager=program.fn, ours=program.fn)
         self.assertEqual([m.max_diff for m in found], [0.0] * 4)
 
 
@@ -588,19 +577,17 @@ class TestInspection(TestCase):
             return comparison.run()
 
     def test_figures_of_the_gpu(self):
-        eager, _, ours, _ = self.inspected(launches=1)
+        """Launches are named if they are as many as replays."""
+        for launches, names in ((1, ("Net 0/0 inference, recording 3",)), (2, ())):
+            eager, _, ours, _ = self.inspected(launches)
+            self.assertEqual((eager.launches, ours.launches), ((), names))
         self.assertEqual((eager.error, ours.error), (None, None))
         self.assertEqual((eager.copied_bytes, eager.recordings, eager.pool_bytes), (0, 0, 0))
         self.assertEqual((ours.copied_bytes, ours.recordings, ours.pool_bytes), (12 + 7, 1, 1000))
         self.assertEqual((eager.peak_bytes, ours.peak_bytes), (12 + 30, 12 + 1000 + 30))
         self.assertEqual((ours.kernels_total, ours.kernels_graphed, ours.gpu_ms, ours.gpu_total_ms), (4, 3, 0.5, 0.7))
 
-    def test_launches_are_named_where_they_are_as_many_as_replays(self):
-        for launches, names in ((1, ("Net 0/0 inference, recording 3",)), (2, ())):
-            eager, _, ours, _ = self.inspected(launches)
-            self.assertEqual((eager.launches, ours.launches), ((), names))
-
-    def test_profile(self):
+    def test_a_profile_is_read_or_its_failure_logged(self):
         event = {"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 2, "args": {"graph node id": 3}}
 
         class Profiler(contextlib.ExitStack):
@@ -630,7 +617,7 @@ def _measurement(way: str = "ours", regime: str = "same", **figures: Any) -> Mea
 
 
 class TestResults(TestCase):
-    def test_fields(self):
+    def test_a_result_file_has_the_documented_fields(self):
         names = [f.name for f in dataclasses.fields(Measurement)]
         self.assertEqual(names[: len(RECORD.split())], RECORD.split())
         with tempfile.TemporaryDirectory() as folder:
@@ -641,7 +628,7 @@ class TestResults(TestCase):
         self.assertEqual(list(body["records"][0])[: len(RECORD.split())], RECORD.split())
         self.assertEqual(body["records"][0]["latency_ms"], 1.5)
 
-    def test_round_trip(self):
+    def test_a_result_file_is_read_back(self):
         full = _measurement(latency_ms=1.0, copied_bytes=5, samples={"latency_ms": [1.0, 2.0]}, routes=["f: table"])
         results = here("hash", 3).with_records([full, _measurement("eager").failed("it broke")])
         with tempfile.TemporaryDirectory() as folder:
@@ -671,7 +658,7 @@ class TestResults(TestCase):
         self.assertEqual(again.finished(["no such way"]), set())
         self.assertEqual(again.differs_in(dataclasses.replace(again, date="another", rounds=99)), ["rounds"])
 
-    def test_file_names(self):
+    def test_a_result_file_is_named_after_gpu_and_torch(self):
         self.assertEqual(file_stem("NVIDIA H200", "2.11.0+cu130"), "h200-torch2.11")
         self.assertEqual(file_stem("NVIDIA A100-SXM4-80GB", "2.13.0"), "a100-sxm4-80gb-torch2.13")
 
@@ -694,7 +681,7 @@ class TestTables(TestCase):
         self.assertEqual(rows[0][2], "1.000")
         self.assertEqual(rows[0][-1], "2.00")
 
-    def test_markdown(self):
+    def test_a_table_in_markdown(self):
         table = markdown_table(self._group())
         self.assertIn("| BERT | same | 4.000 (0.50x) | failed | 2.000 | 1.000 (2.00x) |", table)
         self.assertIn("| geometric mean | fresh | | | | 2.000x |", table)
@@ -739,7 +726,7 @@ class TestVerify(TestCase):
         ):
             pygraph_trees.verify(fn, *args)
 
-    def test_without_a_gpu(self):
+    def test_without_a_gpu_nothing_is_verified(self):
         called = []
         for fn in (called.append, torch.nn.Linear(2, 2), torch.sin):
             with self.assertRaisesRegex(NothingVerified, "^nothing was verified: this needs a GPU, and torch can use"):
@@ -748,18 +735,18 @@ class TestVerify(TestCase):
         with self.assertRaisesRegex(ValueError, "at least 3 calls"):
             pygraph_trees.verify(torch.sin, torch.ones(2), calls=2)
 
-    def test_without_a_recording(self):
+    def test_without_a_recording_nothing_is_verified(self):
         for fn in (lambda x: x.sin(), _model(), lambda x: None):
             with self.assertRaisesRegex(NothingVerified, r"no part of it ran in a CUDA graph \(.+\)$"):
                 self.verified(fn, torch.ones(3, 4))
 
-    def test_with_a_recording(self):
+    def test_a_recorded_program_is_compared(self):
         self.verified(lambda x: x.sin(), torch.ones(3), recorded=[object()])
         draws = itertools.count()
         with self.assertRaises(DiffersUngraphed):
             self.verified(torch.compiler.disable(lambda x: x + next(draws)), torch.ones(3), recorded=[object()])
 
-    def test_the_reason_is_the_reports(self):
+    def test_the_reason_is_that_of_the_report(self):
         before = [len(records) for records in journal.records()]
         journal.add_graph(GraphLog("M", "0/0", "inference", (), dropped="cpu device"))
         journal.add_graph(GraphLog("M", "1/0", "inference", (), dropped="cpu device"))

@@ -84,7 +84,7 @@ class TestFlags(ChoiceTestCase):
         backward([])
         self.assertFalse(self.manager().running_forwards_with_pending_backwards)
 
-    def test_each_thread_has_its_own(self):
+    def test_each_thread_awaits_its_own_backwards(self):
         """A step of one thread says nothing of what another one waits for."""
         if not PER_THREAD:
             self.skipTest("since torch 2.13")
@@ -104,7 +104,7 @@ class TestFlags(ChoiceTestCase):
         self.assertTrue(its.running_forwards_with_pending_backwards)
         self.assertFalse(mine.running_forwards_with_pending_backwards)
 
-    def test_threads_without_trees(self):
+    def test_a_thread_without_trees_awaits_no_backward(self):
         with mock.patch.object(choice, "PER_THREAD", False):
             forward, backward = self.runs()
             in_thread(lambda: (forward([]), backward([])))  # nobody waits
@@ -127,7 +127,7 @@ class TestThreads(ChoiceTestCase):
     def double(self, inputs):
         return [x * 2 for x in inputs]
 
-    def test_a_server_that_is_warmed_up_in_the_main_thread(self):
+    def test_a_function_warmed_up_in_the_main_thread_serves_others(self):
         for mode in ("inference", "forward"):
             run = compile_fx.cudagraphify(
                 self.double,
@@ -160,7 +160,7 @@ class TestThreads(ChoiceTestCase):
         call = entered(function, run, choice.chooser((), (), 0))
         return function, lambda: self.assertEqual(call([self.x]), self.doubled)
 
-    def test_trees_of_the_thread_that_called_first(self):
+    def test_a_function_is_graphed_in_the_trees_of_its_first_thread(self):
         function, call = self.before_2_13()
         call()
         in_thread(call)
@@ -171,7 +171,7 @@ class TestThreads(ChoiceTestCase):
         call()
         self.assertEqual(self.manager().calls, 3)
 
-    def test_torch_is_as_it_was(self):
+    def test_a_serving_thread_gets_no_trees(self):
         _, call = self.before_2_13()
         call()
 
@@ -181,7 +181,7 @@ class TestThreads(ChoiceTestCase):
 
         self.assertEqual(in_thread(serve), {})
 
-    def test_no_trees_at_all(self):
+    def test_a_thread_without_trees_runs_ungraphed_until_another_has_some(self):
         """Until the thread calls that has some."""
         function, call = self.before_2_13()
 
@@ -199,7 +199,7 @@ class TestThreads(ChoiceTestCase):
         in_thread(call)
         self.assertEqual(self.manager().calls, 2)
 
-    def test_ungraphed_by_a_thread_without_trees(self):
+    def test_a_thread_without_trees_may_decide_against_graphs(self):
         function, call = self.before_2_13()
         in_thread(lambda: function.instead._ended(Way.UNGRAPHED))
         call()

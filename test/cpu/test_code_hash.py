@@ -45,7 +45,7 @@ class TestCodeHash(TestCase):
     def write(self, text):
         self.file.write_text(text)
 
-    def test_what_changes_it(self):
+    def test_only_a_change_of_the_code_changes_it(self):
         before = code_hash(self.root)
         self.assertRegex(before, "^[0-9a-f]{64}$")
         self.write('"""Other."""\n\n# a comment\ndef f(\n    x: int,\n) -> int:\n    return (x + 1)\n')
@@ -54,7 +54,7 @@ class TestCodeHash(TestCase):
             self.write(changed)
             self.assertNotEqual(code_hash(self.root), before)
 
-    def test_what_it_covers(self):
+    def test_the_hash_covers_the_product_and_the_gpu_lane(self):
         before = code_hash(self.root)
         (self.root / "test" / "cpu" / "b.py").write_text("x = 1")
         self.assertEqual(code_hash(self.root), before)
@@ -63,7 +63,7 @@ class TestCodeHash(TestCase):
         self.file.rename(self.file.with_name("c.py"))
         self.assertNotEqual(code_hash(self.root), before)
 
-    def test_c_is_code_too(self):
+    def test_the_hash_covers_c(self):
         hashes = {code_hash(self.root)}
         for name in ("a.c", "b.cpp", "c.h"):
             (self.root / "pygraph_trees" / name).write_text("int x;")
@@ -72,7 +72,7 @@ class TestCodeHash(TestCase):
         covered = {p.relative_to(ROOT).as_posix() for p in covered_files()}
         self.assertLessEqual({"pygraph_trees/trees/manager.py", "inductor_patches/patch.py"}, covered)
 
-    def test_is_the_same_on_all_pythons(self):
+    def test_the_hash_is_the_same_on_all_pythons(self):
         # Fixed on purpose: a change of this value without a change of the form means that evidence no longer travels.
         self.write('def f(*, a=1, **k):\n    return f"{a!r:>3} {k}" if a else [*k]\n')
         self.assertExpectedInline(code_hash(self.root)[:16], """9e1346bb7b543d89""")
@@ -101,7 +101,7 @@ class TestArtifactHash(TestCase):
         (self.root / "pygraph_trees" / "placement" / "__pycache__" / "plan.pyc").write_bytes(b"x")
         self.assertEqual(self.hash(), artifact_hash(ROOT))
 
-    def test_what_changes_it(self):
+    def test_only_code_that_shapes_artifacts_changes_it(self):
         before = self.hash()
         for name in ("placement/plan.py", "placement/rounding.py", "report/compiled.py", "cuda/host_reads.py"):
             path = self.root / "pygraph_trees" / name
@@ -124,7 +124,7 @@ class TestArtifactHash(TestCase):
                 file.write("\n")  # runs when a program does, or tells of it
         self.assertEqual(self.hash(), before)
 
-    def test_code_that_cannot_be_read(self):
+    def test_code_that_cannot_be_read_has_no_hash(self):
         (self.root / "pygraph_trees" / "settings.py").unlink()
         with self.assertRaises(OSError):
             self.hash()
@@ -137,7 +137,7 @@ class TestArtifactHash(TestCase):
             for used in _imports(name):
                 self.assertIn(used, covered, f"{name} uses it")
 
-    def test_takes_milliseconds(self):
+    def test_the_hash_takes_milliseconds(self):
         self.hash()
         begin = time.process_time()
         for _ in range(20):
@@ -168,128 +168,108 @@ def _imports(name):
 
 
 class TestEvidence(TestCase):
-    def test_what_took_longest_runs_first(self):
-        module = suite()
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            mock.patch.object(module, "EVIDENCE", Path(folder) / "evidence.json"),
-        ):
-            files = self.files(folder, "a.py", "b.py", "c.py", "new.py")
-            self.assertEqual([part.path for part in module.longest_first(files)[:: module.MOST_PARTS]], files)
-            module.EVIDENCE.write_text(json.dumps({"seconds": {"a.py": 3, "b.py": 70, "c.py": 9}}))
-            ordered = [part.path.name for part in module.longest_first(files)]
-        self.assertEqual(ordered, [*["new.py"] * module.MOST_PARTS, "b.py", "c.py", "a.py"])
+    def setUp(self):
+        super().setUp()
+        self.module = suite()
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+        self.printed = self.enterContext(mock.patch("builtins.print"))
+        self.enterContext(mock.patch.object(self.module, "EVIDENCE", self.folder / "evidence.json"))
 
-    def files(self, folder, *names):
+    def test_what_took_longest_runs_first(self):
+        files = self.files("a.py", "b.py", "c.py", "new.py")
+        parts = self.module.longest_first(files)
+        self.assertEqual([part.path for part in parts[:: self.module.MOST_PARTS]], files)
+        self.module.EVIDENCE.write_text(json.dumps({"seconds": {"a.py": 3, "b.py": 70, "c.py": 9}}))
+        ordered = [part.path.name for part in self.module.longest_first(files)]
+        self.assertEqual(ordered, [*["new.py"] * self.module.MOST_PARTS, "b.py", "c.py", "a.py"])
+
+    def files(self, *names):
         for name in names:
-            (Path(folder) / name).touch()
-        return [Path(folder) / name for name in names]
+            (self.folder / name).touch()
+        return [self.folder / name for name in names]
 
     def test_a_file_that_takes_long_is_cut_into_parts(self):
-        module = suite()
-        with tempfile.TemporaryDirectory() as folder:
-            (file,) = self.files(folder, "test_x.py")
-            for seconds, count in ((0, 1), (90, 1), (91, 2), (200, 3), (9000, 4)):
-                parts = module.parts_of(file, seconds)
-                self.assertEqual([(part.first, part.count) for part in parts], [(n, count) for n in range(count)])
-                self.assertEqual(sum(part.seconds for part in parts), seconds)
-            file.write_text("\nRUNS_ALONE = True\n")
-            self.assertEqual(len(module.parts_of(file, 9000)), 1)
+        (file,) = self.files("test_x.py")
+        for seconds, count in ((0, 1), (90, 1), (91, 2), (200, 3), (9000, 4)):
+            parts = self.module.parts_of(file, seconds)
+            self.assertEqual([(part.first, part.count) for part in parts], [(n, count) for n in range(count)])
+            self.assertEqual(sum(part.seconds for part in parts), seconds)
+        file.write_text("\nRUNS_ALONE = True\n")
+        self.assertEqual(len(self.module.parts_of(file, 9000)), 1)
 
     def test_parts_of_a_file_run_each_test_once(self):
-        module, lane = suite(), ROOT / "test" / "gpu"
-        with tempfile.TemporaryDirectory() as folder, mock.patch.object(module, "ROOT", Path(folder)):
-            shutil.copy(lane / "conftest.py", folder)
-            file = Path(folder) / "test_x.py"
-            file.write_text("".join(f"def test_{n}(): assert {n} != 4\n" for n in range(7)))
-            with mock.patch("builtins.print"):
-                found = {}
-                module.run_parts(module.parts_of(file, 250), 2, 1, found.__setitem__)
-            (outcome,) = found.values()
-            self.assertEqual((outcome.passed, outcome.failed, outcome.failures), (6, 1, ["test_x.test_4"]))
+        shutil.copy(ROOT / "test" / "gpu" / "conftest.py", self.folder)
+        file = self.folder / "test_x.py"
+        file.write_text("".join(f"def test_{n}(): assert {n} != 4\n" for n in range(7)))
+        found = {}
+        with mock.patch.object(self.module, "ROOT", self.folder):
+            self.module.run_parts(self.module.parts_of(file, 250), 2, 1, found.__setitem__)
+        (outcome,) = found.values()
+        self.assertEqual((outcome.passed, outcome.failed, outcome.failures), (6, 1, ["test_x.test_4"]))
 
     def test_parts_take_turns_among_gpus(self):
         """But for files with tests that want two; each file is told of once, when all of its parts are done."""
-        module, seen = suite(), []
+        seen, told = [], []
 
         def run(*args, env, **more):
             seen.append((args[0][-1], env["PYGRAPH_TEST_PART"], env.get("CUDA_VISIBLE_DEVICES")))
             return subprocess.CompletedProcess(args, 0, "")
 
-        with tempfile.TemporaryDirectory() as folder, mock.patch.object(module, "ROOT", Path(folder)):
-            one, two = self.files(folder, "test_one.py", "test_two.py")
-            two.write_text("requires_two_gpus")
-            parts, told = [*module.parts_of(one, 350), *module.parts_of(two, 100)], []
-            environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-            with (
-                mock.patch.dict(os.environ, environment, clear=True),
-                mock.patch.object(module.subprocess, "run", run),
-                mock.patch("builtins.print"),
-            ):
-                module.run_parts(parts, 1, 2, lambda path, outcome: told.append(path))
+        one, two = self.files("test_one.py", "test_two.py")
+        two.write_text("requires_two_gpus")
+        parts = [*self.module.parts_of(one, 350), *self.module.parts_of(two, 100)]
+        environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        with (
+            mock.patch.object(self.module, "ROOT", self.folder),
+            mock.patch.dict(os.environ, environment, clear=True),
+            mock.patch.object(self.module.subprocess, "run", run),
+        ):
+            self.module.run_parts(parts, 1, 2, lambda path, outcome: told.append(path))
         self.assertEqual(told, [one, two])
         of_one = [("test_one.py", f"{n}/4", gpu) for n, gpu in enumerate("0101")]
         self.assertEqual(seen, [*of_one, ("test_two.py", "0/2", None), ("test_two.py", "1/2", None)])
 
-    def test_what_compiles_the_same_runs_behind(self):
+    def test_files_that_compile_the_same_run_last(self):
         names = ["test_x_table_a.py", "test_x_table_only.py", "test_x_a.py", "test_x_table.py"]
-        module = suite()
-        with tempfile.TemporaryDirectory() as folder, mock.patch.object(module, "EVIDENCE", Path(folder) / "none"):
-            parts = module.longest_first(self.files(folder, *names))
-        self.assertEqual([part.path.name for part in parts[:: module.MOST_PARTS]], [*names[1:], names[0]])
+        parts = self.module.longest_first(self.files(*names))
+        self.assertEqual([part.path.name for part in parts[:: self.module.MOST_PARTS]], [*names[1:], names[0]])
 
-    def test_check(self):
-        module = suite()
+    def test_check_tells_whether_the_evidence_is_of_this_code(self):
         evidence = {"passed": 3, "failed": 0, "skipped": 1, "gpu": "G", "torch": "2", "date": "today"}
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            mock.patch("builtins.print") as printed,
-            mock.patch.object(module, "EVIDENCE", Path(folder) / "evidence.json"),
-        ):
-            self.assertEqual(module.check(), 1)
-            module.EVIDENCE.write_text(json.dumps({**evidence, "code_hash": "other"}))
-            self.assertEqual(module.check(), 1)
-            module.EVIDENCE.write_text(json.dumps({**evidence, "code_hash": code_hash()}))
-            self.assertEqual(module.check(), 0)
-            module.EVIDENCE.write_text(json.dumps({**evidence, "failed": 1, "code_hash": code_hash()}))
-            self.assertEqual(module.check(), 1)
-        lines = [call.args[0] for call in printed.call_args_list]
+        self.assertEqual(self.module.check(), 1)
+        for more, status in (({"code_hash": "other"}, 1), ({}, 0), ({"failed": 1}, 1)):
+            self.module.EVIDENCE.write_text(json.dumps({**evidence, "code_hash": code_hash(), **more}))
+            self.assertEqual(self.module.check(), status)
+        lines = [call.args[0] for call in self.printed.call_args_list]
         self.assertIn("is missing", lines[0])
         self.assertIn("of other code", lines[1])
         self.assertIn("of this code: 3 passed, 0 failed, 1 skipped", lines[2])
 
-    def test_counts_and_crashes(self):
-        module = suite()
-
-        def whole(path):
-            return module.Part(path, 0, 1, 0.0)
-
-        with tempfile.TemporaryDirectory() as folder, mock.patch.object(module, "ROOT", Path(folder)):
-            good, bad = Path(folder) / "test_good.py", Path(folder) / "test_bad.py"
-            good.write_text(
-                "import unittest\nclass T(unittest.TestCase):\n def test_a(self): pass\n"
-                " def test_b(self): self.fail('no')\n @unittest.skip('x')\n def test_c(self): pass\n"
-            )
-            bad.write_text("import os\ndef test_a(): os._exit(3)\n")
-            with mock.patch("builtins.print"):
-                outcome = module.run_part(whole(good), None)
-                self.assertEqual((outcome.passed, outcome.failed, outcome.skipped), (1, 1, 1))
-                self.assertEqual(outcome.failures, ["test_good.T.test_b"])
-                crashed = module.run_part(whole(bad), None)
-                late = Path(folder) / "test_late.py"
-                late.write_text(
-                    "import atexit, os\natexit.register(os._exit, 9)\ndef test_a(): pass\n"  # behind all tests
-                )
-                outcome = module.run_part(whole(late), None)
-                self.assertEqual((outcome.passed, outcome.failures), (1, ["test_late.py: exit status 9"]))
-                cut = Path(folder) / "test_cut.py"
-                cut.write_text(
-                    "import pytest\ndef test_a(): pass\ndef test_b(): pytest.exit('no', returncode=3)\n"
-                    "def test_c(): assert False\n"
-                )
-                self.assertEqual(module.run_part(whole(cut), None).failures, ["test_cut.py: exit status 3"])
-        self.assertEqual((crashed.passed, crashed.failed), (0, 1))
-        self.assertEqual(crashed.failures, ["test_bad.py: exit status 3"])
+    def test_outcomes_are_counted_and_crashes_are_failures(self):
+        good = (
+            "import unittest\nclass T(unittest.TestCase):\n def test_a(self): pass\n"
+            " def test_b(self): self.fail('no')\n @unittest.skip('x')\n def test_c(self): pass\n"
+        )
+        late = "import atexit, os\natexit.register(os._exit, 9)\ndef test_a(): pass\n"  # after all tests
+        cut = (
+            "import pytest\ndef test_a(): pass\ndef test_b(): pytest.exit('no', returncode=3)\n"
+            "def test_c(): assert False\n"
+        )
+        for name, text, counts, failures in (
+            ("test_good", good, (1, 1, 1), ["test_good.T.test_b"]),
+            ("test_bad", "import os\ndef test_a(): os._exit(3)\n", (0, 1, 0), ["test_bad.py: exit status 3"]),
+            ("test_late", late, (1, 1, 0), ["test_late.py: exit status 9"]),
+            ("test_cut", cut, None, ["test_cut.py: exit status 3"]),
+        ):
+            path = self.folder / f"{name}.py"
+            path.write_text(text)
+            with mock.patch.object(self.module, "ROOT", self.folder):
+                outcome = self.module.run_part(self.module.Part(path, 0, 1, 0.0), None)
+            self.assertEqual(outcome.failures, failures)
+            if counts is not None:
+                self.assertEqual((outcome.passed, outcome.failed, outcome.skipped), counts)
 
     def test_a_run_that_was_cut_is_resumed(self):
         module = suite()
@@ -321,7 +301,7 @@ class TestEvidence(TestCase):
         self.assertIn("is missing", said[0])
         self.assertIn("differs in gpu", said[3])
 
-    def test_what_an_outcome_depends_on(self):
+    def test_an_outcome_depends_on_what_its_file_imports(self):
         module = suite()
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder)

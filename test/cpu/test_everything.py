@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import torch
-from bench import everything, sections
+from bench import everything, small_programs
 from bench.everything import TIME_IS_UP, Done, Step, run_all
 from bench.loading import load_workloads
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -121,7 +121,7 @@ class TestEverything(TestCase):
             self.assertTrue(all((ROOT / path).exists() or path.with_suffix(".py").exists() for path in paths), paths)
 
     def test_programs_of_the_host_s_time_are_there(self):
-        known = {*sections.PROGRAMS, *load_workloads()}
+        known = {*small_programs.PROGRAMS, *load_workloads()}
         steps = [step.command for step in everything.STEPS if "graph_host.py" in step.command[1]]
         names = [part for command in steps for part in command[2 : command.index("--rounds")]]
         self.assertIn("MLP-N", names)

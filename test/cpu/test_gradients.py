@@ -97,7 +97,7 @@ class TestGradients(TestCase):
         """Of the last call, for each gradient."""
         return self.looks.pop()
 
-    def test_who_sees_them(self):
+    def test_gradients_are_others_if_somebody_sees_them(self):
         for seen, ways in ((True, SEEN), (False, UNSEEN)):
             for name, look in ways.items():
                 with self.subTest(name=name):
@@ -114,13 +114,13 @@ class TestGradients(TestCase):
                     del handle
         self.assertEqual(self.trees.handed, [])
 
-    def test_it_is_taken_over_without_a_copy(self):
+    def test_a_gradient_is_taken_over_without_a_copy(self):
         parameters, y = self.step()
         y.backward()
         self.assertEqual([p.grad.data_ptr() for p in parameters], [c.data_ptr() for c in self.cached])
         self.assertFalse(any(p.grad is c for p, c in zip(parameters, self.cached, strict=True)))
 
-    def test_they_are_asked_for(self):
+    def test_gradients_that_are_asked_for_are_others(self):
         parameters, y = self.step()
         found = torch.autograd.grad(y, parameters)
         self.assertEqual(self.is_own(), [False] * 3)
@@ -129,7 +129,7 @@ class TestGradients(TestCase):
         y.backward(inputs=parameters[:2])
         self.assertEqual(self.is_own(), [False] * 3)
 
-    def test_a_graph_of_the_backward(self):
+    def test_gradients_in_a_graph_of_the_backward_are_others(self):
         parameters, y = self.step()
         with torch.no_grad():
             y.backward(torch.ones(()))
@@ -140,7 +140,7 @@ class TestGradients(TestCase):
         for parameter in parameters:
             parameter.grad = None
 
-    def test_a_graph_of_the_backward_by_aotautograd(self):
+    def test_gradients_in_aotautograd_s_graph_of_the_backward_are_others(self):
         """It has the compiled backward called by another function's forward, where no gradients are on."""
 
         class CompiledFunctionBackward(torch.autograd.Function):
@@ -160,7 +160,7 @@ class TestGradients(TestCase):
         for parameter in parameters:
             parameter.grad = None
 
-    def test_a_backward_that_is_called_by_hand(self):
+    def test_gradients_are_others_outside_of_the_compiled_node(self):
         """By a hook, and so in a node of another kind; or in one of another program."""
         _, y = self.step()
         other = torch.ones(4, requires_grad=True)
@@ -178,20 +178,16 @@ class TestGradients(TestCase):
         Another.apply(self.call, self.look, *parameters).backward()
         self.assertEqual(self.is_own(), [False] * 3)
 
-    def test_they_go_on(self):
-        """Into another backward."""
-        parameters = [torch.ones(4, requires_grad=True) for _ in range(3)]
-        y = CompiledFunction.apply(self.call, self.look, parameters[0], parameters[1].exp(), parameters[2])
-        y.backward()
-        self.assertEqual(self.is_own(), [False] * 3)
+    def test_gradients_that_go_on_into_another_backward_are_others(self):
+        """A parameter without a gradient is no reason for others."""
+        for through, needs, own in ((torch.Tensor.exp, True, False), (lambda p: p, False, True)):
+            parameters = [torch.ones(4, requires_grad=needs or number != 1) for number in range(3)]
+            y = CompiledFunction.apply(self.call, self.look, parameters[0], through(parameters[1]), parameters[2])
+            y.backward()
+            self.assertEqual(self.is_own(), [own] * 3)
+            self.assertEqual(parameters[1].grad is not None, needs)
 
-    def test_parameters_without_a_gradient(self):
-        parameters = [torch.ones(4, requires_grad=number != 1) for number in range(3)]
-        CompiledFunction.apply(self.call, self.look, *parameters).backward()
-        self.assertEqual(self.is_own(), [True] * 3)
-        self.assertIsNone(parameters[1].grad)
-
-    def test_a_backward_in_a_backward(self):
+    def test_a_backward_inside_another_is_looked_at_for_itself(self):
         """What is run by a hook of another one is looked at for itself."""
         for seen in (False, True):
             inner, y = self.step()
@@ -207,12 +203,12 @@ class TestGradients(TestCase):
             outer.sum().backward()
             self.assertEqual(self.is_own(), [not seen] * 3)
 
-    def test_no_backward(self):
+    def test_outside_of_a_backward_tensors_are_others(self):
         for outputs in (self.call([]), torch.no_grad()(self.call)([])):
             self.look(outputs)
             self.assertEqual(self.is_own(), [False] * 3)
 
-    def test_beside_other_views(self):
+    def test_gradients_beside_views_kept_inputs_and_constants(self):
         """And kept inputs, constants, and outputs as they are."""
         for more, own in (([], [1, 0]), ([(1, (2,), (2,), 1)], [0, 1])):
             constants = (7,)
@@ -240,7 +236,7 @@ class TestGradients(TestCase):
                 self.assertEqual(found[-2], 7)
                 self.assertIs(found[-1], kept)
 
-    def test_outputs_that_are_not_at_hand(self):
+    def test_outputs_that_are_not_at_hand_are_asked_of_the_recording(self):
         """They are asked of the recording, and what it gives is a user's."""
         self.cached[0]._backward_hooks = {}
         _, y = self.step()
@@ -248,7 +244,7 @@ class TestGradients(TestCase):
         self.assertEqual(self.is_own(), [False] * 3)
         self.assertEqual(self.trees.recording.calls, ["own outputs"])
 
-    def test_of_aotautograd(self):
+    def test_gradients_of_a_backward_of_aotautograd(self):
         """A real compiled backward, around one that a recording gives."""
         found = []
 

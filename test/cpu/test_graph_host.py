@@ -46,7 +46,7 @@ class TestGraphHost(TestCase):
             self.assertEqual({name: len(each) for name, each in rounds.items()}, dict.fromkeys(rounds, 2))
             self.assertAlmostEqual(sum(rounds["host"]) / 2, record["host"], delta=0.01)
 
-    def test_time_of_graphs_on_the_gpu(self):
+    def test_time_of_graphs_on_the_gpu_is_from_first_to_last_kernel(self):
         def event(cat, name, ts, dur, correlation=None):
             return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": {"correlation": correlation}}
 
@@ -66,7 +66,7 @@ class TestGraphHost(TestCase):
         self.assertEqual(graph_host.spans_us(trace), (17 - 9) + 7)
         self.assertEqual(graph_host.spans_us({"traceEvents": []}), 0.0)
 
-    def test_clocks(self):
+    def test_a_clock_is_put_on_and_taken_off(self):
         times: list[int] = []
         watched = SimpleNamespace(add=lambda a, b: time.sleep(0.002) or a + b)
         add = watched.add
@@ -78,7 +78,7 @@ class TestGraphHost(TestCase):
         self.assertEqual(graph_host.between_us([1000, 3000, 5000, 6000]), 3.0)
         self.assertTrue(0 <= graph_host.clock_us() < 1000)
 
-    def test_medians(self):
+    def test_medians_are_taken_field_by_field(self):
         times = [graph_host.Times(n * 10.0, n * 2.0, n * 1.0, n * 20.0) for n in (1, 5, 2)]
         self.assertEqual(graph_host.middle(times), graph_host.Times(20.0, 4.0, 2.0, 40.0))
         self.assertEqual(times[0].outside, 7.0)
@@ -87,7 +87,7 @@ class TestGraphHost(TestCase):
         self.assertEqual(graph_host.middle(timed).parts, (3.0, 4.0))
         self.assertEqual(graph_host.middle([*timed, times[0]]).parts, ())  # another number of graphs
 
-    def test_before_and_behind_each_launch(self):
+    def test_time_before_and_after_each_launch(self):
         graphs, launches = [1000, 9000, 20_000, 26_000], [3000, 8000, 21_000, 22_000]
         self.assertEqual(graph_host.parts_us(graphs, launches, 0.5), (1.75, 0.75, 0.75, 3.75))
         self.assertEqual(graph_host.parts_us(graphs, launches[:2], 0.5), ())

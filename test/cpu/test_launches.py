@@ -140,7 +140,7 @@ class TestCapture(LaunchesTestCase):
         kernel.launched.clear()
         return kernel, out
 
-    def test_what_has_a_slot_goes_through_it(self) -> None:
+    def test_arguments_with_a_slot_go_through_it(self) -> None:
         kernel, out = self.warmed(*tensors(2))
         self.assertEqual(self.made, [("kernel", frozenset({"in_ptr0", "in_ptr1"}))])
         a, b = tensors(2)
@@ -155,24 +155,19 @@ class TestCapture(LaunchesTestCase):
         self.assertEqual(sorted(table.read), sorted(("kernel", t.data_ptr()) for t in (a, b)))
         self.assertEqual(len(self.made), 1)  # nothing is built while capturing
 
-    def test_an_input_twice_and_a_view(self) -> None:
-        kernel, out = self.warmed(*tensors(1))
-        (a,) = tensors(1)
-        table = Table(a)
-        with through(table):
-            kernel.run(a, a.view(2, 4), out, 8, stream=7)
-        self.assertIs(kernel.launched[0][1], kernel.launched[0][2])
-        self.assertEqual(table.read, [("kernel", a.data_ptr())] * 2)
-
-    def test_what_lies_further_on_stays(self) -> None:
+    def test_an_input_has_one_slot_also_through_a_view_but_not_further_on(self) -> None:
         kernel, out = self.warmed(*tensors(2))
         a, b = tensors(2)
         table = Table(a, b)
         with through(table):
+            kernel.run(a, a.view(2, 4), out, 8, stream=7)
+            self.assertIs(kernel.launched[0][1], kernel.launched[0][2])
+            self.assertEqual(table.read, [("kernel", a.data_ptr())] * 2)
+            table.read.clear()
             self.assertEqual(kernel.run(a[1:], b[2:], out, 8, stream=7), "launched")
         self.assertEqual(table.read, [])
 
-    def test_other_parameters_than_in_warmup(self) -> None:
+    def test_a_variant_for_other_parameters_is_used_if_it_takes_some(self) -> None:
         a, b = tensors(2)
         kernel, out = FakeAutotuner(), torch.zeros(8)
         with warming_up({a.data_ptr()}):
@@ -184,7 +179,7 @@ class TestCapture(LaunchesTestCase):
             self.assertEqual(kernel.launched[-1][0], "variant")
             self.assertEqual(kernel.run(a, d, out, 8, stream=7), "launched")
 
-    def test_a_parameter_that_can_be_no_slot(self) -> None:
+    def test_a_parameter_that_can_be_no_slot_is_passed_as_it_is(self) -> None:
         self.refused = {"in_ptr1"}
         kernel, out = self.warmed(*tensors(2))
         a, b = tensors(2)
@@ -194,7 +189,7 @@ class TestCapture(LaunchesTestCase):
         self.assertIs(kernel.launched[0][2], b)
         self.assertEqual(table.read, [("kernel", a.data_ptr())])
 
-    def test_without_a_variant(self) -> None:
+    def test_a_kernel_without_a_variant_is_launched_as_it_is(self) -> None:
         self.refused = {"in_ptr0", "in_ptr1"}
         kernel, out = self.warmed(*tensors(2))
         a, b = tensors(2)
@@ -207,7 +202,7 @@ class TestCapture(LaunchesTestCase):
             kernel.run(a, a, out, 8, stream=7)
         self.assertEqual(len(self.made), 1)  # that there is none is remembered
 
-    def test_whatever_goes_wrong_while_building(self) -> None:
+    def test_an_error_while_building_is_logged_and_costs_the_variant(self) -> None:
         with mock.patch.object(variant_launchers, "_made", side_effect=RuntimeError("of the test")):
             with self.assertLogs("pygraph_trees.indirection", "WARNING") as logs:
                 kernel, out = self.warmed(*tensors(2))
@@ -226,7 +221,7 @@ class TestCapture(LaunchesTestCase):
         with through(Table(a, b)):
             self.assertEqual(kernel.run(a, b, out, 8, stream=7, benchmark_run=True), "launched")
 
-    def test_others_that_launch(self) -> None:
+    def test_a_kernel_with_another_launcher_has_no_variant(self) -> None:
         for name, value in (("triton_interpret", True), ("_plugins", [object()]), ("launchers", [len, min])):
             kernel = FakeAutotuner()
             setattr(kernel, name, value)
@@ -235,7 +230,7 @@ class TestCapture(LaunchesTestCase):
 
 
 class TestWarmup(LaunchesTestCase):
-    def test_the_winner_alone(self) -> None:
+    def test_a_variant_is_built_for_the_winner_alone(self) -> None:
         kernel, out = FakeAutotuner(count=3), torch.zeros(8)
         winner = kernel.launchers[-1]
         (a,) = tensors(1)
@@ -245,7 +240,7 @@ class TestWarmup(LaunchesTestCase):
         self.assertEqual(self.made, [("kernel", frozenset({"in_ptr0"}))])
         self.assertEqual(list(variant_launchers._built), [winner])
 
-    def test_only_kernels_that_read_an_input(self) -> None:
+    def test_variants_are_built_only_for_kernels_that_are_given_an_input(self) -> None:
         a, b = tensors(2)
         first, second = FakeAutotuner("first"), FakeAutotuner("second")
         with warming_up({a.data_ptr()}):
@@ -254,7 +249,7 @@ class TestWarmup(LaunchesTestCase):
             second.run(a, b, b, 8, stream=7)
         self.assertEqual(self.made, [("second", frozenset({"out_ptr0"})), ("second", frozenset({"in_ptr0"}))])
 
-    def test_which_inputs_variants_take(self) -> None:
+    def test_inputs_are_told_that_variants_take(self) -> None:
         self.refused = {"in_ptr1"}
         a, b, c, d, other = tensors(5)
         first, second = FakeAutotuner("first"), FakeAutotuner("second")
@@ -290,7 +285,7 @@ class TestWarmup(LaunchesTestCase):
 
 
 class TestTap(LaunchesTestCase):
-    def test_on_while_it_is_needed(self) -> None:
+    def test_the_tap_is_on_only_while_it_is_needed(self) -> None:
         original = FakeAutotuner.run
         with warming_up(()):
             self.assertIsNot(FakeAutotuner.run, original)
@@ -303,7 +298,7 @@ class TestTap(LaunchesTestCase):
         self.assertIs(FakeAutotuner.run, original)
         self.assertIsNone(launches._here.watcher)
 
-    def test_scopes_inside_of_each_other(self) -> None:
+    def test_an_inner_scope_notes_alone(self) -> None:
         a, b = tensors(2)
         kernel = FakeAutotuner()
         with warming_up({a.data_ptr()}):
@@ -329,7 +324,7 @@ class TestTap(LaunchesTestCase):
         self.assertEqual(self.made, [("here", frozenset({"in_ptr0"}))])
         self.assertEqual(results, ["launched"])
 
-    def test_many_threads(self) -> None:
+    def test_threads_do_not_see_each_other_s_tables(self) -> None:
         original = FakeAutotuner.run
         wrong = []
 
@@ -353,7 +348,7 @@ class TestTap(LaunchesTestCase):
         self.assertEqual(wrong, [])
         self.assertIs(FakeAutotuner.run, original)
 
-    def test_withdrawn_and_offered_in_between(self) -> None:
+    def test_the_tap_may_be_withdrawn_and_offered_while_it_is_held(self) -> None:
         tap, on = Tap(), []
 
         def put_on() -> Callable[[], None]:
@@ -385,7 +380,7 @@ class TestPatch(TestCase):
             self.assertIsNot(autotuner.run, UPSTREAM)
         self.assertIs(autotuner.run, UPSTREAM)
 
-    def test_what_others_put_there_stays(self) -> None:
+    def test_a_replacement_of_somebody_else_stays(self) -> None:
         autotuner = triton_heuristics.CachingAutotuner
         with mock.patch.object(autotuner, "run", UPSTREAM):
             with self.assertWarnsRegex(PatchOverwritten, "CachingAutotuner.run was replaced"), through(Table()):
@@ -440,9 +435,9 @@ def of_inductor(folder: Path) -> Iterator[None]:
         yield
 
 
-def autotuners(folder: Path, fn: Any, *args: torch.Tensor) -> Iterator[Any]:
+def autotuners(folder: Path, fn: Any, *args: torch.Tensor, **options: Any) -> Iterator[Any]:
     """Of a program's kernels, each with a file of its own in the folder."""
-    for graph in lower(fn, args, {}):
+    for graph in lower(fn, args, {}, **options):
         for node in ast.walk(ast.parse(graph.source_code)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "async_compile.triton":
                 name, source = (ast.literal_eval(argument) for argument in node.args[:2])
@@ -507,17 +502,17 @@ class TestInductor(TestCase):
                 count += 1
         return count
 
-    def test_pointwise_and_reductions(self) -> None:
+    def test_variants_of_pointwise_and_reduction_kernels(self) -> None:
         def program(x: torch.Tensor, y: torch.Tensor) -> Any:
             return (x.sin() + y).softmax(-1), x.sum()
 
         self.assertGreater(self.both(program, on_gpu(1024, 64), on_gpu(1024, 64)), 2)
 
-    def test_combined_kernels(self) -> None:
+    def test_variants_of_combined_kernels(self) -> None:
         with torch._inductor.config.patch(combo_kernels=True):
             self.assertEqual(self.both(lambda x, y: (x.sin(), y.cos()), on_gpu(1024), on_gpu(64, 72)), 2)
 
-    def test_user_kernel(self) -> None:
+    def test_variants_of_user_kernels(self) -> None:
         self.both(self.of_a_user, on_gpu(kernels.SIZE), on_gpu(kernels.SIZE, dtype=torch.bool))
 
     @staticmethod
@@ -526,7 +521,7 @@ class TestInductor(TestCase):
         kernels.user[(2,)](x, flags, out, x.numel(), BLOCK=256, STEPS=2)
         return out + 1
 
-    def test_user_kernel_of_which_fewer_blocks_would_be_on_the_gpu(self) -> None:
+    def test_a_user_kernel_has_no_variant_if_fewer_of_its_blocks_fit(self) -> None:
         args = on_gpu(kernels.SIZE), on_gpu(kernels.SIZE, dtype=torch.bool)
         for static in (True, False):
             options = {"use_static_triton_launcher": static, "static_launch_user_defined_triton_kernels": static}
@@ -548,7 +543,7 @@ class TestInductor(TestCase):
                             with self.assertRaisesRegex(NoVariant, "'user' .* fewer of its blocks might be"):
                                 variant_launchers._made(autotuner, launcher, names)
 
-    def test_what_blocks_need(self) -> None:
+    def test_blocks_fit_as_often_with_no_more_registers_and_shared_memory(self) -> None:
         def needs(registers: Any, shared: Any) -> Any:
             return SimpleNamespace(n_regs=registers, shared=shared)
 
@@ -560,7 +555,7 @@ class TestInductor(TestCase):
             self.assertFalse(fits(unknown, needs(32, 0)))
             self.assertFalse(fits(needs(0, 0), unknown))
 
-    def test_a_kernel_of_no_device(self) -> None:
+    def test_a_kernel_of_no_device_has_no_variant(self) -> None:
         (autotuner,) = self.autotuners(lambda x: x.sin(), on_gpu(1024))
         with loaded():
             autotuner.launchers = [autotuner._precompile_config(autotuner.configs[0]).make_launcher()]
@@ -568,12 +563,12 @@ class TestInductor(TestCase):
             with self.assertRaisesRegex(NoVariant, "whatever device"):
                 variant_launchers._made(autotuner, autotuner.launchers[0], frozenset({"in_ptr0"}))
 
-    def test_unknown_size(self) -> None:
+    def test_variants_of_kernels_for_any_size(self) -> None:
         x = on_gpu(8, 24)
         torch._dynamo.mark_dynamic(x, 0)
         self.both(lambda x: x.sin().sum(0), x)
 
-    def test_a_kernel_that_another_process_compiled(self) -> None:
+    def test_a_kernel_that_another_process_compiled_is_loaded_again(self) -> None:
         (autotuner,) = self.autotuners(lambda x: x.sin(), on_gpu(1024))
         (source,) = self.autotuners(lambda x: x.sin(), on_gpu(1024))
         with loaded():
@@ -589,7 +584,7 @@ class TestInductor(TestCase):
         self.assertEqual(made.slots, names)
         self.assertIsNone(autotuner.fn.fn)  # nothing of the original is changed
 
-    def test_launches_that_have_none(self) -> None:
+    def test_cooperative_and_dependent_launches_have_no_variant(self) -> None:
         for option in ("launch_cooperative_grid", "launch_pdl"):
             (autotuner,) = self.autotuners(lambda x: x.sin(), on_gpu(1024))
             with loaded():
@@ -598,7 +593,7 @@ class TestInductor(TestCase):
                 with self.assertRaises(NoVariant):
                     variant_launchers._made(autotuner, autotuner.launchers[0], frozenset({"in_ptr0"}))
 
-    def test_compiled_once_for_all_processes(self) -> None:
+    def test_a_variant_is_compiled_once_for_all_processes(self) -> None:
         hits = []
 
         def listener(*, cache_hit: bool, **_: Any) -> None:

@@ -205,6 +205,12 @@ class LiveInputsTestCase(TestCase):
         live.set_up(graph)
         return live, graph
 
+    def replayable(self, nodes: Nodes, *inputs: Any, **more: Any) -> tuple[LiveInputs, Graph]:
+        """A recording that was launched once."""
+        live, graph = self.record(nodes, *inputs, **more)
+        live.finish()
+        return live, graph
+
     def capture(self, nodes: Nodes, live: LiveInputs) -> Graph:
         by_index = {item.index: item.placeholder_tensor.data_ptr() for item in live.items}
         return Graph(self.api, nodes([by_index[i] for i in sorted(by_index)]))
@@ -243,31 +249,25 @@ class TestAddresses(LiveInputsTestCase):
         self.assertEqual(graph.launch(), [[a.data_ptr(), b.data_ptr(), 7]])
         self.assertEqual(self.api.leaks(), [])
 
-    def test_each_replay_has_its_addresses(self):
-        live, graph = self.record(self.one_kernel(packed=True), at(0), at(0))
-        live.finish()
-        for _ in range(3):
-            a, b = at(0), at(0)
-            self.assertEqual(self.call(live, graph, a, b), [[a.data_ptr(), b.data_ptr()]])
-        self.assertEqual((live.extra_copies, graph.instances), (0, 1))
+    def test_each_replay_has_its_addresses_and_unchanged_ones_cost_no_call(self):
+        for packed in (False, True):
+            live, graph = self.replayable(self.one_kernel(packed=packed), at(0), at(0))
+            for _ in range(3):
+                a, b = at(0), at(0)
+                self.assertEqual(self.call(live, graph, a, b), [[a.data_ptr(), b.data_ptr()]])
+            self.assertEqual((live.extra_copies, graph.instances), (0, 1))
+            self.api.calls.clear()
+            self.pool.forget()
+            before = self.snapshots
+            for _ in range(3):
+                self.assertEqual(self.call(live, graph, a, b), [[a.data_ptr(), b.data_ptr()]])
+            self.assertEqual((self.api.calls, self.snapshots), ([], before + 1))  # the pool is looked up again, once
+            self.call(live, graph, a, at(0))
+            self.assertEqual(self.api.calls, [KERNEL])
 
-    def test_unchanged_addresses_cost_no_call(self):
-        a, b = at(0), at(0)
-        live, graph = self.record(self.one_kernel(), a, b)
-        self.call(live, graph, a, b)
-        self.api.calls.clear()
-        self.pool.forget()
-        before = self.snapshots
-        for _ in range(3):
-            self.assertEqual(self.call(live, graph, a, b), [[a.data_ptr(), b.data_ptr()]])
-        self.assertEqual((self.api.calls, self.snapshots), ([], before + 1))  # it is looked up anew, once
-        self.call(live, graph, a, at(0))
-        self.assertEqual(self.api.calls, [KERNEL])
-
-    def test_a_thread_that_has_not_used_the_gpu(self):
-        """It has no context, and the driver crashes without one where nodes are set."""
-        live, graph = self.record(self.one_kernel(), at(0), at(0))
-        live.finish()
+    def test_a_thread_that_has_not_used_the_gpu_is_given_a_context(self):
+        """Without one the driver crashes when nodes are set."""
+        live, graph = self.replayable(self.one_kernel(), at(0), at(0))
         a, b = at(0), at(0)
         launched = []
         thread = threading.Thread(target=lambda: launched.extend(self.call(live, graph, a, b)))
@@ -278,15 +278,14 @@ class TestAddresses(LiveInputsTestCase):
         self.assertEqual(self.call(live, graph, c, b), [[c.data_ptr(), b.data_ptr()]])
         self.assertEqual(self.api.calls.count("cuCtxSetCurrent"), 1)
 
-    def test_a_context_that_is_refused(self):
-        live, _ = self.record(self.one_kernel(), at(0), at(0))
-        live.finish()
+    def test_a_recording_is_passed_over_if_the_context_is_refused(self):
+        live, _ = self.replayable(self.one_kernel(), at(0), at(0))
         for _ in range(2):  # C++ leaves it to Python, which asks again
             self.api.fail("cuCtxGetCurrent")
         self.assertIn("cuCtxGetCurrent", live.prepare([at(0), at(0)]))
         self.assertEqual(live.prepare([at(0), at(0)]), "a driver call failed")
 
-    def test_what_lies_in_the_inputs_of_the_latest_call(self):
+    def test_an_address_in_the_storage_of_a_current_input_is_reached(self):
         first, later, other = at(0)[:8], at(0), at(0)
         live, graph = self.record(self.one_kernel(), first, other)
         # The whole storage counts: what is saved of an input can be another view of it.
@@ -340,14 +339,14 @@ class TestAddresses(LiveInputsTestCase):
         )
         self.assertEqual(graph.instances, 2)
 
-    def test_a_view_that_a_copy_reads(self):
+    def test_a_copy_reads_a_view_at_its_offset(self):
         storage = torch.rand(1 << 12)
         live, graph = self.record(lambda found: [self.api.make_memcpy(found[0] + 4, OTHER, 8)], storage[128:256])
         self.assertEqual(self.routes(live), {0: None})
         self.assertEqual(graph.launch(), [[storage[128:].data_ptr() + 4, OTHER]])
         self.assertEqual(self.call(live, graph, storage[256:384]), [[storage[256:].data_ptr() + 4, OTHER]])
 
-    def test_a_copy_between_a_patched_input_and_a_copied_one(self):
+    def test_a_copy_node_may_join_a_patched_input_and_a_copied_one(self):
         # The second input's address is held where it may be something else too.
         def nodes(found):
             hidden = self.api.make_kernel([b"\1\0\0\0" + found[1].to_bytes(8, "little")])
@@ -361,15 +360,14 @@ class TestAddresses(LiveInputsTestCase):
         a, b = at(0), at(0)
         self.assertEqual(self.call(live, graph, a, b)[0], [a.data_ptr(), live.items[1].recorded])
 
-    def test_a_replay_with_memory_of_another_kind_is_passed_over(self):
-        live, _ = self.record(lambda found: [self.api.make_memcpy(found[0], OTHER, 8)], at(0))
-        live.finish()
+    def test_a_copy_node_refuses_memory_of_another_kind(self):
+        live, _ = self.replayable(lambda found: [self.api.make_memcpy(found[0], OTHER, 8)], at(0))
         mapped = at(0)
         with mock.patch.object(self.api, "is_reserved", lambda address: address == mapped.data_ptr()):
             self.assertRegex(str(live.prepare([mapped])), f"^{MEMCPY} refused an address of input 0")
         self.assertEqual(list(live.refused), [0])
 
-    def test_the_context_is_that_of_the_device(self):
+    def test_nodes_are_set_in_the_context_of_the_device(self):
         self.record(lambda addresses: [self.api.make_memset(addresses[0], 16)], at(0), device=3)
         self.assertEqual(self.entered, [3])
         self.record(self.one_kernel(), at(0), device=3)  # for threads that have none
@@ -400,7 +398,7 @@ class TestAddresses(LiveInputsTestCase):
                     expected = [view.data_ptr(), view.data_ptr() - item.lead]
                     self.assertEqual(self.call(live, graph, view), [expected])
 
-    def test_one_hidden_address_makes_all_copied(self):
+    def test_a_node_that_hides_addresses_makes_all_copied(self):
         a, b = at(0), at(0)
         live, graph = self.record(lambda found: [self.api.make_kernel(found), "HOST"], a, b)
         self.assertEqual(self.routes(live), dict.fromkeys((0, 1), "a host node may hide its address"))
@@ -423,7 +421,7 @@ class TestAddresses(LiveInputsTestCase):
         self.assertIsNone(self.routes(live)[1])
         self.assertEqual(graph.launch()[0], [live.items[0].recorded, b.data_ptr()])
 
-    def test_kernels_of_an_input(self):
+    def test_kernels_that_hold_an_input_are_named(self):
         def nodes(found):
             named = zip(found * 2, (f"triton_poi_{letter}" for letter in "xyxz"), strict=True)
             return [self.api.make_kernel([a], name=name) for a, name in named]
@@ -442,7 +440,7 @@ class TestCopies(LiveInputsTestCase):
         """A recording whose first input is held by no node."""
         return self.record(lambda found: [self.api.make_kernel(found[1:])], *inputs, **more)
 
-    def test_what_hides_its_address_reads_its_own_memory_there(self):
+    def test_an_input_without_a_known_address_is_copied_to_its_placeholder(self):
         a, b = at(0), at(0)
         live, graph = self.hidden(a, b)
         self.assertEqual(self.routes(live), {0: UNHELD, 1: None})
@@ -474,7 +472,7 @@ class TestCopies(LiveInputsTestCase):
             live.finish()
             self.assertEqual(a_now, expected)
 
-    def test_layouts_with_gaps_and_overlaps(self):
+    def test_a_copy_keeps_layouts_with_gaps_and_overlaps(self):
         for view in (
             lambda: torch.rand(9, 9)[1:7:2, 2:8:3],
             lambda: torch.rand(1, 6).expand(4, 6),
@@ -501,8 +499,7 @@ class TestCopies(LiveInputsTestCase):
 
     def test_misaligned_input_is_copied_for_the_call(self):
         for mutated in ((), (0,)):
-            live, graph = self.record(self.one_kernel(), at(0), mutated=mutated)
-            live.finish()
+            live, graph = self.replayable(self.one_kernel(), at(0), mutated=mutated)
             a = at(16)
             before = a.clone()
             for count in (1, 2):  # the same address once more: it is copied once more
@@ -520,14 +517,11 @@ class TestCopies(LiveInputsTestCase):
 
     def test_zeros_without_memory_are_copied_for_the_call(self):
         """They have no address: a kernel that is given 0 reads there."""
-        shapes = {(4, 8): None, (32,): None, (2, 4, 4): (1, 2, 8)}
-        for shape, stride in shapes.items():
-            live, graph = self.record(self.one_kernel(), at(0, shape))
-            live.finish()
+        for shape, stride in (((4, 8), None), ((32,), None), ((2, 4, 4), (1, 2, 8))):
+            live, graph = self.replayable(self.one_kernel(), at(0, shape))
             for number in range(3):
                 zeros = torch._efficientzerotensor(shape)
-                zeros = zeros if stride is None else zeros.as_strided(shape, stride)
-                self.begin(live, zeros)
+                self.begin(live, zeros if stride is None else zeros.as_strided(shape, stride))
                 copy = live.temporary[0]
                 self.assertEqual((graph.launch(), copy), ([[copy.data_ptr()]], torch.zeros(shape)))
                 self.assertNotEqual(copy.data_ptr(), 0)
@@ -536,10 +530,9 @@ class TestCopies(LiveInputsTestCase):
                 a = at(0, shape)
                 self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
 
-    def test_a_pointer_into_the_middle_stays_aligned(self):
-        """More than the first element is: what a kernel was chosen for."""
-        live, graph = self.record(lambda found: [self.api.make_kernel([found[0], found[0] + 112])], at(16))
-        live.finish()
+    def test_an_address_in_the_middle_of_an_input_stays_aligned(self):
+        """A kernel was chosen for the alignment of that address, not of the first element's."""
+        live, graph = self.replayable(lambda found: [self.api.make_kernel([found[0], found[0] + 112])], at(16))
         for residue, copies in ((0, 1), (32, 2), (144, 2), (16, 2)):
             a = at(residue)
             self.begin(live, a)
@@ -548,10 +541,9 @@ class TestCopies(LiveInputsTestCase):
             self.assertEqual(first == a.data_ptr(), residue % 128 == 16)
             live.finish()
 
-    def test_a_call_of_the_same_graph_while_it_is_given_addresses(self):
-        """By a finalizer, say: it is passed over, and the graph holds what it is believed to hold."""
-        live, graph = self.record(self.one_kernel(), at(0))
-        live.finish()
+    def test_a_call_inside_a_change_of_addresses_is_passed_over(self):
+        """A finalizer can make one; the graph holds what it is believed to hold."""
+        live, graph = self.replayable(self.one_kernel(), at(0))
         a, b = at(0), at(0)
         original, answers = live._why_not, []
 
@@ -568,8 +560,7 @@ class TestCopies(LiveInputsTestCase):
             self.assertEqual(self.call(live, graph, given_), [[given_.data_ptr()]])
 
     def test_a_copy_for_the_call_is_as_aligned_as_what_was_recorded(self):
-        live, graph = self.record(self.one_kernel(), at(68))
-        live.finish()
+        live, graph = self.replayable(self.one_kernel(), at(68))
         for residue in (64, 72):
             a = at(residue)
             self.begin(live, a)
@@ -581,8 +572,7 @@ class TestCopies(LiveInputsTestCase):
 
     def test_input_in_the_pool_is_copied_for_the_call(self):
         a, h = at(0), at(0)
-        live, graph = self.record(self.one_kernel(), a)
-        live.finish()
+        live, graph = self.replayable(self.one_kernel(), a)
         self.put_in_pool(h)
         for count in (1, 2):
             self.begin(live, h)
@@ -607,7 +597,7 @@ class TestCopies(LiveInputsTestCase):
             live.finish()
         self.assertEqual(live.extra_copies, 2)
 
-    def test_an_interrupt_before_or_behind_the_change_of_addresses(self):
+    def test_an_interrupt_leaves_known_addresses(self):
         apply = live_inputs.Patches.apply
 
         def before(patches, *addresses):
@@ -619,61 +609,41 @@ class TestCopies(LiveInputsTestCase):
 
         for interrupted in (before, behind):
             a, b = at(0), at(0)
-            live, graph = self.record(self.one_kernel(), a)
-            live.finish()
+            live, graph = self.replayable(self.one_kernel(), a)
             self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
             with mock.patch.object(live_inputs.Patches, "apply", interrupted), self.assertRaises(KeyboardInterrupt):
                 live.prepare([b])
             self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
 
-    def test_a_negated_tangent_is_passed_over(self):
+    def test_a_negated_tangent_or_a_conjugate_view_is_passed_over(self):
         """Nobody guards tangents; a forward's inputs are guarded by Dynamo."""
-        plain = at(0, (4,))
-        for is_of_backward in (True, False):
+        real, imaginary = at(0, (4,)), torch.zeros(8, dtype=torch.complex64)
+        for plain, view, is_of_backward, expected in (
+            (real, torch._neg_view(real), True, "an input is a negated view"),
+            (real, torch._neg_view(real), False, None),
+            (imaginary, imaginary.conj(), False, "an input is a conjugate view"),
+        ):
             live, _ = self.choose(plain)
             live.is_of_backward = is_of_backward
-            live.set_up(self.capture(self.one_kernel(), live))
+            graph = self.capture(self.one_kernel(), live)
+            live.set_up(graph)
             live.finish()
-            self.assertIsNone(live.prepare([plain]))  # and once more, where it is settled
-            why_not = live.prepare([torch._neg_view(plain)])
-            self.assertEqual(why_not, "an input is a negated view" if is_of_backward else None)
-            self.assertIsNone(live.prepare([plain]))
+            for _ in range(2):  # also once it is settled
+                self.assertEqual(self.call(live, graph, plain), [[plain.data_ptr()]])
+                self.assertEqual(live.prepare([view]), expected)
 
-    def test_a_conjugate_view_is_passed_over(self):
-        plain = torch.zeros(8, dtype=torch.complex64)
-        live, graph = self.record(self.one_kernel(), plain)
-        live.finish()
-        self.assertEqual(live.prepare([plain.conj()]), "an input is a conjugate view")
-        self.assertEqual(self.call(live, graph, plain), [[plain.data_ptr()]])
-
-    def test_a_call_that_is_not_launched_holds_nothing(self):
-        live, graph = self.record(self.one_kernel(), at(0))
-        live.finish()
-        misaligned = at(68)
-        self.assertIsNone(live.prepare([misaligned]))
-        copy = weakref.ref(live.temporary[0])
-        live.drop()
-        self.assertIsNone(copy())
-        a = at(0)
-        self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
-        self.begin(live, misaligned)
-        self.assertEqual(graph.launch(), [[live.temporary[0].data_ptr()]])
-
-    def test_what_was_copied_for_a_call_can_die_before_the_launch(self):
-        a, b = at(0), at(0)
-        live, _ = self.record(lambda found: [self.api.make_kernel(found)], a, b)
-        live.finish()
+    def test_an_input_that_was_copied_for_a_call_can_die_before_the_launch(self):
+        live, _ = self.replayable(self.one_kernel(), at(0), at(0))
         inputs = [at(0), at(68), None]  # the second is copied for the call
         kept, gone = weakref.ref(inputs[0]), weakref.ref(inputs[1])
         self.assertIsNone(live.prepare(inputs))
         live.take(inputs, only_ours=True)
         self.assertEqual(inputs, [None] * 3)
-        self.assertIsNotNone(kept())
-        self.assertIsNone(gone())
+        self.assertEqual((kept() is None, gone() is None), (False, True))
         live.finish()
         self.assertIsNone(kept())
 
-    def test_addresses_of_earlier_calls(self):
+    def test_addresses_of_earlier_calls_may_come_back_in_any_order(self):
         """However many there were, in whatever order they come back."""
         live, graph = self.record(self.one_kernel(), at(0), at(16))
         pairs = [(at(0), at(16)) for _ in range(5)]
@@ -686,17 +656,6 @@ class TestCopies(LiveInputsTestCase):
             self.assertEqual(self.call(live, graph, a, b), [[a.data_ptr(), b.data_ptr()]])
         self.assertEqual(live.extra_copies, 0)
 
-    def test_a_copy_for_one_call_is_not_remembered(self):
-        live, graph = self.record(self.one_kernel(), at(0), at(0))
-        a, b = at(16), at(0)
-        for _ in range(3):
-            self.begin(live, a, b)
-            self.assertEqual(graph.launch(), [[live.temporary[0].data_ptr(), b.data_ptr()]])
-            self.assertEqual(live.temporary[0], a)
-            live.finish()
-            a.add_(1)
-        self.assertEqual((live.extra_copies, live._known), (3, {}))
-
     def test_the_pool_may_grow_to_where_an_input_was(self):
         live, graph = self.record(self.one_kernel(), at(0))
         x = at(0)
@@ -705,45 +664,40 @@ class TestCopies(LiveInputsTestCase):
         self.assertNotEqual(self.call(live, graph, x), [[x.data_ptr()]])
         self.assertEqual(live.extra_copies, 1)
 
-    def test_mutated_input_in_the_pool_is_refused(self):
-        a, b, h = at(0), at(0), at(0)
-        live, graph = self.record(self.one_kernel(), a, b, mutated=[1])
-        live.finish()
+    def test_a_mutated_input_in_the_pool_is_refused(self):
+        """Whether it is patched or copied back, it would write over what the graph put there."""
+        b, h = at(0), at(0)
+        live, graph = self.replayable(self.one_kernel(), at(0), b, mutated=[1])
         self.put_in_pool(h)
         before = graph.launch()
         self.api.calls.clear()
         self.assertEqual(live.prepare([at(0), h]), IN_POOL)
         self.assertEqual((graph.launch(), self.api.calls, live.refused), (before, [], {}))
-        b = at(0)
+        a, b = at(0), at(0)
         self.assertEqual(self.call(live, graph, a, b), [[a.data_ptr(), b.data_ptr()]])
+        copied, _ = self.hidden(at(0), at(0), mutated=[0])
+        copied.finish()
+        self.assertEqual(copied.prepare([h, at(0)]), IN_POOL)
+        self.assertIsNone(copied.prepare([at(0), h]))
 
-    def test_mutated_copy_in_the_pool_is_refused(self):
-        # Copying back would write over what the graph put there.
-        live, _ = self.hidden(at(0), at(0), mutated=[0])
-        live.finish()
-        h = at(0)
-        self.put_in_pool(h)
-        self.assertEqual(live.prepare([h, at(0)]), IN_POOL)
-        self.assertIsNone(live.prepare([at(0), h]))
-
-    def test_a_recording_that_is_passed_over_is_as_good_as_before(self):
-        live, graph = self.record(self.one_kernel(), at(0), at(0))
-        live.finish()
-        a, b = at(16), at(0)
-        self.assertIsNone(live.prepare([a, at(0)]))
-        a.add_(1)  # after the copy for a call that was not made
-        self.begin(live, a, b)
-        self.assertEqual(graph.launch(), [[live.temporary[0].data_ptr(), b.data_ptr()]])
-        self.assertEqual(live.temporary[0], a)
-        live.finish()
-
-    def test_copies_for_a_call_that_was_not_made_go_nowhere(self):
-        live, graph = self.record(self.one_kernel(), at(0), mutated=[0])
-        live.finish()
-        self.assertIsNone(live.prepare([at(16)]))
-        a = at(0)
-        expected = a.clone()
-        self.assertEqual((self.call(live, graph, a), a), ([[a.data_ptr()]], expected))
+    def test_a_call_that_is_prepared_and_not_made_leaves_no_trace(self):
+        for mutated in ((), (0,)):
+            live, graph = self.replayable(self.one_kernel(), at(0), at(0), mutated=mutated)
+            a, b = at(16), at(0)
+            self.assertIsNone(live.prepare([a, at(0)]))
+            copy = weakref.ref(live.temporary[0])
+            live.drop()
+            self.assertIsNone(copy())
+            self.assertIsNone(live.prepare([a, at(0)]))
+            c = at(0)
+            expected = c.clone()
+            self.assertEqual((self.call(live, graph, c, b), c), ([[c.data_ptr(), b.data_ptr()]], expected))
+            self.assertIsNone(live.prepare([a, at(0)]))
+            a.add_(1)  # after the copy for the call that is not made
+            self.begin(live, a, b)
+            self.assertEqual(graph.launch(), [[live.temporary[0].data_ptr(), b.data_ptr()]])
+            self.assertEqual(live.temporary[0], a)
+            live.finish()
 
     def test_inputs_are_released_after_the_launch(self):
         live, graph = self.hidden(at(0), at(0))
@@ -796,7 +750,7 @@ class TestOutputs(LiveInputsTestCase):
 
     VIEW = ((4,), (2,), 8, torch.float32)
 
-    def test_on_the_input_of_each_call(self):
+    def test_an_output_is_a_view_of_the_input_of_its_call(self):
         a = at(0)
         live, _ = self.record(self.one_kernel(), a)
         for a_now in (a, at(0), at(16)):
@@ -809,7 +763,7 @@ class TestOutputs(LiveInputsTestCase):
             live.finish()
             self.assertEqual(view, a_now.flatten()[8:16:2])
 
-    def test_of_another_dtype(self):
+    def test_an_output_may_be_a_view_in_another_dtype(self):
         a = torch.rand(64)[16:48]
         live, _ = self.record(self.one_kernel(), a)
         name = "_construct_CUDA_Tensor_From_Storage_And_Metadata"
@@ -828,11 +782,10 @@ class TestOutputs(LiveInputsTestCase):
             live.set_up(self.capture(lambda found: [self.api.make_kernel(found[1:])], live))
             self.assertEqual(self.routes(live), {0: expected, 1: None})
 
-    def test_in_the_pool_they_lie_on_a_copy(self):
+    def test_an_output_on_an_input_in_the_pool_is_a_view_of_a_copy(self):
         h, a, b = at(0), at(0), at(0)
         for nodes in (self.one_kernel(), lambda found: [self.api.make_kernel(found[1:])]):  # patched, and copied
-            live, _ = self.record(nodes, a, b)
-            live.finish()
+            live, _ = self.replayable(nodes, a, b)
             self.put_in_pool(h)
             before = h.clone()
             self.begin(live, h, at(0))
@@ -848,13 +801,21 @@ class TestOutputs(LiveInputsTestCase):
 class TestChoice(LiveInputsTestCase):
     """Rules 2, 7 and 8: what is recorded at placeholder addresses."""
 
-    def test_only_candidates_that_are_tensors(self):
+    def test_only_candidates_that_are_tensors_and_not_refused_are_chosen(self):
         live, reasons = self.choose(at(0), 3, at(0), None, at(0), candidates=[1, 2, 3, 4])
         self.assertEqual(([item.index for item in live.items], reasons), ([2, 4], {}))
-        self.assertEqual(self.choose(3, at(0), candidates=[0]), (None, {}))
         live.release()
+        refused = {0: "the driver refused its address"}
+        live, reasons = self.choose(at(0), at(0), refused=refused)
+        self.assertEqual(([item.index for item in live.items], reasons), ([1], refused))
+        live.release()
+        self.api.calls.clear()
+        self.assertEqual(self.choose(3, at(0), candidates=[0]), (None, {}))
+        with mock.patch.object(live_inputs, "why_not_placeholder", lambda *args: "it has no elements"):
+            self.assertEqual(self.choose(at(0)), (None, {0: "it has no elements"}))
+        self.assertEqual([call for call in self.api.calls if call != "cuThreadExchangeStreamCaptureMode"], [])
 
-    def test_rules_before_recording(self):
+    def test_each_input_is_asked_once_whether_it_fits_before_recording(self):
         why = {0: "it is on cpu", 2: "it has no elements"}
         tensors = [at(0), at(0), at(0), at(0).as_subclass(OnCuda), at(0)]
         self.put_in_pool(*tensors[2:])
@@ -869,16 +830,6 @@ class TestChoice(LiveInputsTestCase):
             live, reasons = self.choose(*tensors, device=2)
         self.assertEqual(([item.index for item in live.items], reasons), ([1, 3, 4], why))
         self.assertEqual(seen, [(i, 2, i == 3) for i in range(5)])
-        live.release()
-
-    def test_nothing_to_choose_is_no_call(self):
-        with mock.patch.object(live_inputs, "why_not_placeholder", lambda *args: "it has no elements"):
-            self.assertEqual(self.choose(at(0)), (None, {0: "it has no elements"}))
-        self.assertEqual(self.api.calls, [])
-
-    def test_refused_inputs_are_left_to_upstream(self):
-        live, reasons = self.choose(at(0), at(0), refused={0: "the driver refused its address"})
-        self.assertEqual(([i.index for i in live.items], reasons), ([1], {0: "the driver refused its address"}))
         live.release()
 
     def test_outputs_are_found_anywhere_in_the_memory_of_an_input(self):
@@ -924,9 +875,22 @@ class TestLifetimes(LiveInputsTestCase):
     """Rule 7: what is kept, and given back when nothing runs there."""
 
     def hidden(self, device: int = 0) -> tuple[LiveInputs, Graph]:
-        live, graph = self.record(lambda found: ["HOST"], at(0), device=device)
-        live.finish()
+        live, graph = self.replayable(lambda found: ["HOST"], at(0), device=device)
         return live, graph
+
+    def drop(self, recordings: list[Any]) -> None:
+        """The recordings die."""
+        recordings.clear()
+        gc.collect()
+
+    def assertWaitedFor(self, *devices: int) -> None:
+        """Memory is held until the next recording waits for these devices."""
+        self.assertNotEqual(self.api.leaks(), [])
+        self.synchronized.clear()
+        self.choose()
+        self.assertEqual((self.api.leaks(), sorted(self.synchronized)), ([], list(devices)))
+        self.choose()
+        self.assertEqual(len(self.synchronized), len(devices))
 
     def test_memory_of_a_copy_lives_as_long_as_its_graph(self):
         live, graph = self.hidden()
@@ -941,84 +905,68 @@ class TestLifetimes(LiveInputsTestCase):
         del graph
         gc.collect()
         self.assertEqual(self.api.leaks(), held)  # launches may be queued
-        self.choose()
-        self.assertEqual((self.api.leaks(), self.synchronized), ([], [0]))
-        self.choose()
-        self.assertEqual(self.synchronized, [0])
+        self.assertWaitedFor(0)
 
     def test_memory_is_given_back_with_its_graph_once_nothing_runs_there(self):
         """Nothing is waited for, and captures of others go on."""
         for calls in (0, 2):
-            live, graph = self.hidden()
+            recordings = [self.hidden()]
             for _ in range(calls):
-                self.call(live, graph, at(0))
+                self.call(*recordings[0], at(0))
             self.idle = {0}
             self.api.calls.clear()
-            del live, graph
-            gc.collect()
+            self.drop(recordings)
             self.assertEqual((self.api.leaks(), self.synchronized, list(retired._retired)), ([], [], []))
             self.assertEqual({self.api.calls[0], self.api.calls[-1]}, {"cuThreadExchangeStreamCaptureMode"})
             self.assertEqual(self.api.capture_mode, self.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
 
     def test_each_stream_that_it_was_launched_on_is_asked(self):
         for idle in ({0}, {7}, {0, 7}):
-            live, graph = self.hidden()
+            recordings = [self.hidden()]
             self.stream, self.idle = 7, idle
-            self.call(live, graph, at(0))
+            self.call(*recordings[0], at(0))
             self.stream = 0
             self.synchronized.clear()
-            del live, graph
-            gc.collect()
+            self.drop(recordings)
             self.assertEqual((bool(self.api.leaks()), self.synchronized), (idle != {0, 7}, []))
 
-    def test_more_streams_than_are_followed(self):
-        live, graph = self.hidden()
+    def test_it_is_waited_for_with_more_streams_than_are_followed(self):
+        recordings = [self.hidden()]
         for self.stream in range(100):
-            self.call(live, graph, at(0))
+            self.call(*recordings[0], at(0))
         self.stream, self.idle = 0, set(range(100))
-        self.call(live, graph, at(0))
-        del live, graph
-        gc.collect()
-        self.assertNotEqual(self.api.leaks(), [])
-        self.choose()
-        self.assertEqual((self.api.leaks(), self.synchronized), ([], [0]))
+        self.call(*recordings[0], at(0))
+        self.drop(recordings)
+        self.assertWaitedFor(0)
 
-    def test_what_is_queued_and_not_launched_is_waited_for(self):
-        live, graph = self.hidden()
+    def test_it_is_waited_for_if_copies_are_queued_and_nothing_is_launched(self):
+        recordings = [self.hidden()]
         self.idle = {0}
-        self.begin(live, at(0))
-        live.drop()
-        del live, graph
-        gc.collect()
-        self.assertNotEqual(self.api.leaks(), [])
-        self.choose()
-        self.assertEqual((self.api.leaks(), self.synchronized), ([], [0]))
+        self.begin(recordings[0][0], at(0))
+        recordings[0][0].drop()
+        self.drop(recordings)
+        self.assertWaitedFor(0)
 
-    def test_a_graph_that_goes_while_another_one_is_captured(self):
-        live, graph = self.hidden()
+    def test_it_is_kept_while_another_graph_is_captured(self):
+        recordings = [self.hidden()]
         self.idle = {0}
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
-            del live, graph
-            gc.collect()
+            self.drop(recordings)
             retired.release_retired()
             self.assertNotEqual(self.api.leaks(), [])
         retired.release_retired()
         self.assertEqual((self.api.leaks(), self.synchronized), ([], []))
 
-    def test_a_driver_that_cannot_tell_or_lets_nobody_ask(self):
+    def test_it_is_waited_for_if_the_driver_cannot_tell(self):
         for fault in ("query", "call"):
-            live, graph = self.hidden()
+            recordings = [self.hidden()]
             self.idle = {0}
             if fault == "call":
                 self.api.fail("cuThreadExchangeStreamCaptureMode")
             with mock.patch.object(Event, "query", side_effect=RuntimeError("captured") if fault == "query" else None):
-                del live, graph
-                gc.collect()
-            self.assertNotEqual(self.api.leaks(), [])
-            self.synchronized.clear()
+                self.drop(recordings)
             with mock.patch.object(Event, "query", lambda event: False):
-                self.choose()
-            self.assertEqual((self.api.leaks(), self.synchronized), ([], [0]))
+                self.assertWaitedFor(0)
 
     def test_nobody_is_waited_for_while_another_thread_captures(self):
         """If torch captures under a lock."""
@@ -1029,35 +977,27 @@ class TestLifetimes(LiveInputsTestCase):
                 mock.patch.object(retired, "has_capture_lock", mock.Mock(return_value=has_lock)),
                 mock.patch.object(retired.cudagraph_trees, "graph_capture_lock", lock, create=True),
             ):
-                recordings.clear()
-                gc.collect()
+                self.drop(recordings)
                 self.synchronized.clear()
                 if lock is not None:
+                    held: list[bool] = []
                     with lock:
                         retired.release_retired()
                         self.assertEqual((len(self.api.leaks()), self.synchronized), (2, []))
-                        held = []
-                        with mock.patch.object(
-                            torch.cuda, "synchronize", lambda device, lock=lock, held=held: held.append(lock.locked())
-                        ):
-                            live, graph = self.hidden()
-                            del live, graph
-                            gc.collect()
+                        synchronize = lambda device, lock=lock, held=held: held.append(lock.locked())  # noqa: E731
+                        with mock.patch.object(torch.cuda, "synchronize", synchronize):
+                            self.drop([self.hidden()])
                             self.choose()  # under the lock, as upstream records
                         self.assertEqual((self.api.leaks(), held), ([], [True] * len(held)))
                         self.assertGreaterEqual(len(held), 1)
-                    recordings = [self.hidden(device) for device in (1, 2)]
-                    recordings.clear()
-                    gc.collect()
+                    self.drop([self.hidden(device) for device in (1, 2)])
                 retired.release_retired()
                 self.assertEqual((self.api.leaks(), sorted(self.synchronized)), ([], [1, 2]))
                 self.assertFalse(lock is not None and lock.locked())
 
     def test_the_lock_is_held_while_the_gpu_is_waited_for(self):
         lock, held = threading.Lock(), []
-        live, graph = self.hidden()
-        del live, graph
-        gc.collect()
+        self.drop([self.hidden()])
         with (
             mock.patch.object(retired.cudagraph_trees, "graph_capture_lock", lock, create=True),
             mock.patch.object(torch.cuda, "synchronize", lambda device: held.append(lock.locked())),
@@ -1066,12 +1006,9 @@ class TestLifetimes(LiveInputsTestCase):
         self.assertEqual((held, lock.locked(), self.api.leaks()), ([True], False, []))
 
     def test_each_device_is_waited_for(self):
-        recordings = [self.hidden(device) for device in (1, 2, 1)]
+        self.drop([self.hidden(device) for device in (1, 2, 1)])
         self.assertEqual(len(self.api.leaks()), 3)
-        recordings.clear()
-        gc.collect()
-        self.choose()
-        self.assertEqual((self.api.leaks(), sorted(self.synchronized)), ([], [1, 2]))
+        self.assertWaitedFor(1, 2)
 
     def test_a_graph_may_go_while_others_are_given_back(self):
         first, second = self.hidden(), [self.hidden()]
@@ -1084,22 +1021,20 @@ class TestLifetimes(LiveInputsTestCase):
         self.assertEqual(self.api.leaks(), [])
 
     def test_what_is_not_taken_back_is_said_and_is_no_error(self):
-        _, graph = self.hidden()
-        del _, graph
-        gc.collect()
+        self.drop([self.hidden()])
         self.api.fail("cuMemUnmap")
         with self.assertLogs("pygraph_trees.indirection", "WARNING") as logged:
             live, _ = self.choose(at(0))
         self.assertRegex(logged.output[0], "could not be given back: cuMemUnmap")
         self.assertEqual([item.index for item in live.items], [0])
 
-    def test_a_recording_that_is_not_finished(self):
+    def test_an_unfinished_recording_gives_its_memory_back(self):
         live, _ = self.choose(at(0), at(0, (1024, 1024)))
         self.assertGreater(len(self.api.leaks()), 0)
         live.release()
         self.assertEqual((self.api.leaks(), live._given), ([], ()))
 
-    def test_a_recording_that_is_not_finished_and_may_have_run(self):
+    def test_an_unfinished_recording_that_may_have_run_is_waited_for(self):
         live, _graph = self.record(lambda found: ["HOST"], at(0))
         held = self.api.leaks()
         live.release()
@@ -1107,7 +1042,7 @@ class TestLifetimes(LiveInputsTestCase):
         self.choose()
         self.assertEqual((self.api.leaks(), self.synchronized), ([], [0]))
 
-    def test_a_placeholder_tensor_that_cannot_be_made(self):
+    def test_a_placeholder_tensor_that_cannot_be_made_leaks_nothing(self):
         for error in (RuntimeError("no"), KeyboardInterrupt()):
             with (
                 mock.patch.object(live_inputs, "placeholder_tensor", side_effect=error),
@@ -1120,12 +1055,15 @@ class TestLifetimes(LiveInputsTestCase):
 class TestFailures(LiveInputsTestCase):
     """Rule 10: every call of the driver fails."""
 
-    SIZES = ((4, 8), (4, 8), (4, 8), (1024, 512))
+    SIZES = ((4, 8), (4, 8), (4, 8), (512, 512))
     MUTATED = (1, 2)
     code = CUresult.CUDA_ERROR_OUT_OF_MEMORY
 
     def inputs(self) -> list[torch.Tensor]:
         return [at(0, size) for size in self.SIZES]
+
+    def assertSame(self, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+        self.assertTrue(all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)))
 
     def nodes(self, hide: Sequence[int]) -> Nodes:
         """Kernels of both forms, a copy and a fill; which inputs are held by none."""
@@ -1165,7 +1103,7 @@ class TestFailures(LiveInputsTestCase):
             if decision.route is Route.PATCH:
                 where[index] = inputs[index].data_ptr()
             else:
-                self.assertEqual(item.placeholder_tensor, inputs[index])
+                self.assertSame([item.placeholder_tensor], [inputs[index]])
                 is_placeholder = isinstance(item.placeholder_tensor, PlaceholderTensor)
                 self.assertEqual(self.api.is_mapped(item.recorded), is_placeholder)
         held = [where[i] for i in sorted(where) if i not in hide]
@@ -1178,7 +1116,7 @@ class TestFailures(LiveInputsTestCase):
             patched = live.decisions[index].route is Route.PATCH
             (inputs[index] if patched else items[index].placeholder_tensor).add_(1)
         live.finish()
-        self.assertEqual(inputs, expected)
+        self.assertSame(inputs, expected)
 
     def recording_calls(self, hide: Sequence[int]) -> Counter[str]:
         self.restart()
@@ -1186,7 +1124,7 @@ class TestFailures(LiveInputsTestCase):
         calls = [call for call in self.api.calls if call != "cuThreadExchangeStreamCaptureMode"]  # of finalizers
         return Counter([*calls, "cuCtxGetCurrent"])  # which keeps no list
 
-    def test_each_call_while_recording(self):
+    def test_each_call_of_a_recording_may_fail_once(self):
         seen = set()
         for hide in ((), (1,), (0, 1, 2)):
             for call, count in self.recording_calls(hide).items():
@@ -1218,7 +1156,7 @@ class TestFailures(LiveInputsTestCase):
             self.assertIn(call, GIVING_BACK)
             self.assertEqual(warned.call_count, 1)
 
-    def test_each_call_fails_for_good(self):
+    def test_each_call_of_a_recording_may_fail_for_good(self):
         for hide in ((), (1,)):
             for call in self.recording_calls(hide):
                 with self.subTest(hide=hide, call=call):
@@ -1243,7 +1181,7 @@ class TestFailures(LiveInputsTestCase):
                     if call not in GIVING_BACK:
                         self.assertEqual(self.api.leaks(), [])
 
-    def test_calls_that_the_bindings_lack(self):
+    def test_a_call_that_the_bindings_lack_makes_all_copied(self):
         for call in (KERNEL, MEMCPY, MEMSET):
             self.restart()
             self.api.lack(call, "bindings")
@@ -1253,32 +1191,32 @@ class TestFailures(LiveInputsTestCase):
             self.assertRegex(str(self.routes(live)[0]), f"{call} returned NOT_FOUND")
             self.check_launch(live, graph, places, (), inputs)
 
-    def test_copies_that_cannot_be_pointed_anywhere(self):
-        for call in (POINT_COPY, POINT_FILL):
-            self.restart()
-            inputs = self.inputs()
-            live, _ = self.choose(*inputs, mutated=self.MUTATED)
-            graph = self.capture(lambda found: self.nodes(())(dict(enumerate(found))), live)
-            for _ in range(20):
-                self.api.fail(call, 0, self.code)
-            live.set_up(graph)
-            self.check_all_copied(live, graph, inputs, 1)
+    def captured(self) -> tuple[LiveInputs, Graph, list[torch.Tensor]]:
+        """A recording before it is set up, after a restart."""
+        self.restart()
+        inputs = self.inputs()
+        live, _ = self.choose(*inputs, mutated=self.MUTATED)
+        return live, self.capture(lambda found: self.nodes(())(dict(enumerate(found))), live), inputs
 
-    def test_copies_are_pointed_back_at_the_placeholders(self):
-        for call, instances in ((POINT_COPY, 1), (POINT_FILL, 1), ("cuCtxGetCurrent", 2), (KERNEL, 2), (MEMSET, 2)):
-            with self.subTest(call=call):
-                self.restart()
-                inputs = self.inputs()
-                live, _ = self.choose(*inputs, mutated=self.MUTATED)
-                graph = self.capture(lambda found: self.nodes(())(dict(enumerate(found))), live)
-                self.api.fail(call, 0, self.code)
+    def test_copies_that_cannot_be_set_are_pointed_back_at_the_placeholders(self):
+        for call, times, instances in (
+            (POINT_COPY, 1, 1),
+            (POINT_COPY, 20, 1),
+            (POINT_FILL, 1, 1),
+            (POINT_FILL, 20, 1),
+            ("cuCtxGetCurrent", 1, 2),
+            (KERNEL, 1, 2),
+            (MEMSET, 1, 2),
+        ):
+            with self.subTest(call=call, times=times):
+                live, graph, inputs = self.captured()
+                for _ in range(times):
+                    self.api.fail(call, 0, self.code)
                 live.set_up(graph)
                 self.check_all_copied(live, graph, inputs, instances)
 
     def test_copies_are_pointed_back_where_the_graph_cannot_be_instantiated(self):
-        inputs = self.inputs()
-        live, _ = self.choose(*inputs, mutated=self.MUTATED)
-        graph = self.capture(lambda found: self.nodes(())(dict(enumerate(found))), live)
+        live, graph, inputs = self.captured()
         instantiate, pointed = graph.instantiate, []
 
         def refused_once() -> None:
@@ -1301,7 +1239,7 @@ class TestFailures(LiveInputsTestCase):
         self.assertTrue(all(self.api.is_mapped(placeholder) for placeholder in placeholders))
         self.check_launch(live, graph, dict(enumerate(placeholders)), (), inputs)
 
-    def test_no_memory_for_a_copy(self):
+    def test_without_memory_for_a_copy_nothing_is_launched(self):
         """Nothing can be recorded then; nothing is launched, and nothing lost."""
         live, _ = self.choose(*self.inputs())
         graph = Graph(self.api, ["HOST"])
@@ -1314,24 +1252,21 @@ class TestFailures(LiveInputsTestCase):
         self.choose()
         self.assertEqual(self.api.leaks(), [])
 
-    def test_memory_for_a_copy_that_the_allocator_held(self):
+    def test_memory_that_the_allocator_held_is_taken_from_it(self):
+        """For a copy, and for placeholders if the driver is out of memory."""
         live, _ = self.choose(*self.inputs())
         self.api.fail("cuMemCreate", 0, self.code)
         with mock.patch.object(torch.cuda, "empty_cache") as emptied:
             live.set_up(Graph(self.api, ["HOST"]))
         emptied.assert_called_once_with()
         self.assertEqual({d.route for d in live.decisions.values()}, {Route.COPY})
-
-    def test_memory_for_placeholders_that_the_allocator_held(self):
         for code, calls in ((self.code, 1), (CUresult.CUDA_ERROR_NOT_SUPPORTED, 0)):
             self.restart()
             self.api.fail("cuMemCreate", 0, code)
             with mock.patch.object(torch.cuda, "empty_cache") as emptied:
                 live, reasons = self.choose(*self.inputs(), mutated=self.MUTATED)
-            self.assertEqual(
-                (emptied.call_count, live.has_placeholders, sorted(reasons)),
-                (calls, bool(calls), [] if calls else [0, 3]),
-            )
+            self.assertEqual((emptied.call_count, live.has_placeholders), (calls, bool(calls)))
+            self.assertEqual(sorted(reasons), [] if calls else [0, 3])
 
     def test_an_interrupt_while_memory_is_waited_for_loses_none(self):
         live, graph = self.record(lambda a: [self.api.make_kernel(a), "HOST"], at(0))
@@ -1368,7 +1303,7 @@ class TestFailures(LiveInputsTestCase):
                 self.assertRegex(str(reason), found)
                 self.assertIn(self.code.name, str(reason))
 
-    def test_each_call_of_a_replay(self):
+    def test_each_call_of_a_replay_may_fail(self):
         def recorded():
             self.restart()
             live, graph, _ = self.attempt((), self.inputs())
@@ -1403,22 +1338,18 @@ class TestFailures(LiveInputsTestCase):
                     self.assertEqual(reasons, {} if index in self.MUTATED else live.refused)
 
     def test_the_input_at_fault_is_named(self):
-        for index in (0, 1):
-            live, _ = self.record(lambda found: [self.api.make_kernel([a]) for a in found], at(0), at(0), at(0))
+        """By its index among all inputs."""
+        for index in (1, 2):
+            inputs = [3, at(0), at(0), at(0)]
+            live, _ = self.record(
+                lambda found: [self.api.make_kernel([a]) for a in found], *inputs, candidates=[1, 2, 3]
+            )
             live.finish()
-            inputs = [at(0) for _ in range(3)]
             self.assertIsNone(live.prepare(inputs))
             inputs[index] = at(0)
             self.api.fail(KERNEL)
             self.assertIsNotNone(live.prepare(inputs))
             self.assertEqual(list(live.refused), [index])
-
-    def test_the_index_is_that_among_all_inputs(self):
-        live, _ = self.choose(3, at(0), at(0), candidates=[2])
-        live.set_up(Graph(self.api, [self.api.make_kernel([live.items[0].recorded])]))
-        self.api.fail(KERNEL)
-        self.assertIsNotNone(live.prepare([3, at(0), at(0)]))
-        self.assertEqual(list(live.refused), [2])
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class TestFailures(test_live_inputs.TestFailures):
     native = True
 
     @unittest.skip("C does not ask the bindings")
-    def test_calls_that_the_bindings_lack(self): ...
+    def test_a_call_that_the_bindings_lack_makes_all_copied(self): ...
 
 
 @requires_cpp

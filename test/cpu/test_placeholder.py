@@ -101,7 +101,7 @@ class TestPlaceholders(TestCase):
 
     @settings(deadline=None)
     @given(extents_lists, budgets)
-    def test_where_placeholders_lie(self, extents, budget):
+    def test_placeholders_are_disjoint_guarded_and_mapped(self, extents, budget):
         api = FakeApi()
         placeholders = Placeholders(Driver(api), 3, extents, budget)
         self.assertEqual(list(api.reservations.values()), [TIB + WINDOW])
@@ -143,7 +143,7 @@ class TestPlaceholders(TestCase):
 
     @settings(deadline=None)
     @given(st.lists(extents_lists, min_size=1, max_size=3), st.integers(0, 2047), budgets)
-    def test_low_halves(self, recordings, unaligned, budget):
+    def test_low_halves_of_addresses_are_no_small_numbers(self, recordings, unaligned, budget):
         api = FakeApi()
         api._next_range += unaligned * GRANULE
         driver = Driver(api)
@@ -169,7 +169,7 @@ class TestPlaceholders(TestCase):
         self.assertEqual(placeholder.low & 0xFFFF_FFFF, LOW_HALF_START)
         self.assertEqual(placeholder.start, placeholder.low + GRANULE + 8)
 
-    def test_no_inputs(self):
+    def test_no_inputs_make_no_call(self):
         placeholders = self.placeholders()
         self.assertEqual((placeholders.placeholders, placeholders.high - placeholders.low), ((), 0))
         self.assertIsNone(placeholders.find(placeholders.low))
@@ -177,35 +177,26 @@ class TestPlaceholders(TestCase):
         placeholders.close()
         self.assertEqual(self.api.calls, [])
 
-    def test_small_inputs_share_a_page(self):
-        self.placeholders(*[Extent(256, 16)] * 12)
-        self.assertEqual([mapping.nbytes for mapping in self.api.mappings.values()], [GRANULE])
-        self.assertEqual(self.api.calls.count("cuMemSetAccess"), 1)
-
-    def test_one_small_memory_backs_all(self):
-        self.placeholders(*[Extent(64 * MIB - 512, 0)] * 4, *[Extent(4096, 0)] * 20)
-        self.assertEqual([memory.nbytes for memory in self.api.memories.values()], [GRANULE])
-        self.assertEqual(self.api.calls.count("cuMemMap"), 4 * 32 + 2)
-
-    def test_large_inputs_take_few_mappings(self):
-        self.placeholders(Extent(625 * MIB, 0), Extent(4096, 0))
-        self.assertEqual([memory.nbytes for memory in self.api.memories.values()], [20 * MIB])
-        self.assertEqual(self.api.calls.count("cuMemMap"), 1 + 32)
-
-    def test_the_budget_saves_mappings(self):
-        extents = [Extent(8 * MIB, 16)] * 20 + [Extent(4096, 0)]
-        for budget, nbytes, mappings in (
-            (0, 2 * MIB, 20 * 5 + 1),
-            (5 * MIB, 6 * MIB, 20 * 2 + 1),
-            (30 * MIB, 30 * MIB, 20 / 2),  # the page has room beside two of them
-            (320 * MIB, MAX_PIECE_NBYTES, 2),  # eighteen of them at most
+    def test_memory_and_mappings_are_few(self):
+        """Small inputs share a page; the budget is spent on larger pieces, which save mappings, up to a limit."""
+        many = [Extent(8 * MIB, 16)] * 20 + [Extent(4096, 0)]
+        for extents, budget, nbytes, mappings in (
+            ([Extent(256, 16)] * 12, None, GRANULE, 1),
+            ([Extent(64 * MIB - 512, 0)] * 4 + [Extent(4096, 0)] * 20, None, GRANULE, 4 * 32 + 2),
+            ([Extent(625 * MIB, 0), Extent(4096, 0)], None, 20 * MIB, 1 + 32),
+            (many, 0, 2 * MIB, 20 * 5 + 1),
+            (many, 5 * MIB, 6 * MIB, 20 * 2 + 1),
+            (many, 30 * MIB, 30 * MIB, 20 / 2),  # the page has room beside two of them
+            (many, 320 * MIB, MAX_PIECE_NBYTES, 2),  # eighteen of them at most
+            ([Extent(400 * MIB, 0)], TIB, MAX_PIECE_NBYTES, 2),
         ):
-            self.setUp()
-            placeholders = Placeholders(self.driver, 0, extents, budget)
-            self.assertEqual([memory.nbytes for memory in self.api.memories.values()], [nbytes])
-            self.assertEqual(self.api.calls.count("cuMemMap"), mappings)
-            placeholders.close()
-            self.assertEqual(self.api.leaks(), [])
+            with self.subTest(budget=budget, nbytes=nbytes):
+                api = FakeApi()
+                placeholders = Placeholders(Driver(api), 0, extents, *(() if budget is None else (budget,)))
+                self.assertEqual([memory.nbytes for memory in api.memories.values()], [nbytes])
+                self.assertEqual(api.calls.count("cuMemMap"), mappings)
+                placeholders.close()
+                self.assertEqual(api.leaks(), [])
 
     def test_the_larger_ones_are_placed_first(self):
         # Pages of 2 MiB, 4 and 2 MiB with guards of 2 MiB: 8 and a page, 6 and two pages; as given it would be three.
@@ -219,21 +210,16 @@ class TestPlaceholders(TestCase):
                 self.assertEqual(placeholder.nbytes, extent.nbytes)
             placeholders.close()
 
-    def test_a_piece_has_a_limit(self):
-        self.placeholders_with(1 << 40, Extent(400 * MIB, 0))
-        self.assertEqual([memory.nbytes for memory in self.api.memories.values()], [MAX_PIECE_NBYTES])
-
     def placeholders_with(self, budget: int, *extents: Extent) -> Placeholders:
         return Placeholders(self.driver, 0, extents, budget)
 
-    def test_guards_of_inputs_with_mappings_of_their_own_are_not_mapped(self):
-        placeholders = self.placeholders(Extent(5 * MIB, 16), Extent(2 * MIB, 0))
-        for placeholder in placeholders.placeholders:
-            self.assertFalse(self.is_mapped(placeholder.low))
-            self.assertFalse(self.is_mapped(placeholder.start - 17))
+    def test_guards_are_mapped_only_for_small_inputs(self):
+        for placeholder in self.placeholders(Extent(5 * MIB, 16), Extent(2 * MIB, 0)).placeholders:
+            guards = placeholder.low, placeholder.start - 17, placeholder.high - GRANULE, placeholder.high - 1
+            self.assertFalse(any(map(self.is_mapped, guards)))
             self.assertTrue(self.is_mapped(placeholder.end - 1))
-            self.assertFalse(self.is_mapped(placeholder.high - GRANULE))
-            self.assertFalse(self.is_mapped(placeholder.high - 1))
+        for placeholder in self.placeholders(*[Extent(1 * MIB - 1, 500)] * 3, Extent(0, 4)).placeholders:
+            self.assertTrue(self.is_mapped(placeholder.low) and self.is_mapped(placeholder.high - 1))
 
     def test_inputs_lie_side_by_side(self):
         placeholders = self.placeholders_with(64 * MIB, *SOME[:3])
@@ -242,7 +228,7 @@ class TestPlaceholders(TestCase):
         for placeholder in placeholders.placeholders:
             self.assertTrue(self.is_mapped(placeholder.low) and self.is_mapped(placeholder.high - 1))
 
-    def test_materialised_beside_others(self):
+    def test_materialised_inputs_have_no_more_memory_than_they_need(self):
         """One by one, with no more memory than each needs; the others are no longer mapped."""
         placeholders = self.placeholders_with(64 * MIB, *SOME[:3])
         placeholders.materialise(1)
@@ -260,11 +246,7 @@ class TestPlaceholders(TestCase):
         placeholders.close()
         self.assertEqual(self.api.leaks(), [])
 
-    def test_guards_of_small_inputs_are_mapped(self):
-        for placeholder in self.placeholders(*[Extent(1 * MIB - 1, 500)] * 3, Extent(0, 4)).placeholders:
-            self.assertTrue(self.is_mapped(placeholder.low) and self.is_mapped(placeholder.high - 1))
-
-    def test_materialised_large(self):
+    def test_a_materialised_input_has_memory_without_aliases(self):
         placeholders = self.placeholders(*SOME)
         shared, _ = self.behind(placeholders.placeholders[1].start)
         placeholders.materialise(3)
@@ -278,7 +260,7 @@ class TestPlaceholders(TestCase):
         self.assertEqual(self.behind(placeholders.placeholders[1].start), (shared, True))
         self.assertFalse(any(memory.held for memory in self.api.memories.values()))
 
-    def test_materialised_page(self):
+    def test_small_inputs_of_a_page_are_materialised_together(self):
         placeholders = self.placeholders(*SOME)
         placeholders.materialise(2)
         self.assertEqual(
@@ -292,29 +274,21 @@ class TestPlaceholders(TestCase):
         placeholders.materialise(0)
         self.assertEqual(len(self.api.calls), calls)
 
-    def test_release_memory_spares_what_was_materialised(self):
+    def test_release_memory_spares_what_was_materialised_and_is_kept(self):
+        """With all that is on the same page; addresses are found as before."""
         placeholders = self.placeholders(*SOME)
         placeholders.materialise(1)
         own, _ = self.behind(placeholders.placeholders[1].start)
         placeholders.release_memory()
         self.assertEqual({mapping.memory for mapping in self.api.mappings.values()}, {own})
         self.assertEqual(self.behind(placeholders.placeholders[1].end - 1), (own, True))
-        self.assertEqual(
-            [placeholders.find(placeholder.start) for placeholder in placeholders.placeholders], [0, 1, 2, 3]
-        )
-        placeholders.materialise(0)
-        self.assertEqual(self.behind(placeholders.placeholders[0].start)[1], True)
-        placeholders.close()
-        self.assertEqual(self.api.leaks(), [])
-
-    def test_release_memory_spares_what_is_kept(self):
-        """With all that is on the same page."""
-        placeholders = self.placeholders(*SOME)
+        found = [placeholders.find(placeholder.start) for placeholder in placeholders.placeholders]
+        self.assertEqual(found, [0, 1, 2, 3])
         materialise_all(placeholders)
         for kept in ((1, 3), (1,), ()):
-            own = {self.behind(placeholders.placeholders[index].start)[0] for index in kept}
+            memories = {self.behind(placeholders.placeholders[index].start)[0] for index in kept}
             placeholders.release_memory(kept)
-            self.assertEqual({mapping.memory for mapping in self.api.mappings.values()}, own)
+            self.assertEqual({mapping.memory for mapping in self.api.mappings.values()}, memories)
         self.assertEqual(self.api.leaks(), [])
         placeholders.materialise(0)
         self.assertTrue(self.behind(placeholders.placeholders[0].start)[1])
@@ -332,7 +306,7 @@ class TestPlaceholders(TestCase):
         overwrite.assert_called_once_with()
         placeholders.close()
 
-    def test_close_twice(self):
+    def test_a_second_close_makes_no_call(self):
         placeholders = self.placeholders(*SOME)
         placeholders.materialise(0)
         placeholders.close()
@@ -365,12 +339,6 @@ class TestArena(TestCase):
     def assertDisjoint(self, ranges: list[tuple[int, int]]) -> None:
         for (_, end), (start, _) in itertools.pairwise(sorted(ranges)):
             self.assertLessEqual(end, start)
-
-    def test_recordings_share_one_reservation(self):
-        first, second = Placeholders(self.driver, 0, SOME), Placeholders(self.driver, 1, SOME)
-        self.assertLessEqual(first.high, second.low)
-        self.assertEqual(self.api.calls.count("cuMemAddressReserve"), 1)
-        self.assertEqual(list(self.api.reservations.values()), [TIB + WINDOW])
 
     @settings(deadline=None)
     @given(st.lists(st.tuples(st.one_of(extents_lists, st.just([Extent(300 * GIB, 0)])), failures), max_size=6))
@@ -422,7 +390,7 @@ class TestArena(TestCase):
         self.assertEqual(low // WINDOW, 4)
         self.assertLessEqual(high, self.arena()[1])
 
-    def test_another_one_where_it_runs_out(self):
+    def test_another_reservation_is_made_if_one_runs_out(self):
         ranges = [self.place(Extent(400 * GIB, 0)) for _ in range(5)]
         self.assertEqual(list(self.api.reservations.values()), [TIB + WINDOW] * 3)
         self.assertDisjoint(ranges)
@@ -441,28 +409,32 @@ class TestArena(TestCase):
         with self.assertRaisesRegex(DriverError, "cuMemAddressReserve"):
             self.place(Extent(2 * pieces, 0))
 
-    def test_no_granule_more_than_there_is(self):
+    def test_a_reservation_is_not_exceeded_by_a_byte(self):
         self.api.most_reserved = 140 * GIB
         _, end = self.place(Extent(4096, 0))
         rest = self.arena()[1] - end // WINDOW * WINDOW - WINDOW - LOW_HALF_START - 2 * GRANULE
         self.place(Extent(rest + 1, 0))
         self.assertEqual(list(self.api.reservations.values()), [64 * GIB + WINDOW] * 2)
 
-    def test_less_where_the_driver_does_not_give_as_much(self):
+    def test_less_is_reserved_if_the_driver_does_not_give_as_much(self):
         needed = LOW_HALF_START + GRANULE  # a page of small placeholders
-        for most, expected in (
-            (TIB + WINDOW, TIB),
-            (TIB + WINDOW - 1, 64 * GIB),
-            (64 * GIB + WINDOW, 64 * GIB),
-            (64 * GIB + WINDOW - 1, needed),
-            (needed + WINDOW, needed),
+        for most, refusals, expected in (
+            (TIB + WINDOW, 0, TIB),
+            (TIB + WINDOW - 1, 0, 64 * GIB),
+            (64 * GIB + WINDOW, 0, 64 * GIB),
+            (64 * GIB + WINDOW - 1, 0, needed),
+            (needed + WINDOW, 0, needed),
+            (None, 1, 64 * GIB),
+            (None, 2, needed),
         ):
             api = FakeApi()
             api.most_reserved = most
+            for _ in range(refusals):
+                api.fail("cuMemAddressReserve")
             Placeholders(Driver(api), 0, SOME[:1])
             self.assertEqual(list(api.reservations.values()), [expected + WINDOW])
 
-    def test_nothing_where_the_driver_gives_nothing(self):
+    def test_a_driver_that_gives_nothing_is_asked_again_by_the_next_recording(self):
         self.api.most_reserved = LOW_HALF_START + GRANULE + WINDOW - 1
         for _ in range(2):
             with self.assertRaisesRegex(DriverError, "cuMemAddressReserve returned CUDA_ERROR_OUT_OF_MEMORY"):
@@ -472,21 +444,13 @@ class TestArena(TestCase):
         self.place(SOME[0])
         self.assertEqual(list(self.api.reservations.values()), [TIB + WINDOW])
 
-    def test_what_one_recording_needs_more_than_is_asked_for(self):
+    def test_a_recording_may_need_more_than_is_usually_reserved(self):
         for nbytes in (2 * TIB, TIB - LOW_HALF_START):
             low, high = self.place(Extent(nbytes, 7))
             start, end = self.arena()
             self.assertEqual(low, start + LOW_HALF_START)
             self.assertTrue(end - nbytes // 32 - GRANULE < high <= end)  # the last mapping may be longer
         self.assertEqual(self.api.calls.count("cuMemAddressReserve"), 2)
-
-    def test_refused_by_one_call_only(self):
-        for failures, expected in ((1, 64 * GIB), (2, LOW_HALF_START + GRANULE)):
-            api = FakeApi()
-            for _ in range(failures):
-                api.fail("cuMemAddressReserve")
-            Placeholders(Driver(api), 0, SOME[:1])
-            self.assertEqual(list(api.reservations.values()), [expected + WINDOW])
 
     def test_the_rest_of_an_arena_serves_after_a_larger_one_was_refused(self):
         _, high = self.place(*SOME)
@@ -516,11 +480,11 @@ class TestArena(TestCase):
             with self.subTest(calls=calls):
                 self.assertIsNone(record(calls)())
 
-    def test_each_driver_has_its_own(self):
+    def test_recordings_of_a_driver_share_its_reservation(self):
         other = Driver(self.api)
         ranges = []
-        for driver in (self.driver, other, self.driver, other):
-            placeholders = Placeholders(driver, 0, SOME)
+        for device, driver in enumerate((self.driver, other, self.driver, other)):
+            placeholders = Placeholders(driver, device, SOME)
             ranges.append((placeholders.low, placeholders.high))
         self.assertEqual(list(self.api.reservations.values()), [TIB + WINDOW] * 2)
         self.assertDisjoint(ranges)
@@ -528,11 +492,7 @@ class TestArena(TestCase):
             start, end = self.arena(index)
             self.assertTrue(start <= range_[0] < range_[1] <= end)
 
-    def test_no_inputs_reserve_nothing(self):
-        Placeholders(self.driver, 0, [])
-        self.assertEqual(self.api.reservations, {})
-
-    def test_several_threads_at_once(self):
+    def test_threads_get_disjoint_ranges(self):
         ranges: list[tuple[int, int]] = []
         barrier = threading.Barrier(8)
 
@@ -588,7 +548,7 @@ class TestFailures(TestCase):
                         work(placeholders)
                     yield call, api, placeholders
 
-    def test_constructor_leaves_nothing(self):
+    def test_a_failing_constructor_leaves_nothing(self):
         calls = calls_of_constructor()
         expected = {"GetAllocationGranularity", "AddressReserve", "Create", "Map", "SetAccess", "Release"}
         self.assertEqual(set(calls), {f"cuMem{name}" for name in expected})
@@ -612,24 +572,20 @@ class TestFailures(TestCase):
         with self.assertRaisesRegex(DriverError, "cuMemMap"):
             Placeholders(Driver(api), 0, SOME)
 
-    def test_materialise_can_be_tried_again(self):
+    def test_what_failed_can_be_tried_again_or_closed(self):
         for _, api, placeholders in self.each_failure(materialise_all):
             materialise_all(placeholders)
             self.assertTrue(all(mapping.access for mapping in api.mappings.values()))
             self.assertEqual(len({mapping.memory for mapping in api.mappings.values()}), len(api.mappings))
             placeholders.close()
             self.assertEqual(api.leaks(), [])
-
-    def test_close_after_a_failure(self):
+        for _, api, placeholders in self.each_failure(Placeholders.release_memory):
+            placeholders.release_memory()
+            self.assertEqual(api.mappings, {})
         for work in (materialise_all, Placeholders.release_memory):
             for _, api, placeholders in self.each_failure(work):
                 placeholders.close()
                 self.assertEqual(api.leaks(), [])
-
-    def test_release_memory_can_be_tried_again(self):
-        for _, api, placeholders in self.each_failure(Placeholders.release_memory):
-            placeholders.release_memory()
-            self.assertEqual(api.mappings, {})
 
     def test_close_does_the_rest_and_can_be_tried_again(self):
         self.assertEqual(set(calls_of(Placeholders.close)), {"cuMemUnmap"})
@@ -648,7 +604,7 @@ class TestInterrupts(TestCase):
         self.assertEqual(api.mappings, {})
         self.assertEqual(len(api.leaks()), (interrupts.struck, interrupts.after) in lost, api.leaks())
 
-    def test_constructor(self):
+    def test_an_interrupted_constructor_leaves_nothing(self):
         for at, after in itertools.product(range(calls_of_constructor().total()), (False, True)):
             api = FakeApi()
             interrupts = Interrupts(api)
@@ -664,7 +620,7 @@ class TestInterrupts(TestCase):
                 self.assertEqual(list(api.reservations.values()), [TIB + WINDOW] * (1 + lost))
                 self.assertTrue(api.is_reserved(placeholders.low, placeholders.high - placeholders.low))
 
-    def test_close_after_an_interrupt(self):
+    def test_a_close_after_an_interrupt_leaves_nothing(self):
         for work in (materialise_all, Placeholders.release_memory, Placeholders.close):
             for at, after in itertools.product(range(calls_of(work).total()), (False, True)):
                 api = FakeApi()

@@ -251,7 +251,7 @@ class TestRehearsal(LiveInputsTestCase):
         self.assertEqual((self.routes(live), graph.launches, graph.instances), ({0: None}, 0, 1))
         self.assertEqual(self.api.leaks(), [])
 
-    def test_an_unknown_kernel_that_is_given_words(self):
+    def test_an_input_of_an_unknown_kernel_is_patched_if_launches_agree(self):
         a = some()
         live, graph = self.rehearse(lambda a, o: [self.kernel("plain", a[0], o[0])], a)
         self.assertEqual(self.routes(live), {0: None})
@@ -260,7 +260,7 @@ class TestRehearsal(LiveInputsTestCase):
         self.check_calls(live, graph, [a], lambda a: [a + 1])
         self.assertFalse(live.copies_some)
 
-    def test_halves_beside_a_kernel_that_can_be_read(self):
+    def test_an_input_whose_address_is_split_is_copied(self):
         a = some()
         for known in (True, False):
             first = KNOWN if known else "plain"
@@ -272,11 +272,10 @@ class TestRehearsal(LiveInputsTestCase):
             self.check_calls(live, graph, [a], lambda a: [a + 1, a + 2])
             self.assertTrue(live.copies_some)
 
-    def test_an_address_that_is_xored(self):
+    def test_an_input_whose_address_is_encoded_is_copied(self):
         a = some()
-        live, graph = self.rehearse(
-            lambda a, o: [self.kernel("xored", a[0] ^ KEY, o[1]), self.kernel(KNOWN, a[0], o[0])], a
-        )
+        nodes = lambda a, o: [self.kernel("xored", a[0] ^ KEY, o[1]), self.kernel(KNOWN, a[0], o[0])]  # noqa: E731
+        live, graph = self.rehearse(nodes, a)
         self.assertRegex(self.routes(live)[0], "xored may hide its address")
         self.check_calls(live, graph, [a], lambda a: [a + 1, a + 3])
 
@@ -295,7 +294,7 @@ class TestRehearsal(LiveInputsTestCase):
         # What the check mapped for the others is given back.
         self.assertEqual(len(self.api.mappings), 1)
 
-    def test_of_many_inputs_all_are_copied(self):
+    def test_of_many_inputs_all_are_copied_if_one_is_hidden(self):
         inputs = [some() for _ in range(hidden_addresses._MOST_ALONE + 1)]
 
         def nodes(a, o):
@@ -305,8 +304,8 @@ class TestRehearsal(LiveInputsTestCase):
         self.assertEqual({decision.route for decision in live.decisions.values()}, {Route.COPY})
         self.check_calls(live, graph, inputs, lambda *a: [a[-1] + 1, a[1] + 3])
 
-    def test_integers_and_masks(self):
-        """Whatever they are: all equal, zeros, of any width."""
+    def test_hidden_inputs_of_any_type_and_content_are_found(self):
+        """Integers and masks that are all equal, zeros, of any width; numbers that are NaN."""
         for content in (
             torch.arange(COUNT),
             torch.zeros(COUNT, dtype=torch.int64),
@@ -332,25 +331,6 @@ class TestRehearsal(LiveInputsTestCase):
                 self.assertRegex(self.routes(live)[0], "halves may hide")
                 self.check_calls(live, graph, [a], lambda a: [a.double() + 1, a.double() + 2])
 
-    def test_each_integer_is_another_one_in_one_of_two_launches(self):
-        for content in (
-            torch.arange(5, 9),
-            torch.tensor([4]),
-            torch.zeros(3, dtype=torch.int32),
-            torch.tensor([-1, -1]),
-        ):
-            item = mock.Mock(placeholder_tensor=content.clone(), nbytes=content.nbytes, lead=0)
-            fills = [hidden_addresses._Fill.of(item, content, number) for number in range(2)]
-            for element in content.tolist():
-                self.assertTrue(any(fill.value != element for fill in fills), content)
-            for fill in fills:
-                fill.write()
-                self.assertTrue(fill.is_there())
-                if len(content) > 2 and content[0]:
-                    self.assertIn(fill.value, content.tolist())
-            item.placeholder_tensor[0] = 77
-            self.assertFalse(fills[1].is_there())
-
     def test_a_mutated_input_is_written_in_place(self):
         a, b = some(), some()
         live, graph = self.rehearse(
@@ -362,7 +342,7 @@ class TestRehearsal(LiveInputsTestCase):
         live.finish()
         self.assertEqual((a, self.out[0]), (before + 1, b + 1))
 
-    def test_a_mutated_input_that_is_written_where_nobody_sees_it(self):
+    def test_a_mutated_input_is_copied_if_its_address_is_hidden(self):
         a, b = some(), some()
         live, graph = self.rehearse(
             lambda a, o: [self.kernel("written", a[0] ^ KEY, a[1]), self.kernel(KNOWN, a[0], o[0])], a, b, mutated=[0]
@@ -372,7 +352,7 @@ class TestRehearsal(LiveInputsTestCase):
         live.finish()
         self.assertEqual((a, self.out[0]), (b + 4, b + 5))
 
-    def test_a_graph_that_draws_random_numbers(self):
+    def test_the_check_leaves_random_numbers_as_they_are(self):
         """Each launch draws the same ones, and then the generator is where it was."""
         numbers, a = Numbers(), some()
         live, graph = self.rehearse(lambda a, o: [self.kernel("drawn", a[0], o[0])], a, numbers=numbers)
@@ -387,7 +367,7 @@ class TestRehearsal(LiveInputsTestCase):
         self.assertRegex(self.routes(live)[0], "may hide")
         self.assertEqual(numbers.offset, 8)
 
-    def test_a_graph_that_does_not_do_the_same_twice(self):
+    def test_inputs_are_copied_if_equal_launches_differ(self):
         a = some()
         live, graph = self.rehearse(lambda a, o: [self.kernel("counted", a[0], o[0])], a)
         self.assertEqual(
@@ -412,7 +392,7 @@ class TestRehearsal(LiveInputsTestCase):
         graph.replay()
         self.assertEqual((self.out[0], self.out[1]), expected)
 
-    def test_a_static_input_that_is_not_written_as_before(self):
+    def test_a_static_input_that_is_written_otherwise_tells_of_a_hidden_address(self):
         a, static = some(), torch.rand(COUNT)
         live, _ = self.rehearse(
             lambda a, o: [self.kernel(KNOWN, a[0], o[0]), self.kernel("xored", a[0] ^ KEY, static.data_ptr())],
@@ -447,7 +427,7 @@ class TestRehearsal(LiveInputsTestCase):
             ({0: "plain, which may wait for other processes, may hide its address"}, 0),
         )
 
-    def test_too_little_memory_to_compare(self):
+    def test_inputs_are_copied_without_memory_for_the_check(self):
         for target in ("_Saved", "contents"):
             a = some()
             with mock.patch.object(hidden_addresses, target, side_effect=torch.OutOfMemoryError("of the test")):
@@ -457,8 +437,8 @@ class TestRehearsal(LiveInputsTestCase):
             live.finish()
             self.assertEqual(self.out[0], a + 1)
 
-    def test_too_little_memory_at_the_placeholders(self):
-        """It is recorded without placeholders then."""
+    def test_without_memory_at_the_placeholders_setting_up_raises(self):
+        """It is then recorded without placeholders."""
         a = some()
         live, _ = self.choose(a)
         graph = Running(self.api, [self.kernel("plain", live.items[0].recorded, self.out[0].data_ptr())], live)
@@ -470,7 +450,7 @@ class TestRehearsal(LiveInputsTestCase):
         self.choose()
         self.assertEqual((self.api.leaks(), graph.launches), ([], 0))
 
-    def test_each_call_of_the_driver_that_fails(self):
+    def test_a_failing_call_of_the_driver_makes_the_hidden_input_copied(self):
         """The recording works by copy then, and all is as it was."""
 
         def nodes(a, o):

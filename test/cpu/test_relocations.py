@@ -108,7 +108,7 @@ class TestKernels(RelocationsTestCase):
                 kernel = self.api.make_kernel([address, placeholder.start])
                 self.assertFound(self.scan(kernel), [(kernel, 8, index, 0)], opaque=FAR)
 
-    def test_two_integers_that_look_like_an_address_of_a_large_input(self):
+    def test_two_integers_may_look_like_an_address_of_a_large_input(self):
         with mock.patch.object(self, "placeholders", Placeholders(self.driver, 0, [Extent(3 << 30, 0)])):
             (placeholder,) = self.placeholders.placeholders
             address = (placeholder.end - 1) // (1 << 32) * (1 << 32) + 100  # as 100 and another number
@@ -122,7 +122,7 @@ class TestKernels(RelocationsTestCase):
             self.assertFound(self.scan(packed), [(packed, 0, 0, 0)], refused={0: LOOKALIKE})
             self.placeholders.close()
 
-    def test_a_factor_and_a_shift_that_look_like_an_address(self):
+    def test_a_factor_and_a_shift_may_look_like_an_address(self):
         """ATen's division by 10, beside a pointer in one structure, in a process with low addresses alone."""
         api = FakeApi()
         api._next_range, api.most_reserved = 0x3_0200_0000, 70 << 30
@@ -140,11 +140,6 @@ class TestKernels(RelocationsTestCase):
         found = scan(driver, api.make_graph(alone), placeholders)
         self.assertEqual((found.relocations, found.refused), ((Relocation(0, 0, 0, 0),), {}))
 
-    def test_addresses_beside_the_reservation_are_nobodys(self):
-        self.assertFound(
-            self.scan(self.api.make_kernel([self.placeholders.low - 1, self.placeholders.high, 0, 2**64 - 1]))
-        )
-
     def test_a_word_between_two_aligned_ones_refuses(self):
         for packed in (False, True):
             kernel = self.api.make_kernel([b"abcd" + little(self.a), self.b], packed=packed)
@@ -161,7 +156,7 @@ class TestKernels(RelocationsTestCase):
         self.assertGreater(kernel, 0)
 
     def test_halves_in_two_parameters_are_no_address(self):
-        """A negative number and an integer, say; where nothing is known of the parameters they may be one."""
+        """They may be a negative number and an integer. In a packed block they are taken for one."""
         low, high = little(self.a)[:4], little(self.a)[4:]
         kernel = self.api.make_kernel([low, high, self.b])
         self.assertFound(self.scan(kernel), [(kernel, 8, 1, 0)])
@@ -169,34 +164,19 @@ class TestKernels(RelocationsTestCase):
         self.assertFound(self.scan(packed), [(packed, 0, 0, 0), (packed, 8, 1, 0)])
         unaligned = self.api.make_kernel([b"abcd", low, high, b"abcd", self.b])
         self.assertFound(self.scan(unaligned), [(unaligned, 16, 1, 0)])
-
-    def test_unaligned_words_of_several_kernels(self):
-        first, second = (self.api.make_kernel([b"abcd" + little(address)]) for address in (self.a, self.b))
-        kernel = self.api.make_kernel([self.c])
-        found = self.scan(first, self.api.make_kernel([PLAIN]), kernel, second)
-        self.assertFound(found, [(kernel, 0, 2, 0)], refused={0: LOOKALIKE, 1: LOOKALIKE})
+        kernels = self.api.make_kernel([PLAIN, b"abcd" + low]), self.api.make_kernel([high + b"abcd"])
+        self.assertFound(self.scan(*kernels))
 
     def test_a_word_that_is_cut_off_refuses(self):
         kernel = self.api.make_kernel([little(PLAIN, self.a)[:-2]])
         self.assertFound(self.scan(kernel), refused={0: LOOKALIKE})
-
-    def test_halves_in_two_kernels_are_no_address(self):
-        low, high = little(self.a)[:4], little(self.a)[4:]
-        self.assertFound(
-            self.scan(self.api.make_kernel([PLAIN, b"abcd" + low]), self.api.make_kernel([high + b"abcd"]))
-        )
-
-    def test_kernels_without_parameters(self):
-        kernel = self.api.make_kernel([self.a])
-        self.assertFound(self.scan("KERNEL"))
-        self.assertFound(self.scan("KERNEL", kernel, "KERNEL"), [(kernel, 0, 0, 0)])
 
     def test_unknown_parameters_may_be_any(self):
         kernel = self.api.make_kernel([self.a])
         found = self.scan(self.api.make_kernel([self.b], known=False), kernel)
         self.assertFound(found, [(kernel, 0, 0, 0)], opaque="a kernel whose parameters cannot be read")
 
-    def test_collectives(self):
+    def test_a_collective_refuses_its_inputs_and_may_hide_all_others(self):
         kernel = self.api.make_kernel([self.b])
         for name in (
             "ncclKernel_AllReduce_RING_LL_Sum_float",
@@ -241,11 +221,7 @@ class TestCopiesAndFills(RelocationsTestCase):
             copy = self.api.make_memcpy(PLAIN, self.a, 16, **more)
             self.assertFound(self.scan(copy), opaque="a copy of rows or arrays")
 
-    def test_fills(self):
-        fill = self.api.make_memset(self.b + 12, 16, element=4)
-        self.assertFound(self.scan(fill, self.api.make_memset(PLAIN, 16)), [(fill, 0, 1, 12)])
-
-    def test_fills_of_rows(self):
+    def test_a_fill_of_rows_is_refused(self):
         rows, others = (self.api.make_memset(at, 16, rows=4, pitch=64) for at in (self.b, PLAIN))
         self.assertFound(self.scan(rows, others), refused={1: "a fill of several rows writes to it"})
 
@@ -255,7 +231,7 @@ class TestHostArrays(RelocationsTestCase):
         kind = {"source_type": "HOST", **more}
         return self.api.make_memcpy(self.api.make_host(data, pinned), target, len(data), **kind)
 
-    def test_addresses_in_it_are_refused(self):
+    def test_addresses_in_a_host_array_are_refused(self):
         for pinned in (True, False):
             for kind in ("HOST", "UNIFIED"):
                 kernel = self.api.make_kernel([self.a, self.b])
@@ -268,21 +244,19 @@ class TestHostArrays(RelocationsTestCase):
         found = self.scan(self.upload(little(self.a)), "HOST", collective)
         self.assertFound(found, refused={0: HOST_ARRAY}, opaque="a host node")
 
-    def test_plain_numbers_are_harmless(self):
-        upload = self.upload(bytes(range(256)) * 8, target=self.a)
-        self.assertFound(self.scan(upload), [(upload, 8, 0, 0)])
-
     def test_words_are_aligned_as_on_the_device(self):
         for lead in range(16):
             # Behind so many bytes of something else, in a copy that puts the address at a multiple of 8.
             upload = self.upload(b"x" * lead + little(self.a), target=PLAIN + 64 - lead)
             self.assertFound(self.scan(upload), refused={0: HOST_ARRAY})
 
-    def test_too_short_for_a_word(self):
+    def test_plain_numbers_and_less_than_a_word_are_harmless(self):
+        upload = self.upload(bytes(range(256)) * 8, target=self.a)
+        self.assertFound(self.scan(upload), [(upload, 8, 0, 0)])
         for nbytes in range(1, 8):
             self.assertFound(self.scan(self.upload(little(self.a)[:nbytes], target=PLAIN + 4)))
 
-    def test_words_across_chunks(self):
+    def test_words_are_found_across_chunks(self):
         with mock.patch.object(relocations, "_HOST_CHUNK", 16):
             for before in range(0, 72, 4):
                 for target in (PLAIN, PLAIN + 4, PLAIN + 3):
@@ -290,11 +264,13 @@ class TestHostArrays(RelocationsTestCase):
                     self.assertFound(self.scan(self.upload(data, target)), refused={0: HOST_ARRAY})
             self.assertFound(self.scan(self.upload(bytes(range(200)))))
 
-    def test_memory_that_is_not_there(self):
+    def test_memory_that_cannot_be_read_may_hold_any_address(self):
         unread = "a copy from host memory that cannot be read"
         self.assertFound(self.scan(self.api.make_memcpy(0x10, PLAIN, 64, source_type="HOST")), opaque=unread)
+        with mock.patch("builtins.open", side_effect=FileNotFoundError):
+            self.assertEqual(self.scan(self.upload(bytes(8))).opaque, unread)
 
-    def test_memory_that_ends_too_early(self):
+    def test_memory_is_not_read_past_its_end(self):
         libc = ctypes.CDLL(None, use_errno=True)
         libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
         page = mmap.PAGESIZE
@@ -306,13 +282,9 @@ class TestHostArrays(RelocationsTestCase):
             self.assertFound(self.scan(whole))
             self.assertFound(self.scan(beyond), opaque="a copy from host memory that cannot be read")
 
-    def test_no_memory_file(self):
-        with mock.patch("builtins.open", side_effect=FileNotFoundError):
-            self.assertEqual(self.scan(self.upload(bytes(8))).opaque, "a copy from host memory that cannot be read")
-
 
 class TestOtherNodes(RelocationsTestCase):
-    def test_what_may_hide_addresses(self):
+    def test_nodes_that_may_hide_addresses_are_named(self):
         child = self.api.make_graph("KERNEL")
         kernel = self.api.make_kernel([self.a])
         held = [(kernel, 0, 0, 0)]
@@ -325,9 +297,6 @@ class TestOtherNodes(RelocationsTestCase):
 
     def test_nodes_without_inputs_are_harmless(self):
         self.assertFound(self.scan("EMPTY", "WAIT_EVENT", "MEM_ALLOC", "EVENT_RECORD", "MEM_FREE", "EMPTY"))
-
-    def test_empty_graph(self):
-        self.assertFound(self.scan())
 
     def test_an_address_between_the_placeholders_is_hidden(self):
         with mock.patch.object(

@@ -64,7 +64,7 @@ def recording(number, reason="first call", **fields):
 
 
 class TestLogs(TestCase):
-    def test_counts(self):
+    def test_a_function_sums_what_its_recordings_count(self):
         log = function(runs=7, warmups=2)
         for number in range(3):
             log.recorded(recording(number, replays=10 * number, pool_bytes=100))
@@ -76,7 +76,7 @@ class TestLogs(TestCase):
         self.assertEqual(record.recordings[0].copied_bytes, 2048)
         self.assertEqual([record.recordings[0].count(k) for k in ("static", "managed", "live")], [1, 0, 1])
 
-    def test_partition_of(self):
+    def test_functions_are_numbered_within_their_graph(self):
         journal = Journal()
         graph = GraphLog("Net", "0/0", "inference", SPLIT)
         with journal.compiling(graph):
@@ -133,7 +133,7 @@ class TestCopies(TestCase):
     def live(nbytes, route, why=None):
         return "live", "cuda:0", nbytes, nbytes if route == "copy" else 0, False, route, why
 
-    def test_by_rule(self):
+    def test_copied_inputs_are_summed_by_reason(self):
         pool, host = "it lies in the graph pool", "a host node holds its address"
         inputs = (
             self.live(300_000, "copy", pool),
@@ -150,11 +150,11 @@ class TestCopies(TestCase):
             ],
         )
 
-    def test_for_one_call(self):
+    def test_copies_for_one_call_are_told_apart(self):
         (line,) = self.lines(self.live(4096, "patch"), extra_copies=3, extra_copied_bytes=12_288)
         self.assertRegex(line, "copied for one call: 3 live inputs, 12.3 kB, because they were less aligned than")
 
-    def test_nothing(self):
+    def test_inputs_that_are_not_copied_have_no_line(self):
         self.assertEqual(self.lines(self.live(4096, "patch"), self.live(16, "table")), [])
 
 
@@ -172,7 +172,7 @@ class TestNaming(TestCase):
         torch.compile(fn, backend=backend)(*args)
         return seen
 
-    def test_modules_and_functions(self):
+    def test_a_graph_has_the_name_of_its_module_or_function(self):
         class Net(torch.nn.Module):
             def forward(self, x):
                 return x + 1
@@ -218,7 +218,7 @@ class TestReport(TestCase):
         )
         return graphs, (plain.record(), moved.record())
 
-    def test_text(self):
+    def test_the_report_as_text(self):
         graphs, functions = self.records()
         self.assertExpectedInline(
             render(ENVIRONMENT, graphs, functions, 100),
@@ -239,18 +239,18 @@ Net 0/0, inference: 1 GPU kernel outside of CUDA graphs
   DeviceCopy ops: prims.device_put.default at model.py:31 in forward: y = table.to(x.device)
 Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cpu device""",
         )
-
-    def test_empty(self):
         self.assertIn("Nothing was compiled", render(ENVIRONMENT, (), (), 80))
+        self.assertEqual([graph.kernels_outside for graph in graphs], [1, 7])
+        self.assertEqual(replace(graphs[0], partitions=()).kernels_outside, 0)
 
-    def test_json(self):
+    def test_the_report_as_json(self):
         graphs, functions = self.records()
         data = json.loads(Report(ENVIRONMENT, graphs, functions).to_json())
         self.assertEqual(sorted(data), ["breaks", "environment", "functions", "graphs"])
         self.assertEqual(data["functions"][0]["recordings"][0]["inputs"][1]["copied_bytes"], 2048)
         self.assertEqual(data["graphs"][0]["partitions"][1]["causes"][0]["op"], "prims.device_put.default")
 
-    def test_graph_breaks(self):
+    def test_a_graph_break_is_told_with_its_reason(self):
         table = torch.arange(8.0)
 
         def program(x, t):
@@ -266,7 +266,7 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
         summary.clear()
         self.assertEqual(pygraph_trees.report().breaks, ())
 
-    def test_what_a_compiler_could_not_do(self):
+    def test_an_error_of_the_compiler_is_told_with_its_line(self):
         table = torch.arange(8.0)
         summary.clear()
         torch._dynamo.reset()
@@ -286,12 +286,6 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
         )
         self.assertIsInstance(str(found), str)
 
-    def test_kernels_outside(self):
-        graphs, _ = self.records()
-        self.assertEqual(graphs[0].kernels_outside, 1)
-        self.assertEqual(graphs[1].kernels_outside, 7)
-        self.assertEqual(replace(graphs[0], partitions=()).kernels_outside, 0)
-
     @given(
         st.lists(st.lists(st.text("abc xyz", max_size=60), min_size=3, max_size=3), max_size=5), st.integers(40, 200)
     )
@@ -301,13 +295,13 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
             self.assertLessEqual(len(line), width)
 
     @given(st.integers(0, 10**15))
-    def test_bytes(self, count):
+    def test_bytes_are_rounded_to_three_digits(self, count):
         text, unit = nbytes(count).split()
         value = float(text) * 1000 ** ["B", "kB", "MB", "GB", "TB"].index(unit)
         self.assertLessEqual(abs(value - count), 0.05 * count + 0.5)
         self.assertLessEqual(len(text), 4)
 
-    def test_source_line(self):
+    def test_the_innermost_source_line_is_shown(self):
         trace = 'File "/a/b.py", line 3, in f\n    return g(x)\n  File "/a/c.py", line 9, in g\n    y = x.cpu()\n'
         self.assertEqual(source_line(trace), "/a/c.py:9 in g: y = x.cpu()")
         self.assertEqual(source_line('File "/a/b.py", line 3, in f'), "/a/b.py:3 in f")

@@ -40,33 +40,13 @@ class TestWhyNotPlaceholder(TestCase):
         super().setUp()
         self.enterContext(FakeTensorMode())
 
-    def test_plain_tensors_may(self):
+    def test_plain_tensors_may_have_placeholders(self):
         for size, stride in (((64, 8), (8, 1)), ((64, 8), (1, 64)), ((64, 8), (0, 1)), ((64, 8), (100, 10)), ((), ())):
             for dtype in (torch.float32, torch.bool, torch.complex64, torch.float8_e4m3fn):
                 tensor = torch.empty_strided(size, stride, dtype=dtype, device="cuda:1")
                 self.assertIsNone(why_not_placeholder(tensor, 1, in_pool=False))
 
-    def test_each_rule(self):
-        number = torch.empty(4, device="cuda:0", dtype=torch.complex64)
-        for tensor, in_pool, why in (
-            (torch.empty(4), False, "it is on cpu"),
-            (torch.empty(4, device="cuda:1"), False, "it is on cuda:1"),
-            (number.conj(), False, "it is a conjugate view"),
-            (number.conj().imag, False, "it is a negated view"),
-            (torch.empty(4, 0, device="cuda:0"), False, "it has no elements"),
-            (torch._efficientzerotensor((4,), device="cuda:0"), False, "it is a tensor of zeros without memory"),
-            (number, True, "it lies in the graph pool"),
-            (number.conj().conj(), False, None),
-        ):
-            self.assertEqual(why_not_placeholder(tensor, 0, in_pool), why)
-
     def test_the_first_rule_that_holds_is_told(self):
-        self.assertEqual(why_not_placeholder(torch.empty(0), 0, in_pool=True), "it is on cpu")
-        self.assertEqual(why_not_placeholder(torch.empty(0, device="cuda:0"), 0, in_pool=True), "it has no elements")
-
-
-class TestSparse(TestCase):
-    def test_layout(self):
         class OnGpu:  # a fake tensor cannot be sparse and on a GPU that is not there
             is_cuda = True
             layout = torch.sparse_csr
@@ -74,27 +54,43 @@ class TestSparse(TestCase):
             def get_device(self):
                 return 0
 
-        self.assertEqual(why_not_placeholder(OnGpu(), 0, in_pool=False), "its layout is torch.sparse_csr")
+        number = torch.empty(4, device="cuda:0", dtype=torch.complex64)
+        for tensor, in_pool, why in (
+            (torch.empty(4), False, "it is on cpu"),
+            (torch.empty(0), True, "it is on cpu"),
+            (torch.empty(4, device="cuda:1"), False, "it is on cuda:1"),
+            (OnGpu(), False, "its layout is torch.sparse_csr"),
+            (number.conj(), False, "it is a conjugate view"),
+            (number.conj().imag, False, "it is a negated view"),
+            (torch.empty(4, 0, device="cuda:0"), False, "it has no elements"),
+            (torch.empty(0, device="cuda:0"), True, "it has no elements"),
+            (torch._efficientzerotensor((4,), device="cuda:0"), False, "it is a tensor of zeros without memory"),
+            (number, True, "it lies in the graph pool"),
+            (number.conj().conj(), False, None),
+        ):
+            self.assertEqual(why_not_placeholder(tensor, 0, in_pool), why)
 
 
 class TestDecide(TestCase):
-    def test_held_inputs_are_patched(self):
-        self.assertEqual(decide(found(0, 1, 1), 2, ()), [PATCH, PATCH])
+    def test_inputs_that_no_node_holds_or_that_are_refused_are_copied(self):
+        unheld, hidden = copy("no node holds its address"), copy("a host node may hide its address")
+        array, collective = copy("its address is in a host array"), copy("a collective reads it")
+        two = {0: array.reason, 2: collective.reason}
+        for scan, count, passed, expected in (
+            (found(0, 1, 1), 2, (), [PATCH, PATCH]),
+            (found(1), 3, {2}, [unheld, PATCH, PATCH]),
+            (found(0, 1, refused=two), 3, {0, 2}, [array, PATCH, collective]),
+            (
+                found(0, refused={1: collective.reason}, opaque="a host node"),
+                4,
+                {3},
+                [hidden, collective, hidden, hidden],
+            ),
+            (found(opaque="a host node"), 0, (), []),
+        ):
+            self.assertEqual(decide(scan, count, passed), expected)
 
-    def test_an_input_that_no_node_holds(self):
-        self.assertEqual(decide(found(1), 3, {2}), [copy("no node holds its address"), PATCH, PATCH])
-
-    def test_a_refused_input_alone_is_copied(self):
-        scan = found(0, 1, refused={0: "its address is in a host array", 2: "a collective reads it"})
-        expected = [copy("its address is in a host array"), PATCH, copy("a collective reads it")]
-        self.assertEqual(decide(scan, 3, {0, 2}), expected)
-
-    def test_nothing_is_patched_beside_what_hides_addresses(self):
-        scan = found(0, refused={1: "a collective reads it"}, opaque="a host node")
-        hidden = copy("a host node may hide its address")
-        self.assertEqual(decide(scan, 4, {3}), [hidden, copy("a collective reads it"), hidden, hidden])
-
-    def test_inputs_with_slots(self):
+    def test_inputs_that_all_kernels_read_through_slots_go_by_table(self):
         # Node 0 writes slots 0 to 3; kernels read 0, 2 and 4 there, and 1 and 2 are held by another node.
         relocations = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (1, 2)]
         scan = Scan((), tuple(Relocation(node, 0, index, 0) for node, index in relocations), {}, None, Counter())
@@ -106,9 +102,6 @@ class TestDecide(TestCase):
         self.assertEqual({d.route for d in decide(hidden, 5, (), slots)}, {Route.COPY})
         self.assertEqual([d.by_address for d in (TABLE, PATCH, unheld)], [True, True, False])
 
-    def test_no_inputs(self):
-        self.assertEqual(decide(found(opaque="a host node"), 0, ()), [])
-
     @given(st.sets(st.integers(0, 5)), st.sets(st.integers(0, 5)), st.sets(st.integers(0, 5)), st.booleans())
     def test_only_what_is_known_is_patched(self, held, refused, passed, hidden):
         scan = found(*sorted(held), refused=dict.fromkeys(refused, "of that"), opaque="a host node" if hidden else None)
@@ -119,7 +112,7 @@ class TestDecide(TestCase):
 
 
 class TestFits(TestCase):
-    def test_alignments(self):
+    def test_an_address_fits_if_it_is_as_aligned_as_the_recorded_one(self):
         for address, recorded, expected in (
             (0x1000, 0x1000, True),
             (0x1200, 0x1000, True),  # 512 and 4096: no more than 512 is asked for
@@ -156,7 +149,7 @@ class TestFits(TestCase):
             self.assertEqual((address + ahead) % aligned, 0)
             self.assertTrue(fits(address, recorded))
 
-    def test_how_aligned_what_kernels_hold_is(self):
+    def test_alignment_of_addresses_that_kernels_hold(self):
         kernel, fill = object.__new__(KernelNode), object.__new__(MemsetNode)
         relocations = (
             Relocation(0, 0, 0, 0x10),

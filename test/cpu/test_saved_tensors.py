@@ -38,7 +38,7 @@ class TestConform(TestCase):
     def layouts(self, *tensors_):
         return [tuple(layout) for layout in layouts_of(tensors_)]
 
-    def test_what_is_laid_out_otherwise_is_copied(self):
+    def test_tensors_of_another_layout_are_copied(self):
         nhwc = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
         for saved in (nhwc, torch.randn(4, 3), torch.randn(3, 4).t(), torch.randn(6), torch.randn(2, 4, 3)[:, ::2]):
             for returned in [*changed(saved), saved.double(), torch._neg_view(-saved)]:
@@ -75,8 +75,8 @@ class TestConform(TestCase):
 
         check()
 
-    def test_sizes_that_are_symbolic(self):
-        """Then the order of the strides counts, whatever the sizes of the call are."""
+    def test_with_symbolic_sizes_the_order_of_strides_counts(self):
+        """Whatever the sizes of the call are."""
         layout = [(0, torch.float32, torch.device("cpu"), None, (60, 1, 15, 3))]  # channels last, of an example
         value = torch.randn(3, 2, 5, 7)
         for returned in (value, value.to(memory_format=torch.channels_last)):
@@ -86,7 +86,7 @@ class TestConform(TestCase):
             self.assertEqual(inputs[0], value)
             self.assertEqual(inputs[0] is returned, returned is not value)
 
-    def test_what_is_left_alone(self):
+    def test_tensors_of_other_sizes_or_classes_are_left_alone(self):
         """Of other sizes, of another class, or with a stride that no element has to do with."""
 
         class Other(torch.Tensor): ...
@@ -130,7 +130,7 @@ class TestAttach(TestCase):
         self.assertIsNone(forward)
         return backward
 
-    def test_strides_and_types_of_each_input(self):
+    def test_an_artifact_holds_strides_and_types_of_each_input(self):
         conv = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
         x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
         layouts = self.attached(lambda x: torch.relu(conv(torch.sin(x))), x)
@@ -144,7 +144,7 @@ class TestAttach(TestCase):
         conform([(n, *rest) for n, (_, *rest) in enumerate(layouts)], kept := list(inputs))
         self.assertTrue(all(a is b for a, b in zip(inputs, kept, strict=True)))
 
-    def test_symbolic_sizes(self):
+    def test_symbolic_sizes_are_not_held(self):
         x = torch.randn(5, 7).t().requires_grad_()
         layouts = self.attached(lambda x: torch.sin(torch.cos(x)), x, dynamic=True)
         (example,) = {strides for _, _, _, sizes, strides in layouts if sizes is None and strides[0] == 1}
@@ -203,13 +203,13 @@ class TestCalls(TestCase):
         subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, check=True, timeout=300)
 
     @unittest.skipIf(tensors.native is None, "the part in C++ was not built")
-    def test_in_cpp(self):
+    def test_calls_after_hooks_conform_their_inputs_in_cpp(self):
         self.check(native=True)
 
-    def test_in_python(self):
+    def test_calls_after_hooks_conform_their_inputs_in_python(self):
         self.check(native=False)
 
-    def test_a_function_that_inductor_did_not_compile(self):
+    def test_a_function_of_another_compiler_keeps_its_first_layout(self):
         seen = []
         with mock.patch.object(saved_tensors, "_set", False):
             backward = looked_after(lambda inputs: seen.append(inputs[0].stride()), is_backward=True)

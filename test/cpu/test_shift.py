@@ -25,20 +25,20 @@ class TestShift(TestCase):
                 return number + 1
         return count
 
-    def test_calls_as_before(self) -> None:
+    def test_calls_as_before_are_no_shift(self) -> None:
         shift = Shift()
         self.assertEqual(self.looks(shift, 1000), 1000)
         self.assertEqual(self.looks(shift, 1000, host_us=29.0, gpu_us=70.0, idle=0.6), 1000)
         self.assertEqual(self.looks(shift, 1000, host_us=20.0 + RULES.floor_us - 1), 1000)
 
-    def test_other_calls(self) -> None:
+    def test_other_times_or_a_busy_gpu_are_a_shift(self) -> None:
         for other in ({"host_us": 31.0}, {"host_us": 10.0}, {"gpu_us": 80.0}, {"gpu_us": 30.0}, {"idle": 0.0}):
             with self.subTest(**other):
                 shift = Shift()
                 self.looks(shift, RULES.looks)
                 self.assertEqual(self.looks(shift, 100, **other), RULES.windows * RULES.looks)
 
-    def test_small_times(self) -> None:
+    def test_small_times_may_vary(self) -> None:
         shift = Shift()
         self.looks(shift, RULES.looks, host_us=2.0, gpu_us=1.0)
         self.assertEqual(self.looks(shift, 100, host_us=6.0, gpu_us=5.0), 100)
@@ -56,7 +56,7 @@ class TestShift(TestCase):
             self.assertFalse(shift.accepts(Look(20.0 if number % 5 else 2e4, 50.0 if number % 5 != 2 else 1e5, True)))
 
     @given(st.lists(st.tuples(TIMES, TIMES, st.booleans()), max_size=60))
-    def test_not_before_enough_were_seen(self, drawn: list[tuple[float, float, bool]]) -> None:
+    def test_a_shift_takes_enough_looks(self, drawn: list[tuple[float, float, bool]]) -> None:
         shift = Shift()
         for number, (host_us, gpu_us, is_idle) in enumerate(drawn, start=1):
             if shift.accepts(Look(host_us, gpu_us, is_idle)):

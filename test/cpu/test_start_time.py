@@ -61,13 +61,13 @@ class TestProcesses(TestCase):
         self.assertEqual(found["results"], start_time.summary(processes))
         self.assertIn("MLP, warm, ours: fxgraph_cache_hit 1, autograd_cache_hit 1", text)
 
-    def test_a_process_that_fails(self):
+    def test_a_process_that_fails_is_named(self):
         with tempfile.TemporaryDirectory() as folder, self.assertRaises(start_time.StartFailed) as caught:
             start_time.run(Job("no such", "torch", "cold", "cpu"), Path(folder))
         self.assertIn("no such, torch, cold: the process ended with exit status 1", str(caught.exception))
         self.assertIn("KeyError", str(caught.exception))
 
-    def test_what_cannot_be_measured(self):
+    def test_without_a_gpu_or_with_a_wrong_name_nothing_is_measured(self):
         with mock.patch("torch.cuda.is_available", return_value=False):
             status, text, _ = main()
         self.assertEqual(status, 2)
@@ -78,7 +78,7 @@ class TestProcesses(TestCase):
 
 
 class TestFigures(TestCase):
-    def test_medians_and_ratios(self):
+    def test_processes_become_medians_and_ratios(self):
         found = [
             *starts("torch", "cold", 20.0),
             *starts("ours", "cold", 30.0),

@@ -26,18 +26,18 @@ class TestTorchLogs(TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertEqual(("an info" in done.stderr, "a debug" in done.stderr), (info, debug), done.stderr)
 
-    def test_package_first(self):
+    def test_the_short_name_works_if_the_package_is_imported_first(self):
         self.check("import pygraph_trees, torch", "+pygraph", info=True, debug=True)
         self.check("import pygraph_trees", "pygraph", info=True, debug=False)
         self.check("import pygraph_trees", "+pygraph,recompiles", info=True, debug=True)
 
-    def test_torch_first(self):
+    def test_the_package_name_works_if_torch_is_imported_first(self):
         self.check("import torch, pygraph_trees", "+pygraph_trees", info=True, debug=True)
 
-    def test_off(self):
+    def test_logs_are_off_by_default(self):
         self.check("import pygraph_trees", "recompiles", info=False, debug=False)
 
-    def test_variable_is_left_as_it_was(self):
+    def test_the_variable_is_left_as_it_was(self):
         done = run_python("import pygraph_trees, os; print(os.environ['TORCH_LOGS'])", "+pygraph, graph_breaks")
         self.assertEqual(done.stdout.strip(), "+pygraph, graph_breaks", done.stderr)
 

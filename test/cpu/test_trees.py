@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import gc
@@ -15,17 +14,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 import torch
+from bare_manager import SKIPPED, bare_manager
 from torch._inductor import compile_fx, config, cudagraph_trees
 from torch._inductor.cudagraph_utils import FunctionID, PlaceholderInfo, WrappedFunction
 from torch._inductor.utils import BoxedBool
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import pygraph_trees
-from pygraph_trees.compat import has_skip_table
-from pygraph_trees.indirection import retired
 from pygraph_trees.indirection.inputs import CAPTURED
 from pygraph_trees.native.tensors import Whereabouts, released
 from pygraph_trees.report import compiled
@@ -33,18 +31,15 @@ from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journa
 from pygraph_trees.report.summary import clear
 from pygraph_trees.selection import why_not_graphed
 from pygraph_trees.settings import Settings
-from pygraph_trees.trees import compiled_graph, entry_points, fast_path, pools
+from pygraph_trees.trees import compiled_graph, fast_path, pools
 from pygraph_trees.trees import manager as trees_manager
 from pygraph_trees.trees import recording as recording_module
 from pygraph_trees.trees.collector import paused
 from pygraph_trees.trees.containers import Trees
-from pygraph_trees.trees.fast_path import new_turn
 from pygraph_trees.trees.function import FunctionModel, entered
 from pygraph_trees.trees.manager import Manager, Upstream, _Way
 from pygraph_trees.trees.recording import Recording
 from pygraph_trees.trees.rerecord import why_recorded
-
-HINT = "non_cudagraph_managed_mutation_hint"  # renamed in torch 2.15
 
 
 def in_python(tensors, addresses, indices):
@@ -81,7 +76,7 @@ class TestFunction(TestCase):
             hasattr(FunctionModel.of(mock.Mock(spec=[]), is_backward=True, is_inference=False), "__name__")
         )
 
-    def test_who_may_replay_it_without_a_look(self):
+    def test_a_fast_path_needs_addresses_and_a_single_function(self):
         class Manager: ...
 
         for indirection, added, known in (
@@ -154,7 +149,7 @@ class TestFunction(TestCase):
         self.assertEqual((call([1]), call([1])), (["the wrappers", 1], [7]))
         self.assertIs(call.function, function)
 
-    def test_it_is_entered_once_and_not_where_it_is_off(self):
+    def test_it_is_entered_once_and_only_if_inputs_go_by_address(self):
         function = FunctionModel.of(double, is_backward=False, is_inference=True)
         for indirection, twice in (("off", True), ("auto", False), ("auto", True)):
             function.settings = dataclasses.replace(function.settings, indirection=indirection)
@@ -196,7 +191,7 @@ class TestFunction(TestCase):
                 self.assertEqual(run([torch.ones(1)]), [torch.full((1,), 2.0)])
         self.assertEqual(seen, [(FunctionModel, (0,))])
 
-    def test_never_on_the_cudagraphs_backend(self):
+    def test_never_holds_for_the_cudagraphs_backend(self):
         made = []
         with (
             config.patch({"triton.pygraph_selective": "never"}),
@@ -241,37 +236,38 @@ class TestPutToUse(TestCase):
                 FunctionModel.of(double, is_backward=False, is_inference=True)
         return pygraph_trees.report().graphs
 
-    def test_graphed(self):
-        (graph,) = self.put(self.artifact(), functions=1)
-        self.assertEqual((graph.model, graph.mode, graph.dropped), ("Net", "inference", None))
-        self.assertEqual(graph.partitions[0].kernels, {"triton": 2})
+    def test_a_graphed_one_is_noted_with_what_its_artifact_knows(self):
+        for is_inference, mode in ((True, "inference"), (False, "forward")):
+            clear()
+            (graph,) = self.put(self.artifact(fx_kwargs={"is_inference": is_inference}), functions=1)
+            self.assertEqual((graph.model, graph.mode, graph.dropped), ("Net", mode, None))
+            self.assertEqual(graph.partitions[0].kernels, {"triton": 2})
 
-    def test_dropped(self):
+    def test_a_dropped_one_is_noted_with_the_reason(self):
         info = SimpleNamespace(cudagraph_fail_reasons=["mutated inputs", "non-Tensor inputs"])
-        for artifact, reason in (
-            (self.artifact(disabled_cudagraphs_reason="cpu device"), "cpu device"),
-            (self.artifact(cudagraph_info=info), "mutated inputs, non-Tensor inputs"),
-            (self.artifact(), "no part of it can be graphed"),
+        never = "pygraph_selective is 'never'"
+        for fields, reason, options in (
+            ({"disabled_cudagraphs_reason": "cpu device"}, "cpu device", {}),
+            ({"cudagraph_info": info}, "mutated inputs, non-Tensor inputs", {}),
+            ({}, "no part of it can be graphed", {}),
+            ({}, never, {"dropped": never}),
         ):
             clear()
-            (graph,) = self.put(artifact)
+            (graph,) = self.put(self.artifact(**fields), **options)
             self.assertEqual(graph.dropped, reason)
-        clear()
-        (graph,) = self.put(self.artifact(), dropped="pygraph_selective is 'never'")
-        self.assertEqual(graph.dropped, "pygraph_selective is 'never'")
 
-    def test_not_of_interest(self):
+    def test_none_is_noted_that_is_on_the_cpu_or_not_to_be_graphed(self):
         self.assertEqual(self.put(self.artifact(device_types={"cpu"})), ())
         self.assertEqual(self.put(self.artifact(), wanted=False), ())
 
-    def test_artifact_of_an_unpatched_process(self):
+    def test_an_artifact_of_an_unpatched_process_is_noted_as_unknown(self):
         artifact = self.artifact()
         del artifact.pygraph_coverage
         (graph,) = self.put(artifact, functions=1)
         self.assertEqual((graph.model, graph.partitions), ("unknown", ()))
 
-    def test_code_is_known_again(self):
-        """Whatever was compiled before it, and in another process too; other code is not."""
+    def test_equal_code_has_an_equal_key(self):
+        """Whatever was compiled before it; other code has another key."""
         keys = []
         attach = compiled.attach
 
@@ -304,17 +300,11 @@ class TestPutToUse(TestCase):
                 (graph,) = self.put(artifact, functions=1)
                 self.assertEqual((graph.model, graph.partitions, graph.dropped), ("Net", (), None))
 
-    def test_the_mode_is_the_artifacts(self):
-        for is_inference, mode in ((True, "inference"), (False, "forward")):
-            clear()
-            (graph,) = self.put(self.artifact(fx_kwargs={"is_inference": is_inference}), functions=1)
-            self.assertEqual(graph.mode, mode)
-
 
 class TestCompiledGraph(TestCase):
     """The call of a compiled graph goes past what upstream does around it where a fast replay will do."""
 
-    def test_its_code_is_shortened_where_it_is_graphed(self):
+    def test_its_code_is_shortened_only_if_it_is_graphed_by_address(self):
         for graphed, indirection, known, short in (
             (True, "auto", True, True),
             (False, "auto", True, False),
@@ -332,7 +322,8 @@ class TestCompiledGraph(TestCase):
                 post_compile(graph, (), None, kwargs)
             self.assertIs(graph.current_callable, len if short else double)
 
-    def test_where_it_will_do(self):
+    def test_upstream_is_passed_if_a_fast_replay_answers(self):
+        """Not while a profiler runs or calls are recorded: these want to see the call."""
         asked = []
 
         def run(inputs):
@@ -350,11 +341,12 @@ class TestCompiledGraph(TestCase):
         self.assertEqual(call(graph, [1]), ["upstream's", 1])
         run.fast_call = fast_call
         self.assertEqual((call(graph, [1]), call(graph, [2])), (["fast"], ["upstream's", 2]))
-        self.assertEqual(len(asked), 2)
-        with mock.patch.object(torch.autograd.profiler, "_is_profiler_enabled", True):
-            self.assertEqual(call(graph, [1]), ["upstream's", 1])
-        with mock.patch.object(torch._inductor.debug, "RECORD_GRAPH_EXECUTION", True):
-            self.assertEqual(call(graph, [1]), ["upstream's", 1])
+        for owner, watches in (
+            (torch.autograd.profiler, "_is_profiler_enabled"),
+            (torch._inductor.debug, "RECORD_GRAPH_EXECUTION"),
+        ):
+            with mock.patch.object(owner, watches, True):
+                self.assertEqual(call(graph, [1]), ["upstream's", 1])
         self.assertEqual(len(asked), 2)
 
 
@@ -365,7 +357,7 @@ class TestIsolation(TestCase):
         self.before = dict(self.containers)
         self.addCleanup(lambda: self.assertEqual(self.containers, self.before))
 
-    def test_containers_are_exchanged(self):
+    def test_containers_are_exchanged_and_put_back(self):
         one, other = Trees(), Trees()
         with one.active():
             self.assertEqual(self.containers, {})
@@ -374,16 +366,12 @@ class TestIsolation(TestCase):
                 self.assertIsNot(cudagraph_trees.get_container(0), mine)
             self.assertIs(cudagraph_trees.get_container(0), mine)
         self.assertEqual(self.containers, self.before)
-        with one.active():
+        with self.assertRaises(ValueError), one.active():
             self.assertIs(cudagraph_trees.get_container(0), mine)
-
-    def test_restored_after_an_exception(self):
-        with self.assertRaises(ValueError), Trees().active():
-            cudagraph_trees.get_container(0)
             raise ValueError
         self.assertEqual(self.containers, self.before)
 
-    def test_not_twice_at_a_time(self):
+    def test_trees_are_not_active_twice_at_a_time(self):
         trees = Trees()
         with trees.active(), self.assertRaises(AssertionError), trees.active():
             pass
@@ -410,7 +398,7 @@ class TestIsolation(TestCase):
             gc.collect()
         self.assertEqual(sys.getrefcount(self.containers), references)
 
-    def test_managers_and_clear(self):
+    def test_clearing_shuts_the_managers_down(self):
         trees, manager = Trees(), mock.Mock()
         with trees.active():
             cudagraph_trees.get_container(0).tree_manager = manager
@@ -423,20 +411,15 @@ class TestIsolation(TestCase):
 
 
 class TestTurns(TestCase):
-    """One call at a time goes through the trees of a manager; who comes meanwhile is run un-graphed."""
+    """One call at a time goes through the trees of a manager; one that comes meanwhile is run un-graphed."""
 
     def setUp(self):
         super().setUp()
-        self.manager, self.id = Manager.__new__(Manager), FunctionID(0)
+        self.id = FunctionID(0)
         self.model = FunctionModel(double, Settings.current(), FunctionLog("f", "0/0", "inference", 1, {}))
-        self.manager.turn, self.manager._turn_of = new_turn(), None
-        self.manager.ids_to_funcs = {self.id: SimpleNamespace(model=self.model)}
-        self.manager.graph = object()
-        upstream = mock.patch.object(
-            Upstream, "run", autospec=True, side_effect=lambda *given: self.run_by_upstream(*given)
-        )
-        self.upstream = upstream.start()
-        self.addCleanup(upstream.stop)
+        self.manager = bare_manager(ids_to_funcs={self.id: SimpleNamespace(model=self.model)})
+        run = mock.patch.object(Upstream, "run", autospec=True, side_effect=lambda *given: self.run_by_upstream(*given))
+        self.upstream = self.enterContext(run)
 
     def run_by_upstream(self, manager, inputs, function_id):
         self.assertTrue(manager.turn.locked())
@@ -445,7 +428,7 @@ class TestTurns(TestCase):
     def runs(self):
         return self.model.log.runs, self.upstream.call_count
 
-    def test_a_call_inside_of_another_one(self):
+    def test_a_call_inside_another_is_ungraphed(self):
         """From a hook, a finalizer, or an operator of the program's own."""
 
         def interrupted(manager, inputs, function_id):
@@ -458,7 +441,7 @@ class TestTurns(TestCase):
         self.assertEqual(self.runs(), (1, 1))
         self.assertIn("another call", self.model.log.ungraphed_reason)
 
-    def test_a_call_of_another_thread(self):
+    def test_a_call_of_another_thread_is_ungraphed_meanwhile(self):
         for replays in (False, True):
             self.assertTrue(self.manager.turn.acquire(blocking=False))
             with ThreadPoolExecutor(1) as pool:
@@ -471,7 +454,7 @@ class TestTurns(TestCase):
         self.assertEqual(self.runs(), (1, 0))
         self.assertEqual(self.manager.run([], self.id), ["graphed"])
 
-    def test_upstream_begins_again_at_a_root(self):
+    def test_upstream_may_begin_again_at_a_root(self):
         def twice(manager, inputs, function_id):
             return manager.run(inputs, function_id) if self.upstream.call_count == 1 else ["graphed"]
 
@@ -518,23 +501,19 @@ class TestInputsThatMove(TestCase):
     def setUp(self):
         super().setUp()
         self.inputs = [torch.ones(2) for _ in range(4)] + [7]
-        self.manager, self.id = Manager.__new__(Manager), FunctionID(0)
+        self.id = FunctionID(0)
         model = FunctionModel(double, Settings.current(), FunctionLog("f", "0/0", "inference", 1, {}))
         wrapped = WrappedFunction(model, [0, 1, 2], self.id, (), [], [2])
-        self.manager.ids_to_funcs = {self.id: wrapped}
-        self.manager.current_node = None
         self.recorded = SimpleNamespace(
             static_input_idxs=[0, 1, 2, 4],
             static_input_data_ptrs=[t.data_ptr() if isinstance(t, torch.Tensor) else None for t in self.inputs],
             cudagraph_managed_idxs=[],
             preserved_aliased_inputs=[False] * 5,
         )
-        self.manager.roots = {self.id: [self.recorded]}
+        self.manager = bare_manager(ids_to_funcs={self.id: wrapped}, roots={self.id: [self.recorded]})
         self.in_place = True
-        for name, found in (("_uses_addresses", lambda *_: True), ("_is_written_in_place", lambda *_: self.in_place)):
-            patch = mock.patch.object(Manager, name, found)
-            patch.start()
-            self.addCleanup(patch.stop)
+        self.enterContext(mock.patch.object(Manager, "_uses_addresses", lambda *_: True))
+        self.enterContext(mock.patch.object(Manager, "_is_written_in_place", lambda *_: self.in_place))
 
     def static(self, *moved):
         """Which inputs are static once these lie elsewhere."""
@@ -542,33 +521,27 @@ class TestInputsThatMove(TestCase):
         self.manager._demote_moved_inputs(inputs, self.id)
         return list(self.manager.ids_to_funcs[self.id].static_input_idxs)
 
-    def test_none(self):
+    def test_a_static_input_that_moved_is_live_from_then_on(self):
         before = self.manager.ids_to_funcs[self.id]
-        self.assertEqual(self.static(), [0, 1, 2])
+        for moved in ((), (3,)):  # the latter is live already
+            self.assertEqual(self.static(*moved), [0, 1, 2])
         self.assertIs(self.manager.ids_to_funcs[self.id], before)
-        self.assertEqual(self.static(3), [0, 1, 2])  # that one is live
+        for moved, static in (((1,), [0, 2]), ((1,), [0, 2]), ((0, 1), [2])):
+            self.assertEqual(self.static(*moved), static)
 
-    def test_one_after_another(self):
-        self.assertEqual(self.static(1), [0, 2])
-        self.assertEqual(self.static(1), [0, 2])
-        self.assertEqual(self.static(0, 1), [2])
-
-    def test_one_that_is_written_to(self):
-        self.assertEqual(self.static(1, 2), [0])
-
-    def test_one_that_could_not_be_written_to_elsewhere(self):
+    def test_one_that_is_written_to_is_live_only_if_it_can_be_written_in_place(self):
         self.in_place = False
         self.assertEqual(self.static(1, 2), [0, 2])
+        self.in_place = True
+        self.assertEqual(self.static(1, 2), [0])
 
-    def test_where_there_is_no_recording_yet(self):
-        self.manager.roots = {}
-        self.assertEqual(self.static(0, 1, 2), [0, 1, 2])
-        self.manager.roots, self.manager.current_node = {self.id: [self.recorded]}, SimpleNamespace(children={})
-        self.assertEqual(self.static(0, 1, 2), [0, 1, 2])  # behind that one
-
-    def test_without_addresses(self):
+    def test_all_stay_static_without_a_recording_there_or_without_addresses(self):
         with mock.patch.object(Manager, "_uses_addresses", lambda *_: False):
             self.assertEqual(self.static(0, 1, 2), [0, 1, 2])
+        self.manager.current_node = SimpleNamespace(children={})  # only its successors count
+        self.assertEqual(self.static(0, 1, 2), [0, 1, 2])
+        self.manager.roots, self.manager.current_node = {}, None
+        self.assertEqual(self.static(0, 1, 2), [0, 1, 2])
 
 
 class TestWhyRecorded(TestCase):
@@ -581,42 +554,32 @@ class TestWhyRecorded(TestCase):
         self.function = SimpleNamespace(model=double, placeholders=placeholders)
         self.manager = SimpleNamespace(roots={}, current_node=None, ids_to_funcs={self.id: self.function})
 
-    def node(self, **fields):
-        pointers = (
-            [t.data_ptr() if i < 2 else None for i, t in enumerate(self.inputs)]
-            if fields.get("same")
-            else [1, 2, None, None]
-        )
+    def node(self, moved=True, managed=()):
+        lies_at = [1, 2] if moved else [t.data_ptr() for t in self.inputs[:2]]
         return SimpleNamespace(
             id=SimpleNamespace(id=7),
             children={},
             wrapped_function=self.function,
-            cudagraph_managed_idxs=fields.get("managed", []),
+            cudagraph_managed_idxs=managed,
             static_input_idxs=[0, 1],
-            static_input_data_ptrs=pointers,
+            static_input_data_ptrs=[*lies_at, None, None],
         )
 
-    def why(self):
-        return why_recorded(self.manager, self.inputs, self.id, self.log)
-
-    def test_first(self):
-        self.assertEqual(self.why(), "first call")
-        self.log.recordings.append(object())
-        self.assertEqual(self.why(), "first call with these sizes")
-        self.manager.current_node = self.node()
-        self.assertEqual(self.why(), "first call after recording 7")
-
-    def test_moved(self):
-        self.manager.roots = {self.id: [self.node(same=True), self.node()]}
-        self.assertEqual(self.why(), "static input arg0_1, arg1_1 moved")
-        self.manager.roots = {self.id: [self.node(managed=[0, 1])]}
-        self.assertEqual(self.why(), "managed input arg0_1, arg1_1 moved")
-
-    def test_liveness(self):
-        self.manager.current_node = self.node()
-        self.manager.current_node.children = {self.id: [self.node(same=True)]}
-        self.assertEqual(self.why(), "other outputs are alive than when it was recorded")
-        self.assertEqual(len(self.inputs), 4)  # asked without changing what it was asked about
+    def test_the_reason_names_what_differs_from_what_is_recorded(self):
+        above = self.node()
+        above.children = {self.id: [self.node(moved=False)]}
+        for recordings, current, roots, reason in (
+            ([], None, [], "first call"),
+            ([object()], None, [], "first call with these sizes"),
+            ([object()], self.node(), [], "first call after recording 7"),
+            ([], None, [self.node(moved=False), self.node()], "static input arg0_1, arg1_1 moved"),
+            ([], None, [self.node(managed=[0, 1])], "managed input arg0_1, arg1_1 moved"),
+            ([], above, [], "other outputs are alive than when it was recorded"),
+        ):
+            self.log.recordings, self.manager.current_node = recordings, current
+            self.manager.roots = {self.id: roots} if roots else {}
+            self.assertEqual(why_recorded(self.manager, self.inputs, self.id, self.log), reason)
+            self.assertEqual(len(self.inputs), 4)  # asked without changing what it was asked about
 
 
 class TestOutputs(TestCase):
@@ -755,7 +718,7 @@ class TestWhoHoldsOutputs(TestCase):
                 del loss
                 self.assertTrue(nodes[-1].all_outputs_are_dead())
 
-    def test_also_in_inference_mode(self):
+    def test_a_backward_nobody_needs_is_released_in_inference_mode_too(self):
         x, (node,) = self.forward(1, (1,))
         del x
         with torch.inference_mode():
@@ -816,7 +779,7 @@ class TestWhoHoldsOutputs(TestCase):
             self.assertIs(way.first_accepting(given_[1:]), recordings[1])
         self.assertEqual(held, [])
 
-    def test_managers_are_apart(self):
+    def test_outputs_of_another_manager_are_not_released(self):
         """Another one's thread may be about to give its outputs."""
         x, (node,) = self.forward(1, (1,))
         del x
@@ -835,187 +798,6 @@ class TestWhoHoldsOutputs(TestCase):
         self.assertFalse(reference.expired())  # as upstream has it: nobody can tell
 
 
-class TestForgotten(TestCase):
-    """Recordings of functions that are no longer graphed."""
-
-    def setUp(self):
-        super().setUp()
-        self.manager = manager = Manager.__new__(Manager)
-        self.model = object()
-        manager._ways, manager._forgotten, manager._anew, manager._left = {}, [], {}, None
-        manager.ids_to_funcs = {
-            number: SimpleNamespace(model=model, mutated_input_idxs=())
-            for number, model in ((1, self.model), (2, None))
-        }
-        manager.warmed_up_functions, manager.path_state = {1, 2}, cudagraph_trees.ExecutionState.EXECUTION
-        manager.graph = "its own"
-        self.enterContext(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
-        own = {"outputs_weakrefs": [], "older_outputs": [], "unaliased_in_all_paths": []}
-        manager._is_unknown = False
-        self.below = mock.Mock(children={}, graph="captured", **own)
-        self.first = mock.Mock(children={1: [self.below]}, graph="captured", **own)
-        manager.roots, manager.current_node = {2: [self.first]}, self.first
-        self.enterContext(mock.patch.object(Manager, "_why_not_staged", lambda *_: None))
-
-    def run_upstream(self, inputs, function_id):
-        """A root is found, and nothing has a fast path."""
-        self.manager.current_node, self.manager.path_state = self.first, cudagraph_trees.ExecutionState.EXECUTION
-        return inputs
-
-    def test_given_back_where_a_step_begins(self):
-        """Also where no step has a fast path, so that each begins behind the last one's recording."""
-        ends = mock.Mock(return_value=False)  # somebody holds an output
-
-        def try_end(manager):
-            if ends():
-                manager.current_node = None
-
-        with (
-            mock.patch.object(Upstream, "try_end_curr_execution", try_end),
-            mock.patch.object(Upstream, "_run", self.run_upstream),
-            mock.patch("pygraph_trees.trees.manager.release_retired") as released,
-        ):
-            self.manager.forget(self.model)
-            self.manager._run([], 2)
-            self.assertEqual((self.first.children[1], released.call_count), ([self.below], 0))
-            ends.return_value = True
-            self.manager._run([], 2)
-        self.assertEqual((self.first.children, self.below.graph, released.call_count), ({}, None, 1))
-        self.below.remove_node_cached_tensors.assert_called_once_with()
-        self.assertEqual((self.first.graph, self.manager._forgotten), ("captured", []))
-
-    def test_recorded_anew_while_a_call_is_under_way(self):
-        """What is replayed goes on; the function's recordings are given back where the next step begins, and it says
-        once why it is recorded again."""
-        self.manager._ways, self.manager._anew = {2: "a way"}, {}
-        self.manager.record_anew(2, "of the test")
-        self.assertEqual((self.manager._ways, self.manager.current_node), ({}, self.first))
-        self.assertEqual((self.first.graph, self.manager.roots), ("captured", {2: [self.first]}))
-
-        def try_end(manager):
-            manager.current_node = None
-
-        recorded, log = [], mock.Mock(recordings=[object()])
-        self.manager.cuda_graphs_thread_pool, self.manager.device_index = (0, 1), 0
-        with (
-            mock.patch.object(Upstream, "try_end_curr_execution", try_end),
-            mock.patch.object(Manager, "_graphs", lambda *_: True),
-            mock.patch("pygraph_trees.trees.manager.release_retired"),
-        ):
-            self.assertIsNone(self.manager._find_way(2, True))
-        self.assertEqual((self.manager.roots, self.first.graph, self.below.graph), ({}, None, None))
-        self.assertIsNone(self.manager.current_node)
-
-        def record(manager, inputs, function_id):
-            manager.current_node = mock.Mock(live=None)
-            recorded.append(function_id)
-
-        with (
-            mock.patch.object(Manager, "_log_of", lambda *_: log),
-            mock.patch.object(Manager, "_would_lose_writes", lambda *_: False),
-            mock.patch.object(Manager, "_demote_saved_inputs", lambda *_: None),
-            mock.patch.object(Manager, "_demote_moved_inputs", lambda *_: None),
-            mock.patch.object(Manager, "_verification", lambda *_: None),
-            mock.patch.object(Manager, "_pool", mock.Mock(nbytes=lambda: 0)),
-            mock.patch.object(Upstream, "record_function", record),
-        ):
-            for reason in ("of the test", "first call with these sizes"):
-                self.manager.current_node = None
-                self.manager.record_function([], 2)
-                self.assertEqual(self.manager.current_node.log.reason, reason)
-        self.assertEqual(recorded, [2, 2])
-
-    def test_no_way_leads_to_what_is_given_back(self):
-        """Ways that were found while it could not be given back yet, also where none is open."""
-        calls = mock.Mock(return_value=[])
-        for is_open in (True, False):
-            with self.subTest(is_open=is_open):
-                self.first.children, self.manager.roots = {1: [self.below]}, {2: [self.first]}
-                self.manager._ways, self.manager._forgotten = {1: "to what is given back", 2: "another"}, [1]
-                self.manager.current_node = self.first if is_open else None
-
-                def try_end(manager):
-                    manager.current_node = None
-
-                with (
-                    mock.patch.object(Upstream, "try_end_curr_execution", try_end),
-                    mock.patch.object(Manager, "_graphs", lambda *_: True),
-                    mock.patch("pygraph_trees.trees.manager.release_retired", calls),
-                ):
-                    self.manager._find_way(2, False)
-                self.assertEqual((self.manager._forgotten, self.first.children), ([], {}))
-                self.assertNotIn(1, self.manager._ways)
-
-    def test_samples_of_a_recording_may_have_its_function_recorded_again(self):
-        sampler = SimpleNamespace(ready=None)
-        self.manager._anew = {}
-        for live in (None, SimpleNamespace(sampler=None), SimpleNamespace(sampler=sampler)):
-            self.manager._let_sampler_rerecord(SimpleNamespace(live=live), 2)
-        sampler.ready("of the test")
-        self.assertEqual((self.manager._forgotten, self.manager._anew), ([2], {2: "of the test"}))
-        gone = weakref.ref(self.manager)
-        del self.manager
-        self.assertIsNone(gone())
-        sampler.ready("of the test")  # the manager is gone
-
-
-class TestShutdown(TestCase):
-    """What recordings had is given back where all trees are reset, whoever held them."""
-
-    def graph(self):
-        class Graph: ...
-
-        return Graph()
-
-    def nodes(self):
-        """A root with a child, each with a graph that its part in C++ holds as well."""
-        below = mock.Mock(children={}, graph=self.graph())
-        first = mock.Mock(children={1: [below]}, graph=self.graph())
-        for node in (first, below):
-            node.native = SimpleNamespace(graph=node.graph)
-        return first, below
-
-    def shut_down(self, nodes):
-        manager = Manager.__new__(Manager)
-        manager._ways, manager._forgotten, manager._left = {}, [], None
-        manager.roots, manager.current_node, manager.graph = {2: [nodes[0]]}, nodes[0], "its own"
-        manager.shutdown()
-        return manager
-
-    def test_graphs_go_before_their_memory_is_given_back(self):
-        nodes, released = self.nodes(), []
-        gone = [weakref.ref(node.graph) for node in nodes]
-        with mock.patch.object(trees_manager, "release_retired", lambda: released.append([graph() for graph in gone])):
-            manager = self.shut_down(nodes)
-        self.assertEqual((released, manager.roots), ([[None, None]], None))
-
-    def test_all_devices(self):
-        closed = []
-        memories = [SimpleNamespace(close=lambda device=device: closed.append(device)) for device in (0, 1, 0)]
-        waits = mock.Mock()
-        with (
-            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
-            mock.patch.object(torch.cuda, "synchronize", waits),
-        ):
-            for device, memory in zip((0, 1, 0), memories, strict=True):
-                retired.retire(mock.Mock(), device, memory)
-            self.assertEqual((closed, waits.call_count), ([], 0))
-            self.shut_down(self.nodes())
-        self.assertEqual((sorted(closed), sorted(call.args[0] for call in waits.call_args_list)), ([0, 0, 1], [0, 1]))
-
-    def test_a_reset_after_the_managers_are_gone(self):
-        closed = []
-        with (
-            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
-            mock.patch.object(torch.cuda, "synchronize"),
-        ):
-            retired.retire(mock.Mock(), 0, SimpleNamespace(close=lambda: closed.append(1)))
-            order = []
-            reset = entry_points.reset_cudagraph_trees(lambda: order.append(list(closed)))
-            reset()
-        self.assertEqual((order, closed), ([[]], [1]))
-
-
 class TestFastPath(TestCase):
     """Which calls go past upstream, on upstream's own rules for the end of a path."""
 
@@ -1023,35 +805,16 @@ class TestFastPath(TestCase):
 
     def setUp(self):
         super().setUp()
-        marked = mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", 0)  # nobody marks steps
-        marked.start()
-        self.addCleanup(marked.stop)
+        self.enterContext(mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", 0))  # nobody marks steps
         self.replayed = []
         self.recording = self.node(accepts=lambda inputs: inputs != ["elsewhere"], replay=self.replay)
         self.recording.wrapped_function = SimpleNamespace(mutated_input_idxs=(), model=None)
-        self.manager = Manager.__new__(Manager)
-        state = {
-            "graph": object(),
-            "current_node": None,
-            "path_state": cudagraph_trees.ExecutionState.NONE,
-            "current_gen": -1,
-            "running_forwards_with_pending_backwards": False,
-            "id_to_mode": {self.FUNCTION: cudagraph_trees.CompilationMode.INFERENCE},
-            "id_to_compile_id": {self.FUNCTION: "3/1"},
-            "roots": {self.FUNCTION: [self.recording]},
-            "warmed_up_functions": {self.FUNCTION},
-            "num_rerecord": {},
-            "ids_to_funcs": {self.FUNCTION: self.recording.wrapped_function},
-            "has_live_user_visible_output_cloning": False,
-            "_ways": {},
-            "_forgotten": [],
-            "turn": new_turn(),
-            "_turn_of": None,
-        }
-        for name, value in state.items():
-            setattr(self.manager, name, value)
-        name = "skip_cudagraph" if has_skip_table() else HINT
-        vars(self.manager)[name] = self.skipped = collections.defaultdict(dict)
+        self.manager = bare_manager(
+            roots={self.FUNCTION: [self.recording]},
+            warmed_up_functions={self.FUNCTION},
+            ids_to_funcs={self.FUNCTION: self.recording.wrapped_function},
+        )
+        self.skipped = getattr(self.manager, SKIPPED)
 
     def node(self, **attributes):
         node = Recording.__new__(Recording)
@@ -1083,49 +846,27 @@ class TestFastPath(TestCase):
             self.assertEqual(self.manager.compile_id, "3/1")
         return outputs
 
-    def test_where_no_path_is_open(self):
-        self.assertEqual(self.call("x"), [1])
-        self.assertEqual(self.replayed, [["x"]])
-
-    def test_at_a_new_step(self):
-        self.behind(self.node(), new_step=True)
-        self.assertEqual(self.call("x"), [1])
-
-    def test_where_an_output_is_alive_in_this_step(self):
-        node = self.node()
-        self.behind(node, new_step=False)
-        self.assertIsNone(self.call("x"))
-        self.assertIs(self.manager.current_node, node)
-
-    def test_where_all_outputs_are_dead(self):
-        self.behind(self.node(all_outputs_are_dead=lambda: True), new_step=False)
-        self.assertEqual(self.call("x"), [1])
-
-    def test_where_the_path_goes_on(self):
-        node = self.node(children={self.FUNCTION: [object()]})
-        self.behind(node, new_step=True)
-        self.assertIsNone(self.call("x"))
-        self.assertIs(self.manager.current_node, node)
+    def test_a_root_is_replayed_if_the_open_path_may_end(self):
+        """It may at a new step, or if all outputs are dead; not if the path goes on with this function."""
+        self.assertEqual((self.call("x"), self.replayed), ([1], [["x"]]))  # no path is open
+        for attributes, new_step, replays in (
+            ({}, True, True),
+            ({}, False, False),
+            ({"all_outputs_are_dead": lambda: True}, False, True),
+            ({"children": {self.FUNCTION: [object()]}}, True, False),
+        ):
+            with self.subTest(attributes=list(attributes), new_step=new_step):
+                node = self.node(**attributes)
+                self.behind(node, new_step=new_step)
+                self.assertEqual(self.call("x") is not None, replays)
+                self.assertIs(self.manager.current_node, self.recording if replays else node)
 
     def child(self, **attributes):
         child = self.node(accepts=lambda inputs: inputs != ["elsewhere"], replay=self.replay, **attributes)
         child.wrapped_function = SimpleNamespace(mutated_input_idxs=())
         return child
 
-    def test_where_the_path_goes_on_with_it(self):
-        for new_step in (False, True):
-            with self.subTest(new_step=new_step):
-                self.replayed.clear()
-                child = self.child()
-                node = self.node(children={self.FUNCTION: [child]})
-                self.behind(node, new_step=new_step)
-                self.assertIsNone(self.manager.replay_fast(["elsewhere"], self.FUNCTION))
-                self.assertIs(self.manager.current_node, node)
-                self.assertEqual(self.manager.replay_fast(["x"], self.FUNCTION), [1])
-                self.assertIs(self.manager.current_node, child)
-                self.assertEqual(self.manager.current_gen, self.manager.get_curr_generation())
-
-    def test_the_first_one_that_fits(self):
+    def test_the_first_recording_that_fits_is_replayed(self):
         first, second = self.child(), self.child()
         vars(first)["accepts"] = lambda inputs: inputs == ["x"]
         for others, inputs, expected in (
@@ -1142,63 +883,6 @@ class TestFastPath(TestCase):
             self.assertEqual(outputs is not None, expected is not None)
             if expected is not None:
                 self.assertIs(self.manager.current_node, expected)
-
-    def test_one_of_fifty(self):
-        """Those whose static inputs lie elsewhere are not asked one by one."""
-        tensors = [torch.zeros(1) for _ in range(50)]
-        asked, children = [], []
-        for number, tensor in enumerate(tensors):
-            child = self.child(whereabouts=Whereabouts([0], [tensor.data_ptr()]))
-            vars(child)["accepts"] = lambda inputs, number=number: asked.append(number) or True
-            children.append(child)
-        with mock.patch.object(torch._C, "_tensors_data_ptrs_at_indices_equal", in_python, create=True):
-            self.behind(self.node(children={self.FUNCTION: children}), new_step=False)
-            self.assertEqual(self.manager.replay_fast([tensors[43]], self.FUNCTION), [1])
-        self.assertIs(self.manager.current_node, children[43])
-        self.assertEqual(asked, [43])
-
-    def test_the_same_way_once_more(self):
-        """Upstream's search is done once, until it is asked for something else."""
-        steps = mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", -1)
-        with steps, mock.patch.object(Manager, "_find_way", autospec=True, side_effect=Manager._find_way) as found:
-            self.behind(self.recording, new_step=False)
-            for step in range(2, 6):
-                cudagraph_trees.MarkStepBox.mark_step_counter = -step
-                self.assertIsNotNone(self.call("x"))
-            self.assertEqual(found.call_count, 1)
-            self.assertIsNone(self.call("x"))  # in the same step the last output may be alive
-            self.assertEqual(found.call_count, 2)
-            with mock.patch.object(Upstream, "_run", lambda manager, inputs, function_id: ["upstream's"]):
-                self.assertEqual(self.manager._run(["x"], self.FUNCTION), ["upstream's"])
-            cudagraph_trees.MarkStepBox.mark_step_counter = -7
-            self.assertIsNotNone(self.call("x"))
-            self.assertEqual(found.call_count, 3)
-            self.manager.graph = None
-            self.assertIsNone(self.call("x"))
-
-    def test_two_functions_in_turn(self):
-        """Each begins a step; or the second one is the first one's child, and then nothing is asked of the step."""
-        other, child = self.FUNCTION + 1, self.child()
-        for table in ("id_to_mode", "id_to_compile_id", "ids_to_funcs"):
-            getattr(self.manager, table)[other] = getattr(self.manager, table)[self.FUNCTION]
-        self.manager.warmed_up_functions.add(other)
-        marks = mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", -1)
-        with marks, mock.patch.object(Manager, "_find_way", autospec=True, side_effect=Manager._find_way) as found:
-            self.recording.children = {other: [child]}
-            self.behind(child, new_step=False)
-            for step in range(2, 6):
-                cudagraph_trees.MarkStepBox.mark_step_counter = -step
-                self.assertIsNotNone(self.call("x"))
-                self.assertIsNotNone(self.manager.replay_fast(["x"], other))
-                self.assertIs(self.manager.current_node, child)
-            self.assertEqual(found.call_count, 2)
-
-    def test_nothing_is_kept_behind_the_end(self):
-        self.assertEqual(self.call("x"), [1])
-        self.assertEqual(len(self.manager._ways), 1)
-        with mock.patch.object(Upstream, "shutdown", lambda manager: None):
-            self.manager.shutdown()
-        self.assertEqual(len(self.manager._ways), 0)
 
     def test_a_path_whose_outputs_are_cloned_ends_with_its_step(self):
         may_clone = mock.patch.object(fast_path, "MAY_CLONE", True)
@@ -1221,7 +905,7 @@ class TestFastPath(TestCase):
                 self.assertIsNotNone(self.call("x"))
             self.assertEqual(len(ended), 3)
 
-    def test_what_upstream_does_not_graph_there(self):
+    def test_a_place_where_upstream_does_not_graph_has_no_fast_path(self):
         """Since it was recorded again too often, or as it says of an input; also where nothing is written to."""
         for where in ("behind the node", "at the begin of a step"):
             node = self.node()
@@ -1236,26 +920,21 @@ class TestFastPath(TestCase):
         self.behind(self.node(), new_step=True)
         self.assertIsNone(self.call("x"))
 
-    def test_what_is_to_be_warmed_up_again(self):
-        self.manager.warmed_up_functions.clear()
-        self.assertIsNone(self.call("x"))
-
-    def test_while_others_warm_up_or_record(self):
-        for state in ("WARMUP", "RECORDING"):
-            self.behind(self.node(), new_step=True)
-            self.manager.path_state = cudagraph_trees.ExecutionState[state]
-            self.assertIsNone(self.call("x"))
-
-    def test_inputs_that_do_not_fit(self):
+    def test_calls_that_are_left_to_upstream(self):
         inputs = ["elsewhere"]
         self.assertIsNone(self.manager.replay_fast(inputs, self.FUNCTION))
         self.assertEqual((inputs, self.replayed), (["elsewhere"], []))
-
-    def test_what_was_not_replayed_last(self):
-        self.assertIsNone(self.manager.replay_fast(["x"], self.FUNCTION + 1))
-
-    def test_after_shutdown(self):
-        self.manager.graph = None
+        self.assertIsNone(self.manager.replay_fast(["x"], self.FUNCTION + 1))  # it was never recorded
+        for state in ("WARMUP", "RECORDING"):  # of others
+            self.behind(self.node(), new_step=True)
+            self.manager.path_state = cudagraph_trees.ExecutionState[state]
+            self.assertIsNone(self.call("x"))
+        self.behind(self.node(), new_step=True)
+        self.manager.warmed_up_functions.clear()  # it is to be warmed up again
+        self.assertIsNone(self.call("x"))
+        self.manager.warmed_up_functions.add(self.FUNCTION)
+        self.assertIsNotNone(self.call("x"))
+        self.manager.graph = None  # it is shut down
         self.assertIsNone(self.call("x"))
 
     def test_functions_that_write_ask_first_whether_they_may(self):
@@ -1291,7 +970,7 @@ class TestFastPath(TestCase):
             self.behind(self.node(), new_step=True)
             self.assertIsNotNone(self.call("x"))
 
-    def test_it_begins_with_a_replay_of_a_steady_recording(self):
+    def test_a_function_has_a_fast_path_after_a_replay_of_a_recording_that_has_one(self):
         for fast in (False, True):
             model = FunctionModel.of(double, is_backward=False, is_inference=True)
             model.settings = dataclasses.replace(model.settings, indirection="auto")
@@ -1301,7 +980,7 @@ class TestFastPath(TestCase):
             self.assertEqual(self.manager.execute_node(node, ["x"]), [0])
             self.assertEqual(model.manager() is self.manager, fast)
 
-    def test_what_upstream_makes_a_manager_of(self):
+    def test_a_manager_takes_the_arguments_of_upstream_s(self):
         given = []
 
         def init(manager, *args, **kwargs):
@@ -1381,7 +1060,7 @@ class TestFastPath(TestCase):
             self.assertEqual(set(model.refused), wanted or set())
         self.assertEqual(left, [("sizes", "of the test")] * 3)
 
-    def test_no_copy_is_written_to(self):
+    def test_a_recording_that_would_write_to_a_copy_is_refused(self):
         """Whoever decided that the function may be recorded."""
         node = Recording.__new__(Recording)
         node.log = RecordingLog(number=3)
@@ -1453,7 +1132,7 @@ class TestFastPath(TestCase):
                     self.assertIs(self.manager.current_node, self.recording)
                     self.assertEqual(model.log.ungraphed_reason, CAPTURED)
 
-    def test_a_function_is_added_where_its_first_call_works(self):
+    def test_a_function_is_added_only_if_its_first_call_works(self):
         def add_function(manager, model, inputs):
             if inputs.pop() == "fails":
                 raise MemoryError
@@ -1538,19 +1217,20 @@ class TestTakes(TestCase):
         vars(node).update(own | attributes)
         return node
 
-    def test_addresses(self):
-        self.assertTrue(self.recording().accepts(["there"]))
-        self.assertFalse(self.recording().accepts(["elsewhere"]))
+    def test_inputs_fit_by_address_and_by_what_is_dead(self):
         refuses = SimpleNamespace(prepare=lambda inputs, seen: "less aligned", is_copied=False)
-        self.assertFalse(self.recording(_live=refuses).accepts(["there"]))
+        for attributes, where, fits in (
+            ({}, "there", True),
+            ({}, "elsewhere", False),
+            ({"_live": refuses}, "there", False),
+            ({"_are_dead_before": lambda: True}, "there", True),
+            ({"_are_dead_before": lambda: False, "_drop_managed": released([1])}, "there", False),
+        ):
+            inputs = [where, "managed"]
+            self.assertEqual(self.recording(**attributes).accepts(inputs), fits)
+            self.assertEqual(inputs, [where, "managed"])
 
-    def test_what_is_to_be_dead_before(self):
-        self.assertTrue(self.recording(_are_dead_before=lambda: True).accepts(["there"]))
-        inputs = ["there", "managed"]
-        self.assertFalse(self.recording(_are_dead_before=lambda: False, _drop_managed=released([1])).accepts(inputs))
-        self.assertEqual(inputs, ["there", "managed"])
-
-    def test_what_dies_with_the_inputs(self):
+    def test_an_input_that_is_still_held_after_it_died_is_an_error(self):
         inputs = ["there", "managed", "kept"]
         recording = self.recording(_drop_managed=released([1]), _are_dead_after=lambda: inputs[1] is None)
         self.assertTrue(recording.accepts(inputs))
@@ -1558,8 +1238,8 @@ class TestTakes(TestCase):
         with self.assertRaisesRegex(RuntimeError, "step 0/0: an input that died .* is still held"):
             self.recording(_are_dead_after=lambda: False).accepts(["there"])
 
-    def test_what_dies_is_asked_by_the_replay(self):
-        """Since torch 2.15, as upstream does; and where copies are made, behind them by upstream itself."""
+    def test_since_2_15_the_replay_asks_what_died(self):
+        """As upstream does; if copies are made, upstream itself asks after them."""
         dropped = []
         live = SimpleNamespace(prepare=lambda inputs, seen: None, is_copied=False, drop=lambda: dropped.append(1))
         recording = self.recording(_live=live, _are_dead_after=lambda: False, run=lambda inputs: ["upstream's way"])

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from functorch.compile import make_boxed_func
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext, tracing
@@ -40,10 +40,10 @@ from pygraph_trees.selection.profiles import Profile
 from pygraph_trees.selection.shift import ShiftRules
 from pygraph_trees.selection.trial import Contestant, Trial
 from pygraph_trees.settings import InvalidFlag, Settings
-from pygraph_trees.trees import choice, pools
+from pygraph_trees.trees import choice
 from pygraph_trees.trees import function as function_module
 from pygraph_trees.trees.function import FunctionModel, entered
-from pygraph_trees.trees.manager import Manager, Upstream
+from pygraph_trees.trees.manager import Manager
 
 RULES = Rules()
 
@@ -130,12 +130,22 @@ class Function:
         return self.contestant([*map(float, inputs), *sizes])
 
 
+def no_memory():
+    """Of earlier decisions."""
+    return mock.Mock(find=mock.Mock(return_value=None))
+
+
 class TrialTestCase(TestCase):
     def setUp(self):
         self.world = World()
         patcher = mock.patch.object(trials.time, "perf_counter_ns", lambda: self.world.now_ns)
         patcher.start()
         self.addCleanup(patcher.stop)
+
+    def one(self, memory=None, **function):
+        """A trial, and its only function."""
+        trial = Trial(Objective.LATENCY, memory=memory)
+        return trial, Function(self.world, trial, **function)
 
     def steps(self, count, *functions, wait=True):
         for number in range(count):
@@ -146,9 +156,8 @@ class TrialTestCase(TestCase):
 
 
 class TestTrial(TrialTestCase):
-    def test_graphs_that_pay(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
+    def test_graphs_that_pay_are_kept(self):
+        trial, function = self.one()
         self.steps(30, function)
         ways = "".join(function.calls)
         self.assertEqual(ways, "u" * 7 + "g" * 23)
@@ -159,13 +168,15 @@ class TestTrial(TrialTestCase):
         self.assertEqual(function.log.decision, "graphed: 50 us a call against 110 us (4 kernels)")
         self.assertEqual(function.log.record().ungraphed_calls, 0)
 
-    def test_graphs_that_do_not(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial, ungraphed=(20.0, 40.0), graphed=(90.0, 40.0), kernels=1)
-        self.steps(30, function)
-        self.assertEqual((function.went, trial.decision.way), ([Way.UNGRAPHED], Way.UNGRAPHED))
-        self.assertEqual("".join(function.calls)[-5:], "uuuuu")
-        self.assertRegex(function.log.decision, "^un-graphed: 60 us a call against 130 us")
+    def test_graphs_that_do_not_pay(self):
+        """A forward whose backward is not graphed waits for nobody."""
+        for mode in ("inference", "forward"):
+            trial = Trial(Objective.LATENCY)
+            function = Function(self.world, trial, ungraphed=(20.0, 40.0), graphed=(90.0, 40.0), kernels=1, mode=mode)
+            self.steps(30, function)
+            self.assertEqual((function.went, trial.decision.way), ([Way.UNGRAPHED], Way.UNGRAPHED))
+            self.assertEqual("".join(function.calls)[-5:], "uuuuu")
+            self.assertRegex(function.log.decision, "^un-graphed: 60 us a call against 130 us")
 
     def test_throughput_is_another_question(self):
         ways = {}
@@ -177,8 +188,7 @@ class TestTrial(TrialTestCase):
 
     def test_few_calls_are_measured(self):
         for noise in (0.0, 30.0):
-            trial = Trial(Objective.LATENCY)
-            function = Function(self.world, trial)
+            trial, function = self.one()
             contestant, times = function.contestant, dict(function.times)
             for number in range(80):
                 shift = noise * (number % 3)
@@ -190,14 +200,13 @@ class TestTrial(TrialTestCase):
 
     def test_nobody_waits_for_the_gpu(self):
         """Calls of a GPU that is behind go on the way they go, for so long."""
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
+        trial, function = self.one()
         self.world.behind = True
         self.steps(trials._MOST_STEPS + 2, function)
         self.assertEqual((trial.is_over, trial.decision, function.went), (True, None, [Way.GRAPHED]))
         self.assertIsNone(function.log.decision)
 
-    def test_what_the_gpu_is_done_with_later(self):
+    def test_calls_are_measured_after_the_gpu_is_done_with_them(self):
         trial = Trial(Objective.THROUGHPUT)
         function = Function(self.world, trial, ungraphed=(10.0, 100.0), graphed=(5.0, 90.0))
         self.steps(60, function, wait=False)
@@ -206,7 +215,7 @@ class TestTrial(TrialTestCase):
         self.assertEqual(trial.decision.way, Way.GRAPHED)
         self.assertEqual((trial.decision.compared.graphed_us, trial.decision.compared.ungraphed_us), (90.0, 90.0))
 
-    def test_functions_downstream_count(self):
+    def test_work_of_functions_downstream_counts(self):
         """What they would do more if this one were not graphed."""
         for handed, way in ((Handed(), Way.UNGRAPHED), (Handed(patched=40), Way.GRAPHED)):
             trial = Trial(Objective.LATENCY)
@@ -242,14 +251,7 @@ class TestTrial(TrialTestCase):
         self.assertTrue(trial.is_over)
         self.assertIsNotNone(trial.decision)
 
-    def test_a_forward_whose_backward_is_not_graphed(self):
-        """Nobody waits for it."""
-        trial = Trial(Objective.LATENCY)
-        forward = Function(self.world, trial, ungraphed=(20.0, 40.0), graphed=(90.0, 40.0), kernels=1, mode="forward")
-        self.steps(30, forward)
-        self.assertEqual((forward.went, trial.decision.way), ([Way.UNGRAPHED], Way.UNGRAPHED))
-
-    def test_many_backwards_of_a_forward(self):
+    def test_a_forward_with_many_backwards_ends_without_a_decision(self):
         trial = Trial(Objective.LATENCY)
         forward, backward = (Function(self.world, trial, mode=mode) for mode in ("forward", "backward"))
         forward(0)
@@ -261,7 +263,7 @@ class TestTrial(TrialTestCase):
         backward(0)
         self.assertEqual((trial.is_over, forward.went, backward.went), (True, [Way.GRAPHED], [Way.GRAPHED]))
 
-    def test_several_graphs_in_a_step(self):
+    def test_each_graph_of_a_step_is_decided(self):
         """Each has a trial of its own, and their backwards come in the reverse order."""
         pairs = []
         for _ in range(3):
@@ -273,19 +275,16 @@ class TestTrial(TrialTestCase):
                 self.assertEqual(function.went, [Way.GRAPHED])
                 self.assertIsNotNone(function.log.decision)
 
-    def test_memory_of_the_first_way_is_given_back(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
-        self.steps(7, function)
-        self.assertEqual(self.world.rooms_made, 0)
-        self.steps(30, function)
-        self.assertEqual(self.world.rooms_made, 1)
+    def test_memory_of_the_first_way_is_given_back_once(self):
+        function = Function(self.world, Trial(Objective.LATENCY))
+        for steps, rooms in ((7, 0), (30, 1)):
+            self.steps(steps, function)
+            self.assertEqual(self.world.rooms_made, rooms)
 
     def test_it_ends_once(self):
         """Another thread may call while it is decided."""
-        memory = mock.Mock(find=mock.Mock(return_value=None))
-        trial = Trial(Objective.LATENCY, memory=memory)
-        function = Function(self.world, trial)
+        memory = no_memory()
+        trial, function = self.one(memory)
 
         def meanwhile(*args):
             trial._end(Way.GRAPHED, None, None)
@@ -296,7 +295,7 @@ class TestTrial(TrialTestCase):
         self.assertEqual((function.went, function.log.decision), ([Way.GRAPHED], None))
         memory.store.assert_not_called()
 
-    def test_one_that_comes_late_follows(self):
+    def test_a_function_that_comes_late_follows_the_decision(self):
         trial = Trial(Objective.LATENCY)
         self.steps(30, Function(self.world, trial))
         late = Function(self.world, trial)
@@ -304,7 +303,7 @@ class TestTrial(TrialTestCase):
         self.steps(3, late)
         self.assertEqual(late.calls, ["g"] * 3)
 
-    def test_a_backward_that_never_comes(self):
+    def test_a_backward_that_never_comes_ends_the_trial_without_a_decision(self):
         trial = Trial(Objective.LATENCY)
         forward, backward = Function(self.world, trial), Function(self.world, trial)
         self.steps(1, forward, backward)
@@ -312,8 +311,7 @@ class TestTrial(TrialTestCase):
         self.assertEqual((trial.is_over, forward.went, backward.went), (True, [Way.GRAPHED], [Way.GRAPHED]))
 
     def test_what_is_recorded_again_is_not_measured(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
+        _, function = self.one()
         self.steps(11, function)
         before = function.contestant.made(Way.GRAPHED)
         original = function.graph
@@ -326,12 +324,11 @@ class TestTrial(TrialTestCase):
         self.steps(1, function)
         self.assertEqual(function.contestant.made(Way.GRAPHED), before)
 
-    def test_one_that_is_always_recorded_again(self):
+    def test_a_function_that_is_always_recorded_again_is_ungraphed_if_that_costs(self):
         ways = {}
         for record_us in (5e4, 101.0):
-            memory = mock.Mock(find=mock.Mock(return_value=None))
-            trial = Trial(Objective.LATENCY, memory=memory)
-            function = Function(self.world, trial)
+            memory = no_memory()
+            trial, function = self.one(memory)
 
             def again(inputs, function=function, record_us=record_us):
                 function.log.recordings.append(RecordingLog(number=1, kernels=4, other_nodes=0, replays=1))
@@ -356,14 +353,14 @@ class TestTrial(TrialTestCase):
 
     def test_only_like_is_compared_with_like(self):
         for first, second in ((100, 400), (400, 100)):
-            memory = mock.Mock(find=mock.Mock(return_value=None))
+            memory = no_memory()
             trial = Trial(Objective.LATENCY, memory=memory)
             self.sized([first] * 7 + [second] * 20 + [first, second] * 20, trial, 60.0, 30.0)
             found = trial.decision.compared
             self.assertEqual((found.ungraphed_us, found.graphed_us), (60.0 + first, 30.0 + first))
             memory.store.assert_called_once()
 
-    def test_sizes_that_do_not_come_again(self):
+    def test_sizes_that_do_not_come_again_are_graphed_undecided(self):
         trial = Trial(Objective.LATENCY)
         function = self.sized([100] * 7 + [400] * trials._MOST_STEPS, trial, 30.0, 60.0)
         self.assertFalse(trial.is_over)
@@ -372,7 +369,7 @@ class TestTrial(TrialTestCase):
 
     def test_what_was_measured_of_other_sizes_is_not_kept(self):
         """The memory was asked for those of the first call."""
-        memory = mock.Mock(find=mock.Mock(return_value=None))
+        memory = no_memory()
         trial = Trial(Objective.LATENCY, memory=memory)
         self.sized([100] + [400] * 30, trial, 60.0, 30.0)
         self.assertEqual(trial.decision.way, Way.GRAPHED)
@@ -385,9 +382,8 @@ class TestTrial(TrialTestCase):
             (mock.patch.dict("os.environ", CUDA_LAUNCH_BLOCKING="1"), 0),
             (mock.patch.dict("os.environ", CUDA_LAUNCH_BLOCKING="0"), 1),
         ):
-            memory = mock.Mock(find=mock.Mock(return_value=None))
-            trial = Trial(Objective.LATENCY, memory=memory)
-            function = Function(self.world, trial)
+            memory = no_memory()
+            trial, function = self.one(memory)
             self.steps(5, function)
             with disturbed:
                 self.steps(1, function)
@@ -395,8 +391,7 @@ class TestTrial(TrialTestCase):
             self.assertEqual((trial.decision.way, memory.store.call_count), (Way.GRAPHED, stored))
 
     def test_another_thread_ends_it(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
+        _, function = self.one()
         self.steps(2, function)
         thread = threading.Thread(target=lambda: function(5))
         thread.start()
@@ -434,8 +429,7 @@ class TestTrial(TrialTestCase):
     def test_another_thread_ends_it_anywhere(self):
         for steps in (4, 7, 10, 15):
             for line in itertools.count():
-                trial = Trial(Objective.LATENCY)
-                function = Function(self.world, trial)
+                trial, function = self.one()
                 self.steps(steps, function)
                 found = []
                 if not self.interrupted(lambda: found.append(function(1)), lambda: found.append(function(5)), line):  # noqa: B023
@@ -447,8 +441,7 @@ class TestTrial(TrialTestCase):
 
     def test_one_that_joins_while_another_thread_ends_it(self):
         for line in itertools.count():
-            trial = Trial(Objective.LATENCY)
-            function = Function(self.world, trial)
+            trial, function = self.one()
             self.steps(1, function)
             joined = []
             if not self.interrupted(lambda: joined.append(Function(self.world, trial)), lambda: function(5), line):  # noqa: B023
@@ -464,29 +457,14 @@ class TestTrial(TrialTestCase):
         self.assertEqual((forward.went, backward.went), ([Way.GRAPHED], [Way.GRAPHED]))
         self.assertIsNotNone(trial.decision)
 
-    def test_an_error_of_the_program(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
+    def test_an_error_of_the_program_does_not_end_the_trial(self):
+        trial, function = self.one()
         self.steps(3, function)
         broken = SimpleNamespace(work=mock.Mock(side_effect=ValueError("theirs")))
         with mock.patch.object(function, "world", broken), self.assertRaisesRegex(ValueError, "theirs"):
             function(1)
         self.steps(30, function)
         self.assertTrue(trial.is_over)
-
-    @given(st.lists(st.tuples(st.booleans(), st.floats(1, 500), st.floats(1, 500)), min_size=60, max_size=150))
-    def test_every_call_is_made_once(self, drawn):
-        self.world = World()
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
-        for number, (wait, host_us, gpu_us) in enumerate(drawn):
-            function.times = {Way.UNGRAPHED: (host_us, gpu_us), Way.GRAPHED: (gpu_us, host_us)}
-            self.assertEqual(function(number), [number + 1])
-            self.assertEqual(len(function.calls), number + 1)
-            if wait:
-                self.world.wait()
-        self.assertLessEqual(len(function.went), 1)
-        self.assertLessEqual("".join(function.calls).count("ug") + "".join(function.calls).count("gu"), 2)
 
 
 class TestRenewal(TrialTestCase):
@@ -516,32 +494,41 @@ class TestRenewal(TrialTestCase):
                 return number + 1
         return count
 
+    def settled(self, memory=None, **times):
+        """A trial that is decided, and its function, whose calls are looked at."""
+        trial, function = self.one(memory, **times)
+        self.decided(trial, function)
+        self.looks(2 * self.LOOKS, function)
+        return trial, function
+
     def test_calls_as_before_are_not_measured_again(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
+        trial, function = self.one()
         self.decided(trial, function)
         self.assertEqual(self.looks(200, function), 200)
         self.assertEqual((trial.is_over, function.began, function.went), (True, 0, [Way.GRAPHED]))
 
-    def test_graphs_that_no_longer_pay(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
-        self.assertEqual(self.decided(trial, function), Way.GRAPHED)
-        self.looks(2 * self.LOOKS, function)
-        self.becomes(function, **self.HEAVY)
-        self.assertLess(self.looks(100, function), 4 * self.LOOKS)
-        self.assertEqual((trial.is_over, function.began), (False, 1))
-        before = len(function.calls)
-        self.steps(200, function)
-        self.assertEqual((trial.decision.way, function.went), (Way.UNGRAPHED, [Way.GRAPHED, Way.UNGRAPHED]))
-        self.assertRegex(function.log.decision, "^un-graphed: 45 us a call against 130 us")
-        # Three measurements, each of so many calls and of those that are left out.
-        measured = "".join(function.calls[before:]).rstrip("u")
-        self.assertLessEqual(len(measured), RULES.flips_after * (RULES.most_calls + 4))
+    def test_a_decision_turns_if_calls_change(self):
+        light = {"ungraphed": (100.0, 50.0), "graphed": (10.0, 40.0)}
+        for before, after, ways, text in (
+            (light, self.HEAVY, [Way.GRAPHED, Way.UNGRAPHED], "^un-graphed: 45 us a call against 130 us"),
+            (self.HEAVY, light, [Way.UNGRAPHED, Way.GRAPHED], "^graphed: 50 us a call against 110 us"),
+        ):
+            trial, function = self.one(**before)
+            self.assertEqual(self.decided(trial, function), ways[0])
+            self.looks(2 * self.LOOKS, function)
+            self.becomes(function, **after)
+            self.assertLess(self.looks(100, function), 4 * self.LOOKS)
+            self.assertEqual((trial.is_over, function.began), (False, 1))
+            made = len(function.calls)
+            self.steps(200, function)
+            self.assertEqual((trial.decision.way, function.went), (ways[1], ways))
+            self.assertRegex(function.log.decision, text)
+            # Three measurements, each of so many calls and of those that are left out.
+            measured = "".join(function.calls[made:]).rstrip("ug"[ways[1] is Way.GRAPHED])
+            self.assertLessEqual(len(measured), RULES.flips_after * (RULES.most_calls + 4))
 
     def test_each_decision_is_traced(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
+        trial, function = self.one()
         with artifacts() as found:
             self.decided(trial, function)
             self.assertEqual([artifact.content["decision"] for artifact in found], [function.log.decision])
@@ -557,20 +544,9 @@ class TestRenewal(TrialTestCase):
         self.assertRegex(ungraphed["decision"], "^un-graphed: ")
         self.assertRegex(ungraphed["ungraphed_reason"], "measured to be faster")
 
-    def test_graphs_that_pay_now(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial, **self.HEAVY)
-        self.assertEqual(self.decided(trial, function), Way.UNGRAPHED)
-        self.looks(2 * self.LOOKS, function)
-        self.becomes(function, (100.0, 50.0), (10.0, 40.0))
-        self.looks(100, function)
-        self.steps(200, function)
-        self.assertEqual((trial.decision.way, function.went), (Way.GRAPHED, [Way.UNGRAPHED, Way.GRAPHED]))
-
-    def test_another_load_for_which_the_same_is_better(self):
-        memory = mock.Mock(find=mock.Mock(return_value=None))
-        trial = Trial(Objective.LATENCY, memory=memory)
-        function = Function(self.world, trial)
+    def test_a_decision_that_is_confirmed_is_stored_again(self):
+        memory = no_memory()
+        trial, function = self.one(memory)
         self.decided(trial, function)
         first = trial.decision
         self.looks(2 * self.LOOKS, function)
@@ -582,11 +558,8 @@ class TestRenewal(TrialTestCase):
         self.assertEqual([call.args for call in memory.store.call_args_list], [(first,), (trial.decision,)])
         memory.find.assert_called_once()
 
-    def test_what_spoke_against_it_for_a_moment(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
-        self.decided(trial, function)
-        self.looks(2 * self.LOOKS, function)
+    def test_a_decision_stays_if_calls_change_for_a_moment(self):
+        trial, function = self.settled()
         self.becomes(function, **self.HEAVY)
         self.looks(100, function)
         for _ in range(100):
@@ -616,10 +589,9 @@ class TestRenewal(TrialTestCase):
                     self.assertEqual(functions[0].calls, functions[1].calls)
                     self.assertEqual(functions[0].went, functions[1].went)
 
-    def test_sizes_that_change_all_the_time(self):
+    def test_a_trial_begins_again_if_sizes_change_for_good(self):
         """Such calls are like no other; where they change for good, they are compared."""
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
+        trial, function = self.one()
         for number in range(60):
             function(number, sizes=(8,))
             self.world.wait()
@@ -659,37 +631,35 @@ class TestRenewal(TrialTestCase):
         self.assertEqual(trial._integers, (16,))
         self.assertEqual(len(forward.went), 2)
 
-    def test_no_memory_for_both_ways(self):
+    def test_a_graphed_function_is_not_tried_again_without_memory_for_both_ways(self):
         """Of what is graphed: its recordings stay while it is run un-graphed."""
         for times, begins in (({}, 0), (self.HEAVY, 1)):
-            trial = Trial(Objective.LATENCY)
-            function = Function(self.world, trial, **times)
+            trial, function = self.one(**times)
             self.decided(trial, function)
             function.room = False
             trial.begin_anew()
             self.assertEqual((function.began, trial.is_over), (begins, not begins))
 
-    def test_another_thread_that_ends_it(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
+    def test_another_thread_measures_nothing_and_ends_what_is_begun(self):
+        trial, function = self.one()
         self.decided(trial, function)
-        self.assertFalse(trial.is_elsewhere)
-        trial.begin_anew()
         with ThreadPoolExecutor(1) as other:
+            with mock.patch.object(self.world, "mark", side_effect=AssertionError("it is not measured")):
+                self.assertEqual(other.submit(function.look, 3).result(), [4])
+            self.assertFalse(trial.is_elsewhere)
+            trial.begin_anew()
             self.assertEqual(other.submit(function, 3).result(), [4])
         self.assertEqual((trial.is_over, trial.is_elsewhere), (True, True))
 
-    def test_what_spoke_against_it_long_ago(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
+    def test_what_spoke_against_a_decision_long_ago_is_forgotten(self):
+        trial, function = self.one()
         self.decided(trial, function)
         trial.decision = replace(trial.decision, against=2)
         trial.begin_anew()
         self.assertEqual(trial._standing.against, 0)
 
-    def test_so_many_times_at_most(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
+    def test_a_trial_begins_again_so_many_times_at_most(self):
+        trial, function = self.one()
         self.decided(trial, function)
         for number in range(10):
             self.looks(100, function)
@@ -704,8 +674,7 @@ class TestRenewal(TrialTestCase):
 
     def test_what_cannot_be_measured_again_stays(self):
         for times in ({}, self.HEAVY):
-            trial = Trial(Objective.LATENCY)
-            function = Function(self.world, trial, **times)
+            trial, function = self.one(**times)
             way = self.decided(trial, function)
             standing = trial.decision
             self.looks(2 * self.LOOKS, function)
@@ -716,26 +685,15 @@ class TestRenewal(TrialTestCase):
             self.world.behind = False
             self.assertEqual((trial.is_over, trial.decision, function.went), (True, standing, [way, way]))
 
-    def test_another_thread_measures_nothing(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
-        self.decided(trial, function)
-        with (
-            ThreadPoolExecutor(1) as other,
-            mock.patch.object(self.world, "mark", side_effect=AssertionError("it is not measured")),
-        ):
-            self.assertEqual(other.submit(function.look, 3).result(), [4])
-
     def test_without_a_decision_there_is_nothing_to_renew(self):
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
+        trial, function = self.one()
         self.world.behind = True
         self.steps(trials._MOST_STEPS + 2, function)
         self.assertFalse(trial.may_be_renewed())
         trial.begin_anew()
         self.assertEqual((trial.is_over, function.began), (True, 0))
 
-    def test_functions_that_are_gone(self):
+    def test_functions_that_are_gone_are_not_waited_for(self):
         trial = Trial(Objective.LATENCY)
         functions = [Function(self.world, trial) for _ in range(3)]
         self.decided(trial, *functions)
@@ -753,11 +711,11 @@ class TestRenewal(TrialTestCase):
         trial.begin_anew()
         self.assertEqual((trial.is_over, others[0].began), (True, 1))
 
+    @settings(deadline=None)
     @given(st.lists(st.tuples(st.booleans(), st.floats(1, 500), st.floats(1, 500)), min_size=100, max_size=200))
     def test_every_call_is_made_once(self, drawn):
         self.world = World()
-        trial = Trial(Objective.LATENCY)
-        function = Function(self.world, trial)
+        trial, function = self.one()
         for number, (wait, host_us, gpu_us) in enumerate(drawn):
             self.becomes(function, (host_us, gpu_us), (gpu_us, host_us))
             called = function.look if trial.is_over else function
@@ -793,20 +751,15 @@ class TestMemory(TrialTestCase):
             memory.find.assert_called_once_with([0])
             memory.store.assert_not_called()
 
-    def test_what_was_decided_is_kept(self):
-        memory = self.memory()
-        trial = Trial(Objective.LATENCY, memory=memory)
-        self.steps(40, Function(self.world, trial))
-        memory.find.assert_called_once()
-        memory.store.assert_called_once_with(trial.decision)
-
-    def test_what_was_not_measured_is_not(self):
-        memory = self.memory()
-        trial = Trial(Objective.LATENCY, memory=memory)
-        self.world.behind = True
-        self.steps(200, Function(self.world, trial))
-        self.assertTrue(trial.is_over)
-        memory.store.assert_not_called()
+    def test_only_what_was_measured_is_kept(self):
+        for behind in (False, True):
+            memory = self.memory()
+            trial = Trial(Objective.LATENCY, memory=memory)
+            self.world.behind = behind
+            self.steps(200, Function(self.world, trial))
+            self.assertTrue(trial.is_over)
+            memory.find.assert_called_once()
+            self.assertEqual([call.args for call in memory.store.call_args_list], [] if behind else [(trial.decision,)])
 
 
 class TestTrialOf(TestCase):
@@ -816,7 +769,7 @@ class TestTrialOf(TestCase):
         log = FunctionLog("Net", compile_id, "backward" if is_backward else "inference", 1, {}, graph=graph)
         return selection.trial_of(log, settings, 0)
 
-    def test_who_is_decided_together(self):
+    def test_partitions_and_the_backward_are_decided_together(self):
         one, other = (GraphLog("Net", "7/0", "inference", ()) for _ in range(2))
         first = self.of(one, "7/0")
         self.assertIs(self.of(one, "7/0"), first)  # another partition
@@ -853,7 +806,7 @@ class TestTrialOf(TestCase):
             self.assertIs(self.of(backward, "4/0", is_backward=True), trial)
         self.assertIsNot(self.of(other, "4/0", is_backward=True), trial)
 
-    def test_what_a_program_is_known_by(self):
+    def test_forward_and_backward_of_a_program_have_the_same_key(self):
         found = []
 
         def compiler(graph, inputs):
@@ -878,11 +831,11 @@ class TestTrialOf(TestCase):
         gc.collect()
         self.assertIsNone(kept())
 
-    def test_only_where_it_is_asked_for(self):
+    def test_a_trial_is_held_only_if_it_is_asked_for(self):
         for way in ("always", "never"):
             self.assertIsNone(self.of(None, "8/0", replace(self.AUTO, selective=way)))
 
-    def test_what_is_kept_is_that_of_the_code(self):
+    def test_a_profile_is_of_the_code_and_the_settings(self):
         graph = GraphLog("Net", "7/2", "inference", (), code="cabc")
         memory = self.of(graph, "7/2")._memory
         self.assertEqual((memory._code, memory._what), ("cabc", "Net 7/2 inference 1"))
@@ -1039,7 +992,7 @@ class TestChoice(TrialTestCase):
                 self.assertEqual((container.live_cudagraphify_fns, trees(), gone()), (0, None, None))
                 cudagraph_trees.local.tree_manager_containers.clear()
 
-    def test_ungraphed_from_then_on(self):
+    def test_a_function_decided_against_is_forgotten_and_runs_ungraphed(self):
         model = self.model()
         call = self.enter(model, lambda inputs: self.fail("graphed"))
         manager = mock.Mock(spec=Manager)
@@ -1062,217 +1015,6 @@ class TestChoice(TrialTestCase):
             call = self.enter(self.model(write), lambda inputs: self.fail("graphed"), mutated=(0,))
             call([base[1:]])
         self.assertEqual(base, torch.tensor([0.0] + [1.0] * 8))
-
-
-class TestHandedOn(TestCase):
-    """What other functions take of a function's outputs in the graph pool."""
-
-    def node(self, model, number, managed=(), outputs=(), depth=0, **children):
-        """``managed``: depth and output, of each managed input."""
-        return SimpleNamespace(
-            id=SimpleNamespace(id=number),
-            wrapped_function=SimpleNamespace(model=model),
-            cudagraph_managed_idxs=list(range(len(managed))),
-            live_cudagraph_managed_path_refs=list(managed),
-            outputs_metadata=[*({"nbytes": nbytes} for nbytes in outputs), 7, None],
-            _path_from_root=iter(range(depth + 1)),
-            children=dict(enumerate(children.values())),
-        )
-
-    def test_by_the_newest_recording(self):
-        own, other = object(), object()
-        first, partition, neighbour, plain = (SimpleNamespace(trial=trial) for trial in (own, own, other, None))
-        manager = Manager.__new__(Manager)
-        # What another's recording behind it gives, at depth 2, is not this one's; of several recordings one is
-        # replayed.
-        last = self.node(neighbour, 6, ((1, 1), (2, 0)))
-        older, newer = self.node(plain, 4, ((1, 0),) * 9), self.node(plain, 5, ((1, 0), (1, 0), (1, 1), None))
-        behind = self.node(partition, 3, ((1, 0),), outputs=(9,), a=[last], b=[older, newer])
-        newest = self.node(first, 2, outputs=(100, 500), depth=1, a=[behind])
-        above = self.node(neighbour, 0, a=[newest])
-        manager.roots = {1: [self.node(first, 1, outputs=(9,))], 2: [above], 3: [self.node(neighbour, 7, ((0, 0),))]}
-        self.assertEqual(sorted(manager.handed_on(first)), [100, 100, 500, 500])
-        self.assertEqual(manager.handed_on(SimpleNamespace(trial=own)), [])
-        manager.roots = {1: [self.node(first, 1)]}
-        self.assertEqual(manager.handed_on(first), [])
-
-
-class TestForget(TestCase):
-    def setUp(self):
-        super().setUp()
-        patch = mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
-        patch.start()
-        self.addCleanup(patch.stop)
-
-    def node(self, **children):
-        node = mock.Mock(children={int(key[1:]): nodes for key, nodes in children.items()})
-        node.graph, node.native, node.outputs_weakrefs, node.older_outputs = "graph", "in C++", [], []
-        node.unaliased_in_all_paths, node.log = [], RecordingLog(replays=3)
-        return node
-
-    def test_recordings_and_those_behind_them(self):
-        model, other = object(), object()
-        manager = Manager.__new__(Manager)
-        manager._ways, manager._forgotten, manager._anew, manager._left = {}, [], {1: "why"}, None
-        manager._is_unknown = False
-        manager.graph = "its own"
-        manager.ids_to_funcs = {1: SimpleNamespace(model=model), 2: SimpleNamespace(model=other)}
-        below, last = self.node(), self.node()
-        gone, leaf = self.node(f2=[below]), self.node(f1=[last])
-        manager.roots = {1: [gone], 2: [leaf]}
-        manager.path_state = cudagraph_trees.ExecutionState.EXECUTION
-        manager._current_node = self.node()
-        with mock.patch.object(Upstream, "try_end_curr_execution", lambda manager: None):
-            manager.forget(model)
-            self.assertEqual(set(manager.roots), {1, 2})  # a path is open
-        manager._current_node = None
-        manager.path_state = cudagraph_trees.ExecutionState.NONE
-        with mock.patch.object(Upstream, "_run", lambda manager, inputs, function_id: "upstream's"):
-            self.assertEqual(manager._run([], 2), "upstream's")
-        self.assertEqual((manager.roots, leaf.children, manager._forgotten), ({2: [leaf]}, {}, []))
-        for node in (gone, below, last):
-            node.remove_node_cached_tensors.assert_called_once()
-            self.assertIsNone(node.graph)
-            self.assertIsNone(node.native)
-        self.assertEqual(manager._anew, {})
-        self.assertEqual(leaf.graph, "graph")
-        leaf.remove_node_cached_tensors.assert_not_called()
-        self.assertFalse(manager.give_pool_back())  # there is another recording
-
-    def test_the_pool_behind_the_last_recording(self):
-        """It is given back where nobody holds an output that lies there."""
-        made = []
-
-        class Fresh(Manager):
-            def __init__(self, device_index):
-                self.graph, self.stream, self.cuda_graphs_thread_pool = "graph", "stream", (0, 9)
-                made.append(device_index)
-
-        for is_held in (False, True):
-            model, manager = object(), Fresh.__new__(Fresh)
-            manager._ways, manager._forgotten, manager._anew, manager._left = {}, [], {}, None
-            manager._is_unknown = False
-            manager._made_with, manager.graph, manager.stream = ((3,), {}), "first graph", "first stream"
-            manager.cuda_graphs_thread_pool = 0, 7
-            manager.ids_to_funcs = {1: SimpleNamespace(model=model)}
-            node = self.node()
-            # Also of outputs that others have taken the place of.
-            node.outputs_weakrefs, node.unaliased_in_all_paths = [mock.Mock(expired=lambda: True), None], [True, False]
-            node.older_outputs = [mock.Mock(expired=lambda: not is_held)]  # noqa: B023
-            manager.roots, manager._current_node = {1: [node]}, None
-            manager.path_state = cudagraph_trees.ExecutionState.NONE
-            made.clear()
-            owned = {(0, 7), (0, 9)}
-            with (
-                mock.patch.object(pools, "OWNED", owned),
-                mock.patch.object(torch.cuda, "empty_cache") as emptied,
-            ):
-                self.assertFalse(manager.give_pool_back())  # nothing was given back yet
-                manager.forget(model)
-                self.assertEqual((made, emptied.call_count), ([], 0) if is_held else ([3], 1))
-                self.assertEqual(manager.graph, "first graph" if is_held else "graph")
-                if is_held:
-                    self.assertFalse(manager.give_pool_back())
-                    is_held = False
-                    manager._anew[1] = "a reason"
-                    self.assertFalse(manager.give_pool_back())  # it is about to be used
-                    manager._anew.clear()
-                    self.assertTrue(manager.give_pool_back())
-                self.assertEqual((manager.cuda_graphs_thread_pool, manager.stream), ((0, 9), "stream"))
-                self.assertEqual((owned, manager._left), ({(0, 9)}, None))
-                self.assertFalse(manager.give_pool_back())  # once
-            self.assertEqual((made, emptied.call_count), ([3], 1))
-
-    def a_pool(self, **state):
-        """A manager with nothing to give back."""
-        manager = Manager.__new__(Manager)
-        given = {"_ways": {}, "_forgotten": [], "_anew": {}, "_left": None, "graph": "graph", "roots": {}, "stream": 0}
-        given |= {
-            "_made_with": ((0,), {}),
-            "_current_node": None,
-            "cuda_graphs_thread_pool": (0, 7),
-            "ids_to_funcs": {},
-        }
-        given |= {"path_state": cudagraph_trees.ExecutionState.NONE, "_is_unknown": False}
-        for name, value in (given | state).items():
-            setattr(manager, name, value)
-        return manager
-
-    def test_outputs_that_are_made_anew_at_each_replay(self):
-        """Of these only the newest are known, and somebody may hold others; of upstream's own recordings, who knows."""
-        for log, is_back in ((RecordingLog(), True), (RecordingLog(replays=5), False), (None, False)):
-            model, node = object(), self.node()
-            node.outputs_weakrefs = [mock.Mock(expired=lambda: True), None, mock.Mock(expired=lambda: True)]
-            node.unaliased_in_all_paths, node.log = [True, False, False], log
-            manager = self.a_pool(ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: [node]})
-            made = mock.Mock(side_effect=RuntimeError("it would be given back"))
-            with mock.patch.object(Manager, "__init__", made):
-                manager.forget(model)
-                manager.give_pool_back()
-            self.assertEqual((manager._is_unknown, made.called), (not is_back, is_back))
-
-    def test_nothing_is_begun_anew_where_nothing_was_recorded(self):
-        model = object()
-        manager = self.a_pool(ids_to_funcs={1: SimpleNamespace(model=model)})
-        with mock.patch.object(Manager, "__init__", side_effect=AssertionError("a new one")):
-            manager.forget(model)
-            self.assertFalse(manager.give_pool_back())
-        self.assertIsNone(manager._left)
-
-    def test_a_pool_that_cannot_be_begun(self):
-        manager = self.a_pool(_left=[])
-        with (
-            mock.patch.object(Manager, "__init__", side_effect=RuntimeError("out of memory")),
-            self.assertLogs("pygraph_trees.trees", "WARNING") as logs,
-        ):
-            self.assertFalse(manager.give_pool_back())
-        self.assertIn("out of memory", logs.output[0])
-        self.assertEqual((manager.graph, manager._left), ("graph", []))
-
-    def test_what_was_shut_down_has_nothing(self):
-        model = object()
-        manager = self.a_pool(_left=[], _forgotten=[1], ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: []})
-        manager.shutdown()
-        self.assertEqual((manager._left, manager._forgotten), (None, []))
-        manager.forget(model)
-        self.assertFalse(manager.give_pool_back())
-        manager._forget()
-        self.assertEqual(manager.handed_on(SimpleNamespace(trial=object())), [])
-
-    def test_not_while_somebody_captures(self):
-        manager = self.a_pool(_left=[])
-        with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
-            self.assertFalse(manager.give_pool_back())
-
-    def test_from_another_thread_it_is_the_managers_own_that_does_it(self):
-        model, node = object(), self.node()
-        manager = self.a_pool(ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: [node]}, _ways={1: "a way"})
-        manager.forget(model, later=True)
-        self.assertEqual((manager.roots, manager._ways, manager._forgotten), ({1: [node]}, {}, [1]))
-
-    def test_a_path_that_was_open(self):
-        """It is ended at a look, where that takes nothing from anybody."""
-        state = cudagraph_trees.ExecutionState
-        for path_state, are_dead, is_ended in (
-            (state.EXECUTION, False, True),  # upstream ends it at a new step
-            (state.RECORDING, True, True),
-            (state.RECORDING, False, False),  # upstream would take the outputs away
-            (state.WARMUP, True, False),
-        ):
-            node = self.node()
-            last = mock.Mock(all_outputs_are_dead=lambda are_dead=are_dead: are_dead)
-            manager = self.a_pool(_forgotten=[1], roots={1: [node]}, _current_node=last, path_state=path_state)
-
-            def end(manager):
-                manager.current_node = None
-
-            with (
-                mock.patch.object(Upstream, "try_end_curr_execution", end),
-                mock.patch.object(Upstream, "clear_current_path_state_and_set_to_none", end),
-                mock.patch.object(Manager, "__init__", side_effect=RuntimeError("not now")),
-            ):
-                manager.give_pool_back()
-            self.assertEqual(manager.roots, {} if is_ended else {1: [node]})
 
 
 if __name__ == "__main__":

@@ -6,15 +6,12 @@ Compiled for a GPU that is not there, and interpreted on the CPU.
 from __future__ import annotations
 
 import argparse
-import ast
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,15 +24,14 @@ import triton
 import triton.language as tl
 import variant_kernels as kernels
 from bench import slots as benchmark
+from test_launches import autotuners, of_inductor, on_gpu
 from torch import nn
 from torch._inductor import config as inductor_config
-from torch._inductor.runtime import triton_helpers
 from torch.testing._internal.common_utils import TestCase, run_tests
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import jit
 
-from pygraph_trees.fake_gpu import absent_gpu, lower
 from pygraph_trees.indirection.table.variants import NoVariant, Variant, with_slots
 
 HERE = Path(__file__).resolve()
@@ -79,7 +75,7 @@ class VariantsTestCase(TestCase):
 
 
 class TestCompiled(VariantsTestCase):
-    def test_as_wide_as_the_original(self) -> None:
+    def test_a_variant_is_as_wide_as_the_original(self) -> None:
         found = {}
         for name, case in kernels.CASES.items():
             for slots in {tuple(case.pointers), (case.pointers[0],), (case.pointers[-1],)}:
@@ -90,13 +86,13 @@ class TestCompiled(VariantsTestCase):
         self.assertTrue(any(op.startswith("cp.async") for op in found["matmul"]), found["matmul"])
         self.assertTrue(all(any(".v4." in op or ".v2." in op for op in found[name]) for name in ("user", "reduction")))
 
-    def test_no_wider_than_known(self) -> None:
+    def test_a_variant_is_no_wider_than_is_known_of_its_pointers(self) -> None:
         case = kernels.CASES["pointwise"]
         attrs = case.attrs(without=("in_ptr0",))
         self.assertEqual(self.variant(case, attrs=attrs).fn.src.count("multiple_of"), 2)
         self.assertIn("ld.global.b32", self.assertAsWide(case, attrs=attrs))
 
-    def test_every_element_type(self) -> None:
+    def test_pointers_to_every_element_type_may_be_slots(self) -> None:
         case = kernels.CASES["oneline"]
         types = ["i1", "u1", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64"]
         for ty in [*types, "fp16", "bf16", "fp32", "fp64", "fp8e4nv", "fp8e5"]:
@@ -115,12 +111,12 @@ class TestBenchmark(VariantsTestCase):
             self.assertEqual(vectors[1], vectors[0])
             self.assertEqual(loads[1], loads[0] + count)  # of the slots, one each
 
-    def test_small_blocks(self):
+    def test_slots_are_measured_in_small_blocks_too(self):
         direct, _ = benchmark.compiled(2, TARGET, 256)
         self.assertEqual(direct.asm["ptx"].count("ld.global.v2"), 2)  # of 128 threads
         self.assertIn("arange(0, 256)", benchmark.source(2, 256))
 
-    def test_numbers_that_are_none(self):
+    def test_wrong_numbers_on_the_command_line_are_refused(self):
         self.assertEqual((benchmark._sizes("1024,7"), benchmark._block("256")), ((1024, 7), 256))
         for read, text in ((benchmark._sizes, "1024,0"), (benchmark._sizes, "many"), (benchmark._block, "1000")):
             with self.assertRaisesRegex(argparse.ArgumentTypeError, f"expected .*, got '{text}'"):
@@ -133,7 +129,7 @@ class TestBenchmark(VariantsTestCase):
 
 
 class TestRecord(VariantsTestCase):
-    def test_source(self) -> None:
+    def test_source_of_a_variant(self) -> None:
         variant = self.variant(kernels.CASES["pointwise"], ["in_ptr1", "out_ptr0"], {(1,): [["tt.divisibility", 16]]})
         self.assertExpectedInline(
             variant.fn.src,
@@ -154,7 +150,7 @@ def pointwise(in_ptr0, in_ptr1, out_ptr0, xnumel, XBLOCK: tl.constexpr):
 ''',
         )
 
-    def test_signature_and_attributes(self) -> None:
+    def test_only_slots_change_in_the_signature(self) -> None:
         case = kernels.CASES["pointwise"]
         variant = self.variant(case, ["in_ptr1"])
         self.assertEqual(variant.signature, {**case.signature, "in_ptr1": "*i64"})
@@ -171,7 +167,7 @@ def pointwise(in_ptr0, in_ptr1, out_ptr0, xnumel, XBLOCK: tl.constexpr):
         self.assertNotIn("x_ptr", variant.__annotations__)
         self.assertEqual({**variant.__annotations__, "x_ptr": "tl.tensor"}, original.__annotations__)
 
-    def test_a_name_that_is_taken(self) -> None:
+    def test_a_name_that_is_taken_is_not_used(self) -> None:
         self.assertIn("x_ptr = _language_.multiple_of(", self.variant(kernels.CASES["user"]).fn.src)
 
     def test_the_original_is_left_as_it_was(self) -> None:
@@ -206,7 +202,7 @@ def pointwise(in_ptr0, in_ptr1, out_ptr0, xnumel, XBLOCK: tl.constexpr):
         self.assertIsNone(variant.launch_metadata)
         self.assertEqual(self.compile(*self.ready(self.variant(case), case)).metadata.name, "other_name")
 
-    def test_variables_around_the_kernel(self) -> None:
+    def test_variables_around_the_kernel_are_kept_and_told_apart(self) -> None:
         def make(by: Any, helper: Any) -> Any:
             @triton.jit
             def kernel(in_ptr0, out_ptr0, XBLOCK: tl.constexpr):
@@ -251,7 +247,7 @@ class TestCache(VariantsTestCase):
         self.assertEqual(len(set(keys)), len(keys))
         self.assertEqual(self.variant(case, ["in_ptr1", "in_ptr0"]).fn.cache_key, keys[2])
 
-    def test_found_on_disk(self) -> None:
+    def test_a_compiled_variant_is_found_on_disk(self) -> None:
         case = kernels.CASES["pointwise"]
         hits = []
 
@@ -271,7 +267,7 @@ class TestRefused(VariantsTestCase):
         with self.assertRaisesRegex(NoVariant, rf"^Triton kernel .* has no variant, because {why}\.$"):
             with_slots(case.fn, case.signature, case.constants, case.attrs(), slots, options)
 
-    def test_parameters(self) -> None:
+    def test_parameters_that_can_be_no_slots_are_refused(self) -> None:
         case = kernels.CASES["pointwise"]
         self.assertRefused("no parameter is to be a slot", case, [])
         self.assertRefused("it has no parameter 'y'", case, ["in_ptr0", "y"])
@@ -288,14 +284,14 @@ class TestRefused(VariantsTestCase):
         none = case._replace(signature={**case.signature, "in_ptr0": "constexpr"})
         self.assertRefused("its parameter 'in_ptr0' is a constant", none, ["in_ptr0"])
 
-    def test_launches(self) -> None:
+    def test_cooperative_and_dependent_launches_are_refused(self) -> None:
         case = kernels.CASES["pointwise"]
         self.assertRefused("its blocks must all fit .*", case, case.pointers, {"launch_cooperative_grid": True})
         self.assertRefused("it may begin before .*", case, case.pointers, {"num_warps": 4, "launch_pdl": True})
         options = {"launch_pdl": False, "launch_cooperative_grid": False}
         with_slots(case.fn, case.signature, case.constants, {}, case.pointers, options)
 
-    def test_kernels(self) -> None:
+    def test_kernels_that_cannot_be_rebuilt_are_refused(self) -> None:
         case = kernels.CASES["pointwise"]
         plain = case._replace(fn=case.fn.fn)
         self.assertRefused("it is a function, not what triton.jit makes", plain, case.pointers)
@@ -309,7 +305,7 @@ class TestRefused(VariantsTestCase):
         unreadable._unsafe_update_src("not a definition")
         self.assertRefused("its source cannot be read", case._replace(fn=unreadable), case.pointers)
 
-    def test_variables_that_a_key_leaves_out(self) -> None:
+    def test_variables_that_a_key_leaves_out_are_refused(self) -> None:
         def in_kernel(ty: Any) -> Any:
             @triton.jit
             def kernel(in_ptr0, out_ptr0, XBLOCK: tl.constexpr):
@@ -343,7 +339,7 @@ class TestRefused(VariantsTestCase):
                 self.assertRefused(why, case, case.pointers)
             self.assertAsWide(case._replace(fn=make(tl.constexpr(tl.int8))))
 
-    def test_variables_of_triton(self) -> None:
+    def test_variables_of_triton_are_no_reason(self) -> None:
         sort = tl.sort  # a function that it calls uses int8 and others
 
         @triton.jit
@@ -353,75 +349,54 @@ class TestRefused(VariantsTestCase):
 
         self.assertAsWide(kernels.CASES["oneline"]._replace(fn=kernel))
 
-    def test_gluon(self) -> None:
+    def test_kernels_in_gluon_are_refused(self) -> None:
         from triton.experimental import gluon
 
         case = kernels.CASES["oneline"]._replace(fn=gluon.jit(kernels.oneline.fn))
         self.assertRefused("it is written in Gluon", case, case.pointers)
 
 
-def on_gpu(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(*size, dtype=dtype, device="meta")
-
-
 class TestInductor(VariantsTestCase):
     """Kernels that Inductor generates, with all their pointers from slots."""
-
-    def setUp(self) -> None:
-        super().setUp()
-        # Each kernel's module makes Triton look for a GPU.
-        self.enterContext(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
-
-    def autotuners(self, source_code: str) -> Iterator[Any]:
-        for node in ast.walk(ast.parse(source_code)):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "async_compile.triton":
-                name, source = (ast.literal_eval(argument) for argument in node.args[:2])
-                path = Path(self.folder) / f"{name}.py"
-                path.write_text(source)
-                spec = importlib.util.spec_from_file_location(name, path)
-                module = importlib.util.module_from_spec(spec)
-                spec.loader.exec_module(module)
-                yield getattr(module, name)
 
     def check(self, fn: Any, *args: torch.Tensor, **options: Any) -> list[str]:
         """Compiles all kernels of a program and their variants; returns the kinds of kernels."""
         kinds = []
-        with absent_gpu():
-            for graph in lower(fn, args, {}, **options):
-                for autotuner in self.autotuners(graph.source_code):
-                    meta = autotuner._create_compile_meta(autotuner.configs[0])
-                    compile_options = autotuner._create_compile_options(autotuner.configs[0], meta)
-                    case = kernels.Case(autotuner.fn, meta["signature"], meta["constants"], (), compile_options)
-                    self.assertAsWide(case, attrs=meta["configs"][0])
-                    kinds.append(autotuner.heuristic_type.name)
+        with of_inductor(Path(self.folder)):
+            for autotuner in autotuners(Path(self.folder), fn, *args, **options):
+                meta = autotuner._create_compile_meta(autotuner.configs[0])
+                compile_options = autotuner._create_compile_options(autotuner.configs[0], meta)
+                case = kernels.Case(autotuner.fn, meta["signature"], meta["constants"], (), compile_options)
+                self.assertAsWide(case, attrs=meta["configs"][0])
+                kinds.append(autotuner.heuristic_type.name)
         return kinds
 
-    def test_training(self) -> None:
+    def test_variants_of_a_training_step(self) -> None:
         model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(0.1))
         self.assertIn("PERSISTENT_REDUCTION", self.check(model, on_gpu(512, 64), training=True))
 
-    def test_wide_softmax(self) -> None:
+    def test_variants_of_reductions(self) -> None:
         kinds = self.check(lambda x: x.softmax(-1).to(torch.bfloat16), on_gpu(64, 20000))
         self.assertIn("REDUCTION", kinds)
 
-    def test_indices_and_masks(self) -> None:
+    def test_variants_with_indices_and_masks(self) -> None:
         def gather(x: torch.Tensor, i: torch.Tensor, m: torch.Tensor) -> Any:
             return x[i].where(m, 0), torch.zeros_like(x).index_add_(0, i, x), x.cumsum(-1)
 
         args = on_gpu(64, 100), on_gpu(64, dtype=torch.int64), on_gpu(64, 100, dtype=torch.bool)
         self.assertIn("POINTWISE", self.check(gather, *args))
 
-    def test_unknown_size(self) -> None:
+    def test_variants_for_any_size(self) -> None:
         x = on_gpu(8, 24)
         torch._dynamo.mark_dynamic(x, 0)
         self.check(lambda x: x.sin().sum(0), x)
 
-    def test_combined_kernels(self) -> None:
+    def test_variants_of_combined_kernels(self) -> None:
         with inductor_config.patch(combo_kernels=True):
             kinds = self.check(lambda x, y: (x.sin(), y.cos()), on_gpu(1024), on_gpu(64, 72))
         self.assertEqual(len(kinds), 1)
 
-    def test_user_kernel(self) -> None:
+    def test_variants_of_user_kernels(self) -> None:
         def call(x: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
             out = torch.empty_like(x)
             kernels.user[(2,)](x, flags, out, x.numel(), BLOCK=256, STEPS=2)
@@ -432,7 +407,7 @@ class TestInductor(VariantsTestCase):
 
 
 class TestInterpreted(TestCase):
-    def test_same_results(self) -> None:
+    def test_interpreted_variants_give_the_same_results(self) -> None:
         env = {**os.environ, "TRITON_INTERPRET": "1", "CI": "true"}  # With CI, nothing else may be needed.
         done = subprocess.run(
             [sys.executable, HERE.with_name("interpreted_variants.py")], env=env, capture_output=True, text=True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import gc
@@ -15,14 +14,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 import torch
+from bare_manager import bare_manager
 from fake_trees import Graph, Plain, some
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.compat import has_skip_table
 from pygraph_trees.native import tensors
 from pygraph_trees.trees import fast_path
 from pygraph_trees.trees import manager as trees_manager
@@ -31,7 +30,6 @@ from pygraph_trees.trees.manager import Manager, Upstream
 from pygraph_trees.trees.recording import Recording
 
 MODE, EXECUTION = cudagraph_trees.CompilationMode, cudagraph_trees.ExecutionState.EXECUTION
-SKIPPED = "skip_cudagraph" if has_skip_table() else None
 
 
 def in_python(found, addresses, indices):
@@ -57,32 +55,8 @@ class Trees:
     """A manager of functions; their recordings ask and replay as all do, and their graphs do nothing."""
 
     def __init__(self):
-        self.manager = manager = Manager.__new__(Manager)
         self.roots, self.wrapped, self.replayed, self.by_hand = {}, {}, [], 0
-        state = {
-            "graph": object(),
-            "current_node": None,
-            "path_state": cudagraph_trees.ExecutionState.NONE,
-            "current_gen": -1,
-            "running_forwards_with_pending_backwards": False,
-            "id_to_mode": collections.defaultdict(lambda: MODE.INFERENCE),
-            "id_to_compile_id": collections.defaultdict(lambda: "3/1"),
-            "roots": self.roots,
-            "warmed_up_functions": self.wrapped,
-            "num_rerecord": {},
-            "ids_to_funcs": self.wrapped,
-            "has_live_user_visible_output_cloning": False,
-            "_ways": {},
-            "_anew": {},
-            "_left": None,
-            "_forgotten": [],
-            "_is_unknown": False,
-            "turn": fast_path.new_turn(),
-            "_turn_of": None,
-        }
-        for name, value in state.items():
-            setattr(manager, name, value)
-        vars(manager)[SKIPPED or "non_cudagraph_managed_mutation_hint"] = collections.defaultdict(dict)
+        self.manager = bare_manager(roots=self.roots, warmed_up_functions=self.wrapped, ids_to_funcs=self.wrapped)
 
     def function(self):
         """A function, and who enters it."""
@@ -193,7 +167,7 @@ class Ways:
         if self.in_cpp:
             self.assertEqual(self.trees.by_hand - by_hand, count)
 
-    def test_a_function_that_is_called_three_times_a_step(self):
+    def test_a_function_may_be_called_three_times_a_step(self):
         number, call = self.trees.function()
         weights, nodes = some(3), []
         for weight in weights:
@@ -209,7 +183,7 @@ class Ways:
             self.check(call, weights[:1], nodes[0])
             self.check_none(call, weights[:1])
 
-    def test_functions_that_follow_each_other_in_turn(self):
+    def test_functions_that_follow_each_other_are_found_without_a_search(self):
         """A function of several positions, each time behind the same one or another."""
         (first, call_first), (second, call_second) = self.trees.function(), self.trees.function()
         root, others = self.trees.recording(first), self.trees.recording(second)
@@ -249,7 +223,7 @@ class Ways:
 
         return root, behind, run
 
-    def test_fifty_recordings_in_turn(self):
+    def test_each_of_fifty_recordings_is_found_by_what_is_alive(self):
         """Each is found by what is alive, and once they are told apart no other one is asked."""
         _, _, run = self.fifty()
         for _ in range(2):
@@ -263,7 +237,7 @@ class Ways:
         for kept, expected in ((51, None), (50, None), (62, None), (48, 48)):  # for which there is none, and once more
             run(kept, expected)
 
-    def test_the_first_of_several_that_accepts(self):
+    def test_the_first_of_several_that_accept_is_replayed(self):
         """Where more than one fits, in upstream's order."""
         root, behind, run = self.fifty()
         behind.reverse()
@@ -273,7 +247,7 @@ class Ways:
                 for kept, expected in ((0, 0), (1, 0), (2, 2), (16, 0), (49, 0), (47, 2), (15, 2)):
                     run(kept, expected)
 
-    def test_an_output_that_is_held_where_nobody_sees_it(self):
+    def test_an_output_that_only_torch_knows_to_be_held_is_alive(self):
         """Torch's reference is asked of each recording that may fit, in their order."""
         root, _, run = self.fifty()
         for _ in range(10):
@@ -286,7 +260,7 @@ class Ways:
         del held
         run(0, 0)
 
-    def test_recordings_with_static_inputs(self):
+    def test_each_of_seventy_recordings_is_found_by_its_static_input(self):
         """Of one function behind the same one, each with a tensor of its own beside one that all share."""
         number, call = self.trees.function()
         shared, *own = some(71)
@@ -319,7 +293,7 @@ class Ways:
         with self.looked_for(0):
             self.check(call, [], root)
 
-    def test_forwards_that_wait_for_their_backwards(self):
+    def test_forwards_wait_for_their_backwards(self):
         (forward, call_forward), (backward, call_backward) = self.trees.function(), self.trees.function()
         root = self.trees.recording(forward)
         behind = self.trees.recording(forward, root)
@@ -334,7 +308,7 @@ class Ways:
                     pending = self.trees.manager.running_forwards_with_pending_backwards
                     self.assertEqual(pending, call is call_forward)
 
-    def test_nothing_is_remembered_behind_anything_else(self):
+    def test_ways_are_forgotten_with_every_change_and_keep_no_recording(self):
         """Upstream's own way, recordings that are to be made anew, the end; and no recording is kept."""
         number, call = self.trees.function()
         nodes = [self.trees.recording(number)]
@@ -378,7 +352,7 @@ class Ways:
         self.step()
         self.check_none(call, [])
 
-    def test_a_new_recording_at_the_same_place(self):
+    def test_a_new_recording_is_asked_after_the_others(self):
         """Upstream records, and the newest one is asked behind the others."""
         number, call = self.trees.function()
         old, new = some(2)
@@ -400,7 +374,7 @@ class Ways:
                 self.step()
                 self.check(call, [weight], node)
 
-    def test_they_are_not_too_many(self):
+    def test_ways_are_not_too_many(self):
         (first, call_first), *others = [self.trees.function() for _ in range(7)]
         root = self.trees.recording(first)
         behind = [(call, self.trees.recording(number, root)) for number, call in others]
@@ -419,7 +393,7 @@ class Ways:
         with self.looked_for(0):
             run()
 
-    def test_another_thread(self):
+    def test_a_thread_with_trees_of_its_own_finds_no_way(self):
         """Where each has trees of its own, what one remembers is nothing to another."""
         number, call = self.trees.function()
         nodes = [self.trees.recording(number)]

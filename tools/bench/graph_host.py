@@ -2,7 +2,7 @@
 
 usage: python tools/bench/graph_host.py [NAMES ...] [--rounds N] [--calls N] [--out FILE]
 
-NAMES are workloads or the programs of ``sections.py``. The columns are in µs: *trees* is the time inside compiled
+NAMES are workloads or the programs of ``small_programs.py``. The columns are in µs: *trees* is the time inside compiled
 graphs without launches, *outside* is Dynamo's and AOTAutograd's, *gpu* the GPU's, *rest* the remaining latency. Each
 figure is a median over calls, then over rounds. ``tools/bench/README.md`` explains the clocks.
 """
@@ -28,7 +28,7 @@ import torch
 from torch._inductor.output_code import CompiledFxGraph
 
 from bench.figures import has_gpu, write_figures
-from bench.sections import program_of
+from bench.small_programs import program_of
 from pygraph_trees.benchmark.program import Program
 from pygraph_trees.benchmark.rings import Ring
 from pygraph_trees.benchmark.settling import call_until_chosen, functions_so_far

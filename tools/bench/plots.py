@@ -1,4 +1,4 @@
-"""Draws the plots of a summary: SVG and PNG, light and dark.
+"""Draws the plots of a summary: SVG, light and dark.
 
 :func:`draw` takes a :class:`Summary` and a folder, and returns the names that the files begin with. It needs
 matplotlib, which nothing else here does, and exits with a message without it.
@@ -55,8 +55,7 @@ def draw(summary: Summary, folder: Path) -> list[str]:
             # Text stays text, and the files do not depend on the time of their creation.
             with pyplot.rc_context({**_settings(colours), "svg.fonttype": "none", "svg.hashsalt": name}):
                 figure = make(pyplot, summary, colours)
-                for kind, metadata in (("svg", {"Date": None}), ("png", {"Software": None})):
-                    figure.savefig(folder / f"{name}-{theme}.{kind}", metadata=metadata, bbox_inches="tight", dpi=160)
+                figure.savefig(folder / f"{name}-{theme}.svg", metadata={"Date": None}, bbox_inches="tight")
                 pyplot.close(figure)
     return list(_PLOTS)
 

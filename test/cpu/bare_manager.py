@@ -1,0 +1,49 @@
+"""A manager of graph trees as it is before its first call, without upstream's constructor, which needs a GPU."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+from torch._inductor.cudagraph_trees import CompilationMode, ExecutionState
+
+from pygraph_trees.compat import has_skip_table
+from pygraph_trees.trees.fast_path import new_turn
+from pygraph_trees.trees.manager import Manager
+
+# Where upstream notes what it does not graph; renamed in torch 2.15.
+SKIPPED = "skip_cudagraph" if has_skip_table() else "non_cudagraph_managed_mutation_hint"
+
+
+def bare_manager(kind: type[Manager] = Manager, **state: Any) -> Manager:
+    """``state``: attributes that differ; functions are of inference unless said otherwise."""
+    manager = kind.__new__(kind)
+    known = {
+        "graph": object(),
+        "stream": 0,
+        "cuda_graphs_thread_pool": (0, 7),
+        "device_index": 0,
+        "roots": {},
+        "current_node": None,
+        "current_gen": -1,
+        "path_state": ExecutionState.NONE,
+        "running_forwards_with_pending_backwards": False,
+        "has_live_user_visible_output_cloning": False,
+        "ids_to_funcs": {},
+        "id_to_mode": collections.defaultdict(lambda: CompilationMode.INFERENCE),
+        "id_to_compile_id": collections.defaultdict(lambda: "3/1"),
+        "warmed_up_functions": set(),
+        "num_rerecord": {},
+        SKIPPED: collections.defaultdict(dict),
+        "turn": new_turn(),
+        "_turn_of": None,
+        "_made_with": ((0,), {}),
+        "_ways": {},
+        "_forgotten": [],
+        "_anew": {},
+        "_left": None,
+        "_is_unknown": False,
+    }
+    for name, value in (known | state).items():
+        setattr(manager, name, value)
+    return manager

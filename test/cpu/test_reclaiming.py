@@ -1,0 +1,367 @@
+"""Recordings that are given back, with their memory: of functions that are no longer graphed, and of whole managers."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+
+import torch
+from bare_manager import bare_manager
+from torch._inductor import cudagraph_trees
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.indirection import retired
+from pygraph_trees.report.log import RecordingLog
+from pygraph_trees.trees import entry_points
+from pygraph_trees.trees import manager as trees_manager
+from pygraph_trees.trees.manager import Manager, Upstream
+
+
+class TestForgotten(TestCase):
+    """Recordings of functions that are no longer graphed."""
+
+    def setUp(self):
+        super().setUp()
+        self.enterContext(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
+        self.enterContext(mock.patch.object(Manager, "_why_not_staged", lambda *_: None))
+        self.model = object()
+        own = {"outputs_weakrefs": [], "older_outputs": [], "unaliased_in_all_paths": []}
+        self.below = mock.Mock(children={}, graph="captured", **own)
+        self.first = mock.Mock(children={1: [self.below]}, graph="captured", **own)
+        functions = {
+            number: SimpleNamespace(model=model, mutated_input_idxs=())
+            for number, model in ((1, self.model), (2, None))
+        }
+        self.manager = bare_manager(
+            ids_to_funcs=functions,
+            warmed_up_functions={1, 2},
+            path_state=cudagraph_trees.ExecutionState.EXECUTION,
+            roots={2: [self.first]},
+            current_node=self.first,
+        )
+
+    def run_upstream(self, inputs, function_id):
+        """A root is found, and nothing has a fast path."""
+        self.manager.current_node, self.manager.path_state = self.first, cudagraph_trees.ExecutionState.EXECUTION
+        return inputs
+
+    def test_forgotten_recordings_are_given_back_when_a_step_begins(self):
+        """Also if no step has a fast path, so that each begins after the last one's recording."""
+        ends = mock.Mock(return_value=False)  # somebody holds an output
+
+        def try_end(manager):
+            if ends():
+                manager.current_node = None
+
+        with (
+            mock.patch.object(Upstream, "try_end_curr_execution", try_end),
+            mock.patch.object(Upstream, "_run", self.run_upstream),
+            mock.patch("pygraph_trees.trees.manager.release_retired") as released,
+        ):
+            self.manager._anew = {1: "it is recorded again"}
+            self.manager.forget(self.model)
+            self.manager._run([], 2)
+            self.assertEqual((self.first.children[1], released.call_count), ([self.below], 0))
+            ends.return_value = True
+            self.manager._run([], 2)
+        self.assertEqual((self.first.children, self.below.graph, released.call_count), ({}, None, 1))
+        self.below.remove_node_cached_tensors.assert_called_once_with()
+        self.assertIsNone(self.below.native)
+        self.first.remove_node_cached_tensors.assert_not_called()
+        self.assertEqual((self.first.graph, self.manager._forgotten, self.manager._anew), ("captured", [], {}))
+
+    def test_what_is_recorded_again_is_given_back_when_the_next_step_begins(self):
+        """What is replayed goes on; the function's recordings are given back where the next step begins, and it says
+        once why it is recorded again."""
+        self.manager._ways, self.manager._anew = {2: "a way"}, {}
+        self.manager.record_anew(2, "of the test")
+        self.assertEqual((self.manager._ways, self.manager.current_node), ({}, self.first))
+        self.assertEqual((self.first.graph, self.manager.roots), ("captured", {2: [self.first]}))
+
+        def try_end(manager):
+            manager.current_node = None
+
+        recorded, log = [], mock.Mock(recordings=[object()])
+        self.manager.cuda_graphs_thread_pool, self.manager.device_index = (0, 1), 0
+        with (
+            mock.patch.object(Upstream, "try_end_curr_execution", try_end),
+            mock.patch.object(Manager, "_graphs", lambda *_: True),
+            mock.patch("pygraph_trees.trees.manager.release_retired"),
+        ):
+            self.assertIsNone(self.manager._find_way(2, True))
+        self.assertEqual((self.manager.roots, self.first.graph, self.below.graph), ({}, None, None))
+        self.assertIsNone(self.manager.current_node)
+
+        def record(manager, inputs, function_id):
+            manager.current_node = mock.Mock(live=None)
+            recorded.append(function_id)
+
+        with (
+            mock.patch.object(Manager, "_log_of", lambda *_: log),
+            mock.patch.object(Manager, "_would_lose_writes", lambda *_: False),
+            mock.patch.object(Manager, "_demote_saved_inputs", lambda *_: None),
+            mock.patch.object(Manager, "_demote_moved_inputs", lambda *_: None),
+            mock.patch.object(Manager, "_verification", lambda *_: None),
+            mock.patch.object(Manager, "_pool", mock.Mock(nbytes=lambda: 0)),
+            mock.patch.object(Upstream, "record_function", record),
+        ):
+            for reason in ("of the test", "first call with these sizes"):
+                self.manager.current_node = None
+                self.manager.record_function([], 2)
+                self.assertEqual(self.manager.current_node.log.reason, reason)
+        self.assertEqual(recorded, [2, 2])
+
+    def test_no_way_leads_to_what_is_given_back(self):
+        """Ways that were found while it could not be given back yet, also where none is open."""
+        calls = mock.Mock(return_value=[])
+        for is_open in (True, False):
+            with self.subTest(is_open=is_open):
+                self.first.children, self.manager.roots = {1: [self.below]}, {2: [self.first]}
+                self.manager._ways, self.manager._forgotten = {1: "to what is given back", 2: "another"}, [1]
+                self.manager.current_node = self.first if is_open else None
+
+                def try_end(manager):
+                    manager.current_node = None
+
+                with (
+                    mock.patch.object(Upstream, "try_end_curr_execution", try_end),
+                    mock.patch.object(Manager, "_graphs", lambda *_: True),
+                    mock.patch("pygraph_trees.trees.manager.release_retired", calls),
+                ):
+                    self.manager._find_way(2, False)
+                self.assertEqual((self.manager._forgotten, self.first.children), ([], {}))
+                self.assertNotIn(1, self.manager._ways)
+
+    def test_samples_have_a_function_recorded_again_and_do_not_keep_the_manager(self):
+        sampler = SimpleNamespace(ready=None)
+        self.manager._anew = {}
+        for live in (None, SimpleNamespace(sampler=None), SimpleNamespace(sampler=sampler)):
+            self.manager._let_sampler_rerecord(SimpleNamespace(live=live), 2)
+        sampler.ready("of the test")
+        self.assertEqual((self.manager._forgotten, self.manager._anew), ([2], {2: "of the test"}))
+        gone = weakref.ref(self.manager)
+        del self.manager
+        self.assertIsNone(gone())
+        sampler.ready("of the test")  # nobody is there
+
+
+class TestPool(TestCase):
+    """The graph pool, which is given back with its last recording unless somebody holds an output."""
+
+    def setUp(self):
+        super().setUp()
+        self.enterContext(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
+
+    def node(self, **children):
+        node = mock.Mock(children={int(key[1:]): nodes for key, nodes in children.items()})
+        node.graph, node.native, node.outputs_weakrefs, node.older_outputs = "graph", "in C++", [], []
+        node.unaliased_in_all_paths, node.log = [], RecordingLog(replays=3)
+        return node
+
+    def test_the_pool_is_given_back_with_its_last_recording_unless_an_output_is_held(self):
+        made = []
+
+        class Fresh(Manager):
+            def __init__(self, device_index):
+                self.graph, self.stream, self.cuda_graphs_thread_pool = "graph", "stream", (0, 9)
+                made.append(device_index)
+
+        for is_held in (False, True):
+            model, node = object(), self.node()
+            # Also of outputs that others have taken the place of.
+            node.outputs_weakrefs, node.unaliased_in_all_paths = [mock.Mock(expired=lambda: True), None], [True, False]
+            node.older_outputs = [mock.Mock(expired=lambda: not is_held)]  # noqa: B023
+            manager = bare_manager(
+                Fresh,
+                _made_with=((3,), {}),
+                graph="first graph",
+                pools={(0, 7), (0, 9)},
+                ids_to_funcs={1: SimpleNamespace(model=model)},
+                roots={1: [node]},
+            )
+            made.clear()
+            with mock.patch.object(torch.cuda, "empty_cache") as emptied:
+                self.assertFalse(manager.give_pool_back())  # nothing was given back yet
+                manager.forget(model)
+                self.assertEqual((made, emptied.call_count), ([], 0) if is_held else ([3], 1))
+                self.assertEqual(manager.graph, "first graph" if is_held else "graph")
+                if is_held:
+                    self.assertFalse(manager.give_pool_back())
+                    is_held = False
+                    manager._anew[1] = "a reason"
+                    self.assertFalse(manager.give_pool_back())  # it is about to be used
+                    manager._anew.clear()
+                    self.assertTrue(manager.give_pool_back())
+                self.assertEqual((manager.cuda_graphs_thread_pool, manager.stream), ((0, 9), "stream"))
+                self.assertEqual((manager.pools, manager._left), ({(0, 9)}, None))
+                self.assertFalse(manager.give_pool_back())  # once
+            self.assertEqual((made, emptied.call_count), ([3], 1))
+
+    def test_the_pool_stays_if_outputs_are_made_at_each_replay(self):
+        """Of these only the newest are known, and somebody may hold others; of upstream's own recordings, who knows."""
+        for log, is_back in ((RecordingLog(), True), (RecordingLog(replays=5), False), (None, False)):
+            model, node = object(), self.node()
+            node.outputs_weakrefs = [mock.Mock(expired=lambda: True), None, mock.Mock(expired=lambda: True)]
+            node.unaliased_in_all_paths, node.log = [True, False, False], log
+            manager = bare_manager(ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: [node]})
+            made = mock.Mock(side_effect=RuntimeError("it would be given back"))
+            with mock.patch.object(Manager, "__init__", made):
+                manager.forget(model)
+                manager.give_pool_back()
+            self.assertEqual((manager._is_unknown, made.called), (not is_back, is_back))
+
+    def test_no_pool_is_begun_if_nothing_was_recorded_or_somebody_captures(self):
+        model = object()
+        with mock.patch.object(Manager, "__init__", side_effect=AssertionError("a new one")):
+            manager = bare_manager(ids_to_funcs={1: SimpleNamespace(model=model)})
+            manager.forget(model)
+            self.assertFalse(manager.give_pool_back())
+            self.assertIsNone(manager._left)
+            manager = bare_manager(_left=[])
+            with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
+                self.assertFalse(manager.give_pool_back())
+
+    def test_the_old_pool_stays_if_a_new_one_cannot_be_made(self):
+        manager = bare_manager(_left=[], graph="graph")
+        with (
+            mock.patch.object(Manager, "__init__", side_effect=RuntimeError("out of memory")),
+            self.assertLogs("pygraph_trees.trees", "WARNING") as logs,
+        ):
+            self.assertFalse(manager.give_pool_back())
+        self.assertIn("out of memory", logs.output[0])
+        self.assertEqual((manager.graph, manager._left), ("graph", []))
+
+    def test_what_was_shut_down_has_nothing(self):
+        model = object()
+        manager = bare_manager(_left=[], _forgotten=[1], ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: []})
+        manager.shutdown()
+        self.assertEqual((manager._left, manager._forgotten), (None, []))
+        manager.forget(model)
+        self.assertFalse(manager.give_pool_back())
+        manager._forget()
+        self.assertEqual(manager.handed_on(SimpleNamespace(trial=object())), [])
+
+    def test_from_another_thread_it_is_the_managers_own_that_does_it(self):
+        model, node = object(), self.node()
+        manager = bare_manager(ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: [node]}, _ways={1: "a way"})
+        manager.forget(model, later=True)
+        self.assertEqual((manager.roots, manager._ways, manager._forgotten), ({1: [node]}, {}, [1]))
+
+    def test_an_open_path_is_ended_if_that_takes_nothing_from_anybody(self):
+        """It is ended at a look, where that takes nothing from anybody."""
+        state = cudagraph_trees.ExecutionState
+        for path_state, are_dead, is_ended in (
+            (state.EXECUTION, False, True),  # upstream ends it at a new step
+            (state.RECORDING, True, True),
+            (state.RECORDING, False, False),  # upstream would take the outputs away
+            (state.WARMUP, True, False),
+        ):
+            node = self.node()
+            last = mock.Mock(all_outputs_are_dead=lambda are_dead=are_dead: are_dead)
+            manager = bare_manager(_forgotten=[1], roots={1: [node]}, current_node=last, path_state=path_state)
+
+            def end(manager):
+                manager.current_node = None
+
+            with (
+                mock.patch.object(Upstream, "try_end_curr_execution", end),
+                mock.patch.object(Upstream, "clear_current_path_state_and_set_to_none", end),
+                mock.patch.object(Manager, "__init__", side_effect=RuntimeError("not now")),
+            ):
+                manager.give_pool_back()
+            self.assertEqual(manager.roots, {} if is_ended else {1: [node]})
+
+
+class TestShutdown(TestCase):
+    """What recordings had is given back where all trees are reset, whoever held them."""
+
+    def graph(self):
+        return type("Graph", (), {})()
+
+    def nodes(self):
+        """A root with a child, each with a graph that its part in C++ holds as well."""
+        below = mock.Mock(children={}, graph=self.graph())
+        first = mock.Mock(children={1: [below]}, graph=self.graph())
+        for node in (first, below):
+            node.native = SimpleNamespace(graph=node.graph)
+        return first, below
+
+    def shut_down(self, nodes):
+        manager = bare_manager(roots={2: [nodes[0]]}, current_node=nodes[0])
+        manager.shutdown()
+        return manager
+
+    def test_graphs_go_before_their_memory_is_given_back(self):
+        nodes, released = self.nodes(), []
+        gone = [weakref.ref(node.graph) for node in nodes]
+        with mock.patch.object(trees_manager, "release_retired", lambda: released.append([graph() for graph in gone])):
+            manager = self.shut_down(nodes)
+        self.assertEqual((released, manager.roots), ([[None, None]], None))
+
+    def test_each_device_is_waited_for_once(self):
+        closed = []
+        memories = [SimpleNamespace(close=lambda device=device: closed.append(device)) for device in (0, 1, 0)]
+        waits = mock.Mock()
+        with (
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+            mock.patch.object(torch.cuda, "synchronize", waits),
+        ):
+            for device, memory in zip((0, 1, 0), memories, strict=True):
+                retired.retire(mock.Mock(), device, memory)
+            self.assertEqual((closed, waits.call_count), ([], 0))
+            self.shut_down(self.nodes())
+        self.assertEqual((sorted(closed), sorted(call.args[0] for call in waits.call_args_list)), ([0, 0, 1], [0, 1]))
+
+    def test_a_reset_gives_back_what_is_left_after_the_managers(self):
+        closed = []
+        with (
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+            mock.patch.object(torch.cuda, "synchronize"),
+        ):
+            retired.retire(mock.Mock(), 0, SimpleNamespace(close=lambda: closed.append(1)))
+            order = []
+            reset = entry_points.reset_cudagraph_trees(lambda: order.append(list(closed)))
+            reset()
+        self.assertEqual((order, closed), ([[]], [1]))
+
+
+class TestHandedOn(TestCase):
+    """What other functions take of a function's outputs in the graph pool."""
+
+    def node(self, model, number, managed=(), outputs=(), depth=0, **children):
+        """``managed``: depth and output, of each managed input."""
+        return SimpleNamespace(
+            id=SimpleNamespace(id=number),
+            wrapped_function=SimpleNamespace(model=model),
+            cudagraph_managed_idxs=list(range(len(managed))),
+            live_cudagraph_managed_path_refs=list(managed),
+            outputs_metadata=[*({"nbytes": nbytes} for nbytes in outputs), 7, None],
+            _path_from_root=iter(range(depth + 1)),
+            children=dict(enumerate(children.values())),
+        )
+
+    def test_the_newest_recording_says_what_is_handed_on(self):
+        own, other = object(), object()
+        first, partition, neighbour, plain = (SimpleNamespace(trial=trial) for trial in (own, own, other, None))
+        # What another's recording behind it gives, at depth 2, is not this one's; of several recordings one is
+        # replayed.
+        last = self.node(neighbour, 6, ((1, 1), (2, 0)))
+        older, newer = self.node(plain, 4, ((1, 0),) * 9), self.node(plain, 5, ((1, 0), (1, 0), (1, 1), None))
+        behind = self.node(partition, 3, ((1, 0),), outputs=(9,), a=[last], b=[older, newer])
+        newest = self.node(first, 2, outputs=(100, 500), depth=1, a=[behind])
+        above = self.node(neighbour, 0, a=[newest])
+        roots = {1: [self.node(first, 1, outputs=(9,))], 2: [above], 3: [self.node(neighbour, 7, ((0, 0),))]}
+        manager = bare_manager(roots=roots)
+        self.assertEqual(sorted(manager.handed_on(first)), [100, 100, 500, 500])
+        self.assertEqual(manager.handed_on(SimpleNamespace(trial=own)), [])
+        manager.roots = {1: [self.node(first, 1)]}
+        self.assertEqual(manager.handed_on(first), [])
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,66 @@
+"""Small programs that are no workloads, by name, and workloads beside them.
+
+:func:`program_of` builds MLP, MLP-N (the same for any batch size), CHAIN (three graphs in one step) and RESNET18 (a
+training step; needs torchvision) on the GPU. Any other name is a workload's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from pygraph_trees.benchmark.program import Program
+from pygraph_trees.cli.target import resolve
+
+
+def perceptron(device: torch.device) -> Program:
+    """Two small layers: almost nothing but the host."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).to(device)
+    return Program(model, (torch.randn(16, 64, device=device),), context=torch.no_grad, name="MLP")
+
+
+def perceptron_of_any_batch(device: torch.device) -> Program:
+    """Compiled for any batch size, which is an input then."""
+    program = perceptron(device)
+    torch._dynamo.mark_dynamic(program.args[0], 0)
+    return dataclasses.replace(program, name="MLP-N")
+
+
+def chain(device: torch.device) -> Program:
+    """Three graphs in one step, one after another."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        x = x.sin() + 1
+        torch._dynamo.graph_break()
+        x = x @ x.mT
+        torch._dynamo.graph_break()
+        return x.softmax(0)
+
+    torch.manual_seed(0)
+    return Program(fn, (torch.randn(64, 64, device=device),), context=torch.no_grad, name="CHAIN")
+
+
+def resnet18(device: torch.device) -> Program:
+    """A training step; needs torchvision."""
+    from torchvision.models import resnet18 as build
+
+    torch.manual_seed(0)
+    model = build().to(device)
+    return Program(model, (torch.randn(16, 3, 224, 224, device=device),), training=True, name="RESNET18")
+
+
+PROGRAMS: dict[str, Callable[[torch.device], Program]] = {
+    "MLP": perceptron,
+    "MLP-N": perceptron_of_any_batch,
+    "CHAIN": chain,
+    "RESNET18": resnet18,
+}
+
+
+def program_of(name: str) -> Program:
+    """A small program or a workload, on the GPU."""
+    device = torch.device("cuda")
+    return PROGRAMS[name](device) if name in PROGRAMS else resolve(name, device)
