@@ -17,7 +17,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.indirection import retired
 from pygraph_trees.report.log import RecordingLog
-from pygraph_trees.trees import entry_points
+from pygraph_trees.trees import entry_points, pools
 from pygraph_trees.trees import manager as trees_manager
 from pygraph_trees.trees.manager import Manager, Upstream
 
@@ -180,12 +180,15 @@ class TestPool(TestCase):
                 Fresh,
                 _made_with=((3,), {}),
                 graph="first graph",
-                pools={(0, 7), (0, 9)},
                 ids_to_funcs={1: SimpleNamespace(model=model)},
                 roots={1: [node]},
             )
             made.clear()
-            with mock.patch.object(torch.cuda, "empty_cache") as emptied:
+            owned = {(0, 7), (0, 9)}
+            with (
+                mock.patch.object(pools, "OWNED", owned),
+                mock.patch.object(torch.cuda, "empty_cache") as emptied,
+            ):
                 self.assertFalse(manager.give_pool_back())  # nothing was given back yet
                 manager.forget(model)
                 self.assertEqual((made, emptied.call_count), ([], 0) if is_held else ([3], 1))
@@ -198,7 +201,7 @@ class TestPool(TestCase):
                     manager._anew.clear()
                     self.assertTrue(manager.give_pool_back())
                 self.assertEqual((manager.cuda_graphs_thread_pool, manager.stream), ((0, 9), "stream"))
-                self.assertEqual((manager.pools, manager._left), ({(0, 9)}, None))
+                self.assertEqual((owned, manager._left), ({(0, 9)}, None))
                 self.assertFalse(manager.give_pool_back())  # once
             self.assertEqual((made, emptied.call_count), ([3], 1))
 
