@@ -174,6 +174,7 @@ class TestEvidence(TestCase):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         self.folder = Path(folder.name)
+        self.module.PART_S, self.module.MOST_PARTS = 90, 4
         self.printed = self.enterContext(mock.patch("builtins.print"))
         self.enterContext(mock.patch.object(self.module, "EVIDENCE", self.folder / "evidence.json"))
 
