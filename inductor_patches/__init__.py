@@ -92,7 +92,8 @@ def _put_on(feature: str) -> None:
 def _check(feature: str, wanted: tuple[Patch, ...]) -> tuple[str, ...]:
     import torch
 
-    from .patch import FeatureOff, LiveProbe, parse_version
+    from .fingerprints import parse_version
+    from .patch import FeatureOff, LiveProbe
 
     version = parse_version(torch.__version__)
     probe = LiveProbe()

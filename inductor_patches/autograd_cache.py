@@ -1,77 +1,25 @@
-"""Patch of ``torch._functorch._aot_autograd.aot_autograd_result``: what is known of a program that comes from a cache.
-
-``wrap_post_compile`` runs where AOTAutograd's cache has a program, and puts its graphs to use without compiling: what
-the compilation would have left in the tracing context, which of a forward's outputs a user sees among it, is then in
-the cache's entry alone, and the context may tell it of another part of the same program that was compiled.
-"""
+"""Patch of ``torch._functorch._aot_autograd.aot_autograd_result``: a program that comes from AOTAutograd's cache."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from .patch import Expectation, Fingerprint, Patch, Rebind
-
-_MODULE = "torch._functorch._aot_autograd.aot_autograd_result"
+from .patch import Patch, Rebind
 
 
 def _wrap_post_compile(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    from pygraph_trees.trees.function import loaded_with
+    from pygraph_trees.trees.compiled_graph import loading
 
-    @functools.wraps(upstream)
-    def wrap_post_compile(self: Any, *args: Any, **kwargs: Any) -> Any:
-        of_subclass = self.maybe_subclass_meta
-        with loaded_with(self.runtime_metadata if of_subclass is None else of_subclass.fw_metadata):
-            return upstream(self, *args, **kwargs)
-
-    return wrap_post_compile
+    return loading(upstream)
 
 
 PATCHES: tuple[Patch, ...] = (
     Rebind(
         feature="trees",
-        module=_MODULE,
+        module="torch._functorch._aot_autograd.aot_autograd_result",
         name="GenericAOTAutogradResult.wrap_post_compile",
         replace=_wrap_post_compile,
-        fingerprints=(
-            Fingerprint(
-                (2, 11),
-                (2, 11),
-                (
-                    Expectation(
-                        _MODULE,
-                        "GenericAOTAutogradResult.wrap_post_compile",
-                        ("self", "args", "aot_config", "fx_config"),
-                        ("compiled_fw", "post_compile", "runtime_metadata", "maybe_subclass_meta"),
-                    ),
-                ),
-            ),
-            Fingerprint(
-                (2, 12),
-                (2, 15),
-                (
-                    Expectation(
-                        _MODULE,
-                        "GenericAOTAutogradResult.wrap_post_compile",
-                        ("self", "args", "aot_config", "fx_config"),
-                        ("_load_and_post_compile", "_apply_runtime_wrappers"),
-                    ),
-                    Expectation(
-                        _MODULE,
-                        "GenericAOTAutogradResult._load_and_post_compile",
-                        None,
-                        ("compiled_fw", "post_compile"),
-                    ),
-                    Expectation(
-                        _MODULE,
-                        "GenericAOTAutogradResult._apply_runtime_wrappers",
-                        None,
-                        ("runtime_metadata", "maybe_subclass_meta"),
-                    ),
-                ),
-            ),
-        ),
         removable="the tracing context tells the same of a program that comes from the cache",
     ),
 )

@@ -1,70 +1,32 @@
 """Patches of ``torch._inductor.compile_fx``: ``cudagraphify``, through which every whole graph and every partition
-passes, the passes over a graph and the graphs inside of it, which placement tells apart, and ``compile_fx`` itself,
-which compiles without CUDA graphs if the flags say "never".
-
-``cudagraphify`` runs while compiling, where values given by ``mode=`` and ``options=`` hold, so the settings of a
-function are taken here.
-"""
+passes, the passes over a graph and the graphs inside of it, and ``compile_fx`` itself."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
-from .patch import Expectation, Fingerprint, Patch, Rebind
+from .patch import Patch, Rebind
 
 _MODULE = "torch._inductor.compile_fx"
 
 
 def _cudagraphify(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    from pygraph_trees.trees.choice import chooser
-    from pygraph_trees.trees.function import FunctionModel, entered
+    from pygraph_trees.trees.entry_points import cudagraphify
 
-    @functools.wraps(upstream)
-    def cudagraphify(model: Any, static_input_idxs: Any = (), *args: Any, **kwargs: Any) -> Any:
-        function = FunctionModel.of(model, is_backward=kwargs["is_backward"], is_inference=kwargs["is_inference"])
-        choose = chooser(static_input_idxs, kwargs.get("mutated_input_idxs", ()), kwargs["device_index"])
-        return entered(function, upstream(function, static_input_idxs, *args, **kwargs), choose)
-
-    return cudagraphify
+    return cudagraphify(upstream)
 
 
 def _compile_fx(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    from torch._inductor import config
+    from pygraph_trees.selection import leaving_graphs_out
 
-    from pygraph_trees.selection import always_without_graphs, compiling_without_graphs, without_graphs
-    from pygraph_trees.settings import Settings
-
-    signature = inspect.signature(upstream)
-
-    @functools.wraps(upstream)
-    def compile_fx(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        call.apply_defaults()
-        given = call.arguments["config_patches"]
-        with config.patch(given or {}):
-            patches = without_graphs(Settings.current(), given) if config.triton.cudagraphs else None
-        if patches is None:
-            return upstream(*args, **kwargs)
-        call.arguments["config_patches"] = patches
-        call.arguments["inner_compile"] = always_without_graphs(call.arguments["inner_compile"])
-        with compiling_without_graphs():
-            return upstream(*call.args, **call.kwargs)
-
-    return compile_fx
+    return leaving_graphs_out(upstream)
 
 
 def _recursive_post_grad_passes(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    from pygraph_trees.placement import one_graph_deeper
+    from pygraph_trees.placement import counting_depth
 
-    @functools.wraps(upstream)
-    def recursive_post_grad_passes(gm: Any, *args: Any, **kwargs: Any) -> None:
-        with one_graph_deeper():
-            upstream(gm, *args, **kwargs)
-
-    return recursive_post_grad_passes
+    return counting_depth(upstream)
 
 
 PATCHES: tuple[Patch, ...] = (
@@ -73,20 +35,6 @@ PATCHES: tuple[Patch, ...] = (
         module=_MODULE,
         name="_recursive_post_grad_passes",
         replace=_recursive_post_grad_passes,
-        fingerprints=(
-            Fingerprint(
-                (2, 11),
-                (2, 15),
-                (
-                    Expectation(
-                        _MODULE,
-                        "_recursive_post_grad_passes",
-                        ("gm", "is_inference"),
-                        ("_recursive_post_grad_passes", "post_grad_passes"),
-                    ),
-                ),
-            ),
-        ),
         removable="torch moves what the CPU computes for the GPU, and leaves what is returned where it is",
     ),
     Rebind(
@@ -94,20 +42,6 @@ PATCHES: tuple[Patch, ...] = (
         module=_MODULE,
         name="compile_fx",
         replace=_compile_fx,
-        fingerprints=(
-            Fingerprint(
-                (2, 11),
-                (2, 15),
-                (
-                    Expectation(
-                        _MODULE,
-                        "compile_fx",
-                        ("model_", "example_inputs_", "inner_compile", "config_patches"),
-                        ("compile_fx", "patch"),
-                    ),
-                ),
-            ),
-        ),
         removable="never: torch has no flag that takes CUDA graphs from a program that asks for them",
     ),
     Rebind(
@@ -115,21 +49,6 @@ PATCHES: tuple[Patch, ...] = (
         module=_MODULE,
         name="cudagraphify",
         replace=_cudagraphify,
-        fingerprints=(
-            Fingerprint(
-                (2, 11),
-                (2, 15),
-                (
-                    Expectation(
-                        _MODULE, "cudagraphify", ("model", "static_input_idxs"), ("cudagraphify_impl", "is_backward")
-                    ),
-                    Expectation(
-                        "torch._inductor.output_code", "cudagraph_partition_post_compile", None, ("cudagraphify",)
-                    ),
-                    Expectation("torch._inductor.output_code", "cudagraph_post_compile", None, ("cudagraphify",)),
-                ),
-            ),
-        ),
         removable="never: this is the drop-in",
     ),
 )

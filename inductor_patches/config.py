@@ -7,8 +7,8 @@ is part of the FX and AOTAutograd keys unless its name is in ``_cache_config_ign
 run time only are added. ``pygraph_version`` is an entry for that purpose alone: the version, and a hash of the code
 that shapes artifacts.
 
-Since 2.12 an override is a context variable, before it is an attribute of the entry; both are replaced here by
-something that checks the value first. Undoing takes the entries out again.
+An override is a context variable or an attribute of the entry; both are replaced by something that checks the value
+first. Undoing takes the entries out again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import environment
-from .patch import Expectation, Fingerprint, Patch
+from .patch import Patch
 
 if TYPE_CHECKING:
     from pygraph_trees.settings import Flag
@@ -51,10 +51,12 @@ class _CheckedOverride:
 def _entry(flag: Flag) -> Any:
     from torch.utils import _config_module
 
+    from pygraph_trees.compat import has_context_overrides
+
     unset = _config_module._UNSET_SENTINEL
     # A union is what `torch.compile(options=...)` does not check by itself.
     declared = _config_module._Config(default=flag.default, value_type=str | bool if flag.is_switch else str)
-    if _has_context_overrides():
+    if has_context_overrides():
         entry = _config_module._ConfigEntry(declared, _PREFIX + flag.name)
         entry.user_override = _CheckedOverride(entry.user_override, flag, unset)
     else:
@@ -69,14 +71,6 @@ def _from_environment(flag: Flag) -> Any:
     if wanted is not None:
         entry.env_value_default = wanted
     return entry
-
-
-def _has_context_overrides() -> bool:
-    """Whether a config override is a context variable (2.12) or an attribute of the entry."""
-    from torch.utils import _config_module
-
-    fields = {f.name: f for f in dataclasses.fields(_config_module._ConfigEntry)}
-    return fields["user_override"].default is dataclasses.MISSING
 
 
 def _attribute_entry(flag: Flag, unset: object) -> type:
@@ -98,9 +92,11 @@ def _attribute_entry(flag: Flag, unset: object) -> type:
 
 def _mark_dirty(config: Any) -> None:
     """Makes the config recompute its dictionary and hash: entries came or went."""
-    if hasattr(config, "_get_dict_dirty_keys_var"):
+    from pygraph_trees.compat import has_dirty_keys, has_hash_variable
+
+    if has_dirty_keys():
         config._get_dict_dirty_keys_var.set(None)
-    if hasattr(config, "_hash_dirty_var"):
+    if has_hash_variable():
         config._hash_dirty_var.set(True)
     else:
         config._is_dirty = True
@@ -108,8 +104,10 @@ def _mark_dirty(config: Any) -> None:
 
 def _ignored_prefix_lists(config: Any) -> list[list[str]]:
     """The lists of prefixes left out of cache keys: the default, and the copy made of it when it was first read."""
+    from pygraph_trees.compat import has_context_overrides
+
     entry = config._config["_cache_config_ignore_prefix"]
-    override = entry.user_override.get() if _has_context_overrides() else entry.user_override
+    override = entry.user_override.get() if has_context_overrides() else entry.user_override
     return [held for held in (entry.default, override) if isinstance(held, list)]
 
 
@@ -160,28 +158,9 @@ class Flags(Patch):
         return undo
 
 
-def _fingerprint(since: tuple[int, int], until: tuple[int, int], entry: tuple[str, ...]) -> Fingerprint:
-    return Fingerprint(
-        since,
-        until,
-        (
-            Expectation(_MODULE, "_ConfigEntry.__init__", ("self", *entry), ("env_value_default",)),
-            Expectation(_MODULE, "ConfigModule.__setattr__", ("self", "name", "value"), ("_config", "user_override")),
-            Expectation(_MODULE, "ConfigModule.__getattr__", ("self", "name"), ("user_override", "env_value_default")),
-            Expectation(_MODULE, "ConfigModule._get_dict", ("self", "ignored_keys", "ignored_prefixes"), ("_config",)),
-            Expectation(_MODULE, "ConfigModule.save_config_portable", None, ("_cache_config_ignore_prefix",)),
-            Expectation(_MODULE, "_Config", None, ("value_type",)),
-        ),
-    )
-
-
 PATCHES: tuple[Patch, ...] = (
     Flags(
         feature="flags",
-        fingerprints=(
-            _fingerprint((2, 11), (2, 11), ("config",)),
-            _fingerprint((2, 12), (2, 15), ("config", "name")),
-        ),
         removable="torch has a way to register config entries from outside",
     ),
 )

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from .patch import PatchWarning
 
 DISABLE = "PYGRAPH_DISABLE"
+BUILD = "PYGRAPH_BUILD"
 PREFIX = "PYGRAPH_"
 # Those of the tests, which read them on their own.
 _OTHERS = ("PYGRAPH_FUZZ_PROGRAMS", "PYGRAPH_REPLAYS", "PYGRAPH_STRESS", "PYGRAPH_TEST_PART")
@@ -35,6 +36,11 @@ def disabled() -> bool:
     """Whether ``PYGRAPH_DISABLE`` asks to leave torch alone; a value that means nothing does not."""
     found = choice(DISABLE, ("off", "on"), "The patches go on.")
     return found == "on"
+
+
+def builds() -> bool:
+    """Whether the parts in C and C++ may be built when they are first needed: unless ``PYGRAPH_BUILD`` is off."""
+    return choice(BUILD, ("off", "on"), "They are built.") != "off"
 
 
 def choice(variable: str, values: Sequence[str], instead: str) -> str | None:
@@ -60,7 +66,7 @@ def choice(variable: str, values: Sequence[str], instead: str) -> str | None:
 
 def warn_of_unknown(known: Iterable[str]) -> None:
     """Warns of each ``PYGRAPH_`` variable that neither ``known`` nor this module names."""
-    names = {name.removeprefix(PREFIX): name for name in (DISABLE, *known, *_OTHERS)}
+    names = {name.removeprefix(PREFIX): name for name in (DISABLE, BUILD, *known, *_OTHERS)}
     for variable, value in sorted(os.environ.items()):
         if variable.startswith(PREFIX) and variable not in names.values():
             near = difflib.get_close_matches(variable.removeprefix(PREFIX), names, n=1)

@@ -1,13 +1,11 @@
 """A patch: one change of one torch module, what it relies on, and how it is undone.
 
-A :class:`Patch` names its target and carries :class:`Fingerprint` records, one for each span of torch versions it was
-written against. A fingerprint lists :class:`Expectation` records: a definition that must exist, the parameters it
-must begin with and the names its body must use. :meth:`Patch.mismatches` compares them with what a :class:`Probe`
-finds, on live objects here (:class:`LiveProbe`) or on source files (``tools/check_compat``), and returns what does
-not fit. A patch that does not fit is never applied.
+A :class:`Patch` names its target; what it relies on is in the table of :mod:`.fingerprints`. :meth:`Patch.mismatches`
+compares that with the definitions that a :class:`Probe` finds, on live objects (:class:`LiveProbe`) or in source files
+(``tools/check_compat``), and returns what does not fit. A patch that does not fit is never applied.
 
-:meth:`Patch.apply` returns the function that undoes it, putting back the very objects that were there. Where other
-code has replaced the target since, undoing leaves that code alone and warns: taking it away would break a stranger.
+:meth:`Patch.apply` returns the function that undoes it, putting back the very objects that were there. If other
+code has replaced the target since, undoing leaves that code alone and warns.
 """
 
 from __future__ import annotations
@@ -20,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, ModuleType
 from typing import Any, Protocol
+
+from .fingerprints import Expectation, Fingerprint, Version, fingerprints_of
 
 
 class PatchWarning(UserWarning):
@@ -37,34 +37,6 @@ class PatchOverwritten(PatchWarning):
 
 class FeatureOff(PatchWarning):
     template = "pygraph_trees: {feature} stays off on torch {torch}, which keeps its own behaviour there: {why}"
-
-
-def parse_version(text: str) -> tuple[int, int]:
-    """Major and minor number of a torch version: ``"2.13.0+cpu"`` gives ``(2, 13)``."""
-    major, minor = text.split(".")[:2]
-    return int(major), int(minor)
-
-
-@dataclass(frozen=True, slots=True)
-class Expectation:
-    """A definition that a patch relies on."""
-
-    module: str  # dotted, "torch._inductor.scheduler"
-    name: str  # inside the module, "Scheduler.graph_partition"
-    parameters: tuple[str, ...] | None = None  # the leading parameters, None where they do not matter
-    uses: tuple[str, ...] = ()  # what the body must mention: globals, attributes, locals, strings
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
-
-
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """What a patch relies on in the torch versions from ``since`` to ``until``, both included."""
-
-    since: tuple[int, int]
-    until: tuple[int, int]
-    expectations: tuple[Expectation, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +88,6 @@ class Patch(ABC):
     """Base of all patches."""
 
     feature: str  # "trees": features are switched on and off as a whole
-    fingerprints: tuple[Fingerprint, ...]
     removable: str  # since which torch version, or on which change upstream, the patch could go
 
     @property
@@ -128,7 +99,12 @@ class Patch(ABC):
     def apply(self) -> Callable[[], None]:
         """Changes the target and returns what undoes it."""
 
-    def mismatches(self, probe: Probe, version: tuple[int, int]) -> list[str]:
+    @property
+    def fingerprints(self) -> tuple[Fingerprint, ...]:
+        """What the patch relies on, by torch version."""
+        return fingerprints_of(self.target)
+
+    def mismatches(self, probe: Probe, version: Version) -> list[str]:
         """What does not fit on this torch, one line each; empty where the patch can be applied."""
         spans = [f for f in self.fingerprints if f.since <= version <= f.until]
         if not spans:
@@ -149,7 +125,7 @@ def _compare(wanted: Expectation, probe: Probe) -> list[str]:
     return [f"{wanted}: no longer uses {', '.join(missing)}"] if missing else []
 
 
-def _dotted(version: tuple[int, int]) -> str:
+def _dotted(version: Version) -> str:
     return f"{version[0]}.{version[1]}"
 
 

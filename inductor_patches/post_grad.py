@@ -1,61 +1,36 @@
 """Patch of ``torch._inductor.fx_passes.post_grad``: what moves constructors to the GPU is replaced by placement.
 
-The name is looked up in the module when the passes run, behind the user's own ones and before the values of new nodes
-are brought up to date.
+The name is looked up in the module when the passes run.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from .patch import Expectation, Fingerprint, Patch, Rebind
-
-_MODULE = "torch._inductor.fx_passes.post_grad"
+from .patch import Patch, Rebind
 
 
 def _move_constructors_to_gpu(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    from pygraph_trees.placement import place_for_graphs
+    from pygraph_trees.placement import placing
 
-    @functools.wraps(upstream)
-    def move_constructors_to_gpu(graph: Any) -> None:
-        if not place_for_graphs(graph, _has_addresses):
-            upstream(graph)
-
-    return move_constructors_to_gpu
+    return placing(upstream, _has_addresses)
 
 
 def _has_addresses() -> bool:
-    """Whether recordings are given addresses, or would be if there were a GPU."""
-    from torch._inductor import cudagraph_trees
-
+    """Imports only now: neither the trees nor the fake GPU are needed to put this patch on."""
     from pygraph_trees.fake_gpu.presence import is_absent
-    from pygraph_trees.indirection.availability import usable_driver
-    from pygraph_trees.trees.recording import Recording
+    from pygraph_trees.trees.recording import gives_addresses
 
-    return cudagraph_trees.CUDAGraphNode is Recording and (is_absent() or usable_driver() is not None)
+    return gives_addresses(is_imagined=is_absent())
 
 
 PATCHES: tuple[Patch, ...] = (
     Rebind(
         feature="placement",
-        module=_MODULE,
+        module="torch._inductor.fx_passes.post_grad",
         name="move_constructors_to_gpu",
         replace=_move_constructors_to_gpu,
-        fingerprints=(
-            Fingerprint(
-                (2, 11),
-                (2, 15),
-                (
-                    Expectation(_MODULE, "move_constructors_to_gpu", ("graph",), ("ConstructorMoverPass",)),
-                    Expectation(_MODULE, "post_grad_passes", ("gm", "is_inference"), ("move_constructors_to_gpu",)),
-                    Expectation("torch._inductor.lowering", "register_lowering", ("aten_fn", "broadcast")),
-                    Expectation("torch._inductor.lowering", "make_pointwise", ("fn",)),
-                    Expectation("torch._inductor.ops_handler", "OpsHandler.mul_rn", ("self", "x", "y")),
-                ),
-            ),
-        ),
         removable="torch moves what the CPU computes for the GPU, and leaves what is returned where it is",
     ),
 )

@@ -1,41 +1,26 @@
-"""Patches of ``torch._inductor.scheduler``: what ``graph_partition`` decided is described for the coverage report, and
-what reads values of the CPU is no part of a CUDA graph."""
+"""Patches of ``torch._inductor.scheduler``: the partitions of a graph are described for the report, and nodes that read
+values of the CPU are no part of a CUDA graph."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from .patch import Expectation, Fingerprint, Patch, Rebind
+from .patch import Patch, Rebind
 
 _MODULE = "torch._inductor.scheduler"
 
 
 def _graph_partition(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    from pygraph_trees.report import compiled
+    from pygraph_trees.report.compiled import describing_partitions
 
-    @functools.wraps(upstream)
-    def graph_partition(self: Any) -> Any:
-        partitions, signatures = upstream(self)
-        compiled.partitioned(self, partitions, signatures)
-        return partitions, signatures
-
-    return graph_partition
+    return describing_partitions(upstream)
 
 
 def _should_partition(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    from torch._inductor.scheduler import FusedSchedulerNode
+    from pygraph_trees.placement.scheduled import keeping_outside
 
-    from pygraph_trees.placement.scheduled import why_outside
-
-    @functools.wraps(upstream)
-    def should_partition(self: Any, node: Any) -> Any:
-        reason = upstream(self, node)
-        # Of a fused node upstream asks this for each of its parts.
-        return reason if isinstance(node, FusedSchedulerNode) else why_outside(node, reason)
-
-    return should_partition
+    return keeping_outside(upstream)
 
 
 PATCHES: tuple[Patch, ...] = (
@@ -44,23 +29,6 @@ PATCHES: tuple[Patch, ...] = (
         module=_MODULE,
         name="Scheduler.should_partition",
         replace=_should_partition,
-        fingerprints=(
-            Fingerprint(
-                (2, 11),
-                (2, 15),
-                (
-                    Expectation(
-                        _MODULE,
-                        "Scheduler.should_partition",
-                        ("self", "node"),
-                        ("FusedSchedulerNode", "snodes", "is_gpu", "DeviceCopy"),
-                    ),
-                    Expectation(_MODULE, "FusedSchedulerNode"),
-                    Expectation("torch._inductor.ir", "FallbackKernel"),
-                    Expectation("torch._inductor.graph", "GraphLowering.try_get_buffer", ("self", "buffer_name")),
-                ),
-            ),
-        ),
         removable="torch keeps what reads values of the CPU out of CUDA graphs",
     ),
     Rebind(
@@ -68,26 +36,6 @@ PATCHES: tuple[Patch, ...] = (
         module=_MODULE,
         name="Scheduler.graph_partition",
         replace=_graph_partition,
-        fingerprints=(
-            Fingerprint(
-                (2, 11),
-                (2, 15),
-                (
-                    Expectation(
-                        _MODULE,
-                        "Scheduler.graph_partition",
-                        ("self",),
-                        ("partitions", "signatures", "should_partition"),
-                    ),
-                    Expectation(_MODULE, "Scheduler.should_partition", ("self", "node")),
-                    Expectation(_MODULE, "Scheduler._codegen_partitions", ("self",), ("graph_partition",)),
-                    Expectation(_MODULE, "GroupedSchedulerNode"),
-                    Expectation(_MODULE, "NopKernelSchedulerNode"),
-                    Expectation("torch._inductor.ir", "DeviceCopy"),
-                    Expectation("torch._inductor.ir", "MultiOutput"),
-                ),
-            ),
-        ),
         removable="torch reports why it splits a graph as data",
     ),
 )

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .patch import Expectation, Fingerprint, Patch, Rebind
+from .patch import Patch, Rebind
 
 _MODULE = "torch._inductor.runtime.triton_heuristics"
 
@@ -45,38 +45,6 @@ PATCHES: tuple[Patch, ...] = (
         name="CachingAutotuner.run",
         replace=_run,
         offer=_offer,
-        fingerprints=(
-            Fingerprint(
-                (2, 11),
-                (2, 15),
-                (
-                    Expectation(_MODULE, "CachingAutotuner.run", ("self", "stream", "benchmark_run"), ("launchers",)),
-                    Expectation(
-                        _MODULE,
-                        "CachingAutotuner.__init__",
-                        ("self", "fn", "triton_meta", "configs"),
-                        ("triton_meta", "device_props", "inductor_meta", "launchers", "triton_interpret"),
-                    ),
-                    Expectation(
-                        _MODULE,
-                        "CachingAutotuner._create_compile_meta",
-                        ("self", "cfg"),
-                        ("triton_meta", "constants", "num_warps", "num_stages"),
-                    ),
-                    Expectation(
-                        _MODULE,
-                        "CachingAutotuner._precompile_config",
-                        ("self", "cfg"),
-                        ("ASTSource", "signature", "constants", "configs", "_create_compile_meta"),
-                    ),
-                    Expectation(_MODULE, "CachingAutotuner.precompile", None, ("_reload_kernel",)),
-                    Expectation(_MODULE, "CachingAutotuner.get_device_interface", ("self",)),
-                    Expectation(_MODULE, "StaticTritonCompileResult.make_launcher", ("self",), ("_gen_launcher_code",)),
-                    Expectation(_MODULE, "TritonCompileResult.make_launcher", ("self",), ("_gen_launcher_code",)),
-                    Expectation(_MODULE, "CompileResult._gen_launcher_code", ("self", "scope", "def_args")),
-                ),
-            ),
-        ),
         removable="never: torch has no indirect kernels",
     ),
 )

@@ -9,18 +9,30 @@ with a warning; it does not stop the import.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import inductor_patches
+from inductor_patches.environment import builds
 from inductor_patches.torch_logs import understood
 
 with understood():
     import torch  # noqa: F401
 
-from .report.summary import Report, report
+from .native import build
+from .report.records import FeatureState
+from .report.summary import Report, report, tell_state
 from .version import __version__
 
+
+def _features() -> Iterator[FeatureState]:
+    for found in inductor_patches.status():
+        yield FeatureState(found.feature, found.state, "; ".join(found.mismatches) or None)
+
+
+tell_state(_features, build.status)
+if not builds():
+    build.prevent()
 inductor_patches.install()
 
 

@@ -1,9 +1,9 @@
-"""The command line: ``python -m pygraph_trees compare``, ``explain`` and ``profiles``.
+"""The command line: ``python -m pygraph_trees compare``, ``explain``, ``build`` and ``profiles``.
 
-``compare`` runs a target four ways and prints times, costs and the coverage report; ``explain`` shows, without a GPU,
-how a target would be split and what each input costs; ``profiles`` lists or removes what is kept on disk of what was
-measured. Exit status: 0, 1 where a way failed or its outputs were not eager's, 2 for a command that could not be
-carried out as given.
+``compare`` runs a target four ways and prints times, costs and the report; ``explain`` shows, without a GPU, how a
+target is split and what each input costs; ``build`` compiles the parts in C and C++; ``profiles`` lists or removes the
+decisions kept on disk. Exit status: 0; 1 if a way failed or its outputs differ from eager's; 2 for a command that
+cannot be carried out as given.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pygraph_trees.cli.progress import Progress
 from . import report
 from .cli import destination, target
 from .errors import PygraphError
+from .native import build
 from .settings import Settings
 from .version import __version__
 
@@ -48,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pygraph_trees", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--version", action="version", version=f"pygraph_trees {__version__}, torch {torch.__version__}"
+        "--version",
+        action="version",
+        version=f"pygraph_trees {__version__}, torch {torch.__version__}, native: {build.status()}",
     )
     commands = parser.add_subparsers(title="commands", required=True)
     help_target = (
@@ -73,6 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_arch(explain)
     explain.set_defaults(command=_explain)
     _add_arch(compare)
+
+    built = commands.add_parser("build", help="build the parts in C and C++ for the installed torch")
+    built.set_defaults(command=_build)
 
     profiles = commands.add_parser("profiles", help="list what was decided of functions in earlier processes")
     profiles.add_argument("--clear", action="store_true", help="remove all of it, so that functions are measured again")
@@ -143,6 +149,11 @@ def _explain(options: argparse.Namespace) -> int:
 
     program = target.resolve(options.target, torch.device("meta"))
     print(explain(program, options.arch))
+    return 0
+
+
+def _build(options: argparse.Namespace) -> int:
+    print(f"built in {build.build()}")
     return 0
 
 

@@ -1,9 +1,9 @@
-"""Two hashes over code: of what was tested and measured, and of what shapes the artifacts in Inductor's caches.
+"""Two hashes: of the tested and measured code, and of the code that shapes artifacts in Inductor's caches.
 
-:func:`code_hash` covers the Python, C and C++ files of ``pygraph_trees/``, ``inductor_patches/`` and ``test/gpu/``. Of
-Python it hashes the syntax trees without docstrings, so that a comment or a line break does not change it, in a form
-of its own, so that all supported versions of Python agree on it; of the others the text. :func:`artifact_hash` is taken
-at import, and covers the bytes of :data:`ARTIFACT_CODE`: any change there changes it.
+:func:`code_hash` covers ``pygraph_trees/``, ``inductor_patches/`` and ``test/gpu/``: Python as syntax trees without
+docstrings, so comments and line breaks do not count, in a form that all supported Python versions share; C and C++ as
+text. :func:`artifact_hash` covers the bytes of :data:`ARTIFACT_CODE` once per process. A file that cannot be read
+raises :class:`OSError`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
 _COVERED = ("pygraph_trees", "inductor_patches", "test/gpu")
-# What rewrites a graph or decides how it is cut, and what describes it on its artifact; a folder is all of its modules.
+# The code that rewrites a graph, decides how it is partitioned, or describes it on its artifact; a folder stands for
+# all its modules.
 ARTIFACT_CODE = (
     "inductor_patches",
+    "pygraph_trees/compat.py",
     "pygraph_trees/report/compiled.py",
     "pygraph_trees/report/log.py",
     "pygraph_trees/report/naming.py",
@@ -36,7 +38,7 @@ _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionD
 
 
 def code_hash(root: Path = _ROOT) -> str:
-    """SHA-256, 64 hexadecimal digits; ``root`` is the checkout's folder."""
+    """The SHA-256 of tested code, 64 hexadecimal digits; ``root`` is the checkout's folder."""
     digest = hashlib.sha256()
     for path in covered_files(root):
         digest.update(f"{path.relative_to(root).as_posix()}\n".encode())
@@ -48,9 +50,9 @@ def code_hash(root: Path = _ROOT) -> str:
 
 @functools.cache
 def artifact_hash(root: Path = _ROOT) -> str:
-    """SHA-256 of the files in :data:`ARTIFACT_CODE`, 64 hexadecimal digits; ``root`` holds both packages.
+    """The SHA-256 of the files in :data:`ARTIFACT_CODE`, 64 hexadecimal digits; ``root`` holds both packages.
 
-    Taken once a process. Raises :class:`OSError` if a file cannot be read.
+    Computed once per process. Raises :class:`OSError` if a file cannot be read.
     """
     digest = hashlib.sha256()
     for path in artifact_files(root):
@@ -61,19 +63,19 @@ def artifact_hash(root: Path = _ROOT) -> str:
 
 
 def artifact_files(root: Path = _ROOT) -> list[Path]:
-    """The files that :func:`artifact_hash` is over, in the order in which they are hashed."""
+    """The files that :func:`artifact_hash` covers, in hashing order."""
     named = (root / part for part in ARTIFACT_CODE)
     return sorted(file for path in named for file in ([path] if path.suffix == ".py" else path.rglob("*.py")))
 
 
 def covered_files(root: Path = _ROOT) -> list[Path]:
-    """The files that the hash is over, in the order in which they are hashed."""
+    """The files that :func:`code_hash` covers, in hashing order."""
     files = (path for part in _COVERED for path in (root / part).rglob("*"))
     return sorted(path for path in files if path.suffix in (".py", ".c", ".cpp", ".h"))
 
 
 def _pieces(value: object) -> Iterator[str]:
-    """A syntax tree as text; empty fields are left out, since versions of Python differ in which ones they have."""
+    """A syntax tree as text, without empty fields, which differ between Python versions."""
     if isinstance(value, ast.AST):
         yield f"({type(value).__name__}"
         for name, field in ast.iter_fields(value):

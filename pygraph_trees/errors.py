@@ -1,7 +1,7 @@
-"""Every error and warning of the project: one class each, its message a template.
+"""The project's errors and warnings: one class each, with a message template.
 
-An error is raised with the template's fields by keyword, keeps them as attributes, and formats itself. Code chooses a
-path by the class, never by the text.
+An error takes the template's fields as keywords, keeps them as attributes and formats its message. Code chooses a path
+by the class, never by the text. Errors that belong to one part are defined there, as subclasses.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class PygraphError(Exception):
-    """Base of all errors: ``template`` is formatted with the fields given by keyword."""
+    """The base of all errors; ``template`` is formatted with the fields given as keywords."""
 
     template = "{message}"
 
@@ -22,7 +22,7 @@ class PygraphError(Exception):
 
 
 class PygraphWarning(UserWarning):
-    """Base of all warnings; raised through :func:`warnings.warn` with a formatted template."""
+    """The base of all warnings; pass a formatted template to :func:`warnings.warn`."""
 
     template = "{message}"
 
@@ -31,20 +31,20 @@ class PygraphWarning(UserWarning):
         super().__init__(self.template.format(**fields))
 
 
-NOT_FOUND = "NOT_FOUND"  # the code of what the bindings or the installed driver lack
+NOT_FOUND = "NOT_FOUND"  # stands for the code of a call that the bindings or the installed driver lack
 
 
 class DriverError(PygraphError):
-    """A call of the driver that failed, with the call's name and the code's."""
+    """A driver call failed; carries the names of the call and the code."""
 
     template = "{call} returned {code}"
 
 
 class InvalidValue(DriverError):
-    """What some calls answer to a good question: there is no such thing."""
+    """The driver rejects a value, with which some calls answer that a thing does not exist."""
 
 
 def refused(call: str, code: Any) -> DriverError:
-    """The error for a code that is not success."""
+    """The error for a code other than success."""
     name = getattr(code, "name", str(code))
     return (InvalidValue if name == "CUDA_ERROR_INVALID_VALUE" else DriverError)(call=call, code=name)

@@ -1,18 +1,17 @@
-"""The flags, and :class:`Settings`: their values as they stood when a function was compiled.
+"""The flags, and :class:`Settings`, their values at the time a function is compiled.
 
-A flag lives in ``torch._inductor.config.triton`` under its name (``inductor_patches/config.py`` puts it there) and
-can be set by environment, by ``config.patch`` and by ``torch.compile(options={"triton.cudagraphs": True, ...})``.
-Values set by ``mode=`` and ``options=`` hold only while compiling, and a read costs 1.5 µs, so nothing reads a flag
-after :meth:`Settings.current` was called in ``cudagraphify``.
-
-A value outside of :attr:`Flag.values` raises :class:`InvalidFlag` if code sets it; in the environment it is ignored
-with a warning (``inductor_patches/environment.py``). A switch, "off" or "on", takes a bool as well.
+A flag is an entry of ``torch._inductor.config.triton``, set by environment, ``config.patch`` or ``torch.compile``'s
+``options``. A value outside of :attr:`Flag.values` raises :class:`InvalidFlag` if code sets it; in the environment it
+is ignored with a warning. Values of ``mode=`` and ``options=`` hold only during compilation, and a read costs 1.5 µs,
+so nothing reads a flag after :meth:`Settings.current` ran in ``cudagraphify``.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +19,14 @@ from .errors import PygraphError
 
 
 class InvalidFlag(PygraphError):
-    """A flag was given a value that it does not have."""
+    """A flag is set to a value that it does not have."""
 
     template = "{name} must be one of {allowed}; got {value!r}.{hint}"
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    name: str  # under torch._inductor.config.triton
+    name: str  # in torch._inductor.config.triton
     values: tuple[str, ...]
     default: str
     changes_artifacts: bool  # whether it belongs in the FX and AOTAutograd cache keys
@@ -42,7 +41,10 @@ class Flag:
         return set(self.values) == {"off", "on"}
 
     def check(self, value: Any) -> str:
-        """The one of :attr:`values` that ``value`` is, or stands for; raises :class:`InvalidFlag` if it is none."""
+        """Returns the entry of :attr:`values` for ``value``; raises :class:`InvalidFlag` if there is none.
+
+        A switch, with the values "off" and "on", accepts a bool as well.
+        """
         if self.is_switch and isinstance(value, bool):
             return "on" if value else "off"
         if isinstance(value, str) and value in self.values:
@@ -67,11 +69,11 @@ FLAGS: tuple[Flag, ...] = (
         name="pygraph_indirection",
         values=("auto", "patch", "table", "off"),
         default="auto",
-        changes_artifacts=True,  # without it nothing is staged
+        changes_artifacts=True,  # nothing is staged without it
         help="How a replay gets its inputs. `patch`: by address, copied only where a rule demands it. `table`: the "
         "same, but torch's Triton kernels read the addresses from a table, so that a replay sets the parameters of one "
-        "kernel, however many read an input. `auto`: as `patch`, until replays were found to be faster by a table. "
-        "`off`: every live input is copied, as upstream.",
+        "kernel, however many read an input. `auto`: `table` if many kernels read inputs that move and the GPU "
+        "waits for the host, else `patch`. `off`: every live input is copied, as upstream.",
     ),
     Flag(
         name="pygraph_verify",
@@ -85,7 +87,7 @@ FLAGS: tuple[Flag, ...] = (
         name="pygraph_selective",
         values=("auto", "always", "never"),
         default="always",
-        changes_artifacts=False,  # under "never" the graph is compiled with triton.cudagraphs off, which does
+        changes_artifacts=False,  # "never" compiles the graph with triton.cudagraphs off, which does
         help="Which functions are graphed. `auto`: those that were measured to be faster so, in their first calls. "
         "`always`: every one that can be, as upstream. `never`: none; what runs is what `torch.compile` makes without "
         "CUDA graphs, and the report says so.",
@@ -101,6 +103,21 @@ FLAGS: tuple[Flag, ...] = (
 )
 
 
+def checking_options(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compile``'s handling of options, which refuses a flag before Inductor has applied half of them."""
+    flags = {f"triton.{flag.name}": flag for flag in FLAGS}
+
+    @functools.wraps(upstream)
+    def apply_options(self: Any, options: dict[str, Any] | None) -> None:
+        for key, value in (options or {}).items():
+            flag = flags.get(key.replace("-", "_"))
+            if flag is not None:
+                flag.check(value)
+        upstream(self, options)
+
+    return apply_options
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The flags of one function, read once when it is compiled."""
@@ -113,9 +130,9 @@ class Settings:
 
     @staticmethod
     def current() -> Settings:
-        """The flags as they stand now: in torch's config, or their defaults where the flags are not installed.
+        """The current flags from torch's config, or the defaults if the flags are not installed.
 
-        Nothing is placed for graphs that are never made.
+        Placement is off if nothing is graphed.
         """
         config = sys.modules.get("torch._inductor.config")
         values = {f.name.removeprefix("pygraph_"): getattr(_triton(config), f.name, f.default) for f in FLAGS}
@@ -129,7 +146,7 @@ def _triton(config: Any) -> Any:
 
 
 def flags_table() -> str:
-    """The table of flags as it stands in the README."""
+    """The table of flags in the README."""
     rows = ["| flag | values | default | environment | |", "| --- | --- | --- | --- | --- |"]
     for flag in FLAGS:
         values = ", ".join(f"`{v}`" for v in flag.values)

@@ -40,7 +40,7 @@ def relative_positions(device: torch.device | str = "cuda", *, small: bool = Fal
     """Windows of patches, whose table of relative positions is on the CPU."""
     width, side = (32, 4) if small else (384, 12)
     torch.manual_seed(0)
-    layers = nn.Sequential(*[_Window(width, side) for _ in range(4)]).to(device).eval()
+    layers = nn.Sequential(*[_Window(width, side) for _ in range(1 if small else 4)]).to(device).eval()
 
     def encode(x):
         with torch.no_grad():
@@ -52,10 +52,10 @@ def relative_positions(device: torch.device | str = "cuda", *, small: bool = Fal
 class _Denoiser(nn.Module):
     """Noise of a schedule is added to images and predicted, as diffusers' training loops do."""
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, layers: int) -> None:
         super().__init__()
         self.inward = nn.Conv2d(3, channels, 3, padding=1)
-        self.middle = nn.Sequential(*[nn.Conv2d(channels, channels, 3, padding=1) for _ in range(4)])
+        self.middle = nn.Sequential(*[nn.Conv2d(channels, channels, 3, padding=1) for _ in range(layers)])
         self.outward = nn.Conv2d(channels, 3, 3, padding=1)
         betas = torch.linspace(0.0001, 0.02, 1000)
         self.alphas_cumprod = (1.0 - betas).cumprod(0)  # a plain attribute, which stays on the CPU
@@ -71,7 +71,7 @@ class _Denoiser(nn.Module):
 def noise_schedule(device: torch.device | str = "cuda", *, small: bool = False) -> Program:
     """A noise schedule on the CPU, looked up by a step for each image, drawn on the CPU."""
     torch.manual_seed(0)
-    model = _Denoiser(8 if small else 64).to(device).eval()
+    model = _Denoiser(*((8, 1) if small else (64, 4))).to(device).eval()
     images, noise = (
         torch.randn(1, 3, 16, 16).to(device) if small else torch.randn(4, 3, 64, 64).to(device) for _ in "ab"
     )
@@ -87,8 +87,10 @@ def mask_of_lengths(device: torch.device | str = "cuda", *, small: bool = False)
     """A text encoder whose mask is built on the CPU at each call, causal and of how long each text is."""
     width, length = (32, 8) if small else (512, 77)
     torch.manual_seed(0)
-    layers = nn.ModuleList(nn.MultiheadAttention(width, width // 32, batch_first=True) for _ in range(2)).to(device)
-    layers.eval()
+    layers = nn.ModuleList(
+        nn.MultiheadAttention(width, width // 32, batch_first=True) for _ in range(1 if small else 2)
+    )
+    layers.to(device).eval()
     text = torch.randn(2, length, width).to(device)
 
     def encode(text, lengths):
@@ -136,7 +138,7 @@ def tokens(device: torch.device | str = "cuda", *, small: bool = False) -> Progr
     config = BertConfig(
         vocab_size=1000,
         hidden_size=width,
-        num_hidden_layers=2,
+        num_hidden_layers=1 if small else 2,
         num_attention_heads=width // 32,
         intermediate_size=2 * width,
     )

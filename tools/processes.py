@@ -31,5 +31,9 @@ def _terminated(number: int, _: object) -> None:
 def how_it_ended(status: int, log: Path) -> str:
     """Signal or exit status of a dead process, and the end of its output."""
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_TAIL:]
-    cause = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-    return "\n".join([f"the process ended with {cause}", *lines])
+    return "\n".join([f"the process ended with {cause_of(status)}", *lines])
+
+
+def cause_of(status: int) -> str:
+    """Signal or exit status of a process, in words."""
+    return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

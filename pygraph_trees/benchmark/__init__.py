@@ -1,7 +1,8 @@
 """Measures a program in four ways: eager, ``torch.compile``, upstream's CUDA graphs, ours.
 
-:func:`compare` takes a :class:`Program` and returns one :class:`Measurement` for each way and regime of inputs; both
-the command line and the benchmark are built on it. ``table`` prints them, ``results`` keeps them in files.
+:func:`compare` takes a :class:`Program` and returns one :class:`Measurement` for each way and regime of inputs. The
+command line and the benchmark are built on it. ``table`` prints measurements; ``results`` keeps them in files.
+README.md describes the protocol.
 """
 
 from __future__ import annotations

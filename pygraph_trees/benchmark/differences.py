@@ -1,8 +1,8 @@
-"""How far the outputs of two ways of running a program lie apart.
+"""Compares the outputs of two ways of running a program.
 
-Outputs are compared tensor by tensor, in the order and under the paths of :func:`program.tensors_of`. Equal infinities
-and NaNs at the same place count as equal. Outputs of another number, shape, dtype or device, and a NaN or infinity
-that only one side has, are a *problem*: no number describes them, and the outputs are wrong.
+Outputs are compared tensor by tensor, in the order and under the paths of :func:`program.tensors_of`. Equal infinities,
+and NaNs at the same place, count as equal. A different number of outputs, another shape, dtype or device, or a NaN or
+infinity on one side only is a *problem*: no number describes it, and the outputs are wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Snapshot = Sequence[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The largest absolute difference, or what makes the outputs incomparable."""
+    """The largest absolute difference, or the problem that makes the outputs incomparable."""
 
     largest: float | None
     problem: str | None = None

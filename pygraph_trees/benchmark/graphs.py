@@ -1,8 +1,8 @@
-"""What the tree managers of one way hold, and which of their recordings one call replays.
+"""Reads what a way's tree managers hold, and which of their recordings one call replays.
 
-Works alike for upstream's recordings and for ours. Ours log their replays and the bytes that they copy, and are
-believed; for upstream's the bytes follow from the inputs that its replay copies, and replays are seen by wrapping
-``run_graph`` for one call.
+The functions accept upstream's recordings and ours. Ours log their replays and copied bytes, and these logs are used.
+For upstream's, the bytes follow from the inputs that a replay copies, and replays are counted by wrapping ``run_graph``
+for one call. If the order of launches is ambiguous, their names are left out.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from pygraph_trees.compat import lists_copied_inputs
 from pygraph_trees.report.text import called
 
 
@@ -34,12 +35,12 @@ def copied_nbytes(node: Any) -> int:
     log = getattr(node, "log", None)
     if log is not None:
         return sum(i.copied_bytes for i in log.record().inputs if i.device is not None and i.device.startswith("cuda"))
-    copied: Iterable[int] = getattr(node, "input_copy_idxs", node.non_static_input_idx)
+    copied: Iterable[int] = node.input_copy_idxs if lists_copied_inputs(node) else node.non_static_input_idx
     return sum(_dense_nbytes(node.reconstructed_inputs[i], node.expanded_dims[i] or ()) for i in copied)
 
 
 def copied_for_one_call(managers: Iterable[Any]) -> int:
-    """Bytes of inputs that were copied for single calls so far, beside those that each replay copies."""
+    """Bytes of inputs copied for single calls so far, in addition to those that each replay copies."""
     logs = [getattr(node, "log", None) for node in recordings(managers)]
     return sum(log.extra_copied_bytes for log in logs if log is not None)
 
@@ -55,7 +56,7 @@ def _dense_nbytes(tensor: Any, expanded_dims: Iterable[int]) -> int:
 
 @contextlib.contextmanager
 def watch_replays(managers: Sequence[Any]) -> Iterator[Counter[Any]]:
-    """Counts replays by recording while the block runs; the counter is complete when it has ended."""
+    """Counts replays by recording while the block runs; the counter is complete when the block ends."""
     nodes = recordings(managers)
     logged = {node: node.log.replays for node in nodes if hasattr(node, "log")}
     seen: Counter[Any] = Counter()
@@ -82,9 +83,9 @@ def watch_replays(managers: Sequence[Any]) -> Iterator[Counter[Any]]:
 
 
 def launched(replays: Mapping[Any, int]) -> list[str]:
-    """The names of what one call replayed, in the order in which it was launched.
+    """The names of the recordings that one call replays, in launch order.
 
-    Empty where the order cannot be told: it is that of a path down a tree, on which nothing is replayed twice.
+    Empty if the order is ambiguous: it is known only for a path down a tree without repeated replays.
     """
     parents = {node: getattr(node, "parent", None) for node in replays}
     ends = [node for node in replays if node not in parents.values()]
@@ -98,7 +99,7 @@ def launched(replays: Mapping[Any, int]) -> list[str]:
 
 
 def _name(node: Any) -> str:
-    """Of a recording: as the report has it where it is ours."""
+    """A recording's name; for ours, the report's."""
     function, log = node.wrapped_function, getattr(node, "log", None)
     if log is not None and hasattr(function.model, "log"):
         return f"{called(function.model.log.record())}, recording {log.number}"
@@ -106,12 +107,12 @@ def _name(node: Any) -> str:
 
 
 def _owner(kind: type) -> Any:
-    """The class that a recording's ``run_graph`` comes from."""
+    """The class that defines a recording's ``run_graph``."""
     return next(base for base in kind.__mro__ if "run_graph" in vars(base))
 
 
 def pool_nbytes(managers: Iterable[Any], allocated: bool = False) -> int:
-    """Bytes that the graph pools of ``managers`` have reserved, or what of them is allocated now."""
+    """Bytes that the graph pools of ``managers`` reserve, or the part of them that is allocated now."""
     pools = {tuple(manager.cuda_graphs_thread_pool) for manager in managers}
     if not pools:
         return 0

@@ -1,14 +1,9 @@
-"""Runs a program in several ways and measures them: the protocol behind ``compare`` and the benchmark.
+"""Runs a program in several ways and measures them, in four stages with a checkpoint after each.
 
-Four stages, with a checkpoint after each: *prepare* compiles each way, warms it up until it is steady, and compares its
-outputs with eager's, with a checkpoint after each way; *settle* calls those that choose how their inputs are given
-until they have chosen, and compares their outputs again; *time* takes rounds of interleaved blocks; *inspect* profiles
-one call and counts recordings, copies and memory. From *settle* on what else the machine does is in the figures, and in
-what is chosen by them. A way that raises is out from there on: its measurements carry the error and no figures, and the
-others go on.
-
-In the "fresh" regime, outputs are compared on a set of inputs while all other sets hold zeros, so that a way that
-reads the inputs of another call is found out. Random numbers are seeded alike before each compared call.
+*Prepare* compiles each way, warms it up until it is steady and compares its outputs with eager's. *Settle* waits until
+each way has chosen how its inputs are given. *Time* runs rounds of interleaved blocks. *Inspect* profiles one call and
+counts recordings, copies and memory. If a way raises, its measurements carry the error and no figures, and the others
+continue.
 """
 
 from __future__ import annotations
@@ -45,7 +40,7 @@ _MOST_COMPILATIONS = 64  # of one code object in one way
 
 @dataclass(slots=True)
 class _Run:
-    """What is known so far of one way in one regime."""
+    """The state of one way in one regime."""
 
     way: Way
     regime: str
@@ -75,9 +70,9 @@ class _Run:
 
 
 class Comparison:
-    """One program in several ways; :meth:`run` does it all and may be called once.
+    """One program in several ways; :meth:`run` runs all stages and may be called once.
 
-    :param progress: called with steps done, steps in all, and what comes next
+    :param progress: called with the steps done, the total and the name of the next step
     """
 
     def __init__(
@@ -106,8 +101,8 @@ class Comparison:
         self._total = len(self._runs) * (1 + self.plan.rounds + self.plan.inspect) + len(self._choosing)
 
     def run(self, checkpoint: Checkpoint | None = None) -> list[Measurement]:
-        """All stages; ``checkpoint`` gets the measurements as they stand then."""
-        # All ways run the same code objects, and Dynamo counts the compilations of each: none may take another's.
+        """Runs all stages; ``checkpoint`` is called with the measurements so far."""
+        # All ways run the same code objects, and Dynamo limits the compilations of each: each way needs its share.
         limit = max(_MOST_COMPILATIONS, torch._dynamo.config.recompile_limit) * len(self.ways)
         with torch._dynamo.config.patch(recompile_limit=limit), _caches(self.plan.fresh_caches) as cache:
             if any(way.compiled for way in self.ways):
@@ -122,7 +117,7 @@ class Comparison:
                     self._settle(run)
             self._report(checkpoint)
             self._references.clear()
-            in_turn = sorted(self._runs, key=lambda run: run.regime, reverse=True)  # ways take turns, not regimes
+            in_turn = sorted(self._runs, key=lambda run: run.regime, reverse=True)  # ways alternate, not regimes
             for _, run in schedule(in_turn, self.plan.rounds):
                 self._time(run)
             self._report(checkpoint)
@@ -133,7 +128,7 @@ class Comparison:
         return self.measurements()
 
     def measurements(self) -> list[Measurement]:
-        """One for each way and regime, in the order of the ways."""
+        """One measurement for each way and regime, in the order of the ways."""
         return [self._measurement(run) for run in self._runs]
 
     def _report(self, checkpoint: Checkpoint | None) -> None:
@@ -142,7 +137,7 @@ class Comparison:
 
     @contextlib.contextmanager
     def _turn(self, run: _Run, what: str) -> Iterator[bool]:
-        """Inside a run's way: gives False where the run has failed before, and notes an exception as its failure."""
+        """Enters a run's way: yields False if the run has failed before, and notes an exception as its failure."""
         if self._progress is not None:
             self._progress(self._done, self._total, f"{what} {run.way.name}, {run.regime} inputs")
         self._done += 1
@@ -261,7 +256,7 @@ class Comparison:
             run.launches = graphs.launched(replays)
 
     def _peak_nbytes(self, run: _Run) -> int:
-        """Resident tensors, the graph pools as reserved, and what one call allocates outside of them at its peak."""
+        """Resident tensors, the reserved graph pools, and the peak of one call's allocations outside of them."""
         device, managers, inputs = self.program.device, run.way.managers, next(self._feed(run))
         self.program.clear_gradients(inputs.args, inputs.kwargs)
         self._wait()
@@ -323,7 +318,7 @@ def compare(
 
 @contextlib.contextmanager
 def _caches(fresh: bool) -> Iterator[Callable[[], AbstractContextManager[Any]]]:
-    """Gives a maker of contexts in which compilers have caches of their own; their files stay until this one ends."""
+    """Yields a factory of contexts with separate compiler caches, whose files stay until this context ends."""
     if not fresh:
         yield contextlib.nullcontext
         return

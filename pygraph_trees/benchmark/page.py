@@ -1,6 +1,7 @@
-"""What the page of a comparison has beside the report: figures of each way, bars, and a timeline of one call.
+"""The parts of a comparison's page besides the report: figures of each way, bars, and a timeline of one call.
 
-The drawings are SVG inside of the page. Times are in µs or ms as they say; bars begin at 0.
+:func:`sections` takes measurements and returns sections of HTML; :func:`write_page` writes the page. Drawings are
+inline SVG. Times are in µs or ms, as labelled, and bars begin at 0. A missing figure is left out.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ if TYPE_CHECKING:
     from .results import Measurement
     from .trace import Span
 
-_MOST_NAMES = 4  # of the recordings of one span
-_WIDTH, _LEFT, _NOTE = 720, 140, 130  # of a drawing, of what stands in front of its bars, and behind them
+_MOST_NAMES = 4  # recordings named per span
+_WIDTH, _LEFT, _NOTE = 720, 140, 130  # widths of a drawing, of the labels before its bars, and of the notes after them
 
 
 def write_page(path: Path, measurements: Sequence[Measurement], report: Report, agreement: str) -> None:
-    """Writes a page of the measurements of one program and of the report behind them."""
+    """Writes a page with a program's measurements and the report about them."""
     name = measurements[0].workload if measurements else "comparison"
     more = {"measurements": [asdict(m) for m in measurements]}
     path.write_text(page(report, sections(measurements, agreement), name=name, more=more), encoding="utf-8")
 
 
 def sections(measurements: Sequence[Measurement], agreement: str = "") -> list[Section]:
-    """The parts of the page that are of measurements."""
+    """The page's sections about measurements."""
     if not measurements:
         return []
     found = [Section("figures", "Figures", _figures(measurements, agreement))]
@@ -118,7 +119,7 @@ def _what(span: Span) -> str:
 
 
 def _of(span: Span, m: Measurement) -> str:
-    """The recordings whose launch or work a span is; where their names are not known, which launches of the call."""
+    """The recordings whose launch or work a span shows; without names, the numbers of the call's launches."""
     if span.launches is None:
         return "not known" if span.graphed else "-"
     first, last = span.launches

@@ -1,12 +1,9 @@
-"""What is measured: a callable, its inputs, and what one call of it means.
+"""A program to measure: a callable, its inputs, and the definition of one call.
 
-A :class:`Program` holds a module or function, its arguments and how it is called. :meth:`Program.step` performs one
-call with whatever compiled form of it is handed in: inference returns the outputs; training clears gradients, runs the
-forward and the loss under the context, runs the backward, and returns the detached loss and the gradients. Each call
-begins a step of CUDA graph trees, in every way of running it, so that no way has a shorter path through the harness.
-
-What a step returns may lie in memory that the next call overwrites: clone it before calling again (see
-``differences.snapshot``). Nothing here synchronises with the GPU.
+:meth:`Program.step` makes one call with a compiled form of the program. Inference returns the outputs. Training clears
+gradients, runs forward, loss and backward, and returns the detached loss and the gradients. Each call begins a step of
+CUDA graph trees in every way. The next call may overwrite the outputs: clone them first (``differences.snapshot``).
+Nothing here synchronises with the GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ class NoLossError(PygraphError):
 def tensors_of(outputs: Any) -> list[tuple[str, torch.Tensor]]:
     """All tensors inside ``outputs`` with their paths, in a fixed order.
 
-    Looks into registered pytree containers, and into the attributes of objects that are none.
+    Looks into registered pytree containers, and into the attributes of other objects.
     """
     found: list[tuple[str, torch.Tensor]] = []
     for path, leaf in pytree.tree_flatten_with_path(outputs)[0]:
@@ -50,7 +47,7 @@ def _attributes(leaf: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def default_loss(outputs: Any) -> torch.Tensor:
-    """``outputs.loss`` where there is one, else the sum of all floating-point tensors that require gradients."""
+    """``outputs.loss`` if it exists, otherwise the sum of all floating-point tensors that require gradients."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
@@ -64,16 +61,16 @@ def default_loss(outputs: Any) -> torch.Tensor:
 class Program:
     """A callable with its inputs, the same for every way of running it."""
 
-    fn: Callable[..., Any]  # a module or function: what is handed to torch.compile
+    fn: Callable[..., Any]  # a module or function, as passed to torch.compile
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     training: bool = False
-    # Makes the context manager around each call; in training around forward and loss.
+    # Makes the context manager around each call; in training, around forward and loss.
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     loss: Callable[[Any], torch.Tensor] = default_loss
     # Positions and names of the arguments that get new addresses in the "fresh" regime; None for all.
     live: frozenset[int | str] | None = None
-    # What gradients are taken of besides the inputs; None for the parameters of ``fn`` where it is a module.
+    # Tensors besides the inputs that get gradients; None for the parameters of ``fn`` if it is a module.
     parameters: Sequence[torch.Tensor] | None = None
     name: str = "program"
     batch: int = 1
@@ -93,8 +90,10 @@ class Program:
 
     @property
     def device(self) -> torch.device:
-        """The first CUDA device among inputs, parameters and buffers, also of what a function closes over, else the
-        CPU."""
+        """The first CUDA device among inputs, parameters and buffers, including those in a function's closure.
+
+        The CPU if there is none.
+        """
         for tensor in [*_tensors((self.args, dict(self.kwargs))), *self._state(), *_closed_over(self.fn)]:
             if tensor.device.type == "cuda":
                 return tensor.device
@@ -102,7 +101,7 @@ class Program:
 
     @property
     def resident_nbytes(self) -> int:
-        """Bytes of parameters, buffers and inputs on the device, shared storage counted once."""
+        """Bytes of parameters, buffers and inputs on the device; shared storage counts once."""
         device = self.device
         tensors = [*_tensors((self.args, dict(self.kwargs))), *self._state()]
         storages = [t.untyped_storage() for t in tensors if t.device == device]
@@ -129,7 +128,7 @@ class Program:
         return loss.detach(), [leaf.grad for leaf in leaves]
 
     def clear_gradients(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Drops the gradients that the last step left, so that they do not outlive their way of running."""
+        """Drops the last step's gradients, so that they do not outlive their way of running."""
         for leaf in self._leaves + _differentiable(args, kwargs):
             leaf.grad = None
 
@@ -139,9 +138,9 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _closed_over(fn: Callable[..., Any]) -> list[torch.Tensor]:
-    """Tensors, and those of modules, in the closure of a function or of a method's."""
+    """Tensors, and those of modules, in the closure of a function or method."""
     cells = getattr(fn, "__closure__", None) or ()
-    values = [cell.cell_contents for cell in cells if cell != CellType()]  # one may be empty yet
+    values = [cell.cell_contents for cell in cells if cell != CellType()]  # a cell may still be empty
     modules = [value for value in values if isinstance(value, torch.nn.Module)]
     return _tensors(values) + [t for module in modules for t in (*module.parameters(), *module.buffers())]
 

@@ -1,11 +1,9 @@
 """Measurements and result files.
 
-A :class:`Measurement` is one way of running one workload in one regime; a :class:`Results` is a file of them, with
-where and when they were taken. Both go to JSON and back without loss. Fields may be added, none dropped.
-
-``*_ms``, ``host_us`` and their kin are medians over rounds. A measurement that failed has ``error`` set and no
-figures; a figure that could not be taken (GPU figures without a GPU, the profile without a profiler) is None. The
-compile time belongs to the way and stands in both regimes.
+A :class:`Measurement` is one way of running one workload in one regime. A :class:`Results` is a file of them, with
+place and time. Both convert to JSON and back without loss. Fields may be added, but never dropped. Times are medians
+over rounds. A failed measurement has ``error`` set and no figures; an unavailable figure is None. The compile time
+belongs to the way and appears in both regimes. A malformed file raises :class:`ResultsFormatError`.
 """
 
 from __future__ import annotations
@@ -37,16 +35,16 @@ class ResultsFormatError(PygraphError):
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What was measured of one way in one regime."""
+    """The figures of one way in one regime."""
 
     workload: str
     mode: str  # "inference" or "training"
     batch: int
     way: str
     regime: str  # "same" tensors each call, or tensors at "fresh" addresses
-    latency_ms: float | None = None  # of a call that is waited for
+    latency_ms: float | None = None  # of a call, waiting for the GPU
     latency_p90_ms: float | None = None
-    throughput_ms: float | None = None  # milliseconds a call without waiting between calls
+    throughput_ms: float | None = None  # milliseconds per call without waiting between calls
     host_us: float | None = None  # until a call returns, with the GPU idle before it
     gpu_ms: float | None = None  # GPU time inside graphs in one call
     copied_bytes: int | None = None  # inputs copied into recordings in one call
@@ -54,26 +52,24 @@ class Measurement:
     kernels_total: int | None = None
     recordings: int | None = None
     compile_s: float | None = None  # the first call
-    record_s: float | None = None  # what the calls until the steady state took more than steady ones
-    peak_bytes: int | None = None  # of one call: parameters, inputs, temporaries, and the graph pool as reserved
+    record_s: float | None = None  # extra time of the calls before the steady state
+    peak_bytes: int | None = None  # of one call: parameters, inputs, temporaries, and the reserved graph pool
     max_diff: float | None = None  # largest absolute difference of outputs from eager
     error: str | None = None
     max_diff_upstream: float | None = None
     pool_bytes: int | None = None  # reserved by the graph pools of this way
-    gpu_total_ms: float | None = None  # GPU time in one call, inside graphs and outside
-    ring: int | None = None  # sets of inputs that took turns
+    gpu_total_ms: float | None = None  # GPU time in one call, inside and outside of graphs
+    ring: int | None = None  # sets of inputs used in turn
     calls: int | None = None  # calls of each protocol in one round
     samples: Mapping[str, Sequence[float]] = field(
         default_factory=dict
-    )  # what the medians are of, by figure, a round each
-    routes: Sequence[str] = field(
-        default_factory=list
-    )  # how a function's inputs are given and why, where it was chosen
-    timeline: tuple[Span, ...] = ()  # of one call; no part of a result file
-    launches: tuple[str, ...] = ()  # of that call, the recording of each launch of a graph, where that can be told
+    )  # by figure: the values of all rounds, whose median the figure is
+    routes: Sequence[str] = field(default_factory=list)  # how a function's inputs are given and why, if that was chosen
+    timeline: tuple[Span, ...] = ()  # of one call; not in result files
+    launches: tuple[str, ...] = ()  # of that call: the recording of each graph launch, if known
 
     def failed(self, error: str) -> Measurement:
-        """The same measurement without figures, for the reason given."""
+        """The same measurement without figures, for the given reason."""
         return Measurement(
             self.workload, self.mode, self.batch, self.way, self.regime, error=error, samples=self.samples
         )
@@ -83,7 +79,7 @@ class Measurement:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Measurement:
-        """Reads a record, leaving out fields that a later version may have added."""
+        """Reads a record; ignores fields that a later version may have added."""
         known = {f.name for f in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in record.items() if name in known})
 
@@ -103,20 +99,20 @@ class Results:
     records: tuple[Measurement, ...] = ()
 
     def with_records(self, records: Sequence[Measurement]) -> Results:
-        """The file with ``records`` in the place of what it had of their workloads; others stay."""
+        """The file with ``records`` in place of the old ones of their workloads; other records stay."""
         fresh = {record.workload for record in records}
         kept = [record for record in self.records if record.workload not in fresh]
         return dataclasses.replace(self, records=(*kept, *records))
 
     def finished(self, ways: Sequence[str] = ()) -> set[str]:
-        """The workloads that have been measured in all of these ways, and none of whose records failed."""
+        """The workloads that are measured in all of these ways without a failed record."""
         failed = {record.workload for record in self.records if record.error is not None}
         measured = {(record.workload, record.way) for record in self.records}
         found = {record.workload for record in self.records} - failed
         return {workload for workload in found if all((workload, way) in measured for way in ways)}
 
     def differs_in(self, other: Results) -> list[str]:
-        """In which conditions another file's records were measured otherwise; nothing where they stand side by side."""
+        """The conditions in which another file's records were measured differently; empty if comparable."""
         conditions = (f.name for f in dataclasses.fields(self) if f.name not in ("date", "records"))
         return [name for name in conditions if getattr(self, name) != getattr(other, name)]
 
@@ -131,7 +127,7 @@ class Results:
 
     @classmethod
     def read(cls, path: Path) -> Results:
-        """Reads a file that :meth:`write` wrote; raises :class:`ResultsFormatError` on anything else."""
+        """Reads a file that :meth:`write` wrote; raises :class:`ResultsFormatError` for anything else."""
         try:
             body = json.loads(path.read_text(encoding="utf-8"))
             records = tuple(Measurement.from_record(record) for record in body.pop("records"))
@@ -142,7 +138,7 @@ class Results:
 
 
 def here(code_hash: str, rounds: int) -> Results:
-    """An empty result file of this machine, now."""
+    """An empty result file for this machine and time."""
     try:
         import triton
 

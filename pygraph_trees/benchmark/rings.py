@@ -1,12 +1,9 @@
-"""Sets of inputs: the same tensors each call, or tensors at new addresses each call.
+"""Sets of inputs: the same tensors in each call, or tensors at new addresses.
 
-A :class:`Ring` holds the program's own inputs (set 0) and clones of them, all allocated before anything is timed;
-going round it gives consecutive calls different addresses at no cost. A clone copies whole storages, so that strides,
-offsets, overlaps and storage shared between inputs are those of the original. Inputs that are not ``live`` are the
-same in all sets.
-
-How many sets there are is bounded by a budget of bytes, with at least two. One more copy, the pristine one, is never
-handed to the program: :meth:`Ring.restore` brings a set back to it, for programs that write to their inputs.
+A :class:`Ring` holds the program's inputs (set 0) and clones of them, allocated before timing. A clone copies whole
+storages, so strides, offsets, overlaps and shared storage stay. Inputs that are not ``live`` are the same in all sets.
+A byte budget limits their number, two at least. :meth:`Ring.restore` resets a set from a copy that the program never
+sees.
 """
 
 from __future__ import annotations
@@ -42,8 +39,8 @@ class InputSet:
 class Ring:
     """Input sets of one program.
 
-    :param sets: how many sets at most, the program's own included
-    :param budget_nbytes: for all sets but the first; by default a quarter of the free memory of the device
+    :param sets: the largest number of sets, the program's own included :param budget_nbytes: for all sets but the
+    first; by default a quarter of the device's free memory
     """
 
     def __init__(self, program: Program, sets: int = DEFAULT_SETS, budget_nbytes: int | None = None) -> None:
@@ -54,7 +51,7 @@ class Ring:
         budget = _budget(program.device) if budget_nbytes is None else budget_nbytes
         affordable = budget // own.nbytes if own.nbytes else sets
         self._pristine = tuple(_clone(storage) for storage in own.storages)
-        extra = max(1, min(sets - 1, affordable - 1))  # the pristine copy costs one, too
+        extra = max(1, min(sets - 1, affordable - 1))  # the untouched copy has a cost too
         self.sets = [own, *(_clone_set(args, kwargs, own) for _ in range(extra))]
         self._position = itertools.cycle(range(len(self.sets)))
 
@@ -63,24 +60,24 @@ class Ring:
 
     @property
     def cloned_nbytes(self) -> int:
-        """Bytes that the clones and the pristine copy take."""
+        """Bytes of the clones and the untouched copy."""
         return self.sets[0].nbytes * len(self.sets)
 
     def same(self) -> Iterator[InputSet]:
-        """The program's own inputs, again and again."""
+        """The program's own inputs, repeatedly."""
         return itertools.repeat(self.sets[0])
 
     def fresh(self) -> Iterator[InputSet]:
-        """The next set each time; goes on where the last iterator stopped, so that no two calls in a row are alike."""
+        """The next set each time, continuing after the last iterator, so no two consecutive calls use the same set."""
         return (self.sets[i] for i in self._position)
 
     def restore(self, inputs: InputSet) -> None:
-        """Gives a set the values that the program's inputs had in the beginning."""
+        """Gives a set the initial values of the program's inputs."""
         for storage, pristine in zip(inputs.storages, self._pristine, strict=True):
             storage.copy_(pristine)
 
     def blank(self, inputs: InputSet) -> None:
-        """Overwrites a set with zeros, which a program that still reads it will show."""
+        """Overwrites a set with zeros, which reveals a program that still reads it."""
         for storage in inputs.storages:
             storage.fill_(0)
 

@@ -1,8 +1,7 @@
 """Tables of measurements: text for a terminal of 100 columns, Markdown for files.
 
-Each workload has two text tables, times and what they were bought with. ``x`` is upstream's latency over this way's:
-more than one is faster. A figure that is missing is a dash; a measurement that failed shows its error on a line of its
-own.
+Each workload has two text tables: times, and their costs. ``x`` is upstream's latency divided by this way's, so more
+than one means faster. A missing figure is a dash. A failed measurement shows its error on a separate line.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Column = tuple[str, Callable[[Measurement], str]]
 
 
 def text_table(measurements: Iterable[Measurement]) -> str:
-    """Tables for a terminal, one pair a workload, no line longer than :data:`WIDTH`."""
+    """Tables for a terminal, two per workload, with no line longer than :data:`WIDTH`."""
     return "\n\n".join(_text(name, group) for name, group in _by_workload(measurements).items())
 
 
@@ -36,7 +35,7 @@ def markdown_table(measurements: Iterable[Measurement]) -> str:
 
 
 def cells(measurements: Sequence[Measurement]) -> list[tuple[list[str], list[list[str]]]]:
-    """Of one workload: the head and the rows of the table of times, and of that of costs."""
+    """For one workload: head and rows of the table of times, and of the table of costs."""
     done = [m for m in measurements if m.error is None]
     found = []
     for columns in (_TIMES, _COSTS) if done else ():
@@ -46,7 +45,7 @@ def cells(measurements: Sequence[Measurement]) -> list[tuple[list[str], list[lis
 
 
 def speedup(measurement: Measurement, group: Iterable[Measurement], over: str = "upstream") -> float | None:
-    """Latency of the way ``over`` in the same regime divided by this one's."""
+    """Latency of the way ``over`` in the same regime, divided by this one's."""
     for other in group:
         if (other.way, other.regime) == (over, measurement.regime) and other.latency_ms and measurement.latency_ms:
             return other.latency_ms / measurement.latency_ms
@@ -54,7 +53,7 @@ def speedup(measurement: Measurement, group: Iterable[Measurement], over: str = 
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:
-    """None where there is no value."""
+    """The geometric mean; None without values."""
     return math.exp(sum(map(math.log, values)) / len(values)) if values else None
 
 

@@ -1,13 +1,11 @@
-"""Clocks: how long calls take, by three protocols, and the order in which ways take turns.
+"""Clocks for calls, in three protocols, and the order in which ways alternate.
 
-- *synchronised*: wait for the GPU before and after each call. The time until the call returned is the host time of a
-  call whose GPU is idle, the time until the GPU is done is its latency.
-- *streamed*: call after call without waiting, one wait at the end. The time over the number of calls is the
-  throughput.
-- *interleaved*: ways and regimes take turns in rounds, in an order that changes from round to round, so that drifts of
-  clocks and temperature fall on all of them alike.
+- *synchronised*: waits for the GPU before and after each call; gives the host time and the latency.
+- *streamed*: makes calls without waiting, then waits once; gives the throughput.
+- *interleaved*: ways and regimes alternate in rounds.
 
-The garbage collector is off while a clock runs. What a call returns is dropped before the next one.
+The garbage collector is off while a clock runs. A call's outputs are dropped before the next call. Exceptions of a call
+are raised. README.md explains the protocols.
 """
 
 from __future__ import annotations
@@ -28,10 +26,10 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is measured. More rounds and longer blocks give steadier figures."""
+    """The amount of measurement. More rounds and longer blocks give steadier figures."""
 
     rounds: int = 7
-    block_s: float = 0.2  # how long one block of calls should take
+    block_s: float = 0.2  # duration of one block of calls
     calls: tuple[int, int] = (10, 200)  # fewest and most calls in a block
     settle_calls: int = 3  # un-timed calls at the start of each block
     warm_calls: tuple[int, int] = (8, 40)  # fewest and most calls until a way counts as steady
@@ -40,7 +38,7 @@ class Plan:
     inspect: bool = True  # profile, count recordings and memory, after the timing
 
     def block_calls(self, steady_s: float) -> int:
-        """How many calls make a block, given how long one takes."""
+        """The number of calls in a block, given the time of one."""
         fewest, most = self.calls
         return max(fewest, min(most, round(self.block_s / max(steady_s, 1e-9))))
 
@@ -51,7 +49,7 @@ FULL = Plan(rounds=15, block_s=0.3)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The calls of one block: seconds each, and seconds a call without waiting."""
+    """The calls of one block: seconds of each, and seconds per call without waiting."""
 
     latency_s: tuple[float, ...]
     host_s: tuple[float, ...]
@@ -83,7 +81,7 @@ def collector_off() -> Iterator[None]:
 
 
 def timed_call(call: Callable[[S], object], inputs: S, wait: Callable[[], None]) -> tuple[float, float]:
-    """Seconds until one call is done, and until it returned, with the GPU idle before it."""
+    """Seconds until one call is done, and until it returns, with the GPU idle before it."""
     clock = time.perf_counter_ns
     wait()
     start = clock()
@@ -96,7 +94,7 @@ def timed_call(call: Callable[[S], object], inputs: S, wait: Callable[[], None])
 def time_block(
     call: Callable[[S], object], inputs: Iterator[S], calls: int, settle: int, wait: Callable[[], None]
 ) -> Block:
-    """``settle`` un-timed calls, ``calls`` synchronised ones, ``calls`` streamed ones."""
+    """Makes ``settle`` un-timed calls, ``calls`` synchronised ones and ``calls`` streamed ones."""
     feed = [next(inputs) for _ in range(settle + 2 * calls)]
     for each in feed[:settle]:
         call(each)
@@ -113,7 +111,7 @@ def time_block(
 
 
 def schedule(items: Sequence[T], rounds: int) -> list[tuple[int, T]]:
-    """Each item once a round; a round starts elsewhere than the one before, and every second one runs backwards."""
+    """Each item once a round; rounds start at different items, and every second one runs backwards."""
     order: list[tuple[int, T]] = []
     for number in range(rounds):
         turn = list(reversed(items)) if number % 2 else list(items)
@@ -123,7 +121,7 @@ def schedule(items: Sequence[T], rounds: int) -> list[tuple[int, T]]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which ``share`` of the values lie, between neighbours by proportion; raises on no values."""
+    """The value below which ``share`` of the values are, interpolated; raises without values."""
     if not values:
         raise ValueError("no values")
     ordered = sorted(values)
@@ -139,7 +137,7 @@ def median(values: Sequence[float]) -> float:
 def is_steady(durations: Sequence[float], recordings: Sequence[int], window: int = 4) -> bool:
     """Whether the last ``window`` calls took about the same time and recorded nothing.
 
-    ``recordings[i]`` is how many recordings there were after call ``i``.
+    ``recordings[i]`` is the number of recordings after call ``i``.
     """
     if len(durations) <= window:
         return False

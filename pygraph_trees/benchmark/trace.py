@@ -1,11 +1,8 @@
-"""What ran on the GPU during one call, read from a profiler's trace.
+"""Reads what ran on the GPU during one call from a profiler's trace.
 
-:func:`profile_call` runs a call once under ``torch.profiler`` and hands the exported Chrome trace to
-:func:`read_trace`, which is a pure function. A kernel is *graphed* where its record names a graph node, or where its
-correlation id is that of a graph launch. Where no profiler is to be had, or it fails, the answer is None: figures are
-missing then, nothing breaks.
-
-Tried and lost: timing ``graph.replay()`` alone. A replay has side effects and may not happen more often than it does.
+:func:`profile_call` runs a call once under ``torch.profiler`` and passes the Chrome trace to :func:`read_trace`, a pure
+function. A kernel is *graphed* if its record names a graph node, or if its correlation id is a graph launch's. If no
+profiler is available or it fails, the result is None and the figures are missing.
 """
 
 from __future__ import annotations
@@ -26,20 +23,20 @@ log = logging.getLogger(__name__)
 _WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _CALLS = frozenset({"cuda_runtime", "cuda_driver"})
 _LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
-_WAITS = ("cudaDeviceSynchronize", "cuCtxSynchronize")  # behind the call that is looked at
+_WAITS = ("cudaDeviceSynchronize", "cuCtxSynchronize")  # after the profiled call
 
 
-_MOST_SPANS = 200  # of one lane: what lies nearest together becomes one
+_MOST_SPANS = 200  # per lane; beyond that, the closest spans are joined
 
 
 class Span(NamedTuple):
-    """A time in which something was done, in µs since the first of all."""
+    """A span of activity, in µs since the first one."""
 
-    lane: str  # "host", in calls of CUDA, or "gpu"
-    graphed: bool  # a launch of a graph, or work inside of one
+    lane: str  # "host", for calls of CUDA, or "gpu"
+    graphed: bool  # a launch of a graph, or work inside one
     start_us: float
     us: float
-    launches: tuple[int, int] | None = None  # of graphs, the first and the last that it is of, from 0; where known
+    launches: tuple[int, int] | None = None  # first and last graph launch that it belongs to, from 0, if known
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +45,8 @@ class GpuWork:
 
     kernels_total: int
     kernels_graphed: int
-    graph_ms: float  # time in which something inside a graph ran; overlaps count once
-    total_ms: float  # the same for everything
+    graph_ms: float  # time in which anything inside a graph ran; overlaps count once
+    total_ms: float  # time in which anything ran, in graphs or outside; overlaps count once
     graph_launches: int
     timeline: tuple[Span, ...] = ()
 
@@ -95,9 +92,9 @@ def _timeline(
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
-    """Spans of one lane; those of a kind that follow one another are one where the gap is small.
+    """The spans of one lane; consecutive spans of one kind are joined if the gap is small.
 
-    What is of several launches of graphs stays apart, unless that were too many spans.
+    Work of different graph launches stays separate, unless that gives too many spans.
     """
     spans = sorted(spans, key=lambda span: span.start_us)
     gaps = sorted(b.start_us - a.start_us - a.us for a, b in itertools.pairwise(spans))
@@ -124,7 +121,7 @@ def _joined_within(spans: Sequence[Span], most_us: float, *, across_launches: bo
 
 
 def _spanned(a: tuple[int, int] | None, b: tuple[int, int] | None) -> tuple[int, int] | None:
-    """From the first launch to the last; not known where one of them is not."""
+    """From the first launch to the last; None if either is unknown."""
     return None if a is None or b is None else (min(a[0], b[0]), max(a[1], b[1]))
 
 
@@ -145,7 +142,7 @@ def _busy_us(events: Iterable[Mapping[str, Any]]) -> float:
 
 
 def profile_call(call: Callable[[], object], wait: Callable[[], None]) -> GpuWork | None:
-    """The GPU work of one call; None where it cannot be observed."""
+    """The GPU work of one call; None if it cannot be observed."""
     if not torch.cuda.is_available():
         return None
     try:

@@ -1,9 +1,8 @@
-"""Choices that Inductor takes by benchmark, carried from one way's caches to the next one's.
+"""Carries choices that Inductor makes by benchmark from one way's caches to the next.
 
-Each way compiles with empty caches, so that none profits from another's compilations. What one way found by timing
-kernels would then be found again, with other noise, and two ways would differ by the kernels that they happened to
-choose: by 6% of the latency of a 0.4 ms program, measured. So the choices alone are carried over: the first compiled
-way tunes, and its compile time holds the tuning; the others start from what it chose.
+Each way compiles with empty caches, so none profits from another's compilations. The choices alone are copied:
+otherwise ways would differ by the kernels that they happened to choose. The first way tunes, and its compile time
+includes that; the others start from its choices. README.md gives the measured effect.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-# Beside each kernel its best configuration; in `cache/` what templates and padding of matrices were found to cost.
+# The best configuration is next to each kernel; `cache/` has the measured costs of templates and padding of matrices.
 _CHOICES = ("*/*.best_config", "cache/**/*")
 
 
 @contextlib.contextmanager
 def own_cache(folder: Path) -> Iterator[None]:
-    """Inside, Inductor and Triton have caches of their own under ``folder``, empty but for the choices kept there."""
+    """Inside, Inductor and Triton have caches of their own under ``folder``, empty except for its choices."""
     from torch._inductor.utils import fresh_cache
 
     kept = folder / "choices"

@@ -1,8 +1,9 @@
-"""Whether a function compiled with CUDA graphs does what it does without: :func:`verify`, for a person with a doubt.
+"""Verifies that a function compiled with CUDA graphs gives the same results as without.
 
-Both run on arguments that lie elsewhere at each call, while those of the calls before are spoilt: what a graph still
-reads at an old address shows. Nothing of the caller is changed: arguments are copied, a module too. Without a GPU, or
-if no part of the function runs in a CUDA graph, there is nothing to compare, and :class:`NothingVerified` is raised.
+:func:`verify` runs both on arguments that are at another address in each call, and overwrites those of earlier calls: a
+graph that still reads an old address is revealed. Arguments and modules are copied, so the caller's stay unchanged. A
+difference raises :class:`DiffersUngraphed`. Without a GPU, or if nothing runs in a CUDA graph, :class:`NothingVerified`
+is raised.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class NothingVerified(PygraphError):
 
 
 NO_GPU = "this needs a GPU, and torch can use none here"
-# A function is graphed from its first call on: none is spent on measuring whether that pays.
+# A function is graphed from its first call: no call is spent on measuring whether that pays.
 _GRAPHED = {"triton.pygraph_selective": "always"}
 
 
@@ -45,7 +46,7 @@ def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) ->
     Args:
         fn: a module or function that is not compiled yet; a module is copied.
         args, kwargs: its arguments; tensors in them are copied for each call, with their strides.
-        calls: how often it is called; the first warms up, the second records.
+        calls: number of calls; the first warms up, the second records.
 
     Raises:
         DiffersUngraphed: an output or an argument that is written to differs in any bit.
@@ -76,7 +77,7 @@ def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) ->
 
 
 def _why_not_graphed(graphs_before: int, functions_before: int) -> str:
-    """What the report says of what was compiled since it had so many records."""
+    """The report's reason, from what was compiled after these numbers of records."""
     compiled, functions = journal.records()
     found = [graph.dropped for graph in compiled[graphs_before:]]
     found += [function.ungraphed_reason for function in functions[functions_before:]]
@@ -84,13 +85,13 @@ def _why_not_graphed(graphs_before: int, functions_before: int) -> str:
 
 
 def _compare(ways: Sequence[Way], args: Any, kwargs: Any, calls: int) -> None:
-    spoilt: list[Any] = []  # kept alive, so that their addresses are not given out again
+    spoilt: list[Any] = []  # kept alive, so that their addresses are not reused
     for call in range(calls):
         seen = []
         for way in ways:
             given, named = pytree.tree_map(_elsewhere, (args, kwargs))
-            # Both are compiled, and the same kernels must be chosen for both, whatever else is being tuned meanwhile.
-            # It is said at each call because torch leaves it off behind a compilation.
+            # Both must use the same kernels, whatever else is being tuned in the meantime. Set at each call, because
+            # torch turns it off after a compilation.
             with way.active(), torch._inductor.config.patch("deterministic", True):
                 torch.manual_seed(call)
                 torch.compiler.cudagraph_mark_step_begin()
@@ -112,7 +113,7 @@ def _compare(ways: Sequence[Way], args: Any, kwargs: Any, calls: int) -> None:
 
 
 def _elsewhere(value: Any) -> Any:
-    """A copy with the same strides, as aligned."""
+    """A copy with the same strides and alignment."""
     if not isinstance(value, torch.Tensor) or value.numel() == 0:
         return value
     if value.layout is not torch.strided or value.is_conj() or value.is_neg():

@@ -1,19 +1,9 @@
-"""The four ways of running a program: eager, compile, upstream's CUDA graphs, ours.
+"""The ways of running a program: eager, ``torch.compile``, upstream's CUDA graphs, ours.
 
-``compile`` is ``torch.compile(fn)``; ``upstream`` and ``ours`` are ``torch.compile(fn, mode="reduce-overhead")``
-without and with our patches. All in one process, which takes care in three places:
-
-- Dynamo reuses compiled code where backend objects compare equal, and Inductor's do when their configuration is equal.
-  :class:`OwnInductor` is equal to itself only. It is handed to ``torch._dynamo.optimize`` as ``torch.compile`` does;
-  ``torch.compile(backend=...)`` would wrap it and lose what the wrapper does not forward.
-- A device has one tree manager per thread. Each way with graphs has trees of its own, current inside
-  :meth:`Way.active`.
-- Only ``ours`` runs with patches installed. :meth:`Way.active` leaves them as it found them.
-
-Entering and leaving a way is no part of any timed region.
-
-Besides there are ``ours:patch`` and ``ours:table``, ours where the route of inputs is not chosen, and
-``ours:selected``, ours where it is measured what is graphed.
+``upstream`` and ``ours`` are ``torch.compile(fn, mode="reduce-overhead")`` without and with our patches. ``ours:patch``
+and ``ours:table`` force a route of inputs; ``ours:selected`` measures what to graph. Call a :class:`Way` inside
+:meth:`Way.active`, which sets its patches and trees, restores the previous ones, and is never timed. README.md says how
+ways share a process.
 """
 
 from __future__ import annotations
@@ -34,7 +24,7 @@ if TYPE_CHECKING:
     from pygraph_trees.trees.containers import Trees
 
 WAYS = ("eager", "compile", "upstream", "ours")
-FORCED = ("ours:patch", "ours:table")  # ours, with the route of inputs that is named, whatever is faster
+FORCED = ("ours:patch", "ours:table")  # ours, with the named route of inputs, whichever is faster
 MORE_WAYS = (*FORCED, "ours:selected")
 
 _FLAGS = {
@@ -72,7 +62,7 @@ class Way:
     callable: Callable[..., Any]
     patched: bool
     trees: Trees | None
-    flags: Mapping[str, str] = field(default_factory=dict)  # that differ from the user's
+    flags: Mapping[str, str] = field(default_factory=dict)  # overrides of the user's flags
 
     @property
     def compiled(self) -> bool:
@@ -80,7 +70,7 @@ class Way:
 
     @property
     def managers(self) -> Sequence[Any]:
-        """The tree managers of this way, one a device; none for a way without graphs."""
+        """The tree managers of this way, one per device; none for a way without graphs."""
         return self.trees.managers() if self.trees is not None else ()
 
     @contextlib.contextmanager
@@ -88,7 +78,7 @@ class Way:
         """Makes this way's patches and trees the current ones."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(_patches(self.patched))
-            if self.flags:  # behind the patches, which make them
+            if self.flags:  # after the patches, which create the flags
                 stack.enter_context(torch._inductor.config.patch(dict(self.flags)))
             if self.trees is not None:
                 stack.enter_context(self.trees.active())
@@ -96,7 +86,7 @@ class Way:
 
 
 def make_ways(program: Program, names: Sequence[str] = WAYS) -> list[Way]:
-    """The named ways of running ``program``, in the given order; nothing is compiled yet."""
+    """The named ways of running ``program``, in the given order; compiles nothing yet."""
     for name in names:
         if name not in (*WAYS, *MORE_WAYS):
             raise UnknownWayError(allowed=", ".join((*WAYS, *MORE_WAYS)), got=name)
@@ -104,8 +94,8 @@ def make_ways(program: Program, names: Sequence[str] = WAYS) -> list[Way]:
 
 
 def wake_compiler(device: torch.device) -> None:
-    """Compiles something small, so that what a process does once is not in the compile time of the first way."""
-    with _patches(False), contextlib.suppress(Exception):  # a way that cannot compile will say so
+    """Compiles something small, so the first way's compile time does not include one-time work of the process."""
+    with _patches(False), contextlib.suppress(Exception):  # a way that cannot compile reports that itself
         x = torch.ones(64, device=device)
         _optimize(OwnInductor(None), _small)(x)
 
@@ -138,7 +128,7 @@ def _trees() -> Trees:
 
 @contextlib.contextmanager
 def _patches(wanted: bool) -> Iterator[None]:
-    """Has our patches on or off for the block, and puts back what was."""
+    """Turns our patches on or off for the block, and restores the previous state."""
     before = patches_on()
     _switch(wanted)
     try:

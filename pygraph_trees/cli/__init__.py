@@ -1,1 +1,5 @@
-"""The command line: ``compare``, ``explain`` and ``profiles``, and the program that a command is given."""
+"""The command line: ``compare``, ``explain`` and ``profiles``, and the targets they work on.
+
+``python -m pygraph_trees`` parses arguments and calls these modules. They build the target program, check output files
+and show progress. A usage error raises a :class:`PygraphError`.
+"""

@@ -1,8 +1,8 @@
-"""The program that the commands work on where none is named: a BERT reads a text, byte by byte.
+"""The program that the commands use if none is named: a BERT that reads a text byte by byte.
 
-The model is transformers' ``BertForMaskedLM`` of base size (110 million parameters) with random weights, in bfloat16.
-Its tokens are the bytes of ``default_text.txt``, cut into rows; every eighth is masked, as in training. Behind the
-256 bytes the vocabulary has room for 128 tokens of other meaning, as that of ByT5 has, of which one is the mask.
+The model is transformers' ``BertForMaskedLM`` of base size (110 million parameters), in bfloat16 with random weights.
+Its tokens are the bytes of ``default_text.txt``, cut into rows; every eighth one is masked, as in training. After the
+256 bytes, the vocabulary has room for 128 special tokens, as ByT5's does; one of them is the mask.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pygraph_trees.errors import PygraphError
 _TEXT = Path(__file__).with_name("default_text.txt")
 _ROW = 256  # bytes
 _ROWS = 4
-_MASK = 256  # the first token behind the bytes
+_MASK = 256  # the first token after the bytes
 _VOCABULARY = 384
 _FIRST_MASKED, _EACH = 3, 8
 
@@ -42,7 +42,7 @@ def bert_reads_text(device: torch.device | str = "cuda") -> tuple[torch.nn.Modul
 
 
 def masked_rows(text: bytes) -> torch.Tensor:
-    """The first 1024 bytes of a text as int64 of shape (4, 256), every eighth one masked."""
+    """The first 1024 bytes of a text as int64 of shape (4, 256), with every eighth one masked."""
     rows = torch.tensor(list(text[: _ROW * _ROWS]), dtype=torch.int64).reshape(_ROWS, _ROW)
     rows[:, _FIRST_MASKED::_EACH] = _MASK
     return rows

@@ -1,7 +1,7 @@
-"""Where a command writes, asked before it begins: what it measured would be lost where it could not be written.
+"""Checks, before a command starts, that it can write its output files, so that no measurement is lost.
 
-:func:`check` takes the files that options name, and raises :class:`DestinationError` for the first that cannot be
-written, or that two options name. Whatever is there stays as it is, and nothing new is left behind.
+:func:`check` takes the files that options name. It raises :class:`DestinationError` for the first file that cannot be
+written or that two options name. Existing files stay unchanged, and no new file remains.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class DestinationError(PygraphError):
 
 
 def check(files: Mapping[str, Path | None]) -> None:
-    """Raises where a file, by the option that names it, cannot be written later; None is for an option not given."""
+    """Raises if a file, given with the option that names it, cannot be written; None means the option is absent."""
     seen: dict[Path, str] = {}
     for option, path in files.items():
         if path is None:
@@ -34,11 +34,11 @@ def _problem(path: Path) -> str | None:
     try:
         if path.is_dir():
             return "that is a folder"
-        if path.exists() and not path.is_file():  # a pipe, which whoever reads it would find closed
+        if path.exists() and not path.is_file():  # a pipe: opening it would end its reader's input
             return None if os.access(path, os.W_OK) else "it may not be written"
-        path = path.resolve()  # what a link leads to is made, and removed again
+        path = path.resolve()  # create and remove the target of a link, not the link
         is_new = not path.exists()
-        with path.open("xb" if is_new else "ab"):  # whose it is, its folder, the disk: all that could be in the way
+        with path.open("xb" if is_new else "ab"):  # tests permissions, the folder and the disk at once
             pass
         if is_new:
             path.unlink()

@@ -1,8 +1,8 @@
-"""What would become of a program on a GPU, found without one.
+"""Explains, without a GPU, how a program would run on one.
 
-:func:`explain` lowers a program for a named architecture on fake tensors and returns a text: each graph with its
-partitions, what keeps some of them outside of CUDA graphs, the inputs of each graphed partition by kind with their
-bytes, the live ones with their readers, and what each feature does about it under the flags as they stand.
+:func:`explain` lowers a program for a named architecture on fake tensors and returns a text: each graph's partitions,
+what keeps some of them outside of CUDA graphs, the inputs of each graphed partition by kind and bytes, the readers of
+live inputs, and the effect of each feature under the current flags. Errors of the program are raised.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from pygraph_trees.fake_gpu import ValueNeededError, absent_gpu, lower
-from pygraph_trees.report.compiled import PLACED, WHY_NOT_PLACED, partitions_of
-from pygraph_trees.report.records import Partition, PartitionInput
+from pygraph_trees.report.compiled import partitions_of
+from pygraph_trees.report.records import PLACED, WHY_NOT_PLACED, Partition, PartitionInput
 from pygraph_trees.report.text import cause_line, nbytes, placed_lines, table
 from pygraph_trees.settings import Settings
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from pygraph_trees.benchmark.program import Program
     from pygraph_trees.fake_gpu import LoweredGraph
 
-_MOST_INPUTS = 12  # live ones, of one partition
-_MOST_CAUSES = 8  # of one partition
+_MOST_INPUTS = 12  # live inputs listed per partition
+_MOST_CAUSES = 8  # per partition
 _WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An input of a graphed partition: as compiled, and what it would be to a recording."""
+    """An input of a graphed partition, as compiled, with its kind in a recording."""
 
     name: str
     kind: str  # "static", "managed", "live", or "cpu" for a live one on the CPU
@@ -42,7 +42,7 @@ class Input:
 @dataclass(frozen=True, slots=True)
 class ExplainedPartition:
     partition: Partition
-    inputs: tuple[Input, ...]  # of a graphed one
+    inputs: tuple[Input, ...]  # empty if it is not graphed
 
     def nbytes(self, kind: str) -> int:
         return sum(i.read.nbytes or 0 for i in self.inputs if i.kind == kind)
@@ -52,7 +52,7 @@ Explained = Sequence[tuple["LoweredGraph", list[ExplainedPartition]]]
 
 
 def explain(program: Program, arch: str = "sm_90") -> str:
-    """The text for a program whose GPU tensors are on ``meta``; raises what the program raises."""
+    """Explains a program whose GPU tensors are on ``meta``; raises what the program raises."""
     before: Sequence[LoweredGraph] | None = None
     with absent_gpu(arch), program.context():
         graphs, stop = _lowered(program, arch)
@@ -71,7 +71,7 @@ def explain(program: Program, arch: str = "sm_90") -> str:
 
 
 def _lowered(program: Program, arch: str) -> tuple[Sequence[LoweredGraph], str | None]:
-    """The graphs of a program, and why there are no more than these, if that cannot be told."""
+    """The graphs of a program; if lowering stopped early, also the reason."""
     try:
         return lower(program.fn, program.args, program.kwargs, arch, training=program.training), None
     except ValueNeededError as error:
@@ -146,7 +146,7 @@ def _kernels(counts: Counter[str]) -> str:
 
 
 def _split(explained: Explained) -> tuple[int, int]:
-    """How many partitions there are, and how many of them are outside."""
+    """The number of partitions, and how many are outside of CUDA graphs."""
     parts = [p for graph, some in explained if not graph.disabled_reason for p in some]
     return len(parts), sum(not p.partition.graphed for p in parts)
 
@@ -183,7 +183,7 @@ def _features(explained: Explained, before: Explained | None = None) -> str:
 
 
 def _given(graphed: Sequence[ExplainedPartition], *, by_address: bool) -> Iterator[str]:
-    """How the live inputs are given to replays, as far as their device tells."""
+    """How replays take the live inputs, as far as their device determines it."""
     ways: dict[str, tuple[str, ...]] = {"given by address": ("live",), "staged at each replay": ("cpu",)}
     if not by_address:
         ways = {"copied at each replay": ("live", "cpu")}

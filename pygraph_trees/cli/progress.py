@@ -1,7 +1,7 @@
-"""A progress bar on a terminal, a line now and then elsewhere.
+"""Shows progress: a bar on a terminal, otherwise an occasional line.
 
-:class:`Progress` is called with steps done, steps in all and what comes next, as ``comparison`` does. It writes to
-standard error, so that standard output holds results alone.
+:class:`Progress` is called with the steps done, the total and the name of the next step, as the benchmark does. It
+writes to standard error, so standard output holds results only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from typing import TextIO
 
 _BAR = 24  # columns
-_LINE_EVERY_S = 10.0  # where no terminal redraws
+_LINE_EVERY_S = 10.0  # if no terminal redraws the bar
 
 
 class Progress:

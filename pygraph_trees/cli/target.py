@@ -1,15 +1,9 @@
-"""What a command works on: a TARGET given as text becomes a :class:`~.comparison.program.Program`.
+"""Turns a TARGET, given as text, into a :class:`~.benchmark.program.Program`.
 
-A target is
-
-- ``file.py:function`` or ``package.module:function``, where the function returns ``(model, args, kwargs)`` or
-  ``(callable, args)``; a function with a parameter ``device`` gets the device that the model is to lie on,
-- the name of a workload of ``tools/bench``, where the package lies in its checkout,
-- nothing: :data:`DEFAULT`, a transformers model fed with the bytes of a text.
-
-``device`` is ``cuda`` to run, and ``meta`` to explain: there a ``meta`` tensor stands for one on the GPU, parameters
-are taken to be on the GPU wherever they lie, and a CPU tensor among the arguments is a CPU tensor in the program. A
-target that cannot be had raises :class:`TargetError`, which says what was expected.
+A target is ``file.py:function`` or ``package.module:function``, the name of a workload of ``tools/bench`` in a
+checkout, or empty for :data:`DEFAULT`. The function returns ``(model, args, kwargs)`` or ``(callable, args)``, and may
+take ``device``: ``cuda`` to run, ``meta`` to explain. A ``meta`` tensor or a parameter then represents one on the GPU.
+A target that cannot be built raises :class:`TargetError`.
 """
 
 from __future__ import annotations
@@ -46,7 +40,7 @@ class TargetError(PygraphError):
 
 
 def resolve(target: str, device: torch.device) -> Program:
-    """The program that ``target`` names, built for ``device``."""
+    """Builds the program that ``target`` names, for ``device``."""
     if ":" not in target:
         workload = _workloads().get(target)
         if workload is None:
@@ -63,7 +57,7 @@ def resolve(target: str, device: torch.device) -> Program:
 
 
 def workload_names() -> list[str]:
-    """Names of the workloads; none where the package was installed without its checkout."""
+    """Names of the workloads; empty if the package is installed without its checkout."""
     return list(_workloads())
 
 
@@ -80,7 +74,7 @@ def _module(target: str, place: str) -> ModuleType:
         path = Path(place)
         if not path.exists():
             raise TargetError(target, f"there is no file {place}")
-        sys.path.insert(0, str(path.resolve().parent))  # so that it finds what lies beside it, as when it is run
+        sys.path.insert(0, str(path.resolve().parent))  # so that it can import its neighbours, as a script can
         return _load(path.stem, path)
     sys.path.insert(0, "")
     try:

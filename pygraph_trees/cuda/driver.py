@@ -1,14 +1,9 @@
-"""The CUDA driver as this project uses it; the only file that calls ``cuda.bindings``.
+"""The CUDA driver's calls; no other file calls ``cuda.bindings``.
 
-:class:`Driver` is thin and typed: one method a call, handles and addresses are integers, sizes are bytes. A call that
-does not return success raises :class:`DriverError` with the call and the code's name; one that the bindings or the
-installed driver lack raises it with :data:`NOT_FOUND`. It works on whatever module it is given, so that tests hand it a
-fake. :func:`driver` gives the process's own, or None where ``cuda.bindings`` is not installed; callers then do without.
-
-:meth:`Driver.search` reads all kernels of a graph at once. It is written in C (``native/graph_nodes.c``), and is there
-where the package was installed with a compiler at hand; elsewhere callers read node by node. Measured with these
-bindings over a library that answers at once: 306 kernels, 3 of them with an input, in 0.4 instead of 3.5 ms, 84 with 30
-in 0.4 instead of 1.2.
+:class:`Driver` has one method per call: handles and addresses are integers, sizes are bytes. It accepts any module with
+the bindings' interface, for example a fake. A failed call raises :class:`DriverError` with the names of the call and
+the code; the code is :data:`NOT_FOUND` if the bindings or the installed driver lack the call. :func:`driver` returns
+the process's driver, or None without ``cuda.bindings``. README.md describes the native part, which is optional.
 """
 
 from __future__ import annotations
@@ -24,12 +19,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pygraph_trees.errors import NOT_FOUND, DriverError, InvalidValue, refused
-from pygraph_trees.native.sources import is_of_these_sources
 
 from .graph_nodes import KernelNode, Layout, Layouts, MemcpyNode, MemsetNode, NodeKind
 
-# What indirection calls, by the driver version that it needs: what the bindings 12.8 to 13.5 ask cuGetProcAddress for.
-# They have functions that the installed driver lacks, so a name in them proves nothing.
+# The calls that indirection makes, by the driver version that each needs: the version that the bindings 12.8 to 13.5
+# pass to cuGetProcAddress. The bindings define functions that the installed driver lacks, so a name in them proves
+# nothing.
 _NEEDED = {
     10020: (
         *("cuMemAddressReserve", "cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap"),
@@ -45,23 +40,23 @@ _NEEDED = {
 
 
 class SetRefused(DriverError):
-    """With the position of the node among those that were to be set."""
+    """The driver refused a node; carries its position among the nodes to set."""
 
 
 class KernelHits(NamedTuple):
-    """A kernel node with words that were searched for."""
+    """A kernel node that contains words in the searched range."""
 
     position: int  # in the graph
     function: int  # the kernel's handles, one of them 0
     kernel: int
-    block: bytes | None  # the parameters; None, as are the next two, where they cannot be read
-    words: list[tuple[int, int]] | None  # offset in the parameters and value
+    block: bytes | None  # the parameters; None, as the next two, if they cannot be read
+    words: list[tuple[int, int]] | None  # offset in the parameters, and value
     launch: bytes | None  # the node's CUDA_KERNEL_NODE_PARAMS
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What a graph's kernels hold of a range of addresses."""
+    """What the kernels of a graph contain of a range of addresses."""
 
     nodes: list[tuple[int, NodeKind]]  # handle and kind of all nodes, in the graph's order
     kernels: list[tuple[int, int]]  # handles of each kernel, once
@@ -70,17 +65,17 @@ class Search:
 
 
 class Driver:
-    """The calls, over a module with the interface of ``cuda.bindings.driver``."""
+    """The driver's calls, through a module with the interface of ``cuda.bindings.driver``."""
 
     def __init__(self, api: Any, native: Any = None, library: str = "libcuda.so.1") -> None:
-        """``native``: the module written in C, which calls the driver's library by itself."""
+        """``native`` is the module written in C, which calls the driver's library itself."""
         self.api = api
         self.native = native
         self._library = library
         names = {kind: f"CU_GRAPH_NODE_TYPE_{kind.name}" for kind in NodeKind if kind is not NodeKind.OTHER}
         self._kinds = {int(getattr(api.CUgraphNodeType, name)): kind for kind, name in names.items()}
         self.success = api.CUresult.CUDA_SUCCESS
-        # By device: what memory on it is asked for with, access to that, and what sizes must be multiples of.
+        # By device: the properties of its memory, the access to it, and the granularity of sizes.
         self._memories: dict[int, Any] = {}
         self._accesses: dict[int, Any] = {}
         self._granularities: dict[int, int] = {}
@@ -94,7 +89,7 @@ class Driver:
     def call(self, name: str, *args: Any) -> tuple[Any, ...]:
         try:
             code, *values = self.find(name)(*args)
-        except RuntimeError as error:  # how the bindings say that the driver, or this function of it, is not there
+        except RuntimeError as error:  # how the bindings report a missing driver or function
             raise DriverError(call=name, code=NOT_FOUND) from error
         if code != 0:
             raise refused(name, code)
@@ -109,25 +104,25 @@ class Driver:
         return int(version)
 
     def missing_calls(self) -> list[str]:
-        """What indirection calls and the bindings or the installed driver lack."""
+        """The calls that indirection needs and the bindings or the installed driver lack."""
         version = self.version()
         return [c for since, calls in _NEEDED.items() for c in calls if version < since or not hasattr(self.api, c)]
 
     def capturing_graph(self, stream: int) -> int | None:
-        """The graph that is being captured on a stream, None where nothing is (``cuStreamGetCaptureInfo``)."""
+        """The graph that a stream is capturing; None if it captures nothing (``cuStreamGetCaptureInfo``)."""
         status, _, graph, *_ = self.call("cuStreamGetCaptureInfo", stream)
         active = self.api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
         return int(graph) if int(status) == int(active) else None
 
     def context(self) -> Any:
-        """The current context, as :meth:`GraphNode.bind` takes it; nodes cannot be asked for theirs below CUDA 13.2."""
+        """The current context, for :meth:`GraphNode.bind`; a node can name its own only since CUDA 13.2."""
         (context,) = self.call("cuCtxGetCurrent")
         return context
 
     def enter(self, context: Any) -> Any:
-        """Makes a context this thread's, which may have another device's, or none where it has not used the GPU yet.
+        """Makes a context current in this thread, which may have another device's, or none before it uses the GPU.
 
-        Some calls of the driver crash without one. Gives the one to go back to, None where there is nothing to do.
+        Some driver calls crash without one. Returns the context to go back to; None if there is nothing to undo.
         """
         current = self.context()
         if int(current) == int(context):
@@ -144,7 +139,7 @@ class Driver:
         return [int(node) for node in nodes]
 
     def search(self, graph: int, low: int, high: int) -> Search | None:
-        """Words in [low, high) among the parameters of all kernels, at multiples of 4; None without the native part."""
+        """Words in [low, high) among all kernels' parameters, at multiples of 4; None without the native part."""
         if self.native is None:
             return None
         try:
@@ -158,7 +153,7 @@ class Driver:
         layouts: Layouts = {}
         for function, kernel, places in kernels:
             if places is not None:
-                with contextlib.suppress(ValueError):  # :meth:`kernel_node` will say so
+                with contextlib.suppress(ValueError):  # :meth:`kernel_node` reports it
                     layouts[function, kernel] = Layout(places)
         return Search(
             [(handle, kinds.get(code, NodeKind.OTHER)) for handle, code in nodes],
@@ -168,17 +163,17 @@ class Driver:
         )
 
     def _code(self, number: int) -> Any:
-        """The result of a call that was not made through the bindings, as they have it where they know it."""
+        """The code of a call that was made without the bindings, as the bindings' type if they know it."""
         try:
             return self.api.CUresult(number)
         except ValueError:
             return number
 
     def set_kernels(self, exec_: int, nodes: Sequence[KernelNode]) -> Callable[[], None] | None:
-        """Makes an instantiated graph hold what nodes that are bound to it have; None without the native part.
+        """A function that sets all these nodes, already bound, in an instantiated graph; None without the native part.
 
-        What comes back does it, again and again, in the order of the nodes. It raises :class:`SetRefused`, and then the
-        graph holds the parameters of the nodes before.
+        It can be called repeatedly and sets the nodes in order. If it raises :class:`SetRefused`, the graph holds the
+        new parameters of the nodes before the refused one.
         """
         if self.native is None:
             return None
@@ -199,11 +194,11 @@ class Driver:
         return set_all
 
     def kernel_setter(self) -> int | None:
-        """Where the function of the driver is that sets a kernel node; None without the native part, or without it."""
+        """Address of the driver's setter for a kernel node; None if it or the native part is missing."""
         return self._address_of("cuGraphExecKernelNodeSetParams_v2")
 
     def context_getter(self) -> int | None:
-        """Where the function is that gives the current context, likewise."""
+        """Address of the driver's getter for the current context; None if it or the native part is missing."""
         return self._address_of("cuCtxGetCurrent")
 
     def _address_of(self, name: str) -> int | None:
@@ -223,7 +218,7 @@ class Driver:
         return int(graph)
 
     def count_nodes(self, graph: int) -> Counter[NodeKind]:
-        """How many nodes of each kind a graph has, those of child graphs included."""
+        """The number of nodes of each kind in a graph, child graphs included."""
         return Counter(self._all_kinds(graph))
 
     def _all_kinds(self, graph: int) -> Iterator[NodeKind]:
@@ -235,11 +230,11 @@ class Driver:
                 yield kind
 
     def kernel_node(self, node: int, layouts: Layouts | None = None, found: KernelHits | None = None) -> KernelNode:
-        """Raises :class:`DriverError` also where the layout of the kernel's parameters cannot be told.
+        """Reads a kernel node; raises :class:`DriverError` also if the layout of the kernel's parameters is unknown.
 
         Args:
-            layouts: those that were asked for already, of kernels whose module is still loaded.
-            found: what a search found in the node, which is not read again then.
+            layouts: layouts read earlier, of kernels whose module is still loaded.
+            found: what a search read from the node, which is then not read again.
         """
         layouts = {} if layouts is None else layouts
         if found is None or found.block is None or found.launch is None:
@@ -253,7 +248,7 @@ class Driver:
         return MemsetNode(self, node)
 
     def function_name(self, function: int, kernel: int) -> str | None:
-        """A kernel's mangled name, by the handle that is not 0 (``cuFuncGetName``); None where it cannot be told."""
+        """A kernel's mangled name, by the handle that is not 0 (``cuFuncGetName``); None if it is unknown."""
         call, handle = ("cuFuncGetName", function) if function else ("cuKernelGetName", kernel)
         try:
             (name,) = self.call(call, handle)
@@ -262,7 +257,7 @@ class Driver:
         return bytes(name).decode(errors="replace")
 
     def granularity(self, device: int) -> int:
-        """What sizes and addresses of memory that is mapped must be multiples of."""
+        """The unit of sizes and addresses of mapped memory, in bytes."""
         if device not in self._granularities:
             minimum = self.api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
             (nbytes,) = self.call("cuMemGetAllocationGranularity", self._memory_on(device), minimum)
@@ -270,28 +265,28 @@ class Driver:
         return self._granularities[device]
 
     def reserve(self, nbytes: int) -> int:
-        """The start of a new range of addresses without memory, where the driver likes."""
+        """Reserves a range of addresses without memory, placed by the driver; returns its start."""
         (address,) = self.call("cuMemAddressReserve", nbytes, 0, 0, 0)
         return int(address)
 
     def create_memory(self, nbytes: int, device: int) -> int:
-        """Physical memory without an address."""
+        """Creates physical memory without an address."""
         (memory,) = self.call("cuMemCreate", nbytes, self._memory_on(device), 0)
         return int(memory)
 
     def release_memory(self, memory: int) -> None:
-        """Gives up the handle; the memory lives on until it is mapped nowhere."""
+        """Gives up the handle; the memory stays until its last mapping is gone."""
         self.call("cuMemRelease", memory)
 
     def map_memory(self, address: int, nbytes: int, memory: int) -> None:
-        """Puts the first ``nbytes`` of memory at a reserved address; the same memory may be at many."""
+        """Maps the first ``nbytes`` of memory at a reserved address; memory may be mapped many times."""
         self.call("cuMemMap", address, nbytes, 0, memory, 0)
 
     def allow_access(self, address: int, nbytes: int, device: int) -> None:
         """Lets a device read and write a range of whole mappings without gaps."""
         access = self._accesses.get(device)
         if access is None:
-            # A location is a bare pointer into its owner: the owner must live until the location was copied.
+            # A location is a bare pointer into its owner, which must live until the location is copied.
             access, memory = self.api.CUmemAccessDesc(), self._memory_on(device)
             access.location = memory.location
             access.flags = self.api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -299,14 +294,14 @@ class Driver:
         self.call("cuMemSetAccess", address, nbytes, [access], 1)
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Takes the memory from a range of whole mappings without gaps."""
+        """Removes the memory from a range of whole mappings without gaps."""
         self.call("cuMemUnmap", address, nbytes)
 
     @contextlib.contextmanager
     def without_disturbing_captures(self) -> Iterator[None]:
-        """Meanwhile calls of this thread break no capture, of whatever thread (``cuThreadExchangeStreamCaptureMode``).
+        """Keeps this thread's calls from breaking a capture of any thread (``cuThreadExchangeStreamCaptureMode``).
 
-        The driver takes calls that may wait for an error while somebody captures, if they do or not.
+        While a thread captures, the driver treats calls that may wait as errors, whether or not they wait.
         """
         relaxed = self.find("CUstreamCaptureMode").CU_STREAM_CAPTURE_MODE_RELAXED
         (before,) = self.call("cuThreadExchangeStreamCaptureMode", relaxed)
@@ -316,7 +311,7 @@ class Driver:
             self.call("cuThreadExchangeStreamCaptureMode", before)
 
     def overwrite_stack(self) -> None:
-        """Nothing of earlier calls is left on this thread's stack; without the native part nothing is done."""
+        """Removes leftovers of earlier calls from this thread's stack; does nothing without the native part."""
         if self.native is not None:
             self.native.overwrite_stack()
 
@@ -332,16 +327,19 @@ class Driver:
         return properties
 
     def memory_type(self, address: int) -> int:
-        """Which ``CUmemorytype`` lies at a unified address."""
+        """The ``CUmemorytype`` of the memory at a unified address."""
         attribute = self.api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
         try:
             (kind,) = self.call("cuPointerGetAttribute", attribute, address)
-        except InvalidValue:  # memory that the driver does not know: pageable, of the host
+        except InvalidValue:  # memory that the driver does not know: pageable host memory
             kind = self.api.CUmemorytype.CU_MEMORYTYPE_HOST
         return int(kind)
 
     def layout(self, function: int, kernel: int) -> Layout:
-        """The call that counts the parameters needs CUDA 13.2: this asks until refused."""
+        """Reads the layout of a kernel's parameters.
+
+        The call that counts parameters needs CUDA 13.2, so this asks for one after another until the driver refuses.
+        """
         call, handle = ("cuFuncGetParamInfo", function) if function else ("cuKernelGetParamInfo", kernel)
         ask = self.find(call)
         places: list[tuple[int, int]] = []
@@ -354,7 +352,7 @@ class Driver:
         except RuntimeError as error:
             raise DriverError(call=call, code=NOT_FOUND) from error
         if not isinstance(refused(call, code), InvalidValue):
-            raise refused(call, code)  # an exception that a frame holds, and holds that frame, keeps graphs alive
+            raise refused(call, code)  # an exception kept by a frame, and keeping that frame, keeps graphs alive
         try:
             return Layout(places)
         except ValueError:
@@ -363,7 +361,7 @@ class Driver:
 
 @functools.cache
 def driver() -> Driver | None:
-    """The driver of this process, None without ``cuda.bindings``."""
+    """The driver of this process; None without ``cuda.bindings``."""
     try:
         api = importlib.import_module("cuda.bindings.driver")
     except ImportError:
@@ -371,7 +369,5 @@ def driver() -> Driver | None:
     try:
         native = importlib.import_module("pygraph_trees.native._graph_nodes")
     except ImportError:
-        native = None
-    if native is not None and not is_of_these_sources(native):
         native = None
     return Driver(api, native)

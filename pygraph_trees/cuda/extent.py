@@ -1,4 +1,8 @@
-"""The memory between a strided tensor's first and last element, whatever its layout."""
+"""The memory between a strided tensor's first and last element, for any layout.
+
+Each function takes a tensor with strides and returns its size or a view of its memory. With gaps or overlapping
+elements, the flat view covers all memory in between, so copies and fills are exact.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,15 @@ import torch
 
 
 def extent(tensor: torch.Tensor) -> int:
-    """From the first element to behind the last one, in elements; the tensor has some."""
+    """The number of elements from the first element to the end of the last; the tensor is not empty."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All of it in one dimension, gaps included: how layouts with gaps and overlaps are copied and filled."""
+    """All the memory in one dimension, gaps included: copies and fills work for gaps and overlaps."""
     return tensor.detach().as_strided((extent(tensor),), (1,), tensor.storage_offset())
 
 
 def contents(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements one after another, as bytes; the tensor's own memory where they lie there so."""
+    """The elements in order, as bytes; a view of the tensor's memory if it is contiguous."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

@@ -1,9 +1,9 @@
-"""Nodes of a captured graph, with the parameters that they were recorded with.
+"""Nodes of a captured graph, with the parameters they were recorded with.
 
-A :class:`GraphNode`'s parameters are ours: change them in place, then :meth:`~GraphNode.set` makes one instantiated
-graph hold them. What such a graph holds cannot be read back. The captured graph keeps its own, but for
-:meth:`CopyNode.set_captured`. Handles and addresses are integers, sizes are bytes; :class:`Driver` makes the nodes, and
-a call of it that fails raises :class:`DriverError`.
+:class:`GraphNode` owns its parameters: change them in place, then :meth:`~GraphNode.set` writes them to one
+instantiated graph, whose own parameters cannot be read back. The captured graph keeps the recorded ones, except after
+:meth:`CopyNode.set_captured`. Handles and addresses are integers, sizes are bytes. :class:`Driver` creates the nodes; a
+failed driver call raises :class:`DriverError`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,15 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from pygraph_trees.errors import NOT_FOUND, DriverError, refused
-
-if TYPE_CHECKING:
-    from .driver import Driver
 
 _END, _BUFFER, _SIZE = 0, 1, 2  # CU_LAUNCH_PARAM_END, CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE
 
 
 class NodeKind(enum.Enum):
-    """What a node of a CUDA graph does; the names of ``CUgraphNodeType``."""
+    """The kind of a CUDA graph node, by the names of ``CUgraphNodeType``."""
 
     KERNEL = "kernel"
     MEMCPY = "memcpy"
@@ -38,10 +35,10 @@ class NodeKind(enum.Enum):
 
 
 class Layout:
-    """Where a kernel's parameters lie in its block, by offset and size of each, in bytes."""
+    """Offset and size of each of a kernel's parameters in its block, in bytes."""
 
     def __init__(self, places: list[tuple[int, int]]) -> None:
-        """Raises :class:`ValueError` where they are not in order."""
+        """Raises :class:`ValueError` if the parameters are not in order."""
         self._places = places
         self.nbytes = 0
         for i, (offset, nbytes) in enumerate(places):
@@ -52,16 +49,16 @@ class Layout:
         self._pointers: type[ctypes.Array[ctypes.c_uint64]] = ctypes.c_uint64 * len(places)
 
     def __len__(self) -> int:
-        """How many parameters there are."""
+        """The number of parameters."""
         return len(self._places)
 
     def divides(self, offset: int) -> bool:
-        """Whether the 8 bytes at an offset are of several parameters."""
+        """Whether the 8 bytes at an offset span several parameters."""
         return any(offset < begin < offset + 8 for begin, _ in self._places)
 
     @functools.cached_property
     def _runs(self) -> list[tuple[int, int, list[int]]]:
-        """Parameters without gaps between them: how many bytes to leave out, the first, where each lies from there."""
+        """Parameters without gaps in between: size of the gap before, first index, offset of each from the first."""
         runs: list[tuple[int, int, list[int]]] = []
         end = 0
         for i, (offset, nbytes) in enumerate(self._places):
@@ -82,7 +79,7 @@ class Layout:
         return self._pointers.from_buffer_copy(ctypes.string_at(given, 8 * len(self)))
 
     def read(self, given: int) -> bytes:
-        """The block with what the pointers at an address point to, zeros between; mostly it lies there in one piece."""
+        """The block that the pointers at an address describe, with zeros in its gaps; usually one piece of memory."""
         pointers = self._pointers.from_address(given)[:]
         sizes = [nbytes for _, nbytes in self._places]
         parts = []
@@ -101,8 +98,23 @@ class Layout:
 Layouts = dict[tuple[int, int], Layout]  # by a kernel's handles
 
 
+class Calls(Protocol):
+    """What nodes ask of :class:`~pygraph_trees.cuda.driver.Driver`."""
+
+    api: Any  # the module of the bindings
+    success: Any
+
+    def find(self, name: str) -> Any: ...
+
+    def call(self, name: str, *args: Any) -> tuple[Any, ...]: ...
+
+    def layout(self, function: int, kernel: int) -> Layout: ...
+
+    def memory_type(self, address: int) -> int: ...
+
+
 class _Launch(ctypes.Structure):
-    """CUDA_KERNEL_NODE_PARAMS_v2, the same since CUDA 12.0, by the names that the bindings have."""
+    """CUDA_KERNEL_NODE_PARAMS_v2, unchanged since CUDA 12.0, with the bindings' field names."""
 
     _fields_ = (
         ("func", ctypes.c_uint64),
@@ -116,29 +128,29 @@ class _Launch(ctypes.Structure):
 
 
 class GraphNode:
-    """A node of a captured graph, and its parameters for one instantiated graph."""
+    """A node of a captured graph, with its parameters for one instantiated graph."""
 
     kind: ClassVar[NodeKind]
     _get: ClassVar[str]
     _set: ClassVar[str]
     _in_context: ClassVar[bool] = True  # whether the setter takes the context
 
-    def __init__(self, driver: Driver, handle: int) -> None:
+    def __init__(self, driver: Calls, handle: int) -> None:
         self.handle = handle
         self._driver = driver
         (self._params,) = driver.call(self._get, handle)
 
     def bind(self, exec_: int, context: Any) -> None:
-        """Aims :meth:`set` at an instantiated graph of the node's graph, once; the context is its device's."""
+        """Binds :meth:`set` to an instantiated graph of the node's graph, once, in the context of its device."""
         api = self._driver.api
         self._function = self._driver.find(self._set)
         contexts = (context,) if self._in_context else ()
         self._args = (api.CUgraphExec(exec_), api.CUgraphNode(self.handle), self._params, *contexts)
 
     def set(self) -> None:
-        """Makes the bound graph hold the parameters as they are now; launches already queued keep theirs.
+        """Writes the current parameters to the bound graph; launches already queued keep theirs.
 
-        0.2 µs and the driver's own time. Raises :class:`DriverError`, and then the graph holds what it held.
+        Takes 0.2 µs plus the driver's own time. If it raises :class:`DriverError`, the graph is unchanged.
         """
         try:
             code = self._function(*self._args)[0]
@@ -149,7 +161,7 @@ class GraphNode:
 
 
 class KernelNode(GraphNode):
-    """A kernel's launch: write its parameters by :meth:`word` or :meth:`take_from`, then :meth:`set`."""
+    """A kernel launch: change parameters with :meth:`word` or :meth:`take_from`, then call :meth:`set`."""
 
     kind = NodeKind.KERNEL
     _get, _set = "cuGraphKernelNodeGetParams", "cuGraphExecKernelNodeSetParams"
@@ -157,20 +169,20 @@ class KernelNode(GraphNode):
     _in_context = False
     nbytes: int  # of the parameters, at the offsets that the kernel sees
 
-    def __init__(self, driver: Driver, handle: int, layouts: Layouts, found: tuple[bytes, bytes] | None = None) -> None:
-        """``found``: the parameters and the struct, where they were read already."""
+    def __init__(self, driver: Calls, handle: int, layouts: Layouts, found: tuple[bytes, bytes] | None = None) -> None:
+        """``found`` holds the parameters and the struct, if they were read already."""
         if found is None:
             super().__init__(driver, handle)
         else:
             self.handle, self._driver, self._params = handle, driver, _Launch.from_buffer_copy(found[1])
-        self._structs = [self._params]  # a copy of ours where there is one, and the bindings' once it is needed
-        self._exec = 0  # that it is bound to
+        self._structs = [self._params]  # our copy, if any, and the bindings' struct once it is needed
+        self._exec = 0  # the bound graph
         self.function, self.kernel = int(self._params.func), int(self._params.kern)  # one of them is 0
-        self._layout: Layout | None = None  # None where they are passed in one piece
-        self._block: ctypes.Array[ctypes.c_char] | None = None  # what is written to, once something is
+        self._layout: Layout | None = None  # None if the parameters are passed as one block
+        self._block: ctypes.Array[ctypes.c_char] | None = None  # our writable copy, made on demand
         self._pointers: ctypes.Array[ctypes.c_uint64] | None = None  # ours, once the struct points to it
-        self._taken: list[int] = []  # parameters that are taken from a table
-        # The struct points to memory of the node, which is read here and not written to.
+        self._taken: list[int] = []  # parameters read from a table
+        # The struct points to the node's memory, which is only read here.
         block = None if found is None else found[0]
         self._recorded = self._read_packed() if self._params.extra else self._read_plain(layouts, block)
         self.nbytes = len(self._recorded)
@@ -189,7 +201,7 @@ class KernelNode(GraphNode):
         if layout is None:
             layout = layouts[key] = self._driver.layout(*key)
         count = len(layout)
-        if bool(given) != bool(count):  # a handle that the driver does not know looks like no parameters
+        if bool(given) != bool(count):  # an unknown handle looks like one without parameters
             raise DriverError(call=self._get, code="parameters of unknown layout")
         self._layout = layout
         if block is not None:
@@ -198,16 +210,16 @@ class KernelNode(GraphNode):
 
     @property
     def address(self) -> int:
-        """Where the struct lies that :meth:`set` gives to the driver; it stays there as long as the node lives."""
+        """Address of the struct that :meth:`set` gives to the driver; fixed while the node lives."""
         return int(self._structs[0].getPtr())
 
     @property
     def block(self) -> ctypes.Array[ctypes.c_char]:
-        """The parameters as :meth:`set` gives them."""
+        """The parameters that :meth:`set` writes."""
         return self._own()
 
     def _own(self) -> ctypes.Array[ctypes.c_char]:
-        """Memory of ours, which the struct points to from now on. Most nodes do without."""
+        """A copy of the parameters, to which the struct points from now on. Most nodes need none."""
         if self._block is None:
             self._block = _aligned_block(self._recorded)
             start = ctypes.addressof(self._block)
@@ -236,7 +248,7 @@ class KernelNode(GraphNode):
 
     def set(self) -> None:
         if isinstance(self._params, _Launch):
-            # Most often all kernels are set at once, which takes any struct.
+            # Usually all kernels are set together, which works with any struct.
             (self._params,) = self._driver.call(self._get, self.handle)
             self._structs.append(self._params)
             if self._pointers is not None:
@@ -245,15 +257,15 @@ class KernelNode(GraphNode):
         super().set()
 
     def may_be_address(self, offset: int) -> bool:
-        """Whether the 8 bytes at an offset are not known to be of several parameters."""
+        """Whether the 8 bytes at an offset may be one parameter, or part of one."""
         return self._layout is None or not self._layout.divides(offset)
 
     def is_word(self, offset: int) -> bool:
-        """Whether the 8 bytes at an offset are known to be a parameter by themselves."""
+        """Whether the 8 bytes at an offset are known to be a parameter of their own."""
         return self._layout is not None and offset in self._layout.words
 
     def words(self) -> bytes:
-        """The parameters as they were recorded, zeros up to a multiple of 8 bytes added."""
+        """The recorded parameters, padded with zeros to a multiple of 8 bytes."""
         return self._recorded.ljust(-(-self.nbytes // 8) * 8, b"\0")
 
     def word(self, offset: int) -> ctypes.c_uint64:
@@ -261,49 +273,49 @@ class KernelNode(GraphNode):
         return ctypes.c_uint64.from_buffer(self.block, offset)
 
     def take_from(self, offset: int, table: ctypes.Array[ctypes.c_uint64], index: int) -> bool:
-        """From now on :meth:`set` takes the parameter at an offset from a table that nodes share, not from the block.
+        """Makes :meth:`set` read the parameter at an offset from a table that nodes share, not from the block.
 
-        False, and nothing is changed, where no parameter of 8 bytes is passed by itself there.
+        Returns False, and changes nothing, if no separate parameter of 8 bytes is at that offset.
         """
         layout = self._layout
         parameter = None if layout is None else layout.words.get(offset)
         if layout is None or parameter is None:
             return False
-        pointers = self._pointers or self._point_to(layout.pointers_at(self._given))  # the others as the node has them
+        pointers = self._pointers or self._point_to(layout.pointers_at(self._given))  # the rest as recorded
         pointers[parameter] = ctypes.addressof(table) + 8 * index
         self._taken.append(parameter)
-        self._table = table  # the struct holds nothing
+        self._table = table  # keeps the table alive, which the struct does not
         return True
 
 
 class CopyNode(GraphNode):
-    """A node that the driver itself carries out, by the kind of memory that it finds at the addresses.
+    """A node that the driver executes according to the kind of memory at its addresses.
 
-    The kind is fixed where the graph is instantiated: an address in memory that was mapped piece by piece
-    (``cuMemMap``) cannot become one from ``cuMemAlloc`` or the reverse (measured, driver 580).
+    Instantiation fixes the kind: an address in memory that was mapped in pieces (``cuMemMap``) cannot be replaced by
+    one from ``cuMemAlloc``, nor the reverse (measured, driver 580).
     """
 
     _set_captured: ClassVar[str]
 
     def set_captured(self) -> None:
-        """Makes the captured graph hold the parameters as they are now, before it is instantiated."""
+        """Writes the current parameters to the captured graph, before it is instantiated."""
         self._driver.call(self._set_captured, self.handle, self._params)
 
 
 class MemcpyNode(CopyNode):
-    """A copy. ``source`` and ``target`` are addresses of device memory: assign to them, then :meth:`set`.
+    """A copy. ``source`` and ``target`` are addresses of device memory: assign to them, then call :meth:`set`.
 
-    A side is None, and must not be assigned to, where it is host memory or an array or where the copy is not ``plain``.
-    So is ``host_source``, pageable memory included, where the source is none in host memory.
+    A side is None, and must not be assigned, if it is host memory or an array or if the copy is not ``plain``.
+    ``host_source`` is None unless the source is host memory, which may be pageable.
     """
 
     kind = NodeKind.MEMCPY
     _get, _set = "cuGraphMemcpyNodeGetParams", "cuGraphExecMemcpyNodeSetParams"
     _set_captured = "cuGraphMemcpyNodeSetParams"
-    plain: bool  # one row, and nothing is added to the addresses: what the driver lets change
+    plain: bool  # one row and no offsets: the copies that the driver lets us change
     nbytes: int
 
-    def __init__(self, driver: Driver, handle: int) -> None:
+    def __init__(self, driver: Calls, handle: int) -> None:
         super().__init__(driver, handle)
         params, types = self._params, driver.api.CUmemorytype
         host, device = int(types.CU_MEMORYTYPE_HOST), int(types.CU_MEMORYTYPE_DEVICE)
@@ -312,7 +324,7 @@ class MemcpyNode(CopyNode):
         offsets = (getattr(params, side + name) for side in ("src", "dst") for name in ("XInBytes", "Y", "Z", "LOD"))
         self.nbytes = int(params.WidthInBytes) * rows * layers
         self.plain = rows == layers == 1 and not any(offsets) and {from_type, to_type} <= {host, device}
-        # Memory that the driver knows may be given by an address of either kind.
+        # The parameters may give memory that the driver knows by a host or a device address.
         self._host_field = "srcHost" if int(params.srcMemoryType) == host else "srcDevice"
         self._from_host = from_type == host
         self._from_device = self.plain and from_type == device
@@ -353,15 +365,15 @@ class MemcpyNode(CopyNode):
 
 
 class MemsetNode(CopyNode):
-    """A fill. ``target`` is an address of device memory: assign to it, then :meth:`set`."""
+    """A fill. ``target`` is an address of device memory: assign to it, then call :meth:`set`."""
 
     kind = NodeKind.MEMSET
     _get, _set = "cuGraphMemsetNodeGetParams", "cuGraphExecMemsetNodeSetParams"
     _set_captured = "cuGraphMemsetNodeSetParams"
     plain: bool  # one row
-    nbytes: int  # from the first byte to the last, what lies between rows included
+    nbytes: int  # from the first byte to the last, gaps between rows included
 
-    def __init__(self, driver: Driver, handle: int) -> None:
+    def __init__(self, driver: Calls, handle: int) -> None:
         super().__init__(driver, handle)
         params = self._params
         rows = max(1, int(params.height))
@@ -382,7 +394,7 @@ def _word(address: int) -> int:
 
 
 def _aligned_block(content: bytes) -> ctypes.Array[ctypes.c_char]:
-    """A copy at a multiple of 64, which a CUtensorMap, the strictest parameter, asks for."""
+    """A copy at a multiple of 64 bytes, which CUtensorMap, the strictest parameter type, requires."""
     room = (ctypes.c_char * (len(content) + 63))()
     block = (ctypes.c_char * len(content)).from_buffer(room, -ctypes.addressof(room) % 64)
     block.raw = content

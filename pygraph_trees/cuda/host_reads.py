@@ -1,4 +1,8 @@
-"""When a program reads memory of the CPU that the GPU is given: what placement knows, and staging has to keep to."""
+"""The time at which a program reads the CPU memory that it gives to the GPU.
+
+Placement derives a :class:`HostRead` from the graph and writes it into generated code as a number, so the numbers must
+not change. Staging must then not read the memory earlier or later than the program does.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,8 @@ import enum
 
 
 class HostRead(enum.IntEnum):
-    """Numbers, as they stand in generated code."""
+    """Values are written as numbers into generated code."""
 
-    AT_ONCE = 0  # at the call, as the CPU does, whatever the GPU has still to do
-    IN_ORDER = 1  # by a copy that the program waits for, behind what its stream was given before
-    LATER = 2  # by one that it does not wait for, so that it leaves pinned memory alone until then
+    AT_ONCE = 0  # at the call, as the CPU reads, whatever work the GPU has left
+    IN_ORDER = 1  # by a copy that the program waits for, after the earlier work of its stream
+    LATER = 2  # by a copy without a wait: the program leaves the pinned memory alone until then

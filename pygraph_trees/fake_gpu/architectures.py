@@ -1,8 +1,8 @@
-"""What Inductor and Triton ask a CUDA GPU about itself, for each architecture that can be named.
+"""The properties that Inductor and Triton read of a CUDA GPU, for each architecture that can be named.
 
-One board stands for each architecture, chosen for being common in data centres. Code generation reads little of this
-(the number of multiprocessors, shared memory, threads, the compute capability), so another board of the same
-architecture gives the same partitions and, but for tile sizes of templates and split reductions, the same kernels.
+One board, common in data centres, represents each architecture. Code generation reads few of its properties: number of
+multiprocessors, shared memory, threads, compute capability. Another board of the same architecture therefore gives the
+same partitions and, except for tile sizes of templates and split reductions, the same kernels.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DeviceProperties:
 
     @property
     def gcnArchName(self) -> str:
-        """CUDA builds of torch answer with the board's name here."""
+        """The board's name, as CUDA builds of torch answer."""
         return self.name
 
     @property

@@ -1,11 +1,9 @@
-"""Which fused kernel ``scaled_dot_product_attention`` would take on the GPU that is not there.
+"""Chooses the fused kernel that ``scaled_dot_product_attention`` would use on the fake GPU.
 
-Torch decides in C++, by asking the CUDA runtime about the device; a CPU build takes the unfused path for CUDA tensors,
-a CUDA build without a device raises. :func:`chosen_attention` decides instead, by the rules of torch's
-``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``: flash attention for half precision without a mask,
-memory-efficient attention where its alignment holds, else the unfused path. The switches in ``torch.backends.cuda`` and
-``sdpa_kernel`` are obeyed. cuDNN's kernel, which newer torch prefers on some GPUs, is not told from flash attention:
-for partitions and inputs it is the same.
+:func:`chosen_attention` follows torch's ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``: flash attention for
+half precision without a mask, memory-efficient attention if its alignment holds, otherwise the unfused path. It obeys
+``torch.backends.cuda`` and ``sdpa_kernel``. cuDNN's kernel counts as flash attention: partitions and inputs are the
+same. README.md says why.
 """
 
 from __future__ import annotations
@@ -104,7 +102,7 @@ def _attention(
 
 @contextlib.contextmanager
 def chosen_attention() -> Iterator[None]:
-    """Inside, tracing decomposes attention on CUDA tensors as told above."""
+    """Inside, tracing decomposes attention on CUDA tensors by the rules of this module."""
     op = _aten.scaled_dot_product_attention.default
     before = op.py_kernels.get(_KEY)
     op._dispatch_cache.clear()

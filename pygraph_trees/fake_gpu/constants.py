@@ -1,9 +1,9 @@
-"""Compile-time constants of a GPU that is not there.
+"""Compile-time constants of the fake GPU.
 
-While they trace and compile, torch and Inductor compute with a few constants for real: results of
-``torch.tensor([...])`` of at most one element, and one-element stand-ins of uniform tensors when folding constants.
-Those that would lie on the GPU lie on the CPU here; only their values are looked at. A constant of more elements that
-Inductor copies to the GPU when it compiles becomes a fake tensor there.
+While tracing and compiling, torch and Inductor compute a few constants for real: results of ``torch.tensor([...])``
+with at most one element, and one-element tensors that represent uniform tensors during constant folding. Inside
+:func:`constants_off_gpu` these are on the CPU instead of the GPU; only their values matter. A larger constant that
+Inductor copies to the GPU at compile time becomes a fake tensor there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class _OnCpu(TorchDispatchMode):
-    """Operators that are told to work on a CUDA device work on the CPU."""
+    """Runs operators for a CUDA device on the CPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def on_cpu(device: torch.device) -> torch.device:
@@ -38,7 +38,7 @@ class _OnCpu(TorchDispatchMode):
 
 
 class _FoldOnCpu(joint_graph.UniformValueConstantFolder):
-    """Constant folding of uniform values, whose one-element stand-ins lie on the CPU."""
+    """Constant folding of uniform values, whose one-element representatives are on the CPU."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with _OnCpu():
@@ -50,7 +50,7 @@ class _FoldOnCpu(joint_graph.UniformValueConstantFolder):
 
 
 def _constant_on(graph: GraphLowering, name: str, device: torch.device | None) -> str:
-    """``GraphLowering.constant_name``: the name of the constant ``name`` on ``device``, copied there if need be."""
+    """``GraphLowering.constant_name``: the name of the constant ``name`` on ``device``, copied there if needed."""
     constant = graph.constants[name]
     if device is None or constant.device == device:
         return name
@@ -65,7 +65,7 @@ def _constant_on(graph: GraphLowering, name: str, device: torch.device | None) -
 
 @contextlib.contextmanager
 def _unset_fake_and_on_cpu() -> Iterator[None]:
-    """What tracing enters to compute a constant for real."""
+    """The context that tracing enters to compute a constant for real."""
     with unset_fake_temporarily(), _OnCpu():
         yield
 

@@ -1,8 +1,8 @@
-"""Which memory format convolutions have on the GPU that is not there.
+"""The memory format of convolutions on the fake GPU.
 
-Torch asks its CUDA part, which looks at the device, and which a CPU build lacks: every convolution then comes out
+Torch asks its CUDA part, which looks at the device and which a CPU build lacks. Without it every convolution comes out
 contiguous, and Inductor, which prefers channels last on a GPU, transposes around each. :func:`convolutions_by_cudnn`
-answers as a CUDA build with cuDNN does: by the formats of input and weight, but for double precision.
+answers as a CUDA build with cuDNN does: by the formats of input and weight, except for double precision.
 """
 
 from __future__ import annotations

@@ -1,21 +1,9 @@
-"""Let the C++ side of torch accept tensors of a CUDA device that is not there.
+"""Makes torch's C++ code accept tensors of a CUDA device that does not exist.
 
-Contract: :func:`no_op_device_guard` is a context manager. Inside, C++ code that looks up the guard of CUDA devices
-finds torch's own no-op guard, and code that asks for the accelerator's type finds CUDA, so that fake CUDA tensors can
-be moved, made contiguous and differentiated. On exit both are as before. Where torch has a CUDA device, nothing is
-changed.
-
-A CUDA build of torch without a device is served by torch itself (``torch._C._ensureCUDADeviceGuardSet``, which
-FakeTensorMode calls as well). A CPU build is not: there the guard registry has no entry for CUDA at all, and that
-function leaves it so. We enter a substitute whose only answer is "no device", for which that function then puts in its
-no-op guard. The substitute is independent of the order of the interface's methods, as all of them answer 0 and only
-``deviceCount`` is called. The autograd engine needs one thing more, on both builds: an accelerator with a context.
-Torch's CUDA hooks say that there is none; a copy of their method table says that there is. That the right methods were
-replaced is verified by what torch then says of its accelerator; if it is not CUDA, all is undone and an error raised.
-
-What does not work, and why: Python-level redirection of ``.to``, ``.contiguous`` and so on to ATen overloads
-(autograd's C++ code needs the guard as well, and a function mode is visible to Dynamo); a private backend renamed to
-"gpu" (a name that cannot be given back, a device type that neither Inductor nor user code treats as CUDA).
+Inside :func:`no_op_device_guard`, C++ code that looks up the CUDA device guard finds torch's no-op guard, and code that
+asks for the accelerator's type finds CUDA. Fake CUDA tensors can then be moved, made contiguous and differentiated. On
+exit both are as before. If torch has a CUDA device, nothing changes. If torch cannot be convinced, everything is undone
+and :class:`NoDeviceGuardError` is raised. README.md explains the method.
 """
 
 from __future__ import annotations
@@ -32,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _CUDA = 1  # c10::DeviceType::CUDA
-# Slots of isBuilt, isAvailable and hasPrimaryContext in AcceleratorHooksInterface, behind two for its destructor.
+# Slots of isBuilt, isAvailable and hasPrimaryContext in AcceleratorHooksInterface, after two for its destructor.
 _ANSWERED_TRUE = (2, 3, 4)
-_SLOTS = 128  # more than any of the method tables has; what lies behind the end is copied and never called
+_SLOTS = 128  # more than any method table has; copies beyond its end are never called
 
 
 class NoDeviceGuardError(PygraphError):
@@ -65,7 +53,7 @@ def _cuda_hooks_table() -> Any:
 
 
 class _CudaIsBuilt:
-    """Our copy of the CUDA hooks' method table, in which CUDA is built and available; kept alive for good."""
+    """A copy of the CUDA hooks' method table in which CUDA is built and available; kept alive for good."""
 
     __slots__ = ("_table",)
 
@@ -74,7 +62,7 @@ class _CudaIsBuilt:
         self._table = (ctypes.c_void_p * (_SLOTS + 2)).from_buffer_copy(
             (ctypes.c_void_p * (_SLOTS + 2)).from_address(original - header)
         )
-        # Any function of C that returns 1 without arguments, the interpreter lock or side effects serves.
+        # Any C function works that returns 1 without arguments, the interpreter lock or side effects.
         for slot in _ANSWERED_TRUE:
             self._table[2 + slot] = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value
 
@@ -88,7 +76,7 @@ _cuda_is_built: _CudaIsBuilt | None = None
 
 
 def _make_no_op_guard(slot: Any) -> int:
-    """Have torch put its no-op guard into the empty ``slot``; returns its address."""
+    """Makes torch put its no-op guard into the empty ``slot``; returns its address."""
     answer_zero = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
     table = (ctypes.c_void_p * _SLOTS)(*[ctypes.cast(answer_zero, ctypes.c_void_p)] * _SLOTS)
     substitute = ctypes.c_void_p(ctypes.addressof(table))
@@ -105,7 +93,7 @@ def _make_no_op_guard(slot: Any) -> int:
 
 @contextlib.contextmanager
 def no_op_device_guard() -> Iterator[None]:
-    """Inside, C++ code takes CUDA devices as given; raises :class:`NoDeviceGuardError` where that cannot be done."""
+    """Inside, C++ code takes CUDA devices as given; raises :class:`NoDeviceGuardError` if that is impossible."""
     global _no_op_guard, _cuda_is_built
     if torch.cuda.device_count():
         yield

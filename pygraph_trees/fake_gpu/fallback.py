@@ -1,8 +1,8 @@
-"""Shapes of operators that have no fake implementation, without running them on a GPU.
+"""Finds the output shapes of operators without a fake implementation, without a GPU.
 
-FakeTensorMode finds the shape of such an operator's outputs by running it on zeros, on the device of its inputs. Inside
-:func:`fallback_on_cpu` an operator on CUDA tensors is run on the CPU instead; where it has no kernel for that, it fails
-as an operator without a fake implementation does.
+FakeTensorMode finds them by running the operator on zeros, on the device of its inputs. Inside :func:`fallback_on_cpu`
+an operator on CUDA tensors runs on the CPU instead. If it has no CPU kernel, it fails as an operator without a fake
+implementation does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _run_on_cpu(upstream: Callable[..., Any]) -> Callable[..., Any]:
     def run_fallback_kernel(
         mode: FakeTensorMode, func: Any, flat_args: Sequence[Any], spec: Any, not_implemented: RuntimeError
     ) -> Any:
-        given: dict[int, FakeTensor] = {}  # by the substitute
+        given: dict[int, FakeTensor] = {}  # by substitute
 
         def on_cpu(arg: Any) -> Any:
             if isinstance(arg, FakeTensor) and arg.fake_device.type == "cuda":

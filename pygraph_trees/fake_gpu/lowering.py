@@ -1,12 +1,9 @@
-"""Run Inductor's whole pipeline on what Dynamo traced, up to the generated source, and keep what came out.
+"""Runs Inductor's pipeline on Dynamo's graphs up to the generated source, and keeps the results.
 
-Contract: inside :meth:`Lowerings.recording` every graph that Inductor compiles goes through its own passes, lowering,
-scheduling, graph partition and code generation, but its source is neither written, loaded nor run: a
-:class:`LoweredGraph` is kept, and the compiled callable that Dynamo gets makes fresh fake tensors of the outputs'
-sizes, strides and devices, so that the program goes on behind a graph break. Nothing is compiled, by Triton or a C++
-compiler, nor autotuned or benchmarked, and no cache is read or written.
-
-Padding of matrix multiplications, which Inductor decides by a benchmark, is off.
+Inside :meth:`Lowerings.recording` each graph goes through Inductor's passes, lowering, scheduling, partition and code
+generation, and becomes a :class:`LoweredGraph`. Its source is not written, loaded or run: nothing is compiled,
+autotuned or benchmarked, and no cache is used. Dynamo gets a callable that returns fake outputs, so the program
+continues after a graph break. Padding of matrix multiplications, which needs a benchmark, is off.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ if TYPE_CHECKING:
     from torch._inductor.output_code import CompiledFxGraph
 
 
-_MOST_NUMBERS = 1 << 16  # that one is computed of
+_MOST_NUMBERS = 1 << 16  # largest number of elements that a number may depend on
 _log = logging.getLogger("pygraph_trees.fake_gpu")
 
 
@@ -51,28 +48,28 @@ class UnknownSizeError(PygraphError):
 
 @dataclass(frozen=True, slots=True)
 class LoweredGraph:
-    """One graph that Inductor would compile, as it stands after code generation."""
+    """One graph that Inductor would compile, as it is after code generation."""
 
     graph: GraphLowering  # with scheduler, partition_maps and partition_signatures
     gm: torch.fx.GraphModule  # after post-grad passes
-    name: str  # of the program or the traced function, [compile id], "backward" where it is one
+    name: str  # program or traced function, [compile id], and "backward" if it is one
     is_inference: bool
     is_backward: bool
-    static_input_idxs: tuple[int, ...]  # what upstream takes for static
+    static_input_idxs: tuple[int, ...]  # the inputs that upstream takes as static
     input_names: tuple[str, ...]  # of the graph's inputs in order: parameter, argument or activation
-    signatures: tuple[Any, ...]  # Inductor's GraphPartitionSignature of each partition; empty where there are none
-    disabled_reason: str | None  # why upstream would not graph any of it
+    signatures: tuple[Any, ...]  # Inductor's GraphPartitionSignature of each partition; empty without partitions
+    disabled_reason: str | None  # why upstream would graph none of it
     source_code: str
 
     @contextlib.contextmanager
     def handlers(self) -> Iterator[None]:
-        """Inside, Inductor's virtualized handlers are this graph's, as some methods of its scheduler nodes need."""
+        """Inside, Inductor's virtualized handlers are this graph's, as some methods of its scheduler nodes require."""
         with V.set_graph_handler(self.graph):
             yield
 
 
 def _sizes_from(placeholders: Sequence[torch.fx.Node], args: Sequence[Any]) -> dict[Any, int]:
-    """The symbols of a dynamic graph and what they stand for in this call."""
+    """The symbols of a dynamic graph and their values in this call."""
     known: dict[Any, int] = {}
 
     def learn(symbolic: Any, actual: Any) -> None:
@@ -90,9 +87,9 @@ def _sizes_from(placeholders: Sequence[torch.fx.Node], args: Sequence[Any]) -> d
 
 
 def _number_of(output: torch.fx.Node) -> torch.Tensor | None:
-    """A number that a graph makes on the CPU of others that stand in the program: a fake tensor that has its value.
+    """A number that a graph makes on the CPU from numbers in the program: a fake tensor with its value.
 
-    Code behind a graph break may look at it, on a machine with a GPU as on one without.
+    Code after a graph break may look at it, with or without a GPU.
     """
     mode, value = torch._guards.active_fake_mode(), output.meta["val"]
     if mode is None or not value.is_cpu or value.numel() != 1 or isinstance(value.numel(), torch.SymInt):
@@ -124,7 +121,7 @@ def _number_of(output: torch.fx.Node) -> torch.Tensor | None:
 
 
 def _gives_the_same(node: torch.fx.Node) -> bool:
-    """Whether it is an operator of the CPU that gives the same each time."""
+    """Whether the node is a CPU operator that gives the same each time."""
     target, value = node.target, node.meta.get("val")
     return (
         isinstance(target, torch._ops.OpOverload)
@@ -140,7 +137,7 @@ def _gives_the_same(node: torch.fx.Node) -> bool:
 
 
 class _Unexecuted:
-    """Stands for the module that Inductor would load: its ``call`` answers with fake outputs."""
+    """Replaces the module that Inductor would load: its ``call`` returns fake outputs."""
 
     def __init__(self, graph: GraphLowering, source_code: str) -> None:
         self.graph = graph
@@ -201,14 +198,14 @@ def readable_name(source: str) -> str:
 
 
 class Lowerings:
-    """Collects the graphs of one program; its :meth:`backend` is what ``torch.compile`` is given."""
+    """Collects the graphs of one program; pass its :meth:`backend` to ``torch.compile``."""
 
     def __init__(self, program: str, parameters: Iterable[str]) -> None:
         self.graphs: list[LoweredGraph] = []
         self._program = program
         self._parameters = frozenset(parameters)
         self._signatures: dict[Scheduler, tuple[Any, ...]] = {}
-        self._program_code: Any = None  # of the frame that Dynamo saw first
+        self._program_code: Any = None  # of the first frame that Dynamo traces
         self._traced_name = ""
         self._sources: list[str] = []  # of the inputs of the graph that Dynamo traced last
         self._forward_names: dict[str, str] = {}  # placeholder of its forward → readable name
@@ -220,7 +217,7 @@ class Lowerings:
         for node in gm.graph.find_nodes(op="placeholder"):
             arg = node.meta.get("grapharg")
             name = node.name if arg is None else readable_name(arg.source.name)
-            _, _, inner = name.partition(".")  # the module goes by the name of a local variable
+            _, _, inner = name.partition(".")  # the first part names a local variable that holds the module
             self._sources.append(inner if inner in self._parameters else name)
         code = InstructionTranslator.current_tx().f_code
         self._program_code = self._program_code or code
@@ -311,7 +308,7 @@ class Lowerings:
                     (Scheduler, "graph_partition", graph_partition),
                     (output_code.CompiledFxGraph, "post_compile", post_compile),
                     (output_code, "log_cudagraph_skip_and_bump_counter", lambda _: None),  # it warns
-                    # CPU kernels are not compiled either, and there need not be a compiler to be asked.
+                    # CPU kernels are not compiled either, so a compiler need not exist.
                     (cpu_vec_isa, "pick_vec_isa", lambda: cpu_vec_isa.invalid_vec_isa),
                     (cpp_builder, "is_gcc", lambda: True),
                 ]

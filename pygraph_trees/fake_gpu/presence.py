@@ -1,11 +1,9 @@
-"""Make torch, Inductor and Triton believe that one CUDA GPU, ``cuda:0`` of a named architecture, is there.
+"""Makes torch, Inductor and Triton act as if one CUDA GPU, ``cuda:0`` of a named architecture, existed.
 
-Contract: :func:`absent_gpu` is a context manager. On entry it replaces what they ask about GPUs; on exit, also after an
-exception, every replaced attribute is the very object that was there, and every memoised answer that may depend on the
-GPU is forgotten. Entering again with the same architecture changes nothing more; with another one it raises. Whether a
-real GPU is there makes no difference to the answers, and it is not touched.
-
-Nothing can be executed on this GPU. It serves tracing on fake tensors, lowering, and code generation.
+:func:`absent_gpu` replaces what they ask about GPUs. On exit, even by an exception, every replaced attribute is the
+very object from before, and memoised answers that may depend on the GPU are dropped. A nested context of another
+architecture raises. A real GPU makes no difference. Nothing can run on the fake GPU: it serves tracing, lowering and
+code generation.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ class OtherArchitectureError(PygraphError):
     template = "absent_gpu({wanted!r}) inside absent_gpu({active!r}): one GPU at a time. Leave the outer one first."
 
 
-# Memoised answers that depend on the GPU, in torch 2.11 to 2.15; those that a version lacks are passed over.
+# Memoised answers that depend on the GPU, in torch 2.11 to 2.15; those that a version lacks are skipped.
 _MEMOISED = {
     "torch._dynamo.debug_utils": ("_cuda_system_info_comment",),
     "torch._inductor.codecache": ("CacheBase.get_system",),
@@ -105,7 +103,7 @@ class _TritonUtils:
 
 
 class _TritonDriver:
-    """Triton's active driver for a GPU that is not there: it knows the target and launches nothing."""
+    """Triton's active driver for the fake GPU: it knows the target and launches nothing."""
 
     def __init__(self, properties: DeviceProperties) -> None:
         self._properties = properties
@@ -154,7 +152,7 @@ def _rng_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
 
 
 def _replacements(properties: DeviceProperties) -> list[tuple[Any, str, Any]]:
-    """(owner, attribute, what it is while the GPU is believed in)."""
+    """(owner, attribute, value while the GPU is faked)."""
     import torch._dynamo.device_interface as device_interface
     import torch._subclasses.fake_tensor as fake_tensor
 
@@ -240,7 +238,7 @@ def _replacements(properties: DeviceProperties) -> list[tuple[Any, str, Any]]:
 
 
 def _fill_dynamo_tables() -> None:
-    """Have Dynamo build its tables keyed by function object, while the functions are torch's own."""
+    """Makes Dynamo build its tables keyed by function object while the functions are torch's own."""
     from torch._dynamo import trace_rules
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
@@ -259,7 +257,7 @@ def _forget_memoised() -> None:
 
 
 class _Active:
-    """The one GPU believed in at a time in this process, and how often it was entered."""
+    """The one fake GPU of this process, and how often it was entered."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -272,16 +270,16 @@ _active = _Active()
 
 
 def is_absent() -> bool:
-    """Whether torch is made to believe in a GPU just now."""
+    """Whether a GPU is faked now."""
     return bool(_active.depth)
 
 
 @contextlib.contextmanager
 def absent_gpu(arch: str = "sm_90") -> Iterator[None]:
-    """Believe in one CUDA GPU ``cuda:0`` of architecture ``arch`` inside the ``with``; see the module's contract.
+    """Fakes one CUDA GPU ``cuda:0`` of architecture ``arch`` inside the ``with``.
 
-    Raises :class:`UnknownArchitectureError` for a wrong name, :class:`OtherArchitectureError` inside that of another
-    architecture, and :class:`NoDeviceGuardError` on a build of torch whose C++ side cannot be made to agree.
+    Raises :class:`UnknownArchitectureError` for an unknown name, :class:`OtherArchitectureError` inside another
+    architecture's context, and :class:`NoDeviceGuardError` if this build of torch's C++ code cannot be convinced.
     """
     properties = device_properties(arch)
     with _active.lock:

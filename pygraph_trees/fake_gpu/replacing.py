@@ -1,4 +1,8 @@
-"""Replace attributes for a while."""
+"""Replaces attributes temporarily.
+
+:func:`replaced` takes owners, attribute names and new values, and sets them inside a ``with``. On exit, also after an
+exception, each attribute is the very object from before; replacements are undone in reverse order.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ _MISSING = object()
 
 @contextlib.contextmanager
 def replaced(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set the attributes, and put back the very objects that were there, in reverse order."""
+    """Sets the attributes, and restores the very objects from before, in reverse order."""
     before: list[tuple[Any, str, Any]] = []
     try:
         for owner, name, new in replacements:

@@ -1,8 +1,8 @@
-"""Trace a program with Dynamo as if its parameters and inputs lay on the GPU that is not there.
+"""Traces a program with Dynamo as if its parameters and inputs were on the fake GPU.
 
-Contract: :func:`lower` runs the program once on fake tensors and returns what Inductor would have compiled. When it
-returns or raises, the program's modules and arguments, the compilers' state and their counters are as before; only
-functions of the program that were compiled before are compiled again at their next call.
+:func:`lower` runs the program once on fake tensors and returns what Inductor would have compiled. Whether it returns or
+raises, the program's modules and arguments, the compilers' state and their counters are as before. Only functions of
+the program that were compiled earlier are compiled again at their next call.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CPU = torch.device("cpu")
 
 
 class ValueNeededError(PygraphError):
-    """The program looked at data; ``graphs`` holds what was lowered until then."""
+    """The program looked at data; ``graphs`` holds what was lowered before."""
 
     template = (
         "{function} reads the value of a tensor ({operator}) outside of compiled code, and a GPU that is not there has"
@@ -82,7 +82,7 @@ def _modules_of(fn: Any) -> dict[torch.nn.Module, bool]:
 
 
 def _mentioned(fn: Any) -> Iterator[Any]:
-    """What a callable uses, closes over, is bound to or has as attributes, and what functions among that mention."""
+    """What a callable uses, closes over, is bound to or has as attributes, and what functions among those mention."""
     pending, seen = [fn], set()
     while pending:
         mentioning = pending.pop()
@@ -113,9 +113,9 @@ def _mentioned(fn: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _on_gpu(modules: Mapping[torch.nn.Module, bool], mode: FakeTensorMode) -> Iterator[None]:
-    """Put fake tensors in the places of parameters and buffers (and of meta tensors that are plain attributes).
+    """Replaces parameters and buffers (and meta tensors that are plain attributes) by fake tensors.
 
-    Afterwards each module has the very attributes, parameters, buffers and submodules that it had.
+    Afterwards each module has its very attributes, parameters, buffers and submodules from before.
     """
     fakes: dict[int, torch.Tensor] = {}  # one for each tensor, so that tied parameters stay tied
 
@@ -151,7 +151,7 @@ def _on_gpu(modules: Mapping[torch.nn.Module, bool], mode: FakeTensorMode) -> It
 
 @contextlib.contextmanager
 def _compiler_state_restored() -> Iterator[None]:
-    """Forget afterwards what Dynamo and Inductor remember in this process of what they compile inside."""
+    """Restores, afterwards, what Dynamo and Inductor remember of compilations in this process."""
     import torch._dynamo
     from torch._dynamo import convert_frame, eval_frame, pgo
     from torch._dynamo.utils import counters
@@ -192,31 +192,31 @@ def lower(
     *,
     training: bool = False,
 ) -> list[LoweredGraph]:
-    """What Inductor makes of ``fn(*args, **kwargs)`` under ``mode="reduce-overhead"`` on a GPU of type ``arch``.
+    """Inductor's result for ``fn(*args, **kwargs)`` under ``mode="reduce-overhead"`` on a GPU of type ``arch``.
 
-    ``fn`` is a module or any callable; ``args`` and ``kwargs`` are pytrees. Nothing is executed and no GPU memory
-    allocated. One graph comes back for each that Dynamo traces (several where the program has graph breaks), in the
+    ``fn`` is a module or any callable; ``args`` and ``kwargs`` are pytrees. Nothing is executed and no GPU memory is
+    allocated. The result has one graph for each that Dynamo traces (several if the program has graph breaks), in the
     order of compilation; with ``training``, the forward and the backward of each.
 
-    Which device a tensor is taken to be on:
+    Each tensor counts as being on the following device:
 
     * all parameters and buffers of ``fn``, or of the module that the method ``fn`` is bound to: ``cuda:0``, as after
       ``.cuda()``. They may be on the CPU or on ``meta``; a module built under ``torch.device("meta")`` costs no memory;
-    * parameters and buffers of modules that a function closes over or an object has: ``cuda:0`` where they are on
-      ``meta``, else where they are;
-    * plain tensor attributes of modules: the CPU, as in a real program, in which ``.cuda()`` passes them over;
-    * arguments: a ``meta`` tensor stands for one on ``cuda:0``, a CUDA tensor for itself, a CPU tensor is a CPU input.
+    * parameters and buffers of modules that a function closes over or an object has: ``cuda:0`` if they are on
+      ``meta``, otherwise the device they are on;
+    * plain tensor attributes of modules: the CPU, as in a real program, in which ``.cuda()`` skips them;
+    * arguments: a ``meta`` tensor represents one on ``cuda:0``, a CUDA tensor itself, a CPU tensor a CPU input.
 
-    Raises :class:`UnknownArchitectureError`, :class:`ValueNeededError` where the program needs data between graph
-    breaks, :class:`NothingToLowerError`, and what tracing and compiling raise.
+    Raises :class:`UnknownArchitectureError`, :class:`ValueNeededError` if the program needs data between graph breaks,
+    :class:`NothingToLowerError`, and whatever tracing and compiling raise.
     """
-    fn = fn._orig_mod if isinstance(fn, OptimizedModule) else innermost_fn(fn)  # where it is compiled already
+    fn = fn._orig_mod if isinstance(fn, OptimizedModule) else innermost_fn(fn)  # if compiled already
     name = getattr(fn, "__name__", type(fn).__name__)
     owner = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
     lowerings = Lowerings(name, owner.state_dict() if isinstance(owner, torch.nn.Module) else ())
     with absent_gpu(arch):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        fakes: dict[int, torch.Tensor] = {}  # one for each tensor, as one may be given twice
+        fakes: dict[int, torch.Tensor] = {}  # one for each tensor, which may be passed twice
 
         def as_input(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or value.device.type == "cpu":
@@ -233,7 +233,7 @@ def lower(
             warnings.catch_warnings(),
             mode,
             torch.set_grad_enabled(training),
-            torch.autograd.set_multithreading_enabled(False),  # the engine has no thread for a device that is not there
+            torch.autograd.set_multithreading_enabled(False),  # the engine has no thread for a fake device
         ):
             warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
             try:

@@ -7,6 +7,6 @@ Before a replay the addresses that changed are written into the instantiated gra
 
 Where there is a table, the graph begins with a kernel that writes all addresses to slots (``table``), and Inductor's
 Triton kernels are captured (``launches``, ``variant_launchers``) as variants that read them there (``variants``). It is
-asked for, or chosen by what replays are found to cost (``route_choice``); then another process compiles the variants
-(``variant_worker``).
+asked for, or chosen by a rule (``route_rule``) from samples of replays (``sampler``); then another process compiles the
+variants (``variant_worker``, ``builds``).
 """

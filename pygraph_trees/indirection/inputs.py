@@ -15,7 +15,6 @@ recorded on plain memory and copied both ways: upstream, which copies the others
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -35,8 +34,8 @@ from .placeholder import Extent, Placeholders
 from .placeholder_tensors import Span, copy_at, placeholder_tensor, seen_as, span_of
 from .relocations import Relocation, Scan, scan
 from .retired import LastLaunches, give_back, release_retired, retire
-from .route_choice import EVERY
 from .routes import NO_SLOTS, Decision, Route, Slots, alignments, decide, fits, why_not_placeholder
+from .sampler import EVERY, Sampler
 from .staging import Staging
 from .table.pointer_table import table_for
 
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from pygraph_trees.cuda.graph_nodes import GraphNode, NodeKind
 
     from .pool import PoolRanges
-    from .route_choice import Watch
 
 _T = TypeVar("_T")
 
@@ -243,7 +241,7 @@ class LiveInputs:
         self._copied_back: tuple[Item, ...] = ()
         self._reads: dict[int, HostRead] = {}  # of staged ones, by number
         self._complex: tuple[int, ...] = ()  # of those whose address does not carry that they are conjugated
-        self.watch: Watch | None = None  # of its replays, set before it is set up
+        self.sampler: Sampler | None = None  # until its route is chosen; set before it is set up
         self.is_of_backward = False  # whether some may be tangents, of which nobody guards that they are not negated
         self._tangents: tuple[int, ...] = ()
         self._put: tuple[int, ...] = ()  # of the staged ones those that the instantiated graph copies
@@ -351,6 +349,7 @@ class LiveInputs:
             give_back(lambda: self._placeholders.release_memory(at_placeholders))
         else:
             give_back(self._placeholders.close)
+        self._begin_sampling()
         self.copy_in()
 
     def _read(self, graph: Any, returned: Collection[int]) -> tuple[Scan, list[Decision]]:
@@ -496,8 +495,21 @@ class LiveInputs:
         self._settles = self._is_simple and not (self._patches.sets_always or self._staged)
         self._fitting = tuple({} for _ in patched)
         self._addresses = self._patches.addresses[: len(patched)]
-        ask_every = 0 if self.watch is None else EVERY
-        self._patcher = self._patches.patcher(ask_every) if self._settles else None
+        self._patcher = self._patches.patcher() if self._settles else None
+
+    def _begin_sampling(self) -> None:
+        if self.sampler is None:
+            return
+        if not self.sampler.can_choose([item.index for item in self._patched], self.kernels_holding):
+            self.sampler = None
+        elif self._patcher is not None and self._patches is not None:
+            self._patcher = self._patches.patcher(EVERY)
+
+    def _end_sampling(self) -> None:
+        """No replay is left to Python for a sample from now on."""
+        self.sampler = None
+        if self._patcher is not None and self._patches is not None:
+            self._patcher = self._patches.patcher()
 
     def _buffers_of(self, found: Scan) -> dict[int, int]:
         """What a graph is given of the staging buffers: by number in its relocations, the address that it was recorded
@@ -531,10 +543,9 @@ class LiveInputs:
     def _materialise(self, position: int) -> None:
         _with_memory(lambda: self._placeholders.materialise(position))
 
-    def holders(self) -> list[str | None]:
-        """Of each node that holds an address of an input given so, the name of its kernel; None where it is none."""
-        given = {item.index for item in self._patched}
-        positions = {position for position, item in enumerate(self.items) if item.index in given}
+    def kernels_holding(self, indices: Collection[int]) -> list[str | None]:
+        """The kernel of each node that holds an address of these inputs; None for a node of another kind."""
+        positions = {position for position, item in enumerate(self.items) if item.index in indices}
         nodes = {
             relocation.node: self._nodes[relocation.node]
             for relocation in self._relocations
@@ -589,8 +600,8 @@ class LiveInputs:
         same_pool = self._pool.changes == self._pool_seen
         if same_pool and seen == self._settled:
             return None
-        is_looked_at = self.watch is not None and self.watch.is_due()
-        if self._patcher is not None and not is_looked_at and self._patcher(self, seen):
+        is_sampled = self.sampler is not None and self.sampler.is_due()
+        if self._patcher is not None and not is_sampled and self._patcher(self, seen):
             return None
         assert self._patches is not None
         if self._patches.broken:
@@ -649,7 +660,7 @@ class LiveInputs:
 
     def _hold(self, seen: list[int], inputs: Any) -> None:
         """Makes the graph hold what was found for inputs at these addresses, and where those of the CPU are staged."""
-        patches, watch = self._patches, self.watch
+        patches, sampler = self._patches, self.sampler
         assert patches is not None
         addresses, anew = self._addresses, list[int]()
         if self._put:
@@ -658,14 +669,18 @@ class LiveInputs:
             if not self._staging.is_fixed:
                 anew = [len(addresses) + number for number in self._staging.in_place]
                 addresses = [*addresses, *buffers]
-        start = time.perf_counter_ns() if watch is not None and watch.is_due() else None
+        moved: list[int] | None = None
+        if sampler is not None and sampler.is_due():
+            changes = zip(self._patched, addresses, patches.addresses, strict=False)
+            moved = [item.index for item, address, before in changes if address != before]
         count = patches.apply(addresses, anew)
-        end = 0 if start is None else time.perf_counter_ns()
         self._seen = seen
         if self._settles and not self._again:
             self._settled = seen
-        if watch is not None and start is not None:
-            watch.look((end - start) / 1e3, count, patches.set_calls, self.holders)
+        if sampler is None or moved is None:
+            return
+        if not sampler.sample(moved, count, patches.set_calls, self.kernels_holding):
+            self._end_sampling()
 
     def _find_addresses(
         self, seen: list[int], inputs: Sequence[Any], stays: Callable[[torch.Tensor], bool]

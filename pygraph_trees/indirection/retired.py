@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch._inductor import cudagraph_trees
 
+from pygraph_trees.compat import has_capture_lock
 from pygraph_trees.errors import DriverError
 
 if TYPE_CHECKING:
@@ -101,8 +102,8 @@ def retire(driver: Driver, device: int, memory: Memory, launches: LastLaunches |
 def release_retired(*, is_locked: bool = False) -> None:
     """Gives back all, and waits for the GPU where that is necessary.
 
-    Since torch 2.13 captures are made under a lock, because a wait for the whole device by another thread breaks them.
-    While somebody else holds it, what would have to be waited for stays retired.
+    A wait for the whole device by another thread breaks a capture. While somebody else holds torch's lock of captures,
+    memory that would have to be waited for stays retired.
 
     Args:
         is_locked: whether this thread holds it.
@@ -135,11 +136,11 @@ def _is_capturing() -> bool:
 
 @contextlib.contextmanager
 def _lock_of_captures(is_locked: bool) -> Iterator[bool]:
-    """Holds the lock meanwhile, if it can be had without waiting; there is none before torch 2.13."""
-    lock = getattr(cudagraph_trees, "graph_capture_lock", None)
-    if is_locked or lock is None:
+    """Holds the lock meanwhile, if torch has one and it can be had without waiting."""
+    if is_locked or not has_capture_lock():
         yield True
         return
+    lock = cudagraph_trees.graph_capture_lock
     is_ours = lock.acquire(blocking=False)
     try:
         yield is_ours

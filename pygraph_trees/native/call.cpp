@@ -4,7 +4,7 @@
    the attribute `fast_call` of the object's current_callable, a function, gives for the inputs, unless that is None or not
    there; else what the function upstream gives. While torch's profiler runs, or graphs are recorded for debugging, which
    the dictionaries of two modules tell, it does only that. Once hooks on saved tensors were set at a call, look_after is
-   given object and inputs before. inductor_patches/output_code.py does the same in Python. */
+   given object and inputs before. trees/compiled_graph.py does the same in Python. */
 
 #include "fast_path.h"
 
@@ -124,7 +124,7 @@ PyMemberDef members[] = {
     {nullptr, 0, 0, 0, nullptr},
 };
 
-PyType_Slot slots[] = {
+PyType_Slot call_slots[] = {
     {Py_tp_doc, const_cast<char *>("A method that replays on the fast path where it can; see the source.")},
     {Py_tp_new, reinterpret_cast<void *>(translate<make_call>)},
     {Py_tp_dealloc, reinterpret_cast<void *>(call_dealloc)},
@@ -143,5 +143,5 @@ PyType_Spec pygraph::call_spec = {
     sizeof(Call),
     0,
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
-    slots,
+    call_slots,
 };

@@ -132,7 +132,7 @@ PyObject *candidate_filter_call(PyObject *self, PyObject *arguments, PyObject *k
     });
 }
 
-PyType_Slot slots[] = {
+PyType_Slot candidate_filter_slots[] = {
     {Py_tp_doc, const_cast<char *>("The first of many choices that may fit; see the source.")},
     {Py_tp_new, reinterpret_cast<void *>(translate<make_candidate_filter>)},
     {Py_tp_dealloc, reinterpret_cast<void *>(candidate_filter_dealloc)},
@@ -153,7 +153,7 @@ bool is_decided(const std::vector<uint64_t> &left) {
 } // namespace
 
 PyType_Spec pygraph::candidate_filter_spec = {
-    "pygraph_trees.native._fast_path.CandidateFilter", sizeof(CandidateFilter), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots,
+    "pygraph_trees.native._fast_path.CandidateFilter", sizeof(CandidateFilter), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, candidate_filter_slots,
 };
 
 CandidateFilter::State *pygraph::candidate_filter_in(PyObject *object) {

@@ -25,7 +25,7 @@ using namespace pygraph;
 
 struct {
     unsigned long long asked = 0, fast = 0;
-} counts; // of calls that Python was not asked for
+} counted; // of calls that Python was not asked for
 
 /* A tensor seen in another way: its number among outputs and kept inputs, and what Inductor's reinterpret_tensor takes. */
 struct View {
@@ -537,8 +537,8 @@ Answer replay_fast(Entry::State *state, PyObject *list, Ref *result) {
         if (candidate_filter == nullptr)
             break;
     }
-    counts.asked += taken == Answer::yes || taken == Answer::no;
-    counts.fast += taken == Answer::yes;
+    counted.asked += taken == Answer::yes || taken == Answer::no;
+    counted.fast += taken == Answer::yes;
     if (taken != Answer::yes) {
         if (order != nullptr)
             inputs.arrange_back(order);
@@ -605,7 +605,7 @@ PyObject *entry_call(PyObject *self, PyObject *arguments, PyObject *keywords) {
     return translated([&] { return entry_fast_call(reinterpret_cast<Entry *>(self)->state, inputs); });
 }
 
-PyType_Slot slots[] = {
+PyType_Slot entry_slots[] = {
     {Py_tp_doc, const_cast<char *>("The outputs of a fast replay for a list of inputs; see the source.")},
     {Py_tp_new, reinterpret_cast<void *>(translate<make_entry>)},
     {Py_tp_dealloc, reinterpret_cast<void *>(entry_dealloc)},
@@ -616,12 +616,12 @@ PyType_Slot slots[] = {
 };
 
 PyType_Spec entry_spec = {
-    "pygraph_trees.native._fast_path.Entry", sizeof(Entry), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots,
+    "pygraph_trees.native._fast_path.Entry", sizeof(Entry), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, entry_slots,
 };
 
 } // namespace
 
-PyObject *pygraph::fast_path_counts() { return Py_BuildValue("KK", counts.asked, counts.fast); }
+PyObject *pygraph::fast_path_counts() { return Py_BuildValue("KK", counted.asked, counted.fast); }
 
 bool pygraph::add_fast_path(PyObject *module) {
 #define INTERN(owner, attribute)                                                                                       \

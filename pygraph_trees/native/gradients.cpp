@@ -19,7 +19,7 @@ using torch::autograd::Node;
 
 namespace {
 
-constexpr size_t AHEAD = 16; // nodes
+constexpr size_t NODES_AHEAD = 16; // nodes
 
 /* Hooks on a parameter are among those of tensors. */
 bool is_unseen(Node &node) {
@@ -57,7 +57,7 @@ bool pygraph::are_only_accumulated(std::vector<Parameter> *parameters) {
     const auto &edges = node->next_edges();
     parameters->resize(edges.size());
     for (size_t i = 0; i < edges.size(); i++) {
-        for (size_t next = i == 0 ? 0 : i + AHEAD; next <= i + AHEAD && next < edges.size(); next++)
+        for (size_t next = i == 0 ? 0 : i + NODES_AHEAD; next <= i + NODES_AHEAD && next < edges.size(); next++)
             load(edges[next].function.get(), (*parameters)[next]);
         if (!edges[i].is_valid())
             continue;

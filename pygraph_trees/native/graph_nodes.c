@@ -397,9 +397,4 @@ static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "pygraph_trees.native._graph_nodes", "Many driver calls at once.", 0, methods, NULL, NULL, NULL, NULL,
 };
 
-PyMODINIT_FUNC PyInit__graph_nodes(void) {
-    PyObject *module = PyModule_Create(&definition);
-    if (module != NULL && PyModule_AddStringConstant(module, "SOURCES", PYGRAPH_SOURCES) < 0)
-        Py_CLEAR(module);
-    return module;
-}
+PyMODINIT_FUNC PyInit__graph_nodes(void) { return PyModule_Create(&definition); }

@@ -9,7 +9,7 @@
 
    Called with live inputs and a list of addresses of those that are patched, it does what LiveInputs.prepare does where
    each of them fitted before, and is True; else nothing has changed and it is False, and Python does it. That is so as
-   well in one of so many calls as ask_every says (0: in none), for Python to look at what they cost, and where the driver
+   well in one of so many calls as ask_every says (0: in none), which Python samples, and where the driver
    refuses an address: what was set is taken back, and Python, to which the same will happen, says what was refused. Where
    that cannot be taken back, patches stay broken, and are stuck. */
 
@@ -246,7 +246,7 @@ void patcher_dealloc(PyObject *self) {
     Py_DECREF(type);
 }
 
-PyType_Slot slots[] = {
+PyType_Slot patcher_slots[] = {
     {Py_tp_doc, const_cast<char *>("Other addresses for an instantiated graph; see the source.")},
     {Py_tp_new, reinterpret_cast<void *>(translate<make_patcher>)},
     {Py_tp_call, reinterpret_cast<void *>(call_patcher)},
@@ -259,7 +259,7 @@ PyType_Slot slots[] = {
 } // namespace
 
 PyType_Spec pygraph::patcher_spec = {
-    "pygraph_trees.native._fast_path.Patcher", sizeof(Patcher), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots,
+    "pygraph_trees.native._fast_path.Patcher", sizeof(Patcher), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, patcher_slots,
 };
 
 Answer pygraph::patch(PyObject *patcher, PyObject *live, PyObject *seen) {

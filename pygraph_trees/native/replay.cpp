@@ -6,55 +6,24 @@
 
 #include "fast_path.h"
 
-#include <structmember.h>
-
 #include <unordered_map>
 #include <unordered_set>
 
 using namespace pygraph;
 
-Attributes pygraph::the;
-
-void Attribute::find(PyTypeObject *asked) {
-    bool is_slot = false;
-    if (asked->tp_getattro == PyObject_GenericGetAttr && asked->tp_setattro == PyObject_GenericSetAttr) {
-        Ref descriptor(PyObject_GetAttr(reinterpret_cast<PyObject *>(asked), name));
-        if (!descriptor)
-            PyErr_Clear(); // of the type there is none
-        if (descriptor && Py_IS_TYPE(descriptor.get(), &PyMemberDescr_Type)) {
-            const PyMemberDef *member = reinterpret_cast<PyMemberDescrObject *>(descriptor.get())->d_member;
-            is_slot = member->type == T_OBJECT_EX;
-            offset = is_slot ? member->offset : offset;
-        }
-    }
-    PyTypeObject *&known = is_slot ? type : without;
-    PyTypeObject *before = known;
-    known = reinterpret_cast<PyTypeObject *>(Py_NewRef(reinterpret_cast<PyObject *>(asked)));
-    Py_XDECREF(before);
-}
-
 namespace {
 
-constexpr size_t AHEAD = 24; // tensors
+constexpr size_t TENSORS_AHEAD = 24; // tensors
 constexpr size_t NOWHERE = ~size_t{0};
 
 /* Loads what comes some tensors later, and at the first what comes before that. */
 template <void (Known::*what)() const>
 __attribute__((always_inline)) inline void load(const std::vector<Watched> &watched, size_t i) {
-    for (size_t next = i == 0 ? 0 : i + AHEAD; next <= i + AHEAD && next < watched.size(); next++)
+    for (size_t next = i == 0 ? 0 : i + TENSORS_AHEAD; next <= i + TENSORS_AHEAD && next < watched.size(); next++)
         (watched[next].known.*what)();
 }
 
 } // namespace
-
-bool pygraph::unpack(PyObject *bytes, std::vector<uint64_t> *numbers) {
-    Packed<uint64_t> packed;
-    if (!packed.take(bytes))
-        return false;
-    for (Py_ssize_t i = 0; i < packed.count; i++)
-        numbers->push_back(packed[i]);
-    return true;
-}
 
 /* NULL where a list has shrunk. */
 static PyObject *item_of(PyObject *list, uint64_t index) {
@@ -313,7 +282,7 @@ Answer prepare(Replay::State *state, Inputs &inputs, bool *is_copied, bool *aske
     return copied < 0 ? Answer::error : Answer::yes;
 }
 
-PyType_Slot slots[] = {
+PyType_Slot replay_slots[] = {
     {Py_tp_doc, const_cast<char *>("One recording's part in a fast replay; see the source.")},
     {Py_tp_new, reinterpret_cast<void *>(translate<make_replay>)},
     {Py_tp_dealloc, reinterpret_cast<void *>(replay_dealloc)},
@@ -325,7 +294,7 @@ PyType_Slot slots[] = {
 } // namespace
 
 PyType_Spec pygraph::replay_spec = {
-    "pygraph_trees.native._fast_path.Replay", sizeof(Replay), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots,
+    "pygraph_trees.native._fast_path.Replay", sizeof(Replay), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, replay_slots,
 };
 
 Replay::State *pygraph::replay_in(PyObject *object) {

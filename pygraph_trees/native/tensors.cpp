@@ -17,9 +17,8 @@
 
    Tensors are in a list or a tuple; order is packed like indices; cached and others are lists. What is only asked of the same places again and again
    is packed: places as pairs of uint64, indices as uint64, both in bytes. IndexError is raised where an index lies outside,
-   TypeError where something is no tensor. Nothing else is changed. Compiled against the headers of one torch: TORCH_VERSION
-   says of which, and the module must not be used with another one, whose tensors may be laid out in another way. SOURCES is a
-   hash of what it was built from, see native/sources.py. */
+   TypeError where something is no tensor. Nothing else is changed. Compiled against the headers of one torch, and not to
+   be used with another one, whose tensors may be laid out in another way: see native/location.py. */
 
 #include "tensors.h"
 
@@ -295,9 +294,7 @@ PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__fast_path(void) {
     PyObject *module = PyModule_Create(&definition);
-    if (module != nullptr && (PyModule_AddStringConstant(module, "TORCH_VERSION", PYGRAPH_TORCH_VERSION) < 0 ||
-                              PyModule_AddStringConstant(module, "SOURCES", PYGRAPH_SOURCES) < 0 ||
-                              !pygraph::add_fast_path(module)))
+    if (module != nullptr && !pygraph::add_fast_path(module))
         Py_CLEAR(module);
     return module;
 }

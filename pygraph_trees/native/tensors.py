@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-import logging
 import operator
 import struct
 import threading
@@ -28,40 +27,29 @@ from typing import Any
 
 import torch
 
-from .sources import is_of_these_sources
-
-_log = logging.getLogger("pygraph_trees.native")
+why_without: str | None = None  # why the part in C++ is built and not used
 
 
-def load_native() -> Any:
-    """The module in C++; None if it was not built, or was built for another torch or from other sources."""
+def _load() -> Any:
+    """The module in C++; None if it is not built for this torch, or cannot be loaded."""
+    global why_without
     try:
-        module = importlib.import_module("pygraph_trees.native._fast_path")
-    except ImportError:
+        return importlib.import_module("pygraph_trees.native._fast_path")
+    except ModuleNotFoundError:
         return None
-    why = why_not_native(module)
-    if why is not None:
-        _log.warning("replays take the slower path in Python: the part in C++ %s; build it again", why)
+    except ImportError as error:
+        why_without = f"it cannot be loaded: {error}"
         return None
-    return module
 
 
-def why_not_native(module: Any) -> str | None:
-    """Why a compiled module must not be used; None where it may."""
-    if torch.__version__ != module.TORCH_VERSION:
-        return f"was built for torch {module.TORCH_VERSION}, and this is {torch.__version__}"
-    return None if is_of_these_sources(module) else "was built from other sources"
-
-
-native = load_native()
+native = _load()
 
 
 def do_without_native(why: str) -> None:
     """From now on the part in C++ is not used; to be called before anything was made of it."""
-    global native
+    global native, why_without
     if native is not None:
-        _log.warning("replays take the slower path in Python: the part in C++ %s", why)
-    native = None
+        native, why_without = None, why
 
 
 class _Thread(threading.local):

@@ -1,18 +1,20 @@
-"""Values that the CPU computes and the GPU needs are computed on the GPU or once, if that changes no result.
+"""Computes CPU values that the GPU needs on the GPU, or once at compile time, if no result changes.
 
-:func:`place` rewrites one graph, as it stands behind Inductor's post-grad passes; :func:`place_for_graphs` does so
-where the flags ask for it, and leaves what was done with the graph's module.
+:func:`place` rewrites one graph as Inductor's post-grad passes leave it. :func:`place_for_graphs` does so if the flags
+ask for it, and stores what it did in the graph module's ``meta``. An error is logged and leaves a valid graph: each
+step of the rewrite is complete in itself. README.md explains the choices.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pygraph_trees.report.compiled import PLACED, WHY_NOT_PLACED
+from pygraph_trees.report.records import PLACED, WHY_NOT_PLACED
 from pygraph_trees.settings import Settings
 
 from .moves import place
@@ -23,15 +25,40 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-__all__ = ["Move", "Placed", "Stay", "one_graph_deeper", "place", "place_for_graphs"]
+__all__ = ["Move", "Placed", "Stay", "counting_depth", "one_graph_deeper", "place", "place_for_graphs", "placing"]
 
 _log = logging.getLogger("pygraph_trees.placement")
-_depth: ContextVar[int] = ContextVar("pygraph_placement_depth", default=0)  # of graphs inside of graphs
+_depth: ContextVar[int] = ContextVar("pygraph_placement_depth", default=0)  # 2 or more: in a branch or loop
+
+
+def placing(upstream: Callable[..., Any], has_addresses: Callable[[], bool]) -> Callable[..., Any]:
+    """Takes the place of ``move_constructors_to_gpu``, which runs only if :func:`place_for_graphs` did nothing.
+
+    Inductor calls it after a user's own passes, and brings the values of new nodes up to date after it.
+    """
+
+    @functools.wraps(upstream)
+    def move_constructors_to_gpu(graph: fx.Graph) -> None:
+        if not place_for_graphs(graph, has_addresses):
+            upstream(graph)
+
+    return move_constructors_to_gpu
+
+
+def counting_depth(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """The passes over a graph, ``_recursive_post_grad_passes``, inside :func:`one_graph_deeper`."""
+
+    @functools.wraps(upstream)
+    def recursive_post_grad_passes(gm: Any, *args: Any, **kwargs: Any) -> None:
+        with one_graph_deeper():
+            upstream(gm, *args, **kwargs)
+
+    return recursive_post_grad_passes
 
 
 @contextlib.contextmanager
 def one_graph_deeper() -> Iterator[None]:
-    """Inside, passes run over a graph and, again inside, over the branches and loops that it calls."""
+    """Counts the nesting of the passes, which run over a graph and then over the branches and loops that it calls."""
     token = _depth.set(_depth.get() + 1)
     try:
         yield
@@ -40,10 +67,10 @@ def one_graph_deeper() -> Iterator[None]:
 
 
 def place_for_graphs(graph: fx.Graph, has_addresses: Callable[[], bool]) -> bool:
-    """Rewrites a graph that is compiled for CUDA graphs; False where placement is off or nothing is to be graphed.
+    """Rewrites a graph that is compiled for CUDA graphs; returns False if placement or CUDA graphs are off.
 
-    In a branch or a loop's body nothing is staged: there are no nodes that could be given addresses. Nothing is folded
-    there either.
+    In the body of a branch or a loop nothing is staged, because no node there can be given an address, and nothing is
+    folded.
 
     Args:
         has_addresses: whether a CUDA graph can be given the address of what it copies at each replay.
@@ -59,7 +86,7 @@ def place_for_graphs(graph: fx.Graph, has_addresses: Callable[[], bool]) -> bool
         stages = not inside and settings.indirection != "off" and not config.cpp_wrapper and has_addresses()
         place(graph, exact=settings.placement == "exact", stages=stages, folds=not inside, placed=placed)
     except Exception:
-        # Each step leaves the graph as good as it was, so what was done so far stays.
+        # Each step leaves a valid graph, so the steps before the error stay.
         _log.warning("a graph could not be rewritten any further", exc_info=True)
         placed.why_not = "an error; see the log"
     if graph.owning_module is not None:

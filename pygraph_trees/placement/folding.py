@@ -1,9 +1,9 @@
-"""Values that the CPU computes from constants alone, computed once, while a graph is compiled.
+"""Computes, at compile time, CPU values that depend on constants alone.
 
-:class:`Folding` runs the graph's own operators on real CPU tensors, so that a value has eager's bits. It runs nothing
-that is random, that writes, whose size is symbolic or depends on data, or that is a custom operator, and nothing beyond
-:data:`MOST_EVALUATED_NBYTES`. An operator that fails leaves its value where it is, with the reason. This costs a
-compilation at most what these operators cost eager in each call.
+:class:`Folding` runs the graph's own operators on real CPU tensors, so a value has eager's bits. It runs no random,
+mutating or custom operator, none whose size is symbolic or depends on data, and at most :data:`MOST_EVALUATED_NBYTES`
+in total. If an operator fails, its value stays on the CPU and the reason is kept. Folding costs a compilation at most
+the time of one eager call of these operators.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from .nodes import (
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-# A larger value would cost more memory of the GPU, and of caches, than the kernel that computes it is worth.
+# A larger value costs more GPU memory and cache than the kernel that computes it is worth.
 MOST_FOLDED_NBYTES = 1 << 20
-# All values of one graph together, those in between included.
+# The limit for all values of one graph together, intermediate values included.
 MOST_EVALUATED_NBYTES = 64 << 20
-_MOST_INLINED = 8  # elements that Inductor writes into a kernel as literals, where there is one dimension or none
+_MOST_INLINED = 8  # elements; Inductor writes up to so many into a kernel as literals, in one dimension at most
 _FOLDED_TYPES = HALVES | {
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
     torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.float64, torch.complex64,
     torch.complex128,
 }  # fmt: skip
-_FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})  # a kernel loads them as single precision
+_FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})  # a kernel loads these types as single precision
 _LITERALS = HALVES | {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}
 
 _log = logging.getLogger("pygraph_trees.placement")
 
 
 class Folding:
-    """Which values of a graph are computed from constants alone, and their values."""
+    """The values of a graph that depend on constants alone."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
@@ -62,7 +62,7 @@ class Folding:
         self._left = MOST_EVALUATED_NBYTES
 
     def why_not(self, node: fx.Node) -> str | None:
-        """Why a value cannot be a constant of the compiled graph; None if it can, and :meth:`held` gives it."""
+        """Says why a value cannot be a constant of the compiled graph; None if it can, and :meth:`held` creates it."""
         why = self._why_not_run(node)
         if why is not None:
             return why
@@ -81,20 +81,20 @@ class Folding:
         return None
 
     def value(self, node: fx.Node) -> torch.Tensor | None:
-        """The tensor that a node gives in each call; None if it cannot be told."""
+        """The tensor that a node gives in every call; None if it is unknown."""
         if node not in self.constants or self._why_not_run(node) or self._evaluated(node):
             return None
         value = self._values[node]
         return value if isinstance(value, torch.Tensor) else None
 
     def held(self, node: fx.Node, mode: FakeTensorMode | None) -> fx.Node:
-        """A new node that names the value, a buffer of the graph's module.
+        """Adds a node that names the value, which becomes a buffer of the graph's module.
 
-        The buffer has two dimensions if Inductor would write it into a kernel as numbers that lose bits, and complex
-        numbers are two real ones.
+        The buffer has two dimensions if Inductor would otherwise write it into a kernel as numbers that lose bits. A
+        complex number becomes two real numbers.
         """
         module = self._graph.owning_module
-        assert module is not None  # else it cannot be folded
+        assert module is not None  # otherwise the value cannot be folded
         with _as_eager_runs():
             constant = self._constant(node)
             if constant.is_complex():
@@ -108,18 +108,18 @@ class Folding:
         return held
 
     def _constant(self, node: fx.Node) -> torch.Tensor:
-        """The value of a node that was run, in memory of its own."""
+        """Copies the value of an evaluated node into memory of its own."""
         value, like = self._values[node], node.meta["val"]
         if not is_dense(like):
             return torch.empty(value.size(), dtype=value.dtype, device="cpu").copy_(value)
         return torch.empty_strided(value.size(), like.stride(), dtype=value.dtype, device="cpu").copy_(value)
 
     def evaluated(self) -> Iterator[fx.Node]:
-        """All nodes that were run."""
+        """All nodes that were evaluated."""
         return iter(self._values)
 
     def _evaluated(self, node: fx.Node) -> str | None:
-        """Runs a node and what it is computed of; says why where that fails or is too much."""
+        """Evaluates a node and everything it depends on; says why if that fails or exceeds the limit."""
         todo, chain, nbytes = [node], {node}, 0
         while todo:
             current = todo.pop()
@@ -141,7 +141,7 @@ class Folding:
         return None
 
     def _kept(self, node: fx.Node, culprit: fx.Node, why: str) -> str:
-        """The reason of a node, which is also that of the one that it is computed of."""
+        """Records a reason for a node and names the node that causes it."""
         if culprit is not node and not why.startswith("it is computed of"):
             why = f"it is computed of {culprit.name}: {why}"
         return self._why_not.setdefault(node, why)
@@ -155,7 +155,7 @@ class Folding:
         return self._why_not[node]
 
     def _run(self, node: fx.Node) -> str | None:
-        """Keeps the value of a node whose sources have theirs; says why where there is none."""
+        """Evaluates a node whose inputs have values; says why if it gets no value."""
         try:
             if node.op == "get_attr":
                 value: Any = held_tensor(node)
@@ -163,7 +163,7 @@ class Folding:
                 target: Any = node.target
                 args, kwargs = fx.map_arg((node.args, node.kwargs), self._values.__getitem__)
                 value = target(*args, **kwargs)
-        except Exception as error:  # whatever an operator may raise, eager raises it in the call
+        except Exception as error:  # whatever an operator raises here, eager raises in the call
             _log.debug("%s cannot be computed when the graph is compiled: %s", node, error)
             return "the CPU cannot compute it when the graph is compiled; see the log"
         wanted, found = tensors_of(node), [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
@@ -180,12 +180,12 @@ def _is_finite(value: torch.Tensor) -> bool:
 
 
 def _is_written_as_literals(value: torch.Tensor) -> bool:
-    """Whether Inductor writes a constant of that shape into kernels as numbers."""
+    """Whether Inductor writes a constant of this shape into kernels as numbers."""
     return value.dim() == 0 or (value.dim() == 1 and value.numel() <= _MOST_INLINED)
 
 
 def _literals_keep_bits(value: torch.Tensor) -> bool:
-    """Whether numbers in a kernel's source stand for the same bits: no minus zeros, infinities, NaN or rare types."""
+    """Whether literals in a kernel's source keep the bits: no negative zero, infinity, NaN or unusual type."""
     if value.dtype not in _LITERALS:
         return False
     return bool((value.isfinite() & ~((value == 0) & value.signbit())).all())
@@ -193,7 +193,7 @@ def _literals_keep_bits(value: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _as_eager_runs() -> Iterator[None]:
-    """Operators run on real tensors, as they are written, and record nothing."""
+    """Operators run on real tensors, unmodified, and record nothing."""
     with (
         _disable_current_modes(),
         torch._C.DisableTorchFunction(),
@@ -205,7 +205,7 @@ def _as_eager_runs() -> Iterator[None]:
 
 
 def _constants_of(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Values on the CPU that are computed from constructors and tensors of the graph alone."""
+    """CPU values that depend on constructors and tensors of the graph alone."""
     found: set[fx.Node] = set()
     written = _written(graph)
     for node in graph.nodes:
@@ -223,7 +223,7 @@ def _constants_of(graph: fx.Graph) -> frozenset[fx.Node]:
 
 
 def _written(graph: fx.Graph) -> set[int]:
-    """Addresses of the tensors of the graph that something may write to, as they are or through views."""
+    """Addresses of the graph's tensors that an operator may write to, directly or through views."""
     written: set[int] = set()
     todo = [node for node in graph.nodes if node.op == "call_function" and _may_write(node)]
     seen = set(todo)
@@ -246,7 +246,7 @@ def _may_write(node: fx.Node) -> bool:
 
 
 def _why_not_run(node: fx.Node) -> str | None:
-    """Why a node cannot be run when the graph is compiled, whatever its sources are."""
+    """Says why a node cannot be evaluated at compile time, whatever its inputs are."""
     for tensor in tensors_of(node):
         if not all(isinstance(size, int) for size in tensor.shape):
             return "its size is not known when the graph is compiled"

@@ -1,8 +1,8 @@
-"""Rewrites a graph such that the GPU waits for the CPU as little as may be.
+"""Rewrites a graph so that the GPU waits for the CPU as little as possible.
 
-Values that the CPU computes stay as they are for whoever else uses them; what nobody uses any longer goes. So a value
-that is returned is still on the CPU, and a call with a side effect is still made, once and in its place. A folded value
-is a buffer of the graph's module, which Inductor moves to the GPU once, when it compiles the graph.
+Other users of a CPU value keep it; a value without users is erased. So a returned value stays on the CPU, and a call
+with a side effect happens once, in place. A folded value is a buffer of the graph's module, which Inductor moves to the
+GPU at compile time. A graph with no GPU or several is left alone, with the reason.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from .staging import staged
 def place(
     graph: fx.Graph, *, exact: bool = False, stages: bool = True, folds: bool = True, placed: Placed | None = None
 ) -> Placed:
-    """Rewrites a functional graph whose nodes have their values under "val"; says what was moved and what was not.
+    """Rewrites a functional graph whose nodes have their values under "val"; returns what it moved and what it left.
 
     Args:
-        exact: leave computations with floating-point numbers, whose results may differ in the last place, to the CPU.
-        stages: whether what is copied at each call may be copied by the CUDA graph itself.
+        exact: leave floating-point computations, whose results may differ in the last place, to the CPU.
+        stages: whether the CUDA graph itself may copy what is copied at each call.
         folds: whether the graph may have new constants; Inductor loses those of branches and loops.
-        placed: where to say so, also of what was done before an error.
+        placed: the record to fill, which also holds what was done before an error.
     """
     placed = Placed() if placed is None else placed
     devices = {tensor.device for node in graph.nodes for tensor in tensors_of(node)}
@@ -75,9 +75,9 @@ class _Rewriting:
     def __init__(self, graph: fx.Graph, gpu: torch.device, plan: Plan, placed: Placed, stages: bool) -> None:
         self._graph, self._gpu, self._plan, self._placed, self._stages = graph, gpu, plan, placed, stages
         self._mode = detect_fake_mode([tensor for node in graph.nodes for tensor in tensors_of(node)])
-        self._anchor: fx.Node | None = None  # a tensor on the GPU, behind the inputs
-        self._there: dict[fx.Node, fx.Node] = {}  # the same value on the GPU, by that on the CPU
-        self._waits = any(map(_waits_for_stream, graph.nodes))  # as it was given
+        self._anchor: fx.Node | None = None  # a tensor on the GPU, after the inputs
+        self._there: dict[fx.Node, fx.Node] = {}  # from a CPU value to the same value on the GPU
+        self._waits = any(map(_waits_for_stream, graph.nodes))  # in the graph before the rewrite
 
     def run(self) -> None:
         for node in list(self._graph.nodes):
@@ -91,7 +91,7 @@ class _Rewriting:
         self._graph.lint()
 
     def _erase_unused(self) -> None:
-        """What is on the GPU now, and what it was folded from; whatever else nobody uses was there before."""
+        """Erases nodes whose values are now on the GPU, or were folded, if they have no users left."""
         there = {node for node in self._there if self._plan.how(node) is not How.COPIED}
         for node in sorted(there | set(self._plan.folding.evaluated()), reverse=True):
             if not node.users:
@@ -109,12 +109,12 @@ class _Rewriting:
             if wanted.dtype != there.meta["val"].dtype:
                 there = self._converted(there, wanted.dtype, copy)
             elif _is_written_to_or_returned(copy):
-                there = self._call(aten.clone.default, (there,), copy)  # a copy is nobody else's memory
+                there = self._call(aten.clone.default, (there,), copy)  # a copy shares its memory with nothing
         copy.replace_all_uses_with(there)
         self._graph.erase_node(copy)
 
     def _on_gpu(self, node: fx.Node) -> fx.Node:
-        """The value of a node on the GPU."""
+        """The GPU's node for a node's value."""
         todo = [node]
         while todo:
             current = todo[-1]
@@ -141,8 +141,8 @@ class _Rewriting:
         if how is How.KEPT:
             source, dtype = node.args[0], node.meta["val"].dtype
             assert isinstance(source, fx.Node)
-            with self._graph.inserting_before(node.next):  # in this order
-                if dtype in HALVES and source.op != "placeholder":  # what is copied is rounded
+            with self._graph.inserting_before(node.next):  # keeps the order
+                if dtype in HALVES and source.op != "placeholder":  # a copied value is already rounded
                     return self._call(rounded_to, (self._converted(source, torch.float32, node), dtype), node)
                 return self._converted(source, dtype, node)
         if how is How.FOLDED:
@@ -164,7 +164,7 @@ class _Rewriting:
             return self._call(staged, (self._anchor, host, int(_when_read(node, waits=self._waits))), node)
 
     def _folded(self, node: fx.Node) -> fx.Node:
-        """The value of a node, computed now, as a constant of the graph."""
+        """Computes the value of a node now and makes it a constant of the graph."""
         with self._graph.inserting_after(_behind_inputs(node)):
             held = self._plan.folding.held(node, self._mode)
         with self._graph.inserting_after(held):
@@ -179,7 +179,7 @@ class _Rewriting:
             return self._call(aten.view.default, (there, list(value.shape)), node)
 
     def _put_there(self, held: fx.Node, like: fx.Node) -> fx.Node:
-        """A constant on the GPU, after the node at which nodes are inserted; a copy, for it may be written to."""
+        """Puts a constant on the GPU after the point of insertion, as a copy, because the program may write to it."""
         copy = self._call(aten.clone.default, (held,), like)
         with self._graph.inserting_after(copy):
             return self._call(prims.device_put.default, (copy, self._gpu), like)
@@ -188,7 +188,7 @@ class _Rewriting:
         if not self._stages:
             return "graphs are given no addresses"
         if is_row_of_input(node) and _when_read(node, waits=False) is not HostRead.AT_ONCE:
-            return "it is a part of an input with gaps"  # a copy of it on the CPU would be made at the call
+            return "it is a part of an input with gaps"  # otherwise the CPU would copy it at the call
         nbytes = nbytes_of(node)
         return f"{nbytes} bytes are too many to be staged" if nbytes > MOST_STAGED_NBYTES else None
 
@@ -232,7 +232,7 @@ class _Rewriting:
         return self._call(aten.full.default, ([], value), like, {"dtype": torch.float64, "device": self._gpu})
 
     def _in_double(self, value: Any, like: fx.Node) -> Any:
-        """An argument: what the CPU computes with, in double precision."""
+        """An argument in double precision, with the value that the CPU computes with."""
         if isinstance(value, float):
             return _rounded(value, torch.float32)
         if not isinstance(value, fx.Node) or not isinstance(value.meta["val"], torch.Tensor):
@@ -243,7 +243,7 @@ class _Rewriting:
         given = node.meta["val"].dtype
         if given == dtype:
             return node
-        if dtype in HALVES:  # a CPU converts everything to single precision on the way
+        if dtype in HALVES:  # a CPU converts everything through single precision
             return self._call(rounded_to, (self._converted(node, torch.float32, like), dtype), like)
         return self._call(prims.convert_element_type.default, (node, dtype), like)
 
@@ -258,19 +258,19 @@ class _Rewriting:
 
 
 def _rounded(value: Any, dtype: torch.dtype) -> Any:
-    """An argument, as a tensor of that type would hold it."""
+    """An argument as a tensor of this type would hold it."""
     return torch.tensor(value, dtype=dtype).item() if isinstance(value, float) else value
 
 
 def _may_be_late(node: fx.Node) -> bool:
-    """Whether the program asks of all copies of it that nobody waits for them."""
+    """Whether the program asks for non-blocking copies of the node only."""
     return all(is_copy_between_devices(user) and _is_non_blocking(user) for user in node.users)
 
 
 def _when_read(node: fx.Node, *, waits: bool) -> HostRead:
-    """When the program reads a value that is staged, through views as well.
+    """When the program reads a staged value, directly or through views.
 
-    Where it ``waits`` for its stream anywhere, no copy is later than that, and nothing need be read before.
+    If the program ``waits`` for its stream anywhere, no copy is later than that wait, and no read is needed before it.
     """
     reads = [
         (value, user)
@@ -285,7 +285,7 @@ def _when_read(node: fx.Node, *, waits: bool) -> HostRead:
 
 
 def _itself_and_views(node: fx.Node) -> list[fx.Node]:
-    """A value, and views of it and of them: on the CPU or, where they were put there, on the GPU."""
+    """A value, its views and their views: on the CPU or, if they were moved, on the GPU."""
     found = [node]
     for value in found:
         found += [user for user in value.users if is_view(user) and user not in found]
@@ -293,19 +293,19 @@ def _itself_and_views(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_read_at_once(value: fx.Node, user: fx.Node) -> bool:
-    """Whether an operator reads a value of the CPU when it is called: one of the CPU, or one that is given a number.
+    """Whether an operator reads a CPU value when it is called: a CPU operator, or one that takes the value as a number.
 
-    Others of the GPU copy it in their stream.
+    Other GPU operators copy the value in stream order.
     """
     if is_on_cpu(user):
         return True
     tags = user.target.tags if isinstance(user.target, torch._ops.OpOverload) else ()
     is_number = value.meta["val"].dim() == 0 and torch.Tag.pointwise in tags
-    return is_number and user.target is not aten.where.self  # which copies it
+    return is_number and user.target is not aten.where.self  # `where` copies the number
 
 
 def _waits_for_stream(node: fx.Node) -> bool:
-    """Whether an operator copies between the devices and waits for that, and so for all copies before."""
+    """Whether an operator copies between devices and waits for the copy, and so for all earlier ones."""
     if is_copy_between_devices(node):
         return not _is_non_blocking(node)
     if takes_from_gpu(node):
@@ -320,9 +320,9 @@ def _is_non_blocking(copy: fx.Node) -> bool:
 
 
 def _is_written_to_or_returned(node: fx.Node) -> bool:
-    """Whether its memory may be an output's, or is given to what writes to a tensor: through views.
+    """Whether an output or an operator that writes may hold the node's memory, directly or through views.
 
-    What is written to may be where its own values came from.
+    A tensor that is written to may be the source of its own values.
     """
     todo, seen = [node], {node}
     while todo:
@@ -344,7 +344,7 @@ def _mutates(node: fx.Node) -> bool:
 
 
 def _behind_inputs(node: fx.Node) -> fx.Node:
-    """Where something can be put right behind a node: behind all inputs of the graph where it is one of them."""
+    """The place right after a node, or after all inputs of the graph if the node is one of them."""
     while node.op == "placeholder" and node.next.op == "placeholder":
         node = node.next
     return node

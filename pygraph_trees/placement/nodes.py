@@ -1,4 +1,9 @@
-"""What a node of a post-grad graph is: where its value lies, and whether it is the same on another device."""
+"""Facts about a node of a post-grad graph: where its value is, and whether another device computes the same.
+
+Each function takes an ``fx.Node`` with its value under "val" and changes nothing. A function named ``why_not_…``
+returns the reason as text, or None. Operators are listed by name. An operator that no list contains counts as one that
+may give another result on the GPU.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +18,16 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
-from pygraph_trees.report.partitions import source_line
+from pygraph_trees.report.naming import source_line
 
 from .ranges import fits_integers
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-# Of a tensor: to another device, perhaps of another type.
+# Operators that copy a tensor to another device, possibly to another type.
 _COPIES = (aten._to_copy.default, prims.device_put.default, aten.to.device)
 
-# What comes out does not depend on how a device computes, whatever the type: nothing but elements of inputs, or numbers
-# that are given.
+# The result consists of elements of the inputs, or of given numbers. It is the same on every device, for every type.
 _MOVES_ELEMENTS = frozenset(
     {
         aten.full, aten.zeros, aten.ones, aten.scalar_tensor, aten.full_like, aten.zeros_like, aten.ones_like,
@@ -40,14 +44,14 @@ _MOVES_ELEMENTS = frozenset(
         prims.view_of, prims.rev,
     }
 )  # fmt: skip
-# Integers from a first one on, each as far from the one before.
+# Integers at equal distances, from a first one on.
 _COUNTS = frozenset({aten.arange, prims.iota})
-# Which of two zeros with different signs they give differs from device to device, and on the CPU from place to place.
+# If two zeros have different signs, the result depends on the device, and on the CPU on the position as well.
 _CHOOSES_ZEROS = frozenset({aten.minimum, aten.maximum, aten.amax, aten.amin})
-# What they read depends on numbers among their inputs. One that is out of bounds is an error on the CPU, after which
-# the program goes on; on the GPU it ends all work of the process.
+# The operator reads at indices that are among its inputs. An index out of bounds raises on the CPU, and the program
+# goes on; on the GPU it ends all work of the process.
 _LOOKS_UP = {aten.index: 1, aten.index_select: 2, aten.gather: 2, aten.embedding: 1, aten.index_put: 1}  # argument
-# Nothing but elements of inputs, whatever these are.
+# The result consists of elements of the inputs, whatever their values.
 _PASSES_ELEMENTS = frozenset(
     {
         aten.lift_fresh_copy, aten.clone, aten.alias, aten.detach, aten.view, aten._unsafe_view, aten.reshape,
@@ -61,16 +65,16 @@ _COMPARES = frozenset(
         aten.logical_and, aten.logical_or, aten.logical_xor,
     }
 )  # fmt: skip
-# What IEEE 754 says to the bit, for numbers of single precision that are computed with in double precision and rounded.
+# IEEE 754 defines the result to the bit for single precision, if the GPU computes in double precision and rounds.
 _COMPUTES = frozenset(
     {
         aten.add, aten.sub, aten.mul, aten.div, aten.reciprocal, aten.square, aten.fmod, aten.clamp,
         aten.clamp_min, aten.clamp_max, aten.ceil, aten.floor, aten.trunc, aten.round, aten.sign, aten.copysign,
     }
 )  # fmt: skip
-# The same with double precision's own error, which may be the last place of what the CPU finds in single precision.
-# Measured: other functions differ by more, for the CPU's are not that near. IEEE 754 says a square root to the bit, but
-# the CPU takes it from MKL, which does not.
+# In double precision these have an error of their own, which may reach the last place of the CPU's single-precision
+# result. Measured: other functions differ by more, because the CPU's are less accurate. IEEE 754 defines a square root
+# to the bit, but the CPU takes it from MKL, which does not follow it.
 _COMPUTES_NEARLY = frozenset(
     {
         aten.sqrt, aten.rsqrt, aten.pow, aten.exp, aten.exp2, aten.expm1, aten.log, aten.log2, aten.log10, aten.log1p,
@@ -83,7 +87,7 @@ _COMPUTES_INTEGERS = frozenset(
         aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor, aten.bitwise_not,
     }
 )  # fmt: skip
-# Of integers, which every device adds up to the same; sums of others depend on their order.
+# For integers only, whose reductions are the same on every device; a floating-point sum depends on its order.
 _REDUCES = frozenset(
     {
         aten.sum, aten.prod, aten.cumsum, aten.cumprod, aten.max, aten.min, aten.argmax, aten.argmin, aten.all,
@@ -91,9 +95,9 @@ _REDUCES = frozenset(
     }
 )  # fmt: skip
 _DIVIDES = frozenset({aten.div, aten.floor_divide, aten.remainder, aten.fmod})
-_TYPES = frozenset({aten._to_copy, prims.convert_element_type})  # and perhaps to another device
+_TYPES = frozenset({aten._to_copy, prims.convert_element_type})  # possibly to another device as well
 _CLAMPS = frozenset({aten.clamp, aten.clamp_min, aten.clamp_max})
-# Their numbers are taken in the type of their tensors.
+# These convert their scalars to the type of their tensors.
 _TAKE_NUMBERS = frozenset(
     {
         aten.full, aten.full_like, aten.new_full, aten.scalar_tensor, aten.masked_fill, aten.where,
@@ -105,12 +109,12 @@ HALVES = frozenset({torch.float16, torch.bfloat16})
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """The tensors of its value."""
+    """The tensors in the node's value."""
     return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
 
 
 def device_of(node: fx.Node) -> torch.device | None:
-    """Where its value lies; None where it has no tensors or lies in several places."""
+    """The device of the node's value; None if the value has no tensors or is on several devices."""
     devices = {tensor.device for tensor in tensors_of(node)}
     return devices.pop() if len(devices) == 1 else None
 
@@ -126,7 +130,7 @@ def is_on_gpu(node: fx.Node) -> bool:
 
 
 def nbytes_of(node: fx.Node) -> int | float:
-    """Of its tensors; infinity where a size is not known."""
+    """The size of the node's tensors in bytes; infinity if a size is unknown."""
     total = 0
     for tensor in tensors_of(node):
         try:
@@ -142,7 +146,7 @@ def _hinted(tensor: torch.Tensor) -> int:
 
 
 def is_copy_between_devices(node: fx.Node) -> bool:
-    """Whether it gives a tensor that lies elsewhere than the one it is given."""
+    """Whether the node copies a tensor to another device."""
     if node.op != "call_function" or node.target not in _COPIES or not node.args:
         return False
     source = node.args[0]
@@ -154,7 +158,7 @@ def is_copy_between_devices(node: fx.Node) -> bool:
 
 
 def is_constructor(node: fx.Node) -> bool:
-    """Whether it makes a tensor of numbers alone."""
+    """Whether the node makes a tensor from numbers alone."""
     return (
         node.op == "call_function"
         and isinstance(node.target, torch._ops.OpOverload)
@@ -164,7 +168,7 @@ def is_constructor(node: fx.Node) -> bool:
 
 
 def why_not_the_same_again(node: fx.Node) -> str | None:
-    """Why a call cannot be made another time, or elsewhere, in place of the program's; None if it can."""
+    """Says why a call cannot run again, or elsewhere, in place of the program's; None if it can."""
     target = node.target
     if node.op != "call_function":
         return f"it is a {node.op}"
@@ -187,10 +191,10 @@ def why_not_the_same_again(node: fx.Node) -> str | None:
 
 
 def why_not_elsewhere(node: fx.Node, *, exact: bool) -> str | None:
-    """Why a call cannot be made on another device with the same result; None where it can.
+    """Says why a call would give another result on another device; None if the result is the same.
 
     Args:
-        exact: leave what rounds to the CPU.
+        exact: leave computations that round to the CPU.
     """
     if node.op == "call_function" and node.target is operator.getitem:
         return None
@@ -209,7 +213,7 @@ def why_not_elsewhere(node: fx.Node, *, exact: bool) -> str | None:
 
 
 def fuses(node: fx.Node) -> bool:
-    """Whether the GPU computes it element by element, in the kernel of what reads it, from integers or by moving."""
+    """Whether the GPU computes the node exactly, element by element, inside the kernel that reads it."""
     target: Any = node.target
     return target is operator.getitem or (
         target.overloadpacket not in _REDUCES and target.overloadpacket not in _LOOKS_UP and is_exact(node)
@@ -217,28 +221,28 @@ def fuses(node: fx.Node) -> bool:
 
 
 def gives_unset_memory(node: fx.Node) -> bool:
-    """Whether nothing says what its elements are, but for what a program writes there; or a file does."""
+    """Whether the node's elements are undefined until a program, or a file, sets them."""
     name = str(node.target)
     return any(part in name for part in ("empty", "resize", "from_file"))
 
 
 def _is_known(node: fx.Node) -> bool:
-    """Whether it is known that every device gives the same, or the next number to it where :func:`rounds_nearly`.
+    """Whether every device is known to give the same, or a neighbouring number if :func:`rounds_nearly`.
 
-    Not so are products of matrices, which have other precisions or do not exist for integers; sums of floating-point
-    numbers; what chooses among equal elements, or among several that are written to one place; decompositions.
+    Not known are matrix products (other precisions, or none for integers), sums of floating-point numbers, choices
+    among equal elements or among several writes to one place, and decompositions.
     """
     target: Any = node.target
     if target is aten.index_put.default:
         return _writes_one_number(node)
     if target is aten.view.dtype and any(tensor.dtype in HALVES for tensor in _tensors_given(node)):
-        return False  # in a kernel they are single precision
+        return False  # a kernel holds them in single precision
     packet = target.overloadpacket
     types = {tensor.dtype for tensor in [*_tensors_given(node), *tensors_of(node)]}
     if packet in _MOVES_ELEMENTS:
         if packet in _CHOOSES_ZEROS and _may_choose_a_zero(node):
             return False
-        # The absolute value of a complex number is computed; and not every GPU has other types.
+        # The absolute value of a complex number is a computation, and not every GPU has the other types.
         return types <= (_NUMBERS if packet is aten.abs else _NUMBERS | _COMPLEX) and _numbers_fit(node)
     if packet in _TYPES:
         return _converts_alike(node)
@@ -251,20 +255,20 @@ def _is_known(node: fx.Node) -> bool:
 
 
 def _numbers_fit(node: fx.Node) -> bool:
-    """Whether integers that it is given are numbers of its tensors' types; what others become differs."""
+    """Whether the given integers fit the types of the node's tensors; devices differ in what they make of others."""
     types = {tensor.dtype for tensor in [*_tensors_given(node), *tensors_of(node)]} - {torch.bool}
     if any(dtype.is_floating_point or dtype.is_complex for dtype in types):
         return True
     numbers = _numbers_given(node)
     if any(isinstance(number, float) for number in numbers):
         target: Any = node.target
-        return target.overloadpacket in _COMPARES  # in floating point
+        return target.overloadpacket in _COMPARES  # a comparison happens in floating point
     limits = [(torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in types] or [(0, 1)]
     return all(least <= number <= most for least, most in limits for number in numbers)
 
 
 def _numbers_given(node: fx.Node) -> list[int | float]:
-    """Those that stand for elements, not for sizes or dimensions."""
+    """The numbers that stand for elements, not for sizes or dimensions."""
     target: Any = node.target
     arguments = target._schema.arguments
     given = [*zip(arguments, node.args, strict=False)]
@@ -279,7 +283,7 @@ def _numbers_given(node: fx.Node) -> list[int | float]:
 
 
 def _may_choose_a_zero(node: fx.Node) -> bool:
-    """Whether both of two zeros, with different signs, may be among what it chooses from."""
+    """Whether the node may have to choose between two zeros with different signs."""
     if all(_is_integral(tensor) for tensor in tensors_of(node)):
         return False
     return not any(
@@ -303,7 +307,7 @@ def _is_never_zero(node: fx.Node) -> bool:
 
 
 def computes_in_double(node: fx.Node) -> bool:
-    """Whether the CPU computes it in single precision, and the GPU finds the same by double precision, rounded."""
+    """Whether the GPU finds the CPU's single-precision result if it computes in double precision and rounds."""
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.overloadpacket not in _COMPUTES | _COMPUTES_NEARLY:
         return False
@@ -314,20 +318,20 @@ def computes_in_double(node: fx.Node) -> bool:
     for arg in pytree.tree_leaves((node.args, node.kwargs)):
         if isinstance(arg, fx.Node):
             if isinstance(arg.meta.get("val"), (torch.SymFloat, torch.SymInt)):
-                return False  # the CPU makes it a number of single precision first
+                return False  # the CPU first converts the number to single precision
         elif not (arg is None or isinstance(arg, float) or (isinstance(arg, int) and abs(arg) <= 1 << 24)):
             return False
     return {t.dtype for t in tensors_of(node)} == {torch.float32} and {t.dtype for t in _tensors_given(node)} <= _SINGLE
 
 
 def _clamps_beside_zero(node: fx.Node) -> bool:
-    """Whether no bound is zero: which of two zeros comes out, the CPU's or the one with the other sign, differs."""
+    """Whether no bound is zero: with such a bound, CPU and GPU may return zeros with different signs."""
     bounds = [bound for bound in (*node.args[1:], *node.kwargs.values()) if bound is not None]
     return all(isinstance(bound, (int, float)) and bound != 0 for bound in bounds)
 
 
 def is_conversion(node: fx.Node) -> bool:
-    """Whether it gives its input's elements in another type."""
+    """Whether the node gives its input's elements in another type."""
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
@@ -337,12 +341,12 @@ def is_conversion(node: fx.Node) -> bool:
 
 
 def is_negation(node: fx.Node) -> bool:
-    """Whether it turns the signs of floating-point numbers: a GPU's compiler makes that ``0 - x``, and -0.0 is lost."""
+    """Whether the node negates floating-point numbers: a GPU's compiler makes that ``0 - x``, which loses -0.0."""
     return node.target is aten.neg.default and node.meta["val"].is_floating_point()
 
 
 def half_of(node: fx.Node) -> torch.dtype | None:
-    """The type of half precision in which it takes numbers that it is given, None where there is none."""
+    """The half-precision type to which the node converts given numbers; None if there is none."""
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.overloadpacket not in _TAKE_NUMBERS:
         return None
@@ -351,9 +355,9 @@ def half_of(node: fx.Node) -> torch.dtype | None:
 
 
 def mixes_with_half(node: fx.Node) -> bool:
-    """Whether it gives numbers of half precision, and is given numbers that may not be: single ones or integers.
+    """Whether the node gives half-precision numbers and takes single-precision numbers or integers.
 
-    What is given stands in place of its tensors' elements there, and the CPU rounds it where it stores the result.
+    On the GPU such a number is used unrounded in place of an element; the CPU rounds it when it stores the result.
     """
     target: Any = node.target
     value = node.meta["val"]
@@ -373,13 +377,13 @@ def mixes_with_half(node: fx.Node) -> bool:
 
 
 def terms_of(node: fx.Node, args: Sequence[Any]) -> tuple[Any, Any] | None:
-    """Of those arguments, the dividend and the divisor; None where it is no quotient."""
+    """The dividend and the divisor among the arguments; None if the node is no quotient."""
     target: Any = node.target
     return (args[0], args[1]) if target.overloadpacket is aten.div else None
 
 
 def factors_of(node: fx.Node, args: Sequence[Any]) -> tuple[Any, Any] | None:
-    """Of those arguments, what the node multiplies; None where it is no product."""
+    """The factors among the arguments; None if the node is no product."""
     target: Any = node.target
     if target.overloadpacket is aten.mul:
         return args[0], args[1]
@@ -389,17 +393,17 @@ def factors_of(node: fx.Node, args: Sequence[Any]) -> tuple[Any, Any] | None:
 
 
 def is_inverse_root(node: fx.Node) -> bool:
-    """Whether it is a power that a CPU computes as one over a square root, which has other zeros and infinities."""
+    """Whether the node is a power that a CPU computes as one over a square root, with other zeros and infinities."""
     return node.target is aten.pow.Tensor_Scalar and node.args[1] == -0.5
 
 
 def takes_from_gpu(node: fx.Node) -> bool:
-    """Whether it writes, to memory of the CPU, what comes from the GPU or depends on it; copies apart."""
+    """Whether the node writes a value that depends on the GPU to CPU memory, other than by a copy."""
     return node.op == "call_function" and is_on_cpu(node) and any(map(is_on_gpu, node.all_input_nodes))
 
 
 def may_wait(node: fx.Node) -> bool:
-    """Whether a program may have waited for the GPU behind a call, copies apart; what can be captured does not wait."""
+    """Whether the call may wait for the GPU, copies apart; operators that can be captured do not wait."""
     target: Any = node.target
     if node.op != "call_function" or not any(is_on_gpu(n) for n in (node, *node.all_input_nodes)):
         return False
@@ -410,7 +414,7 @@ def may_wait(node: fx.Node) -> bool:
 
 
 def rounds_nearly(node: fx.Node) -> bool:
-    """Whether its last place may differ, so that nothing but its elements is to be had of it."""
+    """Whether the node's last place may differ, so that only its elements may be used further."""
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload) or all(_is_integral(tensor) for tensor in tensors_of(node)):
         return False
@@ -418,14 +422,14 @@ def rounds_nearly(node: fx.Node) -> bool:
 
 
 def keeps_elements(node: fx.Node) -> bool:
-    """Whether it gives nothing but elements of its inputs, or numbers that it is given."""
+    """Whether the node gives only elements of its inputs, or numbers that it takes."""
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        return True  # an item of several
+        return True  # one item of several
     return target.overloadpacket in _MOVES_ELEMENTS - _COMPARES
 
 
-# What a CPU computes with in single precision, and makes that of before.
+# The CPU computes in single precision with these types, and converts them to it first.
 _SINGLE = frozenset({torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
 _NUMBERS = _SINGLE | {torch.float64, torch.float16, torch.bfloat16}
 _COMPLEX = frozenset({torch.complex64, torch.complex128})
@@ -436,7 +440,7 @@ def _tensors_given(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _converts_alike(node: fx.Node) -> bool:
-    """All round alike; what does not fit into an integer is another number on each device."""
+    """Whether devices convert alike: all round alike, but they differ in numbers that do not fit an integer type."""
     types = {tensor.dtype for tensor in [*_tensors_given(node), *tensors_of(node)]}
     to_integer = all(_is_integral(t) and t.dtype != torch.bool for t in tensors_of(node))
     if node.kwargs.get("memory_format") not in (None, torch.preserve_format) or not types <= _NUMBERS:
@@ -451,7 +455,7 @@ def _is_small_power(node: fx.Node) -> bool:
 
 
 def _writes_one_number(node: fx.Node) -> bool:
-    """Whether it is the same to ``index_put`` which comes last of what it writes to a place."""
+    """Whether all writes to one place carry the same number, so that the order of ``index_put`` does not matter."""
     values, *accumulates = node.args[2:]
     return not any(accumulates) and isinstance(values, fx.Node) and all(t.numel() == 1 for t in tensors_of(values))
 
@@ -460,7 +464,7 @@ def _may_divide_by_zero(node: fx.Node) -> bool:
     target: Any = node.target
     if target.overloadpacket not in _DIVIDES or not (isinstance(node.args[1], fx.Node) or node.args[1] == 0):
         return False
-    return all(_is_integral(tensor) for tensor in tensors_of(node))  # a quotient that is a fraction is infinite
+    return all(_is_integral(tensor) for tensor in tensors_of(node))  # a fractional quotient becomes infinite instead
 
 
 def is_exact(node: fx.Node) -> bool:
@@ -473,20 +477,20 @@ def is_exact(node: fx.Node) -> bool:
         return True
     inputs = _tensors_given(node)
     if packet in _TYPES:
-        # To a type with fewer numbers CPU and GPU round alike; what does not fit into an integer is another matter.
+        # CPU and GPU round alike when they narrow a type, but not when a number does not fit an integer type.
         return all(_is_integral(t) for t in tensors_of(node)) <= all(_is_integral(t) for t in inputs)
     return all(_is_integral(tensor) for tensor in [*inputs, *tensors_of(node)])
 
 
 def _is_by_integers(node: fx.Node) -> bool:
-    """Whether it is an index that gives as many elements whatever its numbers are."""
+    """Whether the node is an index whose number of elements does not depend on the values."""
     return node.target is aten.index.Tensor and all(
         index is None or index.meta["val"].dtype not in (torch.bool, torch.uint8) for index in node.args[1]
     )
 
 
 def indices_of(node: fx.Node) -> list[fx.Node]:
-    """The inputs whose numbers say which elements it gives."""
+    """The inputs whose numbers select the node's elements."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.overloadpacket not in _LOOKS_UP:
         return []
     given = node.args[_LOOKS_UP[node.target.overloadpacket]]
@@ -494,15 +498,15 @@ def indices_of(node: fx.Node) -> list[fx.Node]:
 
 
 def looks_up_within(node: fx.Node, value_of: Callable[[fx.Node], torch.Tensor | None]) -> bool:
-    """Whether indices that are constants are known to be within the sizes of what they are looked up in.
+    """Whether constant indices are known to be within the size of the dimension that they index.
 
-    Constructors whose size is symbolic are not asked: what Inductor compiles for the CPU does not look at them either.
+    A constructor of symbolic size is not checked: Inductor's code for the CPU does not check it either.
 
     Args:
-        value_of: the tensor that a node gives in each call, None if it cannot be told.
+        value_of: the tensor that a node gives in every call, None if it is unknown.
     """
     looked_up: Any = node.args[0]
-    given = node.args[1]  # an index of each dimension, a dimension, or an index of the first
+    given = node.args[1]  # one index per dimension, or a dimension, or the index into the first dimension
     dim = given if isinstance(given, int) else 0
     places = enumerate(given) if isinstance(given, (list, tuple)) else ((dim, index) for index in indices_of(node))
     for place, index in places:
@@ -517,7 +521,7 @@ def looks_up_within(node: fx.Node, value_of: Callable[[fx.Node], torch.Tensor | 
 
 
 def _is_counted(node: fx.Node) -> bool:
-    """Whether it is computed of constructors alone."""
+    """Whether the node depends on constructors alone."""
     seen, todo = {node}, [node]
     while todo:
         current = todo.pop()
@@ -535,7 +539,7 @@ def _is_within(indices: torch.Tensor, size: int) -> bool:
 
 
 def _roots(node: fx.Node) -> list[fx.Node]:
-    """What a value's elements are those of."""
+    """The nodes whose elements a value consists of."""
     found, todo = [], [node]
     while todo:
         current = todo.pop()
@@ -547,7 +551,7 @@ def _roots(node: fx.Node) -> list[fx.Node]:
 
 
 def held_tensor(node: fx.Node) -> torch.Tensor | None:
-    """The plain tensor of the CPU that a ``get_attr`` node names, None where it is something else."""
+    """The plain CPU tensor that a ``get_attr`` node names; None if it names anything else."""
     found: Any = node.graph.owning_module if node.op == "get_attr" else None
     for name in str(node.target).split(".") if found is not None else ():
         found = getattr(found, name, None)
@@ -564,22 +568,22 @@ def _is_integral(tensor: torch.Tensor) -> bool:
 
 
 def source_of(node: fx.Node) -> str | None:
-    """The line of the user's code that it came from."""
+    """The line of the user's code that the node comes from."""
     return source_line(node.meta.get("stack_trace"))
 
 
 def cpu_inputs(node: fx.Node) -> Iterator[fx.Node]:
-    """Those of its inputs that lie on the CPU, each once."""
+    """The node's inputs that are on the CPU, each once."""
     return (source for source in node.all_input_nodes if is_on_cpu(source))
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether what it gives may be the memory that it is given."""
+    """Whether the node's value may share memory with an input."""
     target = node.target
     if node.op != "call_function":
         return False
     if not isinstance(target, torch._ops.OpOverload):
-        return True  # an item of several, or something that is not known
+        return True  # one item of several, or an unknown function
     return any(a.alias_info is not None for a in target._schema.arguments) or target in (
         aten._unsafe_view.default,
         aten.reshape.default,
@@ -588,10 +592,10 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_a_whole(node: fx.Node) -> bool:
-    """Whether memory of its elements alone can stand for its value: it is no view, or one without gaps of an input.
+    """Whether a dense copy can stand for the value: it is no view, or a dense view of a dense input.
 
-    The code that is generated finds a view in the memory of what it is a view of, by that one's strides. They are not
-    those of what stands for it where it has gaps, and Inductor may leave gaps in what the CPU computes.
+    Generated code finds a view inside the memory of its base, by the base's strides. A dense copy of a base with gaps
+    has other strides, and Inductor may leave gaps in what the CPU computes.
     """
     if not _shows_another(node):
         return True
@@ -600,13 +604,13 @@ def is_a_whole(node: fx.Node) -> bool:
 
 
 def is_row_of_input(node: fx.Node) -> bool:
-    """Whether it is a view without gaps of an input with some."""
+    """Whether the node is a dense view of an input with gaps."""
     views = _views(node)
     return views[-1].op == "placeholder" and not is_a_whole(node) and all(map(is_dense, tensors_of(node)))
 
 
 def _views(node: fx.Node) -> list[fx.Node]:
-    """It, what it is a view of, what that is a view of, and so on; it ends at a view of several."""
+    """The node, its base, the base of that and so on, up to the first view of several tensors."""
     found = [node]
     while _shows_another(found[-1]):
         sources = [source for source in found[-1].all_input_nodes if tensors_of(source)]
@@ -617,14 +621,14 @@ def _views(node: fx.Node) -> list[fx.Node]:
 
 
 def _shows_another(node: fx.Node) -> bool:
-    """Whether it is a view; one of several values is where they are."""
+    """Whether the node is a view; one item of several is a view if the node that gives them is."""
     if is_view(node) and not isinstance(node.target, torch._ops.OpOverload) and len(node.all_input_nodes) == 1:
         return is_view(node.all_input_nodes[0])
     return is_view(node)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie side by side, each once, in some order; of symbolic sizes that is known of one order."""
+    """Whether the elements fill their memory without gaps, each once; for symbolic sizes, only in the given order."""
     dims = [*zip(tensor.stride(), tensor.shape, strict=True)]
     if all(isinstance(number, int) for dim in dims for number in dim):
         dims.sort(reverse=True)

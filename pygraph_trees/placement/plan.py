@@ -1,9 +1,8 @@
-"""Which values of the CPU are computed on the GPU as well, which are constants there, which are copied, and why.
+"""Decides, for each CPU value that the GPU needs, how the GPU gets it.
 
-A value that is computed from constants alone has the bits that the CPU computes. It is made on the GPU, in the kernel
-that reads it, if all of it is exact there element by element: integers, masks, and elements that are moved. Else it is
-folded, which means computed once, when the graph is compiled. If its size is symbolic or too large, it is made on the
-GPU if that is exact, and copied if not. Only values that are computed of inputs may differ in the last place.
+:class:`Plan` takes a post-grad graph and answers with a :class:`How`: made on the GPU, kept there, a constant, folded,
+or copied, with the reason for each copy. A value that depends on constants alone keeps the bits that the CPU computes.
+Only values that depend on inputs may differ in the last place. README.md gives the order of the choices.
 """
 
 from __future__ import annotations
@@ -40,54 +39,54 @@ from .nodes import (
 _WRITES = (aten.index_put.default, aten.index_put_.default)
 _INDEX = (*_WRITES, aten.index.Tensor, aten.copy.default, aten.slice_scatter.default, aten._unsafe_index.Tensor)
 
-# What is larger is copied outside of the CUDA graph: twice, to memory that the GPU can read and to the GPU.
-# Of pinned memory upstream copies once, which takes as long at about this size as to split the graph (measured: 98 us
-# against 80 a call for 4 KiB, and the host copies 12 to 16 GB/s).
+# A larger value is copied outside of the CUDA graph: once to pinned memory and once to the GPU. Upstream copies pinned
+# memory once, which at about this size takes as long as splitting the graph (measured: 98 us against 80 a call for 4
+# KiB; the host copies 12 to 16 GB/s).
 MOST_STAGED_NBYTES = 320 << 10
-# Inputs up to this size are copied for a smaller value that is computed of them: a transfer of it takes about as long
-# as the least one, and the value's own is one as well.
+# Inputs up to this size are copied in place of a smaller value that depends on them: the transfer takes about as long
+# as the shortest one, and copying the value would be a transfer as well.
 MOST_NBYTES = 64 << 10
 
 
 class How(Enum):
-    """How the GPU gets what a node of the CPU gives."""
+    """How the GPU gets the value of a CPU node."""
 
-    MADE = "made on the GPU"  # the same call there
-    KEPT = "taken where it came from"  # it is a copy of something on the GPU
+    MADE = "made on the GPU"  # by the same call
+    KEPT = "taken where it came from"  # the CPU value is a copy of a GPU value
     CONSTANT = "a constant on the GPU"
-    FOLDED = "computed once, a constant on the GPU"  # when the graph is compiled
+    FOLDED = "computed once, a constant on the GPU"  # at compile time
     COPIED = "copied"  # at each call
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A value that the GPU no longer waits for the CPU for."""
+    """A value for which the GPU no longer waits for the CPU."""
 
     node: str
     how: How
-    source: str | None  # line of the user's code
+    source: str | None  # a line of the user's code
 
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """A value that the GPU needs and the CPU goes on computing, or that is copied at each call."""
+    """A value that the GPU needs and the CPU still computes, or that is copied at each call."""
 
     node: str
     why: str
     source: str | None
-    how: str = "copied"  # or "staged": by a copy that is part of the graph
+    how: str = "copied"  # or "staged": copied by the graph itself
 
 
 @dataclass(slots=True)
 class Placed:
-    """What became of a graph."""
+    """The result of placement for one graph."""
 
     moves: list[Move] = field(default_factory=list)
     stays: list[Stay] = field(default_factory=list)
-    why_not: str | None = None  # why the graph was left alone
+    why_not: str | None = None  # set if the graph was left alone
 
     def records(self) -> Iterator[records.Placed]:
-        """As the report has it."""
+        """The records of the report."""
         for move in self.moves:
             yield records.Placed(move.node, move.how.value, None, move.source)
         for stay in self.stays:
@@ -95,20 +94,20 @@ class Placed:
 
 
 class Plan:
-    """Decides for values of the CPU, and for what they are computed of."""
+    """Decides for CPU values and everything they depend on."""
 
     def __init__(self, graph: fx.Graph, *, exact: bool, folds: bool = True) -> None:
         self._exact, self._folds = exact, folds
         self.folding = Folding(graph)
-        self._fusing: dict[fx.Node, bool] = {}  # of constants, with all that they are computed of
-        self._rounded: set[fx.Node] = set()  # what is made on the GPU and may differ in its last place
-        self._of_gpu: set[fx.Node] = set()  # what is computed of values of the GPU
+        self._fusing: dict[fx.Node, bool] = {}  # of a constant and everything it depends on
+        self._rounded: set[fx.Node] = set()  # made on the GPU, and may differ in the last place
+        self._of_gpu: set[fx.Node] = set()  # depends on GPU values
         self._how: dict[fx.Node, How] = {}
-        self.why: dict[fx.Node, str] = {}  # of those that are copied
-        self._leaves: dict[fx.Node, frozenset[fx.Node]] = {}  # what has to be copied for each
+        self.why: dict[fx.Node, str] = {}  # of copied values
+        self._leaves: dict[fx.Node, frozenset[fx.Node]] = {}  # the values that each value needs copied
 
     def how(self, node: fx.Node) -> How:
-        """For a value on the CPU that the GPU needs."""
+        """The decision for a CPU value that the GPU needs."""
         todo = [node]
         while todo:
             current = todo[-1]
@@ -153,7 +152,7 @@ class Plan:
         return None
 
     def _fuses(self, node: fx.Node) -> bool:
-        """Whether the GPU computes a constant, and all that it is computed of, in the kernel that reads it."""
+        """Whether the GPU computes a constant and everything it depends on inside the kernel that reads it."""
         todo = [node]
         while todo:
             current = todo[-1]
@@ -203,22 +202,22 @@ class Plan:
 
 
 def _shares_memory(node: fx.Node) -> bool:
-    """Whether it is a view, so that one constant will do for it and for what it is a view of."""
+    """Whether the node is a view, so that one constant serves the view and its base."""
     return isinstance(node.target, torch._ops.OpOverload) and is_view(node)
 
 
 def needs(node: fx.Node) -> list[fx.Node]:
-    """The values of the CPU that a node of the GPU reads where it may find them on either."""
+    """The CPU values that a GPU node reads and may find on either device."""
     if node.op != "call_function" or not is_on_gpu(node):
         return []
     return [source for source in cpu_inputs(node) if may_be_anywhere(node, source)]
 
 
 def may_be_anywhere(node: fx.Node, source: fx.Node) -> bool:
-    """Whether an operator of the GPU does the same with a value of the CPU and with one of the GPU.
+    """Whether a GPU operator does the same with a value on the CPU and with one on the GPU.
 
-    That is so for one number in a pointwise operator, and for indices. Other operators may want it on the CPU, and so
-    does a write of one number under a mask, for which torch waits for the GPU otherwise.
+    True for a scalar tensor in a pointwise operator, and for indices. Other operators may require it on the CPU, as
+    does a write of one number under a mask, for which torch would otherwise wait for the GPU.
     """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):

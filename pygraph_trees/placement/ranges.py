@@ -1,8 +1,8 @@
-"""How large the elements of a node's value can be, as far as a few simple operators tell.
+"""Bounds the elements of a node's value, as far as a few simple operators allow.
 
-:func:`largest` gives a bound of the absolute values of all elements, and infinity if there is none or if one may be
-infinite or NaN. A conversion to integers gives the same on every device only for numbers that fit
-(:func:`fits_integers`): what becomes of others is up to each processor.
+:func:`largest` returns a bound on the absolute values of all elements, or infinity if none is known or if an element
+may be infinite or NaN. :func:`fits_integers` asks whether all elements fit an integer type. Only then does a conversion
+to that type give the same on every device: processors differ in what they make of other numbers.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _KEEPS = frozenset(
 )  # fmt: skip
 _CONVERTS = frozenset({aten._to_copy, prims.convert_element_type})
 _ROUNDS = frozenset({aten.ceil, aten.floor, aten.round})
-_MOST_NODES = 64  # looked at for one bound
-_ROUNDING = 1 + 2.0**-7  # at least what any type rounds up by
+_MOST_NODES = 64  # visited for one bound
+_ROUNDING = 1 + 2.0**-7  # no type rounds up by more
 
 
 def fits_integers(node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether all elements of a value, truncated, are numbers of a signed integer type."""
+    """Whether all elements of a value, truncated, fit a signed integer type."""
     return dtype in (torch.int8, torch.int16, torch.int32, torch.int64) and largest(node) < torch.iinfo(dtype).max
 
 
 def largest(node: fx.Node) -> float:
-    """A bound of the absolute values of a tensor's elements."""
+    """A bound on the absolute values of a tensor's elements."""
     return _Bounds().of(node)
 
 
@@ -44,7 +44,7 @@ class _Bounds:
 
     def of(self, node: fx.Node) -> float:
         if node not in self._found:
-            self._found[node] = math.inf  # until it is known, and if there are too many
+            self._found[node] = math.inf  # until the bound is known, or if the limit is reached
             if len(self._found) <= _MOST_NODES:
                 self._found[node] = self._stored(node, self._computed(node))
         return self._found[node]
@@ -57,12 +57,12 @@ class _Bounds:
             return 1.0
         if not value.is_floating_point():
             info = torch.iinfo(value.dtype)
-            return float(max(info.max, -info.min))  # of what wraps around as well
+            return float(max(info.max, -info.min))  # wrapped-around numbers included
         bound *= _ROUNDING
         return bound if bound <= torch.finfo(value.dtype).max else math.inf
 
     def _computed(self, node: fx.Node) -> float:
-        """Before it is rounded to its type."""
+        """The bound before the value is rounded to its type."""
         target: Any = node.target
         packet = getattr(target, "overloadpacket", None)
         if node.op != "call_function" or node.kwargs.get("alpha", 1) != 1 or "rounding_mode" in node.kwargs:

@@ -1,15 +1,9 @@
-"""Operators by which the GPU rounds where a CPU does; a compiler rounds later, or not at all.
+"""Operators that make the GPU round as the CPU does; compilers round later or not at all.
 
-``pygraph_trees::rounded_product``: a compiler may make one operation of a product and a sum, which rounds once: the
-last place of the product is in the sum then, and after a cancellation that may be all of it. This one is lowered to a
-multiplication that is not fused. Numbers of single precision are given to it in double precision, where the product is
-exact: compilers narrow a product in double precision that is rounded to single precision right away, and fuse that.
-
-``pygraph_trees::rounded_quotient``: for a GPU Inductor multiplies by the reciprocal of a number instead, which rounds
-twice, and so to the other side of a quotient that is half-way between two numbers. This one divides.
-
-``pygraph_trees::rounded_to``: within a kernel Inductor keeps numbers of half precision as single ones, so that what is
-converted to half precision is rounded where it is stored alone. This one rounds.
+``pygraph_trees::rounded_product`` is a multiplication that no compiler fuses with an addition. Its inputs are
+single-precision numbers in double precision, whose product is exact. ``rounded_quotient`` divides instead of
+multiplying by a reciprocal. ``rounded_to`` rounds to half precision inside a kernel. On the CPU they are the plain
+operators. :func:`lower_rounding` must run before Inductor lowers them. README.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -43,7 +37,7 @@ rounded_to = torch.ops.pygraph_trees.rounded_to.default
 
 @functools.cache
 def lower_rounding() -> None:
-    """Tells Inductor how they are compiled, once."""
+    """Registers the lowerings with Inductor, once."""
     from torch._inductor.lowering import make_pointwise, register_lowering
     from torch._inductor.virtualized import ops
 

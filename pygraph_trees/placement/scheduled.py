@@ -1,11 +1,14 @@
-"""What Inductor schedules for the GPU and reads a value of the CPU: outside of CUDA graphs, but for staged inputs.
+"""Keeps GPU work that reads a CPU value outside of CUDA graphs, unless the value is staged.
 
-A number of the CPU that a kernel reads is passed by value, and an operator may look at a tensor's content: a recording
-would go on with what it was when it was recorded.
+:func:`why_outside` takes one of Inductor's scheduler nodes and upstream's reason, and returns the reason for a split or
+None. A kernel takes a CPU scalar by value, and an operator may look at a tensor's content: a recording would repeat the
+value that it was recorded with.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pygraph_trees.settings import Settings
@@ -16,14 +19,27 @@ if TYPE_CHECKING:
     import torch
 
 
-_CROSS_DEVICE = "cross-device ops"  # as upstream says since 2.15
+_CROSS_DEVICE = "cross-device ops"  # upstream's text since 2.15
+
+
+def keeping_outside(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """``Scheduler.should_partition``, and :func:`why_outside`."""
+    from torch._inductor.scheduler import FusedSchedulerNode
+
+    @functools.wraps(upstream)
+    def should_partition(self: Any, node: Any) -> Any:
+        reason = upstream(self, node)
+        # For a fused node upstream asks this of each of its parts.
+        return reason if isinstance(node, FusedSchedulerNode) else why_outside(node, reason)
+
+    return should_partition
 
 
 def why_outside(node: Any, reason: str | None) -> str | None:
-    """Why one of Inductor's scheduler nodes, which is not fused, cannot be part of a CUDA graph; None where it can.
+    """Says why an unfused scheduler node of Inductor cannot be part of a CUDA graph; None if it can.
 
     Args:
-        reason: upstream's.
+        reason: upstream's reason.
     """
     from torch._inductor import ir
 
@@ -39,7 +55,7 @@ def why_outside(node: Any, reason: str | None) -> str | None:
 
 
 def _device_of(name: str) -> torch.device | None:
-    """Of a buffer, an input or a constant of the graph that is being compiled."""
+    """The device of a buffer, input or constant of the graph that is being compiled."""
     from torch._inductor.virtualized import V
 
     if name in V.graph.constants:

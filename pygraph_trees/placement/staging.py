@@ -1,8 +1,8 @@
-"""The operator by which a compiled graph takes a tensor of the CPU: Inductor leaves it in the graph's GPU part.
+"""The operator ``pygraph_trees::staged``, by which a compiled graph takes a CPU tensor.
 
-``pygraph_trees::staged`` copies a tensor to the GPU of another one, inside the partition that needs it. In a CUDA graph
-that we record, one copy of a pinned block serves all values in the block (:class:`Observed`). Everywhere else the
-operator adds no wait for the GPU to those of the program.
+It copies the tensor to the GPU of another tensor, and Inductor leaves it in the partition that needs it. In a CUDA
+graph that we record, one copy of a pinned block serves all values in the block (:class:`Observed`). Everywhere else the
+operator waits for the GPU only if the program's own copy does.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from pygraph_trees.cuda.extent import flat
 from pygraph_trees.cuda.host_reads import HostRead
 
 _library = torch.library.Library("pygraph_trees", "DEF")
-# Inductor takes the first tensor's device for the operator's.
+# Inductor takes the first tensor's device as the operator's.
 _library.define("staged(Tensor there, Tensor host, int read=1) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _observed = threading.local()
-_ALIGNMENT = 64  # bytes; compiled code takes what an operator returns to be aligned
+_ALIGNMENT = 64  # bytes; compiled code assumes that an operator returns aligned memory
 
 
 class Observed:
-    """What is staged while a function is captured, and the copy of the pinned block that serves it.
+    """The values staged while a function is captured, and the copy of the pinned block that serves them.
 
-    The graph copies the block once for each stream that needs it, so every view has a copy before it in its own stream.
-    No byte of the copy is given to two values: compiled code may write to one of them in place.
+    The graph copies the block once for each stream that needs it, so a copy precedes every view in the view's own
+    stream. No byte of the copy serves two values: compiled code may write to one of them in place.
     """
 
     def __init__(self, block: torch.Tensor | None) -> None:
-        self.reads: list[tuple[int, HostRead]] = []  # address of each value on the CPU, and when the program reads it
-        self.copied: list[int] = []  # where on the CPU each copy begins that was captured for them
+        self.reads: list[tuple[int, HostRead]] = []  # CPU address of each value, and when the program reads it
+        self.copied: list[int] = []  # CPU address at which each captured copy begins
         self._block = block
         self._copies: dict[int, torch.Tensor] = {}  # on the GPU, by stream
-        self._given: dict[int, list[tuple[int, int]]] = {}  # by stream: first byte and the one after the last
+        self._given: dict[int, list[tuple[int, int]]] = {}  # by stream: first byte, and the byte after the last
 
     def staged(self, there: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
-        """The value of ``host`` on the GPU of ``there``, copied by the graph from the very memory of ``host``."""
+        """The value of ``host`` on the GPU of ``there``, copied by the graph directly from the memory of ``host``."""
         made = _like(there, host)
         if not host.numel():
             return made
         if made.stride() != host.stride():
-            # Torch would gather the elements on the CPU, in memory that a replay does not write.
+            # Torch would gather the elements on the CPU, into memory that a replay does not write.
             whole = self.staged(there, flat(host))
             return made.copy_(whole.as_strided(host.shape, host.stride()))
         view = self._view(there.device, host)
@@ -54,7 +54,7 @@ class Observed:
         return made.copy_(host, non_blocking=True)
 
     def _view(self, device: torch.device, host: torch.Tensor) -> torch.Tensor | None:
-        """The bytes of a dense tensor in the copy of the block; None if they are not there, not aligned or not free."""
+        """A dense tensor's bytes in the copy of the block; None if they are outside, misaligned or already taken."""
         if self._block is None:
             return None
         begin = host.data_ptr() - self._block.data_ptr()
@@ -74,10 +74,10 @@ class Observed:
         return copy[begin:end].view(host.dtype).as_strided(host.shape, host.stride())
 
     def with_own_memory(self, outputs: Any) -> Any:
-        """The outputs of the function, with those on the copy of the block moved to memory of their own.
+        """Moves outputs that share the copy of the block to memory of their own.
 
-        Compiled code may return memory of a value that it needs no longer. In the copy, outputs would share a storage,
-        and each would keep all of it.
+        Compiled code may return the memory of a value that it no longer needs. In the copy, outputs would share a
+        storage, and each would keep all of it alive.
         """
         starts = {copy.untyped_storage().data_ptr(): stream for stream, copy in self._copies.items()}
         several = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
@@ -100,16 +100,16 @@ class Observed:
         return several
 
     def close(self) -> None:
-        """Lets go of the copies: whatever still needs the memory holds it."""
+        """Drops the copies; tensors that still need the memory hold it."""
         self._copies.clear()
 
 
 @contextlib.contextmanager
 def observed(block: torch.Tensor | None = None) -> Iterator[Observed]:
-    """What is staged inside, in this thread.
+    """Collects what this thread stages inside.
 
     Args:
-        block: pinned memory, in bytes, of values that one copy may take to the GPU while a graph is captured.
+        block: pinned bytes that hold values which one copy may take to the GPU while a graph is captured.
     """
     outer = getattr(_observed, "found", None)
     found = Observed(block)
@@ -132,13 +132,13 @@ def _staged(there: torch.Tensor, host: torch.Tensor, read: int = HostRead.IN_ORD
 def _copied(there: torch.Tensor, host: torch.Tensor, read: HostRead) -> torch.Tensor:
     """A copy outside of the graphs that we record, which waits for the GPU only if the program's own copy does.
 
-    CUDA does not promise that an asynchronous copy has read pageable memory when the call returns, nor that it does not
-    wait for its stream before (CUDA Runtime API, "API synchronization behavior", asynchronous memcpy, 1 and 3). So the
-    value is written to pinned memory of torch's first, which torch gives to others only after the copy is done. Pinned
-    memory of the program's is the exception: the GPU may have still to write it, so it is read in the stream's order.
+    CUDA does not promise that an asynchronous copy has read pageable memory when the call returns, nor that the call
+    does not wait for its stream first (CUDA Runtime API, "API synchronization behavior", asynchronous memcpy, 1 and 3).
+    So the value is first written to torch's pinned memory, which torch reuses only after the copy is done. The
+    program's own pinned memory is the exception: the GPU may still have to write it, so it is read in stream order.
 
-    In a graph that the program captures, replays would read memory that nobody holds. The copy waits, for which torch
-    raises, unless the program asks for pinned memory of its own to be read later.
+    In a graph that the program captures, replays would read memory that nothing keeps alive. There the copy blocks, so
+    torch raises, unless the program asks for its own pinned memory to be read later.
     """
     made = _like(there, host)
     if not _is_between_devices(there, host):
@@ -151,12 +151,12 @@ def _copied(there: torch.Tensor, host: torch.Tensor, read: HostRead) -> torch.Te
 
 
 def _pinned(host: torch.Tensor) -> torch.Tensor:
-    """A copy in pinned memory, dense as its copy on the GPU is."""
+    """A copy in pinned memory, with the strides of its copy on the GPU."""
     return torch.empty_like(host, pin_memory=True).copy_(host)
 
 
 def _is_between_devices(there: torch.Tensor, host: torch.Tensor) -> bool:
-    """Not so for an input on the GPU that was copied while a graph was recorded."""
+    """Whether this is a copy from CPU to GPU; an input that was moved to the GPU for a recording needs none."""
     return there.is_cuda and host.is_cpu
 
 
@@ -169,7 +169,7 @@ def _stream(device: torch.device) -> int:
 
 
 def _like(there: torch.Tensor, host: torch.Tensor, read: int = HostRead.IN_ORDER) -> torch.Tensor:
-    return torch.empty_like(host, device=there.device)  # of the same strides where they are dense
+    return torch.empty_like(host, device=there.device)  # with the strides of a dense `host`
 
 
 _library.impl("staged", _staged, "CPU")

@@ -1,19 +1,17 @@
-"""Follows a graph through Inductor: scheduled, made into an artifact, put to use.
+"""Follows a graph through Inductor, from its scheduling to the installation of its artifact.
 
-The partitions are described when the scheduler decides on them (:func:`partitioned`), stored on the artifact as plain
-data (:func:`attach`), so that an artifact from a cache still knows them, and turned into a :class:`~.log.GraphLog`
-when the artifact is put to use (:func:`put_to_use`), inside which ``cudagraphify`` finds the graph that its functions
-belong to.
-
-A failure to describe a graph is no reason to fail its compilation: it is logged, and the report shows the graph
-without partitions.
+:func:`partitioned` describes the partitions when the scheduler decides on them. :func:`attach` stores them on the
+artifact as plain data, which a cache preserves. :func:`put_to_use` makes a :class:`~.log.GraphLog` of them, which
+``cudagraphify`` finds while the artifact is installed. If a graph cannot be described, the failure is logged,
+compilation continues, and the report shows the graph without partitions.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -21,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from . import partitions
 from .log import GraphLog, journal, partition_from_json, partition_to_json
 from .naming import compile_id, mode_name, program_name
-from .records import Placed
+from .records import PLACED, WHY_NOT_PLACED, Placed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,14 +29,36 @@ if TYPE_CHECKING:
     from .records import Partition
 
 _log = logging.getLogger("pygraph_trees.report")
-PLACED, WHY_NOT_PLACED = "pygraph_placed", "pygraph_why_not_placed"  # of a module: what was done to its graph
-_ATTRIBUTE = "pygraph_coverage"  # of a Scheduler: partitions; of a CompiledFxGraph: their JSON and the model's name
-# Operations after which a tensor lies elsewhere: a replay does not repeat them.
+_ATTRIBUTE = "pygraph_coverage"  # a Scheduler's partitions; a CompiledFxGraph's, as JSON, with the model's name
+# Operations that give a tensor other memory, which a replay does not repeat.
 _REBINDING = ("aten.set_.", "aten.resize_.", "aten.shallow_copy_data_", "inductor.resize_storage_bytes_")
 
 
+def describing_partitions(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """``Scheduler.graph_partition``, and :func:`partitioned` of its result."""
+
+    @functools.wraps(upstream)
+    def graph_partition(self: Any) -> Any:
+        parts, signatures = upstream(self)
+        partitioned(self, parts, signatures)
+        return parts, signatures
+
+    return graph_partition
+
+
+def describing(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """``CompiledFxGraph.__init__``, and :func:`attach`."""
+
+    @functools.wraps(upstream)
+    def __init__(self: Any, current_callable: Any, graph: Any, gm: Any, *args: Any, **kwargs: Any) -> None:
+        upstream(self, current_callable, graph, gm, *args, **kwargs)
+        attach(self, graph, gm)
+
+    return __init__
+
+
 def partitioned(scheduler: Any, parts: Sequence[Any], signatures: Sequence[Any]) -> None:
-    """Describes the partitions of a scheduled graph and leaves them with the scheduler."""
+    """Describes the partitions of a scheduled graph and stores them on the scheduler."""
     try:
         setattr(scheduler, _ATTRIBUTE, partitions.describe(scheduler, parts, signatures))
     except Exception:
@@ -46,13 +66,13 @@ def partitioned(scheduler: Any, parts: Sequence[Any], signatures: Sequence[Any])
 
 
 def partitions_of(scheduler: Any) -> tuple[Partition, ...]:
-    """The partitions that :func:`partitioned` left with a scheduler; the whole graph where it was not partitioned."""
+    """The partitions that :func:`partitioned` stored on a scheduler; without any, the whole graph as one."""
     found: tuple[Partition, ...] | None = getattr(scheduler, _ATTRIBUTE, None)
     return partitions.whole(scheduler) if found is None else found
 
 
 def attach(artifact: Any, graph: Any, gm: torch.fx.GraphModule) -> None:
-    """Stores what is known of a graph on its ``CompiledFxGraph``."""
+    """Stores the facts about a graph on its ``CompiledFxGraph``."""
     try:
         scheduler = getattr(graph, "scheduler", None)
         found = () if scheduler is None else partitions_of(scheduler)
@@ -71,8 +91,10 @@ def attach(artifact: Any, graph: Any, gm: torch.fx.GraphModule) -> None:
 
 @contextmanager
 def put_to_use(artifact: Any, graph_kwargs: Any, *, wanted: bool, dropped: str | None) -> Iterator[None]:
-    """Around ``post_compile`` of a graph for which CUDA graphs are ``wanted``: notes the graph, or why it is
-    dropped."""
+    """Wraps ``post_compile`` of a graph for which CUDA graphs are ``wanted``.
+
+    Notes the graph, or the reason why it is dropped.
+    """
     if not (wanted or artifact.disabled_cudagraphs_reason) or "cuda" not in artifact.device_types:
         yield
         return
@@ -84,9 +106,9 @@ def put_to_use(artifact: Any, graph_kwargs: Any, *, wanted: bool, dropped: str |
 
 
 def _log_of(artifact: Any, graph_kwargs: Any) -> GraphLog:
-    """The log of a graph that was compiled or comes from a cache; without partitions if these cannot be read."""
+    """The log of a graph, compiled or from a cache; without partitions if they cannot be read."""
     identity, known = compile_id(), getattr(artifact, _ATTRIBUTE, None) or {}
-    # AOTAutograd's cache passes less of `graph_kwargs` than a compilation does; the artifact keeps what it was made of.
+    # AOTAutograd's cache passes less of `graph_kwargs` than a compilation; the artifact keeps what it was made of.
     log = GraphLog(
         model=program_name() or journal.model_of(identity) or known.get("model", "unknown"),
         compile_id=identity,
@@ -105,7 +127,7 @@ def _log_of(artifact: Any, graph_kwargs: Any) -> GraphLog:
 
 
 def _code(source: str) -> str | None:
-    """A key of generated code, the same in each process: a comment counts what was compiled before."""
+    """A key of generated code, the same in every process: a comment counts earlier compilations."""
     lines = (line for line in source.splitlines() if not line.lstrip().startswith("#"))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest() if source else None
 

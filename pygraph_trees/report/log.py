@@ -1,14 +1,10 @@
-"""Where facts are noted while they happen: one :class:`GraphLog` a compiled graph, one :class:`FunctionLog` a function,
-one :class:`RecordingLog` a recording.
+"""Notes facts about graphs, functions and recordings as they happen.
 
-Logs hold plain data and counters, no tensors and no models, so they stay when what they speak of is gone. The process's
-logs are in :data:`journal`; :mod:`.report` turns them into frozen records. The one thing that the replay path does is
-``log.replays += 1``. Each fact is also written to the logger ``pygraph_trees``, which ``TORCH_LOGS="+pygraph"`` shows.
-
-Where torch writes structured traces (``TORCH_TRACE``), records are added to them in JSON, as tlparse shows them: each
-compiled graph as an artifact ``pygraph_graph``, and a function as ``pygraph_function`` with each recording, and where
-it becomes known or changes why it runs un-graphed, what was decided of it, or how its inputs are given. None is written
-at a replay that tells nothing new, and where one cannot be written the program goes on without it.
+:class:`GraphLog`, :class:`FunctionLog` and :class:`RecordingLog` hold plain data, so they outlive models and tensors.
+The process's logs are in :data:`journal`; ``summary`` turns them into frozen records. A replay only increments
+``replays``. New facts also go to the logger ``pygraph_trees`` (``TORCH_LOGS="+pygraph"``) and, as JSON artifacts
+``pygraph_graph`` and ``pygraph_function``, to torch's structured trace (``TORCH_TRACE``), as tlparse shows them. A
+failed write is ignored.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ class RecordingLog:
     number: int = -1
     parent: int | None = None
     reason: str = ""
-    inputs: tuple[tuple[Any, ...], ...] = ()  # the fields of an :class:`InputRecord` each, which is made when asked for
+    inputs: tuple[tuple[Any, ...], ...] = ()  # the fields of one :class:`InputRecord` each, which is made on demand
     kernels: int | None = None
     other_nodes: int | None = None
     record_s: float = 0.0
@@ -48,7 +44,7 @@ class RecordingLog:
 
     @property
     def copied_bytes(self) -> int:
-        """That each replay copies."""
+        """Bytes that each replay copies."""
         return sum(given[_COPIED_BYTES] for given in self.inputs)
 
     def record(self) -> RecordingRecord:
@@ -76,14 +72,15 @@ class FunctionLog:
     settings: dict[str, str]
     graph: GraphLog | None = None
     recordings: list[RecordingLog] = field(default_factory=list)
-    runs: int = 0  # of the compiled code: warmups, recordings and un-graphed calls
+    runs: int = 0  # of the compiled code: warm-ups, recordings and un-graphed calls
     warmups: int = 0
     warmup_pool_bytes: int = 0
     ungraphed_reason: str | None = None
-    trial_runs: int = 0  # of the compiled code, un-graphed for the sake of a measurement
-    decision: str | None = None  # what was measured, and which way was taken
-    route: str | None = None  # what replays were found to cost, and how inputs are given since
-    traced_reasons: set[str] = field(default_factory=set)  # once each: two may take turns, call by call
+    trial_runs: int = 0  # of the compiled code, un-graphed for a measurement
+    decision: str | None = None  # the measurements and the way that was taken
+    route: str | None = None  # how inputs are given since replays were sampled, and why
+    awaits_table: bool = False
+    traced_reasons: set[str] = field(default_factory=set)  # once each: two reasons may alternate from call to call
 
     @property
     def name(self) -> str:
@@ -104,15 +101,15 @@ class FunctionLog:
         for given in recording.inputs if _log.isEnabledFor(logging.DEBUG) else ():
             _log.debug("%s: recording %d: input %s", self.name, recording.number, InputRecord(*given))
 
-    def route_was_found(self, text: str, *, is_change: bool = True) -> None:
+    def route_was_found(self, text: str, *, awaits_table: bool = False) -> None:
         """Notes how inputs are given from now on, and why.
 
         Args:
-            is_change: False where it is as it was, and looked at once more: only the figures are new.
+            awaits_table: whether a table was chosen, and its kernels are not built yet.
         """
         _log.info("%s: %s", self.name, text)
-        is_news = self.route is None or (is_change and text != self.route)
-        self.route = text
+        is_news = text != self.route
+        self.route, self.awaits_table = text, awaits_table
         if is_news:
             _trace("pygraph_function", self)
 
@@ -123,7 +120,7 @@ class FunctionLog:
             _trace("pygraph_function", self)
 
     def decided(self, text: str | None, *, graphed: bool) -> None:
-        """Notes which way the function's calls go from now on, and what was measured, where a decision rests on it."""
+        """Notes which way the function's calls go from now on, and the measurements for a decision, if any."""
         is_news = text != self.decision
         self.decision = text
         if not graphed:
@@ -134,7 +131,7 @@ class FunctionLog:
             _trace("pygraph_function", self)
 
     def _takes_reason(self, reason: str) -> bool:
-        """Whether it is another than before."""
+        """Whether the reason is new."""
         is_news = self.ungraphed_reason != reason
         if is_news:
             _log.info("%s: not graphed: %s", self.name, reason)
@@ -157,6 +154,7 @@ class FunctionLog:
             ungraphed_reason=self.ungraphed_reason,
             decision=self.decision,
             route=self.route,
+            awaits_table=self.awaits_table,
         )
 
 
@@ -168,10 +166,10 @@ class GraphLog:
     partitions: tuple[Partition, ...]
     dropped: str | None = None
     rebinds_storage: bool = False  # an operation gives an input other memory, which no replay can repeat
-    functions: int = 0  # handed out for cudagraphify so far
+    functions: int = 0  # passed to cudagraphify so far
     placed: tuple[Placed, ...] = ()
     why_not_placed: str | None = None
-    code: str | None = None  # a key of its generated code, the same in each process
+    code: str | None = None  # a key of its generated code, the same in every process
 
     def record(self) -> GraphRecord:
         return GraphRecord(
@@ -180,16 +178,16 @@ class GraphLog:
 
 
 def _trace(name: str, log: FunctionLog | GraphLog) -> None:
-    """Adds the record of a log, as it is now, to torch's structured trace; nothing is made where there is none.
+    """Adds the current record of a log to torch's structured trace; makes nothing if there is no trace.
 
-    Never raises: a disk may be full, and programs go on.
+    Never raises: if the disk is full, for example, the program continues.
     """
     try:
         trace_structured(
             "artifact",
             metadata_fn=lambda: {"name": name, "encoding": "json"},
             payload_fn=lambda: json.dumps(asdict(log.record()), indent=1),
-            expect_trace_id=False,  # a recording is made when the program runs
+            expect_trace_id=False,  # a recording is made at run time
             compile_id=CompileId.from_string(log.compile_id),
         )
     except Exception as error:
@@ -197,7 +195,7 @@ def _trace(name: str, log: FunctionLog | GraphLog) -> None:
 
 
 class Journal:
-    """The logs of the process, in the order in which graphs and functions were compiled. Thread-safe."""
+    """The logs of the process, in the order of compilation. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -207,7 +205,7 @@ class Journal:
 
     @contextmanager
     def compiling(self, graph: GraphLog) -> Iterator[None]:
-        """The functions that are added inside belong to ``graph``."""
+        """Functions that are added inside belong to ``graph``."""
         outer = self.graph
         self._compiling.graph = graph
         try:
@@ -217,11 +215,11 @@ class Journal:
 
     @property
     def graph(self) -> GraphLog | None:
-        """The graph that is being compiled in this thread."""
+        """The graph that this thread compiles."""
         return getattr(self._compiling, "graph", None)
 
     def model_of(self, compile_id: str | None) -> str | None:
-        """The name of what was compiled under an id: that of a forward, for the backward compiled later."""
+        """The name of the program with a compile id; a backward, compiled later, has its forward's."""
         with self._lock:
             found = (g.model for g in reversed(self._graphs) if compile_id is not None and g.compile_id == compile_id)
             return next(found, None)
@@ -255,7 +253,7 @@ class Journal:
         return tuple(g.record() for g in graphs), tuple(f.record() for f in functions)
 
     def clear(self) -> None:
-        """Forgets what was noted; functions that are still alive no longer appear."""
+        """Forgets all facts; functions that are still alive no longer appear."""
         with self._lock:
             self._graphs.clear()
             self._functions.clear()

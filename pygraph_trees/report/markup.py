@@ -1,4 +1,8 @@
-"""Pieces of HTML that the parts of the page are made of: text that is escaped, tables, and what can be opened."""
+"""Pieces of HTML for the page: escaped text, tables, and elements that open.
+
+Each function takes plain text or HTML, as its docstring says, and returns HTML. Plain text is escaped here; HTML is
+inserted unchanged, so its author must escape what comes from a program.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[int] = (), label: str = "") -> str:
-    """Rows of plain text; ``words``: columns of sentences, which are broken into lines."""
+    """A table of plain text; ``words`` are the columns of sentences, which may wrap."""
 
     def row(cells: Sequence[str], tag: str) -> str:
         kinds = (' class="words"' if number in words else "" for number in range(len(cells)))
@@ -37,12 +41,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence
 
 
 def scrolled(body: str, label: str) -> str:
-    """Some HTML that scrolls by itself where it is wider than the page; ``label`` is plain text."""
+    """HTML that scrolls separately if it is wider than the page; ``label`` is plain text."""
     return f'<div class="scroll" role="region" tabindex="0" aria-label="{escaped(label)}">{body}</div>'
 
 
 def opened(summary: str, body: str, *, anchor: str = "") -> str:
-    """Something that can be opened; both are HTML. ``anchor``: where links to it lead."""
+    """An element that opens; both arguments are HTML. ``anchor`` is the target of links to it."""
     place = f' id="{anchor}"' if anchor else ""
     return f"<details{place}><summary>{summary}</summary><div>{body}</div></details>"
 

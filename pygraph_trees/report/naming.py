@@ -1,6 +1,7 @@
-"""What a compiled graph is called: the program that Dynamo traced, its compile id, its mode.
+"""Names for readers: of a compiled graph (the program that Dynamo traces, compile id, mode) and of a line of source.
 
-All of it is asked while compiling, in the thread that compiles. The names are for people; nothing is looked up by them.
+The names of a graph are read from the state of the compiling thread, so these functions must run there, during
+compilation; otherwise the id and the program's name are None. No code looks anything up by a name.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import re
 import torch
 
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)$")
+FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
 def compile_id() -> str | None:
-    """The compile id that Dynamo gave to what is being compiled."""
+    """Dynamo's id of the current compilation."""
     current = torch._guards.CompileContext.current_compile_id()
     return None if current is None else str(current)
 
@@ -26,9 +28,9 @@ def mode_name(*, is_backward: bool, is_inference: bool) -> str:
 
 
 def program_name() -> str | None:
-    """The class of the module or the name of the function that Dynamo is tracing; None where it traces nothing.
+    """The class of the module or the name of the function that Dynamo traces; None if it traces nothing.
 
-    Behind a graph break, where Dynamo goes on in a function of its own, the line is added: ``forward:31``.
+    After a graph break, Dynamo continues in a function of its own. Its name then has the line: ``forward:31``.
     """
     from torch._dynamo import symbolic_convert
 
@@ -36,8 +38,20 @@ def program_name() -> str | None:
     if tracer is None:
         return None
     resumed = _RESUMED.match(tracer.f_code.co_name)
-    # A module of torch's own is called through a function that holds it as `fn`.
+    # Dynamo calls one of torch's own modules through a function that holds it as `fn`.
     for owner in (tracer.f_locals.get("self"), tracer.f_locals.get("fn")):
         if isinstance(owner, torch.nn.Module):
             return f"{type(owner).__name__}:{resumed['line']}" if resumed else type(owner).__name__
     return f"{resumed['name']}:{resumed['line']}" if resumed else str(tracer.f_code.co_name)
+
+
+def source_line(stack_trace: str | None) -> str | None:
+    """The innermost frame of a stack trace, as ``file:line in function: code``."""
+    lines = (stack_trace or "").splitlines()
+    frames = [(i, m) for i, m in enumerate(map(FRAME.match, lines)) if m]
+    if not frames:
+        return None
+    at, frame = frames[-1]
+    code = lines[at + 1].strip() if at + 1 < len(lines) else ""
+    place = f"{frame['file']}:{frame['line']} in {frame['function']}"
+    return f"{place}: {code}" if code else place

@@ -1,8 +1,8 @@
-"""The report as one page of HTML that needs nothing else: no network, no script, light and dark, wide and narrow.
+"""Renders the report as one self-contained HTML page: no network, no script, light and dark, wide and narrow.
 
-:func:`page` makes it of a report's records and, where a program was measured, of sections that :mod:`..comparison`
-adds. Everything that can be opened is a ``details`` element, so a keyboard is enough. The records are in the page as
-JSON too, in the element ``#report``, for tools. All that comes from a program is escaped.
+:func:`page` takes a report's records and, for a measured program, the sections that ``benchmark`` adds. Elements that
+open are ``details`` elements, which work with a keyboard. The element ``#report`` holds the records as JSON for tools.
+All text that comes from a program is escaped.
 """
 
 from __future__ import annotations
@@ -12,33 +12,29 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from .markup import Section, counted, escaped, link, opened, table
 from .recorded_tree import facts, function_anchor, recorded_tree, recording_anchor
-from .records import FunctionRecord, GraphRecord, InputRecord, Partition, PartitionInput, RecordingRecord
+from .records import FunctionRecord, GraphRecord, InputRecord, Partition, PartitionInput, RecordingRecord, Snapshot
 from .text import called, cause_line, kernels, nbytes, title
 
-if TYPE_CHECKING:
-    from .summary import Report
-
 _MOST_ROWS = 400  # of one table of inputs
-_MOST_STEPS = 8  # ways through the trees
+_MOST_STEPS = 8  # paths through the trees
 _CSS = Path(__file__).with_name("page.css")
 
 
 def page(
-    report: Report,
+    report: Snapshot,
     first: Sequence[Section] = (),
     *,
     name: str = "CUDA graphs",
     more: Mapping[str, object] | None = None,
 ) -> str:
-    """The page.
+    """Renders the page.
 
     Args:
-        first: sections that come before those of the report
-        more: what the JSON in the page has beside the report's
+        first: sections before those of the report
+        more: entries of the page's JSON besides the report's
     """
     sections = [
         *first,
@@ -53,7 +49,7 @@ def page(
         sections.append(Section("breaks", "Graph breaks", body))
     links = "".join(f'<li><a href="#{s.anchor}">{escaped(s.title)}</a></li>' for s in sections)
     parts = "".join(f'<section id="{s.anchor}"><h2>{escaped(s.title)}</h2>{s.body}</section>' for s in sections)
-    # What could end the element is written in another way, which JSON reads as the same.
+    # A character that could end the element is written as an escape, which JSON reads as the same character.
     data = json.dumps({**asdict(report), **(more or {})}, indent=1).replace("<", "\\u003c")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -67,12 +63,12 @@ def page(
     )
 
 
-def _environment(report: Report) -> str:
+def _environment(report: Snapshot) -> str:
     found = report.environment
     on = ", ".join(f.name for f in found.features if f.state == "on") or "none"
     lines = [
         f"pygraph_trees {found.pygraph_trees}, torch {found.torch}, triton {found.triton or 'none'}, "
-        f"{found.gpu or 'no GPU'}; patches on: {on}"
+        f"{found.gpu or 'no GPU'}; patches on: {on}; native: {found.native}"
     ]
     lines += [
         f"patches {f.state}: {f.name}{f', {f.reason}' if f.reason else ''}" for f in found.features if f.state != "on"
@@ -80,7 +76,7 @@ def _environment(report: Report) -> str:
     return "".join(f'<p class="quiet">{escaped(line)}</p>' for line in lines)
 
 
-def _facts(report: Report) -> str:
+def _facts(report: Snapshot) -> str:
     newest = [f.recordings[-1] for f in report.functions if f.recordings]
     inside = sum(r.kernels or 0 for r in newest)
     facts = {
@@ -97,9 +93,6 @@ def _facts(report: Report) -> str:
         return f"<p>Nothing was compiled for CUDA graphs yet. Use {use}.</p>"
     cells = "".join(f"<div><dt>{escaped(k)}</dt><dd>{escaped(v)}</dd></div>" for k, v in facts.items())
     return f'<dl class="facts">{cells}</dl>'
-
-
-# -- functions
 
 
 def _functions(functions: Sequence[FunctionRecord]) -> str:
@@ -142,7 +135,7 @@ def _function(index: int, function: FunctionRecord) -> str:
 
 
 def _recordings(index: int, recordings: Sequence[RecordingRecord]) -> str:
-    """Each with a link to where it stands in the tree."""
+    """The recordings, each with a link to its place in the tree."""
     rows = []
     for position, r in enumerate(recordings):
         behind = "" if r.parent is None else f", behind recording {r.parent}"
@@ -153,7 +146,7 @@ def _recordings(index: int, recordings: Sequence[RecordingRecord]) -> str:
 
 
 def _inputs(inputs: Sequence[InputRecord]) -> str:
-    # What a reader looks for first: copied ones, then live ones.
+    # Readers look for copied inputs first, then for live ones.
     order = sorted(inputs, key=lambda i: (-i.copied_bytes, i.kind != "live", i.index))
     rows = [
         [
@@ -175,11 +168,8 @@ def _inputs(inputs: Sequence[InputRecord]) -> str:
     return f"<p>{escaped(by_kind)}</p>" + (opened(f"all {len(inputs)}", shown + more) if len(inputs) > 24 else shown)
 
 
-# -- steps
-
-
 def _steps(functions: Sequence[FunctionRecord]) -> str:
-    """The paths through the trees that were replayed most, each recording as wide as it has kernels."""
+    """The most replayed paths through the trees; the width of each recording shows its kernels."""
     counts = Counter(r.number for f in functions for r in f.recordings)
     if any(count > 1 for count in counts.values()):
         return "<p>There are trees of several threads, devices or ways, whose recordings have the same numbers.</p>"
@@ -188,7 +178,7 @@ def _steps(functions: Sequence[FunctionRecord]) -> str:
         for index, f in enumerate(functions)
         for position, r in enumerate(f.recordings)
     }
-    # Replays of a recording behind which none of its children was replayed.
+    # Replays of a recording after which none of its children was replayed.
     ended = Counter({number: r.replays for number, (_, r, _) in nodes.items()})
     for _, r, _ in nodes.values():
         if r.parent in nodes:
@@ -216,9 +206,10 @@ def _step(path: Sequence[tuple[FunctionRecord, RecordingRecord, str]], steps: in
 
 
 def _strip(parts: Iterable[tuple[int, str, str, str, str]]) -> str:
-    """Parts as wide as they have kernels: how many, what stands in it, kind, where it is told of, and its name.
+    """A strip of parts, each with its number of kernels as width, a text, a kind, a link target and a name.
 
-    A part is a link for who points at it; to others it is hidden, as all that it tells is told where it leads.
+    A part is a link for pointing devices only. It is hidden from assistive technology, because its target says the
+    same.
     """
     drawn = "".join(
         f'<a class="{kind}" href="#{anchor}" tabindex="-1" style="flex-grow:{max(1, count)}" title="{escaped(name)}">'
@@ -231,9 +222,6 @@ def _strip(parts: Iterable[tuple[int, str, str, str, str]]) -> str:
 def _what(function: FunctionRecord, recording: RecordingRecord) -> str:
     count = "?" if recording.kernels is None else recording.kernels
     return f"recording {recording.number}: {called(function)}, {count} kernels"
-
-
-# -- graphs
 
 
 def _graphs(graphs: Sequence[GraphRecord]) -> str:
@@ -271,7 +259,7 @@ def _graph_body(index: int, graph: GraphRecord) -> Iterator[str]:
 
 
 def _partitions(index: int, graph: GraphRecord) -> Iterator[str]:
-    """A strip of them, and below it what is known of each one."""
+    """A strip of the partitions, followed by the details of each."""
     strip, rows = [], []
     for number, part in enumerate(graph.partitions, 1):
         is_graphed = part.graphed and not graph.dropped
@@ -285,7 +273,7 @@ def _partitions(index: int, graph: GraphRecord) -> Iterator[str]:
 
 
 def _partition(part: Partition, name: str) -> str:
-    """What cuts it off, what it reads and what it hands on; ``name`` is HTML."""
+    """The cause that splits a partition off, its inputs and its outputs; ``name`` is HTML."""
     first, *more = part.causes or (None,)
     if first is not None:
         others = f", and {counted(len(more), 'other operation')}" if more else ""

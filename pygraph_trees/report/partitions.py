@@ -1,34 +1,31 @@
-"""Reads a scheduled Inductor graph: its partitions, what keeps some of them outside of CUDA graphs, and who reads
-what.
+"""Reads a scheduled Inductor graph: its partitions, what keeps some outside of CUDA graphs, and the readers of inputs.
 
-:func:`describe` goes in with a ``Scheduler`` and the partitions and signatures it decided on, and comes out with
-:class:`~.records.Partition` records. :func:`whole` describes a graph that was not partitioned. :func:`model_name`
-finds what a person would call the compiled code. Nothing here changes what it reads, and what cannot be told (a
-symbolic size, a node without a source line) is None.
+:func:`describe` takes a ``Scheduler`` with the partitions and signatures it decided on and returns
+:class:`~.records.Partition` records. :func:`whole` describes a graph that was not partitioned. :func:`model_name` finds
+a name for readers. Nothing is changed. An unknown fact (a symbolic size, a node without a source line) is None.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .naming import FRAME, source_line
 from .records import Cause, Partition, PartitionInput
 
 if TYPE_CHECKING:
     import torch
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
-_MOST_CAUSES = 20  # of one partition; the rest is counted in its kernels
-_FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+_MOST_CAUSES = 20  # of one partition; its kernels are counted in full
 
 
 def describe(
     scheduler: Scheduler, partitions: Sequence[Sequence[BaseSchedulerNode]], signatures: Sequence[Any]
 ) -> tuple[Partition, ...]:
-    """The partitions of a graph; ``signatures`` are upstream's ``GraphPartitionSignature``, one each."""
+    """The partitions of a graph; ``signatures`` are upstream's ``GraphPartitionSignature``, one per partition."""
     return tuple(
         Partition(
             graphed=not signature.skip_cudagraph,
@@ -42,7 +39,7 @@ def describe(
 
 
 def whole(scheduler: Scheduler) -> tuple[Partition, ...]:
-    """A graph that was not partitioned, as one partition that is graphed or dropped as a whole."""
+    """An unpartitioned graph as one partition, which is graphed or dropped as a whole."""
     kernels = Counter(kind for node in scheduler.nodes for kind in _kinds(node))
     return (Partition(graphed=True, kernels=dict(kernels)),)
 
@@ -58,7 +55,7 @@ def _leaves(node: BaseSchedulerNode) -> Iterator[BaseSchedulerNode]:
 
 
 def _kinds(node: BaseSchedulerNode) -> Iterator[str]:
-    """The kernels that a scheduled node becomes, by kind; a fused node is one."""
+    """The kinds of kernels that a scheduled node becomes; a fused node is one kernel."""
     from torch._inductor import ir
     from torch._inductor.scheduler import GroupedSchedulerNode, NopKernelSchedulerNode
 
@@ -92,24 +89,12 @@ def _causes(scheduler: Scheduler, nodes: Sequence[BaseSchedulerNode]) -> Iterato
 
 
 def _operation(node: BaseSchedulerNode) -> tuple[str, str | None]:
-    """Name and source line of the operation that a scheduled node came from."""
+    """Name and source line of the operation that a scheduled node comes from."""
     origins = [o for leaf in _leaves(node) for o in getattr(leaf.node, "origins", ())]
     if not origins:
         return type(node.node).__name__, None
     origin = next((o for o in origins if o.meta.get("stack_trace")), origins[0])
     return str(origin.target), source_line(origin.meta.get("stack_trace"))
-
-
-def source_line(stack_trace: str | None) -> str | None:
-    """The innermost frame of a stack trace, as ``file:line in function: code``."""
-    lines = (stack_trace or "").splitlines()
-    frames = [(i, m) for i, m in enumerate(map(_FRAME.match, lines)) if m]
-    if not frames:
-        return None
-    at, frame = frames[-1]
-    code = lines[at + 1].strip() if at + 1 < len(lines) else ""
-    place = f"{frame['file']}:{frame['line']} in {frame['function']}"
-    return f"{place}: {code}" if code else place
 
 
 def _inputs(
@@ -121,7 +106,7 @@ def _inputs(
     consumers: dict[str, Counter[str]] = {name: Counter() for name in input_nodes}
     for node in nodes:
         kinds = list(_kinds(node))
-        # Behind a mutation a buffer has another name.
+        # A mutated buffer has another name afterwards.
         used = {dep.name for dep in (*node.read_writes.reads, *node.read_writes.writes)}
         for name in {scheduler.mutation_real_name.get(name, name) for name in used}:
             if name in consumers:
@@ -151,7 +136,7 @@ def _nbytes(size: Sequence[Any], dtype: torch.dtype) -> int | None:
 
 
 def model_name(gm: torch.fx.GraphModule) -> str:
-    """The class of the outermost module that the graph's operations came from, else the name of the function."""
+    """The class of the outermost module that the graph's operations come from; otherwise the function's name."""
     modules: Counter[str] = Counter()
     functions: Counter[str] = Counter()
     for node in gm.graph.nodes:
@@ -160,7 +145,7 @@ def model_name(gm: torch.fx.GraphModule) -> str:
             outermost = next(iter(stack.values()))[1]
             modules[outermost.rsplit(".", 1)[-1] if isinstance(outermost, str) else outermost.__name__] += 1
         elif trace := node.meta.get("stack_trace"):
-            frame = _FRAME.search(trace)
+            frame = FRAME.search(trace)
             if frame:
                 functions[frame["function"]] += 1
     for names in (modules, functions):

@@ -1,12 +1,9 @@
-"""All recordings of a report as one tree across functions, drawn as nested lists.
+"""Draws all recordings of a report as one tree across functions, as nested lists.
 
-A recording follows the one that was replayed or recorded before it, mostly of another function: a backward follows its
-forward, a graph the one before the graph break. Recordings that follow one another are elements of one list, and where
-several follow the same one, each begins a list inside of it: what stands further to the right is a choice between
-recordings, however many graphs a step has.
-
-A recording's number is its manager's, so trees of several threads, devices or ways may have the same ones. A parent
-that cannot be told apart so is none: the recording is drawn as the first of a tree, and says what it follows.
+A recording follows the one that was replayed or recorded before it, often of another function. Successive recordings
+are elements of one list. If several follow the same recording, each begins a nested list, so indentation shows choices
+and not steps. Numbers belong to a manager and may repeat. A recording whose parent is ambiguous starts a tree, and says
+what it follows.
 """
 
 from __future__ import annotations
@@ -31,24 +28,24 @@ class Node:
 
 
 def function_anchor(index: int) -> str:
-    """Where the section of a function of the report is."""
+    """The anchor of a function's section in the report."""
     return f"function-{index}"
 
 
 def recording_anchor(index: int, position: int) -> str:
-    """Where the tree has a recording: function in the report, and which of its recordings."""
+    """The anchor of a recording in the tree: index of the function in the report, and of the recording in it."""
     return f"recording-{index}-{position}"
 
 
 def facts(recording: RecordingRecord) -> str:
-    """What a recording holds and what became of it, as plain text."""
+    """A recording's contents and history, as plain text."""
     inside = "? kernels" if recording.kernels is None else counted(recording.kernels, "kernel")
     extra = f", {counted(recording.extra_copies, 'input')} copied for one call" if recording.extra_copies else ""
     return f"{inside}, {counted(recording.replays, 'replay')}, {recording.record_s * 1e3:.1f} ms to record{extra}"
 
 
 def recorded_tree(functions: Sequence[FunctionRecord]) -> str:
-    """The tree as HTML, with a link from each recording to the section of its function."""
+    """The tree as HTML, with a link from each recording to its function's section."""
     nodes = [
         Node(f, r, function_anchor(index), recording_anchor(index, position))
         for index, f in enumerate(functions)
@@ -80,10 +77,10 @@ def recorded_tree(functions: Sequence[FunctionRecord]) -> str:
 def _lists(
     nodes: Sequence[Node], roots: Sequence[Node], below: Mapping[str, Sequence[Node]], numbers: Mapping[int, int]
 ) -> Iterator[str]:
-    """Paths without a branch are ``ol``, branches are ``ul``; no recording comes twice, and none is left out."""
+    """Unbranched paths are ``ol``, branches are ``ul``; every recording appears exactly once."""
     seen: set[str] = set()
     yield '<ul class="tree">'
-    # Records that follow each other in a circle have no root.
+    # Records in a cycle have no root.
     for root in (*roots, *nodes):
         pending: list[Node | str] = [root]
         while pending:

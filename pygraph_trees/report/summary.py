@@ -1,7 +1,7 @@
-"""The report: what became of every compiled graph and function, as records, text and JSON.
+"""The report on every compiled graph and function, as records, text, HTML and JSON.
 
-:func:`report` takes a snapshot. Printing it gives tables that fit a terminal of 80 columns or more;
-:meth:`Report.to_json` gives the records, with the names of :mod:`.records` as keys.
+:func:`report` takes a snapshot of the process's logs. Printed, it gives tables that fit a terminal of 80 columns or
+more. :meth:`Report.to_json` gives the records, with the names of ``records`` as keys.
 """
 
 from __future__ import annotations
@@ -9,44 +9,34 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pygraph_trees.version import __version__
+
 from .log import journal
-from .partitions import source_line
-from .records import Environment, FeatureState, FunctionRecord, GraphBreak, GraphRecord
+from .naming import source_line
+from .page import page
+from .records import Environment, FeatureState, GraphBreak, Snapshot
 from .text import render
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    environment: Environment
-    graphs: tuple[GraphRecord, ...]
-    functions: tuple[FunctionRecord, ...]
-    breaks: tuple[GraphBreak, ...] = ()
-
-    @property
-    def recordings(self) -> int:
-        return sum(len(f.recordings) for f in self.functions)
-
-    @property
-    def replays(self) -> int:
-        return sum(f.replays for f in self.functions)
+class Report(Snapshot):
+    """What happened so far, as records that can be printed, saved and shown in a browser."""
 
     def to_json(self) -> str:
         """All records as a JSON object with the keys ``environment``, ``graphs``, ``functions`` and ``breaks``."""
         return json.dumps(asdict(self), indent=1)
 
     def to_text(self, width: int | None = None) -> str:
-        """Tables of at most ``width`` columns (80 at least), the terminal's where it is not given."""
+        """Tables of at most ``width`` columns, but at least 80; by default the terminal's width."""
         columns = width or shutil.get_terminal_size((100, 24)).columns
         return render(self.environment, self.graphs, self.functions, max(80, columns), self.breaks)
 
     def to_html(self, path: str | Path | None = None) -> str:
-        """The same as a page for a browser, which needs nothing else; also written to ``path`` where one is given."""
-        from .page import page
-
+        """The report as a self-contained page for a browser, also written to ``path`` if given."""
         text = page(self)
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
@@ -57,25 +47,25 @@ class Report:
 
 
 def report() -> Report:
-    """What happened so far to every graph and function that was compiled for CUDA graphs in this process."""
+    """The report on every graph and function that this process has compiled for CUDA graphs so far."""
     graphs, functions = journal.records()
     return Report(_environment(), graphs, functions, tuple(_breaks()))
 
 
 def clear() -> None:
-    """Begins a new report: what was noted so far is forgotten, also of functions that are still in use."""
+    """Begins a new report without the facts so far, including those of functions still in use."""
     journal.clear()
     _breaks_before.clear()
     _breaks_before.update(_counted_breaks())
 
 
-_breaks_before: Counter[str] = Counter()  # those that a new report leaves out
+_breaks_before: Counter[str] = Counter()  # excluded from a new report
 
 
 def _counted_breaks() -> Counter[str]:
     from torch._dynamo.utils import counters
 
-    # What a compiler could not do stands in the second alone.
+    # Only the second counter has what a compiler could not do.
     return Counter(counters["graph_break"]) | Counter(counters["unimplemented"])
 
 
@@ -90,9 +80,6 @@ def _breaks() -> Iterator[GraphBreak]:
 def _environment() -> Environment:
     import torch
 
-    import inductor_patches
-    from pygraph_trees.version import __version__
-
     try:
         import triton
 
@@ -100,7 +87,14 @@ def _environment() -> Environment:
     except ImportError:
         triton_version = None
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    features = tuple(
-        FeatureState(s.feature, s.state, "; ".join(s.mismatches) or None) for s in inductor_patches.status()
-    )
-    return Environment(__version__, torch.__version__, triton_version, gpu, features)
+    return Environment(__version__, torch.__version__, triton_version, gpu, tuple(_features()), _native() or "unknown")
+
+
+_features: Callable[[], Iterable[FeatureState]] = tuple
+_native: Callable[[], str] = str
+
+
+def tell_state(features: Callable[[], Iterable[FeatureState]], native: Callable[[], str]) -> None:
+    """From now on reports show the package's features, and whether the native parts are used, as these say."""
+    global _features, _native
+    _features, _native = features, native

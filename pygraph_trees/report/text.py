@@ -1,4 +1,8 @@
-"""The report as text: :func:`render` fits tables and lines into a width given in columns."""
+"""Renders the report as text.
+
+:func:`render` takes a report and a width in columns, and returns tables and lines that fit the width. Long lists of
+causes and reasons are cut; the first column of a table shrinks if the width is short.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ def nbytes(count: int) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
-    """Columns as wide as they need, numbers to the right; the first column gives way where the width is short."""
+    """Columns as wide as they need, with numbers right-aligned; the first column shrinks if the width is short."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     others = sum(widths[1:]) + 2 * (len(head) - 1)
     widths[0] = max(8, min(widths[0], width - others))
@@ -60,7 +64,7 @@ def _head(environment: Environment) -> str:
     lines = [
         f"pygraph_trees {environment.pygraph_trees}, torch {environment.torch}, triton {environment.triton or 'none'}, "
         f"{environment.gpu or 'no GPU'}",
-        f"patches on: {', '.join(on) or 'none'}",
+        f"patches on: {', '.join(on) or 'none'}; native: {environment.native}",
     ]
     lines += [
         f"patches {f.state}: {f.name}{f', {f.reason}' if f.reason else ''}"
@@ -133,7 +137,7 @@ def _function_notes(functions: Sequence[FunctionRecord]) -> Iterator[str]:
 
 
 def _copies(function: FunctionRecord) -> Iterator[str]:
-    """What the newest recording copies by a rule, and which."""
+    """The inputs that the newest recording copies by a rule, with the rule."""
     live = [i for i in function.recordings[-1].inputs if i.kind == "live"] if function.recordings else []
     copied_by_rule = [i for i in live if i.why_copied is not None and i.copied_bytes]
     for why in dict.fromkeys(i.why_copied for i in copied_by_rule):
@@ -180,7 +184,7 @@ def _placed(graph: GraphRecord) -> Iterator[str]:
 
 
 def placed_lines(placed: Sequence[Placed]) -> Iterator[str]:
-    """What became of each value, those of the same line of the program together."""
+    """The result of placement for each value, grouped by line of the program."""
     groups: dict[tuple[str, str | None, str | None], list[str]] = {}
     for value in placed:
         groups.setdefault((value.how, value.why, value.source), []).append(value.value)

@@ -1,14 +1,15 @@
-"""Which functions are graphed.
+"""Chooses which functions run as CUDA graphs.
 
-:func:`without_graphs` is asked before a program is compiled, and :func:`why_not_graphed` once for each compiled graph,
-before any of it is graphed. If functions are chosen by measurement, :func:`trial_of` gives each the
-:class:`~.trial.Trial` that decides.
+:func:`without_graphs` runs before a program is compiled, and :func:`why_not_graphed` once per compiled graph, before
+any of it is graphed. If functions are chosen by measurement, :func:`trial_of` gives each function the
+:class:`~.trial.Trial` that decides. README.md explains the cost model, the trials and the profiles on disk.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -16,6 +17,7 @@ from weakref import WeakValueDictionary
 from torch._guards import TracingContext
 
 from pygraph_trees.report.naming import BACKWARD
+from pygraph_trees.settings import Settings
 
 from .decision import Objective
 from .profiles import Kept
@@ -25,35 +27,57 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from pygraph_trees.report.log import FunctionLog
-    from pygraph_trees.settings import Settings
 
-_trials: WeakValueDictionary[str, Trial] = WeakValueDictionary()  # the newest one of a program
+_trials: WeakValueDictionary[str, Trial] = WeakValueDictionary()  # from a program to its newest trial
 _lock = threading.Lock()
 
 
 class _Compiling(threading.local):
-    without_graphs = False  # though the program asks for them
+    without_graphs = False  # although the program asks for them
 
 
 _compiling = _Compiling()
 
 
-def without_graphs(settings: Settings, patches: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Patches of Inductor's configuration for a program that asks for CUDA graphs and is given none.
+def leaving_graphs_out(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """``compile_fx``, which compiles without CUDA graphs if the flags say "never"."""
+    from torch._inductor import config
 
-    What is compiled is then what ``torch.compile`` makes without CUDA graphs, in the same caches: partitions, and moves
-    of constructors and numbers to the GPU, would change devices of outputs and where the program waits for the GPU.
+    signature = inspect.signature(upstream)
+
+    @functools.wraps(upstream)
+    def compile_fx(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments["config_patches"]
+        with config.patch(given or {}):
+            patches = without_graphs(Settings.current(), given) if config.triton.cudagraphs else None
+        if patches is None:
+            return upstream(*args, **kwargs)
+        call.arguments["config_patches"] = patches
+        call.arguments["inner_compile"] = always_without_graphs(call.arguments["inner_compile"])
+        with compiling_without_graphs():
+            return upstream(*call.args, **call.kwargs)
+
+    return compile_fx
+
+
+def without_graphs(settings: Settings, patches: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Inductor config patches for a program that asks for CUDA graphs and gets none.
+
+    The result of compilation is then that of ``torch.compile`` without CUDA graphs, in the same caches. Partitions, and
+    moves of constructors and numbers to the GPU, would change output devices and the places where the program waits.
 
     Args:
-        settings: under these patches.
-        patches: what the program patches, which asks for CUDA graphs; the configuration does if it is None.
+        settings: the settings under these patches.
+        patches: what the program patches to ask for CUDA graphs; None if the configuration asks for them.
     """
     return None if why_not_graphed(settings) is None else {**(patches or {}), "triton.cudagraphs": False}
 
 
 @contextlib.contextmanager
 def compiling_without_graphs() -> Iterator[None]:
-    """Around all that compiles such a program, or puts it to use, in this thread."""
+    """Marks, for this thread, all that compiles such a program or installs the result."""
     before, _compiling.without_graphs = _compiling.without_graphs, True
     try:
         yield
@@ -62,7 +86,7 @@ def compiling_without_graphs() -> Iterator[None]:
 
 
 def always_without_graphs(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
-    """What compiles one graph of such a program: a backward is compiled later than its forward."""
+    """Wraps the compiler of one graph of such a program: a backward is compiled later than its forward."""
 
     @functools.wraps(compile_graph)
     def compile_without_graphs(*args: Any, **kwargs: Any) -> Any:
@@ -73,20 +97,20 @@ def always_without_graphs(compile_graph: Callable[..., Any]) -> Callable[..., An
 
 
 def are_graphs_left_out() -> bool:
-    """Whether the graph that is put to use belongs to a program that asks for CUDA graphs and is given none."""
+    """Whether the graph being installed belongs to a program that asks for CUDA graphs and gets none."""
     return _compiling.without_graphs
 
 
 def why_not_graphed(settings: Settings) -> str | None:
-    """The reason why the settings keep a graph un-graphed, None where they do not."""
+    """Says why the settings keep a function out of CUDA graphs; None if they do not."""
     return "pygraph_selective is 'never'" if settings.selective == "never" else None
 
 
 def trial_of(log: FunctionLog, settings: Settings, device: int) -> Trial | None:
-    """The trial of a function of a compiled graph; None where functions are not chosen by measurement.
+    """The trial of a function; None if functions are not chosen by measurement.
 
-    Partitions of a graph have one together, and a backward, which is compiled later, has that of its forward. It is
-    known as long as somebody holds it.
+    All partitions of a graph share one trial, and a backward, which is compiled later, shares its forward's. A trial
+    lives as long as anything refers to it.
     """
     if settings.selective != "auto":
         return None
@@ -108,14 +132,14 @@ def trial_of(log: FunctionLog, settings: Settings, device: int) -> Trial | None:
 
 
 def _program(compile_id: str | None) -> str | None:
-    """What a forward and its backward have in common, and no other graphs of the process.
+    """Names what a forward and its backward, and no other graphs of the process, have in common.
 
-    AOTAutograd counts what it compiles. A compile id is that of several programs where DDP has its buckets compiled
-    apart, and begins anew behind ``torch._dynamo.reset()``; but what comes from AOTAutograd's cache has no number, and
-    there a backward comes right behind its forward.
+    AOTAutograd numbers what it compiles. A compile id does not suffice: several programs share it if DDP has its
+    buckets compiled separately, and it restarts after ``torch._dynamo.reset()``. A graph from AOTAutograd's cache has
+    no number; its backward comes right after its forward.
     """
     context = TracingContext.try_get()
-    name = None if context is None else context.aot_graph_name  # of one graph: ["4_backward"]
+    name = None if context is None else context.aot_graph_name  # one graph's name: ["4_backward"]
     return f"AOT {name[0].rpartition('_')[0]}" if name else compile_id
 
 

@@ -1,32 +1,9 @@
-"""Whether a function is graphed: rules over plain facts, which ask no GPU and no clock.
+"""Decides whether a function is graphed, by rules over plain facts, without a GPU or a clock.
 
-In go what was measured of a function run both ways (:class:`Sample`), what un-graphing it does to its neighbours
-(:class:`Handed`) and whether the program waits for each of its steps (:class:`Objective`); out come the step's time
-both ways (:func:`compare`) and the way to take (:func:`decide`). A function and its backward are *parts* of one
-decision, given in the order in which they run. :func:`next_way` says which way the next call is to be measured, if any.
-
-The model. A call is work of the host that launches work of the GPU, in ``launches`` pieces of one size, one after
-another: the GPU begins a piece when the host has launched it and the piece before is done. Un-graphed each kernel is a
-piece; a replay is one piece, as its copies and its graph come at the end of what the host does.
-
-- *latency*: the program waits for the GPU after each step. A call from idle takes ``max(host, gpu) + min(host, gpu) /
-  launches``: host and GPU overlap but for the first launch or the last kernel. With one launch that is their sum. For
-  several parts the host goes on to the next one while the GPU works, so the GPU's time hides what the host does later.
-- *throughput*: the host runs ahead without end, and a step takes as long as the busier of the two: the greater one of
-  the sum of the host's times and the sum of the GPU's. What else a step does can decide which one that is, and is given
-  as a :class:`Load` among the parts; graphs that save host time gain nothing where the GPU is what is waited for.
-
-Graphed is the default: un-graphed has to be better by a margin, which grows with the function's own time and with the
-spread of what was measured. A decision that stands changes when the other way is better by twice the margin in several
-measurements one after another; noise within the margin around any steady difference can so change it once at most.
-
-A function may never be replayed: sizes change with each call, and it is recorded again and again. Then there is nothing
-to compare but what the host does for a recording, which ends before the GPU begins, and un-graphed has to be better by
-twice the margin (:func:`why_never_graphed`).
-
-What does not work, and why: the time between two events as the GPU's time of an un-graphed call. Where the GPU is idle
-when the call begins, it waits for the host in between, and the host's time would count twice
-(:meth:`Sample.without_waits`).
+The inputs are a :class:`Sample` per function and way, the effect on its neighbours (:class:`Handed`), and whether the
+program waits for each step (:class:`Objective`). :func:`compare` returns the step's time both ways, :func:`decide` the
+way to take, :func:`next_way` what to measure next. Too few calls raise :class:`TooFewCalls`. README.md describes the
+model.
 """
 
 from __future__ import annotations
@@ -41,7 +18,7 @@ from pygraph_trees.errors import PygraphError
 
 
 class TooFewCalls(PygraphError):
-    """A decision was asked for before enough calls were measured."""
+    """A decision was requested before enough calls were measured."""
 
     template = (
         "A comparison needs {needed} calls each way of every part; got {ungraphed} un-graphed and {graphed} graphed. "
@@ -65,33 +42,33 @@ class Objective(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Work of a step, as the model sees it."""
+    """Part of a step's work, as the model sees it."""
 
     host_us: float
     gpu_us: float
-    launches: int = 1  # pieces in which the host hands it to the GPU
+    launches: int = 1  # pieces in which the host launches the work
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What was measured of a function run one way."""
+    """The measurements of a function run one way."""
 
-    host_us: float  # median over the calls, until the call returned
-    gpu_us: float  # median over the calls, between an event before and one after it: copies are in it
+    host_us: float  # median over the calls, until the call returns
+    gpu_us: float  # median over the calls, between an event before and one after the call: copies included
     launches: int  # kernels and copies of an un-graphed call, 1 for a replay
     calls: int
-    spread_us: float  # how far apart the middle half of the calls lie, host and GPU together
+    spread_us: float  # interquartile range of the calls, host plus GPU
 
     @staticmethod
     def of(host_us: Sequence[float], gpu_us: Sequence[float], launches: int) -> Sample:
-        """Of single calls, at least one."""
+        """The sample of single calls, at least one."""
         spread_us = _middle_half(host_us) + _middle_half(gpu_us)
         return Sample(statistics.median(host_us), statistics.median(gpu_us), launches, len(host_us), spread_us)
 
     def without_waits(self, kernels_us: float) -> Sample:
-        """The un-graphed sample, given the time that the same kernels take in a graph, copies left out.
+        """The un-graphed sample, corrected by the time that the same kernels take in a graph, without copies.
 
-        Between an un-graphed call's events the GPU may have waited for the host; within a graph it waits for nothing.
+        Between the events of an un-graphed call the GPU may wait for the host; within a graph it does not.
         """
         return replace(self, gpu_us=min(self.gpu_us, kernels_us))
 
@@ -101,26 +78,26 @@ class Sample:
 
     @property
     def error_us(self) -> float:
-        """About the standard error of the medians."""
+        """Approximately the standard error of the medians."""
         return self.spread_us / math.sqrt(self.calls)
 
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """What graphed functions downstream do at each replay only because this one is un-graphed.
+    """The extra work of graphed functions downstream at each replay, if this function is un-graphed.
 
-    Its outputs lie in the graph pool while it is graphed; un-graphed, each is a live input of those that read it. Their
-    replays should be among the loads after it: what the host does for them costs nothing where the GPU is still busy.
+    Its outputs are in the graph pool while it is graphed. Un-graphed, each output is a live input of the functions that
+    read it. Their replays belong among the loads after it: their host work costs nothing while the GPU is still busy.
     """
 
-    patched: int = 0  # node parameters to set, where it is given by address
+    patched: int = 0  # node parameters to set for outputs given by address
     copied: int = 0  # inputs
     copied_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What the parts of a replay cost where they cannot be measured by themselves; the defaults are an H200's."""
+    """The costs of those parts of a replay that cannot be measured separately; the defaults are an H200's."""
 
     patch_us: float = 0.9  # host, one parameter of one node
     copy_us: float = 5.1  # host, a replay that copies
@@ -144,7 +121,7 @@ class Part:
     graphed: Sample
     handed: Handed = Handed()
     kernels: int = 0
-    copied_bytes: int = 0  # by each replay
+    copied_bytes: int = 0  # per replay
 
     def sample(self, way: Way) -> Sample:
         return self.graphed if way is Way.GRAPHED else self.ungraphed
@@ -154,30 +131,30 @@ class Part:
 class Restless:
     """A function whose graphed calls may all be recordings."""
 
-    ungraphed_us: Sequence[float]  # the host's time, of each call
-    graphed_us: Sequence[float]  # of each call, replay or not
+    ungraphed_us: Sequence[float]  # host time of each call
+    graphed_us: Sequence[float]  # host time of each call, replay or not
     replays: int
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    margin: float = 0.03  # of the parts' own time, un-graphed
-    floor_us: float = 2.0  # least margin
-    flips_after: int = 3  # measurements one after another that have to speak against a decision
+    margin: float = 0.03  # fraction of the parts' own un-graphed time
+    floor_us: float = 2.0  # smallest margin
+    flips_after: int = 3  # consecutive measurements against a decision that change it
     fewest_calls: int = 5  # each way
     most_calls: int = 20  # both ways together
-    fewest_recorded: int = 20  # graphed calls, hardly one of them a replay, that tell that there will be none
+    fewest_recorded: int = 20  # after so many graphed calls with few replays, no more replays are expected
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One measurement: the step both ways, and what was compared."""
+    """One measurement: the step's time both ways, and the facts compared."""
 
     objective: Objective
     ungraphed_us: float
     graphed_us: float
     margin_us: float
-    calls: int  # measured, both ways together, of the part with the fewest
+    calls: int  # measured calls, both ways together, of the part with the fewest
     kernels: int
     copied_bytes: int
 
@@ -185,7 +162,7 @@ class Comparison:
         return self.graphed_us if way is Way.GRAPHED else self.ungraphed_us
 
     def gain_us(self, way: Way) -> float:
-        """By how much this way is better than the other."""
+        """How much faster this way is than the other."""
         return self.step_us(way.other) - self.step_us(way)
 
     @property
@@ -197,7 +174,7 @@ class Comparison:
 class Decision:
     way: Way
     compared: Comparison  # the last measurement
-    against: int = 0  # measurements up to the last one that spoke against it, one after another
+    against: int = 0  # consecutive measurements that contradict it, up to the last one
 
     @property
     def text(self) -> str:
@@ -215,10 +192,10 @@ class Decision:
 
 
 def step_us(loads: Sequence[Load], objective: Objective) -> float:
-    """The time of a step that consists of these, one after another, from idle to idle or without a wait between."""
+    """The time of a step with these loads, in order: from idle to idle, or per step without a wait in between."""
     if objective is Objective.THROUGHPUT:
         return max(sum(load.host_us for load in loads), sum(load.gpu_us for load in loads))
-    host_us = gpu_us = 0.0  # until when each is busy
+    host_us = gpu_us = 0.0  # times at which each is free
     for load in loads:
         pieces = max(1, load.launches)
         first, last = load.host_us / pieces + load.gpu_us, load.host_us + load.gpu_us / pieces
@@ -230,10 +207,10 @@ def step_us(loads: Sequence[Load], objective: Objective) -> float:
 def compare(
     parts: Sequence[Part | Load], objective: Objective, rules: Rules = Rules(), costs: Costs = Costs()
 ) -> Comparison:
-    """The step both ways. All parts go the same way; a load is what else the step does, and is the same either way.
+    """Compares the step both ways. All parts go the same way; a load is other work of the step, the same either way.
 
     Raises:
-        TooFewCalls: a part was measured less often than the rules ask for, either way.
+        TooFewCalls: a part has fewer measured calls, either way, than the rules require.
     """
     deciding = [part for part in parts if isinstance(part, Part)]
     for part in deciding:
@@ -241,8 +218,8 @@ def compare(
             raise TooFewCalls(needed=rules.fewest_calls, ungraphed=part.ungraphed.calls, graphed=part.graphed.calls)
     ungraphed_us, graphed_us = (step_us(_loads(parts, way, costs), objective) for way in (Way.UNGRAPHED, Way.GRAPHED))
     error_us = math.hypot(*(part.sample(way).error_us for part in deciding for way in Way))
-    # Of one way's time alone: were it of the slower one's, a slower replay that changes nothing in the step, hidden
-    # behind other work, would raise the margin and speak for graphs.
+    # The margin depends on the un-graphed time alone. If it depended on the slower way, a slower replay that other work
+    # hides, and that so changes nothing in the step, would raise the margin and favour graphs.
     own_us = step_us([part.ungraphed.load for part in deciding], objective)
     return Comparison(
         objective,
@@ -256,7 +233,7 @@ def compare(
 
 
 def decide(compared: Comparison, standing: Decision | None = None, rules: Rules = Rules()) -> Decision:
-    """The decision after one more measurement; ``standing`` is the one before, None where there is none yet."""
+    """The decision after one more measurement; ``standing`` is the previous decision, if any."""
     if standing is None:
         better = compared.gain_us(Way.UNGRAPHED) > compared.margin_us
         return Decision(Way.UNGRAPHED if better else Way.GRAPHED, compared)
@@ -268,7 +245,7 @@ def decide(compared: Comparison, standing: Decision | None = None, rules: Rules 
 
 
 def why_never_graphed(parts: Sequence[Restless], rules: Rules = Rules()) -> str | None:
-    """Why functions that could not be compared are not graphed; None where they are."""
+    """Says why functions that could not be compared are not graphed; None if they are."""
     few = min((part.replays for part in parts), default=rules.fewest_calls)
     calls = min((len(part.graphed_us) for part in parts), default=0)
     measured = min((len(part.ungraphed_us) for part in parts), default=0)
@@ -283,10 +260,10 @@ def why_never_graphed(parts: Sequence[Restless], rules: Rules = Rules()) -> str 
 
 
 def next_way(ungraphed_calls: int, graphed_calls: int, clear: bool = False, rules: Rules = Rules()) -> Way | None:
-    """Which way the next call is measured, None where nothing more is.
+    """The way to measure the next call; None if nothing is left to measure.
 
     Un-graphed calls come first, before the function is recorded: later ones would take its outputs out of the graph
-    pool and make functions downstream record again. More replays are measured while the comparison is not ``clear``.
+    pool, and functions downstream would record again. If the comparison is not ``clear``, more replays are measured.
     """
     if ungraphed_calls < rules.fewest_calls:
         return Way.UNGRAPHED
@@ -308,7 +285,7 @@ def _loads(parts: Sequence[Part | Load], way: Way, costs: Costs) -> list[Load]:
 
 
 def _middle_half(values: Sequence[float]) -> float:
-    """Between the quartiles; of fewer than four values, between the least and the greatest."""
+    """The interquartile range; for fewer than four values, the full range."""
     ordered = sorted(values)
     left_out = len(ordered) // 4
     return ordered[-1 - left_out] - ordered[left_out]

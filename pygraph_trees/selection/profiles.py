@@ -1,16 +1,9 @@
-"""Profiles on disk: what was decided of a function, kept for the next process.
+"""Keeps decisions on disk for later processes.
 
-A profile is a small JSON file in the folder ``pygraph_trees`` of Inductor's cache, named by its key: a hash over all
-that the decision depends on (:class:`Subject`). Any number of processes and threads may use a folder at once:
-
-- a file is written under another name and renamed, so that a reader sees all of it or none; the last writer wins;
-- a use is counted by a newline appended to the file, which JSON does not mind. A count may be lost where the file is
-  replaced just then; a decision is never overwritten with an older one for the sake of a count.
-
-No failure of the disk is an error. A file that is damaged is no profile, and the function is measured again; a file in
-a later version's format is no profile either. What cannot be read and what cannot be written gives one warning each in
-a process, however many files and threads there are; but where nothing may be written, uses are not counted, and that is
-all. A profile that is old is still good, and should be checked again (:meth:`Profile.is_stale`).
+A profile is a small JSON file in the folder ``pygraph_trees`` of Inductor's cache. Its name is a hash over everything
+that the decision depends on (:class:`Subject`). Processes may share a folder. No disk failure is an error: a damaged
+file, or one in a later format, is no profile, and the function is measured again. Read failures and write failures each
+give one warning per process. README.md describes files and counts.
 """
 
 from __future__ import annotations
@@ -41,12 +34,12 @@ from .decision import Decision
 
 _log = logging.getLogger("pygraph_trees.selection")
 
-FORMAT = 1  # of the files; greater where an older version would misread one
+FORMAT = 1  # of the files; raised if an older version would misread one
 STALE_AFTER_S = 30 * 86400.0
 _LIMIT = 2**63  # of all numbers
-_MOST_BYTES = 65536  # of a file; no use is counted beyond
+_MOST_BYTES = 65536  # limit of a file, above which uses are not counted
 _MOST_NAME = 200  # characters
-_LEFT_BEHIND_S = 3600.0  # a file that is being written is never as old as this
+_LEFT_BEHIND_S = 3600.0  # a file that is being written is never this old
 
 
 class DamagedProfiles(PygraphWarning):
@@ -64,13 +57,13 @@ class ProfilesNotKept(PygraphWarning):
 
 
 class NoCacheFolder(PygraphError):
-    """Inductor has no folder for its cache."""
+    """Inductor has no cache folder."""
 
     template = "Inductor's cache, {folder}, cannot be made: {why}. TORCHINDUCTOR_CACHE_DIR names another folder for it."
 
 
 class ProfilesNotRemoved(PygraphError):
-    """Some profiles are still there after they should have been removed."""
+    """Some profiles remain after they should have been removed."""
 
     template = "{count} of the files in {folder} could not be removed: {why}"
 
@@ -81,7 +74,7 @@ class _Damaged(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What runs the functions."""
+    """The hardware and software that run the functions."""
 
     gpu: str
     driver: str  # the CUDA version that it supports, such as 13000
@@ -91,7 +84,7 @@ class Machine:
 
     @staticmethod
     def current(device: int) -> Machine:
-        """That of a CUDA device, by its index."""
+        """The machine of the CUDA device with this index."""
         try:
             import triton
 
@@ -105,22 +98,22 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """All that a decision depends on."""
+    """Everything that a decision depends on."""
 
-    graph: str  # anything that tells one compiled function from others, such as Inductor's key and the partition
-    inputs: tuple[str, ...]  # in order, as describe() has them
+    graph: str  # identifies one compiled function, for example by Inductor's key and the partition
+    inputs: tuple[str, ...]  # in order, in the form of describe()
     machine: Machine
     settings: Mapping[str, str]  # what else changes a call's cost or the question: flags, the objective
 
     @property
     def key(self) -> str:
-        """64 hexadecimal digits."""
+        """The file name: 64 hexadecimal digits."""
         parts = [self.graph, list(self.inputs), asdict(self.machine), dict(self.settings)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def describe(value: object) -> str:
-    """An input's dtype and shape, ``float32[8, 16]``; of what is no tensor its type, and its value if it is an int."""
+    """An input's dtype and shape, ``float32[8, 16]``; otherwise its type, and its value if it is an int."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return f"int {value}" if type(value) is int else type(value).__name__
@@ -129,17 +122,17 @@ def describe(value: object) -> str:
 @dataclass(frozen=True, slots=True)
 class Profile:
     key: str
-    what: str  # the function, for people
+    what: str  # the function's name for readers
     gpu: str
-    decided_s: float  # since 1970
+    decided_s: float  # seconds since 1970
     decision: Decision
-    uses: int = 0  # since it was decided, by those who did not decide it; at most 65536
+    uses: int = 0  # by other processes since the decision; at most 65536
 
     def age_s(self, now_s: float | None = None) -> float:
         return (time.time() if now_s is None else now_s) - self.decided_s
 
     def is_stale(self, now_s: float | None = None) -> bool:
-        """Whether it should be measured again: it is 30 days old, or more than a day from the future."""
+        """Whether the function should be measured again: the profile is 30 days old, or over a day in the future."""
         return not -86400.0 <= self.age_s(now_s) <= STALE_AFTER_S
 
 
@@ -151,10 +144,10 @@ class Profiles:
 
     @staticmethod
     def default() -> Profiles:
-        """Those beside Inductor's cache, as it is set now.
+        """The profiles next to Inductor's current cache.
 
         Raises:
-            NoCacheFolder: Inductor, which makes that folder where there is none, cannot.
+            NoCacheFolder: the folder does not exist, and Inductor cannot create it.
         """
         from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -164,14 +157,14 @@ class Profiles:
             raise NoCacheFolder(folder=error.filename, why=error.strerror) from error
 
     def use(self, key: str) -> Profile | None:
-        """The profile of a key, which is counted as used; None where there is none."""
+        """The profile for a key, which counts as a use; None if there is none."""
         found = self._load(self._path(key))
         if found is not None:
             self._count(key)
         return found
 
     def store(self, subject: Subject, what: str, decision: Decision, now_s: float | None = None) -> None:
-        """Writes what was decided, in place of what there was."""
+        """Writes a decision, which replaces an earlier one."""
         decided_s = time.time() if now_s is None else now_s
         printable = "".join(c if c.isprintable() else "?" for c in what[:_MOST_NAME])
         profile = Profile(subject.key, printable, subject.machine.gpu, decided_s, decision)
@@ -182,17 +175,17 @@ class Profiles:
             self._warn(ProfilesNotKept, error.strerror or type(error).__name__)
 
     def list(self) -> tuple[Profile, ...]:
-        """All that can be read, the newest first."""
+        """All readable profiles, the newest first."""
         found = (self._load(path) for path in self._files(".json"))
         return tuple(sorted((p for p in found if p is not None), key=lambda p: (-p.decided_s, p.key)))
 
     def clear(self) -> int:
-        """Removes all profiles, damaged ones too, and what writers that were killed have left; returns how many.
+        """Removes all profiles, damaged ones and the leftovers of killed writers included; returns how many.
 
-        What another process writes meanwhile may stay.
+        A file that another process writes in the meantime may stay.
 
         Raises:
-            ProfilesNotRemoved: some are still there; all others are gone.
+            ProfilesNotRemoved: some remain; all others are gone.
         """
         before = time.time() - _LEFT_BEHIND_S
         removed, failures = 0, []
@@ -238,13 +231,13 @@ class Profiles:
         return None
 
     def _write(self, key: str, content: bytes) -> None:
-        with contextlib.suppress(FileNotFoundError):  # the folder was removed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # another process removed the folder
             return self._write_once(key, content)
         return self._write_once(key, content)
 
     def _write_once(self, key: str, content: bytes) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Not by tempfile, whose files no other user may read.
+        # No other user could read a file that tempfile creates.
         path = self.folder / f"{key}.{secrets.token_hex(8)}.tmp"
         try:
             with open(path, "xb") as file:
@@ -272,7 +265,8 @@ class Profiles:
 
     def _warn(self, kind: type[PygraphWarning], why: str) -> None:
         mine = object()
-        # One operation, so that of several threads one warns; a lock could be held by another thread in a fork.
+        # setdefault is one operation, so only one of several threads warns; after a fork, a lock could be held by a
+        # thread that is gone.
         if _warned.setdefault(kind, mine) is mine:
             warnings.warn(kind(folder=self.folder, why=why), stacklevel=3)
 
@@ -281,13 +275,13 @@ _warned: dict[type[PygraphWarning], object] = {}
 
 
 class Kept:
-    """What is kept of one compiled graph: asked for before it is measured, and given what was decided."""
+    """The stored decision of one compiled graph: looked up before it is measured, and written afterwards."""
 
     def __init__(self, code: str, what: str, device: int, settings: Mapping[str, str]) -> None:
         """
         Args:
             code: the key of the graph's generated code.
-            what: the graph, for people.
+            what: the graph's name for readers.
             settings: what else changes a call's cost, or the question.
         """
         self._code, self._what, self._device, self._settings = code, what, device, settings
@@ -295,7 +289,7 @@ class Kept:
         self._profiles: Profiles | None = None
 
     def find(self, inputs: Sequence[object]) -> Profile | None:
-        """The profile of the graph called with such inputs; None where there is none that holds still."""
+        """The profile of the graph for such inputs; None if there is none that is still valid."""
         try:
             self._profiles = Profiles.default()
         except NoCacheFolder as error:
@@ -307,20 +301,20 @@ class Kept:
         return None if found is None or found.is_stale() else found
 
     def store(self, decision: Decision) -> None:
-        """For the inputs that were asked for; nothing where that was not done, or where there is no folder."""
+        """Stores a decision for the inputs of :meth:`find`; does nothing without these or without a folder."""
         if self._profiles is not None and self._subject is not None:
             self._profiles.store(self._subject, self._what, decision)
 
 
 def _value(value: object) -> str:
-    """What JSON has no word for."""
+    """Converts a value for which JSON has no type."""
     if isinstance(value, enum.Enum):
         return str(value.value)
     raise TypeError(f"{type(value).__name__} has no place in a profile")
 
 
 def _parse(key: str, content: bytes) -> Profile | None:
-    """The profile in a file, None where its format is a later one."""
+    """The profile in a file; None if its format is a later one."""
     if len(content) > 2 * _MOST_BYTES:
         raise _Damaged("it is too large")
     stripped = content.rstrip(b"\n")
@@ -339,7 +333,7 @@ def _parse(key: str, content: bytes) -> Profile | None:
 
 
 def _read(kind: Any, data: Any, name: str) -> Any:
-    """A value of one of the types that records here have, out of JSON; fields that are not known are left out."""
+    """Converts JSON to one of the record types; ignores unknown fields."""
     if is_dataclass(kind) and isinstance(data, dict):
         record: Any = kind
         types = typing.get_type_hints(kind)

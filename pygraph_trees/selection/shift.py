@@ -1,9 +1,9 @@
-"""Whether calls are still what was decided for: a rule over looks at some of them.
+"""Detects that calls have changed since a decision was made.
 
-A look says what one call took, the way that was decided, and whether the GPU had nothing to do when it began. The first
-ones behind a decision say how calls are; when those of two windows, one after another, are otherwise, there is another
-load: sizes, what else the host or the GPU is busy with, who waits for whom. What was measured may no longer hold then.
-A window is of calls of the same sizes, one look after another: where sizes change all the time there is none.
+A :class:`Look` is one sampled call: its times, run the way that was decided, and whether the GPU was idle before it.
+The first window of samples after a decision sets the reference. If two consecutive windows differ from it, the load has
+changed: sizes, other work, or what waits for what. A window consists of consecutive samples with the same sizes;
+constantly changing sizes never fill one.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    host_us: float  # until the call returned
-    gpu_us: float  # between an event before and one after it
-    is_idle: bool  # the GPU, when it began
-    sizes: tuple[int, ...] = ()  # that it was given as integers
+    host_us: float  # until the call returns
+    gpu_us: float  # between an event before and one after the call
+    is_idle: bool  # whether the GPU is idle before the call
+    sizes: tuple[int, ...] = ()  # integers among the inputs
 
 
 @dataclass(frozen=True, slots=True)
 class ShiftRules:
-    looks: int = 5  # of a window
+    looks: int = 5  # in a window
     windows: int = 2
-    factor: float = 1.5  # between times
-    floor_us: float = 5.0  # by which they have to differ as well
-    idle: float = 0.5  # between shares
+    factor: float = 1.5  # ratio of times that counts as a change
+    floor_us: float = 5.0  # difference that a change needs as well
+    idle: float = 0.5  # difference of idle shares that counts as a change
 
 
 class Shift:
-    """The looks behind one decision."""
+    """The samples after one decision."""
 
     def __init__(self, rules: ShiftRules = ShiftRules()) -> None:
         self._rules = rules
         self._first: Sequence[Look] = ()
         self._window: list[Look] = []
-        self._other = 0  # windows one after another that are not as the first
+        self._other = 0  # consecutive windows that differ from the first
 
     def accepts(self, look: Look) -> bool:
-        """Whether, with this look, calls are found to be others."""
+        """Adds a sample and says whether the calls have changed."""
         if self._window and self._window[-1].sizes != look.sizes:
             self._window.clear()
         self._window.append(look)

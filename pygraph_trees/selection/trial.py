@@ -1,29 +1,9 @@
-"""A trial: the first calls of a compiled graph, run un-graphed and then graphed, until it is known which is better.
+"""Runs the first calls of a compiled graph un-graphed, then graphed, until one way proves better.
 
-A :class:`Trial` is that of one compiled graph, its backward and all of their partitions, each of which is a
-:class:`Contestant`. All go the same way in a step; which one that is changes where the first of them is called, and
-never between a forward that is graphed and its backward. Each call of the program is made once, whatever is measured.
-
-Un-graphed calls come first, and until they are done torch's trees do not know of the function: nothing was recorded
-that would have to be taken back. Then it is graphed as torch would have it, and replays are measured. The host's time
-is a clock's around the call; the GPU's lies between two events, of which nobody waits: they are looked at later. Where
-the GPU is idle when a replay begins, what the host does before the launch lies between them too, and is taken off; of
-an un-graphed call it cannot be, so no more than the graph's own time is believed.
-
-A decision is looked after: now and then one more call is measured, the way that was taken (:meth:`Contestant.look`).
-Where calls are found to be others than behind the decision (:mod:`.shift`), the trial begins anew, some times at most,
-and the way changes where several measurements one after another speak against it.
-
-Where an earlier process measured the same graph with inputs of the same shapes, what it decided holds from the first
-call on, and nothing is measured.
-
-A graph with dynamic shapes is given their sizes as integers. Steps with other integers than the first measured step had
-are other work, and are not measured.
-
-Where it takes too long (a backward or sizes that hardly ever come), or a function is called by a second thread, it is
-graphed: but where graphed calls are recordings and hardly ever replays, and those took longer, it is not. A backward is
-called by a thread of autograd's, so each function has a thread of its own; what the threads share has the trial's lock,
-which no call takes once the trial is over.
+A :class:`Trial` covers a graph, its backward and their partitions. Each partition is a :class:`Contestant`, called in
+place of the function. All go the same way in a step. No call is repeated. If a trial takes too long, or a second thread
+calls a function, the graph is graphed, unless its graphed calls are mostly recordings and slower. README.md describes
+the procedure.
 """
 
 from __future__ import annotations
@@ -68,42 +48,40 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("pygraph_trees.selection")
 
-_LEFT_OUT = {
-    Way.UNGRAPHED: 2,
-    Way.GRAPHED: 1,
-}  # calls of each way that are not measured: kernels are chosen, caches fill
-_MOST_STEPS = 100  # of a trial, without those of other integers; of these one after another
+# Calls of each way that are not measured: kernels are chosen, caches fill.
+_LEFT_OUT = {Way.UNGRAPHED: 2, Way.GRAPHED: 1}
+_MOST_STEPS = 100  # with the measured integers, in a trial; also the limit of consecutive steps with others
 _MOST_RENEWALS = 3  # of a trial
 
 
 class Watch(Protocol):
-    """Clocks of the host and of the GPU's current stream."""
+    """Clocks for the host and for the GPU's current stream."""
 
     def is_idle(self) -> bool:
-        """Whether the GPU has done all that the stream was given."""
+        """Whether the GPU has finished the stream's work."""
 
     def mark(self) -> Any:
-        """A place in the stream."""
+        """Marks a place in the stream."""
 
     def us_between(self, begin: Any, end: Any) -> float | None:
-        """The GPU's time from one place to another; None where it has not come by."""
+        """GPU time between two marks; None if the GPU has not reached the second one."""
 
     def make_room(self) -> None:
-        """Gives memory back that the other way has used: none is taken back while graphs are warmed up."""
+        """Frees cached memory of the other way, which graph warm-up would not reclaim."""
 
 
 class Memory(Protocol):
-    """What is known of the graph from earlier processes."""
+    """Decisions about the graph from earlier processes."""
 
     def find(self, inputs: Sequence[object]) -> Profile | None:
-        """What was decided, for such inputs of the function that is called first."""
+        """The stored decision for such inputs of the function that is called first."""
 
     def store(self, decision: Decision) -> None:
-        """Keeps what was decided for the inputs that were asked for."""
+        """Stores a decision for the inputs of the last :meth:`find`."""
 
 
 class GpuWatch:
-    """Of a CUDA device."""
+    """A :class:`Watch` for a CUDA device."""
 
     def __init__(self, device: int) -> None:
         import torch
@@ -128,9 +106,9 @@ class GpuWatch:
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """A call, of which the GPU may not be done yet."""
+    """A measured call whose GPU work may still be running."""
 
-    is_idle: bool  # the GPU, before it
+    is_idle: bool  # whether the GPU is idle before the call
     host_us: float
     begin: Any  # marks in the stream
     end: Any
@@ -143,7 +121,7 @@ class _Timed:
 class _Calls:
     """Measured calls of one way."""
 
-    left_out: int  # calls that are still to be made before
+    left_out: int  # calls to make before the first measured one
     host_us: list[float] = field(default_factory=list)
     gpu_us: list[float] = field(default_factory=list)
 
@@ -152,9 +130,9 @@ class _Calls:
 
 
 class Contestant:
-    """One function in a trial: called in its place, it gives what the function gives.
+    """A function in a trial; calling it returns the function's outputs.
 
-    ``mode``: the function's, "forward", "backward" or "inference".
+    ``mode`` is the function's: "forward", "backward" or "inference".
     """
 
     def __init__(
@@ -173,10 +151,10 @@ class Contestant:
         Args:
             graphed: warms up, records and replays; consumes its inputs.
             ungraphed: runs the compiled code; consumes its inputs.
-            ended: told the way that is taken from then on.
-            began: told that the trial begins anew, and that calls are to come here again.
-            handed: what graphed functions downstream would do if it were un-graphed.
-            has_room: whether there is memory to run it un-graphed while its recordings are there.
+            ended: called with the way that is taken from then on.
+            began: called if the trial starts again and needs the function's calls again.
+            handed: the extra work of graphed functions downstream if this one is un-graphed.
+            has_room: whether memory suffices to run it un-graphed while its recordings exist.
         """
         self._trial, self._log, self._watch, self._ended, self._began = trial, log, watch, ended, began
         self._handed, self.has_room = handed, has_room
@@ -184,15 +162,15 @@ class Contestant:
         self._run = {Way.GRAPHED: graphed, Way.UNGRAPHED: ungraphed}
         self._thread: int | None = None
         self.calls = 0  # since a step began
-        self._shift: Shift | None = None  # behind a decision
-        self._looked: tuple[_Timed, tuple[int, ...]] | None = None  # and the integers that it was given
+        self._shift: Shift | None = None  # set after a decision
+        self._looked: tuple[_Timed, tuple[int, ...]] | None = None  # with the integers among its inputs
         self.start_over()
 
     def start_over(self) -> None:
-        """Forgets what was measured."""
+        """Discards the measurements."""
         self._calls = {way: _Calls(left_out) for way, left_out in _LEFT_OUT.items()}
         self._pending: deque[tuple[Way, _Timed]] = deque()
-        self._graphed_us: deque[float] = deque(maxlen=_MOST_STEPS)  # the host's time, of the newest calls
+        self._graphed_us: deque[float] = deque(maxlen=_MOST_STEPS)  # host time of the newest calls
         self._replays = 0
 
     def __call__(self, inputs: list[Any]) -> Any:
@@ -205,7 +183,7 @@ class Contestant:
         outputs, timed = self._timed(way, inputs)
         with self._trial.lock:
             if not self._trial.is_over:
-                if way is Way.GRAPHED and self._counts() != before:  # who graphs may run it un-graphed
+                if way is Way.GRAPHED and self._counts() != before:  # graphed code may run un-graphed as well
                     self._graphed_us.append(timed.host_us)
                     self._replays += timed.end is not None
                 if timed.end is not None and self._trial.measures_step():
@@ -213,13 +191,13 @@ class Contestant:
         return outputs
 
     def _timed(self, way: Way, inputs: list[Any]) -> tuple[Any, _Timed]:
-        """A call; without an end where it was to be a replay, and was anything else."""
+        """Runs and times a call; there is no end mark if a call that should be a replay was anything else."""
         before = self._counts()
         is_idle, begin = self._watch.is_idle(), self._watch.mark()
         start = time.perf_counter_ns()
         outputs = self._run[way](inputs)
         host_us = (time.perf_counter_ns() - start) / 1e3
-        is_replay = way is Way.GRAPHED and self._counts() == (before[0] + 1, before[1])  # and nothing else
+        is_replay = way is Way.GRAPHED and self._counts() == (before[0] + 1, before[1])  # no other graph activity
         end = self._watch.mark() if is_replay or way is Way.UNGRAPHED else None
         return outputs, _Timed(is_idle, host_us, begin, end)
 
@@ -232,7 +210,7 @@ class Contestant:
             self._pending.append((way, timed))
 
     def look(self, inputs: list[Any]) -> Any:
-        """A call behind the trial, which is looked at; the trial may begin anew behind it."""
+        """Runs a call after the trial and samples it; the trial may start again afterwards."""
         way = self._trial.way
         if not self._trial.may_be_renewed() or not self.is_in_its_thread():
             return self._run[way](inputs)
@@ -249,18 +227,18 @@ class Contestant:
         return outputs
 
     def is_in_its_thread(self) -> bool:
-        """Whether the thread that calls is the one that called first."""
+        """Whether the calling thread is the one of the first call."""
         thread = threading.get_ident()
         self._thread = self._thread or thread
         return thread == self._thread
 
     def _counts(self) -> tuple[int, int]:
-        """Replays, and what else there is of graphs."""
+        """The number of replays, and of recordings and warm-ups."""
         recordings = self._log.recordings
         return sum(recording.replays for recording in recordings), len(recordings) + self._log.warmups
 
     def collect(self) -> None:
-        """Takes what the GPU is done with."""
+        """Collects the calls that the GPU has finished."""
         while self._pending:
             way, timed = self._pending[0]
             gpu_us = timed.gpu_us(self._watch)
@@ -276,7 +254,7 @@ class Contestant:
         return len(self._calls[way].host_us)
 
     def made(self, way: Way) -> int:
-        """Measured calls and those that the GPU is not done with."""
+        """Measured calls, including those that the GPU has not finished."""
         return self.measured(way) + sum(pending[0] is way for pending in self._pending)
 
     def restless(self) -> Restless:
@@ -293,11 +271,11 @@ class Contestant:
         self._watch.make_room()
 
     def look_anew(self) -> None:
-        """Calls are as they are from now on."""
+        """Takes the calls from now on as the reference."""
         self._shift = self._looked = None
 
     def begin(self) -> None:
-        """The trial begins anew."""
+        """Prepares for a new start of the trial."""
         self.look_anew()
         self.calls = 0
         self.start_over()
@@ -310,7 +288,7 @@ class Contestant:
 
 
 class Trial:
-    """The functions that are decided together."""
+    """A group of functions that are decided together."""
 
     def __init__(
         self,
@@ -320,30 +298,30 @@ class Trial:
         rules: Rules = Rules(),  # noqa: B008
         graph: object = None,
     ) -> None:
-        """``graph``: that began it, for who asks."""
+        """``graph`` is the graph that started the trial, for callers that ask."""
         self._objective, self.rules, self._memory, self.graph = objective, rules, memory, graph
-        self.backward: object = None  # the graph that is its backward, for who asks
-        self._awaits_backward = False  # whether a forward was graphed whose backward is to come
-        self.lock = threading.RLock()  # what is freed under it may call a function
+        self.backward: object = None  # the backward graph, for callers that ask
+        self._awaits_backward = False  # a forward was graphed and its backward is still to come
+        self.lock = threading.RLock()  # reentrant: freeing an object under it may call a function
         self._contestants: list[Contestant] = []
-        self._behind: list[weakref.ref[Contestant]] = []  # those that ended, the one first whose calls begin steps
+        self._behind: list[weakref.ref[Contestant]] = []  # after the end; the one whose calls begin steps is first
         self._way = Way.UNGRAPHED
-        self._standing: Decision | None = None  # what holds while it is measured anew
+        self._standing: Decision | None = None  # the decision in force during a new measurement
         self._renewals = 0
-        self._first: Contestant | None = None  # the one whose calls begin steps
+        self._first: Contestant | None = None  # the contestant whose calls begin steps
         self._steps = 0
-        self._others = 0  # steps of other integers since there was one of ours
-        self._asked: tuple[int, ...] = ()  # integers that the memory was asked for
-        self._integers: tuple[int, ...] | None = None  # of the steps that are measured
-        self._given: tuple[int, ...] | None = ()  # of this step; None where none has begun since
-        self._is_disturbed = False  # whether what was measured is not what other processes would find
-        self._why: str | None = None  # the way that was taken in the end, in numbers
+        self._others = 0  # consecutive steps with other integers
+        self._asked: tuple[int, ...] = ()  # integers of the memory's lookup
+        self._integers: tuple[int, ...] | None = None  # integers of the measured steps
+        self._given: tuple[int, ...] | None = ()  # this step's; None right after a new start
+        self._is_disturbed = False  # whether other processes would measure something else
+        self._why: str | None = None  # the final way, in numbers
         self.decision: Decision | None = None
         self.is_over = False
-        self.is_elsewhere = False  # whether it was ended by a thread that the functions are not called by
+        self.is_elsewhere = False  # ended by a thread other than the functions' own
 
     def join(self, contestant: Contestant) -> None:
-        """One more function; one that comes late goes the way of the others."""
+        """Adds a function; one that joins after the end goes the way of the others."""
         with self.lock:
             if self.is_over:
                 self._behind.append(weakref.ref(contestant))
@@ -353,15 +331,15 @@ class Trial:
 
     @property
     def way(self) -> Way:
-        """The one that is taken."""
+        """The way currently taken."""
         return self._way
 
     def may_be_renewed(self) -> bool:
-        """Whether it is over, with a decision that may be another one some time."""
+        """Whether the trial is over with a decision that may still change."""
         return self.is_over and self.decision is not None and self._renewals < _MOST_RENEWALS
 
     def begin_anew(self) -> None:
-        """Measures once more: from the next step on, the way that was decided until then."""
+        """Starts the measurement again: from the next step on, beginning with the way decided so far."""
         with self.lock:
             found = [contestant for reference in self._behind if (contestant := reference()) is not None]
             if not self.may_be_renewed() or not found or self._behind[0]() is not found[0]:
@@ -376,7 +354,7 @@ class Trial:
             assert self.decision is not None
             self._standing = replace(self.decision, against=0)
             self.is_over = self._is_disturbed = False
-            # A forward may have been graphed whose backward is to come.
+            # A forward may already be graphed and its backward still to come.
             graphed = self._way is Way.GRAPHED
             self._awaits_backward = graphed and any(contestant.mode == BACKWARD for contestant in found)
             self._start_over()
@@ -390,7 +368,7 @@ class Trial:
         self._integers = None
 
     def way_of(self, contestant: Contestant, inputs: Sequence[object]) -> Way:
-        """The way of a function's call that is about to be made."""
+        """The way for the call that a function is about to make."""
         if not self.is_over:
             with self.lock:
                 if not self.is_over:
@@ -398,16 +376,16 @@ class Trial:
         return self._way
 
     def measures_step(self) -> bool:
-        """Whether this step is like those that were measured."""
+        """Whether this step has the integers of the measured steps."""
         return self._given is not None and self._integers in (None, self._given)
 
     def was_measured(self) -> None:
-        """Notes that a call of this step was."""
+        """Notes that a call of this step was measured."""
         self._integers = self._given
         self._is_disturbed |= _is_disturbed()
 
     def _go_on(self, contestant: Contestant, inputs: Sequence[object]) -> None:
-        """Begins a step, or goes on with it."""
+        """Begins or continues a step."""
         if not contestant.is_in_its_thread():
             self.is_elsewhere = True
             self._end_undecided(Way.GRAPHED, None)
@@ -428,7 +406,7 @@ class Trial:
             self._awaits_backward = goes_graphed and any(c.mode == BACKWARD for c in self._contestants)
 
     def _recalls(self, inputs: Sequence[object]) -> bool:
-        """Ends the trial before it begins, where it was decided by an earlier process."""
+        """Ends the trial at once if an earlier process decided it."""
         profile = None if self._memory is None else self._memory.find(inputs)
         if profile is not None:
             decision = profile.decision
@@ -455,22 +433,22 @@ class Trial:
             self._decide()
 
     def _next_way(self) -> Way | None:
-        """Of the next measured call; None where there were enough."""
+        """The way of the next measured call; None if there are enough."""
         made = {way: min(c.made(way) for c in self._contestants) for way in Way}
         enough = min(c.measured(way) for c in self._contestants for way in Way) >= self.rules.fewest_calls
         clear = enough and self._compare().clear
         found = next_way(made[Way.UNGRAPHED], made[Way.GRAPHED], clear, self.rules)
         if found is None and not enough:
-            return self._way  # the GPU is behind
+            return self._way  # the GPU has not caught up
         return found
 
     def _give_up(self) -> None:
-        """Ends the trial without a decision that would hold for others."""
+        """Ends the trial without a decision that would hold for other processes."""
         why = why_never_graphed([c.restless() for c in self._contestants], self.rules)
         self._end_undecided(Way.GRAPHED if why is None else Way.UNGRAPHED, why)
 
     def _end_undecided(self, way: Way, why: str | None) -> None:
-        """What stood before stands."""
+        """Ends the trial; an earlier decision stays in force."""
         standing = self._standing
         if standing is None:
             self._end(way, None, why)
@@ -482,7 +460,7 @@ class Trial:
 
     def _decide(self) -> None:
         decision = decide(self._compare(), self._standing, self.rules)
-        if decision.against:  # once more, at once
+        if decision.against:  # measure again, at once
             self._standing = decision
             self._start_over()
             for contestant in self._contestants:
@@ -493,7 +471,7 @@ class Trial:
             memory.store(decision)
 
     def _end(self, way: Way, decision: Decision | None, why: str | None) -> bool:
-        """False where it is over already."""
+        """Ends the trial; returns False if it is over already."""
         if self.is_over:
             return False
         self._way, self._why, self.decision, self.is_over = way, why, decision, True
@@ -507,7 +485,7 @@ class Trial:
 
 
 def _is_disturbed() -> bool:
-    """Whether each call takes longer because somebody looks at it, or waits for it."""
+    """Whether a profiler or a blocking launch mode slows down each call."""
     return bool(profiler._is_profiler_enabled) or os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
 
 

@@ -3,10 +3,10 @@
 Un-graphed, a function is run as Inductor runs a graph without CUDA graphs: inputs that its kernels take to be aligned
 and that are not are copied first, and copied back where they are written to.
 
-Before torch 2.13 upstream looks for a thread's trees where a function is called for the first time, and not in later
-calls, which may come from threads that have none. A trial's first graphed call is a later one, and is made with the
-trees of the thread that called first (:class:`_Trees`). Where that has none either, the function is not graphed, while
-upstream has an AssertionError for its first call.
+If a function does not have trees per thread, upstream looks for a thread's trees when the function is called for the
+first time, and not in later calls, which may come from threads that have none. A trial's first graphed call is a later
+one, and is made with the trees of the thread that called first (:class:`_Trees`). If that has none either, the function
+is not graphed, while upstream has an AssertionError for its first call.
 """
 
 from __future__ import annotations

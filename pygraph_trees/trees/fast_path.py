@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch._dynamo.mutation_guard import GenerationTracker
 from torch._inductor import cudagraph_trees
 
+from pygraph_trees.compat import clones_live_outputs
 from pygraph_trees.native import tensors
 from pygraph_trees.native.tensors import packed
 
@@ -35,21 +36,32 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pygraph_trees.indirection.inputs import LiveInputs
-
-    from .function import FunctionModel
-    from .recording import Recording
+    from pygraph_trees.report.log import RecordingLog
 
     FastCall = Callable[[list[Any]], Any]
     View = tuple[int, tuple[int, ...], tuple[int, ...], int]  # number, sizes, strides, offset
 
 _MODE = cudagraph_trees.CompilationMode
-# Since 2.14 a manager may clone outputs that are alive at a new step.
-_MAY_CLONE = "has_live_user_visible_output_cloning" in cudagraph_trees.CUDAGraphTreeManager.__init__.__code__.co_names
+MAY_CLONE = clones_live_outputs()
+
+
+class Replayed(Protocol):
+    """What a fast replay is made of: a recording."""
+
+    log: RecordingLog
+    graph: Any
+    cached_tensor_outputs: Any  # upstream's
+    whereabouts: tensors.Whereabouts
+    deaths_before: tensors.Deaths | None
+    deaths_after: tensors.Deaths | None
+
+    @property
+    def live(self) -> LiveInputs | None: ...
 
 
 def entry(
     by_hand: FastCall,
-    function: FunctionModel,
+    function: object,
     *,
     runner: tuple[list[Any], Any] | None = None,
     order: Sequence[int] | None = None,
@@ -62,7 +74,7 @@ def entry(
     """Does what ``by_hand`` does for a list of inputs: the outputs of a fast replay, or None.
 
     Args:
-        function: whose replay it is.
+        function: the :class:`~.function.FunctionModel` whose replay it is.
         runner: of the code around the function, the list of partitions, and the partition that has to be its only one.
         order: of the inputs, the number of each that the function is given.
         kept: the numbers of inputs that are returned.
@@ -89,7 +101,7 @@ def entry(
         execution=cudagraph_trees.ExecutionState.EXECUTION,
         forward=_MODE.FORWARD,
         backward=_MODE.BACKWARD,
-        clones=_MAY_CLONE,
+        clones=MAY_CLONE,
         own=packed(own),
     )
     return made
@@ -100,7 +112,7 @@ def new_turn() -> Any:
     return threading.Lock() if tensors.native is None else tensors.native.Turn()
 
 
-def replay(recording: Recording, managed: Sequence[int], others: Sequence[Any]) -> Any:
+def replay(recording: Replayed, managed: Sequence[int], others: Sequence[Any]) -> Any:
     """A recording with a fast path's part, where it copies no input at each replay; None without the part in C++.
 
     Args:

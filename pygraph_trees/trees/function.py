@@ -3,22 +3,21 @@
 :class:`FunctionModel` stands for the compiled code that Inductor hands to ``cudagraphify``. It carries the function's
 :class:`~pygraph_trees.settings.Settings` and its log through upstream's code, which calls it to warm up, to record
 and to run un-graphed, and keeps it in ``WrappedFunction.model``. It also knows the manager that replays the function
-fast_call, if one does.
+on the fast path, if one does.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
 import weakref
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch._guards import TracingContext
-from torch._inductor import compile_fx
 
+from pygraph_trees.compat import has_trees_per_thread
 from pygraph_trees.native import tensors
 from pygraph_trees.report.log import FunctionLog, journal
 from pygraph_trees.report.naming import compile_id, mode_name, program_name
@@ -31,12 +30,8 @@ if TYPE_CHECKING:
 
     from pygraph_trees.selection.trial import Trial
 
-    from .manager import Manager
 
-
-# Since torch 2.13 each thread has trees of its own for a function.
-PER_THREAD = "thread_local" in inspect.unwrap(compile_fx.cudagraphify).__code__.co_cellvars
-
+PER_THREAD = has_trees_per_thread()
 
 # Calls from one that is looked at to the next, where functions are chosen by measurement.
 LOOK_EVERY = 4096
@@ -44,6 +39,12 @@ LOOK_EVERY = 4096
 
 def _nobody() -> None:
     return None
+
+
+class FastReplays(Protocol):
+    """A manager that replays functions fast."""
+
+    def replay_fast(self, inputs: list[Any], function_id: Any) -> Any: ...
 
 
 class _Loaded(threading.local):
@@ -91,7 +92,7 @@ class _Counting:
         self._function = weakref.ref(function)
         self._left = LOOK_EVERY
 
-    def __call__(self) -> Manager | None:
+    def __call__(self) -> FastReplays | None:
         function = self._function()
         if function is None:
             return None
@@ -118,11 +119,11 @@ class FunctionModel:
         self.refused: dict[int, str] = {}  # inputs that are copied in every later recording, and why
         self.moving: set[int] = set()  # managed inputs that were found to move: live ones in every later recording
         # Who may replay it without a look at what else could be recorded; a manager must not outlive its functions.
-        self.manager: Callable[[], Manager | None] = _nobody
+        self.manager: Callable[[], FastReplays | None] = _nobody
         self.function_id: Any = None
         self.thread: int | None = None  # in which it may be, where each has its own
         self.first_inside: int | None = None  # the first output that a recording may have as it is returned
-        self.fast_path_in: Callable[[], Manager | None] = _nobody  # the same, while who replays it is kept back
+        self.fast_path_in: Callable[[], FastReplays | None] = _nobody  # the same, while who replays it is kept back
         self._counting = _Counting(self)
         self.instead: Callable[[list[Any]], Any] | None = None  # called in its place, by who enters it
         self.trial: Trial | None = None  # which says so
@@ -173,7 +174,7 @@ class FunctionModel:
         self._by_number[function_id] = own
         self._by_values[values] = own, entry(own.fast_call, own)
 
-    def has_fast_path_in(self, manager: Manager, function_id: Any) -> None:
+    def has_fast_path_in(self, manager: FastReplays, function_id: Any) -> None:
         """It begins a step there, and replays what it replayed the last time."""
         if self._of_integers:
             own = self._by_number.get(function_id)

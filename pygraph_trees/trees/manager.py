@@ -15,19 +15,21 @@ import logging
 import time
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor import cudagraph_trees
 
+from pygraph_trees.compat import follows_moved_outputs, has_skip_table, is_kernel_free
 from pygraph_trees.indirection.availability import usable_driver
 from pygraph_trees.indirection.inputs import CAPTURED, NotStaged, may_be_staged
 from pygraph_trees.indirection.retired import release_retired
 from pygraph_trees.indirection.routes import why_not_placeholder
 from pygraph_trees.indirection.table.pointer_table import Warmups
+from pygraph_trees.native import build
 from pygraph_trees.native.tensors import candidate_filter, first_fit
 
-from . import fast_path, native_names
+from . import fast_path, native_names, pools
 from .collector import paused
 from .function import FunctionModel
 from .pools import ranges_of
@@ -46,6 +48,7 @@ _log = logging.getLogger("pygraph_trees.trees")
 
 Upstream: type = cudagraph_trees.CUDAGraphTreeManager
 _EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
+_SKIP_TABLE = "skip_cudagraph" if has_skip_table() else "non_cudagraph_managed_mutation_hint"
 _FORWARD, _BACKWARD = cudagraph_trees.CompilationMode.FORWARD, cudagraph_trees.CompilationMode.BACKWARD
 
 
@@ -144,7 +147,7 @@ def _makes_outputs_anew(node: Any) -> bool:
 
 
 class Manager(Upstream):
-    """The recordings of one device (and, since 2.13, of one thread)."""
+    """The recordings of one device, and of one thread if each has trees of its own."""
 
     # What a fast replay reads and writes; the part in C++ finds slots at once.
     __slots__ = (
@@ -171,7 +174,6 @@ class Manager(Upstream):
     graph: Any
     path_state: Any
     running_forwards_with_pending_backwards: bool
-    pools: ClassVar[set[Any]] = set()  # the graph pools of all that were made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # By function, and by the recording that was replayed before, None where no path is open: good until upstream is
@@ -188,8 +190,9 @@ class Manager(Upstream):
         # for it: what calls meanwhile, from a finalizer, a hook or another thread, is run un-graphed.
         self.turn = fast_path.new_turn()
         self._turn_of: Any = None  # the list of inputs of that call
+        build.announce()
         super().__init__(*args, **kwargs)
-        self.pools.add(self.cuda_graphs_thread_pool)
+        pools.OWNED.add(self.cuda_graphs_thread_pool)
 
     def add_function(self, model: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         # Its first call consumes them.
@@ -203,8 +206,8 @@ class Manager(Upstream):
 
     @property
     def _clones_outputs(self) -> bool:
-        """Whether upstream, since 2.14, clones outputs that are alive at a new step."""
-        return getattr(self, "has_live_user_visible_output_cloning", False)
+        """Whether upstream clones outputs that are alive at a new step."""
+        return fast_path.MAY_CLONE and self.has_live_user_visible_output_cloning
 
     def _log_of(self, function_id: Any) -> FunctionLog | None:
         model = self.ids_to_funcs[function_id].model
@@ -460,7 +463,7 @@ class Manager(Upstream):
         old = self.cuda_graphs_thread_pool
         for name in ("graph", "stream", "cuda_graphs_thread_pool"):
             setattr(self, name, getattr(fresh, name))
-        self.pools.discard(old)
+        pools.OWNED.discard(old)
         self._left = None
         torch.cuda.empty_cache()
         return True
@@ -562,15 +565,15 @@ class Manager(Upstream):
         log.reason = reason
         log.pool_bytes = self._pool.nbytes() - before
         function.recorded(log)
-        self._let_watch(self.current_node, function_id)
+        self._let_sampler_rerecord(self.current_node, function_id)
         if verification is not None:
             verification.check(self.current_node, outputs, function.name)
         return outputs
 
-    def _let_watch(self, recording: Recording, function_id: Any) -> None:
-        """A recording may find that its function had better be recorded anew."""
-        watch = None if recording.live is None else recording.live.watch
-        if watch is None:
+    def _let_sampler_rerecord(self, recording: Recording, function_id: Any) -> None:
+        """The samples of a recording may lead to one with a table."""
+        sampler = None if recording.live is None else recording.live.sampler
+        if sampler is None:
             return
         manager = weakref.ref(self)
 
@@ -579,7 +582,7 @@ class Manager(Upstream):
             if found is not None:
                 found.record_anew(function_id, why)
 
-        watch.ready = ready
+        sampler.ready = ready
 
     def _why_not_staged(self, inputs: list[Any], function_id: Any) -> str | None:
         """Why an input on the CPU, which torch does not record, cannot be staged either; None where all can."""
@@ -653,7 +656,7 @@ class Manager(Upstream):
                 and inputs[index].data_ptr() != recorded.static_input_data_ptrs[index]
             ),
         )
-        if not hasattr(recorded, "mismatched_cudagraph_managed_idxs"):  # 2.15 has a way of its own
+        if not follows_moved_outputs(recorded):
             wrapped.model.moving |= {
                 index
                 for index in recorded.cudagraph_managed_idxs
@@ -677,7 +680,7 @@ class Manager(Upstream):
             self.ids_to_funcs[function_id] = dataclasses.replace(wrapped, static_input_idxs=kept)
 
     def _may_demote(self, wrapped: Any) -> bool:
-        return self._uses_addresses(wrapped.model) and not getattr(wrapped, "kernel_free_cudagraph", False)
+        return self._uses_addresses(wrapped.model) and not is_kernel_free(wrapped)
 
     def _would_lose_writes(self, inputs: list[Any], function_id: Any) -> bool:
         """Whether an input that is written to, and neither static nor managed, cannot be recorded at a placeholder
@@ -744,11 +747,11 @@ class Manager(Upstream):
             function.not_graphed("mutates inputs that are neither static nor managed")
 
     def _is_skipped(self, function_id: Any) -> bool:
-        """Whether upstream runs the function un-graphed at the current position; the table was renamed in 2.15."""
+        """Whether upstream runs the function un-graphed at the current position."""
         return bool(self._skip_table()[self._get_node_id()].get(function_id))
 
     def _skip_table(self) -> Any:
-        return self.skip_cudagraph if hasattr(self, "skip_cudagraph") else self.non_cudagraph_managed_mutation_hint
+        return getattr(self, _SKIP_TABLE)
 
     def _knows_its_writes(self, model: Any) -> bool:
         return model.log.graph is not None and not model.log.graph.rebinds_storage

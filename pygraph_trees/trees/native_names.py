@@ -22,7 +22,7 @@ from pygraph_trees.indirection.pool import PoolRanges
 from pygraph_trees.native import tensors
 from pygraph_trees.report.log import RecordingLog
 
-_OPTIONAL = {"manager.has_live_user_visible_output_cloning"}  # is asked for since torch 2.14 alone
+_OPTIONAL = {"manager.has_live_user_visible_output_cloning"}  # needed only if a manager may clone outputs
 _SET_LATER = {"callable.fast_call"}  # an attribute of functions
 
 
@@ -51,7 +51,7 @@ def check(**classes: type) -> None:
         }
     )
     if found:
-        tensors.do_without_native(f"looks for what is not there: {', '.join(found)}")
+        tensors.do_without_native(f"it needs attributes that are missing: {', '.join(found)}")
 
 
 def _names() -> Iterator[str]:

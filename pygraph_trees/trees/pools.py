@@ -1,4 +1,5 @@
-"""The address ranges of graph pools, one :class:`~pygraph_trees.indirection.pool.PoolRanges` a pool."""
+"""Graph pools: the address ranges of each, one :class:`~pygraph_trees.indirection.pool.PoolRanges` a pool, and which
+of them our managers own."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from typing import Any
 import torch
 
 from pygraph_trees.indirection.pool import PoolRanges
+
+OWNED: set[Any] = set()  # the pools of all our managers, which say when a pool grows
 
 
 @functools.cache

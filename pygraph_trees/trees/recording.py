@@ -34,6 +34,7 @@ import torch
 from torch._inductor import cudagraph_trees
 from torch._inductor.output_code import index_expanded_dims
 
+from pygraph_trees import compat
 from pygraph_trees.cuda.driver import driver
 from pygraph_trees.cuda.extent import flat
 from pygraph_trees.cuda.graph_nodes import NodeKind
@@ -41,33 +42,29 @@ from pygraph_trees.errors import DriverError, PygraphError
 from pygraph_trees.indirection.availability import usable_driver, why_unusable
 from pygraph_trees.indirection.hidden_addresses import Surroundings
 from pygraph_trees.indirection.inputs import LiveInputs, NotStaged, choose
-from pygraph_trees.indirection.route_choice import TableWatch, Watch, is_over, leave, why_by_table
+from pygraph_trees.indirection.route_rule import leave_table, may_use_table, recorded
 from pygraph_trees.indirection.routes import Route
-from pygraph_trees.indirection.table.launch_clock import LaunchClock
-from pygraph_trees.indirection.table.pointer_table import readers_of, taken_by_variants
+from pygraph_trees.indirection.sampler import sampler_for
+from pygraph_trees.indirection.table.pointer_table import taken_by_variants
 from pygraph_trees.native.tensors import Deaths, Whereabouts, once_more, released
 from pygraph_trees.placement.staging import observed
 from pygraph_trees.report.log import RecordingLog
 from pygraph_trees.report.naming import BACKWARD
 
-from . import fast_path
+from . import fast_path, pools
 from .function import FunctionModel
 from .pools import ranges_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pygraph_trees.cuda.driver import Driver
     from pygraph_trees.cuda.host_reads import HostRead
-    from pygraph_trees.indirection.replay_costs import Clock
 
 Upstream: type = cudagraph_trees.CUDAGraphNode
-_UPSTREAM_INIT: Any = cudagraph_trees.CUDAGraphNode.__init__
 _IS_RECORDED: Any = cudagraph_trees.CUDAGraphNode._is_cuda_graph_recorded_tensor  # asked twice an input
-
-
-# Since 2.15, behind the copies; before, with all inputs still there.
-_RUN_CHECKS_WHAT_DIED = "expected_dead_indices_after_graph" in cudagraph_trees.CUDAGraphNode.run.__code__.co_names
+_RUN_CHECKS_WHAT_DIED = compat.checks_deaths_after_copies()
+_REGISTERS_GENERATORS = compat.registers_generators()
 _MISMATCH = cudagraph_trees.CheckInvariantStatus.StaticInputIdxMismatch
 _FITS = cudagraph_trees.CheckInvariantStatus.SUCCESS, lambda: "CheckInvariantStatus.SUCCESS"
 _ALIVE_BEFORE = (
@@ -149,18 +146,21 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         )
         self.log.inputs = tuple(self._describe_inputs())
         if isinstance(wrapped_function.model, FunctionModel):
-            _tell_route(wrapped_function.model, self._live)
+            decisions = {} if self._live is None else self._live.decisions
+            reads_table = any(decision.route is Route.TABLE for decision in decisions.values())
+            if decisions:
+                recorded(wrapped_function.model, wrapped_function.id, reads_table=reads_table)
         self.copies = self.log.copied_bytes > 0
         # Whether nothing is done around the launch of a replay, but for copies of that call alone.
         copies_some = self.copies or (self._live is not None and self._live.copies_some)
-        done_around = _RUN_CHECKS_WHAT_DIED or copies_some or getattr(wrapped_function, "kernel_free_cudagraph", False)
+        done_around = _RUN_CHECKS_WHAT_DIED or copies_some or compat.is_kernel_free(wrapped_function)
         self._is_plain = not (done_around or (self._live is not None and self._live.outputs))
         if self.has_fast_path and not done_around:
             self.native = fast_path.replay(self, self._dropped, self._constants)
 
     def _prepare_questions(self) -> None:
         """What is asked of the inputs of each call, and what its outputs are made of."""
-        checked: Any = getattr(self, "tensor_static_input_idxs", self.static_input_idxs)  # since 2.12
+        checked: Any = self.tensor_static_input_idxs if compat.lists_static_tensors(self) else self.static_input_idxs
         if not self.rerecord_if_static_inputs_change:
             checked = ()
         live = self._live
@@ -191,9 +191,9 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         super()._initialize_cached_tensors()
         self._siblings = _with_outputs.setdefault(self.cuda_graphs_pool, weakref.WeakSet())
         self._siblings.add(self)
-        if hasattr(self, "liveness_check_state"):  # 2.15 sees what autograd alone holds
+        if compat.sees_what_autograd_holds(self):
             return
-        # Before, upstream takes such an output for dead, and writes over what a backward is to read.
+        # Upstream takes such an output for dead, and writes over what a backward is to read.
         recording = weakref.ref(self)
         for number in range(len(self.cached_tensor_outputs)):
             if self.cached_tensor_outputs[number] is not None:
@@ -228,8 +228,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 model = wrapped_function.model
                 self._left_table = live.has_table and model.settings.indirection == "auto"
                 if self._left_table and not isinstance(error, NotStaged):
-                    model.log.route_was_found(f"by address: recording it with a table failed: {error}")
-                    leave(model)
+                    leave_table(model, wrapped_function.id, error)
                 else:
                     why = f"recording it at a placeholder address failed: {type(error).__name__}: {error}"
                     # Without them it is tried once more; torch does not record what lies on the CPU.
@@ -244,9 +243,11 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         copied, model = self._copied_indices(), self.wrapped_function.model
         if api is None:
             self._why_copied = dict.fromkeys(copied, why_not)
-        elif not getattr(self.wrapped_function, "kernel_free_cudagraph", False):
+        elif not compat.is_kernel_free(self.wrapped_function):
             # What is chosen has to be left again where it cannot be recorded, and then the inputs are needed once more.
             may_choose = model.settings.indirection == "auto" and self._may_be_kept(inputs)
+            sizes = self.wrapped_function.id  # a function of integers has one for each value of theirs
+            may_use = may_use_table(model, sizes) if may_choose else model.settings.indirection == "table"
             self._live, self._why_copied = choose(
                 api,
                 self.device,
@@ -257,15 +258,11 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 self._refused,
                 self._managed_and_moving(),
                 stage=model.settings.placement != "off",
-                tabled=taken_by_variants(model) if may_choose or model.settings.indirection == "table" else (),
+                tabled=taken_by_variants(model) if may_use else (),
             )
             if self._live is not None:
-                self._live.watch = None
-                if may_choose:
-                    clock = LaunchClock(_graph_of(weakref.ref(self)), self.device)
-                    sizes = self.wrapped_function.id  # with integers a function has one for each value of theirs
-                    table = self._live.has_table
-                    self._live.watch = _watch(model, sizes, self.log, self.device, clock, has_table=table)
+                is_chosen = self._live.has_table or not may_choose
+                self._live.sampler = None if is_chosen else sampler_for(model, sizes, self.device, self.log)
                 if (self._live.has_placeholders or self._live.has_staged) and self._may_be_kept(inputs):
                     self._kept = list(inputs)
                 self._live.is_of_backward = self.wrapped_function.model.log.mode == BACKWARD
@@ -300,10 +297,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             return None, "it was compiled before the patches went on"
         if model.settings.indirection == "off":
             return None, "pygraph_indirection is 'off'"
-        from .manager import Manager
-
         # Not the manager of this thread: a function may be recorded by another one than added it.
-        if self.cuda_graphs_pool not in Manager.pools:
+        if self.cuda_graphs_pool not in pools.OWNED:
             # Nobody would say when the graph pool grows.
             return None, "its tree manager was made before the patches went on"
         found = usable_driver()
@@ -315,9 +310,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         return not self.cudagraph_managed_idxs and not any(_is_cuda(v) and pool.holds(v.data_ptr()) for v in inputs)
 
     def _copied_indices(self) -> list[int]:
-        """The indices of the inputs that upstream copies, as a list that it reads; 2.15 has one for them alone."""
-        found: Any = getattr(self, "input_copy_idxs", None)
-        return found if found is not None else self.non_static_input_idx
+        """The indices of the inputs that upstream copies, as a list that it reads."""
+        return self.input_copy_idxs if compat.lists_copied_inputs(self) else self.non_static_input_idx
 
     def _record(self, model: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
         live = self._live if self.graph is not None else None
@@ -368,8 +362,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     def _graph_that_is_kept(self, inputs: list[Any]) -> Any:
         """A graph whose nodes can be read after capture; it is instantiated by us."""
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        # Up to 2.13 upstream registers generators with the graph it makes; later ones are found at capture.
-        if "register_generator_state" in _UPSTREAM_INIT.__code__.co_names:
+        if _REGISTERS_GENERATORS:
             for value in inputs:
                 if isinstance(value, torch.Generator):
                     graph.register_generator_state(value)
@@ -582,41 +575,6 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             )
 
 
-def _graph_of(recording: Callable[[], Recording | None]) -> Callable[[], Any]:
-    """Gives the graph of a recording while there is one."""
-
-    def graph() -> Any:
-        found = recording()
-        return None if found is None else found.graph
-
-    return graph
-
-
-def _watch(
-    model: FunctionModel, sizes: Hashable, log: RecordingLog, device: int, clock: Clock, *, has_table: bool
-) -> Watch | None:
-    """What looks at replays where the route is to be chosen; None where no kernel could read a table, or did."""
-    if not readers_of(model) or (is_over(model) and not has_table):
-        return None
-
-    def is_idle() -> bool | None:
-        return None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream(device).query()
-
-    kind = TableWatch if has_table else Watch
-    return kind(model, device, replays=lambda: log.replays, is_idle=is_idle, clock=clock, sizes=sizes)
-
-
-def _tell_route(model: FunctionModel, live: LiveInputs | None) -> None:
-    """Where a table was made for the function: whether this recording has it."""
-    why = why_by_table(model)
-    if why is None or live is None or not is_over(model) or not taken_by_variants(model):
-        return
-    is_used = any(decision.route is Route.TABLE for decision in live.decisions.values())
-    model.log.route_was_found(why if is_used else "by address: there is no table, whose kernels are made")
-    if not is_used:
-        live.watch = None  # there is nothing to judge
-
-
 def without_staged(outputs: Sequence[Any], live: LiveInputs) -> list[Any]:
     """The outputs for upstream, which bears none on the CPU: those that lie on staged inputs are made at each call."""
     shown = list(outputs)
@@ -634,6 +592,11 @@ def without_staged(outputs: Sequence[Any], live: LiveInputs) -> list[Any]:
 # Recordings that hold outputs, by their graph pool: those of one manager, which one thread calls at a time. Each of
 # them holds the set.
 _with_outputs: weakref.WeakValueDictionary[Any, weakref.WeakSet[Recording]] = weakref.WeakValueDictionary()
+
+
+def gives_addresses(*, is_imagined: bool) -> bool:
+    """Whether recordings are given addresses, or would be given them on a GPU that is only imagined."""
+    return cudagraph_trees.CUDAGraphNode is Recording and (is_imagined or usable_driver() is not None)
 
 
 def release_unneeded(pool: Any) -> bool:

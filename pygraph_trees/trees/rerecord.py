@@ -7,22 +7,27 @@ asked twice.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 if TYPE_CHECKING:
     from pygraph_trees.report.log import FunctionLog
 
-    from .manager import Manager
-
 _MOST_NAMES = 4
 
 
-def why_recorded(manager: Manager, inputs: list[Any], function_id: Any, function: FunctionLog) -> str:
+class Tree(Protocol):
+    """Where a manager stands among its recordings."""
+
+    current_node: Any
+    roots: Any
+
+
+def why_recorded(tree: Tree, inputs: list[Any], function_id: Any, function: FunctionLog) -> str:
     """One line: "first call", what moved since the newest recording here, or after which recording this one comes."""
-    node = manager.current_node
-    siblings = (manager.roots if node is None else node.children).get(function_id, [])
+    node = tree.current_node
+    siblings = (tree.roots if node is None else node.children).get(function_id, [])
     if siblings:
         return _difference(siblings[-1], inputs)
     if node is None:

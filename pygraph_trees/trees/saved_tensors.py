@@ -8,11 +8,14 @@ compiled graph ran (:func:`hooks_were_set`), which stays so for the process.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from pygraph_trees.compat import has_size_hint
 
 _log = logging.getLogger("pygraph_trees.trees")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -48,6 +51,19 @@ def attach(artifact: Any, graph: Any) -> None:
         _log.warning("the inputs of a compiled backward could not be described", exc_info=True)
 
 
+def noting(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """``CompiledFxGraph.__init__``, and for a graph that is compiled for CUDA graphs :func:`attach`."""
+    from torch._inductor import config
+
+    @functools.wraps(upstream)
+    def __init__(self: Any, current_callable: Any, graph: Any, *args: Any, **kwargs: Any) -> None:
+        upstream(self, current_callable, graph, *args, **kwargs)
+        if config.triton.cudagraphs:
+            attach(self, graph)
+
+    return __init__
+
+
 def leave(artifact: Any) -> None:
     """Leaves the inputs of a graph that is not graphed to torch."""
     if hasattr(artifact, ATTRIBUTE):
@@ -70,8 +86,8 @@ def _layout(graph: Any, number: int, value: Any) -> Layout | None:
 
 
 def _hint(sizevars: Any) -> Callable[[Any], int]:
-    """Gives an example of a symbolic number; the method was renamed in torch 2.13."""
-    found: Callable[[Any], int] = getattr(sizevars, "size_hint", None) or sizevars.optimization_hint
+    """Gives an example of a symbolic number."""
+    found: Callable[[Any], int] = sizevars.size_hint if has_size_hint() else sizevars.optimization_hint
     return found
 
 

@@ -18,21 +18,36 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from pygraph_trees.cuda.extent import contents, extent
 from pygraph_trees.errors import PygraphError
 from pygraph_trees.indirection.placeholder_tensors import bytes_at
-from pygraph_trees.report.partitions import source_line
+from pygraph_trees.report.naming import source_line
 
 if TYPE_CHECKING:
-    from .recording import Recording
+    from pygraph_trees.indirection.inputs import LiveInputs
 
 _log = logging.getLogger("pygraph_trees.verification")
 
 _WHOLE_STORAGE = 64 << 20  # bytes up to which a storage is copied as a whole, also around a small view
+
+
+class Replayable(Protocol):
+    """What is asked of a recording, upstream's members among it."""
+
+    wrapped_function: Any
+    static_input_idxs: Any
+    reconstructed_inputs: Any
+
+    @property
+    def live(self) -> LiveInputs | None: ...
+
+    def replay_for_verification(self) -> None: ...
+
+    def _copy_inputs_and_remove_from_src(self, into: Any, inputs: list[Any]) -> None: ...
 
 
 class VerificationFailed(PygraphError):
@@ -71,7 +86,7 @@ class Verification:
         self._places = {i: _Place.of(value) for i, value in enumerate(inputs) if _is_plain(value)}
         self._given = {i: inputs[i] for i in kept if i in self._places}
 
-    def check(self, recording: Recording, outputs: Sequence[Any], name: str) -> None:
+    def check(self, recording: Replayable, outputs: Sequence[Any], name: str) -> None:
         """Raises :class:`VerificationFailed` where a replay does something else than the function."""
         live = recording.live
         if live is None:
@@ -113,7 +128,7 @@ class Verification:
             for place, content in zip(touched, left, strict=True):
                 place.memory().copy_(content)
 
-    def _ungraphed(self, recording: Recording) -> tuple[list[Any], Sequence[Any]]:
+    def _ungraphed(self, recording: Replayable) -> tuple[list[Any], Sequence[Any]]:
         """The inputs and the outputs after a call of the function."""
         inputs = _copies(self._before)
         with torch.no_grad():
@@ -122,7 +137,7 @@ class Verification:
 
     def _replay(
         self,
-        recording: Recording,
+        recording: Replayable,
         outputs: Sequence[Any],
         wanted: Sequence[Any],
         wanted_inputs: Sequence[Any],
@@ -235,7 +250,7 @@ def _apart(one: Any, other: Any) -> str:
     return f"{_count_apart(one, other)} of {one.numel()} elements differ"
 
 
-def _described(recording: Recording, index: int) -> str:
+def _described(recording: Replayable, index: int) -> str:
     """An input with where it is read and the kernels that hold its address."""
     placeholders = recording.wrapped_function.placeholders
     info = placeholders[index] if index < len(placeholders) else None
@@ -246,7 +261,7 @@ def _described(recording: Recording, index: int) -> str:
     return " ".join(part for part in parts if part)
 
 
-def _name(recording: Recording, index: int) -> str:
+def _name(recording: Replayable, index: int) -> str:
     placeholders = recording.wrapped_function.placeholders
     return str(placeholders[index].name) if index < len(placeholders) else str(index)
 

@@ -7,15 +7,12 @@ from typing import Any
 
 from torch._inductor.cudagraph_trees import CompilationMode, ExecutionState
 
+from pygraph_trees.compat import has_skip_table
 from pygraph_trees.trees.fast_path import new_turn
-from pygraph_trees.trees.manager import Manager, Upstream
+from pygraph_trees.trees.manager import Manager
 
 # Where upstream notes what it does not graph; renamed in torch 2.15.
-SKIPPED = (
-    "skip_cudagraph"
-    if "skip_cudagraph" in Upstream.__init__.__code__.co_names
-    else "non_cudagraph_managed_mutation_hint"
-)
+SKIPPED = "skip_cudagraph" if has_skip_table() else "non_cudagraph_managed_mutation_hint"
 
 
 def bare_manager(kind: type[Manager] = Manager, **state: Any) -> Manager:

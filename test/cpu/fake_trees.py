@@ -12,7 +12,7 @@ from pygraph_trees.trees import fast_path
 from pygraph_trees.trees import manager as trees_manager
 
 MODE = cudagraph_trees.CompilationMode
-MAY_CLONE = fast_path._MAY_CLONE  # since 2.14
+MAY_CLONE = fast_path.MAY_CLONE
 
 
 class Failed(Exception): ...

@@ -19,7 +19,7 @@ from pygraph_trees.indirection import availability
 from pygraph_trees.indirection.availability import IndirectionOff, usable_driver
 from pygraph_trees.report.log import FunctionLog
 from pygraph_trees.settings import Settings
-from pygraph_trees.trees import recording
+from pygraph_trees.trees import pools, recording
 from pygraph_trees.trees.function import FunctionModel
 from pygraph_trees.trees.manager import Manager
 from pygraph_trees.trees.recording import Recording
@@ -63,7 +63,7 @@ class TestUsableDriver(TestCase):
         wrapped = SimpleNamespace(model=model, mutated_input_idxs=[1], static_input_idxs=[], constants=())
         manager = bare_manager(ids_to_funcs={0: wrapped})
         with (
-            mock.patch.object(Manager, "pools", {made.cuda_graphs_pool: None}),
+            mock.patch.object(pools, "OWNED", {made.cuda_graphs_pool}),
             mock.patch.object(cudagraph_trees, "CUDAGraphNode", Recording),
             mock.patch.object(
                 Manager, "_get_cuda_graph_recorded_tensor_checker", lambda manager: lambda t: False, create=True

@@ -21,7 +21,6 @@ sys.path.insert(0, str(ROOT))
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.code_hash import artifact_files, artifact_hash, code_hash, covered_files
-from pygraph_trees.native.sources import sources_hash
 
 
 def suite():
@@ -175,6 +174,7 @@ class TestEvidence(TestCase):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         self.folder = Path(folder.name)
+        self.module.PART_S, self.module.MOST_PARTS = 90, 4
         self.printed = self.enterContext(mock.patch("builtins.print"))
         self.enterContext(mock.patch.object(self.module, "EVIDENCE", self.folder / "evidence.json"))
 
@@ -236,32 +236,6 @@ class TestEvidence(TestCase):
         names = ["test_x_table_a.py", "test_x_table_only.py", "test_x_a.py", "test_x_table.py"]
         parts = self.module.longest_first(self.files(*names))
         self.assertEqual([part.path.name for part in parts[:: self.module.MOST_PARTS]], [*names[1:], names[0]])
-
-    def test_the_native_part_is_not_built_twice(self):
-        module = suite()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder)
-            source = path / "tensors.cpp"
-            native, tensors = (
-                path / f"{name}{module.EXTENSION_SUFFIXES[0]}" for name in ("_graph_nodes", "_fast_path")
-            )
-            source.write_bytes(b"one")
-            made_of = f"\0{sources_hash(path)}\0".encode()
-            for file, content in ((native, made_of), (tensors, made_of + b"2.11.0+cu130\0")):
-                self.assertFalse(module.is_built(path, "2.11.0+cu130"))
-                file.write_bytes(content)
-            self.assertTrue(module.is_built(path, "2.11.0+cu130"))
-            self.assertFalse(module.is_built(path, "2.11.0"))
-            self.assertFalse(module.is_built(path, "2.12.0+cu130"))
-            with mock.patch.object(module, "ROOT", path), mock.patch.object(module.subprocess, "run") as ran:
-                (path / "pygraph_trees").mkdir()
-                (path / "pygraph_trees" / "native").symlink_to(path)
-                module.build_native_part("2.11.0+cu130")
-                ran.assert_not_called()
-                source.write_bytes(b"another")
-                module.build_native_part("2.11.0+cu130")  # its parts are of other sources
-            ran.assert_called_once()
-            self.assertIn("build_ext", ran.call_args.args[0])
 
     def test_check_tells_whether_the_evidence_is_of_this_code(self):
         evidence = {"passed": 3, "failed": 0, "skipped": 1, "gpu": "G", "torch": "2", "date": "today"}

@@ -17,7 +17,8 @@ import torch
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import inductor_patches
-from inductor_patches.patch import Definition, LiveProbe, parse_version
+from inductor_patches.fingerprints import parse_version
+from inductor_patches.patch import Definition, LiveProbe
 from inductor_patches.source_probe import NoTorchSources, SourceProbe
 
 INSTALLED = Path(torch.__file__).parent.parent

@@ -22,7 +22,8 @@ from pygraph_trees.fake_gpu import absent_gpu, lower
 from pygraph_trees.placement import place
 from pygraph_trees.placement.folding import MOST_EVALUATED_NBYTES, MOST_FOLDED_NBYTES, Folding
 from pygraph_trees.placement.nodes import is_on_cpu
-from pygraph_trees.report.compiled import PLACED, partitions_of
+from pygraph_trees.report.compiled import partitions_of
+from pygraph_trees.report.records import PLACED
 
 SIZE = 24
 NOT_ON_GPUS = {torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.complex32}

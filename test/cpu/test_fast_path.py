@@ -36,7 +36,7 @@ class TestPython(TestCase):
             self.assertIsNone(fast_path.replay(recording, (), [NotImplemented]))
 
 
-@unittest.skipIf(tensors.load_native() is None, "not built for this torch")
+@unittest.skipIf(tensors.native is None, "not built for this torch")
 @mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", 0)
 class TestNative(TestCase):
     def assertAreSame(self, found, expected):
@@ -238,7 +238,7 @@ class TestNative(TestCase):
         for step, begins, clones in itertools.product(steps, (None, False, True), (None, False, True, fail)):
             marked, current, pending, expected = step
             cudagraph_trees.MarkStepBox.mark_step_counter = marked
-            with self.subTest(step=step, begins=begins), mock.patch.object(fast_path, "_MAY_CLONE", clones is not None):
+            with self.subTest(step=step, begins=begins), mock.patch.object(fast_path, "MAY_CLONE", clones is not None):
                 trees = Trees({}, some(1))
                 trees.way.begins, trees.manager.current_gen = begins, current
                 trees.manager.running_forwards_with_pending_backwards = pending

@@ -27,12 +27,13 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 import inductor_patches
 import pygraph_trees
 from inductor_patches import config as config_patch
-from inductor_patches import environment, output_code
+from inductor_patches import environment
 from pygraph_trees.code_hash import artifact_hash
 from pygraph_trees.report import compiled
 from pygraph_trees.report.summary import clear
 from pygraph_trees.selection import are_graphs_left_out, compiling_without_graphs
 from pygraph_trees.settings import FLAGS, Flag, InvalidFlag, Settings, flags_table
+from pygraph_trees.trees.compiled_graph import putting_to_use
 
 
 def run_python(code, **environment):
@@ -281,21 +282,22 @@ class TestEnvironment(TestCase):
         self.assertEqual(told, [])
 
     def test_no_value_stops_an_import(self):
-        code = "import pygraph_trees; from pygraph_trees.settings import Settings; print(Settings.current())"
-        done = run_python(code, PYGRAPH_SELECTIVE="never", PYGRAPH_VERIFY="1")
-        self.assertIn("selective='never', verify='on'", done.stdout, done.stderr)
-        self.assertNotIn("Ignored", done.stderr)
-        done = run_python(code, PYGRAPH_SELECTIVE="nevr", PYGRAPH_VERIFY="2", PYGRAPH_VERFY="1", PYGRAPH_DISABLE="x")
-        self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertIn("selective='always', verify='off'", done.stdout)
-        self.assertEqual(done.stderr.count("Ignored: pygraph_trees:"), 4, done.stderr)
-
-    def test_a_disabled_import_leaves_torch_alone_and_says_nothing(self):
-        code = "import pygraph_trees, inductor_patches as p; print({s.state for s in p.status()})"
-        for written, state in (("TRUE", "disabled"), ("false", "on")):
-            done = run_python(code, PYGRAPH_DISABLE=written)
-            self.assertEqual(done.stdout.strip(), str({state}), done.stderr)
-            self.assertNotIn("Ignored", done.stderr)
+        code = (
+            "import pygraph_trees, inductor_patches as p; from pygraph_trees.settings import Settings; "
+            "print(Settings.current(), {s.state for s in p.status()})"
+        )
+        for written, selective, verify, state, ignored in (
+            (("never", "1", "false"), "never", "on", "on", 0),
+            (("nevr", "2", "x"), "always", "off", "on", 3),
+            (("never", "1", "TRUE"), "always", "off", "disabled", 0),
+        ):
+            names = ("PYGRAPH_SELECTIVE", "PYGRAPH_VERIFY", "PYGRAPH_DISABLE")
+            done = run_python(code, **dict(zip(names, written, strict=True)), PYGRAPH_VERFY="1")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertIn(str({state}), done.stdout)
+            if state == "on":
+                self.assertIn(f"selective='{selective}', verify='{verify}'", done.stdout)
+            self.assertEqual(done.stderr.count("Ignored: pygraph_trees:"), ignored + (state == "on"), done.stderr)
 
 
 class TestVersionInTheKey(TestCase):
@@ -402,7 +404,7 @@ class TestNever(TestCase):
         artifact.fx_kwargs = {"is_inference": True}
         given = []
         kwargs = {"cudagraphs": BoxedBool(False), "is_backward": False, "is_inference": True}
-        post_compile = output_code._post_compile(lambda *args: given.append(bool(args[3]["cudagraphs"])))
+        post_compile = putting_to_use(lambda *args: given.append(bool(args[3]["cudagraphs"])))
         with config.patch({"triton.pygraph_selective": "never"}):
             post_compile(artifact, (), None, kwargs)
             self.assertEqual(pygraph_trees.report().graphs, ())  # it asks for no graphs

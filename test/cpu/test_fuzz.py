@@ -36,14 +36,12 @@ from fuzzing.around import (
     TANGENTS,
     TARGETS,
     THREADS,
-    USES,
     WHEN,
     Around,
-    uses,
 )
-from fuzzing.case import LAYOUTS, PLACES, Case, Input, read
+from fuzzing.case import LAYOUTS, PLACES, Case, Input, constants_of, read
 from fuzzing.check import TOLERANCE, InexactConstant, InvalidCase, Mismatch, Raised, check, tolerance_of
-from fuzzing.constants import DTYPES, constants_of
+from fuzzing.constants import DTYPES
 from fuzzing.gradients import tangent
 from fuzzing.memory import GUARD, Memory, extent_of, offset_of, strides_of
 from fuzzing.observation import observe
@@ -53,6 +51,7 @@ from fuzzing.runner import Runner, module_of
 from fuzzing.saved import hooks
 from fuzzing.scope import Scope
 from fuzzing.strategies import around_of, cases
+from fuzzing.uses import USES, uses
 
 from pygraph_trees.benchmark import Program
 from pygraph_trees.cli.explain import partitions
@@ -178,7 +177,7 @@ def tires(graph, inputs):
     return _wrong(graph, change)
 
 def deadly(graph, inputs):
-    if "softmax" in graph.code:
+    if "softmax" in graph.code or " + " in graph.code:
         os._exit(9)
     return graph
 '''
@@ -433,26 +432,18 @@ class WithWrongBackends(TestCase):
             check(case, CPU, under_test=f"wrong_backends:{backend}", control="aot_eager")
         return str(caught.exception)
 
-    def _found_and_reduced(self, case: Case, backend: str) -> Case:
-        """The smallest case in which a wrong backend is found."""
-        fixed = {"under_test": f"wrong_backends:{backend}", "control": None}
-
-        def fails(smaller: Case) -> bool:
-            try:
-                check(smaller, CPU, **fixed)
-            except InvalidCase:
-                return False
-            except Mismatch:
-                return True
-            return False
-
+    def _is_found(self, case: Case, backend: str) -> bool:
+        """True if a wrong backend is told from a right one."""
         check(case, CPU, under_test="aot_eager")
-        self.assertTrue(fails(case), f"{backend} is not found")
-        return reduce(case, fails, 80)
+        try:
+            check(case, CPU, under_test=f"wrong_backends:{backend}")
+        except Mismatch:
+            return True
+        return False
 
 
 class TestCheck(WithWrongBackends):
-    @settings(FIXED, max_examples=30)
+    @settings(FIXED, max_examples=15)
     @given(cases())
     def test_random_programs_agree_under_aot_eager(self, case: Case) -> None:
         try:
@@ -680,30 +671,27 @@ class TestAround(WithWrongBackends):
 
     def test_wrong_strides_of_saved_tensors_are_found(self) -> None:
         case = Case((Input("a", (3, 4)),), ("v0 = torch.sin(a)", "v1 = v0 * 2"), ("v1",), 2, backward=True)
-        around = Around(saved="transposed", tangents=(("v1", "expanded"),), keeps=3, threshold=7)
-        found = self._found_and_reduced(replace(case, around=around), "ignores_strides")
-        self.assertEqual(found.around, Around(saved="transposed"))
-        self.assertEqual((len(found.body), found.calls), (1, 1), found.text())
+        self.assertTrue(self._is_found(replace(case, around=Around(saved="transposed")), "ignores_strides"))
+        others = Around(tangents=(("v1", "expanded"),), keeps=3, threshold=7)
+        self.assertFalse(self._is_found(replace(case, around=others), "ignores_strides"))
 
     def test_a_zero_tangent_that_is_misread_is_found(self) -> None:
         case = Case((Input("a", (3,)),), ("v0 = torch.sin(a)", "v1 = v0 * 2"), ("v0", "v1"), 3, backward=True)
-        around = Around(tangents=(("v0", "missing"), ("v1", "zero")), saved="clone")
-        found = self._found_and_reduced(replace(case, around=around), "misreads_zeros")
-        self.assertEqual([kind for _, kind in found.around.tangents], ["zero"])
-        self.assertIsNone(found.around.saved)
-        self.assertEqual(found.calls, 3)  # earlier ones have plain tangents
+        zero = replace(case, around=Around(tangents=(("v1", "zero"),)))
+        self.assertTrue(self._is_found(zero, "misreads_zeros"))
+        self.assertFalse(self._is_found(replace(zero, calls=2), "misreads_zeros"))  # these have plain tangents
+        others = replace(case, around=Around(tangents=(("v0", "missing"),), saved="clone"))
+        self.assertFalse(self._is_found(others, "misreads_zeros"))
 
     def test_results_of_another_call_are_found(self) -> None:
         case = Case((Input("a", (4,)),), ("v0 = torch.tanh(a)", "v1 = v0 * 2"), ("v1",), 4)
-        check(case, CPU, under_test="wrong_backends:buffered")  # not found by calls one after the other
-        for around, left in (
-            (Around(garbage="same", keeps=1), Around(garbage="same")),
-            (Around(step_of=3, where="stream"), Around(step_of=2)),
+        self.assertFalse(self._is_found(case, "buffered"))  # calls one after the other do not show it
+        for around in (
+            Around(garbage="same"),
+            Around(step_of=2),
+            Around(events=(("forward hook", "same"),)),
         ):
-            found = self._found_and_reduced(replace(case, around=around), "buffered")
-            self.assertEqual((found.around, len(found.body)), (left, 1), found.text())
-        hooked = replace(case, around=Around(events=(("forward hook", "same"),)))
-        self.assertRaises(Mismatch, check, hooked, CPU, under_test="wrong_backends:buffered")
+            self.assertTrue(self._is_found(replace(case, around=around), "buffered"), around)
 
     def test_a_wrong_result_from_inside_says_where(self) -> None:
         case = Case((Input("a", (4,)),), ("v0 = a * 2",), ("v0",), around=Around(events=(("forward hook", "other"),)))
@@ -733,9 +721,9 @@ class TestAround(WithWrongBackends):
             check(case, CPU, under_test="wrong_backends:tires")
 
     def test_wrong_in_other_threads(self) -> None:
-        around = Around(thread="worker", thread_when="later", keeps=1)
-        found = self._found_and_reduced(replace(PLAIN, around=around), "in_main_thread")
-        self.assertEqual((found.around.thread, found.around.keeps), ("worker", 0))
+        around = Around(thread="worker", thread_when="later")
+        self.assertTrue(self._is_found(replace(PLAIN, around=around), "in_main_thread"))
+        self.assertFalse(self._is_found(replace(PLAIN, around=Around(keeps=1)), "in_main_thread"))
 
     def test_a_wrong_result_where_torch_raises_is_a_failure(self) -> None:
         """Torch refuses saved tensors with other strides; what raises as well is no failure, what is wrong is one."""
@@ -777,8 +765,6 @@ class TestConstants(WithWrongBackends):
                 InexactConstant, r"\['output'\]\[1\] is a constant, and has other bits: element \d is"
             ):
                 check(self.CASE, CPU, under_test=wrong, control=wrong)
-        found = self._found_and_reduced(self.CASE, "positive_zeros")
-        self.assertEqual((found.returns, len(found.body)), (("v2",), 2), found.text())
 
     def test_ways_that_may_round_are_not_held_to_it(self) -> None:
         with mock.patch("fuzzing.check.ROUNDING", ("wrong_backends:last_place",)):
@@ -939,10 +925,10 @@ class TestCampaign(TestCase):
         return outcome, told
 
     def test_nothing_wrong(self) -> None:
-        outcome, told = self._run("aot_eager", most_cases=11, jobs=2)
+        outcome, told = self._run("aot_eager", most_cases=5, jobs=2)
         self.assertIsNone(outcome.failure)
-        self.assertEqual(outcome.counts.cases, 11)
-        self.assertGreaterEqual(outcome.counts.calls, 20)
+        self.assertEqual(outcome.counts.cases, 5)
+        self.assertGreaterEqual(outcome.counts.calls, 10)
         self.assertEqual(told[-1], str(outcome.counts))
         self.assertLessEqual(set(outcome.counts.uses), set(USES))
         self.assertGreater(sum(outcome.counts.uses.values()), 0)
@@ -959,7 +945,7 @@ class TestCampaign(TestCase):
             outcome, _ = self._run("wrong_backends:deadly", most_cases=100)
         assert outcome.failure is not None
         self.assertIn("exit status 9", outcome.failure.message)
-        self.assertIn("softmax", outcome.failure.case.source())
+        self.assertRegex(outcome.failure.case.source(), r"softmax|sum\(| \+ ")
 
     def test_a_process_that_dies_under_the_control_as_well(self) -> None:
         deadly = "wrong_backends:deadly"

@@ -959,11 +959,14 @@ class TestLifetimes(LiveInputsTestCase):
                 self.assertWaitedFor(0)
 
     def test_nobody_is_waited_for_while_another_thread_captures(self):
-        """Torch captures under a lock since 2.13; there is none before."""
+        """If torch captures under a lock."""
         for has_lock in (True, False):
             lock = threading.Lock() if has_lock else None
             recordings = [self.hidden(device) for device in (1, 2)]
-            with mock.patch.object(retired.cudagraph_trees, "graph_capture_lock", lock, create=True):
+            with (
+                mock.patch.object(retired, "has_capture_lock", mock.Mock(return_value=has_lock)),
+                mock.patch.object(retired.cudagraph_trees, "graph_capture_lock", lock, create=True),
+            ):
                 self.drop(recordings)
                 self.synchronized.clear()
                 if lock is not None:

@@ -7,8 +7,6 @@ import struct
 import sys
 import unittest
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -23,7 +21,6 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.cuda.driver import Driver
 from pygraph_trees.cuda.graph_nodes import NodeKind
 from pygraph_trees.errors import DriverError
-from pygraph_trees.native.sources import sources_hash
 
 
 class _Native:
@@ -141,18 +138,6 @@ class TestSetKernels(TestCase):
             with self.assertRaises(RuntimeError) as raised:
                 _graph_nodes.address_of("libc.so.6", call)
             self.assertEqual(raised.exception.args, (call, -1))
-
-
-class TestBuiltBefore(TestCase):
-    def test_an_earlier_version_is_not_used(self):
-        from pygraph_trees.cuda import driver as driver_module
-
-        now = sources_hash()
-        for built_from, used in (({}, False), ({"SOURCES": "older"}, False), ({"SOURCES": now}, True)):
-            native = SimpleNamespace(**built_from)
-            found = {"cuda.bindings.driver": FakeApi(), "pygraph_trees.native._graph_nodes": native}
-            with mock.patch.object(driver_module.importlib, "import_module", found.__getitem__):
-                self.assertIs(driver_module.driver.__wrapped__().native, native if used else None)
 
 
 class TestOverwriteStack(TestCase):

@@ -23,16 +23,18 @@ from torch._inductor import compile_fx, cudagraph_trees, output_code, scheduler
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import inductor_patches
-from inductor_patches import dynamo
-from inductor_patches.patch import (
+from inductor_patches.fingerprints import (
+    FINGERPRINTS,
     Expectation,
-    FeatureOff,
     Fingerprint,
-    LiveProbe,
-    PatchOverwritten,
-    Rebind,
+    MalformedRow,
+    NoFingerprint,
+    fingerprints_of,
+    parse,
     parse_version,
 )
+from inductor_patches.patch import FeatureOff, LiveProbe, PatchOverwritten, Rebind
+from pygraph_trees.trees import call_marks
 
 
 def torch_as_it_is():
@@ -198,8 +200,9 @@ class TestCalls(TestCase):
         def own():
             return "upstream's"
 
-        self.assertIs(dynamo._enter(own), own)
-        self.assertIs(dynamo._exit(own), own)
+        with mock.patch.object(call_marks, "are_call_marks_wrapped", lambda: False):
+            self.assertIs(call_marks.enter(own), own)
+            self.assertIs(call_marks.exit(own), own)
 
 
 class TestMismatch(TestCase):
@@ -263,7 +266,7 @@ class TestMismatch(TestCase):
             raise KeyboardInterrupt
 
         good = inductor_patches.patches("trees")
-        bad = Rebind("trees", (), "never", "torch._inductor.scheduler", "Scheduler", refuse)
+        bad = Rebind("trees", "never", "torch._inductor.scheduler", "Scheduler", refuse)
         with mock.patch.object(inductor_patches, "patches", lambda feature: (*good, bad) if feature == "trees" else ()):
             inductor_patches._mismatches.update(dict.fromkeys(inductor_patches.FEATURES, ()))
             with self.assertRaises(KeyboardInterrupt):
@@ -284,10 +287,12 @@ class TestPatch(TestCase):
         self.addCleanup(sys.modules.pop, self.module.__name__)
 
     def rebind(self, name="f", **expectation):
-        wanted = Expectation(self.module.__name__, name, **expectation)
-        return Rebind(
-            "f", (Fingerprint((2, 1), (2, 3), (wanted,)),), "never", self.module.__name__, name, lambda old: min
-        )
+        here = self.module.__name__
+        wanted = Fingerprint((2, 1), (2, 3), (Expectation(here, name, **expectation),))
+        listed = mock.patch.dict(FINGERPRINTS, {f"{here}.{name}": (wanted,)})
+        listed.start()
+        self.addCleanup(listed.stop)
+        return Rebind("f", "never", here, name, lambda old: min)
 
     def test_mismatches(self):
         probe, here = LiveProbe(), self.module.__name__
@@ -324,6 +329,48 @@ class TestPatch(TestCase):
     def test_versions(self):
         self.assertEqual(parse_version("2.13.0+cpu"), (2, 13))
         self.assertEqual(parse_version("2.11.0a0+git123"), (2, 11))
+
+
+class TestFingerprints(TestCase):
+    """The table of what patches rely on."""
+
+    TABLE = """
+torch.a.f
+  in torch.a
+    2.11       f(x): old
+    2.12-2.14  f(x,
+                   y): new and
+                   more
+    2.11-2.14  K
+  in torch.b
+    2.11-2.14  g()
+"""
+
+    def test_rows_that_hold_for_the_same_versions_are_one_fingerprint(self):
+        others = (Expectation("torch.a", "K"), Expectation("torch.b", "g", ()))
+        old = Expectation("torch.a", "f", ("x",), ("old",))
+        new = Expectation("torch.a", "f", ("x", "y"), ("new", "and", "more"))
+        wanted = (Fingerprint((2, 11), (2, 11), (old, *others)), Fingerprint((2, 12), (2, 14), (new, *others)))
+        self.assertEqual(parse(self.TABLE), {"torch.a.f": wanted})
+
+    def test_every_patch_has_rows_and_every_row_a_patch(self):
+        patches = {p.target for feature in inductor_patches.FEATURES for p in inductor_patches.patches(feature)}
+        self.assertEqual(set(FINGERPRINTS), patches)
+        for target, found in FINGERPRINTS.items():
+            self.assertEqual((found[0].since, found[-1].until), ((2, 11), (2, 15)), target)
+            for fingerprint in found:
+                named = [str(wanted) for wanted in fingerprint.expectations]
+                self.assertEqual(len(named), len(set(named)), target)
+        with self.assertRaisesRegex(NoFingerprint, "torch.unknown: expected rows"):
+            fingerprints_of("torch.unknown")
+
+    def test_text_that_is_no_row_is_refused(self):
+        for line in ("    f(x): old", "    2.11  f(x", "    2.11-  f", "    2.11  f: a, b"):
+            with self.assertRaisesRegex(MalformedRow, "expected 'VERSIONS"):
+                parse(f"torch.a.f\n  in torch.a\n{line}")
+        for table in ("torch.a.f\n    2.11  f", "    2.11  f"):
+            with self.assertRaises(MalformedRow):
+                parse(table)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ from pygraph_trees.fake_gpu import absent_gpu, lower
 from pygraph_trees.placement import place, place_for_graphs
 from pygraph_trees.placement.nodes import is_copy_between_devices, is_on_cpu, is_on_gpu, may_wait
 from pygraph_trees.placement.plan import How
-from pygraph_trees.report.compiled import PLACED, WHY_NOT_PLACED, partitions_of
+from pygraph_trees.report.compiled import partitions_of
+from pygraph_trees.report.records import PLACED, WHY_NOT_PLACED
 
 EXAMPLES = settings(max_examples=300, deadline=None)
 

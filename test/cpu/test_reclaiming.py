@@ -15,9 +15,9 @@ from bare_manager import bare_manager
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from inductor_patches import cudagraph_trees as cudagraph_patches
 from pygraph_trees.indirection import retired
 from pygraph_trees.report.log import RecordingLog
+from pygraph_trees.trees import entry_points, pools
 from pygraph_trees.trees import manager as trees_manager
 from pygraph_trees.trees.manager import Manager, Upstream
 
@@ -130,17 +130,17 @@ class TestForgotten(TestCase):
                 self.assertEqual((self.manager._forgotten, self.first.children), ([], {}))
                 self.assertNotIn(1, self.manager._ways)
 
-    def test_a_watch_forgets_a_recording_and_does_not_keep_the_manager(self):
-        watch = SimpleNamespace(ready=None)
+    def test_samples_have_a_function_recorded_again_and_do_not_keep_the_manager(self):
+        sampler = SimpleNamespace(ready=None)
         self.manager._anew = {}
-        for live in (None, SimpleNamespace(watch=None), SimpleNamespace(watch=watch)):
-            self.manager._let_watch(SimpleNamespace(live=live), 2)
-        watch.ready("of the test")
+        for live in (None, SimpleNamespace(sampler=None), SimpleNamespace(sampler=sampler)):
+            self.manager._let_sampler_rerecord(SimpleNamespace(live=live), 2)
+        sampler.ready("of the test")
         self.assertEqual((self.manager._forgotten, self.manager._anew), ([2], {2: "of the test"}))
         gone = weakref.ref(self.manager)
         del self.manager
         self.assertIsNone(gone())
-        watch.ready("of the test")  # nobody is there
+        sampler.ready("of the test")  # nobody is there
 
 
 class TestPool(TestCase):
@@ -173,10 +173,13 @@ class TestPool(TestCase):
             # Also of outputs that others have taken the place of.
             node.outputs_weakrefs, node.unaliased_in_all_paths = [mock.Mock(expired=lambda: True), None], [True, False]
             node.older_outputs = [mock.Mock(expired=lambda: not is_held)]  # noqa: B023
-            state = {"_made_with": ((3,), {}), "graph": "first graph", "pools": {(0, 7), (0, 9)}}
-            manager, model = self.recorded(node, Fresh, **state)
+            manager, model = self.recorded(node, Fresh, _made_with=((3,), {}), graph="first graph")
             made.clear()
-            with mock.patch.object(torch.cuda, "empty_cache") as emptied:
+            owned = {(0, 7), (0, 9)}
+            with (
+                mock.patch.object(pools, "OWNED", owned),
+                mock.patch.object(torch.cuda, "empty_cache") as emptied,
+            ):
                 self.assertFalse(manager.give_pool_back())  # nothing was given back yet
                 manager.forget(model)
                 self.assertEqual((made, emptied.call_count), ([], 0) if is_held else ([3], 1))
@@ -189,7 +192,7 @@ class TestPool(TestCase):
                     manager._anew.clear()
                     self.assertTrue(manager.give_pool_back())
                 self.assertEqual((manager.cuda_graphs_thread_pool, manager.stream), ((0, 9), "stream"))
-                self.assertEqual((manager.pools, manager._left), ({(0, 9)}, None))
+                self.assertEqual((owned, manager._left), ({(0, 9)}, None))
                 self.assertFalse(manager.give_pool_back())  # once
             self.assertEqual((made, emptied.call_count), ([3], 1))
 
@@ -311,7 +314,7 @@ class TestShutdown(TestCase):
         ):
             retired.retire(mock.Mock(), 0, SimpleNamespace(close=lambda: closed.append(1)))
             order = []
-            reset = cudagraph_patches._reset_cudagraph_trees(lambda: order.append(list(closed)))
+            reset = entry_points.reset_cudagraph_trees(lambda: order.append(list(closed)))
             reset()
         self.assertEqual((order, closed), ([[]], [1]))
 

@@ -28,8 +28,7 @@ from pygraph_trees.report.log import (
     partition_from_json,
     partition_to_json,
 )
-from pygraph_trees.report.naming import program_name
-from pygraph_trees.report.partitions import source_line
+from pygraph_trees.report.naming import program_name, source_line
 from pygraph_trees.report.records import Cause, Environment, FeatureState, Partition, PartitionInput
 from pygraph_trees.report.summary import Report
 from pygraph_trees.report.text import nbytes, render, table
@@ -225,7 +224,7 @@ class TestReport(TestCase):
             render(ENVIRONMENT, graphs, functions, 100),
             """\
 pygraph_trees 0.1.0, torch 2.13.0, triton 3.7.0, NVIDIA H200
-patches on: flags
+patches on: flags; native: yes
 
 function                mode  part  kernels  stat  mgd  live  copied  rec  replays  record s    pool
 Net 0/0                  inf   1/1       12     1    0     1  2.0 kB    1     1200      0.25  2.1 MB

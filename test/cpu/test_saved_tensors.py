@@ -172,15 +172,15 @@ class TestCalls(TestCase):
             import sys
             from unittest import mock
             import torch
-            from pygraph_trees import tensors
+            from pygraph_trees.native import tensors
             if not {native}:
                 tensors.native = None
-            from inductor_patches import output_code
+            from pygraph_trees.trees.compiled_graph import calling
             from types import SimpleNamespace
             from torch.autograd.graph import saved_tensors_hooks
 
             seen = []
-            call = output_code._call(lambda self, inputs: seen.append(inputs[0].stride()))
+            call = calling(lambda self, inputs: seen.append(inputs[0].stride()))
             saved = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
             layout = (0, torch.float32, torch.device("cpu"), tuple(saved.shape), saved.stride())
             class Graph:

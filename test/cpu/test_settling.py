@@ -14,15 +14,11 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.benchmark import settling
 from pygraph_trees.benchmark.settling import CALLS, call_until_chosen, functions_so_far, routes_of
-from pygraph_trees.indirection.route_choice import AWAITED, EXPECTED
-from pygraph_trees.report.log import FunctionLog, RecordingLog, journal
-
-BETTER = f"by address: 30 us of a replay against 5 us by a table, {AWAITED}"
+from pygraph_trees.report.log import FunctionLog, journal
 
 
-def function(route: str | None, *routes: str) -> FunctionLog:
-    inputs = tuple((0, None, "live", "cuda:0", 4, 0, False, given) for given in routes)
-    return FunctionLog("f", None, "inference", 1, {}, route=route, recordings=[RecordingLog(inputs=inputs)])
+def function(route: str | None, *, awaits_table: bool = False) -> FunctionLog:
+    return FunctionLog("f", None, "inference", 1, {}, route=route, awaits_table=awaits_table)
 
 
 class TestSettling(TestCase):
@@ -51,57 +47,45 @@ class TestSettling(TestCase):
         call_until_chosen(call, first, **more)
         return count
 
-    def test_calls_are_as_many_as_a_choice_takes(self) -> None:
+    def test_calls_end_when_a_route_can_be_chosen(self) -> None:
         self.assertEqual(self.calls(), CALLS)
-        for route in (None, "by address: 2 us of a replay against 3 us by a table"):
-            self.functions = [function(route, "patch")]
+        for route in (None, "by address: few kernels"):
+            self.functions = [function(route)]
             self.assertEqual(self.calls(), CALLS)
 
-    def test_calls_are_more_if_inputs_seldom_move_and_fewer_if_they_are_long(self) -> None:
+    def test_inputs_that_move_at_some_calls_take_more_calls(self) -> None:
         self.assertEqual(self.calls(share=0.5), 2 * CALLS)
         self.assertEqual(self.calls(share=0.0), CALLS)
+
+    def test_long_calls_end_after_some_seconds(self) -> None:
         self.each_s = 0.5
         self.assertEqual(self.calls(), 6)
 
-    def test_calls_go_on_until_a_table_is_there(self) -> None:
-        self.functions = [function(None, "patch"), function(BETTER, "patch", "patch")]
+    def test_calls_go_on_until_a_chosen_table_is_in_use(self) -> None:
+        self.functions = [function(None), function("by address, until a table", awaits_table=True)]
 
         def then(number: int) -> None:
             if number == 3 * CALLS:
-                self.functions[1].recordings.append(function(BETTER, "table", "patch").recordings[0])
+                self.functions[1].route_was_found("table: many kernels")
 
         self.assertEqual(self.calls(then=then), 3 * CALLS)
         self.assertEqual(self.calls(), CALLS)
 
-    def test_calls_go_on_until_a_table_is_judged(self) -> None:
-        self.functions = [function(f"table: 5 us of a replay against 30 us by address, {EXPECTED} (2 of 2)", "table")]
-
-        def then(number: int) -> None:
-            if number == 2 * CALLS:
-                self.functions[0].route = "table: 5 us of a replay and 9 of the GPU's, against 30 and 9 by address"
-
-        self.assertEqual(self.calls(then=then), 2 * CALLS)
-
-    def test_calls_end_if_a_table_never_comes(self) -> None:
-        self.functions, self.each_s = [function(BETTER, "patch")], 0.1
+    def test_a_table_that_never_comes_is_awaited_for_a_minute(self) -> None:
+        self.functions, self.each_s = [function("by address, until a table", awaits_table=True)], 0.1
         self.assertEqual(self.calls(), 600)
 
-    def test_functions_of_other_programs_are_not_waited_for(self) -> None:
-        self.functions = [function(BETTER, "patch")]
+    def test_functions_of_other_programs_are_not_awaited(self) -> None:
+        self.functions = [function("by address, until a table", awaits_table=True)]
         first = functions_so_far()
-        self.functions.append(function(None, "patch"))
+        self.functions.append(function(None))
         self.assertEqual((first, self.calls(first)), (1, CALLS))
 
-    def test_routes_are_told_of_some_functions(self) -> None:
-        self.functions = [function("by address", "patch"), function(None, "patch"), function("table", "table")]
+    def test_routes_that_were_found_are_told(self) -> None:
+        self.functions = [function("by address"), function(None), function("table")]
         self.assertEqual(routes_of(slice(0, 2)), ["f, inference: by address"])
         self.assertEqual(routes_of(slice(1, 3)), ["f, inference: table"])
         self.assertEqual(routes_of(slice(0)), [])
-
-    def test_a_function_without_recordings_is_not_waited_for(self) -> None:
-        self.functions = [function(BETTER)]
-        self.functions[0].recordings = []
-        self.assertEqual(self.calls(), CALLS)
 
 
 if __name__ == "__main__":

@@ -78,18 +78,22 @@ class TestStructuredTraces(TestCase):
 
     def test_routes(self):
         with artifacts() as found:
-            for text, is_change in (
-                ("by address: 4 us", False),  # the first one is news in any case
-                ("by address: 5 us", False),
-                ("by address: 9 us, which is being made", True),
-                ("table: 3 us", True),
-                ("table: 3 us", True),
-                ("by address: 6 us", True),
+            for text, awaits_table in (
+                ("by address, until a table is built", True),
+                ("table: 33 kernels", False),
+                ("table: 33 kernels", False),
+                ("by address: a table failed", False),
             ):
-                self.log.route_was_found(text, is_change=is_change)
+                self.log.route_was_found(text, awaits_table=awaits_table)
                 self.assertEqual(self.log.route, text)
-        told = ["by address: 4 us", "by address: 9 us, which is being made", "table: 3 us", "by address: 6 us"]
-        self.assertEqual([function.content["route"] for function in found], told)
+        self.assertEqual(
+            [(function.content["route"], function.content["awaits_table"]) for function in found],
+            [
+                ("by address, until a table is built", True),
+                ("table: 33 kernels", False),
+                ("by address: a table failed", False),
+            ],
+        )
 
     def test_decisions(self):
         faster = "it was measured to be faster so"

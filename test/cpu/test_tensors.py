@@ -6,7 +6,6 @@ import gc
 import random
 import struct
 import sys
-import tempfile
 import threading
 import unittest
 import weakref
@@ -20,8 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.native import sources as native_sources
-from pygraph_trees.native import tensors
+from pygraph_trees.native import build, tensors
 from pygraph_trees.trees import function as trees_function
 from pygraph_trees.trees import manager as trees_manager
 from pygraph_trees.trees import native_names
@@ -437,9 +435,9 @@ class TestPython(TestCase):
         self.assertIsNone(question())
 
 
-@unittest.skipIf(tensors.load_native() is None, "not built for this torch")
+@unittest.skipIf(tensors.native is None, "not built for this torch")
 class TestNative(TestPython):
-    native = tensors.load_native()
+    native = tensors.native
 
     def is_ruled_out(self, outputs):
         return outputs is not None and outputs.are_held_by_python
@@ -694,37 +692,6 @@ class TestNative(TestPython):
                 choose(items)
             self.assertEqual(items, kept)
 
-    def check_is_left_alone(self, why):
-        with self.assertLogs("pygraph_trees.native", "WARNING") as logs:
-            self.assertIsNone(tensors.load_native())
-        self.assertIn(why, logs.output[0])
-
-    def test_it_is_only_used_with_the_torch_that_it_was_built_for(self):
-        with mock.patch.object(torch, "__version__", "2.11.0+other"):
-            self.check_is_left_alone("this is 2.11.0+other")
-
-    def test_it_is_only_used_if_it_was_built_from_the_sources_that_are_there(self):
-        """An older part would be called in a way that it does not know."""
-        for of_module in ("of another commit", None):
-            with mock.patch.object(self.native, "SOURCES", of_module):
-                self.check_is_left_alone("other sources")
-        with mock.patch.object(self.native, "SOURCES"):
-            del self.native.SOURCES  # it is older than the hash
-            self.check_is_left_alone("other sources")
-            with mock.patch.object(native_sources, "sources_hash", lambda: None):  # a wheel, in which no sources are
-                self.assertIs(tensors.load_native(), self.native)
-
-    def test_a_hash_of_names_and_contents(self):
-        with tempfile.TemporaryDirectory() as name:
-            folder, found = Path(name), []
-            self.assertIsNone(native_sources.sources_hash(folder))
-            for file, content in (("a.cpp", "1"), ("a.cpp", "2"), ("b.h", ""), ("c.c", ""), ("note.md", "")):
-                (folder / file).write_text(content)
-                found.append(native_sources.sources_hash(folder))
-            (folder / "b.h").rename(folder / "d.h")
-            found.append(native_sources.sources_hash(folder))
-        self.assertEqual((len(set(found)), found[3]), (5, found[4]))
-
     def test_every_name_that_it_looks_for_is_there(self):
         """In the classes here, and in those of the torch that is installed."""
         self.assertGreater(len(self.native.NAMES), 40)
@@ -732,16 +699,16 @@ class TestNative(TestPython):
             native_names.check(**self.classes())
         self.assertIs(tensors.native, self.native)
 
-    def test_a_name_that_is_missing_turns_it_off_and_the_log_says_which(self):
+    def test_a_name_that_is_missing_turns_it_off_and_the_status_says_which(self):
         for owner, name in (("manager", "turn"), ("live", "_settled"), ("graph", "replay"), ("debug", "RECORD")):
             with (
                 mock.patch.object(self.native, "NAMES", [*self.native.NAMES, f"{owner}.{name}_by_another_name"]),
                 mock.patch.object(tensors, "native", self.native),
-                self.assertLogs("pygraph_trees.native", "WARNING") as logs,
+                mock.patch.object(tensors, "why_without", None),
             ):
                 native_names.check(**self.classes())
                 self.assertIsNone(tensors.native)
-            self.assertIn(f"{owner}.{name}_by_another_name", logs.output[0])
+                self.assertIn(f"{owner}.{name}_by_another_name", build.status())
 
     def classes(self):
         return {

@@ -24,7 +24,6 @@ from torch._inductor.utils import BoxedBool
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import pygraph_trees
-from inductor_patches import output_code
 from pygraph_trees.indirection.inputs import CAPTURED
 from pygraph_trees.native.tensors import Whereabouts, released
 from pygraph_trees.report import compiled
@@ -32,9 +31,9 @@ from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journa
 from pygraph_trees.report.summary import clear
 from pygraph_trees.selection import why_not_graphed
 from pygraph_trees.settings import Settings
+from pygraph_trees.trees import compiled_graph, fast_path, pools
 from pygraph_trees.trees import manager as trees_manager
 from pygraph_trees.trees import recording as recording_module
-from pygraph_trees.trees import runner
 from pygraph_trees.trees.collector import paused
 from pygraph_trees.trees.containers import Trees
 from pygraph_trees.trees.function import FunctionModel, entered
@@ -317,10 +316,9 @@ class TestCompiledGraph(TestCase):
             with (
                 self.subTest(graphed=graphed, indirection=indirection, known=known),
                 config.patch({"triton.pygraph_indirection": indirection}),
-                mock.patch.object(runner, "shortened", lambda call, known=known: len if known else None),
+                mock.patch.object(compiled_graph, "shortened", lambda call, known=known: len if known else None),
             ):
-                # It is looked up where the patch is made.
-                post_compile = output_code._post_compile(lambda *args: None)
+                post_compile = compiled_graph.putting_to_use(lambda *args: None)
                 post_compile(graph, (), None, kwargs)
             self.assertIs(graph.current_callable, len if short else double)
 
@@ -336,7 +334,7 @@ class TestCompiledGraph(TestCase):
             return ["fast"] if inputs == [1] else None
 
         upstream = mock.Mock(side_effect=lambda graph, inputs: ["upstream's", *graph.current_callable(inputs)])
-        call = output_code._call(upstream)
+        call = compiled_graph.calling(upstream)
         graph = SimpleNamespace(current_callable=run)
         self.assertEqual(call(graph, [1]), ["upstream's", 1])
         run.fast_call = None
@@ -887,7 +885,10 @@ class TestFastPath(TestCase):
                 self.assertIs(self.manager.current_node, expected)
 
     def test_a_path_whose_outputs_are_cloned_ends_with_its_step(self):
-        self.manager.has_live_user_visible_output_cloning = True  # since torch 2.14
+        may_clone = mock.patch.object(fast_path, "MAY_CLONE", True)
+        may_clone.start()
+        self.addCleanup(may_clone.stop)
+        self.manager.has_live_user_visible_output_cloning = True
         ended = []
         self.manager.try_end_curr_execution = lambda: (ended.append(1), setattr(self.manager, "current_node", None))
         child = self.child()
@@ -986,9 +987,9 @@ class TestFastPath(TestCase):
             manager.cuda_graphs_thread_pool = "its pool"
             given.append((args, kwargs))
 
-        with mock.patch.object(Upstream, "__init__", init), mock.patch.object(Manager, "pools", set()) as pools:
+        with mock.patch.object(Upstream, "__init__", init), mock.patch.object(pools, "OWNED", set()) as owned:
             Manager(3, initial_mempool_allocation_gb=1.5)  # since torch 2.15
-        self.assertEqual((given, pools), ([((3,), {"initial_mempool_allocation_gb": 1.5})], {"its pool"}))
+        self.assertEqual((given, owned), ([((3,), {"initial_mempool_allocation_gb": 1.5})], {"its pool"}))
 
     def test_another_thread_may_record(self):
         """A function knows the manager that it was added to, whichever thread calls it."""
@@ -996,9 +997,9 @@ class TestFastPath(TestCase):
         node = Recording.__new__(Recording)
         node.wrapped_function, node.device = SimpleNamespace(model=model), 0
         node.cuda_graphs_pool = "its pool"
-        for pools, found in (({"its pool"}, "the driver"), (set(), None)):
+        for owned, found in (({"its pool"}, "the driver"), (set(), None)):
             with (
-                mock.patch.object(Manager, "pools", pools),
+                mock.patch.object(pools, "OWNED", owned),
                 mock.patch.object(recording_module, "usable_driver", lambda: "the driver"),
                 ThreadPoolExecutor(1) as other,
             ):
@@ -1019,17 +1020,16 @@ class TestFastPath(TestCase):
             def release(self):
                 Live.released += 1
 
-        inputs = ["an input"]
-        log = mock.Mock()
-
+        inputs, left = ["an input"], []
         for flag, outcomes, wanted in (
             ("auto", [True, False], {}),  # a table fails
             ("auto", [True, True, False], {0}),  # and addresses as well
             ("table", [True, False], {0}),  # asked for: on memory at once
             ("auto", [True, True, True], None),  # whatever it is
         ):
-            model = SimpleNamespace(settings=SimpleNamespace(indirection=flag), refused={}, moving=(), log=log)
-            wrapped, has_table, calls, todo = SimpleNamespace(model=model), [True], [], list(outcomes)
+            model = SimpleNamespace(settings=SimpleNamespace(indirection=flag), refused={}, moving=())
+            wrapped = SimpleNamespace(model=model, id="sizes")
+            has_table, calls, todo = [True], [], list(outcomes)
 
             def make(node, wrapped, id, parent, given, *, todo=todo, has_table=has_table, calls=calls):
                 self.assertEqual(given, inputs)
@@ -1041,8 +1041,9 @@ class TestFastPath(TestCase):
                 if todo.pop(0):
                     raise RuntimeError("of the test")
 
-            def leave(model, has_table=has_table):
+            def leave_table(model, sizes, error, has_table=has_table):
                 has_table[0] = False
+                left.append((sizes, str(error)))
 
             node, given = Recording.__new__(Recording), list(inputs)
             with (
@@ -1050,21 +1051,20 @@ class TestFastPath(TestCase):
                 mock.patch.object(recording_module.Upstream, "__init__", make),
                 mock.patch.object(Recording, "_finish_first_call", lambda *_: None),
                 mock.patch.object(Recording, "_prepare_questions", side_effect=Done),
-                mock.patch.object(recording_module, "leave", leave),
+                mock.patch.object(recording_module, "leave_table", leave_table),
                 self.assertRaises(Done if wanted is not None else RuntimeError),
             ):
                 node.__init__(wrapped, SimpleNamespace(id=3), None, given)
             ways = {"auto": ["table", "address", "memory"], "table": ["table", "memory"]}[flag]
             self.assertEqual(calls, ways[: len(outcomes)])
             self.assertEqual(set(model.refused), wanted or set())
-        told = {call.args[0] for call in log.route_was_found.call_args_list}
-        self.assertEqual(told, {"by address: recording it with a table failed: of the test"})
+        self.assertEqual(left, [("sizes", "of the test")] * 3)
 
     def test_a_recording_that_would_write_to_a_copy_is_refused(self):
         """Even if upstream has decided that the function may be recorded."""
         node = Recording.__new__(Recording)
         node.log = RecordingLog(number=3)
-        node.wrapped_function = SimpleNamespace(mutated_input_idxs=(1,))
+        node.wrapped_function = SimpleNamespace(mutated_input_idxs=(1,), id=3)
         done = mock.patch.object(recording_module.Upstream, "_allocate_and_copy_recording_inputs", lambda *_: "done")
         inputs = [torch.ones(2), torch.ones(2), torch.ones(0)]
         chosen = mock.patch.object(recording_module, "choose", lambda *_, **__: (None, {}))

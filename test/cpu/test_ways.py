@@ -421,7 +421,7 @@ class Ways:
 class TestInPython(Ways, TestCase): ...
 
 
-@unittest.skipIf(tensors.load_native() is None, "not built for this torch")
+@unittest.skipIf(tensors.native is None, "not built for this torch")
 class TestInCpp(Ways, TestCase):
     in_cpp = True
 

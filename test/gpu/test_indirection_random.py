@@ -17,10 +17,11 @@ from torch.testing._internal.common_utils import run_tests
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from fuzzing.around import USES, Around
+from fuzzing.around import Around
 from fuzzing.campaign import Plan, run
 from fuzzing.case import Case, Input
 from fuzzing.check import check
+from fuzzing.uses import USES
 
 PROGRAMS = int(os.environ.get("PYGRAPH_FUZZ_PROGRAMS", "300"))
 SECONDS = 400.0

@@ -1,6 +1,6 @@
-"""Routes chosen by what replays cost: a function goes on as it was until its table is ready, and is right all the time.
+"""Routes chosen by the rule: a function goes on as it was until its table is ready, and is right all the time.
 
-Looks are taken at more replays here than they are elsewhere, so that the choice is made within some hundred calls.
+More replays are sampled here than elsewhere, so that a route is chosen within some forty calls.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 import weakref
 from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -19,10 +18,10 @@ from torch.testing._internal.common_utils import run_tests
 
 import pygraph_trees
 from pygraph_trees.indirection import inputs as live_inputs
-from pygraph_trees.indirection import replay_costs, route_choice
-from pygraph_trees.indirection.route_choice import Watch
+from pygraph_trees.indirection import sampler
+from pygraph_trees.indirection.route_rule import SAMPLES
+from pygraph_trees.indirection.sampler import Sampler
 from pygraph_trees.indirection.table import variant_launchers
-from pygraph_trees.indirection.table.launch_clock import LaunchClock
 from pygraph_trees.indirection.table.variant_launchers import VariantLauncher
 from pygraph_trees.indirection.table.variant_worker import Worker, compile_jobs
 
@@ -32,9 +31,18 @@ if TYPE_CHECKING:
     from pygraph_trees.indirection.table.variant_worker import Job
 
 START = Worker.start  # of a process
-OFTEN = 4  # replays between two looks
-NODE_US = 0.5  # that it takes to set a node, where nothing else runs on the machine
-PROCESS_S = 300.0  # that a process may take which begins at a low priority, on a machine that is busy
+INPUTS = 8
+OFTEN = 4  # replays from one sample to the next
+CALLS = OFTEN * (SAMPLES + 3)  # within which a route is chosen
+PROCESS_S = 300.0  # that a process of low priority may take on a busy machine
+
+
+def wide(*inputs: torch.Tensor) -> torch.Tensor:
+    """Thirty kernels that read all inputs, and matmuls of results between them."""
+    total = inputs[0]
+    for _ in range(30):
+        total = sum(inputs, (total @ total).softmax(1))
+    return total
 
 
 class Here:
@@ -50,35 +58,20 @@ class Here:
         return nullcontext()
 
 
-CALLS = OFTEN * (route_choice.LOOKS + 3)  # within which it is chosen
-
-
 class TestRouteChoice(IndirectionTestCase):
     def setUp(self) -> None:
         super().setUp()
-        self.by_table_us = 100.0  # of the GPU, where it is 100 by address
-        self.timed = list[float]()
-        took_us = LaunchClock.took_us
+        self.samples = 0
+        sample = Sampler.sample
 
-        def as_told(clock: LaunchClock) -> float | None:
-            took = took_us(clock)
-            if took is None:
-                return None
-            self.timed.append(took)
-            return self.by_table_us if self.is_by_table() else 100.0
-
-        look = Watch.look
-
-        def looked(watch: Watch, us: float, count: int, *more: Any) -> None:
-            self.assertGreater(us, 0)
-            look(watch, NODE_US * count, count, *more)  # on a busy machine one node may take longer than thirty
+        def counted(taken: Sampler, *given: Any) -> bool:
+            self.samples += 1
+            return sample(taken, *given)
 
         for module, name, value in (
-            (route_choice, "EVERY", OFTEN),
-            (Watch, "look", looked),
+            (sampler, "EVERY", OFTEN),
             (live_inputs, "EVERY", OFTEN),
-            (LaunchClock, "took_us", as_told),
-            (replay_costs, "time", SimpleNamespace(perf_counter=lambda: 0.0)),  # steps are as long as ever
+            (Sampler, "sample", counted),
             (variant_launchers, "_built", weakref.WeakKeyDictionary()),  # kernels live on from test to test
             (Worker, "start", Here),
         ):
@@ -90,8 +83,8 @@ class TestRouteChoice(IndirectionTestCase):
         generator = torch.Generator(self.device).manual_seed(number)
         return torch.randn(*shape, device=self.device, generator=generator) / 8
 
-    def call(self, ways: Ways, number: int, count: int = 1, size: int = 64) -> None:
-        """One that is waited for, with inputs that were not there before."""
+    def call(self, ways: Ways, number: int, count: int = INPUTS, size: int = 64) -> None:
+        """Waits for the GPU, then calls with inputs at new addresses."""
         given = [self.fresh(size, size, number=number * count + i) for i in range(count)]
         self.held = [*getattr(self, "held", []), given][-4:]  # so that addresses change
         wanted = ways.plain(*given)
@@ -121,10 +114,11 @@ class TestRouteChoice(IndirectionTestCase):
     def is_by_table(self) -> bool:
         return "table" in self.newest_routes()
 
-    def test_many_kernels_of_fresh_inputs(self) -> None:
-        ways = compiled(thirty)
+    def test_many_kernels_that_read_fresh_inputs_get_a_table(self) -> None:
+        ways = compiled(wide)
         with mock.patch.object(Worker, "start", START):
             made = self.until(self.is_by_table, lambda number: self.call(ways, number), at_most_s=PROCESS_S)
+        samples = self.samples
         for number in range(made, made + 2 * CALLS):
             self.call(ways, number)
         facts = Facts.now()
@@ -132,93 +126,78 @@ class TestRouteChoice(IndirectionTestCase):
         self.assertEqual((facts.copied_bytes, facts.replays), (0, made + 2 * CALLS - 3), str(facts))
         self.assertEqual(facts.reasons, ("its inputs are read from a table from now on",))
         (text,) = self.found()
-        measured = r"[\d.]+ us of a replay and 100 of the GPU's"
-        self.assertRegex(str(text), rf"^table: {measured}, against {measured} by address$")
-        self.assertGreaterEqual(len(self.timed), 2 * route_choice.LOOKS - 2)
-        for took_us in self.timed:
-            self.assertTrue(1 < took_us < 1e5, str(self.timed))
-        run(Program("behind it", thirty, (tensor(64, 64),)), ways, self.device)
-
-    def test_a_table_that_takes_the_gpu_longer_than_it_saves(self) -> None:
-        """Which nobody knows before it is tried: it is left for good."""
-        ways, self.by_table_us = compiled(thirty), 1000.0
-        made = self.until(self.is_by_table, lambda number: self.call(ways, number))
-        left = made + self.until(lambda: not self.is_by_table(), lambda number: self.call(ways, made + number))
-        for number in range(left, left + 3 * CALLS):
-            self.call(ways, number)
-        facts = Facts.now()
-        self.assertEqual((facts.recordings, facts.copied_bytes, facts.ungraphed_calls), (3, 0, 0), str(facts))
-        self.assertEqual(facts.reasons[1:], ("its inputs are given by address again",))
-        (text,) = self.found()
-        measured = "us of a replay and {} of the GPU's"
         self.assertRegex(
             str(text),
-            rf"^by address: [\d.]+ {measured.format(100)}, against [\d.]+ {measured.format(1000)} by a table$",
+            rf"^table: \d+ kernels read {INPUTS} inputs whose addresses change, "
+            r"and the GPU was idle before [5-8] of 8 sampled replays$",
         )
-        self.assertEqual(self.newest_routes(), ["patch"])
+        self.assertEqual(self.samples, samples)  # nothing is asked any more
+        run(Program("after it", wide, (tensor(64, 64),) * INPUTS), ways, self.device)
 
-    def test_what_is_left_for_one_size_is_left_for_all(self) -> None:
-        ways, self.by_table_us = compiled(thirty, dynamic=True), 1000.0
+    def test_each_size_is_chosen_for(self) -> None:
+        ways = compiled(wide, dynamic=True)
 
         def call(number: int) -> None:
             self.call(ways, number, size=(64, 96)[number % 2])
 
-        made = self.until(self.is_by_table, call)
-        made += made % 2
-        left = made + self.until(lambda: not self.is_by_table(), lambda number: call(made + number))
-        for number in range(left, left + 4 * CALLS):
+        def have_both_a_table() -> bool:
+            recordings = [made for function in pygraph_trees.report().functions for made in function.recordings]
+            return sum(any(i.route == "table" for i in made.inputs) for made in recordings) == 2
+
+        made = self.until(have_both_a_table, call)
+        for number in range(made, made + 2 * CALLS):
             call(number)
         facts = Facts.now()
         self.assertEqual((facts.copied_bytes, facts.ungraphed_calls), (0, 0), str(facts))
-        self.assertEqual(facts.reasons.count("its inputs are given by address again"), 2, str(facts))
-        self.assertTrue(all(str(text).startswith("by address: ") for text in self.found()), self.found())
-        self.assertEqual(set(self.newest_routes()), {"patch"})
+        self.assertTrue(all(str(text).startswith("table: ") for text in self.found()), self.found())
+        self.assertEqual(set(self.newest_routes()), {"table"})
 
-    def test_same_inputs(self) -> None:
-        ways = compiled(thirty)
-        given = self.fresh(64, 64, number=0)
+    def test_inputs_that_stay_are_not_sampled(self) -> None:
+        ways = compiled(wide)
+        given = [self.fresh(64, 64, number=number) for number in range(INPUTS)]
         for _ in range(2 * CALLS):
             torch.compiler.cudagraph_mark_step_begin()
             torch.cuda.synchronize()
-            ways.graphed(given)
-        self.assertEqual((self.found(), Facts.now().recordings), ([None], 1))
+            ways.graphed(*given)
+        self.assertEqual((self.found(), Facts.now().recordings, self.samples), ([None], 1, 0))
 
-    def test_few_kernels(self) -> None:
-        ways = compiled(lambda x, y: (x + y).softmax(1))
-        for number in range(2 * CALLS):
-            self.call(ways, number, 2)
-        (text,) = self.found()
-        self.assertTrue(str(text).startswith("by address: "), text)
-        self.assertEqual(Facts.now().recordings, 1)
+    def test_few_kernels_or_few_inputs_are_not_sampled(self) -> None:
+        for fn, count in ((lambda *inputs: sum(inputs).softmax(1), INPUTS), (thirty, 1)):
+            ways = compiled(fn)
+            for number in range(2 * CALLS):
+                self.call(ways, number, count)
+        self.assertEqual((self.found(), Facts.now().recordings, self.samples), ([None] * 2, 2, 0))
 
-    def test_a_busy_gpu(self) -> None:
+    def test_inputs_of_a_busy_gpu_are_patched(self) -> None:
         big = torch.ones(8192, 8192, device=self.device, dtype=torch.bfloat16)
 
-        def loaded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def loaded(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             product = big
             for _ in range(4):
                 product = product @ big
-            return thirty(x), product
+            return wide(*inputs), product
 
         ways = compiled(loaded)
-        given = [self.fresh(64, 64, number=number) for number in range(8)]
+        given = [[self.fresh(64, 64, number=8 * number + i) for i in range(INPUTS)] for number in range(8)]
         for number in range(3 * CALLS):
             torch.compiler.cudagraph_mark_step_begin()
-            ways.graphed(given[number % 8])
+            ways.graphed(*given[number % 8])
         torch.cuda.synchronize()
         (text,) = self.found()
-        self.assertIn("hidden behind the GPU's work", str(text))
-        self.assertEqual(Facts.now().recordings, 1)
+        self.assertRegex(str(text), "^by address: the GPU was idle before [0-4] of 8 sampled replays")
+        self.assertEqual((Facts.now().recordings, self.samples), (1, SAMPLES))
 
-    def test_forced(self) -> None:
-        with torch._inductor.config.patch({"triton.pygraph_indirection": "patch"}):
-            ways = compiled(thirty)
-            for number in range(2 * CALLS):
-                self.call(ways, number)
-        self.assertEqual((self.found(), Facts.now().recordings), ([None], 1))
+    def test_forced_routes_are_not_sampled(self) -> None:
+        for route in ("patch", "table"):
+            with torch._inductor.config.patch({"triton.pygraph_indirection": route}):
+                ways = compiled(wide)
+                for number in range(2 * CALLS):
+                    self.call(ways, number)
+            self.assertEqual(set(self.newest_routes()[-INPUTS:]), {route})
+        self.assertEqual((self.found(), Facts.now().recordings, self.samples), ([None] * 2, 2, 0))
 
-    def test_no_other_process_can_be_made(self) -> None:
-        ways = compiled(thirty)
+    def test_inputs_are_patched_if_no_process_can_be_started(self) -> None:
+        ways = compiled(wide)
         with mock.patch.object(Worker, "start", side_effect=OSError("of the test")):
             for number in range(2 * CALLS):
                 self.call(ways, number)
@@ -227,7 +206,7 @@ class TestRouteChoice(IndirectionTestCase):
 
     def test_a_table_that_cannot_be_recorded(self) -> None:
         """The call is made by address, and so are all later ones."""
-        ways, failures = compiled(thirty), []
+        ways, failures = compiled(wide), []
 
         def launch(variant: Any, autotuner: Any, *given: Any) -> Any:
             failures.append(autotuner)
@@ -242,19 +221,19 @@ class TestRouteChoice(IndirectionTestCase):
         self.assertEqual(self.found(), ["by address: recording it with a table failed: of the test"])
 
     def test_training(self) -> None:
-        ways = compiled(thirty)
+        ways = compiled(wide)
 
         def step(number: int) -> None:
-            x = self.fresh(64, 64, number=number)
-            self.held = [*getattr(self, "held", []), x][-4:]
+            given = [self.fresh(64, 64, number=INPUTS * number + i) for i in range(INPUTS)]
+            self.held = [*getattr(self, "held", []), given][-4:]
             torch.compiler.cudagraph_mark_step_begin()
             gradients = []
             for way in (ways.plain, ways.graphed):
-                leaf = x.clone().requires_grad_()
-                self.held.append(leaf)
+                leaves = [x.clone().requires_grad_() for x in given]
+                self.held.append(leaves)
                 torch.cuda.synchronize()
-                way(leaf).square().sum().backward()
-                gradients.append(leaf.grad)
+                way(*leaves).square().sum().backward()
+                gradients.append([leaf.grad for leaf in leaves])
             assert_same_bits(gradients[1], gradients[0], f"step {number}: ")
 
         made = self.until(self.is_by_table, step)
@@ -262,33 +241,34 @@ class TestRouteChoice(IndirectionTestCase):
             step(number)
         self.assertEqual((Facts.now().copied_bytes, Facts.now().ungraphed_calls), (0, 0))
 
-    def test_functions_behind_each_other(self) -> None:
-        """What is behind the one that is recorded anew is recorded again as well.
+    def test_functions_after_each_other(self) -> None:
+        """A function after the one that gets a table is recorded again as well.
 
         It takes an output of the first, and stays by address: should a recording with a table fail, it could not be
         made in another way at the same call.
         """
 
-        first, second = compiled(thirty), compiled(lambda x, y: thirty(x) + y)
+        first, second = compiled(wide), compiled(lambda y, *inputs: wide(*inputs) + y)
 
-        def graphed(x: torch.Tensor) -> torch.Tensor:
-            y = first.graphed(x)
-            torch.cuda.synchronize()  # else what is behind it is hidden behind the first one's work
-            result: torch.Tensor = second.graphed(x, y)
+        def graphed(*inputs: torch.Tensor) -> torch.Tensor:
+            y = first.graphed(*inputs)
+            torch.cuda.synchronize()  # else the first function's work hides what the host does for the second
+            result: torch.Tensor = second.graphed(y, *inputs)
             return result
 
-        ways = Ways(lambda x: second.plain(x, first.plain(x)), graphed)
+        ways = Ways(lambda *inputs: second.plain(first.plain(*inputs), *inputs), graphed)
         made = self.until(self.is_by_table, lambda number: self.call(ways, number))
         for number in range(made, made + 20):
             self.call(ways, number)
         facts = Facts.now()
         self.assertEqual((facts.functions, facts.copied_bytes, facts.ungraphed_calls), (2, 0, 0), str(facts))
-        self.assertEqual((facts.recordings, self.newest_routes()), (4, ["table", "patch"]), str(facts))
+        routes = ["table"] * INPUTS + ["patch"] * INPUTS
+        self.assertEqual((facts.recordings, self.newest_routes()), (4, routes), str(facts))
 
     def test_memory_is_that_of_one_recording(self) -> None:
-        ways = compiled(thirty)
+        ways = compiled(wide)
         self.call(ways, 0, size=1024)
-        for number in range(1, 4):
+        for number in range(1, 8):
             self.call(ways, number, size=1024)
         torch.cuda.synchronize()
         before = torch.cuda.memory_reserved()

@@ -1,1 +1,5 @@
-"""The benchmark: workloads, each measured in a process of its own, and their result files."""
+"""The benchmark: workloads, each measured in a process of its own, and their result files.
+
+``__main__`` measures workloads in four ways; the other scripts measure one thing each. README.md describes the scripts,
+and results/README.md the results.
+"""

@@ -1,4 +1,8 @@
-"""The command line of the benchmark."""
+"""The command line of the benchmark: parses arguments, runs workloads in batches, and writes results after each.
+
+Workloads that the result file already has, measured by the same code, can be skipped, so an interrupted run continues.
+Returns the exit status that ``__main__`` documents.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .loading import WORKLOADS_FOLDER, load_workloads
+from .folders import RESULTS_FOLDER, WORKLOADS_FOLDER
+from .loading import load_workloads
 
 if TYPE_CHECKING:
     from pygraph_trees.benchmark import Measurement, Plan, Results
 
     from .isolated import Job
 
-RESULTS_FOLDER = Path(__file__).parent / "results"
 
 NO_GPU = "bench: figures need a GPU, and torch finds none here (python tools/bench --list shows the workloads)"
 
@@ -142,7 +146,7 @@ def _measure(
     for name in sorted(done.intersection(names), key=names.index):
         print(f"{name}: measured before", flush=True)
     left = [name for name in names if name not in done]
-    # What another state of the code left there is none of this one's, though the version is the same.
+    # Caches are separate for each state of the code: the version alone stays the same.
     caches = None if options.caches is None else options.caches.resolve() / results.code_hash[:12]
     jobs = [
         Job(name, workloads[name].mode, workloads[name].batch, tuple(ways), plan, options.workloads, caches=caches)
@@ -150,11 +154,11 @@ def _measure(
     ]
     is_compiling_timed = options.jobs == 1 and caches is None
     for records in _in_batches(jobs, options.jobs, options.timeout):
-        # What a machine took that was busy with others is not theirs, nor is what a cache saved.
+        # Compile times are left out if the machine was shared with other workloads, or if a cache shortened them.
         if not is_compiling_timed:
             records = [replace(record, compile_s=None, record_s=None) for record in records]
         results = results.with_records(records)
-        # Behind each workload, so that a run that is cut leaves what it measured.
+        # Written after each workload, so an interrupted run keeps its measurements.
         results.write(out)
         out.with_suffix(".md").write_text(_page(results, markdown_table(results.records)), encoding="utf-8")
         print(text_table(records), end="\n\n", flush=True)
@@ -166,7 +170,7 @@ def _measure(
 
 
 def _in_batches(jobs: Sequence[Job], size: int, timeout_s: float) -> Iterator[list[Measurement]]:
-    """The records of one workload after another. Those of a batch are prepared together, and then timed one by one."""
+    """Yields the records of one workload after another. A batch is prepared together, then timed one by one."""
     from pygraph_trees.cli.progress import Progress
 
     from .isolated import Worker
@@ -176,7 +180,7 @@ def _in_batches(jobs: Sequence[Job], size: int, timeout_s: float) -> Iterator[li
     with contextlib.ExitStack() as stack:
         number, after = 0, [stack.enter_context(Worker(job, timeout_s)) for batch in batches[:1] for job in batch]
         for following in [*batches[1:], []]:
-            # They import while these are prepared, and are done before these are timed.
+            # The next batch imports while this one is prepared, and has finished before this one is timed.
             current, after = after, [stack.enter_context(Worker(job, timeout_s)) for job in following]
             for worker in current:
                 number += 1
@@ -192,7 +196,7 @@ def _in_batches(jobs: Sequence[Job], size: int, timeout_s: float) -> Iterator[li
 
 
 def _summarise() -> None:
-    """The page and the plots of all results, and the table in the project's README."""
+    """Regenerates the page and the plots of all results, and the table in the project's README."""
     from bench import summary
 
     if importlib.util.find_spec("matplotlib") is None:

@@ -1,13 +1,10 @@
-"""Measures all that there is to measure, step by step, and goes on where it was cut.
+"""Measures everything, step by step, and continues after an interruption.
 
 usage: python tools/bench/everything.py [STEPS ...] [--seconds S] [--list] [--again]
 
-The workloads in four ways, recording, the host's time, routes of inputs, slots, and real programs, each as the script
-of its own measures it, in a process of its own; then page, plots and the README's table. Results go to
-``tools/bench/results``, named by GPU and torch: a step's figures as JSON, what it printed as text. A step that is done
-is not done again for the same code on the same GPU with the same torch, unless ``--again`` says so: what is done stands
-in ``done.txt`` beside the results, and is not for keeping. With ``--seconds`` it ends when the time is up, with exit
-status 3, and the same command goes on.
+Each step runs its own script in a process of its own; figures go to ``tools/bench/results`` as JSON, output as text.
+Page, plots and the README's table come last. A step that is done for the same code, GPU and torch (``done.txt``) is
+skipped without ``--again``. After ``--seconds``, the exit status is 3 and the same command continues.
 """
 
 from __future__ import annotations
@@ -34,22 +31,22 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 from processes import end, end_on_termination
 
 BENCH = ROOT / "tools" / "bench"
-CACHES = Path(tempfile.gettempdir()) / "pygraph_trees_bench"  # to compile 25 workloads takes longer than to time them
+CACHES = Path(tempfile.gettempdir()) / "pygraph_trees_bench"  # compiling 25 workloads takes longer than timing them
 TIME_IS_UP = 3  # exit status
-_LEAST_S = 20.0  # that a step is begun with
+_LEAST_S = 20.0  # no step begins with less time left
 _CLEANUP_S = 10.0
 _SHOWN = 40  # lines
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One measurement. In the command ``{out}`` is the file for its figures, where it writes some."""
+    """One measurement. In the command, ``{out}`` stands for the file of its figures, if it writes one."""
 
     name: str
     command: Sequence[str]
     doc: str
-    is_printed: bool = True  # whether what it prints is a result
-    goes_on: Sequence[str] = ()  # what it is told besides, so that it goes on where it was cut
+    is_printed: bool = True  # whether its output is a result
+    goes_on: Sequence[str] = ()  # extra arguments that make it continue after an interruption
 
 
 def _script(name: str, *arguments: str, out: bool = True) -> list[str]:
@@ -61,7 +58,7 @@ def _program(name: str) -> Step:
     return Step(name, [*command, "--ways", "upstream,ours"], "a real program, against upstream")
 
 
-# Many short rounds: what else runs on a host slows down all calls of a round, and a median leaves those rounds out.
+# Many short rounds: other load of the host slows down all calls of a round, and the median ignores such rounds.
 STEPS = (
     Step(
         "workloads",
@@ -92,14 +89,14 @@ STEPS = (
 
 
 class Done:
-    """Which steps are done, kept in a file."""
+    """The steps that are done, kept in a file."""
 
     def __init__(self, path: Path, of: Mapping[str, str]) -> None:
-        """``of``: what the results are of; steps that were done of anything else are not."""
+        """``of`` identifies what the results are of; steps done for anything else do not count."""
         self._path, self._of = path, dict(of)
         try:
             known = json.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):  # none, or one that somebody has damaged
+        except (FileNotFoundError, ValueError):  # no file, or a damaged one
             known = {}
         self._seconds: dict[str, float] = known["seconds"] if known.get("of") == self._of else {}
 
@@ -123,10 +120,10 @@ def run_all(
     again: bool = False,
     left_s: Callable[[], float] = lambda: math.inf,
 ) -> int:
-    """The exit status: 0, 1 where a step failed, or that of time that is up.
+    """Runs the steps; returns 0, 1 if a step failed, or the status for time that is up.
 
     Args:
-        stem: what the names of files begin with.
+        stem: the beginning of file names.
         left_s: the seconds that are left.
     """
     failed = []
@@ -156,7 +153,7 @@ def run_all(
 
 
 def _run(step: Step, folder: Path, stem: str, left_s: float, more: Sequence[str]) -> int | None:
-    """The step's exit status, None where it was cut. The end of what it prints is shown, and all kept if it is done."""
+    """Runs a step; returns its exit status, None if interrupted. Shows the end of its output, and keeps all of it."""
     out, printed = (folder / f"{stem}-{step.name}{suffix}" for suffix in (".json", ".txt"))
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryFile() as output:
@@ -167,7 +164,7 @@ def _run(step: Step, folder: Path, stem: str, left_s: float, more: Sequence[str]
             stdin=subprocess.DEVNULL,
             stdout=output,
             start_new_session=True,
-            # What a shell begins in the background ignores interrupts, and so would all that it starts.
+            # A process that a shell starts in the background ignores interrupts, and so would its children.
             preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
         try:
@@ -176,7 +173,7 @@ def _run(step: Step, folder: Path, stem: str, left_s: float, more: Sequence[str]
             status = None
         finally:
             if process.poll() is None:
-                process.send_signal(signal.SIGINT)  # so that it ends what it has started in sessions of their own
+                process.send_signal(signal.SIGINT)  # lets it end what it started in other sessions
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_CLEANUP_S)
             end(process)
@@ -212,8 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from bench.command_line import RESULTS_FOLDER
     from bench.figures import has_gpu
+    from bench.folders import RESULTS_FOLDER
     from pygraph_trees.benchmark.results import file_stem
     from pygraph_trees.code_hash import code_hash
 

@@ -1,7 +1,7 @@
-"""What the scripts here that measure one thing closely have in common: they need a GPU, and leave a file of figures.
+"""Shared by the scripts that measure one thing: the check for a GPU, and the file of figures.
 
-The file is JSON: the GPU's name (null for a try on a CPU), the versions of torch and triton, the hash of the code, how
-it was measured, and the results.
+The file is JSON: the GPU's name (null for a trial on a CPU), the versions of torch and triton, the hash of the code,
+the options of the measurement, and the results. Without a path, no file is written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pygraph_trees.code_hash import code_hash
 
 
 def has_gpu() -> bool:
-    """Whether torch can use a GPU; says so where it cannot."""
+    """Whether torch can use a GPU; prints a message if not."""
     if not torch.cuda.is_available():
         print("these figures need a GPU, and this machine has none that torch can use")
         return False
@@ -25,7 +25,7 @@ def has_gpu() -> bool:
 
 
 def triton_version() -> str | None:
-    """None without it."""
+    """Triton's version; None if it is not installed."""
     try:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -33,7 +33,7 @@ def triton_version() -> str | None:
 
 
 def write_figures(path: Path | None, results: list[Any], **how: Any) -> None:
-    """Writes the file, if one was asked for."""
+    """Writes the file, if a path is given."""
     if path is not None:
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         versions = {"torch": torch.__version__, "triton": triton_version()}

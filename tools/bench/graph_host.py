@@ -1,14 +1,10 @@
-"""Host time of the part of a call that replays graphs, its launches apart, for upstream and for ours.
+"""Host time of the part of a call that replays graphs, without its launches, for upstream and for ours.
 
 usage: python tools/bench/graph_host.py [NAMES ...] [--rounds N] [--calls N] [--out FILE]
 
-Two clocks alone: around each compiled graph, which is where Inductor hands over to the trees, and around each launch of
-a CUDA graph. What lies between the two is *trees*; what lies around both is Dynamo's and AOTAutograd's: *outside*. Both
-ways take turns in rounds, once the routes of our inputs are chosen. Each figure is a median over calls, then over
-rounds, in µs, with what a clock costs taken off; latency is with a wait for the GPU. *gpu* is from the first to the
-last work of each graph that was launched, summed, by a profiler and in calls of their own; *rest* is what latency has
-beside that and *outside*. Where each graph is launched once, the parts of *trees* before and behind each launch stand
-below. The file has each round's figures too. NAMES are workloads or those of ``small_programs.py``.
+NAMES are workloads or the programs of ``small_programs.py``. The columns are in µs: *trees* is the time inside compiled
+graphs without launches, *outside* is Dynamo's and AOTAutograd's, *gpu* the GPU's, *rest* the remaining latency. Each
+figure is a median over calls, then over rounds. ``tools/bench/README.md`` explains the clocks.
 """
 
 from __future__ import annotations
@@ -48,13 +44,13 @@ _WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of one call, or the medians of many; µs."""
+    """The times of one call, or the medians of many, in µs."""
 
     host: float  # until the call returns
     trees: float  # in compiled graphs, without launches
     launch: float
     latency: float  # until the GPU is done
-    parts: tuple[float, ...] = ()  # of trees: before and behind the launch of each graph, where each has one
+    parts: tuple[float, ...] = ()  # of trees: before and after each graph's launch, if each has one
 
     @property
     def outside(self) -> float:
@@ -78,7 +74,7 @@ def measure(name: str, program: Program, rounds: int, calls: int) -> list[dict[s
         for number in range(rounds):
             for way in ways[:: -1 if number % 2 else 1]:
                 for regime, feed in (("same", ring.same()), ("fresh", ring.fresh())):
-                    # The clocks last: a way's patches are of the same functions.
+                    # The clocks are installed last, because a way's patches replace the same functions.
                     graphs: list[int] = []
                     launches: list[int] = []
                     with way.active(), collector_off(), clock(*_GRAPH, graphs), clock(*_LAUNCH, launches):
@@ -106,7 +102,7 @@ def _call(program: Program, way: Way, feed: Iterator[Any], wait: Callable[[], No
 
 
 def _gpu_us(program: Program, way: Way, ring: Ring, wait: Callable[[], None]) -> float | None:
-    """The median over some calls; None where there is no GPU."""
+    """The median over several calls; None without a GPU."""
     if program.device.type != "cuda":
         return None
     found = []
@@ -125,7 +121,7 @@ def _gpu_us(program: Program, way: Way, ring: Ring, wait: Callable[[], None]) ->
 
 
 def spans_us(trace: Mapping[str, Any]) -> float:
-    """From the first to the last work of each graph that was launched, summed, of a Chrome trace."""
+    """The time from the first to the last work of each launched graph, summed over a Chrome trace."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     launches = {
         event["args"]["correlation"]
@@ -170,7 +166,7 @@ def _block(
         if number >= _SETTLE:
             clocked = (len(graphs) + len(launches)) / 2 * cost
             launch = between_us(launches)
-            # A clock's cost falls outside of its own section, and so into the section around it.
+            # A clock's cost is outside of its own section, and so inside the enclosing one.
             trees = between_us(graphs) - launch - len(launches) / 2 * cost
             host, latency = (returned - begin) / 1e3 - clocked, (done - begin) / 1e3 - clocked
             found.append(Times(host, trees, launch, latency, parts_us(graphs, launches, cost)))
@@ -179,9 +175,9 @@ def _block(
 
 @contextlib.contextmanager
 def clock(owner: Any, name: str, times: list[int]) -> Iterator[None]:
-    """Notes in ``times`` when each call of a function begins and ends, in ns, and does little else.
+    """Notes in ``times`` when each call of a function begins and ends, in ns, with little overhead.
 
-    What a clock does is in no cache where a step does much, and counts as part of what is around it.
+    After a long step, the clock's code is in no cache; that cost counts for the enclosing section.
     """
     function, note, now = getattr(owner, name), times.append, time.perf_counter_ns
 
@@ -200,7 +196,7 @@ def clock(owner: Any, name: str, times: list[int]) -> Iterator[None]:
 
 
 def clock_us() -> float:
-    """What one clock takes outside of its own section."""
+    """The time that one clock takes outside of its own section."""
     times: list[int] = []
     watched = SimpleNamespace(function=lambda: None)
     begin = time.perf_counter_ns()
@@ -216,12 +212,12 @@ def clock_us() -> float:
 
 
 def between_us(times: list[int]) -> float:
-    """From each begin to its end, summed; of sections one behind another."""
+    """The summed durations of consecutive sections."""
     return (sum(times[1::2]) - sum(times[::2])) / 1e3
 
 
 def parts_us(graphs: list[int], launches: list[int], cost: float) -> tuple[float, ...]:
-    """Before and behind the launch of each graph, one behind another; nothing where a graph has none or several."""
+    """The time before and after each graph's launch, in order; empty if a graph has no launch or several."""
     sections = [list(zip(times[::2], times[1::2], strict=True)) for times in (graphs, launches)]
     if len(sections[0]) != len(sections[1]):
         return ()
@@ -234,7 +230,7 @@ def parts_us(graphs: list[int], launches: list[int], cost: float) -> tuple[float
 
 
 def middle(found: list[Times]) -> Times:
-    """The median of each figure; of parts where all have as many."""
+    """The median of each figure; of the parts, only if all have the same number."""
     figures = (median([getattr(t, name) for t in found]) for name in _FIGURES)
     counts = {len(t.parts) for t in found}
     parts = zip(*(t.parts for t in found), strict=True) if len(counts) == 1 else ()
@@ -242,12 +238,12 @@ def middle(found: list[Times]) -> Times:
 
 
 def samples_of(rounds: list[Times]) -> dict[str, list[float]]:
-    """Each round's figures: what else runs on a host falls on some of them."""
+    """The figures of each round: other load of the host affects some of them."""
     return {name: [round(getattr(t, name), 3) for t in rounds] for name in _FIGURES}
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """A line for each record, and the ratio of the host's times."""
+    """A line per record, and the ratio of the host times."""
     names = f"{'host':>8} {'trees':>8} {'launch':>8} {'outside':>8} {'latency':>9} {'gpu':>8} {'rest':>6}"
     lines = [f"{'workload':10} {'way':9} {'inputs':6} {names}"]
     theirs = {(r["workload"], r["regime"]): r for r in records if r["way"] == "upstream"}
@@ -282,7 +278,7 @@ def main() -> int:
         records = measure(name, program_of(name), options.rounds, options.calls)
         print(table(records), flush=True)
         found += records
-        # Behind each, so that a run that is cut leaves what it measured.
+        # Written after each program, so an interrupted run keeps its measurements.
         write_figures(options.out, found, rounds=options.rounds, calls=options.calls)
     return 0
 

@@ -1,11 +1,10 @@
-"""Host time a call, ours against upstream's, with the bias of order taken out.
+"""Host time per call, ours against upstream's, without the bias of compilation order.
 
 usage: python tools/bench/host_time.py [NAMES ...] [--rounds N] [--calls N] [--out FILE]
 
-A function that is compiled later, or whose graph lies elsewhere, is slower or faster by a few percent of its host
-time for no reason of its own. So each of the two is compiled twice in one process, in the order upstream, ours, ours,
-upstream; all four take turns in an order that changes from round to round, and the figure is the ratio of the means
-of both pairs, its median over rounds. The spread between two of a kind says how much to believe it.
+Each way is compiled twice in one process, in the order upstream, ours, ours, upstream. All four alternate in rounds;
+the figure is the ratio of the means of the pairs, as the median over rounds. The spread within a pair shows how
+reliable it is.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from pygraph_trees.benchmark.ways import make_ways
 from pygraph_trees.cli.target import resolve
 
 _ORDER = ("upstream", "ours", "ours", "upstream")  # of compilation
-_SETTLE = 5  # un-timed ones before it
+_SETTLE = 5  # un-timed calls before a block
 
 
 def measure(name: str, rounds: int, calls: int) -> dict[str, Any]:
-    """Microseconds a call: median over rounds for each of the four, and the ratio of ours to upstream's."""
+    """Microseconds per call: median over rounds for each of the four, and the ratio of ours to upstream's."""
     program = resolve(name, torch.device("cuda"))
     ring, wait = Ring(program, 4), synchroniser(program.device)
     ways = [way for kind in _ORDER for way in make_ways(program, [kind])]
@@ -71,7 +70,7 @@ def measure(name: str, rounds: int, calls: int) -> dict[str, Any]:
 
 
 def _permuted(count: int, number: int) -> list[int]:
-    """All of ``range(count)``, begun elsewhere each round and reversed every other round."""
+    """All of ``range(count)``, with another start each round, reversed every other round."""
     order = [(i + number // 2) % count for i in range(count)]
     return order[::-1] if number % 2 else order
 

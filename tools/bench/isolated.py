@@ -1,8 +1,8 @@
-"""One workload in a process of its own: what it does there cannot touch the others, nor can it keep them waiting.
+"""Measures one workload in a process of its own, which can neither disturb nor block the others.
 
-:class:`Worker` starts ``worker.py`` with the job as JSON in its argument, tells it when to prepare and when to measure,
-follows its progress on a pipe and reads the records that it writes to a file after each stage. A process that raises,
-crashes or runs out of time leaves the records that it had; what is missing is filled with records that carry the error.
+:class:`Worker` starts ``worker.py`` with the job as JSON argument, tells it when to prepare and when to measure,
+follows its progress on a pipe, and reads the records that it writes after each stage. If the process raises, crashes or
+runs out of time, its earlier records stay, and records that carry the error fill the rest.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pygraph_trees.benchmark import REGIMES, Measurement, Plan
 from pygraph_trees.benchmark.measure import Progress
 
 WORKER = Path(__file__).parent / "worker.py"
-IMPORTED, PREPARED = "imported", "prepared"  # what it says
+IMPORTED, PREPARED = "imported", "prepared"  # messages of the worker
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A workload to measure, and how."""
+    """A workload to measure, and the options."""
 
     name: str
     mode: str
@@ -40,23 +40,23 @@ class Job:
     plan: Plan
     folder: Path  # of the package of workloads
     device: str = "cuda"
-    caches: Path | None = None  # where compilers keep their caches, where the plan has none of each way's own
+    caches: Path | None = None  # the compilers' caches, if the plan has none for each way
 
     def environment(self) -> dict[str, str] | None:
-        """What its process runs in; None for this one's."""
+        """The environment of its process; None for this one's."""
         return None if self.caches is None else {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(self.caches)}
 
     def to_json(self, out: Path) -> str:
-        """What the worker is told; it writes its records to ``out``."""
+        """The worker's argument; the worker writes its records to ``out``."""
         fields = {"name": self.name, "ways": self.ways, "folder": str(self.folder), "device": self.device}
         return json.dumps({**fields, "plan": asdict(self.plan), "out": str(out)})
 
 
 class Worker:
-    """The process of one workload: it imports at once, some 10 s, then :meth:`prepare`, then :meth:`measure`."""
+    """The process of one workload: it imports at once, in some 10 s; call :meth:`prepare`, then :meth:`measure`."""
 
     def __init__(self, job: Job, timeout_s: float) -> None:
-        """``timeout_s``: from :meth:`prepare` on, without what it waits for others."""
+        """``timeout_s`` counts from :meth:`prepare`, without the time spent waiting for others."""
         self._job, self._timeout_s, self._left_s = job, timeout_s, timeout_s
         self._ended = False
         self._progress: Progress | None = None
@@ -94,24 +94,24 @@ class Worker:
         return self._job.name
 
     def prepare(self, progress: Progress | None = None) -> None:
-        """Has the program built and all ways compiled and warmed up, and does not wait for it."""
+        """Starts building the program and compiling and warming up all ways; does not wait."""
         self._progress = progress
         self._began = time.monotonic()
         self._tell()
 
     def wait_until_imported(self) -> None:
-        """Until it has imported what it needs, or is gone."""
+        """Waits until the process has imported everything, or has ended."""
         self._wait_for(self._has_imported, math.inf)
 
     def wait_until_prepared(self) -> None:
-        """Until it is prepared, or is gone; one that takes too long is ended."""
+        """Waits until the process is prepared or has ended; ends it if that takes too long."""
         self._wait_for(self._is_prepared, self._began + self._timeout_s)
         if not self._is_prepared.is_set() and self._process.poll() is None:
             self._left_s = 0.0
             self._end()
 
     def measure(self, progress: Progress | None = None) -> list[Measurement]:
-        """Times and inspects the ways; one record for each way and regime, whatever happens."""
+        """Times and inspects the ways; always returns one record for each way and regime."""
         self._progress = progress or self._progress
         self._tell()
         status: int | None = None
@@ -126,13 +126,13 @@ class Worker:
         return _complete(self._job, _records(self._out), _error(status, self._timeout_s, self._log))
 
     def _wait_for(self, event: threading.Event, end: float) -> None:
-        # What a process that is gone has started may hold its pipe open.
+        # Children of a process that has ended may keep its pipe open.
         while not event.wait(0.05) and self._process.poll() is None and time.monotonic() < end:
             pass
 
     def _tell(self) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it is gone, and its status says why
+        with contextlib.suppress(OSError):  # the process has ended; its status says why
             self._process.stdin.write("go on\n")
             self._process.stdin.flush()
 
@@ -150,7 +150,7 @@ class Worker:
                 self._progress(int(done), int(total), step)
 
     def _end(self) -> None:
-        """Once: the number of a process that is gone may be another one's."""
+        """Runs once: the id of a process that has ended may be reused."""
         if not self._ended:
             end(self._process)
             self._ended = True
@@ -171,7 +171,7 @@ def _records(out: Path) -> list[Measurement]:
 
 
 def _complete(job: Job, records: Sequence[Measurement], error: str | None) -> list[Measurement]:
-    """Records of all ways and regimes: what there is, and failures for what a dead process did not get to."""
+    """Records of all ways and regimes; failures replace those that a process which ended did not reach."""
     found = {(record.way, record.regime): record for record in records}
     complete = []
     for way in job.ways:

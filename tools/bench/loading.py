@@ -1,4 +1,8 @@
-"""Finds the workloads: a folder with a package that has ``WORKLOADS``, loaded by path under a fixed module name."""
+"""Loads the workloads: a folder with a package that defines ``WORKLOADS``.
+
+The package is loaded by path, once per process and under a fixed module name, so a checkout need not be installed. An
+error in the package is raised.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-WORKLOADS_FOLDER = Path(__file__).parent / "workloads"
+from .folders import WORKLOADS_FOLDER
+
 MODULE = "pygraph_bench_workloads"
 
 
 def load_workloads(folder: Path = WORKLOADS_FOLDER) -> Mapping[str, Any]:
-    """The workloads of the package in ``folder``, by name; loads the package once a process."""
+    """The workloads of the package in ``folder``, by name; loads the package once per process."""
     path = folder.resolve() / "__init__.py"
     loaded = sys.modules.get(MODULE)
     if loaded is None or getattr(loaded, "__file__", None) != str(path):

@@ -1,12 +1,10 @@
-"""What a replay costs where there are many functions, or many recordings of one.
+"""The cost of a replay if there are many functions, or many recordings of one function.
 
 usage: python tools/bench/many.py [--functions N] [--recordings N] [--out FILE]
 
-*functions*: host time of a call of one function that nothing else is like, with few others in the process and with N.
-*recordings*: host time of a call of a function that follows another one, of whose outputs some are still held. It is
-recorded for each set of them, and at each call the right recording has to be found: with one set there, and with N in
-turn. Functions are handed to the trees as Inductor hands them over, so that nothing of Dynamo is in the figures; the
-launch is. Upstream is measured first, then ours. Medians, in µs.
+*functions*: host time of a call of one function, with few others in the process and with N. *recordings*: host time of
+a call whose recording has to be found among one or N. Upstream is measured first, then ours. Figures are medians in µs;
+launches are included, Dynamo is not. ``tools/bench/README.md`` describes the programs.
 """
 
 from __future__ import annotations
@@ -28,13 +26,13 @@ from bench.figures import has_gpu, write_figures
 from pygraph_trees.benchmark.timing import collector_off, median
 
 _CALLS = 300
-_SETTLE = 6  # calls until a function is recorded, and replayed as it will be
+_SETTLE = 6  # calls until a function is recorded and replays normally
 
 Function = Callable[[list[Any]], Any]
 
 
 def handed_over(model: Callable[..., tuple[torch.Tensor, ...]], x: torch.Tensor, outputs: int = 1) -> Function:
-    """A function of one tensor as Inductor hands it over: it takes a list, and empties it."""
+    """A function of one tensor as Inductor passes it: it takes a list and empties it."""
 
     def boxed(inputs: list[Any]) -> list[torch.Tensor]:
         own = list(inputs)
@@ -52,7 +50,7 @@ def step() -> None:
 
 
 def one_of_many_functions(count: int) -> dict[str, float]:
-    """With none beside it, and with ``count``."""
+    """The times with no other function, and with ``count`` others."""
     x = torch.ones(64, device="cuda")
     measured = handed_over(lambda x: (x * 2 + 1,), x)
 
@@ -70,7 +68,7 @@ def one_of_many_functions(count: int) -> dict[str, float]:
     with collector_off():
         before = timed()
     others = [handed_over(lambda x, number=number: (x + number,), x) for number in range(count)]
-    for other in others * 3:  # warmed up, recorded, replayed
+    for other in others * 3:  # warms up, records, replays
         step()
         other([x])
     with collector_off():
@@ -78,7 +76,7 @@ def one_of_many_functions(count: int) -> dict[str, float]:
 
 
 def one_of_many_recordings(count: int) -> dict[str, float]:
-    """With one recording to be found, with ``count`` in turn, and the one of these that takes longest."""
+    """The times with one recording, with ``count`` in turn, and of the slowest of these."""
     outputs = max(1, (count - 1).bit_length())
     x = torch.ones(64, device="cuda")
     first = handed_over(lambda x: tuple(x + number for number in range(outputs)), x, outputs)
@@ -107,7 +105,7 @@ def one_of_many_recordings(count: int) -> dict[str, float]:
         return [median(times) for times in found.values()]
 
     with collector_off():
-        (alone,) = timed(range(1, 2))  # with none held, the second one would not follow the first
+        (alone,) = timed(range(1, 2))  # with none held, the second function would not follow the first
         each = timed(range(count))
     return {"one": alone, "many": median(each), "slowest of many": max(each)}
 

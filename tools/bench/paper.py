@@ -1,12 +1,13 @@
-"""Figures of the paper "PyGraph" (arXiv 2503.19779) by workload, to stand beside ours.
+"""Figures of the paper "PyGraph" (arXiv 2503.19779) by workload, for comparison with ours.
 
-They are of an H100 and a PyTorch of April 2024, over its CUDA graphs of that time.
+They were measured on an H100 with PyTorch of April 2024, relative to its CUDA graphs at that time. :data:`BESIDES`
+names the workloads that the paper does not have.
 """
 
 from __future__ import annotations
 
 GEOMETRIC_MEAN = 1.29
-BESIDES = frozenset({"BERT-I"})  # workloads here that are none of the paper's
+BESIDES = frozenset({"BERT-I"})  # workloads that are not the paper's
 FIGURES = {
     "XLNET-I": "3.36x; coverage 0 → 99.3%",
     "MMC": "2.31x by placement; coverage 0 → 99.3%",

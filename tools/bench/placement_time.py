@@ -1,9 +1,9 @@
-"""What placement costs a program that has no CPU tensors: time to lower it, and whether the same code comes out.
+"""The cost of placement for a program without CPU tensors: lowering time, and whether the generated code is the same.
 
 usage: python tools/bench/placement_time.py [NAMES ...] [--rounds N]
 
-Needs no GPU: programs are lowered for an sm_90 that is not there, with ``pygraph_placement`` "off" and "full" in turn,
-each time from nothing. The time is the processor's, which other processes disturb less; the first round is left out.
+Needs no GPU: programs are lowered for a fake sm_90, with ``pygraph_placement`` "off" and "full" in turn, each time from
+scratch. Times are processor time, which other processes disturb less. The first round is left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HOW = ("off", "full")
 
 
 def measure(name: str, rounds: int) -> tuple[dict[str, list[float]], bool]:
-    """Seconds by value of the flag, round by round, and whether both gave the same code."""
+    """Seconds by value of the flag and round, and whether both gave the same code."""
     program = resolve(name, torch.device("meta"))
     seconds: dict[str, list[float]] = {how: [] for how in _HOW}
     codes: dict[str, list[list[str]]] = {}
@@ -45,7 +45,7 @@ def measure(name: str, rounds: int) -> tuple[dict[str, list[float]], bool]:
 
 
 def _code(source: str) -> list[str]:
-    """Without comments, which have numbers and paths."""
+    """The code without comments, which contain numbers and paths."""
     return [line for line in source.splitlines() if not line.lstrip().startswith("#")]
 
 

@@ -1,4 +1,8 @@
-"""Plots of a summary: SVG, light and dark. Needs matplotlib, which nothing else here does."""
+"""Draws the plots of a summary: SVG, light and dark.
+
+:func:`draw` takes a :class:`Summary` and a folder, and returns the names that the files begin with. It needs
+matplotlib, which nothing else here does, and exits with a message without it.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,12 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pygraph_trees.report.text import nbytes
 
+from .collected import Summary, Workload
 from .paper import GEOMETRIC_MEAN
-
-if TYPE_CHECKING:
-    from .summary import Summary, Workload
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,12 @@ THEMES = {
     "light": Colours("#ffffff", "#24292f", "#d8dee4", "#0969da", "#1a7f64", "#8c959f"),
     "dark": Colours("#0d1117", "#e6edf3", "#30363d", "#58a6ff", "#3fb996", "#8b949e"),
 }
-_ROW = 0.36  # inches a workload
+_ROW = 0.36  # inches per workload
 _WIDTH = 8.0
 
 
 def draw(summary: Summary, folder: Path) -> list[str]:
-    """Writes all plots into a folder; gives their names, which the files begin with.
+    """Writes all plots to a folder; returns the names that the files begin with.
 
     Raises:
         SystemExit: matplotlib is not installed.
@@ -50,7 +52,7 @@ def draw(summary: Summary, folder: Path) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     for name, make in _PLOTS.items():
         for theme, colours in THEMES.items():
-            # Text stays text, and nothing depends on when the file was made.
+            # Text stays text, and the files do not depend on the time of their creation.
             with pyplot.rc_context({**_settings(colours), "svg.fonttype": "none", "svg.hashsalt": name}):
                 figure = make(pyplot, summary, colours)
                 figure.savefig(folder / f"{name}-{theme}.svg", metadata={"Date": None}, bbox_inches="tight")
@@ -124,9 +126,9 @@ def _speedup(pyplot: Any, summary: Summary, colours: Colours) -> Any:
 
 @dataclass(frozen=True)
 class _Pair:
-    """Upstream's figure and ours of each workload, on a line each.
+    """A plot of upstream's figure and ours, with a line per workload.
 
-    The scale is logarithmic where there is a ``least``, at which stands what is below, and begins at 1 otherwise.
+    With ``least``, the scale is logarithmic and smaller values are shown at ``least``; otherwise it begins at 1.
     """
 
     value: Callable[[Workload, str], float | None]  # of a way

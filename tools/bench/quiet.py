@@ -1,4 +1,8 @@
-"""Waits until a machine has little to do: processes that were started to compile go on starting for some seconds."""
+"""Waits until a machine has little to do, for example because compile workers have finished starting.
+
+:func:`wait_until_quiet` reads the machine's processor time and returns as soon as few cores are busy, or at a time
+limit, and says which. If the processor time is unknown, it does not wait.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +22,10 @@ def wait_until_quiet(
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Returns as soon as fewer than :data:`FEW_CORES` are at work, or behind ``most_s`` seconds: whether they are.
+    """Returns once fewer than :data:`FEW_CORES` are busy, or after ``most_s`` seconds; says whether they are.
 
     Args:
-        used_s: the processor time of the whole machine so far, in s; None where it is not known, and nobody waits.
+        used_s: the machine's processor time so far, in s; None if unknown, without a wait.
     """
     used_s = cpu_s if used_s is None else used_s
     begin = now()
@@ -38,7 +42,7 @@ def wait_until_quiet(
 
 
 def cpu_s() -> float | None:
-    """Processor time since the start of the machine, but for what it was idle; None where Linux does not tell."""
+    """Processor time since the machine's start, without idle time; None if Linux does not report it."""
     try:
         words = _STAT.read_text(encoding="ascii").splitlines()[0].split()
     except (OSError, IndexError):

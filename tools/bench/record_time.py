@@ -2,12 +2,9 @@
 
 usage: python tools/bench/record_time.py [NAMES ...] [--rounds N] [--out FILE]
 
-A recording happens once, so one figure says little. Each round compiles the program anew in both ways, upstream first
-in every second one, and times the calls behind the first, which compiles and warms up. What these calls take more than
-the latest of them is the time to record. The first round, which pays for what a process does once, is left out; the
-figures are medians over the others, and of the ratios of each. Beside them stands what the graph pool has reserved:
-all but the first round begin with the same choices of kernels, where in that one the first way takes them by benchmark,
-whose buffers change how its pool is laid out.
+Each round compiles the program again in both ways and times the calls after the first. The time to record is their
+excess over the latest of them. The first round is left out. Figures are medians over rounds, and of the ratios of each.
+``tools/bench/README.md`` has details.
 """
 
 from __future__ import annotations
@@ -38,12 +35,12 @@ if TYPE_CHECKING:
     from pygraph_trees.benchmark.rings import InputSet
 
 _KINDS = ("upstream", "ours")
-_CALLS = 16  # behind the first; each workload is steady by then
+_CALLS = 16  # after the first; each workload is steady by then
 _STEADY = 8  # of them, the latest ones
 
 
 def measure(name: str, rounds: int) -> dict[str, Any]:
-    """Milliseconds to record, by way, and the ratio of ours to upstream's; each with all of its rounds."""
+    """Milliseconds to record, by way, and the ratio of ours to upstream's; each with all its rounds."""
     program = resolve(name, torch.device("cuda"))
     ring, wait = Ring(program, 2), synchroniser(program.device)
     samples: dict[str, list[float]] = {kind: [] for kind in _KINDS}
@@ -71,7 +68,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
 
 
 def _record(program: Program, kind: str, inputs: InputSet, wait: Callable[[], None]) -> tuple[float, int]:
-    """Milliseconds to record, and the bytes that the graph pool has reserved then."""
+    """Milliseconds to record, and the bytes that the graph pool has reserved afterwards."""
     torch._dynamo.reset()
     gc.collect()
     (way,) = make_ways(program, [kind])
@@ -87,7 +84,7 @@ def _record(program: Program, kind: str, inputs: InputSet, wait: Callable[[], No
 
 
 def excess_ms(durations_s: Sequence[float]) -> float:
-    """What calls took more than if all had been like the latest ones."""
+    """The time that calls took beyond that of the latest ones."""
     return (sum(durations_s) - median(durations_s[-_STEADY:]) * len(durations_s)) * 1e3
 
 
@@ -105,7 +102,7 @@ def main() -> int:
         figures = ", ".join(f"{way} {ms:.2f} ms" for way, ms in result["record_ms"].items())
         pools = ", ".join(f"{way} {nbytes / 1e6:.1f} MB" for way, nbytes in result["pool_bytes"].items())
         print(f"{name}: to record, ours {result['ratio']:.2f} of upstream ({figures}); pool {pools}", flush=True)
-        write_figures(options.out, found, rounds=options.rounds)  # behind each, as a run may be cut
+        write_figures(options.out, found, rounds=options.rounds)  # after each program, because a run may be interrupted
     return 0
 
 

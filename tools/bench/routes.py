@@ -1,16 +1,10 @@
-"""Routes of inputs against each other over a grid of synthetic programs: what a patched kernel, a slot, a copy cost.
+"""Routes of inputs compared over a grid of synthetic programs: the cost of a patched kernel, a slot, a copy.
 
 usage: python tools/bench/routes.py [--rounds N] [--routes auto,patch,...] [--grid small] [--out FILE]
 
-A program has n small inputs, and c kernels of Triton that read all of them, with a small matrix product behind each so
-that none can be joined with the next. One with load ends with a product of large matrices, which keeps the GPU busy for
-longer than the host. Each is compiled with each route forced (``pygraph_indirection``) and called with its inputs at
-the same addresses, at others in every second call, and at others in each call. All that is measured of one program
-takes turns, in rounds: calls that are waited for (latency), and one behind the other (throughput). Where the route is
-chosen ("auto") each share has a compiled program of its own, which is called until it has chosen.
-
-The table that is printed has a row for each program and share of calls with new addresses, in µs; which route was
-chosen stands behind it.
+A program has n small inputs and c Triton kernels that read all of them; with load, it ends with a large matrix product.
+The table shows latency and throughput by route, in µs, for each share of calls with new addresses.
+``tools/bench/README.md`` has details.
 """
 
 from __future__ import annotations
@@ -50,7 +44,7 @@ _WIDTH, _LOAD = 16, 4096
 
 
 class Consumers(torch.nn.Module):
-    """``count`` kernels that read all inputs, each [16, 16]; with a load of one product of 4096x4096."""
+    """``count`` kernels that read all inputs, each [16, 16]; the load is one product of 4096x4096."""
 
     def __init__(self, count: int, loaded: bool) -> None:
         super().__init__()
@@ -72,7 +66,7 @@ def name_of(inputs: int, consumers: int, loaded: bool) -> str:
 
 
 def feed(sets: Sequence[Inputs], rate: float) -> Iterator[Inputs]:
-    """Sets of inputs for consecutive calls, of which this share finds other addresses than the call before."""
+    """Input sets for consecutive calls; the given share of them has other addresses than the call before."""
     if rate == 0:
         return itertools.repeat(sets[0])
     each = round(1 / rate)

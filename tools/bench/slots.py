@@ -1,12 +1,10 @@
-"""What it costs a kernel to take pointers from slots of a table of addresses.
+"""The cost, for a kernel, of taking pointers from slots of a table of addresses.
 
 usage: python tools/bench/slots.py [--rounds N] [--sizes N,N] [--block N] [--out FILE]
 
-A Triton kernel adds up n inputs, given as pointers, and once more as its variant, given n slots that hold them
-(:mod:`pygraph_trees.indirection.table.variants`). Both are captured many times over into a graph each,
-and the graphs take turns; a figure is the GPU's time for one kernel, the median over rounds, in µs. With few elements
-it is what a kernel takes at least, with many it is the memory's; with small blocks there are many that wait for their
-addresses.
+A Triton kernel adds up n inputs given as pointers; its variant takes n slots that hold them. Each is captured many
+times into a graph, and the graphs alternate. A figure is one kernel's GPU time in µs, the median over rounds: with few
+elements the launch's, with many the memory's.
 """
 
 from __future__ import annotations
@@ -33,14 +31,14 @@ _KERNELS = 200  # in a graph
 
 
 class Compiled(NamedTuple):
-    """A kernel, and the same one with slots."""
+    """A kernel, and its variant with slots."""
 
     direct: Any
     slotted: Any
 
 
 def source(count: int, block: int = BLOCK) -> str:
-    """A kernel of ``count`` pointers, one for what it gives, and the number of elements."""
+    """A kernel with ``count`` input pointers, an output pointer, and the number of elements."""
     pointers = [f"in_ptr{i}" for i in range(count)]
     lines = [
         f"def add_{count}({', '.join(pointers)}, out_ptr, xnumel):",
@@ -53,7 +51,7 @@ def source(count: int, block: int = BLOCK) -> str:
 
 
 def compiled(count: int, target: Any, block: int = BLOCK) -> Compiled:
-    """For a GPU, which need not be there."""
+    """The kernels compiled for a GPU, which may be absent."""
     import triton
     from triton.compiler import ASTSource
 
@@ -72,7 +70,7 @@ def compiled(count: int, target: Any, block: int = BLOCK) -> Compiled:
 
 
 def measure(count: int, size: int, rounds: int, block: int = BLOCK) -> dict[str, Any]:
-    """Of both kernels, the GPU's time for one of many in a graph, and whether they give the same."""
+    """GPU time of one of many in a graph, for both kernels, and whether their results are equal."""
     import triton
 
     kernels = compiled(count, triton.runtime.driver.active.get_current_target(), block)
@@ -104,7 +102,7 @@ def measure(count: int, size: int, rounds: int, block: int = BLOCK) -> dict[str,
 
 
 def _graph(launch: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """Of many launches; what is launched was loaded before."""
+    """A graph of many launches of a kernel that is already loaded."""
     launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -116,7 +114,7 @@ def _graph(launch: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 def _us(graph: torch.cuda.CUDAGraph) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()  # so that the GPU has something to do until the next one is launched
+    graph.replay()  # keeps the GPU busy until the next launch
     begin.record()
     graph.replay()
     end.record()

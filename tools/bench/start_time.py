@@ -1,13 +1,10 @@
 """Time from the start of a process to its first and third call, with torch's CUDA graphs and with ours.
 
 usage: python tools/bench/start_time.py [NAMES ...] [--repeats N] [--seconds S] [--out FILE]
-       also, for a try: --smaller (BERTs of one small layer), --device cpu, and MLP and MLP-T among NAMES
+       for a trial: --smaller, --device cpu, and MLP and MLP-T among NAMES
 
-Each figure is of a new process. Both ways have a folder for compilers' caches of their own, empty at first: the *cold*
-processes, one a way, run all at the same time; the *warm* ones, N a way, run one by one and take turns. *torch* is
-``mode="reduce-overhead"`` without this package. If the caches' counters differ between the ways, the exit status is 1.
-A machine with a GPU and 16 cores is expected to need 5 minutes; with ``--seconds 150`` it ends in time, with fewer
-rounds.
+Each figure is of a new process, with a cache folder for each way: *cold* processes find it empty and run together,
+*warm* ones alternate. If the caches' counters differ between ways, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ class StartFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one process does."""
+    """The work of one process."""
 
     name: str  # of a workload, or of PERCEPTRONS
     way: str
@@ -64,7 +61,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What one process took: seconds from its start to the end of calls, and of parts of that."""
+    """The times of one process: seconds from its start to the end of calls, and of parts of that."""
 
     name: str
     way: str
@@ -72,18 +69,18 @@ class Start:
     first_s: float
     third_s: float
     import_s: float  # of this package, after torch; 0 without it
-    call_s: float  # the first call alone, in which the program is compiled or loaded
+    call_s: float  # the first call alone, which compiles or loads the program
     counters: Mapping[str, int]
 
 
 def run(job: Job, caches: Path) -> Start:
-    """One process, with caches in ``caches``; raises :class:`StartFailed` if it does not end well."""
+    """Runs one process with caches in ``caches``; raises :class:`StartFailed` if it fails."""
     (start,) = run_together([job], [caches])
     return start
 
 
 def run_together(jobs: Sequence[Job], caches: Sequence[Path]) -> list[Start]:
-    """Several at the same time."""
+    """Runs several processes at the same time."""
     with tempfile.TemporaryDirectory(prefix="start_time_") as name:
         running = []
         try:
@@ -101,7 +98,7 @@ def _begin(job: Job, caches: Path, out: Path) -> subprocess.Popen[bytes]:
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(caches / "inductor")
     environment["TRITON_CACHE_DIR"] = str(caches / "triton")
     with out.with_suffix(".log").open("wb") as log:
-        begin = time.monotonic()  # of the machine, so that the process can tell how long ago that was
+        begin = time.monotonic()  # the machine's clock, which the process can compare with
         request = json.dumps([asdict(job), begin, str(out)])
         return subprocess.Popen(
             [sys.executable, str(Path(__file__).resolve()), "--start", request],
@@ -124,7 +121,7 @@ def _wait(job: Job, out: Path, process: subprocess.Popen[bytes]) -> Start:
 
 
 def start(job: Job, begin: float) -> Start:
-    """In the process itself: imports, builds the program, compiles it, and calls it three times."""
+    """Runs in the process itself: imports, builds and compiles the program, and calls it three times."""
     import torch
 
     imported = time.monotonic()
@@ -147,7 +144,7 @@ def start(job: Job, begin: float) -> Start:
 
 
 def _program(job: Job) -> Any:
-    # Of this package, a program needs one module; the packages around it would import what is measured.
+    # A program needs one module of this package; the packages around it would import what is measured.
     for name in ("pygraph_trees", "pygraph_trees.benchmark"):
         if name not in sys.modules:
             package = ModuleType(name)
@@ -195,7 +192,7 @@ def measure(
 
 
 def differing(found: Sequence[Start]) -> list[str]:
-    """Where the caches' counters differ between the ways, or between the warm processes of one; a line each."""
+    """Differences of the caches' counters between the ways, or between warm processes of one way; a line each."""
     lines = []
     for name, stage in dict.fromkeys((one.name, one.stage) for one in found):
         by_way = {way: _counters(found, name, way, stage) for way in WAYS}
@@ -206,14 +203,14 @@ def differing(found: Sequence[Start]) -> list[str]:
 
 
 def _counters(found: Sequence[Start], name: str, way: str, stage: str) -> list[str]:
-    """What the counters were, once each; those that are 0 are left out."""
+    """The distinct counters, without those that are 0."""
     these = [one for one in found if (one.name, one.way, one.stage) == (name, way, stage)]
     texts = [", ".join(f"{key} {value}" for key, value in one.counters.items() if value) for one in these]
     return list(dict.fromkeys(text or "none" for text in texts))
 
 
 def summary(found: Sequence[Start]) -> list[dict[str, Any]]:
-    """Medians by workload, stage and way; on ours the ratio to torch's of the seconds to the first and third call."""
+    """Medians by workload, stage and way; for ours, also the ratio to torch's seconds to the first and third call."""
     from pygraph_trees.benchmark.timing import median
 
     rows: list[dict[str, Any]] = []

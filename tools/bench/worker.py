@@ -1,10 +1,8 @@
-"""The process in which one workload is measured: ``worker.py JOB``, with the job as JSON (see ``isolated.py``).
+"""Measures one workload in this process: ``worker.py JOB``, with the job as JSON (see ``isolated.py``).
 
-It goes from stage to stage as who started it says, a line on standard input each: it imports what it needs, says so and
-waits; builds the program and prepares all ways, says so and waits; times and inspects them. Nothing is done on the GPU
-before the first line comes, and nothing is timed, nor chosen by time, before the second one. Records are written to a
-file as they come. On standard output are, besides what is said, steps done, steps in all and what comes next, a line
-for each step. What programs print goes to standard error.
+A line on standard input starts each stage: the worker imports, reports and waits; builds and prepares, reports and
+waits; then times and inspects. It does nothing on the GPU before the first line, and chooses nothing by time before the
+second. Records go to a file. Standard output carries reports and progress; what programs print goes to standard error.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ def main(job: str) -> int:
     def say_and_wait(what: str) -> None:
         print(what, file=told_to, flush=True)
         if not sys.stdin.readline():
-            sys.exit(1)  # nobody waits for it any longer
+            sys.exit(1)  # the parent is gone
 
     def write(records: list[Measurement]) -> None:
         partial = out.with_suffix(".part")

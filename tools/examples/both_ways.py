@@ -1,6 +1,7 @@
-"""What both examples have around their programs: options, figures, and a run each with upstream's graphs and with ours.
+"""Shared by both examples: options, figures, and runs with upstream's graphs and with ours.
 
-A script sets ``PYGRAPH_DISABLE`` before it imports this, where it is to run with torch's own CUDA graphs.
+To run with torch's own CUDA graphs, a script sets ``PYGRAPH_DISABLE`` before it imports this module.
+:func:`run_both_ways` runs it once each way, in processes of their own; a run that fails ends the program with status 2.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ def clock(device: torch.device) -> float:
 
 
 def observe(step: Callable[[], object], device: torch.device) -> dict[str, int]:
-    """Takes one step more and says which CUDA graphs there are and what it did with them.
+    """Takes one more step and returns the CUDA graphs that exist and what the step did with them.
 
     ``recordings`` are all of the process, ``skips`` the graphs that were compiled and not recorded, ``replays`` and
-    ``copied_bytes`` those of this step, and ``extra_copies`` inputs that had to be copied at single calls of ours.
+    ``copied_bytes`` those of this step, and ``extra_copies`` inputs that our graphs had to copy at single calls.
     """
     from torch._dynamo.utils import counters
     from torch._inductor.cudagraph_trees import get_manager
@@ -56,7 +57,7 @@ def observe(step: Callable[[], object], device: torch.device) -> dict[str, int]:
 
 
 def run_both_ways(script: str, arguments: list[str]) -> dict[str, dict[str, Any]]:
-    """What a script writes with ``--json``, with upstream's graphs and with ours, each in a process of its own."""
+    """The script's output with ``--json``, with upstream's graphs and with ours, each from a process of its own."""
     found = {}
     environment = {name: value for name, value in os.environ.items() if name != "PYGRAPH_DISABLE"}
     with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +75,7 @@ def run_both_ways(script: str, arguments: list[str]) -> dict[str, dict[str, Any]
 
 
 def print_sides(found: dict[str, dict[str, Any]], rate: str) -> None:
-    """A table of what the sides observed, and how many times as fast ours is."""
+    """Prints what both sides observed, and the speedup of ours."""
     print(f"---\n{'':10}{rate:>14}{'recordings':>12}{'skipped':>9}{'replays':>9}{'copied bytes':>14}   (of one step)")
     for side, figures in found.items():
         speed = "-" if figures[rate] is None else f"{figures[rate]:.1f}"
@@ -86,7 +87,7 @@ def print_sides(found: dict[str, dict[str, Any]], rate: str) -> None:
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
-    """The options that both examples have."""
+    """The options of both examples."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     parser.add_argument("--steps", type=at_least(1), default=300, help="training steps (default 300)")
     parser.add_argument("--size", choices=sorted(SIZES), help="of a model that is trained (default base; tiny on cpu)")
@@ -101,7 +102,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """The options, with a size for the device; ends the program where there is no such device."""
+    """The options, with a size for the device; ends the program if the device does not exist."""
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU that torch can use; with --device cpu it runs without CUDA graphs")
@@ -111,7 +112,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """What reads an option that is a whole number."""
+    """A reader for an option that is a whole number."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -122,7 +123,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def new_file(text: str) -> Path:
-    """Reads an option that is a file to write, before there is anything to lose."""
+    """Reads an option that names a file to write, and checks it before there is anything to lose."""
     path = Path(text)
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file in a folder that exists; got {text!r}")

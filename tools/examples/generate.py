@@ -2,11 +2,9 @@
 
 usage: python tools/examples/generate.py [--weights FILE] [--prompt TEXT ...] [--upstream | --against-upstream]
 
-Each conversation has tensors of its own: the text, the position in it, the keys and values of each layer. So their
-addresses change from one conversation to the next, and one recorded graph serves them all. Without ``--weights`` a
-model is trained first, as train.py does. ``--upstream`` runs the same program with torch's own CUDA graphs, which leave
-out a step that writes to its inputs. ``--against-upstream`` runs it both ways, each in a process of its own, with the
-same weights, and exits with 1 where a text differs: the likeliest byte is taken each time, so that none should.
+Each conversation has its own tensors, so addresses change, and one recorded graph serves all. Without ``--weights`` a
+model is trained first. ``--upstream`` uses torch's CUDA graphs, which skip a step that writes to its inputs.
+``--against-upstream`` runs both ways and exits with 1 if a text differs.
 """
 
 from __future__ import annotations
@@ -20,17 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where the package is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # if the package is not installed
 
 if "--upstream" in sys.argv:
-    os.environ["PYGRAPH_DISABLE"] = "1"  # the import below leaves torch alone then
+    os.environ["PYGRAPH_DISABLE"] = "1"  # makes the import below leave torch alone
 
 import torch
 from both_ways import at_least, clock, make_parser, observe, parse, print_sides, run_both_ways, write_json
 from text import GPT, SIZES, Cache, load, save
 from train import train
 
-import pygraph_trees  # all that it takes
+import pygraph_trees  # no other change is needed
 
 PROMPTS = ("A CUDA graph", "The report ", "A function definition ", "If an exception ")
 WARM_UP = 5  # bytes until the step is compiled and recorded
@@ -40,7 +38,7 @@ Step = Callable[[torch.Tensor, torch.Tensor, Cache], None]
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A text that grows; all of its tensors are written in place."""
+    """A text that grows; all its tensors are written in place."""
 
     text: torch.Tensor  # int64 of shape (1, context)
     position: torch.Tensor  # int64 of shape (1,): of the latest byte
@@ -51,7 +49,7 @@ class Conversation:
 
 
 def begin(model: GPT, prompt: bytes) -> Conversation:
-    """Reads the prompt and writes the first byte behind it. Not compiled, since each prompt has a length of its own."""
+    """Reads the prompt and writes the first byte after it. Not compiled, because each prompt has its own length."""
     device, count = model.head.weight.device, len(prompt)
     text = torch.zeros(1, model.size.context, dtype=torch.int64, device=device)
     text[0, :count] = torch.tensor(list(prompt))
@@ -62,7 +60,7 @@ def begin(model: GPT, prompt: bytes) -> Conversation:
 
 
 def compiled_step(model: GPT) -> Step:
-    """A compiled function that writes the next byte and moves the position to it."""
+    """A compiled function that writes the next byte and advances the position."""
 
     def step(text: torch.Tensor, position: torch.Tensor, cache: Cache) -> None:
         logits = model(text.index_select(1, position), position, cache)
@@ -73,7 +71,7 @@ def compiled_step(model: GPT) -> Step:
 
 
 def advance(step: Step, conversation: Conversation, count: int) -> None:
-    """Writes ``count`` bytes more. Nothing is read back, so the host does not wait for the GPU."""
+    """Writes ``count`` more bytes. Nothing is read back, so the host does not wait for the GPU."""
     for _ in range(count):
         torch.compiler.cudagraph_mark_step_begin()
         step(conversation.text, conversation.position, conversation.cache)
@@ -81,13 +79,13 @@ def advance(step: Step, conversation: Conversation, count: int) -> None:
 
 @torch.no_grad()
 def generate(model: GPT, prompts: list[str], tokens: int) -> dict[str, Any]:
-    """Continues each prompt by ``tokens`` bytes and prints it; ``texts``, ``tokens_per_s`` and what was observed."""
+    """Continues each prompt by ``tokens`` bytes and prints it; returns ``texts``, ``tokens_per_s`` and observations."""
     device, step = model.head.weight.device, compiled_step(model)
     conversations = [begin(model, prompts[0].encode())]
     advance(step, conversations[0], min(WARM_UP, tokens - 1))
     texts, seconds = [], 0.0
     for prompt in prompts:
-        conversations.append(begin(model, prompt.encode()))  # all are kept, so that no two have the same addresses
+        conversations.append(begin(model, prompt.encode()))  # keeps all of them, so no two have the same addresses
         started = clock(device)
         advance(step, conversations[-1], tokens - 1)
         seconds += clock(device) - started
@@ -101,7 +99,7 @@ def generate(model: GPT, prompts: list[str], tokens: int) -> dict[str, Any]:
 
 
 def compare(options: argparse.Namespace, model: GPT) -> int:
-    """Both ways; 1 where their texts differ."""
+    """Runs both ways; returns 1 if their texts differ. The likeliest byte is taken each time, so none should."""
     told = ["--tokens", str(options.tokens), "--device", options.device]
     for prompt in options.prompt:
         told.append(f"--prompt={prompt}")

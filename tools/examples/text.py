@@ -1,8 +1,8 @@
-"""What the examples learn, and what learns it: a text, and a small GPT that reads and writes bytes.
+"""A text to learn from, and a small GPT that reads and writes bytes.
 
-:func:`read_text` puts the text together from what lies at hand, so that nothing is downloaded. :class:`GPT` has the 256
-bytes as its vocabulary and needs no tokenizer. It sees a row of bytes at once, in training, or a few at a time with a
-cache of what it saw before, in generation; both give the same logits.
+:func:`read_text` assembles the text from installed documents, so nothing is downloaded. :class:`GPT` has the 256 bytes
+as its vocabulary and needs no tokenizer. In training it sees a row of bytes at once; in generation it sees a few at a
+time, with a cache of the earlier ones. Both give the same logits. A file without a model raises ``ValueError``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Cache = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 def read_text() -> bytes:
-    """This project's documents and docstrings, then Python's language reference as ``help()`` has it: 600 kB."""
+    """This project's documents and docstrings, then Python's language reference as ``help()`` shows it: 600 kB."""
     parts = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md", "LICENSE")]
     for path in sorted((ROOT / "pygraph_trees").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -36,12 +36,12 @@ def read_text() -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large a model is, and how many rows of text it learns from at a step."""
+    """The size of a model, and the number of rows of text in a training step."""
 
     layers: int
     width: int
     heads: int
-    context: int  # bytes that it can look at
+    context: int  # bytes that it can see
     batch: int
 
 
@@ -49,7 +49,7 @@ SIZES = {"base": Size(6, 384, 6, 512, 32), "tiny": Size(2, 64, 2, 64, 4)}
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each behind a norm and beside what it adds to."""
+    """Attention and a perceptron, each after a norm and added to its input."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -98,13 +98,13 @@ class GPT(nn.Module):
     def forward(
         self, tokens: torch.Tensor, position: torch.Tensor | None = None, cache: Cache | None = None
     ) -> torch.Tensor:
-        """Logits of the next byte behind each of ``tokens``, of shape (rows, bytes, 256).
+        """Logits of the byte after each of ``tokens``, of shape (rows, bytes, 256).
 
         Args:
             tokens: int64 of shape (rows, bytes).
-            position: int64 of shape (bytes,), where in the text they stand; from its beginning if left out.
-            cache: of :meth:`empty_cache`; keys and values are written to it at ``position``, and what stands before
-                is read from it. Without one, the tokens see each other alone.
+            position: int64 of shape (bytes,), their positions in the text; by default from its beginning.
+            cache: of :meth:`empty_cache`; keys and values are written to it at ``position``, and those of earlier
+                positions are read from it. Without a cache, the tokens see only each other.
         """
         if position is None:
             position = torch.arange(tokens.size(1), device=tokens.device)
@@ -119,7 +119,7 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
     def empty_cache(self, rows: int = 1) -> Cache:
-        """Tensors of its own for one conversation."""
+        """New tensors for one conversation."""
         size = self.size
         shape = (rows, size.heads, size.context, size.width // size.heads)
         keys, values = ([torch.zeros(shape, device=self.head.weight.device) for _ in self.blocks] for _ in range(2))
@@ -132,11 +132,11 @@ def save(model: GPT, path: Path) -> None:
 
 
 def load(path: Path, device: torch.device) -> GPT:
-    """The model that :func:`save` wrote; raises ``ValueError`` where the file holds something else."""
+    """The model that :func:`save` wrote; raises ``ValueError`` if the file holds anything else."""
     try:
         saved = torch.load(path, map_location=device, weights_only=True)
         model = GPT(Size(**saved["size"])).to(device)
         model.load_state_dict(saved["weights"])
-    except Exception as error:  # the unpickler raises whatever the bytes lead it to
+    except Exception as error:  # the unpickler may raise any exception
         raise ValueError(f"{path} does not hold what train.py --out writes: {type(error).__name__}") from error
     return model

@@ -2,11 +2,9 @@
 
 usage: python tools/examples/train.py [--out WEIGHTS] [--steps N] [--upstream | --against-upstream]
 
-A step makes its rows of text anew, so that their addresses change, and sets the learning rate in place, in a tensor
-that the compiled optimizer reads. ``--upstream`` runs the same program with torch's own CUDA graphs.
-``--against-upstream`` runs it both ways, each in a process of its own, prints what they made of it and exits with 1
-where a loss differs by more than ``--tolerance``. Sums that the GPU takes in any order differ from run to run, so
-losses of the same program drift apart with the steps.
+A step allocates its rows of text, so their addresses change, and sets the learning rate in a tensor that the compiled
+optimizer reads. ``--upstream`` uses torch's CUDA graphs. ``--against-upstream`` runs both ways and exits with 1 if
+losses differ by over ``--tolerance``: the GPU adds in any order, so they drift.
 """
 
 from __future__ import annotations
@@ -18,17 +16,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where the package is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # if the package is not installed
 
 if "--upstream" in sys.argv:
-    os.environ["PYGRAPH_DISABLE"] = "1"  # the import below leaves torch alone then
+    os.environ["PYGRAPH_DISABLE"] = "1"  # makes the import below leave torch alone
 
 import torch
 from both_ways import clock, make_parser, new_file, observe, parse, print_sides, run_both_ways, write_json
 from text import GPT, SIZES, VOCABULARY, Size, read_text, save
 from torch.nn.functional import cross_entropy
 
-import pygraph_trees  # all that it takes
+import pygraph_trees  # no other change is needed
 
 WARM_UP = 5  # steps until all is compiled and recorded
 
@@ -61,7 +59,7 @@ class Training:
 
     def step(self) -> torch.Tensor:
         """The loss before the step; the next step overwrites it."""
-        # Forward, backward and update are one step: the update reads gradients where the backward's graph left them.
+        # Forward, backward and update are one step: the update reads gradients in the memory of the backward's graph.
         torch.compiler.cudagraph_mark_step_begin()
         self.rate.fill_(learning_rate(self.done, self.steps))
         loss = self.compiled_loss(self.rows())
@@ -73,7 +71,7 @@ class Training:
 
 
 def learning_rate(step: int, steps: int, highest: float = 1e-3) -> float:
-    """Up in a line for the first tenth of the steps, then down along a cosine to a tenth of the highest."""
+    """Rises linearly for the first tenth of the steps, then falls along a cosine to a tenth of the highest."""
     warm = max(1, steps // 10)
     if step < warm:
         return highest * (step + 1) / warm
@@ -82,7 +80,7 @@ def learning_rate(step: int, steps: int, highest: float = 1e-3) -> float:
 
 
 def train(size: Size, device: torch.device, steps: int) -> tuple[Training, dict[str, Any]]:
-    """Trains from the beginning and prints how it goes; the training, and ``losses`` and ``steps_per_s``."""
+    """Trains from the beginning and prints progress; returns the training, and ``losses`` and ``steps_per_s``."""
     training = Training(size, device, steps)
     losses = torch.zeros(steps, device=device)
     for step in range(steps):
@@ -98,13 +96,13 @@ def train(size: Size, device: torch.device, steps: int) -> tuple[Training, dict[
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Both ways; 1 where their losses differ."""
+    """Runs both ways; returns 1 if their losses differ."""
     told = ["--steps", str(options.steps), "--size", options.size, "--device", options.device]
     found = run_both_ways(__file__, told)
     print_sides(found, "steps_per_s")
     losses = [figures["losses"] for figures in found.values()]
     apart = [abs(theirs - ours) for theirs, ours in zip(*losses, strict=True)]
-    same = all(each <= options.tolerance for each in apart)  # a NaN is not
+    same = all(each <= options.tolerance for each in apart)  # false for a NaN
     print(f"losses {'agree' if same else 'DIFFER'}: at most {max(apart):.1e} apart, last {losses[1][-1]:.4f}")
     write_json(options.json, {**found, "same": same, "apart": max(apart)})
     return 0 if same else 1

@@ -1,4 +1,8 @@
-"""``python tools/fuzzing``: what ``tools/fuzz`` runs, for a Python that is set up already."""
+"""Runs random programs: ``python tools/fuzzing``, in the current Python environment.
+
+``tools/fuzz`` prepares an environment and runs this. Arguments and exit status are those of ``command_line``. On
+termination, processes that this one started end too.
+"""
 
 from __future__ import annotations
 

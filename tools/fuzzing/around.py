@@ -1,29 +1,25 @@
-"""What a program does around the calls of its compiled function, as data.
+"""The events around the calls of a program's compiled function, as data.
 
-An :class:`Around` belongs to a :class:`~fuzzing.case.Case` and is printed with it. All fields at their defaults: calls
-from one thread on one stream, with nothing between them. A field that a case cannot use, such as saved-tensor hooks
-without a backward, changes nothing. :func:`uses` names what a case makes use of.
+An :class:`Around` belongs to a :class:`~fuzzing.case.Case` and is printed with it. With all fields at their defaults,
+one thread calls on one stream, with nothing in between. A field that a case cannot use, such as saved-tensor hooks
+without a backward, has no effect.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .case import Case
-
-SAVED = (  # what saved-tensor hooks do; each gives the same values back
+SAVED = (  # kinds of saved-tensor hooks; each returns the same values
     "identity",
     "clone",  # at another address
     "cpu",  # on the CPU in between
     "pinned",  # on the CPU in between, in pinned memory; comes back contiguous
     "float64",  # as double in between
     "contiguous",  # unpacked contiguous
-    "transposed",  # unpacked with the last two dimensions the other way round in memory
+    "transposed",  # unpacked with the last two dimensions swapped in memory
 )
 WHEN = ("always", "later", "first", "every other")  # "later": from the third call on; "first": the two before it
-TANGENTS = (  # what the gradient of an output is
+TANGENTS = (  # kinds of gradients of an output
     "missing",  # the backward starts from the other outputs
     "zero",  # zeros without memory
     "expanded zero",  # one element
@@ -32,16 +28,16 @@ TANGENTS = (  # what the gradient of an output is
     "neg",  # a view with the negative bit
     "conj",  # a view with the conjugate bit, of a complex output
 )
-# Tangents from the third call on: code that is not replayed reads address 0, or takes no conjugate bit.
+# Tangents from the third call on: code that is not replayed reads address 0, or rejects a conjugate bit.
 LATE = ("zero", "conj")
-EVENTS = (  # places in which something happens
+EVENTS = (  # places at which something happens
     "forward hook",  # of a module around the call
     "output hook",  # of an output, in the backward
     "accumulated",  # after a gradient is accumulated
     "pack",  # of the saved-tensor hooks
     "unpack",
 )
-TARGETS = ("same", "other")  # the function that is called: the case's own, or another one compiled in the same way
+TARGETS = ("same", "other")  # the called function: the case's own, or another one compiled in the same way
 ACTIONS = ("collect", *TARGETS)  # collect garbage, or call a function
 THREADS = (
     "call",  # each call in a new thread
@@ -49,7 +45,7 @@ THREADS = (
     "backward",  # each backward in a new thread
 )
 PLACES_TO_RUN = (
-    "device",  # inside torch.cuda.device of the device that is current
+    "device",  # inside torch.cuda.device of the current device
     "stream",  # on another stream
     "second device",  # all tensors on another device than the current one, if there are two
 )
@@ -57,7 +53,7 @@ PLACES_TO_RUN = (
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """What happens around the calls."""
+    """The events around the calls."""
 
     saved: str | None = None  # one of SAVED: saved-tensor hooks around the forward
     saved_when: str = "always"
@@ -70,8 +66,8 @@ class Around:
     thread_when: str = "always"
     where: str | None = None  # one of PLACES_TO_RUN
     where_when: str = "always"
-    keeps: int = 0  # so many calls' outputs are held without being read
-    step_of: int = 1  # calls a step; what earlier ones returned is read again after each
+    keeps: int = 0  # number of calls whose outputs are kept without being read
+    step_of: int = 1  # calls per step; after each, earlier outputs of the step are read again
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -97,35 +93,5 @@ NOTHING = Around()
 
 
 def at(when: str, call: int) -> bool:
-    """Whether a call is one of those that ``when`` names."""
+    """Whether ``when`` includes a call."""
     return {"always": True, "later": call >= 2, "first": call < 2, "every other": call % 2 == 1}[when]
-
-
-USES = (
-    "backward",
-    "saved-tensor hooks",
-    "special tangents",
-    "finalizers that call",
-    "hooks that call or collect",
-    "threads",
-    "streams and devices",
-    "constant chains",
-    "outputs kept alive",
-)
-
-
-def uses(case: Case) -> tuple[str, ...]:
-    """Those of :data:`USES` that a case makes use of."""
-    around = case.around
-    found = (
-        case.backward,
-        case.backward and around.saved is not None,
-        case.backward and bool(around.tangents),
-        around.garbage is not None,
-        bool(around.events),
-        around.thread is not None,
-        around.where is not None,
-        bool(case.constants),
-        around.keeps > 0 or around.step_of > 1,
-    )
-    return tuple(name for name, used in zip(USES, found, strict=True) if used)

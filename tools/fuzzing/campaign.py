@@ -1,9 +1,8 @@
 """Checks random cases for a given time, in worker processes that may die.
 
-The worker writes each case to a file before it runs it, and makes one that fails smaller itself. Where the process
-dies, or a fault has made the GPU unusable to it, the last case is taken from the file and made smaller in processes of
-their own; where it was eager that lost the GPU, or the control dies of the case as well, another worker takes its
-place. Nothing is kept between campaigns: a seed gives the same cases to as many workers.
+A worker writes each case to a file before it runs it, and makes a failing case smaller itself. If the process dies or
+loses the GPU, its last case is made smaller in other processes. If eager lost the GPU, or the control dies of the case
+too, another worker replaces it. A seed repeats the cases for as many workers.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from pathlib import Path
 
 from processes import end, how_it_ended
 
-from .around import USES
 from .case import Case, read
 from .reduction import reduce
+from .uses import USES
 
 WORKER = "fuzzing.worker"
 TOOLS = Path(__file__).resolve().parents[1]
 POISONED = 70  # exit status of a worker whose GPU context is lost
-POISONED_BY_EAGER = 71  # the same, and what is under test had no part in it
-FAILED = 1  # of one that found a failure and wrote it down
+POISONED_BY_EAGER = 71  # exit status of a worker whose GPU context eager lost
+FAILED = 1  # exit status of a worker that found and wrote a failure
 _POLL_S = 0.2
-_LONGEST_CASE_S = 180.0  # without a sign of life, which a case gives when it begins
+_LONGEST_CASE_S = 180.0  # without a sign of life, which each case gives when it begins
 _MOST_TRIES, _MOST_S = 40, 240.0  # to make a deadly case smaller
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is checked, and for how long."""
+    """The subject and the limits of a campaign."""
 
     device: str
     under_test: str
@@ -52,7 +51,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Counts:
-    """What was run so far."""
+    """The numbers of what was run so far."""
 
     cases: int = 0
     calls: int = 0
@@ -62,7 +61,7 @@ class Counts:
     replays: int = 0
     recordings: int = 0
     ungraphed_calls: int = 0
-    uses: dict[str, int] = field(default_factory=dict)  # programs that eager can run, by what they make use of
+    uses: dict[str, int] = field(default_factory=dict)  # programs that eager can run, by the features they use
 
     def add(self, other: Counts) -> None:
         for name, value in asdict(other).items():
@@ -84,7 +83,7 @@ class Counts:
         return text
 
     def table(self) -> str:
-        """A line for each thing that programs make use of, with the number of programs."""
+        """A line for each feature, with the number of programs that use it."""
         return "\n".join(f"{self.uses.get(use, 0):6} programs with {use}" for use in USES)
 
 
@@ -104,7 +103,7 @@ def run(plan: Plan, progress: Callable[[float, float, str], None]) -> Outcome:
     """Checks cases until the time is over or one fails.
 
     Args:
-        progress: told seconds gone, seconds in all, and the counts as text, a few times a second.
+        progress: called with seconds gone, total seconds, and the counts as text, a few times a second.
 
     Raises:
         RuntimeError: a worker cannot work at all.
@@ -121,7 +120,7 @@ def run(plan: Plan, progress: Callable[[float, float, str], None]) -> Outcome:
             seen = replace(outcome.counts, uses=dict(outcome.counts.uses))
             for worker in workers:
                 seen.add(worker.counts())
-            # Less than all, which is told once, at the end.
+            # Less than the total, which is reported once, at the end.
             progress(min(plan.seconds * 0.999, time.monotonic() - start), plan.seconds, str(seen))
             for worker in [w for w in workers if w.ended()]:
                 workers.remove(worker)
@@ -139,7 +138,7 @@ def run(plan: Plan, progress: Callable[[float, float, str], None]) -> Outcome:
 
 
 def _control_dies(plan: Plan, worker: _Worker) -> bool:
-    """Whether the case that killed a worker kills one that runs the control alone."""
+    """Whether the case that killed a worker also kills one that runs only the control."""
     case = worker.last_case() if worker.cause is not None else None
     if case is None or plan.control is None:
         return False
@@ -157,7 +156,7 @@ def _alone(plan: Plan, case: Case) -> Iterator[_Worker]:
 
 
 def _failure(plan: Plan, worker: _Worker) -> Failure | None:
-    """What went wrong in a worker that has ended."""
+    """The failure of a worker that has ended, if any."""
     if worker.cause is None:
         return worker.failure()
     case = worker.last_case()
@@ -172,7 +171,7 @@ def _failure(plan: Plan, worker: _Worker) -> Failure | None:
 
 
 class _Worker:
-    """A worker process with its folder; ``cause`` tells what killed it."""
+    """A worker process with its folder; ``cause`` says what killed it."""
 
     def __init__(self, plan: Plan, seconds: float, seed: int, most: int | None, case: Case | None = None) -> None:
         self.cause: str | None = None
@@ -183,7 +182,7 @@ class _Worker:
         if case is not None:
             (self._path / "given.py").write_text(case.text(), encoding="utf-8")
         told = {**asdict(plan), "seconds": seconds, "seed": seed, "most_cases": most, "folder": self._folder.name}
-        # Several workers fill the machine by themselves, and pools of compile processes take long to start.
+        # Several workers fill the machine, and pools of compile processes take long to start.
         one = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if plan.jobs > 1 else {}
         path = os.pathsep.join(filter(None, [str(TOOLS), str(TOOLS.parent), os.environ.get("PYTHONPATH")]))
         self._log = (self._path / "log.txt").open("wb")
@@ -204,7 +203,7 @@ class _Worker:
         self._folder.cleanup()
 
     def ended(self) -> bool:
-        """Whether the process has come to its end; one that gives no sign of life is brought to it."""
+        """Whether the process has ended; ends it if it gives no sign of life."""
         status = self._process.poll()
         if status is None:
             if self._silent_s() <= _LONGEST_CASE_S:
@@ -218,7 +217,7 @@ class _Worker:
         return True
 
     def share_left(self) -> int | None:
-        """How many cases it did not come to; None where time alone is the limit."""
+        """The number of cases that it has not reached; None if only time is limited."""
         return None if self._most is None else max(0, self._most - self.counts().cases)
 
     def counts(self) -> Counts:

@@ -1,39 +1,40 @@
-"""A program with its inputs, as data: what is drawn, run, shrunk and printed.
+"""A program with its inputs, as data: it is drawn, run, made smaller and printed.
 
-The body of a :class:`Case` is Python source, a line a statement, over the names of its inputs. ``Case.text()`` is
-Python as well and gives the case back when read by :func:`read`, so a printed case is a reproducer.
+The body of a :class:`Case` is Python source, one line per statement, over the names of its inputs. ``Case.text()`` is
+Python as well; :func:`read` turns it back into the case, so a printed case is a reproducer. Text that is no case raises
+``ValueError``.
 """
 
 from __future__ import annotations
 
 import itertools
 import linecache
+import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
 
 from .around import NOTHING, Around
-from .constants import constants_of
 
 LAYOUTS = (
     "contiguous",
-    "transposed",  # the last two dimensions lie the other way round
-    "sliced",  # rows longer than what is seen of them
+    "transposed",  # the last two dimensions are swapped in memory
+    "sliced",  # rows longer than their visible part
     "strided",  # every other element
-    "expanded",  # the first dimension is one row, again and again
+    "expanded",  # the first dimension repeats one row
     "overlapping",  # rows overlap by half
-    "misaligned",  # one element off
+    "misaligned",  # shifted by one element
     "channels_last",  # four dimensions
 )
 PLACES = (
-    "same",  # one address; new values are written there at each call
+    "same",  # one address; each call writes new values there
     "kept",  # one address, written once: the program's own writes stay
     "alternate",  # two addresses in turn
     "fresh",  # a new address each call; old tensors stay alive
-    "reused",  # a new address each call; the old memory is freed, and others write to it
+    "reused",  # a new address each call; the old memory is freed and written by others
 )
 
 
@@ -47,8 +48,8 @@ class Input:
     layout: str = "contiguous"
     place: str = "fresh"
     values: str = "unit"  # "unit" (-1 to 1), "mask", "below 7" (integers), "order" (each index once)
-    parameter: bool = False  # held by the module instead of passed; a place that moves swaps its storage
-    shares: str | None = None  # lies in that input's memory, `shift` elements behind its first one
+    parameter: bool = False  # held by the module instead of passed; one that moves swaps its storage
+    shares: str | None = None  # in that input's memory, `shift` elements after its first one
     shift: int = 0
 
     @property
@@ -59,14 +60,14 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A program, its inputs and how often it is called."""
+    """A program, its inputs and its number of calls."""
 
     inputs: tuple[Input, ...]
     body: tuple[str, ...]
     returns: tuple[str, ...]
     calls: int = 4
     backward: bool = False  # gradients of all floating-point inputs are taken and compared
-    feedback: tuple[tuple[int, str], ...] = ()  # (returned value, argument that it is at the next call)
+    feedback: tuple[tuple[int, str], ...] = ()  # (returned value, the argument that it becomes at the next call)
     around: Around = NOTHING
 
     def __post_init__(self) -> None:
@@ -95,7 +96,7 @@ class Case:
 
     @property
     def moved_constants(self) -> frozenset[str]:
-        """Those values, where they are moved to the device of an input."""
+        """Those values, if they are moved to the device of an input."""
         return constants_of(self.body, [i.name for i in self.inputs])[1]
 
     def source(self) -> str:
@@ -107,7 +108,7 @@ class Case:
         return f"def {name}({', '.join([*first, *arguments])}):\n" + "".join(f"    {line}\n" for line in lines)
 
     def function(self) -> Callable[..., Any]:
-        """The program, made from its source anew: no two calls give functions of one code object."""
+        """The program, compiled from its source each time, so no two results share a code object."""
         source = self.source()
         filename = f"<fuzzed {next(_serial)}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
@@ -117,7 +118,7 @@ class Case:
         return made
 
     def text(self) -> str:
-        """The case as Python that :func:`read` understands; fields at their defaults are left out."""
+        """The case as Python that :func:`read` understands, without fields at their defaults."""
         lines = ["Case(", "    inputs=("]
         lines += [f"        {_shown(item)}," for item in self.inputs]
         lines += ["    ),", "    body=("]
@@ -132,10 +133,11 @@ class Case:
 
 
 _serial = itertools.count()
+_MOVE = re.compile(r"(\w+)\.to\((\w+)\.device\)")
 
 
 def _shown(item: Input | Around) -> str:
-    """A record as Python, without the fields at their defaults; those that have none come first."""
+    """A record as Python, without the fields at their defaults; fields without a default come first."""
     required = [repr(getattr(item, f.name)) for f in fields(item) if f.default is MISSING]
     others = [f for f in fields(item) if f.default is not MISSING and getattr(item, f.name) != f.default]
     given = [f"{f.name}={getattr(item, f.name)!r}" for f in others]
@@ -143,7 +145,7 @@ def _shown(item: Input | Around) -> str:
 
 
 def read(text: str) -> Case:
-    """The inverse of :meth:`Case.text`; runs what it is given, as Python.
+    """The inverse of :meth:`Case.text`; runs the text as Python.
 
     Raises:
         ValueError: the text is no case.
@@ -155,6 +157,22 @@ def read(text: str) -> Case:
     if not isinstance(found, Case):
         raise ValueError(f"this is no case but a {type(found).__name__}")
     return found
+
+
+def constants_of(body: Iterable[str], inputs: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """Names whose values come from numbers alone: those on the CPU, and those moved to an input's device."""
+    known, on_cpu, moved = set(inputs), set(), set()
+    for line in body:
+        name, assigned, text = line.partition(" = ")
+        if not assigned or not name.isidentifier():
+            continue
+        known.add(name)
+        move = _MOVE.fullmatch(text)
+        if move is not None and move[1] in on_cpu:
+            moved.add(name)
+        elif known.intersection(re.findall(r"(?<![\w.])[a-z]\w*", text)) <= on_cpu:
+            on_cpu.add(name)
+    return frozenset(on_cpu), frozenset(moved)
 
 
 def seed_of(*parts: object) -> int:

@@ -1,10 +1,9 @@
-"""Runs a case in several ways and compares each call: outputs, gradients, aliasing, and all memory of the inputs.
+"""Runs a case in several ways and compares each call: outputs, gradients, aliasing, and the memory of all inputs.
 
-Eager is the oracle. A compiled way must agree with it within a tolerance that depends on the narrowest dtype. Where the
-way under test disagrees, another one of torch's own, the control, is asked: what it does differently from eager as well
-is torch's doing, and counts as :attr:`Verdict.torch_differs`, not as a failure. Where torch raises, a wrong result is
-no better: it counts as torch's only if un-graphed code gives one too. Constants that were moved to the GPU must be
-eager's bit for bit, whatever torch's own graphs make of them.
+Eager is the oracle; the tolerance depends on the narrowest dtype. If the way under test disagrees, a control, a way of
+torch's own, runs too. Its differences from eager count as :attr:`Verdict.torch_differs`. If torch raises, a wrong
+result counts as torch's only if un-graphed code gives one too. Moved constants must have eager's bits. A failure raises
+:class:`Mismatch`.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ ROUNDING = ("compile", "upstream")  # ways that may compute constants on another
 
 
 class InvalidCase(Exception):
-    """Eager cannot run the case: it says nothing about a compiler."""
+    """Eager cannot run the case, which therefore says nothing about a compiler."""
 
 
 class Mismatch(AssertionError):
-    """A compiled way gave something else than eager."""
+    """A compiled way differs from eager."""
 
 
 class Raised(Mismatch):
@@ -41,16 +40,16 @@ class Raised(Mismatch):
 
 
 class InexactConstant(Mismatch):
-    """A constant that was moved has other bits than eager's."""
+    """A moved constant has other bits than eager's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a check found where it found nothing wrong."""
+    """The result of a check that found no failure."""
 
-    calls: int  # that were compared and agreed
-    inside: int = 0  # of calls that were made from inside those
-    torch_differs: str | None = None  # how the control differs from eager, where it does
+    calls: int  # calls that were compared and agreed
+    inside: int = 0  # calls made from inside those
+    torch_differs: str | None = None  # how the control differs from eager, if it does
 
 
 def check(
@@ -59,13 +58,13 @@ def check(
     """Runs ``case`` under eager and ``under_test`` and compares after each call.
 
     Args:
-        under_test: one of ``comparison``'s ways, or a Dynamo backend, by name or as ``module:function``.
-        control: the way that is asked where they disagree; None to believe a disagreement at once.
-        exactly: the way that what is under test must equal bit for bit, besides.
+        under_test: one of the benchmark's ways, or a Dynamo backend, by name or as ``module:function``.
+        control: the way to run if they disagree; None accepts a disagreement at once.
+        exactly: a way that the way under test must also equal bit for bit.
 
     Raises:
         InvalidCase: eager cannot run the case.
-        Mismatch: what is under test differs from eager, or raises, and the control does not.
+        Mismatch: the way under test differs from eager, or raises, and the control does not.
     """
     tolerance = tolerance_of(case)
     try:
@@ -73,7 +72,7 @@ def check(
     except InexactConstant:
         raise
     except Mismatch as ours:
-        if control is None or is_lost(device):  # every way would raise on a GPU that a fault has made unusable
+        if control is None or is_lost(device):  # every way would raise on a GPU that is lost
             raise
         by_torch = _mismatch(case, device, control, tolerance)
         if isinstance(by_torch, Raised) and not isinstance(ours, Raised) and control != UNGRAPHED:
@@ -87,7 +86,7 @@ def check(
 
 
 def is_lost(device: torch.device) -> bool:
-    """Whether a fault has made the GPU unusable to this process."""
+    """Whether a fault has made the GPU unusable for this process."""
     if device.type != "cuda":
         return False
     try:
@@ -98,7 +97,7 @@ def is_lost(device: torch.device) -> bool:
 
 
 def _mismatch(case: Case, device: torch.device, way: str, tolerance: float) -> Mismatch | None:
-    """How a way of torch's own differs from eager, None where it does not."""
+    """How a way of torch's own differs from eager; None if it does not."""
     try:
         _compare(case, device, way, "eager", tolerance)
     except Mismatch as found:
@@ -107,7 +106,7 @@ def _mismatch(case: Case, device: torch.device, way: str, tolerance: float) -> M
 
 
 def _compare(case: Case, device: torch.device, subject: str, reference: str, tolerance: float) -> Verdict:
-    """Raises :class:`Mismatch` at the first call where the two differ; else the number of calls."""
+    """Raises :class:`Mismatch` at the first call at which the two differ; otherwise counts the calls."""
     agreed = inside = 0
     with contextlib.ExitStack() as stack:
         stack.callback(gc.collect)
@@ -123,7 +122,7 @@ def _compare(case: Case, device: torch.device, subject: str, reference: str, tol
             for call_inside in found.inside:
                 _agree(call_inside.found, call_inside.wanted, tolerance, f"{where}: {call_inside.where}", exact)
             agreed, inside = agreed + 1, inside + len(found.inside)
-            # What a warmup or a recording returned must not be used in a later step, and torch raises where it is.
+            # Outputs of a warm-up or a recording must not be used in a later step; torch raises if they are.
             if any(runner.recorded() for runner in runners):
                 for runner in runners:
                     runner.detach_outputs()
@@ -134,7 +133,7 @@ def _observe(runner: Runner, call: int) -> Observation:
     try:
         seen = runner.step()
         if runner.kind == "eager" and torch.cuda.is_available():
-            torch.cuda.synchronize()  # a fault is eager's own, not of what runs next
+            torch.cuda.synchronize()  # attributes a fault to eager, not to the next way
         return seen
     except Exception as error:
         if runner.kind == "eager":
@@ -158,14 +157,14 @@ def _agree(found: Observation, wanted: Observation, tolerance: float, where: str
                 raise InexactConstant(
                     f"{where}: {one[0]} is a constant, and has other bits: {_first(one[1], other[1])}"
                 )
-            # Gradients sum up; the programs keep everything else within a few units.
+            # Gradients accumulate; programs keep everything else within a few units.
             allowed = tolerance * (_scale(other[1]) if what == "outputs" else 1.0)
             if apart.largest is not None and apart.largest > allowed:
                 raise Mismatch(f"{where}: {one[0]} differs by {apart.largest:.3g}, allowed {allowed:.3g}")
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal with the signs of their zeros; NaNs are equal whatever their bits."""
+    """Whether two tensors are equal, signs of zeros included; NaNs are equal whatever their bits."""
     return not _apart(one, other).any().item()
 
 

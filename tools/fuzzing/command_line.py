@@ -1,12 +1,10 @@
-"""Runs random programs and compares them with eager, until the time is over or one goes wrong.
+"""Runs random programs and compares them with eager, until the time is over or one fails.
 
-usage: tools/fuzz [--minutes N] [--cases N]  draw programs, run each several times with inputs that move, and compare
-       tools/fuzz FILE                       run one case again, as an earlier run printed it
+usage: tools/fuzz [--minutes N] [--cases N]  draw programs, run each with inputs that move, and compare
+       tools/fuzz FILE                       run a printed case again
 
-On a GPU programs run with CUDA graphs under our patches (--way upstream: without); without one they run on the CPU
-under a Dynamo backend, which tests the programs and the comparison, and no graph. At the end it prints how many
-programs used hooks, finalizers, threads, streams, constants and the like. A failing program is made small, printed, and
-written to a file. Exit status: 0 where nothing went wrong, 1 where something did, 2 for a wrong call.
+On a GPU, programs run with CUDA graphs under our patches (--way upstream: without); otherwise on the CPU under a Dynamo
+backend. A failing program is reduced, printed and written to a file. Exit status 1: a failure, 2: wrong usage.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from .campaign import Plan, run
 from .case import read
 from .check import InvalidCase, Mismatch, check
 
-_MINUTES, _MOST_MINUTES = 5.0, 60.0  # the second where a number of programs is the limit
+_MINUTES, _MOST_MINUTES = 5.0, 60.0  # the second if the number of programs is limited
 _MOST_JOBS = 12  # each has a context and a compiler of its own
 
 
@@ -81,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
 
     seed = random.randrange(1 << 30) if options.seed is None else options.seed
-    print(f"seed {seed}, {options.jobs} jobs")  # which give the same programs again
+    print(f"seed {seed}, {options.jobs} jobs")  # they give the same programs again
     plan = Plan(
         device="cuda" if on_gpu else "cpu",
         under_test=way,

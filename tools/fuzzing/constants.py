@@ -1,13 +1,11 @@
 """Values that a program computes on the CPU from numbers alone, and moves to the device of an input.
 
-:func:`constants_of` finds them in the lines of a program. They must be equal to eager's bit for bit, in every dtype.
+They must equal eager's bit for bit, in every dtype; :func:`~fuzzing.case.constants_of` finds them in a program.
 :func:`begin` and :func:`continued` draw the lines of a chain: a constructor, and operators on it.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,7 +15,6 @@ FLOATS = ("float64", "float32", "bfloat16", "float16")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 DTYPES = (*FLOATS, *INTEGERS, "bool", "complex64")
 
-_MOVE = re.compile(r"(\w+)\.to\((\w+)\.device\)")
 _LITERALS = {
     "float": "[1.5, -0.0, 0.0, float('inf'), -float('inf'), float('nan'), -7.75, 3e9]",
     "complex": "[1.5 - 2j, 0j, -1j, 3 + 4j]",
@@ -26,24 +23,8 @@ _LITERALS = {
 }
 
 
-def constants_of(body: Iterable[str], inputs: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
-    """Names whose values come from numbers alone: those on the CPU, and those moved to an input's device."""
-    known, on_cpu, moved = set(inputs), set(), set()
-    for line in body:
-        name, assigned, text = line.partition(" = ")
-        if not assigned or not name.isidentifier():
-            continue
-        known.add(name)
-        move = _MOVE.fullmatch(text)
-        if move is not None and move[1] in on_cpu:
-            moved.add(name)
-        elif known.intersection(re.findall(r"(?<![\w.])[a-z]\w*", text)) <= on_cpu:
-            on_cpu.add(name)
-    return frozenset(on_cpu), frozenset(moved)
-
-
 def begin(s: Scope) -> str:
-    """A constructor."""
+    """Draws a constructor."""
     dtype = s.one_of(*DTYPES)
     count, rows = s.one_of(1, 3, 7, 16, 33, 100), s.one_of(1, 2, 5)
     of = f"dtype=torch.{dtype}"
@@ -63,7 +44,7 @@ def begin(s: Scope) -> str:
 
 
 def continued(s: Scope, name: str) -> str:
-    """An operator on an earlier value of the chain; not each fits each dtype."""
+    """Draws an operator on an earlier value of the chain; some do not fit every dtype."""
     family = s.one_of("arithmetic", "function", "rounding", "comparison", "extremes", "cast", "product", "other")
     forms = {
         "arithmetic": ("{0} + 3", "{0} * 0.1", "{0} / 61", "{0} - 7", "1 / {0}", "{0} // 3", "{0} % 5", "-{0}"),
@@ -79,7 +60,7 @@ def continued(s: Scope, name: str) -> str:
 
 
 def combination(moved: str, dtype: str, x: object) -> str:
-    """An operand ``x`` combined with a moved constant, within a few units whatever the constant is."""
+    """An operand ``x`` combined with a moved constant, within a few units for any constant."""
     if dtype == "bool":
         return f"torch.where({moved}, {x}, {x} * 0.5)"
     if dtype in INTEGERS:

@@ -1,8 +1,8 @@
 """Other threads, streams and devices for a call.
 
-A :class:`Threads` runs work in the thread that a case names and waits for it; an :class:`Elsewhere` makes a stream or
-a device current, with the waits that a right program has. Threads that make CUDA graphs have trees of their own, which
-are cleared before the thread ends: what they return must not lie in a graph's memory.
+:class:`Threads` runs work in the thread that a case names and waits for it. :class:`Elsewhere` makes a stream or a
+device current, with the waits that a correct program has. Threads that make CUDA graphs have their own trees, cleared
+before the thread ends. What they return must not be in a graph's memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Threads:
-    """Threads of one runner."""
+    """The threads of one runner."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -28,7 +28,7 @@ class Threads:
         self._of_worker = contextlib.ExitStack()  # entered and left in the worker
 
     def new(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns or raises in a thread that lives no longer."""
+        """The result of ``work`` in a new thread, which then ends; raises what ``work`` raises."""
 
         def inside() -> T:
             with _own_trees(self._device):
@@ -38,7 +38,7 @@ class Threads:
             return pool.submit(inside).result()
 
     def worker(self, work: Callable[[], T]) -> T:
-        """What ``work`` returns or raises in the one thread that lives until :meth:`close`."""
+        """The result of ``work`` in the thread that lives until :meth:`close`; raises what ``work`` raises."""
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1)
             self._worker.submit(self._of_worker.enter_context, _own_trees(self._device)).result()
@@ -64,7 +64,7 @@ class Elsewhere:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Makes it current for the block."""
+        """Makes the stream or device current for the block."""
         if self._where == "device":
             with torch.cuda.device(torch.cuda.current_device()):
                 yield
@@ -82,7 +82,7 @@ class Elsewhere:
 
 @contextlib.contextmanager
 def _own_trees(device: torch.device) -> Iterator[None]:
-    """Trees for the current thread, where torch lets a plain thread have some: from 2.13 on."""
+    """Trees for the current thread, if torch allows them for a plain thread: since 2.13."""
     if device.type != "cuda" or not _may_have_trees():
         yield
         return

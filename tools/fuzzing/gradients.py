@@ -1,8 +1,8 @@
 """The gradients of a call: from which outputs, with which tangents, taken by ``grad`` or accumulated by ``backward``.
 
-Without special tangents each output has weights that differ from element to element. A special tangent replaces those
-of one output (see :data:`around.TANGENTS`); one that does not fit its output, such as None for a matrix, raises as it
-does in a user's program.
+By default each output has weights that differ from element to element. A special tangent replaces those of one output
+(see :data:`around.TANGENTS`). One that does not fit its output, such as None for a matrix, raises as it does in a
+user's program.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def gradients(
     tangents: Mapping[str, str],
     accumulated: Callable[[], None] | None = None,
 ) -> Gradients:
-    """The gradients of ``leaves``; none where nothing leads to them.
+    """The gradients of ``leaves``; None for leaves that no output depends on.
 
     Args:
         outputs: returned values with their names.

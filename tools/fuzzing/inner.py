@@ -1,8 +1,8 @@
 """Calls of compiled functions from inside other calls: from hooks, and from finalizers that the collector runs.
 
-An :class:`Inner` has inputs and eager's results for them ready before a step begins, so that a call from inside makes
-nothing but the call. What it gives is observed at once and compared later; an error is kept, since a finalizer's would
-be lost. A finalizer steps aside while torch compiles, warms up or captures: no program may run work of its own there.
+An :class:`Inner` prepares inputs and eager's results before a step begins, so that a call from inside makes only the
+call. Its outputs are observed at once and compared later. An error is kept, because a finalizer's would be lost. A
+finalizer does nothing while torch compiles, warms up or captures: no program may run work of its own then.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .around import NOTHING
 from .case import Case, Input
 from .gradients import gradients
 from .memory import Memory
-from .observation import Observation, observe
+from .observation import Inside, Observation, observe
 
 if TYPE_CHECKING:
     from types import FrameType
 
-MOST = 4  # calls of each function a step
-_CALLING = frozenset({1, 2, 4, 8})  # of the finalizers of a step, which begin to run long before the program does
+MOST = 4  # calls of each function per step
+_CALLING = frozenset({1, 2, 4, 8})  # numbers of a step's finalizers that call; they run long before the program
 _GARBAGE = 2  # objects that await the collector
 _FIRST_SEED = 1000  # calls from inside have other values than the calls around them
 
@@ -58,15 +58,6 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
-    """A call that was made from inside, and what eager gave for its inputs."""
-
-    where: str
-    found: Observation
-    wanted: Observation
-
-
-@dataclass(frozen=True, slots=True)
 class _Ready:
     memory: Memory
     given: Mapping[str, torch.Tensor]
@@ -90,17 +81,17 @@ class Inner:
         self._error: InnerError | None = None
         self._busy = False
         self._garbage_calls: str | None = None
-        self._thread: int | None = None  # in which finalizers may call, None outside of a step
+        self._thread: int | None = None  # in which finalizers may call; None outside of a step
         self._made = 0
         self._finalized = 0  # objects of this step
 
     def prepare(self, call: int) -> None:
-        """Lays out inputs for the calls from inside of one step, and has eager run on them."""
+        """Prepares inputs for a step's calls from inside, and runs eager on them."""
         for name, target in self._targets.items():
             self._ready[name] = [self._one(target, _FIRST_SEED + call * MOST + i) for i in range(MOST)]
 
     def warm_up(self) -> None:
-        """Calls the function that the case does not call itself until it is replayed."""
+        """Calls the other function, which the case itself does not call, until it is replayed."""
         target = self._targets.get("other")
         if target is None:
             return
@@ -110,7 +101,7 @@ class Inner:
 
     @contextlib.contextmanager
     def finalizers(self, target: str | None, threshold: int) -> Iterator[None]:
-        """Has garbage about whose finalizers call ``target``, and the collector's threshold lowered."""
+        """Creates garbage whose finalizers call ``target``, and lowers the collector's threshold."""
         before = gc.get_threshold()
         self._thread, self._garbage_calls, self._finalized = threading.get_ident(), target, 0
         try:
@@ -125,7 +116,7 @@ class Inner:
 
     @torch._dynamo.disable
     def act(self, action: str, where: str) -> None:
-        """Collects garbage, or calls a function, unless a call from inside is under way."""
+        """Collects garbage, or calls a function, unless a call from inside is in progress."""
         if self._busy:
             return
         if action == "collect":
@@ -134,7 +125,7 @@ class Inner:
             self._call(action, where)
 
     def taken(self) -> Sequence[Inside]:
-        """The calls since this was asked last.
+        """The calls since the last time.
 
         Raises:
             InnerError: one of them raised.
@@ -167,7 +158,7 @@ class Inner:
         ready = self._ready[name].pop()
         self._busy = True
         try:
-            with torch.enable_grad():  # a hook in a backward runs without, and would have it compiled once more
+            with torch.enable_grad():  # a backward's hook has it off, which would compile again
                 outputs, found = self._run(self._targets[name], ready.given)
                 seen = observe(self._targets[name].case.returns, outputs, found, ready.memory)
             self._seen.append(Inside(f"a call from {where}", seen, ready.wanted))
@@ -185,7 +176,7 @@ class Inner:
 
     @torch._dynamo.disable  # a finalizer may run between a compiled function's own lines
     def from_finalizer(self) -> None:
-        """What finalizers do: call a function if there are inputs left, and make more garbage."""
+        """The work of a finalizer: calls a function if inputs are left, and makes more garbage."""
         name = self._garbage_calls
         if self._thread is None or name is None or not self._ready.get(name):
             return
@@ -198,7 +189,7 @@ class Inner:
 
 
 class _Litter:
-    """An object in a cycle; with an :class:`Inner`, its own finalizer calls."""
+    """An object in a cycle; with an :class:`Inner`, its finalizer calls."""
 
     def __init__(self, inner: Inner | None) -> None:
         self._inner = inner
@@ -214,7 +205,7 @@ _MAKERS = frozenset({"record_function", "run_eager", "add_function", "_record", 
 
 
 def _graphs_are_made() -> bool:
-    """Whether this thread compiles, warms up or captures right now."""
+    """Whether this thread is compiling, warming up or capturing."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return True
     frame: FrameType | None = sys._getframe()

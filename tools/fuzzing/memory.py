@@ -1,7 +1,7 @@
 """The inputs of a case in memory: laid out, placed and filled as the case says.
 
-Each input lies in a block of its own with :data:`GUARD` elements in front and behind, so that a read or a write beside
-the tensor shows. Values depend on the case, the input's name and the number of the call alone: two :class:`Memory`
+Each input is in a block of its own with :data:`GUARD` elements before and after it, which reveal reads and writes
+beside the tensor. Values depend only on the case, the input's name and the number of the call: two :class:`Memory`
 objects of one case hold equal values at different addresses.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 from .case import Case, Input, seed_of
 
-GUARD = 64  # elements, at least 128 bytes of any dtype but bool
+GUARD = 64  # elements, at least 128 bytes for any dtype but bool
 
 
 def strides_of(item: Input) -> tuple[int, ...]:
@@ -39,14 +39,14 @@ def strides_of(item: Input) -> tuple[int, ...]:
 
 
 def extent_of(item: Input) -> int:
-    """From an input's first element to behind its last one, in elements; 0 where it has none."""
+    """The number of elements from the first to the end of the last; 0 if the input is empty."""
     if 0 in item.shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(item.shape, strides_of(item), strict=True))
 
 
 def offset_of(item: Input) -> int:
-    """Where an input begins in its block, in elements."""
+    """The offset of an input in its block, in elements."""
     return GUARD + item.shift + (item.layout == "misaligned")
 
 
@@ -75,14 +75,14 @@ class Memory:
         return self._tensors
 
     def place_of(self, tensor: torch.Tensor) -> str | None:
-        """The block that a tensor lies in, and where in it; None for other memory."""
+        """The block that holds a tensor, and the offset in it; None for other memory."""
         for name, block in self.blocks.items() if tensor.numel() else ():
             if block.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
                 return f"{name} + {tensor.storage_offset()}"
         return None
 
     def _place(self, item: Input, call: int) -> None:
-        """Sees to the block of an input."""
+        """Prepares the block of an input."""
         name = item.name
         if item.place in ("same", "kept"):
             if name not in self.blocks:
@@ -105,7 +105,7 @@ class Memory:
             return
         size = old.numel()
         del old
-        # Likely to get the memory that was freed, if no tensor of the program holds on to it; spoils it.
+        # Likely reuses the freed memory, unless a tensor of the program holds it, and overwrites it.
         self._kept.append(torch.zeros(size, dtype=item.torch_dtype, device=self.device))
 
     def _forget_views(self, item: Input) -> None:

@@ -1,6 +1,6 @@
-"""What a call left behind: its outputs and gradients, the memory of its inputs, and which output lies in which input.
+"""The effects of a call: its outputs and gradients, the memory of its inputs, and aliases between the two.
 
-An :class:`Observation` holds clones, so that it survives the next call and says what was there at its time.
+An :class:`Observation` holds clones, so it survives the next call and shows the values at the time of its own.
 """
 
 from __future__ import annotations
@@ -14,19 +14,27 @@ from pygraph_trees.benchmark.differences import snapshot
 if TYPE_CHECKING:
     import torch
 
-    from .inner import Inside
     from .memory import Memory
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What one call left behind; everything cloned."""
+    """The effects of one call; everything is cloned."""
 
-    outputs: Any  # named tensors: outputs, gradients, and what earlier calls of the step returned
+    outputs: Any  # named tensors: outputs, gradients, and outputs of earlier calls of the step
     blocks: Any  # named tensors: the blocks of the inputs
-    aliases: tuple[str | None, ...]  # by output: the input in whose block it lies, and where
+    aliases: tuple[str | None, ...]  # by output: the input whose block holds it, and the offset
     returns: tuple[str, ...]  # names of the outputs in the program
-    inside: Sequence[Inside] = ()  # calls that were made from inside this one
+    inside: Sequence[Inside] = ()  # calls made from inside this one
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """A call that was made from inside, and what eager gave for its inputs."""
+
+    where: str
+    found: Observation
+    wanted: Observation
 
 
 def observe(
@@ -38,7 +46,7 @@ def observe(
     earlier: Any = (),
     inside: Sequence[Inside] = (),
 ) -> Observation:
-    """Reads what a call left behind; ``earlier`` holds tensors that calls before it returned."""
+    """Observes the effects of a call; ``earlier`` holds tensors that earlier calls returned."""
     return Observation(
         outputs=snapshot({"output": outputs, "gradient": gradients, "earlier": earlier}),
         blocks=snapshot({"memory": dict(memory.blocks)}),

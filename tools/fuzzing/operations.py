@@ -1,8 +1,8 @@
-"""What the programs do: one function an operation, which takes its operands from a :class:`~fuzzing.scope.Scope`.
+"""The operations of the programs: one function each, which takes its operands from a :class:`~fuzzing.scope.Scope`.
 
-An operation returns the source of a new value, or, where it writes to an operand, of a whole statement. Families are
-kinds of GPU kernels: code that Inductor generates, and libraries that ATen calls. Values stay within a few units
-however operations are chained, and none has jumps in floating point, so that a small difference stays small.
+An operation returns the source of a new value or, if it writes to an operand, of a whole statement. Families are kinds
+of GPU kernels: code that Inductor generates, and libraries that ATen calls. Values stay within a few units in any
+chain, and no operation has jumps in floating point, so a small difference stays small.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def complex_pair(s: Scope) -> str:
 def constant_chain(s: Scope) -> str:
     made = s.constant(begin(s))
     for _ in range(s.one_of(1, 2, 3, 4)):
-        with contextlib.suppress(NoRoom):  # an operator that this dtype does not have
+        with contextlib.suppress(NoRoom):  # this dtype lacks some operators
             made = s.constant(continued(s, s.constants[-1]))
     x = s.tensor(shape=made.shape)
     return combination(s.move(x), str(made.dtype).removeprefix("torch."), x)
@@ -280,5 +280,5 @@ def graph_break(s: Scope) -> str:
 
 
 def _share(count: int) -> float:
-    """A factor that makes a sum of ``count`` values a mean."""
+    """A factor that turns a sum of ``count`` values into a mean."""
     return 1.0 / max(1, count)

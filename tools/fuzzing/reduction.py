@@ -1,9 +1,8 @@
-"""Makes a failing case smaller: a step leaves something out or makes it plainer, and stays where the case still fails.
+"""Makes a failing case smaller: each step removes or simplifies one thing, and is kept if the case still fails.
 
-A step may give a case that cannot run; that one does not fail.
-
-What does not work, and why: hypothesis's shrinking. It needs hundreds of runs, which with a compilation each take
-minutes, and a process for each where the case kills its process. A few dozen steps that know what a case is do as well.
+A step may give a case that cannot run, which does not count as failing. A limit of tries or seconds ends the reduction.
+hypothesis's shrinking does not work here: it needs hundreds of runs, which take minutes with a compilation each, and a
+process each if the case kills its process. A few dozen specific steps do as well.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .case import Case, Input
 
 
 def reduce(case: Case, fails: Callable[[Case], bool], most_tries: int, most_s: float = float("inf")) -> Case:
-    """The smallest case that was found to fail in so many tries and seconds; ``case`` itself is taken to fail."""
+    """The smallest failing case found within the limits; ``case`` itself is assumed to fail."""
     tries, end = 0, time.monotonic() + most_s
     progress = True
     while progress:
@@ -36,7 +35,7 @@ def reduce(case: Case, fails: Callable[[Case], bool], most_tries: int, most_s: f
 
 
 def reductions(case: Case) -> Iterator[Case]:
-    """Cases that are smaller or plainer by one step, the largest steps first."""
+    """Cases that are smaller or simpler by one step, the largest steps first."""
     for position in range(len(case.body)):
         yield _without_statement(case, position)
     for plainer in _plainer_around(case.around):
@@ -60,7 +59,7 @@ def reductions(case: Case) -> Iterator[Case]:
 
 
 def _plainer_around(around: Around) -> Iterator[Around]:
-    """Nothing around the calls, then each field at its default, then lists and numbers that are shorter by one."""
+    """Nothing around the calls, then each field at its default, then lists and numbers shorter by one."""
     if around == NOTHING:
         return
     yield NOTHING
@@ -91,7 +90,7 @@ def _plainer(item: Input) -> Iterator[Input]:
 
 
 def _with_size(case: Case, old: int, new: int) -> Case:
-    """The case with another size in place of one, in all inputs and in the indices below it."""
+    """The case with one size replaced by another, in all inputs and in the indices below it."""
     return replace(
         case,
         inputs=tuple(
@@ -106,7 +105,7 @@ def _with_size(case: Case, old: int, new: int) -> Case:
 
 
 def _without_statement(case: Case, position: int) -> Case:
-    """The case without a statement and whatever needs its value."""
+    """The case without a statement and everything that needs its value."""
     body, gone = [], []
     for number, line in enumerate(case.body):
         if number == position or any(_mentions(line, name) for name in gone):
@@ -118,7 +117,7 @@ def _without_statement(case: Case, position: int) -> Case:
 
 
 def _without_operator(case: Case, position: int) -> Iterator[Case]:
-    """The case with a value that a statement uses in place of the statement's own."""
+    """The case with one of a statement's operands in place of the statement's value."""
     name, assigned, text = case.body[position].partition(" = ")
     if not assigned or not name.isidentifier():
         return
@@ -136,7 +135,7 @@ def _without_return(case: Case, position: int) -> Case:
 
 
 def _tidied(case: Case, body: list[str], kept: list[tuple[int, str]]) -> Case:
-    """``case`` with another body and those of its returned values, and with the inputs that these need."""
+    """``case`` with another body, those of its returned values, and the inputs that they need."""
     made = [name for line in body for name in re.findall(r"^(\w+) = ", line)]
     returns = tuple(name for _, name in kept) or ((made or [case.inputs[0].name])[-1],)
     needed = {i.name for i in case.inputs if any(_mentions(text, i.name) for text in [*body, *returns])}

@@ -1,4 +1,8 @@
-"""One way of running a case, call by call, with memory of its own and all that the case has around its calls."""
+"""Runs a case in one way, call by call, with memory of its own and all events around its calls.
+
+Two :class:`Runner` objects of one case get equal inputs at different addresses. :meth:`Runner.step` makes the next call
+and returns an :class:`Observation`; it raises what the call raises.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,7 @@ class Runner:
             self._module = module_of(fn, case, self._memory.prepare(0))
             fn = self._module
         self._fed: dict[str, torch.Tensor] = {}
-        self._of_step: list[Any] = []  # what the calls of the current step returned
+        self._of_step: list[Any] = []  # outputs of the current step's calls
         self._held: deque[Any] = deque(maxlen=case.around.keeps)
         self._callable, self._active, self._close, self._recorded = _way(fn, kind)
         self._events = _by_event(case)
@@ -51,7 +55,7 @@ class Runner:
         self._outer = _Hooked(self._callable, lambda: self._happened("forward hook"))
 
     def step(self) -> Observation:
-        """The next call."""
+        """Makes the next call."""
         around, call = self._case.around, self._call
         given = self._inputs()
         self._inner.prepare(call)
@@ -70,11 +74,11 @@ class Runner:
         return seen
 
     def detach_outputs(self) -> None:
-        """Hands copies of the outputs on to the next call, not themselves."""
+        """Passes copies of the outputs to the next call, instead of the outputs."""
         self._fed = {name: output.clone() for name, output in self._fed.items()}
 
     def recorded(self) -> bool:
-        """Whether what the last call returned may be gone with its step, and must not be used in a later one."""
+        """Whether the last call's outputs may end with its step, and must not be used in a later one."""
         return self._recorded() or bool(self._case.around.targets)
 
     def close(self) -> None:
@@ -125,7 +129,7 @@ class Runner:
         seen = observe(case.returns, outputs, found, self._memory, earlier=tuple(self._of_step), inside=inside)
         self._fed = {name: outputs[position] for position, name in case.feedback}
         if around.thread in ("call", "worker"):
-            self.detach_outputs()  # the thread's graphs go with it
+            self.detach_outputs()  # the thread's graphs end with it
         else:
             self._held.append((outputs, found))
             if around.step_of > 1:
@@ -210,7 +214,7 @@ def _copies(found: Gradients) -> Gradients:
 def _way(
     fn: Callable[..., Any], kind: str
 ) -> tuple[Callable[..., Any], Callable[[], AbstractContextManager[Any]], Callable[[], None], Callable[[], bool]]:
-    """The callable of a way, the context for calls, what frees it, and whether the last call was no replay."""
+    """The callable of a way, the context for calls, what frees it, and whether the last call was not a replay."""
     if kind in WAYS:
         (way,) = make_ways(Program(fn), [kind])
         trees = way.trees

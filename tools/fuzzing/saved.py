@@ -1,7 +1,7 @@
-"""Saved-tensor hooks of several kinds: what autograd keeps for a backward comes back equal, but not as it was.
+"""Saved-tensor hooks of several kinds: values that autograd keeps for a backward come back equal, but in another form.
 
-:func:`hooks` gives the context for a forward. Values are kept bit for bit; address, strides, device and dtype in
-between are the kind's own. Tensors that a kind cannot treat stay as they are.
+:func:`hooks` returns the context for a forward. Values stay the same bit for bit. Address, strides, device and dtype in
+between depend on the kind. Tensors that a kind cannot handle stay unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def hooks(kind: str, noticed: Callable[[str], None]) -> AbstractContextManager[A
 
     Args:
         kind: one of :data:`around.SAVED`.
-        noticed: told ``"pack"`` and ``"unpack"`` when the hooks run.
+        noticed: called with ``"pack"`` and ``"unpack"`` when the hooks run.
     """
     pack, unpack = _PAIRS[kind]
 

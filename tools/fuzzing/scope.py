@@ -1,7 +1,7 @@
-"""The values that a program being drawn has so far, and where its operations take operands from.
+"""The values that an unfinished program has so far, from which its operations take operands.
 
-Each statement is run on meta tensors as it is drawn, which tells shapes and dtypes and which values share memory. An
-operand is an existing value that fits, or a new input.
+Each statement runs on meta tensors when it is drawn, which gives shapes and dtypes and shows which values share memory.
+An operand is an existing value that fits, or a new input. If the program cannot have one, :class:`NoRoom` is raised.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ MOST_CONSTANTS = 1 << 14  # elements of a constant
 
 
 class NoRoom(Exception):
-    """An operation asks for an operand that the program cannot have."""
+    """An operation needs an operand that the program cannot have."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """A name in the program with a meta tensor that stands for it."""
+    """A name in the program with a meta tensor that represents it."""
 
     name: str
     tensor: torch.Tensor
-    root: str  # the input, or the statement's value, whose memory it lies in
+    root: str  # the input, or the statement's value, whose memory it shares
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ class Scope:
         self.values: list[Value] = []
         self.body: list[str] = []
         self.constants: list[str] = []  # computed on the CPU from numbers alone
-        self.moved: list[str] = []  # those that were moved to the device of an input
+        self.moved: list[str] = []  # constants moved to the device of an input
         self._tensors: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
 
     def one_of(self, *choices: T) -> T:
@@ -87,7 +87,7 @@ class Scope:
         dtypes: Sequence[str] | None = None,
         apart_from: Iterable[Value] = (),
     ) -> Value:
-        """A floating-point operand; ``apart_from`` excludes what may lie in the same memory."""
+        """A floating-point operand; ``apart_from`` excludes values that may share its memory."""
         roots = {v.root for v in apart_from}
         allowed = [dtype] if dtype is not None else dtypes
 
@@ -113,7 +113,7 @@ class Scope:
         return self._input(tuple(shape), self.one_of(*allowed), "unit", share=not roots)
 
     def written(self, **wanted: Any) -> Value:
-        """An operand, as :meth:`tensor` gives it, that can be written to: no two of its elements at one address."""
+        """An operand, as of :meth:`tensor`, that can be written to: no two of its elements share an address."""
         if not self._mutations:
             raise NoRoom
         value = self.tensor(**wanted)
@@ -133,7 +133,7 @@ class Scope:
         return self._input((count,), "int64", "order")
 
     def add(self, text: str, *, value: bool) -> None:
-        """Appends a statement, with a name for its value where it has one; it must run on meta tensors."""
+        """Appends a statement, with a name for its value if it has one; it must run on meta tensors."""
         name = f"v{len(self.body)}"
         line = f"{name} = {text}" if value else text
         with torch.no_grad():
@@ -151,7 +151,7 @@ class Scope:
         try:
             with torch.no_grad():
                 made = eval(text, self._tensors)
-        except (RuntimeError, TypeError, ZeroDivisionError) as error:  # not for this dtype or shape
+        except (RuntimeError, TypeError, ZeroDivisionError) as error:  # unsupported for this dtype or shape
             raise NoRoom from error
         if made.numel() > MOST_CONSTANTS:
             raise NoRoom
@@ -161,7 +161,7 @@ class Scope:
         return made
 
     def move(self, x: Value) -> str:
-        """Appends a statement that moves the latest constant to the device of ``x``; its name."""
+        """Appends a statement that moves the latest constant to the device of ``x``; returns its name."""
         name = f"v{len(self.body)}"
         text = f"{self.constants[-1]}.to({x}.device)"
         self._tensors[name] = eval(text, self._tensors)
@@ -170,11 +170,11 @@ class Scope:
         return name
 
     def state(self) -> tuple[int, ...]:
-        """What :meth:`forget` goes back to."""
+        """A state for :meth:`forget`."""
         return tuple(map(len, self._lists()))
 
     def forget(self, state: tuple[int, ...]) -> None:
-        """Goes back to an earlier state."""
+        """Restores an earlier state."""
         for items, count in zip(self._lists(), state, strict=True):
             del items[count:]
 
@@ -212,7 +212,7 @@ class Scope:
 
 
 def _separate(tensor: torch.Tensor) -> bool:
-    """Whether no two elements of a strided tensor lie at one address."""
+    """Whether no two elements of a strided tensor share an address."""
     reach = 0
     steps = ((abs(stride), size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
     for stride, size in sorted(steps):

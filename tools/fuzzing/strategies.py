@@ -1,4 +1,8 @@
-"""Hypothesis strategies for cases."""
+"""Hypothesis strategies for cases.
+
+:func:`cases` draws a program with its inputs, its returned values and the events around its calls. With ``graphs`` it
+also draws what only replays accept. The simplest example is a plain program with nothing around its calls.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,13 @@ from .scope import NoRoom, Scope
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 MOST_STATEMENTS = 8
-_CONSTANTS = 3  # how often a chain of constants is among the operations that are drawn from
+_CONSTANTS = 3  # weight of a chain of constants among the operations
 MOST_CALLS = 6  # the first warms up, the second records, the rest replay
 
 
 @st.composite
 def cases(draw: Draw, graphs: bool = False) -> Case:
-    """Random cases; ``graphs`` adds what only replays take."""
+    """Random cases; ``graphs`` adds what only replays accept."""
     backward = _chance(draw, 3)
     main = draw(st.sampled_from(("float32", "float64", "bfloat16", "float16")))
     scope = Scope(draw, main, mutations=not backward)
@@ -51,19 +55,19 @@ def cases(draw: Draw, graphs: bool = False) -> Case:
 
 
 def _chance(draw: Draw, one_in: int) -> bool:
-    """Plain where hypothesis tries its simplest example."""
+    """False in hypothesis's simplest example."""
     found: bool = draw(st.integers(1, one_in)) == one_in
     return found
 
 
 def around_of(draw: Draw, scope: Scope, case: Case, graphs: bool) -> Around:
-    """What happens around the calls; most often little."""
+    """Draws the events around the calls; usually few."""
 
     def one_of(choices: Sequence[Any]) -> Any:
         return draw(st.sampled_from(choices))
 
     around = NOTHING
-    # A case's own function is not called from inside where that would change what the calls around it see.
+    # A case's own function is not called from inside if that would change what the calls around it see.
     targets = [t for t in TARGETS if t == "other" or not scope.mutated_parameters()]
     if case.backward:
         if _chance(draw, 3):
@@ -81,7 +85,7 @@ def around_of(draw: Draw, scope: Scope, case: Case, graphs: bool) -> Around:
         around = replace(around, inner_backward=draw(st.booleans()))
     if _chance(draw, 12):
         kinds = [t for t in THREADS if t != "backward" or case.backward]
-        # Some versions of torch refuse what a thread does that never called before.
+        # Some versions of torch reject calls of a thread that has not called before.
         around = replace(around, thread=one_of(kinds), thread_when=one_of(("later", "every other", "later", "always")))
     if _chance(draw, 8):
         around = replace(around, where=one_of(PLACES_TO_RUN), where_when=one_of(("always", "later", "every other")))
@@ -116,7 +120,7 @@ def _kinds(tensor: torch.Tensor, case: Case, graphs: bool) -> list[str]:
 
 
 def _returns(draw: Draw, scope: Scope) -> tuple[str, ...]:
-    """Some of the values, the last one always; inputs and views of inputs may be among them."""
+    """Some of the values, always with the last one; inputs and views of inputs may be among them."""
     names = [v.name for v in scope.values]
     made = [n for n in names if n.startswith("v")]
     last = made[-1] if made else names[-1]
@@ -126,9 +130,9 @@ def _returns(draw: Draw, scope: Scope) -> tuple[str, ...]:
 
 
 def _feedback(draw: Draw, scope: Scope, case: Case) -> tuple[tuple[int, str], ...]:
-    """Possibly one returned value that is an argument of the next call, and shares memory with no other one."""
+    """Possibly one returned value that becomes an argument of the next call, and shares memory with no other."""
     if any(item.parameter and item.place not in ("same", "kept") for item in case.inputs):
-        return ()  # a parameter that moves is recorded again, and what a recording returned is gone with its step
+        return ()  # a moved parameter is recorded again, and a recording's outputs end with its step
     by_name = {v.name: v for v in scope.values}
     shared = {i.shares for i in case.inputs}
     fitting = [

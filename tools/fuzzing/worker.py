@@ -1,8 +1,8 @@
-"""The process in which cases are checked: ``python -m fuzzing.worker PLAN``, the plan as JSON (see ``campaign.py``).
+"""Checks cases in this process: ``python -m fuzzing.worker PLAN``, with the plan as JSON (see ``campaign.py``).
 
-Writes into its folder: ``case.py``, the case that runs now; ``counts.json``; and where a case failed ``failure.json``
-with the smallest one that was found to. Exit status 0, :data:`campaign.FAILED`, or where the GPU is lost to it
-:data:`campaign.POISONED`, and :data:`campaign.POISONED_BY_EAGER` where eager has lost it.
+Writes into its folder: ``case.py``, the running case; ``counts.json``; and after a failure ``failure.json``, with the
+smallest case that fails. Exit status: 0, :data:`campaign.FAILED`, or, if the GPU is lost, :data:`campaign.POISONED`, or
+:data:`campaign.POISONED_BY_EAGER` if eager lost it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from pygraph_trees.report.log import journal
 
-from .around import uses
 from .campaign import FAILED, POISONED, POISONED_BY_EAGER, Counts, Failure
 from .case import Case, read
 from .check import InvalidCase, Mismatch, check, is_lost
 from .reduction import reduce
 from .strategies import cases
+from .uses import uses
 
 _BATCH = 50  # cases that hypothesis plans at a time
 _MOST_TRIES, _MOST_S = 80, 120.0  # to make a failing case smaller
 
 
 class Worker:
-    """Checks cases one after the other and keeps the books."""
+    """Checks cases one after another and keeps the counts."""
 
     def __init__(self, told: dict[str, Any]) -> None:
         self._told = told
@@ -82,7 +82,7 @@ class Worker:
             self._failure = self._check(case)
 
     def _result(self) -> int:
-        """The exit status; makes a failing case smaller first, and writes each that is."""
+        """The exit status; first makes a failing case smaller, and writes each smaller one."""
         if self._failure is None:
             return 0
         self._write_failure(self._failure)
@@ -99,7 +99,7 @@ class Worker:
         return FAILED
 
     def _check(self, case: Case) -> Failure | None:
-        """How the case fails, None where it does not."""
+        """The failure of a case, if it fails."""
         self._write("case.py", case.text())
         self.counts.cases += 1
         try:

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from pygraph_trees.compat import has_plugins, is_for_any_device
+
 from .variants import NoVariant, can_be_slot, with_slots
 
 _REGISTERS = 8  # that a thread is given at once
@@ -47,7 +49,7 @@ _built: weakref.WeakKeyDictionary[Any, dict[frozenset[str], VariantLauncher | No
 def sole_launcher(autotuner: Any) -> Any:
     """The launcher that won, None where none has yet, or where others than this launcher do the launch."""
     launchers = autotuner.launchers
-    if len(launchers) != 1 or autotuner.triton_interpret or getattr(autotuner, "_plugins", ()):  # plugins since 2.12
+    if len(launchers) != 1 or autotuner.triton_interpret or has_plugins(autotuner):
         return None
     return launchers[0]
 
@@ -96,7 +98,7 @@ def compile_variant(autotuner: Any, config: Any, names: Collection[str]) -> tupl
 
     Loads nothing. Raises :class:`~.variants.NoVariant`, and whatever the compiler raises.
     """
-    if autotuner.triton_meta["device"] is None:  # may be since 2.14
+    if is_for_any_device(autotuner):
         raise NoVariant(kernel=name_of(autotuner), why="it is compiled for whatever device it is launched on")
     fn = _with_source(autotuner)
     meta = autotuner._create_compile_meta(config)

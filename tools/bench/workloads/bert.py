@@ -1,9 +1,8 @@
 """BERT from transformers: masked language modelling in training, question answering in inference.
 
-Both are bert-base-uncased in size: 12 layers of 768 with 12 heads, 3072 between them, vocabulary 30522. Training has
-512 tokens a sequence; inference, which is not on the paper's list, has 384, the length that SQuAD is asked with, and
-gets what a tokenizer gives: three live inputs. Differences: tokens are random, and in training none is masked and all
-are predicted; dropout is computed there and drops nothing. Weights are random, in float32 under bfloat16 autocast.
+Both have bert-base-uncased's size: 12 layers of 768 with 12 heads, 3072 in between, vocabulary 30522. Training has 512
+tokens per sequence. Inference, which is not on the paper's list, has 384, the length used for SQuAD, and three live
+inputs, as a tokenizer gives them. Weights are random, in float32 under bfloat16 autocast. README.md lists differences.
 """
 
 from __future__ import annotations

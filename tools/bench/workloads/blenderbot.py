@@ -1,10 +1,8 @@
-"""Blenderbot small from transformers: predicting an answer, 128 tokens to 128 tokens.
+"""Blenderbot small from transformers: predicts an answer, 128 tokens from 128 tokens.
 
-The sizes are those of blenderbot_small-90M: 8 layers of 512 in the encoder and the decoder, 16 heads, 2048 between
-them, vocabulary 54944 (the default of the configuration is 50265), 87.5 million parameters. Differences: tokens and
-answers are random and have no padding; dropout is computed and drops nothing, but what goes into the first layers is
-given none; no coin is tossed for leaving a layer out (``without_layer_drop``). Weights are random, in float32 under
-bfloat16 autocast.
+The sizes are those of blenderbot_small-90M: 8 layers of 512 in encoder and decoder, 16 heads, 2048 in between,
+vocabulary 54944 (the configuration's default is 50265), 87.5 million parameters. Weights are random, in float32 under
+bfloat16 autocast. README.md lists differences.
 """
 
 from __future__ import annotations

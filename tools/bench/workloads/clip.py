@@ -1,16 +1,8 @@
 """CLIP after torchmultimodal: ViT-B/16 for images, 12 layers of 512 for text, both into 512.
 
-Our own definition, with the sizes of ``clip_vit_b16`` there: images of 224x224 in patches of 16x16, 12 layers of 768
-with 12 heads; texts of 77 tokens from a vocabulary of 49408, 12 layers of 512 with 8 heads; four times the width
-between; 149.6 million parameters. The paper's list does not say which of CLIP's sizes it takes. What matters here it
-does as that one: the text's causal mask is made on the CPU, when the model is built, and is no buffer; the feature of
-each text is picked by a range that is made on the CPU in every call, and the text's tokens come from a tokenizer, so
-they are on the CPU as well. Each output is an embedding of length one; there is no loss.
-
-Differences from torchmultimodal of April 2024: GELU, there ``x * sigmoid(1.702 * x)``; the mask is moved to the GPU in
-each call, there it is handed to torch's encoder as it is, with a hint that it is causal; texts are kept batch first,
-there position first. The tokens are random, without begin, end or padding, so that the highest, whose feature is taken,
-is anywhere. Weights are random as torch's layers draw them, in float32 under bfloat16 autocast.
+Our own definition with the sizes of ``clip_vit_b16``: images of 224x224 in patches of 16x16, 12 layers of 768 with 12
+heads; texts of 77 tokens from a vocabulary of 49408, 12 layers of 512 with 8 heads; 149.6 million parameters. The
+outputs are embeddings of length one; there is no loss. README.md lists CPU values and differences.
 """
 
 from __future__ import annotations
@@ -25,7 +17,7 @@ from .registry import inference, seeded, workload
 
 
 class _Layers(nn.Module):
-    """Transformer layers with the norm in front."""
+    """Transformer layers with the norm first."""
 
     def __init__(self, width: int, heads: int, layers: int) -> None:
         super().__init__()

@@ -1,27 +1,8 @@
 """DALL-E 2: from a text to an image by CLIP's text encoder, one step of the prior and one step of the decoder.
 
 Our own definition, after "Hierarchical Text-Conditional Image Generation with CLIP Latents" (arXiv 2204.06125) and
-lucidrains' DALLE2-pytorch, whose package is maintained no longer. A text encoder of 12 layers of 512 with 8 heads for
-77 tokens from a vocabulary of 49408, as in CLIP ViT-B/32, which that project's adapter for OpenAI's CLIP takes by
-default; a prior and a U-Net with widths and depths as in that project's examples. The prior has 6 causal layers of 512
-with 8 heads and reads the text, the time and a noisy embedding of the image, for two candidates, of which the one
-nearest to the text is taken. The U-Net goes from 128 to 1024 channels for images of 64x64, adds the time and the
-image's embedding to each block, and looks at both and at the text. 291 million parameters. There is one diffusion step
-of each; a whole diffusion would repeat them.
-
-What matters here it does as that project does: a text comes from a tokenizer, so its tokens and the mask made of them
-begin on the CPU, and the times of the steps are counted there. Differences from its last version, 1.15.6:
-
-- Those times stay tensors, noise is an input, and a text is encoded once for both candidates.
-- Attention is the usual kind. There it has one learned key and value more, and in the prior one key and value for all
-  heads, rotary positions, and queries and keys of length one. The prior's bias by distance has a number for each
-  distance, there for each of 32 ranges, and its layers have GELU, there SwiGLU.
-- The U-Net has two blocks a level, there three. It looks at time, image and text on the two coarsest levels, there on
-  all but the finest, and at the text where it is told to. What it keeps for the way up is scaled, there where it is
-  told to. It grows by the nearest pixel, there by shuffled ones, and ends in a convolution of 3x3, there of 1x1.
-- There is no guidance, no learned variance, and no super-resolution.
-
-Weights, noise and a text of 21 tokens are random, in float32 under bfloat16 autocast.
+lucidrains' DALLE2-pytorch, which is no longer maintained. 291 million parameters. A whole diffusion would repeat the
+steps. A text's tokens and mask, and the times of the steps, start on the CPU. README.md gives sizes and differences.
 """
 
 from __future__ import annotations
@@ -37,7 +18,7 @@ from pygraph_trees.benchmark.program import Program
 from .registry import inference, seeded, workload
 
 _HEAD = 64
-_STEPS = 1000  # of the whole diffusion, of which one is done
+_STEPS = 1000  # of the whole diffusion; the workload runs one
 _LENGTH, _VOCABULARY = 77, 49408
 
 
@@ -49,12 +30,12 @@ def _embedded(time: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _kept(time: torch.Tensor) -> torch.Tensor:
-    """How much of the image is left in the noise at times [batch]: the cosine schedule, between 0 and 1."""
+    """The share of the image that is left in the noise at times [batch]: the cosine schedule, between 0 and 1."""
     return ((time / _STEPS + 0.008) / 1.008 * math.pi / 2).cos() ** 2
 
 
 class _Attention(nn.Module):
-    """Looks from ``x`` at a source, by default at itself."""
+    """Attention from ``x`` to a source, by default to itself."""
 
     def __init__(self, width: int, source: int | None = None) -> None:
         super().__init__()
@@ -75,7 +56,7 @@ class _Attention(nn.Module):
 
 
 class _Layers(nn.Module):
-    """Transformer layers with the norm in front and a causal mask."""
+    """Transformer layers with the norm first and a causal mask."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -98,7 +79,7 @@ def _causal(length: int, device: torch.device) -> torch.Tensor:
 
 
 class _Text(nn.Module):
-    """Tokens [batch, 77] to what was read at each [batch, 77, width] and an embedding [batch, width]."""
+    """Tokens [batch, 77] to outputs at each token [batch, 77, width] and an embedding [batch, width]."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -120,7 +101,7 @@ class _Prior(nn.Module):
         super().__init__()
         self.width = width
         self.time = nn.Sequential(nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width))
-        self.missing = nn.Parameter(torch.randn(_LENGTH, width) * 0.02)  # in the place of padding
+        self.missing = nn.Parameter(torch.randn(_LENGTH, width) * 0.02)  # in place of padding
         self.query = nn.Parameter(torch.randn(width) * 0.02)
         places = torch.arange(_LENGTH + 4)
         self.register_buffer("distances", (places[:, None] - places).clamp(min=0))
@@ -138,7 +119,7 @@ class _Prior(nn.Module):
 
 
 class _Block(nn.Module):
-    """Two convolutions with a norm in front; the first one's norm is scaled and moved by the condition."""
+    """Two convolutions, each after a norm; the condition scales and shifts the first norm."""
 
     def __init__(self, channels: int, out: int, condition: int, source: int | None = None) -> None:
         super().__init__()
@@ -215,7 +196,7 @@ class _Dalle2(nn.Module):
         self.text, self.prior, self.decoder = text, prior, decoder
 
     def forward(self, tokens: torch.Tensor, noise: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
-        """Images: of tokens [batch, 77] on the CPU, noise [2, batch, width] and noise [batch, 3, size, size]."""
+        """Images from tokens [batch, 77] on the CPU, noise [2, batch, width] and noise [batch, 3, size, size]."""
         device = noise.device
         is_text, last = tokens != 0, tokens.argmax(-1)  # a text ends with the highest token
         time = torch.linspace(0, _STEPS, 3)[1].expand(len(tokens)).to(device)

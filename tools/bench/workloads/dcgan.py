@@ -1,11 +1,9 @@
 """The discriminator of DCGAN in training: a step on images of 64x64.
 
 Our own definition, after "Unsupervised Representation Learning with Deep Convolutional Generative Adversarial Networks"
-(arXiv 1511.06434): four convolutions of stride 2, from 64 to 512 channels, with batch norm behind all but the first and
-leaky ReLU of slope 0.2, and a last one to a single score; 2.8 million parameters. As torchbench's DCGAN does, it leaves
-the generator out: the images are random and all taken for real. Weights are drawn as in the paper, with a deviation of
-0.02, and those of batch norm around 1; in float32 under bfloat16 autocast. The sigmoid is part of the loss, which
-autocast asks for.
+(arXiv 1511.06434); 2.8 million parameters. As in torchbench's DCGAN there is no generator: the images are random and
+all count as real. The sigmoid is part of the loss, as autocast requires. Weights are random, in float32 under bfloat16
+autocast. README.md gives sizes.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ _SLOPE, _DEVIATION = 0.2, 0.02
 
 
 class Discriminator(nn.Module):
-    """Images [batch, 3, 64, 64] and what they are, 1 for real, to a loss."""
+    """Images [batch, 3, 64, 64] and labels, 1 for real, to a loss."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,18 +1,9 @@
 """DeBERTa from transformers: masked language modelling in training, question answering by its second version.
 
-Training has the sizes of deberta-base: 12 layers of 768 with 12 heads, vocabulary 50265. Inference has those of
-deberta-v2-xlarge, the smallest checkpoint of the second version, whose sizes are the defaults of its configuration: 24
-layers of 1536 with 24 heads, vocabulary 128100, positions in 256 buckets, a convolution beside the first layer. Both
-have 512 tokens a sequence, and attend to relative positions both ways, as their checkpoints do and the defaults of
-their configurations do not. Each attention takes a square root of a number that it puts into a tensor on the CPU. The
-first version slices by a number that it holds in a tensor, where Dynamo breaks the graph, in each layer: a step is many
-small graphs, in each way of running it.
-
-The first version masks scores with the least number that its queries can hold. Under autocast the queries would be
-float32, because a bias of that type is added to them, and the scores bfloat16, which that number does not fit. So the
-biases of queries and values are bfloat16 here. All other weights are float32, under bfloat16 autocast, and all are
-random. In training tokens are random, none of them is masked, and all are predicted; dropout is computed and drops
-nothing.
+Training has deberta-base's sizes, inference those of deberta-v2-xlarge, both with 512 tokens and relative positions
+both ways. The first version slices by a number in a tensor, at which Dynamo breaks the graph in each layer: a step
+consists of many small graphs in every way of running it. The second puts a square root into a CPU tensor. README.md
+gives sizes and differences.
 """
 
 from __future__ import annotations

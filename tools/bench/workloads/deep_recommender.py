@@ -1,10 +1,9 @@
-"""A deep autoencoder for recommendations: the ratings of a user in, all ratings of that user out.
+"""A deep autoencoder for recommendations: a user's ratings in, all ratings of that user out.
 
-After "Training Deep AutoEncoders for Collaborative Filtering" (arXiv 1708.01715) and NVIDIA's DeepRecommender: an
-encoder of 197951-512-512-1024, a decoder that mirrors it, SELU after each layer, the last included, dropout on the
-code while training, and the squared error over the ratings that exist, divided by their number; 204.5 million
-parameters. Our own definition. Differences: the ratings are random and dense (in training, one in a hundred exists),
-and the dropout drops nothing. Weights are random as torch's layers draw them, in float32 under bfloat16 autocast.
+Our own definition after "Training Deep AutoEncoders for Collaborative Filtering" (arXiv 1708.01715) and NVIDIA's
+DeepRecommender: encoder 197951-512-512-1024, mirrored decoder, SELU after each layer, dropout on the code in training,
+mean squared error over existing ratings; 204.5 million parameters. Differences: ratings are random and dense (in
+training one in a hundred exists), and dropout drops nothing. Weights are random, in float32 under bfloat16 autocast.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """DenseNet-121 from torchvision: image classification at 224x224.
 
-Four blocks of 6, 12, 24 and 16 layers that add 32 channels each, behind 64 of the first convolution; 1000 classes, 8.0
+Four blocks of 6, 12, 24 and 16 layers that add 32 channels each, after 64 of the first convolution; 1000 classes, 8.0
 million parameters. Weights and images are random, in float32 under bfloat16 autocast.
 """
 

@@ -1,19 +1,9 @@
 """DLRM: click prediction from dense features and bags of categories.
 
 Our own definition, after "Deep Learning Recommendation Model for Personalization and Recommendation Systems" (arXiv
-1906.00091): a bottom MLP of 512-512-512-64 for the dense features, a table of 1000000x64 with summing bags for each of
-26 categorical features, dot products of all pairs of those 27 vectors, and a top MLP of 1024-1024-1024-1 with a
-sigmoid; 1.67 billion parameters, 6.7 GB. 28 live inputs: dense features, the offsets of all bags, and the indices of
-each feature.
-
-The paper's list gives model and batch alone. The number of categorical features is that of the Criteo data, 26, with as
-many indices in a bag as MLPerf's DLRM gives each feature (1 to 100, 214 in all; training benchmark "DLRM-DCNv2",
-``multi_hot_sizes``). All else is of no data set and of no trained model. MLPs and tables have sizes in common use for
-benchmarks, as many rows whatever the feature, and there are 512 dense features, where the Criteo data has 13; a
-feature's bags are of one size for the whole batch, and their indices are random, each as likely as the other. What
-MLPerf puts in the place of the dot products (DCNv2) is not here. The pairs are picked by index tensors that are
-buffers; the reference implementation makes them from lists in each forward. Weights are random as torch's layers draw
-them, in float32 under bfloat16 autocast.
+1906.00091): two MLPs, 26 tables of 1000000x64 with summing bags, and dot products of all pairs of vectors; 1.67 billion
+parameters, 6.7 GB. 28 live inputs: dense features, the offsets of all bags, and each feature's indices. README.md gives
+the sizes and their sources.
 """
 
 from __future__ import annotations
@@ -35,7 +25,7 @@ DENSE = 512
 
 
 class Dlrm(nn.Module):
-    """Dense features [batch, 512], offsets [features, batch], indices for each feature; gives chances [batch, 1]."""
+    """Dense features [batch, 512], offsets [features, batch], indices for each feature; returns chances [batch, 1]."""
 
     def __init__(self, rows: int, features: int = FEATURES) -> None:
         super().__init__()

@@ -1,16 +1,9 @@
 """EfficientDet-D1 in training, on timm's EfficientNet-B1: an image of 640x640 and the boxes in it.
 
 Our own definition around that backbone, after "EfficientDet: Scalable and Efficient Object Detection" (arXiv
-1911.09070): four BiFPN cells of 88 channels over the levels 3 to 7, where inputs are weighted by positive weights over
-their sum; two heads of three separable convolutions that the levels share, with batch norms of their own for each
-level; nine anchors a place and 90 classes; focal loss for the classes and Huber loss for the boxes, over the number of
-anchors that have a box; 6.6 million parameters. As in the training benchmark of effdet, anchors get their boxes in each
-step. Differences from effdet's ``tf_efficientdet_d1``: an anchor belongs to the box that it overlaps most, if by half
-of their union, and no box insists on one; the levels 4 and 5 enter the first cell through one convolution, not through
-one for each use; behind the backbone, convolutions and poolings are padded alike on both sides, there as TensorFlow
-does; the sides of anchors that are no squares are longer and shorter by the root of 2, there by 1.4 and 0.7; and no
-layer is dropped. The image, 16 boxes and their classes are random, and so are the weights, in float32 under bfloat16
-autocast.
+1911.09070); 6.6 million parameters. As in effdet's training benchmark, each step assigns boxes to anchors. The image,
+16 boxes and their classes are random, and so are the weights, in float32 under bfloat16 autocast. README.md gives sizes
+and differences from effdet.
 """
 
 from __future__ import annotations
@@ -60,7 +53,7 @@ class _Fusion(nn.Module):
 
 
 class _Cell(nn.Module):
-    """Five maps, finest first, to five of the same sizes: once down to the finest level and once up again."""
+    """Five maps, finest first, to five of the same sizes: down to the finest level, then up again."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,8 +1,7 @@
 """GPT-2 language modelling from transformers, with the sizes of distilgpt2: 6 layers of 768, vocabulary 50257.
 
-12 heads, 3072 between the layers, 81.9 million parameters, 512 tokens a sequence of the 1024 that there may be.
-Differences: tokens are random; dropout is computed and drops nothing. Weights are random, in float32 under bfloat16
-autocast.
+12 heads, 3072 between the layers, 81.9 million parameters, 512 tokens per sequence, of 1024 possible ones. Differences:
+tokens are random; dropout is computed and drops nothing. Weights are random, in float32 under bfloat16 autocast.
 """
 
 from __future__ import annotations
@@ -33,6 +32,6 @@ def build(
     )
     with seeded(device):
         model = GPT2LMHeadModel(config).train()
-        model.loss_type = "ForCausalLM"  # what it takes anyway, with a warning, which would break the graph
+        model.loss_type = "ForCausalLM"  # the default, whose warning would break the graph
         inputs = continued(config.vocab_size, batch, sequence)
     return Program(model, kwargs=inputs, training=True, context=training(device), name="DGPT2", batch=batch)

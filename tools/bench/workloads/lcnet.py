@@ -1,6 +1,6 @@
-"""LCNet from timm, half as wide as its base (lcnet_050): image classification at 224x224.
+"""LCNet from timm, half as wide as its base (lcnet_050): image classification.
 
-1000 classes, 1.9 million parameters. Weights and images are random, in float32 under bfloat16 autocast.
+1000 classes, and 1.9 million parameters. Weights and images of 224x224 are random, in float32 under bfloat16 autocast.
 """
 
 from __future__ import annotations

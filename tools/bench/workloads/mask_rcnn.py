@@ -1,14 +1,9 @@
 """Mask R-CNN with ResNet-50 and a feature pyramid, from torchvision: an image of 800x800.
 
-What it does depends on its data: it keeps the boxes that pass thresholds, and a mask is made for each that is left. So
-there are many graphs, with sizes that differ, and code between them. Its weights are random, hence two of them are
-scaled: the last norm of each residual block (by 0.2), as without statistics of training the features would grow with
-each block, and the layer of the class scores (by 20), as else no score would pass the threshold. 100 objects are found,
-the most that it gives; which ones may hang on the last bit of a score.
-
-91 classes, 44.5 million parameters, in float32 under bfloat16 autocast; the image is random. Differences from the model
-with trained weights: its norms are batch norms, where torchvision freezes those of a trained one; and the longer side
-of an image is 800 at most, there 1333.
+Its work depends on its data: it keeps the boxes that pass thresholds and makes a mask for each. So it has many graphs
+of different sizes, with code in between. 91 classes, 44.5 million parameters, in float32 under bfloat16 autocast. Image
+and weights are random; two kinds of weights are scaled so that 100 objects, the maximum, are found. README.md lists
+differences.
 """
 
 from __future__ import annotations

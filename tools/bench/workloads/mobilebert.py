@@ -1,7 +1,7 @@
 """MobileBERT question answering from transformers, with the sizes of mobilebert-uncased.
 
-24 layers of 512 with a bottleneck of 128, 4 heads, vocabulary 30522, 24.6 million parameters; 128 tokens, and what a
-tokenizer gives: three live inputs. Tokens and weights are random, in float32 under bfloat16 autocast.
+24 layers of 512 with a bottleneck of 128, 4 heads, vocabulary 30522, 24.6 million parameters; 128 tokens and three live
+inputs, as a tokenizer gives them. Tokens and weights are random, in float32 under bfloat16 autocast.
 """
 
 from __future__ import annotations

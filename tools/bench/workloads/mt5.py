@@ -1,10 +1,8 @@
-"""MT5 from transformers: predicting a target from a source, 128 tokens each.
+"""MT5 from transformers: predicts a target from a source, 128 tokens each.
 
-The sizes are those of mt5-small: 8 layers of 512 in the encoder and the decoder, 6 heads of 64, gated layers of 1024,
-vocabulary 250112, 300 million parameters. As in the checkpoint, the output layer shares nothing with the embedding;
-transformers ties the two since its version 5, so the output layer is made anew. In inference the target is given as
-well, and no cache of keys and values is returned. Source and target are random and have no padding; in training dropout
-is computed and drops nothing. Weights are random, in float32 under bfloat16 autocast.
+The sizes are those of mt5-small: 8 layers of 512 in encoder and decoder, 6 heads of 64, gated layers of 1024,
+vocabulary 250112, 300 million parameters. Inference gets the target as well, and returns no cache of keys and values.
+Weights are random, in float32 under bfloat16 autocast. README.md lists differences.
 """
 
 from __future__ import annotations

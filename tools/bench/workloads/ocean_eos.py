@@ -1,15 +1,8 @@
-"""The derivative of sea water's dynamic enthalpy by temperature, in float64: what an ocean model takes buoyancy from.
+"""The derivative of sea water's dynamic enthalpy by temperature, in float64: an ocean model's source of buoyancy.
 
-Follows the 48-term expression for specific volume of the TEOS-10 manual (IOC, SCOR and IAPSO 2010, appendix K):
-density is the quotient of two polynomials, D / N, in absolute salinity s [g/kg], conservative temperature t [deg C]
-and gauge pressure p [dbar]. With specific volume v = N / D, N = a0 + a1 p + a2 p^2 + a3 p^3 and D = b0 + 2 b1 p + b2
-p^2, whose coefficients are polynomials in s, t and sqrt(s), the dynamic enthalpy is the integral of v over pressure,
-which has a closed form. Its derivative by t is taken here by carrying, next to each term, that term's derivative.
-
-The kernel of this name in pyhpc-benchmarks computes the same quantity from the same expression; the arithmetic here is
-our own. Three inputs of 1048576 elements, on a grid of 256x256x16, one output, one pointwise kernel. All three inputs
-are whole fields of random numbers, the pressure too: 5 to 40 g/kg, -2 to 28 deg C, 1 to 4001 dbar. There are no weights
-and no autocast.
+Follows the 48-term expression for specific volume of the TEOS-10 manual (IOC, SCOR and IAPSO 2010, appendix K), as the
+kernel of this name in pyhpc-benchmarks does; the arithmetic is our own. Three inputs of 1048576 random elements
+(256x256x16), one output, one pointwise kernel. There are no weights and no autocast. README.md derives the formula.
 """
 
 from __future__ import annotations
@@ -28,7 +21,7 @@ from .registry import seeded, workload
 PASCAL_PER_DBAR = 1e4
 SHAPE = (256, 256, 16)
 
-Quantity = Any  # a tensor, or a number where it is the same everywhere
+Quantity = Any  # a tensor, or a number if it is the same everywhere
 Pair = tuple[Quantity, Quantity]  # a quantity and its derivative by temperature
 
 # Coefficients in ascending powers of t; names tell what they multiply: "s", "r" for s * sqrt(s), "p", "p2" and so on.
@@ -134,7 +127,7 @@ def specific_volume(s: torch.Tensor, t: torch.Tensor, p: torch.Tensor) -> torch.
 
 
 def _enthalpy(s: torch.Tensor, t: torch.Tensor, p: torch.Tensor) -> Pair:
-    """Dynamic enthalpy and its derivative by t, before the unit of pressure is put right."""
+    """Dynamic enthalpy and its derivative by t, before the conversion of the pressure's unit."""
     (a0, a1, a2, a3), (b0, twice_b1, b2) = volume_terms(s, t)
     b1 = _scaled(twice_b1, 0.5)
     # N / D is a line in p plus (r1 p + r0) / D.

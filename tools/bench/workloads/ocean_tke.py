@@ -1,17 +1,8 @@
 """One step of turbulent kinetic energy on an ocean grid, in float64: a stencil with 21 inputs.
 
-The closure is that of Gaspar, Gregoris and Lefevre (1990) as ocean models use it, on a grid of x, y and depth (from
-the bottom up, energy at the upper faces of cells). Vertical mixing with diffusivity ``alpha kappa`` and dissipation
-``c_eps sqrt(e) / mixing length`` are implicit: a tridiagonal system for each water column, solved by elimination.
-Energy that the surface forcing makes negative is set to zero and returned as a correction. Lateral diffusion and
-advection with the superbee limiter follow, the latter stepped by second-order Adams-Bashforth with the tendency of the
-step before.
-
-Our own definition. The kernel of this name in pyhpc-benchmarks takes the same step. Differences: energy and its
-tendency come as one time level each instead of three, results are returned and not written into inputs, the columns of
-two cells at the rim of the domain are neither mixed laterally nor advected, and random fields stand for an ocean, whose
-masks leave out one cell in ten. Grid 256x256x16. There are no weights and no autocast; all inputs are float64 but the
-number of the lowest wet level, an int64.
+The closure is that of Gaspar, Gregoris and Lefevre (1990), as ocean models use it, on a grid of x, y and depth,
+256x256x16. Our own definition of the step that the kernel of this name in pyhpc-benchmarks takes. All inputs are
+float64 but the number of the lowest wet level, an int64. README.md describes the step and lists differences.
 """
 
 from __future__ import annotations
@@ -30,7 +21,7 @@ SHAPE = (256, 256, 16)
 
 @dataclass(frozen=True)
 class Constants:
-    """Of the closure and the time step, SI units."""
+    """Constants of the closure and the time step, SI units."""
 
     dt: float = 1.0
     alpha: float = 30.0  # diffusivity of energy over that of momentum

@@ -1,9 +1,9 @@
-"""What a workload is, and the register of all of them.
+"""The register of workloads.
 
-A builder takes a device and returns a :class:`Program`: "cuda" for the real thing, "cpu" for a look without a GPU,
-"meta" for parameters and GPU inputs without data (inputs that are on the CPU in the real program stay there). Its
-keyword arguments are sizes; their defaults are the workload, smaller ones are for tests. Weights and inputs are random
-under a fixed seed.
+A builder takes a device and returns a :class:`Program`: "cuda" to measure, "cpu" to try without a GPU, "meta" for
+parameters and GPU inputs without data (inputs that the real program has on the CPU stay there). Its keyword arguments
+are sizes: the defaults are the workload, smaller ones are for tests. Weights and inputs are random under a fixed seed.
+A name registered twice raises :class:`ValueError`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from pygraph_trees.benchmark.program import Program
 
 SEED = 20
-# A dropout that is computed like any other and drops nothing: gradients can be compared with eager's.
+# A dropout that is computed like any other and drops nothing, so gradients can be compared with eager's.
 DROPS_NOTHING = 1e-30
 
 Builder = Callable[..., Program]
@@ -53,7 +53,7 @@ def workload(name: str, mode: str, batch: int) -> Callable[[Builder], Builder]:
 
 @contextmanager
 def seeded(device: torch.device | str) -> Iterator[None]:
-    """Everything random in the block comes from the seed, and new tensors are made on ``device``."""
+    """Seeds all random numbers in the block, and makes new tensors on ``device``."""
     torch.manual_seed(SEED)
     with torch.device(device):
         yield
@@ -77,11 +77,11 @@ def training(device: torch.device | str) -> Callable[[], AbstractContextManager[
 
 
 def without_layer_drop(model: torch.nn.Module) -> torch.nn.Module:
-    """The model, in training, with no coin for each of its layers whether it is left out; none of them ever is.
+    """Returns the model, in training, without the random choice of layers to drop; none is ever dropped.
 
-    Up to transformers 5.17 at least the coin is a tensor also where nothing is left out, and Dynamo breaks the graph at
-    each layer. What holds the layers is told that it does not train, so that its own dropout, of what goes into the
-    first one, is not computed either.
+    Up to transformers 5.17 at least, the choice is a tensor even if nothing is dropped, and Dynamo breaks the graph at
+    each layer. The module that holds the layers is set to inference, so its own dropout, on the input of the first
+    layer, is not computed either.
     """
     for module in model.modules():
         if hasattr(module, "layerdrop"):

@@ -1,12 +1,9 @@
 """Speech-Transformer (kaituoxu/Speech-Transformer): 6 layers of 512 in the encoder and the decoder, 4233 characters.
 
-Our own definition: 8 heads, 2048 between the layers, norms behind the sums, sinusoidal positions, and the embedding of
-characters shared with the output layer; 46.5 million parameters. The input is 256 frames of 320 features and 24
-characters. As there, a batch comes with the lengths of its sounds on the CPU, masks are made of them in every call, and
-a target is read behind its start; dropout is left out, since it is used in inference alone. There masks are filled
-sample by sample, which reads each length; here one comparison on the CPU makes the same mask. Here the scores are
-divided by the root of the width. Sounds, lengths and characters are random, and so are the weights, in float32 under
-bfloat16 autocast.
+Our own definition: 8 heads, 2048 between the layers, norms after the sums, sinusoidal positions, and one embedding for
+characters and output layer; 46.5 million parameters. The input is 256 frames of 320 features, with lengths on the CPU,
+and 24 characters. All are random, and so are the weights, in float32 under bfloat16 autocast. README.md lists
+differences.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ _START = 2  # the character with which a target begins
 
 
 class _Attention(nn.Module):
-    """Heads over ``width``, the norm behind the sum."""
+    """Heads over ``width``, with the norm after the sum."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -33,7 +30,7 @@ class _Attention(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, x: torch.Tensor, source: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """``mask``: true where not to look, over the queries of ``x`` and the keys of ``source``."""
+        """``mask`` is true at keys of ``source`` that a query of ``x`` must not see."""
         q, k, v = (
             layer(t).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for layer, t in ((self.query, x), (self.key, source), (self.value, source))
@@ -88,7 +85,7 @@ class _SpeechTransformer(nn.Module):
         self.scale = width**-0.5
 
     def forward(self, sounds: torch.Tensor, lengths: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Scores of the characters: of sounds (batch, time, features) whose lengths are on the CPU."""
+        """Scores of the characters, from sounds (batch, time, features) whose lengths are on the CPU."""
         is_there = (torch.arange(sounds.shape[1]) < lengths[:, None]).to(sounds.device)
         x = self.norm(self.features(sounds)) + self.positions(sounds.shape[1])
         for layer in self.encoder:

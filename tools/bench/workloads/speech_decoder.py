@@ -1,12 +1,9 @@
 """The decoder of Speech2Text2 in training, without an encoder, 128 tokens.
 
-transformers has that model no longer. TrOCR's decoder, which it has, is the same one under these settings: sinusoidal
-positions, no norm of the embeddings, norms behind the sums, ReLU, embeddings scaled by the root of their width and
-shared with the output layer. The sizes are the defaults of Speech2Text2's configuration: 6 layers of 256 with 4 heads,
-2048 between them, vocabulary 10000. The attention to an encoder has weights, and is left out where there is none. The
-table of positions, a plain attribute there, is made a buffer, so that it belongs to the model's state. Differences:
-tokens are random; dropout is computed and drops nothing, but what goes into the first layer is given none; no coin is
-tossed for leaving a layer out (``without_layer_drop``). Weights are random, in float32 under bfloat16 autocast.
+transformers no longer has that model; this is TrOCR's decoder with the same settings. The sizes are the defaults of
+Speech2Text2's configuration: 6 layers of 256 with 4 heads, 2048 in between, vocabulary 10000. The attention to an
+encoder has weights, but is skipped without an encoder. Weights are random, in float32 under bfloat16 autocast.
+README.md lists settings and differences.
 """
 
 from __future__ import annotations

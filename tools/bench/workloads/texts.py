@@ -1,6 +1,7 @@
-"""What language models are given: random tokens, in the form in which a tokenizer or a data set gives them.
+"""Inputs of language models: random tokens, in the form in which a tokenizer or a data set gives them.
 
-Each is a dictionary of the names that transformers has for its models' arguments, to integers [batch, sequence].
+Each function takes the vocabulary's size, the batch and the length, and returns a dictionary from the names of
+transformers' arguments to integers [batch, sequence], on the default device.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ def labelled(vocabulary: int, batch: int, sequence: int) -> dict[str, torch.Tens
 
 
 def continued(vocabulary: int, batch: int, sequence: int) -> dict[str, torch.Tensor]:
-    """Tokens, each of which is to be predicted from those before it."""
+    """Tokens, each to be predicted from those before it."""
     tokens = torch.randint(vocabulary, (batch, sequence))
     return {"input_ids": tokens, "labels": tokens.clone()}
 

@@ -1,14 +1,8 @@
 """XLNet language modelling from transformers, base size: 12 layers of 768, vocabulary 32000.
 
-12 heads, 3072 between the layers, 116.8 million parameters, 512 tokens a sequence: the sizes of xlnet-base-cased. The
-paper's list names the class alone, XLNetLMHeadModel, whose configuration has those of xlnet-large-cased as defaults, 24
-layers of 1024 with 16 heads: if the list means these, this one is smaller.
-
-Up to transformers 5.3 the model makes its relative positions on the CPU in every forward and moves them to the GPU,
-which is why it is here; since 5.4 it makes them on the GPU, and nothing of it is on the CPU. In inference it returns
-its memories besides the scores, as it does by default; in training it has none. Tokens are random, and in training each
-is predicted from all of them, itself included: this model's loss compares scores and labels at the same place. Dropout
-is computed there and drops nothing. Weights are random, in float32 under bfloat16 autocast.
+12 heads, 3072 between the layers, 116.8 million parameters, 512 tokens per sequence: the sizes of xlnet-base-cased. Up
+to transformers 5.3 the model makes its relative positions on the CPU in every forward, which is why it is here; since
+5.4 it makes them on the GPU. Weights are random, in float32 under bfloat16 autocast. README.md lists differences.
 """
 
 from __future__ import annotations

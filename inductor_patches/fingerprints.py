@@ -1,0 +1,297 @@
+"""What each patch relies on in torch: a table with a row for each definition.
+
+:func:`fingerprints_of` gives the rows of a patch's target as :class:`Fingerprint` records, one for each span of torch
+versions in which they are the same. A target without rows raises :class:`NoFingerprint`, and text that is no row
+raises :class:`MalformedRow`. Reading the table needs no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+Version = tuple[int, int]  # major and minor number
+
+# A block for each target. A row: the torch versions, the definition with its leading parameters (without parentheses
+# none are compared), and after a colon the names that its body uses. A deeper indent continues a row.
+_TABLE = """
+torch._inductor.config.triton
+  in torch.utils._config_module
+    2.11       _ConfigEntry.__init__(self, config): env_value_default
+    2.12-2.15  _ConfigEntry.__init__(self, config, name): env_value_default
+    2.11-2.15  ConfigModule.__setattr__(self, name, value): _config user_override
+    2.11-2.15  ConfigModule.__getattr__(self, name): user_override env_value_default
+    2.11-2.15  ConfigModule._get_dict(self, ignored_keys, ignored_prefixes): _config
+    2.11-2.15  ConfigModule.save_config_portable: _cache_config_ignore_prefix
+    2.11-2.15  _Config: value_type
+
+torch._TorchCompileInductorWrapper.apply_options
+  in torch
+    2.11-2.15  _TorchCompileInductorWrapper.apply_options(self, options): config
+
+torch._inductor.cudagraph_trees.CUDAGraphNode
+  in torch._inductor.cudagraph_trees
+    2.11-2.15  CUDAGraphNode.__init__(self, wrapped_function, id, parent, inputs, cuda_graphs_pool, device_index,
+                   stack_traces, stream): _record _allocate_and_copy_recording_inputs reconstructed_inputs expanded_dims
+                   cudagraph_managed_idxs static_input_idxs non_static_input_idx static_input_data_ptrs
+                   graph replay recording_outputs _is_cuda_graph_recorded_tensor _is_alias_of_live_recorded_tensor
+                   live_indices_after_graph expected_dead_indices_after_graph
+    2.11-2.15  CUDAGraphNode._record(self, model, inputs): model graph
+    2.11-2.15  CUDAGraphNode._add_first_outputs(self, outputs): static_output_tensors
+    2.11-2.15  CUDAGraphNode._allocate_and_copy_recording_inputs(self, inputs): static_input
+    2.11-2.15  CUDAGraphNode.check_invariants(self, inputs): CheckInvariantStatus cudagraph_managed_idxs
+                   expected_dead_indices_before_graph rerecord_if_static_inputs_change static_input_data_ptrs
+                   preserved_aliased_inputs
+    2.11-2.15  CUDAGraphNode._is_cuda_graph_recorded_tensor(self, t)
+    2.11-2.15  CUDAGraphNode._is_alias_of_live_recorded_tensor(self, t): path_weakrefs
+    2.11-2.15  CUDAGraphNode.reconstruct_outputs(self): static_output_tensors
+    2.11-2.15  CUDAGraphNode.run_graph(self): graph replay
+    2.11-2.15  CUDAGraphNode.run(self, new_inputs): run_graph
+    2.11-2.15  CUDAGraphNode._copy_inputs_and_remove_from_src(self, dsts, srcs)
+    2.11-2.15  CUDAGraphTreeManager._get_node_id(self): CUDAGraphNode
+  in torch._inductor.output_code
+    2.11-2.15  index_expanded_dims(t, expanded_dims)
+
+torch._inductor.cudagraph_trees.CUDAGraphTreeManager
+  in torch._inductor.cudagraph_trees
+    2.11-2.14  CUDAGraphTreeManager.__init__(self, device_index): roots ids_to_funcs current_node num_rerecord
+                   non_cudagraph_managed_mutation_hint
+    2.15       CUDAGraphTreeManager.__init__(self, device_index): roots ids_to_funcs current_node num_rerecord
+                   skip_cudagraph
+    2.11-2.15  CUDAGraphTreeManager.record_function(self, new_inputs, function_id): CUDAGraphNode current_node
+    2.11-2.15  CUDAGraphTreeManager.run_eager(self, new_inputs, function_id): CUDAWarmupNode
+    2.11-2.14  CUDAGraphTreeManager._update_non_cudagraph_managed_mutation(self, function_id, inputs):
+                   non_cudagraph_managed_mutation_hint
+    2.15       CUDAGraphTreeManager._update_non_cudagraph_managed_mutation(self, function_id, inputs): skip_cudagraph
+    2.11-2.15  CUDAGraphTreeManager._run(self, new_inputs, function_id): _update_non_cudagraph_managed_mutation
+                   mutated_input_idxs check_invariants
+    2.11-2.15  CUDAGraphTreeManager.add_function(self, model, inputs, static_input_idxs, stack_traces, mode, constants,
+                   placeholders): WrappedFunction partial
+    2.11-2.15  CUDAGraphTreeManager.execute_node(self, node, new_inputs): current_node path_state update_generation run
+    2.11-2.15  CUDAGraphTreeManager.run(self, new_inputs, function_id): mode id_to_mode compile_id id_to_compile_id _run
+                   running_forwards_with_pending_backwards
+    2.11-2.15  CUDAGraphTreeManager.shutdown(self)
+    2.11-2.15  CUDAGraphTreeManager.new_func_id(self): FunctionID func_counter
+    2.11-2.15  CUDAGraphTreeManager.new_graph_id(self): GraphID graph_counter
+    2.11-2.15  CUDAGraphTreeManager.exceed_rerecord_limit(self, node_id, function_id)
+    2.11-2.15  CUDAGraphTreeManager.get_curr_generation(): mark_step_counter
+    2.11-2.15  CUDAGraphTreeManager.user_invoked_mark_step(): mark_step_counter
+    2.11-2.15  CUDAGraphTreeManager.can_start_new_generation(self): in_new_torch_compile_invocation
+                   user_invoked_mark_step running_forwards_with_pending_backwards
+    2.11-2.15  CUDAGraphTreeManager.update_generation(self): current_gen
+    2.11-2.15  CUDAGraphTreeManager.try_end_curr_execution(self): current_node
+    2.11-2.15  TreeManagerContainer.get_tree_manager(self): CUDAGraphTreeManager
+    2.11-2.15  get_obj(local, attr_name): _get_obj_in_tls
+
+torch._inductor.cudagraph_trees.cudagraphify_impl
+  in torch._inductor.cudagraph_trees
+    2.11-2.15  cudagraphify_impl(model, inputs, static_input_idxs): cudagraphify
+  in torch._dynamo.backends.cudagraphs
+    2.11-2.15  cudagraphs: cudagraphify_impl
+  in torch._inductor.compile_fx
+    2.11-2.15  get_input_idxs_to_check(inputs, static_input_idxs)
+  in torch._inductor.utils
+    2.11-2.15  align_inputs_from_check_idxs(model, inputs_to_check, mutated_input_idxs)
+
+torch._inductor.cudagraph_trees.reset_cudagraph_trees
+  in torch._inductor.cudagraph_trees
+    2.11-2.15  reset_cudagraph_trees()
+
+torch._inductor.compile_fx.cudagraphify
+  in torch._inductor.compile_fx
+    2.11-2.15  cudagraphify(model, static_input_idxs): cudagraphify_impl is_backward
+  in torch._inductor.output_code
+    2.11-2.15  cudagraph_partition_post_compile: cudagraphify
+    2.11-2.15  cudagraph_post_compile: cudagraphify
+
+torch._inductor.output_code.CompiledFxGraph.post_compile
+  in torch._inductor.output_code
+    2.11-2.15  CompiledFxGraph.post_compile(self, example_inputs, constants, graph_kwargs): cudagraphs
+                   cudagraph_partition_post_compile cudagraph_post_compile current_callable
+  in torch._inductor.utils
+    2.11-2.15  BoxedBool.disable
+
+torch._inductor.output_code.CompiledFxGraph.__call__
+  in torch._inductor.output_code
+    2.11-2.15  CompiledFxGraph.__call__(self, inputs): current_callable _is_profiler_enabled RECORD_GRAPH_EXECUTION
+                   finish end_compile
+
+torch._functorch._aot_autograd.aot_autograd_result.GenericAOTAutogradResult.wrap_post_compile
+  in torch._functorch._aot_autograd.aot_autograd_result
+    2.11       GenericAOTAutogradResult.wrap_post_compile(self, args, aot_config, fx_config): compiled_fw post_compile
+                   runtime_metadata maybe_subclass_meta
+    2.12-2.15  GenericAOTAutogradResult.wrap_post_compile(self, args, aot_config, fx_config): _load_and_post_compile
+                   _apply_runtime_wrappers
+    2.12-2.15  GenericAOTAutogradResult._load_and_post_compile: compiled_fw post_compile
+    2.12-2.15  GenericAOTAutogradResult._apply_runtime_wrappers: runtime_metadata maybe_subclass_meta
+
+torch._inductor.scheduler.Scheduler.graph_partition
+  in torch._inductor.scheduler
+    2.11-2.15  Scheduler.graph_partition(self): partitions signatures should_partition
+    2.11-2.15  Scheduler.should_partition(self, node)
+    2.11-2.15  Scheduler._codegen_partitions(self): graph_partition
+    2.11-2.15  GroupedSchedulerNode
+    2.11-2.15  NopKernelSchedulerNode
+  in torch._inductor.ir
+    2.11-2.15  DeviceCopy
+    2.11-2.15  MultiOutput
+
+torch._inductor.output_code.CompiledFxGraph.__init__
+  in torch._inductor.output_code
+    2.11-2.15  CompiledFxGraph.__init__(self, current_callable, graph, gm, output_strides, disabled_cudagraphs_reason):
+                   cudagraph_info partition_maps device_types disabled_cudagraphs_reason
+
+torch._dynamo.utils.record_pregraph_bytecode_enter
+  in torch._dynamo.utils
+    2.11-2.15  record_pregraph_bytecode_enter(): _is_profiler_enabled
+
+torch._dynamo.utils.record_pregraph_bytecode_exit
+  in torch._dynamo.utils
+    2.11-2.15  record_pregraph_bytecode_exit(cm): __exit__
+
+torch._inductor.fx_passes.post_grad.move_constructors_to_gpu
+  in torch._inductor.fx_passes.post_grad
+    2.11-2.15  move_constructors_to_gpu(graph): ConstructorMoverPass
+    2.11-2.15  post_grad_passes(gm, is_inference): move_constructors_to_gpu
+  in torch._inductor.lowering
+    2.11-2.15  register_lowering(aten_fn, broadcast)
+    2.11-2.15  make_pointwise(fn)
+  in torch._inductor.ops_handler
+    2.11-2.15  OpsHandler.mul_rn(self, x, y)
+
+torch._inductor.compile_fx._recursive_post_grad_passes
+  in torch._inductor.compile_fx
+    2.11-2.15  _recursive_post_grad_passes(gm, is_inference): _recursive_post_grad_passes post_grad_passes
+
+torch._inductor.compile_fx.compile_fx
+  in torch._inductor.compile_fx
+    2.11-2.15  compile_fx(model_, example_inputs_, inner_compile, config_patches): compile_fx patch
+
+torch._inductor.scheduler.Scheduler.should_partition
+  in torch._inductor.scheduler
+    2.11-2.15  Scheduler.should_partition(self, node): FusedSchedulerNode snodes is_gpu DeviceCopy
+    2.11-2.15  FusedSchedulerNode
+  in torch._inductor.ir
+    2.11-2.15  FallbackKernel
+  in torch._inductor.graph
+    2.11-2.15  GraphLowering.try_get_buffer(self, buffer_name)
+
+torch._inductor.runtime.triton_heuristics.CachingAutotuner.run
+  in torch._inductor.runtime.triton_heuristics
+    2.11-2.15  CachingAutotuner.run(self, stream, benchmark_run): launchers
+    2.11-2.15  CachingAutotuner.__init__(self, fn, triton_meta, configs): triton_meta device_props inductor_meta
+                   launchers triton_interpret
+    2.11-2.15  CachingAutotuner._create_compile_meta(self, cfg): triton_meta constants num_warps num_stages
+    2.11-2.15  CachingAutotuner._precompile_config(self, cfg): ASTSource signature constants configs
+                   _create_compile_meta
+    2.11-2.15  CachingAutotuner.precompile: _reload_kernel
+    2.11-2.15  CachingAutotuner.get_device_interface(self)
+    2.11-2.15  StaticTritonCompileResult.make_launcher(self): _gen_launcher_code
+    2.11-2.15  TritonCompileResult.make_launcher(self): _gen_launcher_code
+    2.11-2.15  CompileResult._gen_launcher_code(self, scope, def_args)
+"""
+
+
+class NoFingerprint(LookupError):
+    def __init__(self, target: str) -> None:
+        super().__init__(f"{target}: expected rows in the table of inductor_patches/fingerprints.py, found none")
+
+
+class MalformedRow(ValueError):
+    def __init__(self, line: str) -> None:
+        super().__init__(f"expected 'VERSIONS DEFINITION(PARAMETERS): NAMES' under a target and a module, got {line!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """A definition that a patch relies on."""
+
+    module: str  # dotted, "torch._inductor.scheduler"
+    name: str  # inside the module, "Scheduler.graph_partition"
+    parameters: tuple[str, ...] | None = None  # the leading parameters, None if they do not matter
+    uses: tuple[str, ...] = ()  # what the body must mention: globals, attributes, locals, strings
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What a patch relies on in the torch versions from ``since`` to ``until``, both included."""
+
+    since: Version
+    until: Version
+    expectations: tuple[Expectation, ...]
+
+
+_Row = tuple[Version, Version, Expectation]
+
+_ROW = re.compile(r"(\d+\.\d+)(?:-(\d+\.\d+))?\s+([\w.]+)(?:\(([\w, ]*)\))?(?::([\w ]+))?")
+
+
+def fingerprints_of(target: str) -> tuple[Fingerprint, ...]:
+    """What the patch of ``target`` relies on, the oldest torch first."""
+    try:
+        return FINGERPRINTS[target]
+    except KeyError:
+        raise NoFingerprint(target) from None
+
+
+def parse_version(text: str) -> Version:
+    """Major and minor number of a torch version: ``"2.13.0+cpu"`` gives ``(2, 13)``."""
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
+def parse(table: str) -> dict[str, tuple[Fingerprint, ...]]:
+    """The fingerprints of each target of a table."""
+    rows: dict[str, list[_Row]] = {}
+    target = module = ""
+    for line in _joined(table):
+        if not line.startswith(" "):
+            target, module = line, ""
+            rows[target] = []
+        elif line.startswith("  in "):
+            module = line.removeprefix("  in ")
+        else:
+            found = _ROW.fullmatch(line.strip())
+            if found is None or not target or not module:
+                raise MalformedRow(line)
+            since, until, name, parameters, uses = found.groups()
+            wanted = Expectation(
+                module,
+                name,
+                None if parameters is None else tuple(parameters.replace(",", " ").split()),
+                tuple((uses or "").split()),
+            )
+            rows[target].append((parse_version(since), parse_version(until or since), wanted))
+    return {target: tuple(_spans(found)) for target, found in rows.items()}
+
+
+def _joined(table: str) -> Iterator[str]:
+    """The lines of a table, with those that are continued made into one."""
+    held = ""
+    for line in filter(str.strip, table.splitlines()):
+        if line.startswith(" " * 5):
+            held += f" {line.strip()}"
+        else:
+            if held:
+                yield held
+            held = line.rstrip()
+    if held:
+        yield held
+
+
+def _spans(rows: list[_Row]) -> Iterator[Fingerprint]:
+    """The spans of versions in which the same rows hold."""
+    begins = {since for since, _, _ in rows} | {(until[0], until[1] + 1) for _, until, _ in rows}
+    for begin, end in itertools.pairwise(sorted(begins)):
+        until = end[0], end[1] - 1
+        held = tuple(wanted for since, last, wanted in rows if since <= begin and until <= last)
+        if held:
+            yield Fingerprint(begin, until, held)
+
+
+FINGERPRINTS = parse(_TABLE)  # by target

@@ -1,0 +1,153 @@
+"""Every question about the version of torch, one function each.
+
+Each is answered by what torch has, never by its number, so that nightly builds and backports get the right answer; a
+comment names the version that brought or ended it. A question without a parameter has one answer for a process, also
+while the patches are on: code that needs it at a replay keeps the answer. A question with a parameter is asked of an
+object. Torch is imported when a question is asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from types import CodeType
+from typing import Any
+
+
+def has_trees_per_thread() -> bool:
+    """Whether each thread has trees of its own for a function."""
+    # Since 2.13.
+    from torch._inductor import compile_fx
+
+    return "thread_local" in inspect.unwrap(compile_fx.cudagraphify).__code__.co_cellvars
+
+
+def has_capture_lock() -> bool:
+    """Whether captures are made under a lock, because a wait for the device by another thread breaks them."""
+    # Since 2.13.
+    from torch._inductor import cudagraph_trees
+
+    return hasattr(cudagraph_trees, "graph_capture_lock")
+
+
+def registers_generators() -> bool:
+    """Whether a node registers generators with its graph, which does not find them at capture."""
+    # Up to 2.13.
+    from torch._inductor import cudagraph_trees
+
+    return "register_generator_state" in _upstream_code(cudagraph_trees.CUDAGraphNode, "__init__").co_names
+
+
+def clones_live_outputs() -> bool:
+    """Whether a manager may clone outputs that are alive at a new step."""
+    # Since 2.14.
+    from torch._inductor import cudagraph_trees
+
+    code = _upstream_code(cudagraph_trees.CUDAGraphTreeManager, "__init__")
+    return "has_live_user_visible_output_cloning" in code.co_names
+
+
+def has_skip_table() -> bool:
+    """Whether ``non_cudagraph_managed_mutation_hint`` of a manager is named ``skip_cudagraph``."""
+    # Since 2.15.
+    from torch._inductor import cudagraph_trees
+
+    return "skip_cudagraph" in _upstream_code(cudagraph_trees.CUDAGraphTreeManager, "__init__").co_names
+
+
+def checks_deaths_after_copies() -> bool:
+    """Whether ``run`` checks that inputs are dead, after it copied them; else it is checked before."""
+    # Since 2.15.
+    from torch._inductor import cudagraph_trees
+
+    return "expected_dead_indices_after_graph" in _upstream_code(cudagraph_trees.CUDAGraphNode, "run").co_names
+
+
+def lists_static_tensors(node: Any) -> bool:
+    """Whether a recording has a list of the static inputs that are tensors."""
+    # Since 2.12.
+    return hasattr(node, "tensor_static_input_idxs")
+
+
+def lists_copied_inputs(node: Any) -> bool:
+    """Whether a recording has a list of the inputs that it copies, which are else all that are not static."""
+    # Since 2.15.
+    return hasattr(node, "input_copy_idxs")
+
+
+def sees_what_autograd_holds(node: Any) -> bool:
+    """Whether a recording counts an output as alive that autograd alone holds."""
+    # Since 2.15.
+    return hasattr(node, "liveness_check_state")
+
+
+def follows_moved_outputs(node: Any) -> bool:
+    """Whether upstream has a way of its own for outputs of earlier recordings that come from elsewhere."""
+    # Since 2.15.
+    return hasattr(node, "mismatched_cudagraph_managed_idxs")
+
+
+def is_kernel_free(function: Any) -> bool:
+    """Whether a wrapped function is recorded without a graph, since it launches no kernel."""
+    # Since 2.14.
+    return getattr(function, "kernel_free_cudagraph", False)
+
+
+def has_size_hint() -> bool:
+    """Whether the example of a symbolic number is ``size_hint``, and not ``optimization_hint``."""
+    # Up to 2.12.
+    from torch._inductor.sizevars import SizeVarAllocator
+
+    return hasattr(SizeVarAllocator, "size_hint")
+
+
+def are_call_marks_wrapped() -> bool:
+    """Whether the marks around a compiled function's inputs go through ``torch._dynamo.disable``."""
+    # Up to 2.14.
+    from torch._dynamo import utils
+
+    return hasattr(utils.record_pregraph_bytecode_enter, "__wrapped__")
+
+
+def has_context_overrides() -> bool:
+    """Whether the override of a configuration's entry is a context variable, and not an attribute."""
+    # Since 2.12.
+    from torch.utils import _config_module
+
+    fields = {field.name: field for field in dataclasses.fields(_config_module._ConfigEntry)}
+    return fields["user_override"].default is dataclasses.MISSING
+
+
+def has_hash_variable() -> bool:
+    """Whether a context variable says that a configuration's hash is out of date, and not an attribute."""
+    # After 2.11.
+    from torch._inductor import config
+
+    return hasattr(config, "_hash_dirty_var")
+
+
+def has_dirty_keys() -> bool:
+    """Whether a configuration remembers which of its keys changed since its dictionary was made."""
+    # After 2.11.
+    from torch._inductor import config
+
+    return hasattr(config, "_get_dict_dirty_keys_var")
+
+
+def has_plugins(autotuner: Any) -> bool:
+    """Whether plugins take part in the launches of an autotuner."""
+    # Since 2.12.
+    return bool(getattr(autotuner, "_plugins", ()))
+
+
+def is_for_any_device(autotuner: Any) -> bool:
+    """Whether a kernel is compiled for whatever device it is launched on."""
+    # Since 2.14.
+    return autotuner.triton_meta["device"] is None
+
+
+def _upstream_code(kind: type, method: str) -> CodeType:
+    """The code of a method as torch has it, also while a class of ours stands in the place of torch's."""
+    upstream = next(base for base in kind.__mro__ if not base.__module__.startswith("pygraph_trees."))
+    code: CodeType = getattr(upstream, method).__code__
+    return code

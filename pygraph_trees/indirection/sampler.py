@@ -1,0 +1,160 @@
+"""Samples the replays of one recording, about one in 128 of those with new addresses, to choose its route.
+
+A :class:`Sampler` collects the facts that the rule (:mod:`.route_rule`) decides from, once. If they speak for a table,
+it goes on until the variants are built (:mod:`.table.builds`), one step a sample, and then asks for the recording with
+the table. Otherwise it wants no more samples. A sample never waits for the GPU and never raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable
+from typing import Any, Protocol
+
+import torch
+
+from .route_rule import (
+    BY_TABLE,
+    LEAST_INPUTS,
+    LEAST_KERNELS,
+    SAMPLES,
+    Choice,
+    Facts,
+    Reason,
+    choice_of,
+    choose_route,
+    may_use_table,
+    take_choice,
+)
+from .table import builds
+from .table.pointer_table import readers_of
+
+EVERY = 128  # replays with new addresses from one sample to the next
+
+_LEAST_SHARE = 0.25  # of replays with new addresses; inputs that move less often count as staying
+_PATIENCE = 64  # samples for which a function whose variants are built waits for other functions
+
+_log = logging.getLogger("pygraph_trees.indirection")
+
+KernelNames = Callable[[Collection[int]], Iterable[str | None]]  # of the nodes that hold an address of these inputs
+
+
+class Counted(Protocol):
+    replays: int
+
+
+class Sampler:
+    """Samples the replays of one recording whose inputs are patched, until its route is chosen and in use."""
+
+    def __init__(self, function: Any, sizes: Hashable, device: int, log: Counted) -> None:
+        """``function``: its ``log`` is told the choice. ``log``: counts the recording's replays."""
+        self.ready: Callable[[str], None] | None = None  # called with a reason if it is to be recorded again
+        self._function, self._sizes = weakref.ref(function), sizes
+        self._device, self._log = device, log
+        # Due before C++ leaves the next replay to Python: every 128th of those with new addresses.
+        self._next: float = EVERY // 2
+        self._patience = _PATIENCE
+        self._samples = self._host_bound = 0
+        self._moved: set[int] = set()
+        self._first = (0, 0)  # replays and nodes set until the first sample
+        self._set_nodes = 0  # in all sampled replays
+
+    def can_choose(self, indices: Collection[int], names: KernelNames) -> bool:
+        """Whether replays are worth a sample: whether enough kernels and inputs are there."""
+        function = self._function()
+        if function is None:
+            return False
+        kernels, inputs = _count(function, indices, names)
+        return choice_of(function, self._sizes) is not None or (kernels >= LEAST_KERNELS and inputs >= LEAST_INPUTS)
+
+    def is_due(self) -> bool:
+        return self._log.replays >= self._next
+
+    def sample(self, moved: Collection[int], set_nodes: int, set_calls: int, names: KernelNames) -> bool:
+        """Between patching and launch; it may load a kernel or start a process, and never raises.
+
+        Args:
+            moved: the inputs whose addresses differ from those of the replay before, by index.
+            set_nodes: the nodes set for this replay.
+            set_calls: the nodes set for all replays so far.
+
+        Returns whether it needs more samples.
+        """
+        try:
+            return self._sample(moved, set_nodes, set_calls, names)
+        except Exception as error:
+            _log.warning("inputs are patched, because their route was not chosen: %s: %s", type(error).__name__, error)
+            return False
+
+    def _sample(self, moved: Collection[int], set_nodes: int, set_calls: int, names: KernelNames) -> bool:
+        function, replays = self._function(), self._log.replays
+        if function is None:
+            return False
+        self._next = replays + EVERY // 2
+        if not set_nodes or torch.cuda.is_current_stream_capturing():
+            return True
+        choice = choice_of(function, self._sizes)
+        if choice is not None:
+            return choice.reason in BY_TABLE and self._go_on(function)
+        self._first = self._first if self._samples else (replays, set_calls)
+        self._samples += 1
+        self._host_bound += torch.cuda.current_stream(self._device).query()
+        self._moved.update(moved)
+        self._set_nodes += set_nodes
+        if self._samples < SAMPLES:
+            return True
+        if self._share(replays, set_calls) < _LEAST_SHARE:
+            self._moved.clear()
+        choice = choose_route(Facts(*_count(function, self._moved, names), self._host_bound))
+        take_choice(function, self._sizes, choice)
+        if choice.reason is not Reason.TABLE_AWAITED:
+            return False
+        builds.begin(function, self._device)
+        return True
+
+    def _share(self, replays: int, set_calls: int) -> float:
+        """Of replays with new addresses, since the first sample."""
+        first, set_before = self._first
+        return (set_calls - set_before) / max(1, replays - first) / (self._set_nodes / self._samples)
+
+    def _go_on(self, function: Any) -> bool:
+        is_built = builds.go_on(function)
+        if is_built is None:
+            return True
+        if not is_built:
+            take_choice(function, self._sizes, Choice(Reason.NOT_COMPILED))
+            return False
+        # A function after this one in a step is recorded again with it, so functions wait for each other.
+        _waiting.add(self)
+        self._patience -= 1
+        if self._patience and builds.is_any_under_way():
+            return True
+        with contextlib.suppress(KeyError):  # it is empty
+            while True:
+                _waiting.pop()._end()
+        return False
+
+    def _end(self) -> None:
+        self._next = float("inf")
+        if self.ready is not None:
+            self.ready("its inputs are read from a table from now on")
+
+
+_waiting: weakref.WeakSet[Sampler] = weakref.WeakSet()  # their functions can be recorded with a table
+
+
+def sampler_for(function: Any, sizes: Hashable, device: int, log: Counted) -> Sampler | None:
+    """For a recording without a table; None if no kernel could read one, or if its route is chosen."""
+    if not readers_of(function) or builds.is_over(function) or not may_use_table(function, sizes):
+        return None
+    return Sampler(function, sizes, device, log)
+
+
+def _count(function: Any, indices: Collection[int], names: KernelNames) -> tuple[int, int]:
+    """Kernels that could read some of these inputs in a table, and how many of the inputs they could read."""
+    readers = readers_of(function)
+    readable = {index for reader in readers for _, index in reader.inputs}.intersection(indices)
+    kernels = {reader.kernel for reader in readers}
+    return sum(name in kernels for name in names(readable)), len(readable)

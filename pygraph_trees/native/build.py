@@ -1,0 +1,175 @@
+"""Builds the parts in C and C++ for the installed torch: ``python -m pygraph_trees build``.
+
+:func:`build` compiles into a temporary folder and moves it into place, so that the folder is whole or missing; a file
+lock keeps two processes from building at once. :func:`start` does it in a detached process of low priority, whose
+output goes to a log beside the folder. A failed build is not started again until somebody calls ``build``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+
+from pygraph_trees.errors import PygraphError
+
+from . import FOLDER, tensors
+from .location import SOURCES
+
+_LOCK = FOLDER.with_name(f"{FOLDER.name}.lock")
+LOG = FOLDER.with_name(f"{FOLDER.name}.log")  # what builds printed that were started by themselves
+_FAILED = FOLDER.with_name(f"{FOLDER.name}.failed")  # exists after a build that failed
+
+_LOWEST_PRIORITY = 19
+
+_log = logging.getLogger("pygraph_trees.native")
+_is_prevented = False
+_is_announced = False
+
+
+class BuildFailed(PygraphError):
+    template = "the parts in C and C++ were not built: {why}"
+
+
+def is_built() -> bool:
+    return FOLDER.is_dir()
+
+
+def is_running() -> bool:
+    """Whether a process is building now."""
+    if not _LOCK.exists():
+        return False
+    try:
+        with FileLock(_LOCK, timeout=0):
+            return False
+    except (Timeout, OSError):
+        return True
+
+
+def has_failed() -> bool:
+    """Whether the latest build failed."""
+    return _FAILED.exists() and not is_built()
+
+
+def build() -> Path:
+    """Compiles both modules if they are missing, which takes about half a minute, and returns their folder.
+
+    Raises :class:`BuildFailed` if another process is building, if there is no compiler or no setuptools, or if the
+    compiler fails; its output goes to standard output and standard error.
+    """
+    if is_built():
+        return FOLDER
+    try:
+        FOLDER.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(_LOCK, timeout=0), tempfile.TemporaryDirectory(dir=FOLDER.parent, prefix="building-") as made:
+            if not is_built():
+                _FAILED.touch()
+                _compile(Path(made))
+                _FAILED.unlink()
+                os.replace(Path(made) / "out", FOLDER)
+    except Timeout:
+        raise BuildFailed(why="another process is building them") from None
+    except OSError as error:
+        raise BuildFailed(why=f"{error}; TORCH_EXTENSIONS_DIR names another folder") from error
+    return FOLDER
+
+
+def prevent() -> None:
+    """No build is started by itself in this process; :func:`build` still builds."""
+    global _is_prevented
+    _is_prevented = True
+
+
+def why_missing() -> str | None:
+    """Why this process runs without the built parts, as a phrase that follows "because"; None if it has them."""
+    if tensors.native is not None:
+        return None
+    if tensors.why_without is not None:
+        return tensors.why_without
+    if is_built():
+        return "it was built after this process began; the next one uses it"
+    if is_running():
+        return "it is being built; the next process uses it"
+    if has_failed():
+        return f"its build failed: see {LOG}, then run python -m pygraph_trees build"
+    if _is_prevented:
+        return "PYGRAPH_BUILD is off, and it is not built: run python -m pygraph_trees build"
+    return "it is not built: run python -m pygraph_trees build"
+
+
+def status() -> str:
+    """``yes``, or ``no, because`` and the reason."""
+    why = why_missing()
+    return "yes" if why is None else f"no, because {why}"
+
+
+def announce() -> None:
+    """At the first use of CUDA graphs in a process: starts a build if one is needed, and logs one line."""
+    global _is_announced
+    if _is_announced:
+        return
+    _is_announced = True
+    if tensors.native is None and not _is_prevented:
+        start()
+    _log.log(logging.INFO if tensors.native is not None else logging.WARNING, "native: %s", status())
+
+
+def start() -> None:
+    """Starts a build in a process of its own unless one is running or has failed; the next process uses it."""
+    if is_built() or has_failed() or is_running():
+        return
+    with contextlib.suppress(OSError):  # a folder that cannot be written: `why_missing` says so
+        FOLDER.parent.mkdir(parents=True, exist_ok=True)
+        with LOG.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pygraph_trees", "build"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, "PYGRAPH_DISABLE": "1"},
+            )
+        os.setpriority(os.PRIO_PROCESS, process.pid, _LOWEST_PRIORITY)
+
+
+def _compile(folder: Path) -> None:
+    try:
+        from setuptools import Distribution, Extension
+        from setuptools.command.build_ext import build_ext
+        from setuptools.errors import BaseError, CCompilerError
+    except ImportError:
+        raise BuildFailed(why="setuptools is missing: pip install setuptools") from None
+    torch_folder = Path(torch.__file__).resolve().parent
+    include = torch_folder / "include"
+    sources = folder / "sources"  # objects go beside them
+    shutil.copytree(
+        SOURCES, sources, ignore=lambda _, names: [n for n in names if not n.endswith((".c", ".cpp", ".h"))]
+    )
+    extensions = [
+        Extension("_graph_nodes", [str(sources / "graph_nodes.c")], extra_compile_args=["-g0"]),
+        Extension(
+            "_fast_path",
+            [str(sources / "fast_path.cpp")],
+            include_dirs=[str(include), str(include / "torch" / "csrc" / "api" / "include")],
+            library_dirs=[str(torch_folder / "lib")],
+            libraries=["torch_python", "torch_cpu", "c10"],  # loaded by torch by the time the module is
+            extra_compile_args=["-std=c++20", "-g0"],
+            language="c++",
+        ),
+    ]
+    command = build_ext(Distribution({"name": "pygraph_trees_native", "ext_modules": extensions}))
+    command.build_lib, command.build_temp = str(folder / "out"), str(folder / "objects")
+    command.parallel = len(extensions)
+    try:
+        command.ensure_finalized()
+        command.run()
+    except (BaseError, CCompilerError) as error:
+        raise BuildFailed(why=str(error)) from error

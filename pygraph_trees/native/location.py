@@ -1,0 +1,32 @@
+"""The folder that holds the built parts: one for each version of Python, torch and the sources.
+
+Parts that were built from other sources, or for another torch, are in another folder and are not found. The folder is
+in torch's own folder for extensions (``TORCH_EXTENSIONS_DIR``, or ``~/.cache/torch_extensions``). This file imports
+nothing of the package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent
+
+
+def sources_hash(folder: Path = SOURCES) -> str:
+    """SHA-256 of the C and C++ files in a folder, with their names: 64 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.iterdir() if path.suffix in (".c", ".cpp", ".h")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def build_folder(torch_version: str) -> Path:
+    """The folder of the parts for this Python and a torch version such as ``"2.13.0+cpu"``; it need not exist."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    base = Path(root) if root else Path(cache) / "torch_extensions"
+    name = f"{sys.implementation.cache_tag}-torch{torch_version}-{sources_hash()[:16]}"
+    return base.expanduser() / "pygraph_trees" / name

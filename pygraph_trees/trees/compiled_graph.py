@@ -1,0 +1,82 @@
+"""What is done around a compiled graph: when it comes from a cache, when it is put to use, and when it is called.
+
+Each function takes a method of upstream's and returns the one that stands in its place: :func:`loading` for
+``wrap_post_compile`` of AOTAutograd's result, :func:`putting_to_use` for ``CompiledFxGraph.post_compile``,
+:func:`calling` for ``CompiledFxGraph.__call__``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch._inductor import debug
+from torch._inductor.utils import BoxedBool
+from torch.autograd import profiler
+
+from pygraph_trees.native import tensors
+from pygraph_trees.report import compiled
+from pygraph_trees.selection import are_graphs_left_out, why_not_graphed
+from pygraph_trees.settings import Settings
+
+from . import saved_tensors
+from .function import loaded_with
+from .runner import shortened
+from .saved_tensors import hooks_were_set, look_after
+
+
+def loading(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """Remembers AOTAutograd's metadata of a program from its cache while its graphs are put to use.
+
+    A compilation leaves that in the tracing context. For a program from the cache, only the cache's entry has it, and
+    the context may tell of another part of the same program that was compiled.
+    """
+
+    @functools.wraps(upstream)
+    def wrap_post_compile(self: Any, *args: Any, **kwargs: Any) -> Any:
+        of_subclass = self.maybe_subclass_meta
+        with loaded_with(self.runtime_metadata if of_subclass is None else of_subclass.fw_metadata):
+            return upstream(self, *args, **kwargs)
+
+    return wrap_post_compile
+
+
+def putting_to_use(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """Decides whether a graph is graphed, reports it, and shortens the code around its only partition."""
+
+    @functools.wraps(upstream)
+    def post_compile(self: Any, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
+        wanted = bool(graph_kwargs["cudagraphs"]) or are_graphs_left_out()
+        reason = why_not_graphed(Settings.current()) if wanted else None
+        if reason is not None:
+            BoxedBool.disable(graph_kwargs["cudagraphs"])
+        with compiled.put_to_use(self, graph_kwargs, wanted=wanted, dropped=reason):
+            upstream(self, example_inputs, constants, graph_kwargs)
+        if graph_kwargs["cudagraphs"] and Settings.current().indirection != "off":
+            self.current_callable = shortened(self.current_callable) or self.current_callable
+        else:
+            saved_tensors.leave(self)
+
+    return post_compile
+
+
+def calling(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes inputs as the graph was compiled for, and skips upstream's call if a fast replay gives the outputs."""
+    if tensors.native is not None:  # the same in C++
+        call: Callable[..., Any] = tensors.native.Call(upstream, vars(profiler), vars(debug), look_after)
+        return call
+
+    @functools.wraps(upstream)
+    def __call__(self: Any, inputs: Any) -> Any:
+        if hooks_were_set():
+            look_after(self, inputs)
+        # Around a call upstream ends what compiling left open, and notes the call for the profiler and for debugging.
+        fast_call = getattr(self.current_callable, "fast_call", None)
+        if fast_call is not None and not profiler._is_profiler_enabled and not debug.RECORD_GRAPH_EXECUTION:
+            outputs = fast_call(inputs)
+            if outputs is not None:
+                return outputs
+        return upstream(self, inputs)
+
+    return __call__

@@ -1,0 +1,111 @@
+"""What takes the place of the functions through which torch reaches its trees.
+
+Each takes upstream's function and returns the one that is called instead: :func:`cudagraphify` for what Inductor
+compiles, while it compiles; :func:`cudagraphify_impl` at a function's first call, and for ``backend="cudagraphs"``;
+:func:`reset_cudagraph_trees` when all recordings are given up. The trees themselves stay upstream's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._inductor import cudagraph_trees
+
+from pygraph_trees.indirection.retired import release_retired
+from pygraph_trees.selection import why_not_graphed
+
+from .choice import chooser
+from .function import FunctionModel, entered
+from .saved_tensors import looked_after
+
+
+def cudagraphify(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """Takes the settings of each function: values given by ``mode=`` and ``options=`` hold while compiling."""
+
+    @functools.wraps(upstream)
+    def cudagraphify(model: Any, static_input_idxs: Any = (), *args: Any, **kwargs: Any) -> Any:
+        function = FunctionModel.of(model, is_backward=kwargs["is_backward"], is_inference=kwargs["is_inference"])
+        choose = chooser(static_input_idxs, kwargs.get("mutated_input_idxs", ()), kwargs["device_index"])
+        return entered(function, upstream(function, static_input_idxs, *args, **kwargs), choose)
+
+    return cudagraphify
+
+
+def cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps functions un-graphed if the settings say so, and tells upstream of no input on the CPU."""
+
+    @functools.wraps(upstream)
+    def cudagraphify_impl(model: Any, inputs: list[Any], static_input_idxs: Any, *args: Any, **kwargs: Any) -> Any:
+        # Functions from Inductor were wrapped when they were compiled; the rest is from backend="cudagraphs".
+        function = FunctionModel.of(model, is_backward=kwargs["is_backward"], is_inference=kwargs["is_inference"])
+        reason = why_not_graphed(function.settings)
+        if reason is not None:
+            function.log.not_graphed(reason)
+            return _ungraphed(function, kwargs["device_index"])
+        if function.settings.placement != "off":
+            # Inductor takes buffers for static, but a CPU input is staged at each call, whatever its address. And
+            # Inductor names for each partition all that the graph mutates, also CPU inputs that only code outside of
+            # the partition writes to.
+            static_input_idxs = [index for index in static_input_idxs if not _is_on_cpu(inputs[index])]
+            mutated = kwargs.get("mutated_input_idxs", ())
+            kwargs["mutated_input_idxs"] = tuple(index for index in mutated if not _is_on_cpu(inputs[index]))
+        run = upstream(function, inputs, static_input_idxs, *args, **kwargs)
+        if function.settings.indirection == "off":
+            return run
+        mutated = set(kwargs.get("mutated_input_idxs", ()))
+        run = entered(function, _keeps_writes(run, static_input_idxs, mutated) if mutated else run)
+        # For a function from Inductor the call of its compiled graph looks after the inputs.
+        return run if function is model else looked_after(run, is_backward=kwargs["is_backward"])
+
+    return cudagraphify_impl
+
+
+def reset_cudagraph_trees(upstream: Callable[[], None]) -> Callable[[], None]:
+    """Also gives back the memory of managers that went with their functions and were not shut down."""
+
+    @functools.wraps(upstream)
+    def reset_cudagraph_trees() -> None:
+        upstream()
+        release_retired()
+
+    return reset_cudagraph_trees
+
+
+def _keeps_writes(run: Any, static_input_idxs: Any, mutated: set[int]) -> Callable[[list[Any]], Any]:
+    """``run`` with misaligned mutated inputs copied back: upstream clones them and loses what is written.
+
+    Which inputs have to be aligned is asked at the first call with the same integers, as upstream does: before it there
+    may be no real ones.
+    """
+    from torch._inductor.compile_fx import get_input_idxs_to_check
+    from torch._inductor.utils import align_inputs_from_check_idxs
+    from torch.utils._ordered_set import OrderedSet
+
+    by_integers: dict[tuple[int, ...], Callable[[list[Any]], Any]] = {}
+
+    def call(inputs: list[Any]) -> Any:
+        integers = tuple(value for value in inputs if isinstance(value, int))
+        aligned = by_integers.get(integers)
+        if aligned is None:
+            written = [index for index in get_input_idxs_to_check(inputs, static_input_idxs) if index in mutated]
+            aligned = by_integers[integers] = align_inputs_from_check_idxs(run, written, OrderedSet(written))
+        return aligned(inputs)
+
+    return call
+
+
+def _is_on_cpu(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
+
+
+def _ungraphed(function: Any, device_index: int) -> Callable[[list[Any]], Any]:
+    # The backend expects the forward to have made a manager when its backward cannot be graphed.
+    cudagraph_trees.get_manager(device_index)
+
+    def run(inputs: list[Any]) -> Any:
+        return function(inputs)
+
+    return run

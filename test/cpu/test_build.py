@@ -1,0 +1,166 @@
+"""The parts in C and C++: where they are built, when a build is started by itself, and what a user is told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from filelock import FileLock
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.native import build, location, tensors
+
+
+class TestLocation(TestCase):
+    def folder(self, version="2.13.0+cpu", **environment):
+        with mock.patch.dict(os.environ, environment):
+            for name in {"TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"} - set(environment):
+                os.environ.pop(name, None)
+            return location.build_folder(version)
+
+    def test_each_torch_has_a_folder_of_its_own(self):
+        self.assertNotEqual(self.folder("2.13.0+cpu"), self.folder("2.13.0+cu130"))
+
+    def test_other_sources_are_built_into_another_folder(self):
+        before = self.folder()
+        with mock.patch.object(location, "sources_hash", lambda: "f" * 64):
+            self.assertNotEqual(self.folder(), before)
+
+    def test_the_folder_is_among_torchs_extensions(self):
+        self.assertEqual(self.folder(TORCH_EXTENSIONS_DIR="/x").parent, Path("/x/pygraph_trees"))
+        self.assertEqual(self.folder(XDG_CACHE_HOME="/y").parent, Path("/y/torch_extensions/pygraph_trees"))
+        self.assertEqual(self.folder().parent, Path.home() / ".cache" / "torch_extensions" / "pygraph_trees")
+
+    def test_the_hash_covers_names_and_contents_of_sources_alone(self):
+        with tempfile.TemporaryDirectory() as name:
+            folder, found = Path(name), []
+            for file, content in (("a.cpp", "1"), ("a.cpp", "2"), ("b.h", ""), ("c.c", ""), ("note.md", "")):
+                (folder / file).write_text(content)
+                found.append(location.sources_hash(folder))
+            (folder / "b.h").rename(folder / "d.h")
+            found.append(location.sources_hash(folder))
+        self.assertEqual((len(set(found)), found[3]), (5, found[4]))
+
+    def test_an_installed_package_has_all_sources(self):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "setup.py", "-q", "build", "--build-base", folder]
+            subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+            installed = {path.name for path in Path(folder).glob("lib/pygraph_trees/native/*")}
+        sources = {path.name for path in location.SOURCES.iterdir() if path.suffix in (".c", ".cpp", ".h")}
+        self.assertLess(sources, installed)
+
+
+class TestBuild(TestCase):
+    def setUp(self):
+        super().setUp()
+        stack = self.enterContext(ExitStack())
+        self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "missing" / "key"
+        names = {"FOLDER": "", "_LOCK": ".lock", "LOG": ".log", "_FAILED": ".failed"}
+        for name, suffix in names.items():
+            stack.enter_context(mock.patch.object(build, name, self.folder.with_name(f"key{suffix}")))
+        stack.enter_context(mock.patch.object(build, "_is_prevented", False))
+        stack.enter_context(mock.patch.object(build, "_is_announced", False))
+        stack.enter_context(mock.patch.object(tensors, "native", None))
+        stack.enter_context(mock.patch.object(tensors, "why_without", None))
+        self.compile = stack.enter_context(mock.patch.object(build, "_compile", side_effect=self.compiled))
+        self.popen = stack.enter_context(mock.patch.object(build.subprocess, "Popen"))
+        stack.enter_context(mock.patch.object(build.os, "setpriority"))
+
+    def compiled(self, folder):
+        (folder / "out").mkdir()
+        (folder / "out" / "module.so").touch()
+
+    def fail(self):
+        self.compile.side_effect = build.BuildFailed(why="the compiler failed")
+        self.assertRaises(build.BuildFailed, build.build)
+
+    def test_it_is_built_once(self):
+        for _ in range(2):
+            self.assertEqual([path.name for path in build.build().iterdir()], ["module.so"])
+        self.compile.assert_called_once()
+        self.assertEqual(sorted(path.name for path in self.folder.parent.iterdir()), ["key", "key.lock"])
+
+    def test_a_failed_build_leaves_no_folder_and_is_not_started_again_by_itself(self):
+        self.fail()
+        self.assertFalse(self.folder.exists())
+        self.assertIn("its build failed", build.status())
+        build.start()
+        self.popen.assert_not_called()
+        self.compile.side_effect = self.compiled
+        build.build()
+        self.assertFalse(build.has_failed())
+
+    def test_two_processes_do_not_build_at_once(self):
+        self.folder.parent.mkdir()
+        with FileLock(build._LOCK):
+            self.assertIn("it is being built", build.status())
+            with self.assertRaisesRegex(build.BuildFailed, "another process is building"):
+                build.build()
+            build.start()
+        self.popen.assert_not_called()
+        self.compile.assert_not_called()
+
+    def test_a_folder_that_cannot_be_written(self):
+        self.folder.parent.write_text("a file is in the way")
+        with self.assertRaisesRegex(build.BuildFailed, "TORCH_EXTENSIONS_DIR"):
+            build.build()
+        build.start()
+        self.popen.assert_not_called()
+        self.assertIn("it is not built", build.status())
+
+    def test_the_first_use_starts_a_build_and_tells_once(self):
+        with self.assertLogs("pygraph_trees.native", "INFO") as logs:
+            build.announce()
+            build.announce()
+        self.popen.assert_called_once()
+        self.assertEqual(logs.output, [f"WARNING:pygraph_trees.native:native: {build.status()}"])
+
+    def test_a_build_can_be_prevented(self):
+        build.prevent()
+        with self.assertLogs("pygraph_trees.native", "WARNING") as logs:
+            build.announce()
+        self.popen.assert_not_called()
+        self.assertIn("PYGRAPH_BUILD is off", logs.output[0])
+
+    def test_what_is_used_is_told(self):
+        with mock.patch.object(tensors, "native", object()):
+            self.assertEqual(build.status(), "yes")
+            with self.assertLogs("pygraph_trees.native", "INFO") as logs:
+                build.announce()
+            self.popen.assert_not_called()
+            tensors.do_without_native("it needs attributes that are missing: x")
+            self.assertEqual(build.status(), "no, because it needs attributes that are missing: x")
+        self.assertEqual(logs.output, ["INFO:pygraph_trees.native:native: yes"])
+        build.build()
+        tensors.why_without = None
+        self.assertIn("after this process began", build.status())
+
+
+class TestProcess(TestCase):
+    def test_a_compiler_that_fails_is_told_of_in_the_log(self):
+        """A program that needs the parts goes on, and a detached process leaves what the compiler printed."""
+        program = "from pygraph_trees.native import build; build.start(); print(build.LOG)"
+        with tempfile.TemporaryDirectory() as folder:
+            environment = {**os.environ, "TORCH_EXTENSIONS_DIR": folder, "CC": "false", "CXX": "false"}
+            arguments = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": 120}
+            log = Path(subprocess.run([sys.executable, "-c", program], check=True, **arguments).stdout.strip())
+            failed, deadline = log.with_suffix(".failed"), time.monotonic() + 100
+            while "error: " not in log.read_text() and time.monotonic() < deadline:
+                time.sleep(0.2)
+            self.assertIn("error: the parts in C and C++ were not built", log.read_text())
+            self.assertTrue(failed.exists())
+            told = subprocess.run([sys.executable, "-m", "pygraph_trees", "--version"], check=True, **arguments).stdout
+        self.assertIn("native: no, because its build failed: see", " ".join(told.split()))
+
+
+if __name__ == "__main__":
+    run_tests()

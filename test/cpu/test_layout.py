@@ -1,0 +1,309 @@
+"""The layout that CONTRIBUTING.md describes: rooms import what its table allows, and no files import each other.
+
+Imports count wherever they stand: at the top, inside a function, or for types alone. Importing a module also runs the
+``__init__.py`` above it, which does not count. Nothing here imports the project.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tempfile
+import unittest
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("pygraph_trees", "inductor_patches")
+
+MOST_LINES = 450
+# Files that are longer, with their lines. Numbers only become smaller, and no file is added.
+LONG_FILES = {
+    "pygraph_trees/indirection/inputs.py": 843,
+    "pygraph_trees/native/entry.cpp": 647,
+    "pygraph_trees/placement/nodes.py": 642,
+    "pygraph_trees/selection/trial.py": 521,
+    "pygraph_trees/trees/manager.py": 767,
+    "pygraph_trees/trees/recording.py": 734,
+}
+NAMES_WITHOUT_A_CONCEPT = {"common", "core", "helpers", "misc", "utils"}
+
+
+@dataclass(frozen=True)
+class Import:
+    file: str  # path below the root
+    line: int
+    target: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} imports {self.target}"
+
+
+def sources(root: Path) -> dict[str, str]:
+    """The modules of the packages and of ``tools``: path below the root, by the name that an import uses."""
+    found = {}
+    for base, parts in ((root, PACKAGES), (root / "tools", (".",))):
+        for path in (path for part in parts for path in (base / part).rglob("*.py")):
+            names = path.relative_to(base).with_suffix("").parts
+            found[".".join(names[:-1] if names[-1] == "__init__" else names)] = path.relative_to(root).as_posix()
+    return found
+
+
+def imports(root: Path) -> list[Import]:
+    """Every import of one of these modules by another one."""
+    modules = sources(root)
+    found = []
+    for module, file in modules.items():
+        package = module if file.endswith("/__init__.py") else module.rpartition(".")[0]
+        for line, name in _imported_names((root / file).read_text(encoding="utf-8"), package):
+            target = _module(name, modules)
+            if target is not None and modules[target] != file:
+                found.append(Import(file, line, modules[target]))
+    return sorted(set(found), key=lambda found: (found.file, found.line, found.target))
+
+
+def _imported_names(source: str, package: str) -> Iterator[tuple[int, str]]:
+    """Line and absolute name of whatever is imported; of ``from a import b`` that is ``a.b``."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            base = ".".join([*above, *filter(None, [node.module])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
+            name = node.args[0]
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                yield node.lineno, name.value
+
+
+def _module(name: str, modules: Mapping[str, str]) -> str | None:
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def circle(found: Sequence[Import]) -> list[Import]:
+    """Imports that lead from a file back to it; empty if there is no such file."""
+    left: dict[str, list[Import]] = {}
+    for item in found:
+        left.setdefault(item.file, []).append(item)
+    while True:  # what imports nothing that is left is in no circle
+        kept = {file: [item for item in items if item.target in left] for file, items in left.items()}
+        kept = {file: items for file, items in kept.items() if items}
+        if kept == left:
+            break
+        left = kept
+    if not left:
+        return []
+    path, file = [], min(left)
+    while file not in [item.file for item in path]:
+        path.append(left[file][0])
+        file = path[-1].target
+    return path[[item.file for item in path].index(file) :]
+
+
+@dataclass(frozen=True)
+class Table:
+    """What each room may import: rooms, and single files of them."""
+
+    allowed: Mapping[str, frozenset[str]]
+
+    @staticmethod
+    def read(text: str) -> Table:
+        """From the table of CONTRIBUTING.md, whose first column names rooms and whose last names what they import.
+
+        "all" and "all but ..." are understood; a sentence of the form "`name` is `this` and `that`" gives a name to
+        several files.
+        """
+        groups = {
+            name: _quoted(names) for name, names in re.findall(r"`(\w+)` is ((?:`[^`]+`(?:, |\s+and\s+)?)+)", text)
+        }
+        heading, *rows = text.partition("| room |")[2].partition("\n\n")[0].splitlines()
+        assert heading.endswith("| imports |"), heading
+        cells = [row.strip("|").split("|") for row in rows[1:]]
+        rooms = {name for row in cells for name in _quoted(row[0])}
+        allowed = {}
+        for row in cells:
+            names = {each for name in _quoted(row[-1]) for each in groups.get(name, [name])}
+            if row[-1].strip().startswith("all"):
+                names = rooms - names
+            unknown = {name for name in names if name.partition("/")[0] not in rooms}
+            assert not unknown, f"{row[-1]} names no room: {unknown}"
+            allowed |= {room: frozenset(names) for room in _quoted(row[0])}
+        return Table(allowed)
+
+    def violations(self, found: Sequence[Import]) -> list[str]:
+        lines = []
+        for item in found:
+            own, other = room(item.file), room(item.target)
+            below = item.target.partition("/")[2]
+            if own is None or other is None or own == other or self.allowed.get(own, frozenset()) & {other, below}:
+                continue
+            lines.append(f"{item}: CONTRIBUTING.md's table does not let {own} import it")
+        return lines
+
+
+def _quoted(text: str) -> list[str]:
+    return [name.rstrip("/") for name in re.findall(r"`([^`]+)`", text)]
+
+
+def room(file: str) -> str | None:
+    """``trees`` of ``pygraph_trees/trees/manager.py``; a file of no room, such as ``errors.py``, is one by itself."""
+    package, _, below = file.partition("/")
+    if package == "pygraph_trees":
+        return below.partition("/")[0]
+    return package if package == "inductor_patches" else None
+
+
+def too_long(root: Path, listed: Mapping[str, int]) -> list[str]:
+    """What is wrong with the lengths of files, and with the list of those that may be longer."""
+    lines = []
+    counted = {}
+    for path in (root / "pygraph_trees").rglob("*"):
+        if path.suffix in (".py", ".c", ".cpp", ".h", ".css"):
+            counted[path.relative_to(root).as_posix()] = len(path.read_text(encoding="utf-8").splitlines())
+    for file, count in sorted(counted.items()):
+        most = listed.get(file, MOST_LINES)
+        if count > most:
+            lines.append(f"{file} has {count} lines, at most {most} are allowed: it holds two concepts")
+    for file in sorted(listed):
+        if counted.get(file, 0) <= MOST_LINES:
+            lines.append(f"{file} is no longer than others: take it from the list of long files")
+    return lines
+
+
+class TestLayout(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.imports = imports(ROOT)
+        cls.table = Table.read((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+
+    def test_no_files_import_each_other(self) -> None:
+        self.assertGreater(len(self.imports), 500)
+        self.assertEqual(list(map(str, circle(self.imports))), [])
+
+    def test_rooms_import_what_contributing_allows(self) -> None:
+        self.assertEqual(self.table.violations(self.imports), [])
+
+    def test_contributing_names_every_room(self) -> None:
+        rooms = {room(file) for file in sources(ROOT).values()} - {None}
+        self.assertEqual(rooms, set(self.table.allowed))
+
+    def test_a_file_is_one_concept(self) -> None:
+        self.assertEqual(too_long(ROOT, LONG_FILES), [])
+
+    def test_a_file_is_named_by_its_concept(self) -> None:
+        named = [file for file in sources(ROOT).values() if Path(file).stem.strip("_") in NAMES_WITHOUT_A_CONCEPT]
+        self.assertEqual(named, [])
+
+
+TABLE = """
+`base` is `errors.py` and `settings.py`; `notes` is `report/records.py`.
+
+| room | what it holds | imports |
+| --- | --- | --- |
+| `__init__.py` | the package | all |
+| `trees/` | recordings, see `cuda/` | `cuda` `notes` `base` |
+| `report/` | what happened | `base` |
+| `cuda/` | the driver | |
+| `errors.py` `settings.py` | | `errors.py` |
+| `inductor_patches/` | patches | all but `cuda` |
+
+After it.
+"""
+
+
+class TestChecks(unittest.TestCase):
+    """The checks above find what they look for, in a tree that is made up."""
+
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)
+        for file in ("cuda/driver", "report/records", "report/page", "trees/manager", "errors", "settings", "__init__"):
+            self.write(f"pygraph_trees/{file}.py", "")
+        self.write("inductor_patches/__init__.py", "")
+
+    def write(self, file: str, text: str) -> None:
+        path = self.root / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+    def circle(self) -> list[str]:
+        return list(map(str, circle(imports(self.root))))
+
+    def violations(self) -> list[str]:
+        return [line.partition(": ")[0] for line in Table.read(TABLE).violations(imports(self.root))]
+
+    def test_a_circle_is_found_by_its_imports(self) -> None:
+        self.write("pygraph_trees/trees/manager.py", "from . import recording\nfrom ..errors import Error\n")
+        for back in (
+            "from .manager import Manager",
+            "import pygraph_trees.trees.manager",
+            "def f():\n    from pygraph_trees.trees import manager",
+            "if TYPE_CHECKING:\n    from pygraph_trees.trees.manager import Manager",
+            "manager = importlib.import_module('pygraph_trees.trees.manager')",
+        ):
+            with self.subTest(back):
+                self.write("pygraph_trees/trees/recording.py", f"{back}\n")
+                line = 1 + back.count("\n")
+                self.assertEqual(
+                    self.circle(),
+                    [
+                        "pygraph_trees/trees/manager.py:1 imports pygraph_trees/trees/recording.py",
+                        f"pygraph_trees/trees/recording.py:{line} imports pygraph_trees/trees/manager.py",
+                    ],
+                )
+        self.write("pygraph_trees/trees/recording.py", "import torch\nfrom . import other\n")
+        self.assertEqual(self.circle(), [])
+
+    def test_a_circle_of_tools_is_found(self) -> None:
+        self.write("tools/bench/a.py", "from bench.b import B\n")
+        self.write("tools/bench/b.py", "from .c import C\n")
+        self.write("tools/bench/c.py", "def f():\n    from bench import a\n")
+        self.write("tools/bench/d.py", "from . import a\n")
+        self.assertEqual(
+            self.circle(),
+            [
+                "tools/bench/a.py:1 imports tools/bench/b.py",
+                "tools/bench/b.py:1 imports tools/bench/c.py",
+                "tools/bench/c.py:2 imports tools/bench/a.py",
+            ],
+        )
+
+    def test_an_arrow_that_is_not_in_the_table_is_named(self) -> None:
+        self.write("pygraph_trees/__init__.py", "import inductor_patches\nfrom .trees import manager\n")
+        self.write("pygraph_trees/trees/manager.py", "from pygraph_trees.report.records import A\nimport torch\n")
+        self.write("inductor_patches/__init__.py", "def f():\n    from pygraph_trees.trees import manager\n")
+        self.assertEqual(self.violations(), [])
+        self.write("pygraph_trees/trees/manager.py", "\nfrom pygraph_trees.report.page import page\n")
+        self.write("pygraph_trees/settings.py", "from pygraph_trees.cuda import driver\nfrom .errors import Error\n")
+        self.write("pygraph_trees/cuda/driver.py", "def f():\n    import inductor_patches\n")
+        self.write("inductor_patches/__init__.py", "from pygraph_trees.cuda.driver import driver\n")
+        self.assertEqual(
+            self.violations(),
+            [
+                "inductor_patches/__init__.py:1 imports pygraph_trees/cuda/driver.py",
+                "pygraph_trees/cuda/driver.py:2 imports inductor_patches/__init__.py",
+                "pygraph_trees/settings.py:1 imports pygraph_trees/cuda/driver.py",
+                "pygraph_trees/trees/manager.py:2 imports pygraph_trees/report/page.py",
+            ],
+        )
+
+    def test_a_room_that_the_table_lacks_may_import_nothing(self) -> None:
+        self.write("pygraph_trees/cellar/wine.py", "from pygraph_trees.errors import Error\n")
+        self.assertEqual(self.violations(), ["pygraph_trees/cellar/wine.py:1 imports pygraph_trees/errors.py"])
+
+    def test_a_long_file_is_named_and_the_list_must_be_true(self) -> None:
+        manager, page = "pygraph_trees/trees/manager.py", "pygraph_trees/report/page.py"
+        self.write(manager, "\n" * 500)
+        self.assertEqual([line.partition(" has")[0] for line in too_long(self.root, {})], [manager])
+        self.assertEqual(too_long(self.root, {manager: 500}), [])
+        self.assertEqual([line.partition(" has")[0] for line in too_long(self.root, {manager: 499})], [manager])
+        self.assertEqual([line.partition(" is")[0] for line in too_long(self.root, {manager: 500, page: 600})], [page])
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,367 @@
+"""What a function's table needs is compiled by another process and loaded one kernel at a step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+
+import torch
+from test_launches import FakeAutotuner, autotuners, of_inductor, on_gpu
+from torch.testing._internal.common_utils import TestCase, run_tests
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pygraph_trees.indirection.table import builds, variant_launchers, variant_worker
+from pygraph_trees.indirection.table import pointer_table as table
+from pygraph_trees.indirection.table.pointer_table import Reader
+from pygraph_trees.indirection.table.variant_worker import Job, Worker, WriterJob, compile_jobs, job_of
+
+
+class Function:
+    """An object that can be referred to weakly."""
+
+
+def reader(kernel: str) -> Reader:
+    return Reader(FakeAutotuner(kernel), frozenset({"in_ptr0"}), frozenset({("in_ptr0", 0)}))
+
+
+class FakeWorker:
+    """Does its work when it is told to."""
+
+    def __init__(self, jobs: Sequence[Job | WriterJob]) -> None:
+        self.jobs, self.compiled, self.inside = list(jobs), None, 0
+
+    def done(self) -> set[int] | None:
+        return self.compiled
+
+    @contextlib.contextmanager
+    def cache(self) -> Iterator[None]:
+        self.inside += 1
+        yield
+        self.inside -= 1
+
+
+class TestBuilding(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        self.function, self.started = Function(), list[FakeWorker]()
+        self.built = list[Any]()  # kernels and writers
+        self.readers = [reader(name) for name in ("a", "b", "c")]
+        self.free = True
+        self.error: Exception | None = None
+        for target, name, value in (
+            (builds, "readers_of", lambda function: self.readers),
+            (builds, "job_of", self.job_of),
+            (builds, "current_target", lambda: "a target"),
+            (builds, "load_writer", lambda device, width: self.load((device, width))),
+            (builds.Worker, "start", self.start),
+            (torch.cuda, "device", lambda device: contextlib.nullcontext(self.assertEqual(device, 3))),
+            (builds, "_builds", weakref.WeakKeyDictionary()),
+            (table, "_taken", weakref.WeakKeyDictionary()),
+            (variant_launchers, "build", self.build),
+        ):
+            patch = mock.patch.object(target, name, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def begin(self) -> None:
+        builds.begin(self.function, 3)
+
+    def job_of(self, autotuner: FakeAutotuner, names: frozenset[str]) -> Job | None:
+        return None if autotuner.fn.__name__ == "b" else Job("path", autotuner.fn.__name__, None, names)
+
+    def start(self, jobs: Sequence[Job | WriterJob]) -> FakeWorker | None:
+        if self.error is not None:
+            raise self.error
+        if not self.free:
+            return None
+        self.started.append(FakeWorker(jobs))
+        return self.started[-1]
+
+    def load(self, what: Any) -> None:
+        self.assertEqual(self.started[-1].inside, 1)  # it is looked for where it was put
+        self.assertEqual(table.taken_by_variants(self.function), frozenset())  # all at once, in the end
+        self.built.append(what)
+
+    def build(self, autotuner: FakeAutotuner, names: frozenset[str]) -> Any:
+        self.load(autotuner.fn.__name__)
+        return SimpleNamespace(slots=names)
+
+    def go_on(self) -> bool | None:
+        return builds.go_on(self.function)
+
+    def test_one_is_loaded_at_a_step(self) -> None:
+        self.assertNotIn(self.function, builds._builds)
+        self.begin()
+        self.assertEqual((self.function in builds._builds, builds.is_over(self.function)), (True, False))
+        self.assertEqual([self.go_on(), self.go_on()], [None, None])
+        (worker,) = self.started
+        *kernels, writer = worker.jobs
+        self.assertEqual([job.kernel for job in kernels], ["a", "c"])
+        self.assertEqual(writer, WriterJob(8, "a target"))
+        worker.compiled = {0, 1, 2}
+        self.assertIsNone(self.go_on())
+        self.assertEqual(self.built, [])
+        self.assertIsNone(self.go_on())
+        self.assertEqual(self.built, [(3, 8)])
+        self.assertIsNone(self.go_on())
+        self.assertIs(self.go_on(), True)
+        self.assertEqual(self.built, [(3, 8), "c", "a"])
+        self.assertEqual(table.taken_by_variants(self.function), {0})
+        self.begin()
+        self.assertIs(self.go_on(), True)  # another recording asks
+        self.assertTrue(builds.is_over(self.function))
+        self.assertEqual((len(self.built), len(self.started)), (3, 1))
+
+    def test_what_was_not_compiled_is_not_loaded(self) -> None:
+        self.begin()
+        self.go_on()
+        self.started[0].compiled = {1}
+        self.assertEqual([self.go_on(), self.go_on()], [None, True])
+        self.assertEqual(self.built, ["c"])
+
+    def test_nothing_was_compiled(self) -> None:
+        self.begin()
+        self.go_on()
+        self.started[0].compiled = set()
+        self.assertIs(self.go_on(), False)
+
+    def test_none_can_be(self) -> None:
+        self.readers = self.readers[1:2]
+        self.begin()
+        self.assertIs(self.go_on(), False)
+        self.assertEqual(self.started, [])
+
+    def test_another_function_has_the_worker(self) -> None:
+        self.free = False
+        self.begin()
+        self.assertEqual([self.go_on(), self.go_on()], [None, None])
+        self.free = True
+        self.assertIsNone(self.go_on())
+        self.assertEqual(len(self.started), 1)
+
+    def test_no_process_can_be_made(self) -> None:
+        self.error = OSError("of the test")
+        self.begin()
+        with self.assertLogs("pygraph_trees.indirection", "WARNING") as logs:
+            self.assertIs(self.go_on(), False)
+        self.assertIn("of the test", logs.output[0])
+        self.assertIs(self.go_on(), False)  # and is not tried again
+        with builds._lock:
+            self.assertIsNone(self.go_on())  # another thread is at it
+
+    def test_a_writer_that_cannot_be_loaded(self) -> None:
+        self.begin()
+        self.go_on()
+        self.started[0].compiled = {0, 1, 2}
+        self.go_on()
+        with (
+            mock.patch.object(builds, "load_writer", side_effect=RuntimeError("of the test")),
+            self.assertLogs("pygraph_trees.indirection", "WARNING"),
+        ):
+            self.assertIs(self.go_on(), False)
+        self.assertTrue(builds.is_over(self.function))
+
+    def test_all_writers_that_it_may_need(self) -> None:
+        inputs = frozenset(("in_ptr0", index) for index in range(40))
+        self.readers = [Reader(FakeAutotuner("a"), frozenset({"in_ptr0"}), inputs)]
+        self.begin()
+        self.go_on()
+        self.assertEqual([job.width for job in self.started[0].jobs[1:]], [8, 32, 128])
+
+    def test_what_is_left_for_good(self) -> None:
+        self.test_one_is_loaded_at_a_step()
+        builds.give_up(self.function)
+        self.assertEqual(table.taken_by_variants(self.function), frozenset())
+        self.assertTrue(builds.is_over(self.function))
+        other = Function()
+        builds.give_up(other)  # that had none
+
+    def test_a_finalizer_may_begin_one(self) -> None:
+        """Nobody waits for a lock: it may be called while this thread holds it."""
+        with builds._lock:
+            self.begin()
+        self.assertIn(self.function, builds._builds)
+
+    def test_without_a_target_there_is_no_writer(self) -> None:
+        with mock.patch.object(builds, "current_target", side_effect=RuntimeError("no GPU")):
+            self.begin()
+            self.go_on()
+        self.assertEqual([job.kernel for job in self.started[0].jobs], ["a", "c"])
+
+
+PRESENCE = """
+import contextlib
+from pygraph_trees.fake_gpu import absent_gpu
+from torch._inductor.runtime import triton_helpers
+triton_helpers.set_driver_to_gpu = lambda: None
+contextlib.ExitStack().enter_context(absent_gpu())
+"""
+
+
+class TestWorker(TestCase):
+    """The process itself; kernels that Inductor generates for a GPU that is not there."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.stack = contextlib.ExitStack()
+        self.addCleanup(self.stack.close)
+        self.folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
+
+    def autotuners(self) -> list[Any]:
+        self.stack.enter_context(of_inductor(self.folder))
+        found = list(autotuners(self.folder, lambda x, y: (x.sin() + y).sum(-1), on_gpu(64, 64), on_gpu(64, 64)))
+        for autotuner in found:
+            autotuner.launchers = [SimpleNamespace(config=autotuner.configs[0])]
+        return found
+
+    def wait(self, worker: Worker) -> set[int]:
+        end = time.monotonic() + 300
+        while (done := worker.done()) is None:
+            self.assertLess(time.monotonic(), end)
+            time.sleep(0.05)
+        return done
+
+    def test_what_it_compiles_is_found(self) -> None:
+        (autotuner,) = self.autotuners()
+        job = job_of(autotuner, frozenset({"in_ptr0", "in_ptr1"}))
+        assert job is not None
+        self.assertEqual(Path(job.path), self.folder / f"{job.kernel}.py")
+        # The process has no GPU either.
+        Path(job.path).write_text(PRESENCE + Path(job.path).read_text())
+        target = GPUTarget("cuda", 90, 32)
+        jobs = [Job(job.path, "none of that name", job.config, job.names), job, WriterJob(8, target)]
+        (self.folder / "triton").mkdir()  # nothing of the folder that it is begun in is imported
+        (self.folder / "triton" / "__init__.py").write_text("raise ImportError")
+        before = os.getcwd()
+        self.addCleanup(os.chdir, before)
+        os.chdir(self.folder)
+        worker = Worker.start(jobs)
+        os.chdir(before)
+        assert worker is not None
+        self.assertIsNone(Worker.start([job]))  # one at a time
+        self.assertEqual(self.wait(worker), {1, 2})
+        # Wherever this process looks by then.
+        is_compiled = mock.patch.object(ASTSource, "make_ir", side_effect=AssertionError("it is compiled already"))
+        for elsewhere in (None, str(self.folder / "elsewhere")):
+            with mock.patch.dict(os.environ):
+                os.environ.pop("TRITON_CACHE_DIR")
+                if elsewhere is not None:
+                    os.environ["TRITON_CACHE_DIR"] = elsewhere
+                with is_compiled, worker.cache():
+                    _, slots = variant_launchers.compile_variant(autotuner, job.config, job.names)
+                    table.compile_writer(8, target)
+                self.assertEqual(os.environ.get("TRITON_CACHE_DIR"), elsewhere)
+        self.assertEqual(slots, job.names)
+
+    def test_jobs_one_by_one(self) -> None:
+        (autotuner,) = self.autotuners()
+        job = job_of(autotuner, frozenset({"in_ptr0"}))
+        assert job is not None
+        gone = Job(str(self.folder / "none.py"), job.kernel, job.config, job.names)
+        other = Job(job.path, job.kernel, job.config, frozenset({"xnumel"}))  # which is no pointer
+        self.assertEqual(list(compile_jobs([gone, job, other])), [1])
+
+    def test_kernels_that_no_other_process_could_compile(self) -> None:
+        for name, value in (("filename", None), ("filename", "none.py"), ("launchers", [])):
+            autotuner = FakeAutotuner()
+            autotuner.filename = __file__  # type: ignore[attr-defined]
+            autotuner.launchers[0].config = None
+            self.assertIsNotNone(job_of(autotuner, frozenset()))
+            setattr(autotuner, name, value)
+            self.assertIsNone(job_of(autotuner, frozenset()), name)
+        autotuner = FakeAutotuner()
+        autotuner.filename = __file__  # type: ignore[attr-defined]
+        autotuner.launchers[0].config = SimpleNamespace(pre_hook=lambda: None)  # cannot be sent
+        self.assertIsNone(job_of(autotuner, frozenset()))
+
+    def fake(self, code: str) -> Worker:
+        """One that runs this instead."""
+        original = variant_worker.subprocess.Popen
+
+        def popen(command: list[str], **more: Any) -> Any:
+            return original(["/bin/sh", "-c", code], **more)
+
+        with mock.patch.object(variant_worker.subprocess, "Popen", popen):
+            worker = Worker.start([])
+        assert worker is not None
+        return worker
+
+    def test_a_process_that_fails(self) -> None:
+        worker = self.fake("echo 0; echo other; exit 3")
+        with self.assertLogs("pygraph_trees.indirection", "WARNING") as logs:
+            self.assertEqual(self.wait(worker), {0})
+        self.assertIn("ended with 3", logs.output[0])
+
+    def test_a_process_that_hangs(self) -> None:
+        worker = self.fake("sleep 1000")
+        process = worker._process
+        self.assertIsNone(worker.done())
+        with (
+            mock.patch.object(variant_worker, "_MOST_S", 0.0),
+            self.assertLogs("pygraph_trees.indirection", "WARNING"),
+        ):
+            self.assertEqual(worker.done(), set())
+        self.assertIsNotNone(process.poll())
+
+    def test_one_that_nobody_asks_any_longer(self) -> None:
+        """Another function's does not wait for it."""
+        worker = self.fake("echo 0")
+        worker._process.wait()
+        other = self.fake("true")
+        self.assertEqual((worker.done(), self.wait(other)), ({0}, set()))
+
+    def test_what_it_had_done_by_then(self) -> None:
+        worker = self.fake("echo 0; echo 1; sleep 1000")
+        time.sleep(0.5)
+        with (
+            mock.patch.object(variant_worker, "_MOST_S", 0.0),
+            self.assertLogs("pygraph_trees.indirection", "WARNING") as logs,
+        ):
+            self.assertEqual(worker.done(), {0, 1})
+        self.assertIn("did not end in time", logs.output[0])
+
+    def test_whatever_is_on_the_path(self) -> None:
+        path = ["", self.folder, str(self.folder)]
+        with mock.patch.object(sys, "path", path), mock.patch.object(os, "getcwd", side_effect=FileNotFoundError):
+            self.assertEqual(self.wait(self.fake('test "$PYTHONPATH" = ' + str(self.folder) + " && echo 7")), {7})
+
+    def test_a_program_that_is_no_python(self) -> None:
+        for frozen, executable in ((True, sys.executable), (False, "/usr/bin/editor"), (False, None)):
+            with (
+                mock.patch.object(sys, "frozen", frozen, create=True),
+                mock.patch.object(sys, "executable", executable),
+                self.assertRaisesRegex(OSError, "is no Python"),
+            ):
+                Worker.start([])
+
+    def test_it_ends_with_who_holds_it(self) -> None:
+        worker = self.fake("sleep 1000")
+        process = worker._process
+        del worker
+        self.assertEqual(process.returncode, -9)
+        self.wait(self.fake("true"))  # there can be another one
+
+    def test_no_process_can_be_made(self) -> None:
+        for _ in range(2):
+            with (
+                mock.patch.object(variant_worker.subprocess, "Popen", side_effect=OSError("of the test")),
+                self.assertRaises(OSError),
+            ):
+                Worker.start([])
+        self.wait(self.fake("true"))
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,107 @@
+"""All result files together: each workload from the latest file that has it, of one GPU and one torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pygraph_trees.benchmark import Measurement, Results
+
+from . import paper
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one run measured of a workload."""
+
+    name: str
+    mode: str
+    batch: int
+    by_way: Mapping[tuple[str, str], Measurement]  # by way and regime, those that did not fail
+    errors: Mapping[tuple[str, str], str]
+
+    def get(self, way: str, regime: str, figure: str) -> float | None:
+        found = self.by_way.get((way, regime))
+        return None if found is None else getattr(found, figure)
+
+    def ratio(self, figure: str, regime: str) -> float | None:
+        """Upstream's figure by ours, of those of which less is better."""
+        ours, upstream = (self.get(way, regime, figure) for way in ("ours", "upstream"))
+        return upstream / ours if ours and upstream else None
+
+    def limit(self, way: str, regime: str) -> float | None:
+        """Latency by the GPU's time inside of graphs, which is the least that it can be."""
+        latency, inside = (self.get(way, regime, figure) for figure in ("latency_ms", "gpu_ms"))
+        return latency / inside if latency and inside else None
+
+    def best_other(self, figure: str, regime: str) -> tuple[str, float] | None:
+        """The better one of upstream's graphs and no graphs, of those that were measured."""
+        found = [(self.get(way, regime, figure), way) for way in ("upstream", "compile")]
+        known = [(value, way) for value, way in found if value]
+        return (min(known)[1], min(known)[0]) if known else None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All workloads of one GPU and one torch."""
+
+    files: Mapping[Path, Results]
+    left_out: Sequence[Path]  # of another GPU or torch
+    workloads: Sequence[Workload]  # in the order of the list
+    source: Mapping[str, Path]  # by workload
+    missing: Sequence[str]  # workloads that were not measured
+
+    def ratios(self, figure: str, regime: str) -> list[float]:
+        """Of what is on the paper's list."""
+        listed = [w for w in self.workloads if w.name not in paper.BESIDES]
+        return [ratio for w in listed if (ratio := w.ratio(figure, regime)) is not None]
+
+
+def read_all(paths: Iterable[Path]) -> dict[Path, Results]:
+    """The result files among these; files of other figures, which have "results" and no "records", are passed over.
+
+    Raises:
+        ResultsFormatError: a file is neither.
+    """
+    found = {}
+    for path in sorted(paths):
+        try:
+            body = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            body = None  # let its reader say what is wrong
+        if not (isinstance(body, dict) and "results" in body):
+            found[path] = Results.read(path)
+    return found
+
+
+def summarise(files: Mapping[Path, Results], names: Sequence[str]) -> Summary:
+    """Takes each workload from the latest file that has it; ``names`` are all that there are, in order.
+
+    Raises:
+        ValueError: there is no file.
+    """
+    if not files:
+        raise ValueError("there is no result file")
+    by_date = sorted(files.items(), key=lambda item: item[1].date)
+    latest = by_date[-1][1]
+    same = {path: r for path, r in by_date if (r.gpu, r.torch) == (latest.gpu, latest.torch)}
+    source = {m.workload: path for path, results in same.items() for m in results.records}
+    order = [*(n for n in names if n in source), *(n for n in source if n not in names)]
+    workloads = []
+    for name in order:
+        found = [m for m in same[source[name]].records if m.workload == name]
+        workloads.append(
+            Workload(
+                name,
+                found[0].mode,
+                found[0].batch,
+                {(m.way, m.regime): m for m in found if m.error is None},
+                {(m.way, m.regime): m.error for m in found if m.error is not None},
+            )
+        )
+    used = {path: results for path, results in same.items() if path in source.values()}
+    return Summary(
+        used, [path for path in files if path not in same], workloads, source, [n for n in names if n not in source]
+    )
