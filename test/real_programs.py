@@ -87,7 +87,9 @@ def mask_of_lengths(device: torch.device | str = "cuda", *, small: bool = False)
     """A text encoder whose mask is built on the CPU at each call, causal and of how long each text is."""
     width, length = (32, 8) if small else (512, 77)
     torch.manual_seed(0)
-    layers = nn.ModuleList(nn.MultiheadAttention(width, width // 32, batch_first=True) for _ in range(1 if small else 2))
+    layers = nn.ModuleList(
+        nn.MultiheadAttention(width, width // 32, batch_first=True) for _ in range(1 if small else 2)
+    )
     layers.to(device).eval()
     text = torch.randn(2, length, width).to(device)
 
