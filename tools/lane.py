@@ -108,6 +108,7 @@ class _Running:
         """Ends the process and everything that it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid or 0, signal.SIGKILL)
+        self._process.kill()  # if its session has not begun yet
         self._process.join()
 
     def outcome(self) -> Outcome:
