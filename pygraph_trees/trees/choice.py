@@ -26,6 +26,7 @@ from pygraph_trees.selection.trial import Contestant, GpuWatch
 from . import function as function_module
 from .function import PER_THREAD
 from .manager import Manager
+from .pools import ranges_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -111,14 +112,14 @@ def chooser(
 
         def handed() -> Handed:
             manager = trees.manager()
-            sizes = manager.handed_on(function) if isinstance(manager, Manager) else []
+            sizes = handed_on(manager, function) if isinstance(manager, Manager) else []
             if function.settings.indirection == "off":
                 return Handed(copied=len(sizes), copied_bytes=sum(sizes))
             return Handed(patched=len(sizes))  # in one kernel each, at least
 
         def has_room() -> bool:
             manager = trees.manager()
-            return not isinstance(manager, Manager) or manager.has_room_for_another()
+            return not isinstance(manager, Manager) or _has_room_for_another(manager)
 
         told = ended, began, handed, has_room
         made = Contestant(trial, log, first_graphed, first_ungraphed, GpuWatch(device), *told)
@@ -128,6 +129,46 @@ def chooser(
         return made
 
     return choose
+
+
+def handed_on(manager: Manager, model: FunctionModel) -> list[int]:
+    """What functions that are decided by themselves take of this one's outputs in the pool, in bytes each.
+
+    By the newest recordings behind the newest one of this function.
+    """
+    own, todo = None, [manager.roots or {}]
+    while todo:
+        for recordings in todo.pop().values():
+            todo += [node.children for node in recordings]
+            for node in recordings:
+                if node.wrapped_function.model is model and (own is None or node.id.id > own.id.id):
+                    own = node
+    if own is None:
+        return []
+    depth, taken = len(list(own._path_from_root)) - 1, []
+    behind = [found[-1] for found in own.children.values() if found]
+    for node in behind:  # which grows
+        behind += [found[-1] for found in node.children.values() if found]
+        if getattr(node.wrapped_function.model, "trial", None) is model.trial:
+            continue
+        for index in node.cudagraph_managed_idxs:
+            place = node.live_cudagraph_managed_path_refs[index]
+            made = own.outputs_metadata[place[1]] if place is not None and place[0] == depth else None
+            if isinstance(made, dict):
+                taken.append(made["nbytes"])
+    return taken
+
+
+def _has_room_for_another(manager: Manager) -> bool:
+    """Whether the GPU has as much memory free as the graph pool takes, and some."""
+    pool = ranges_of(manager.device_index, manager.cuda_graphs_thread_pool).nbytes()
+    try:
+        free, _ = torch.cuda.mem_get_info(manager.device_index)
+    except RuntimeError:
+        return False
+    # What torch holds in reserve; none of the pool's can be used.
+    reserve = torch.cuda.memory_reserved(manager.device_index) - torch.cuda.memory_allocated(manager.device_index)
+    return bool(free + max(0, reserve - pool) > 1.1 * pool)
 
 
 def _now_and_then(look: Run, run: Run) -> Run:

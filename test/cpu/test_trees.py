@@ -31,13 +31,14 @@ from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journa
 from pygraph_trees.report.summary import clear
 from pygraph_trees.selection import why_not_graphed
 from pygraph_trees.settings import Settings
+from pygraph_trees.trees import candidates as candidates_module
 from pygraph_trees.trees import compiled_graph, fast_path, pools
-from pygraph_trees.trees import manager as trees_manager
 from pygraph_trees.trees import recording as recording_module
+from pygraph_trees.trees.candidates import Candidates
 from pygraph_trees.trees.collector import paused
 from pygraph_trees.trees.containers import Trees
 from pygraph_trees.trees.function import FunctionModel, entered
-from pygraph_trees.trees.manager import Manager, Upstream, _Way
+from pygraph_trees.trees.manager import Manager, Upstream
 from pygraph_trees.trees.recording import Recording
 from pygraph_trees.trees.rerecord import why_recorded
 
@@ -769,14 +770,14 @@ class TestWhoHoldsOutputs(TestCase):
             return found
 
         recordings = [behind(t) for t in given_]
-        way = _Way(None, recordings, None, None)
-        self.assertIs(way.first_accepting(given_[1:]), recordings[1])
+        candidates = Candidates(None, recordings, None, None)
+        self.assertIs(candidates.first_accepting(given_[1:]), recordings[1])
         held = [first.cached_tensor_outputs[1]]  # as in 2.13 what is saved for a backward holds it
-        self.assertIsNone(way.first_accepting(given_[1:]))
+        self.assertIsNone(candidates.first_accepting(given_[1:]))
         with mock.patch.object(
-            trees_manager, "release_unneeded", lambda pool: pool is self.pool and held.pop() is not None
+            candidates_module, "release_unneeded", lambda pool: pool is self.pool and held.pop() is not None
         ):
-            self.assertIs(way.first_accepting(given_[1:]), recordings[1])
+            self.assertIs(candidates.first_accepting(given_[1:]), recordings[1])
         self.assertEqual(held, [])
 
     def test_outputs_of_another_manager_are_not_released(self):
@@ -830,7 +831,7 @@ class TestFastPath(TestCase):
 
     def behind(self, node, *, new_step):
         """The state after the replay of a node that upstream found, in this step or in the one before."""
-        self.manager._ways.clear()
+        self.manager._candidates.clear()
         self.manager.current_node = node
         self.manager.path_state = cudagraph_trees.ExecutionState.EXECUTION
         self.manager.current_gen = self.manager.get_curr_generation() - new_step
@@ -958,7 +959,7 @@ class TestFastPath(TestCase):
         modes = cudagraph_trees.CompilationMode
         for mode, pending in ((modes.FORWARD, True), (modes.BACKWARD, False), (modes.INFERENCE, False)):
             self.manager.id_to_mode[self.FUNCTION] = mode
-            self.manager._ways.clear()
+            self.manager._candidates.clear()
             self.manager.current_node = None
             self.call("x")
             self.assertEqual(self.manager.running_forwards_with_pending_backwards, pending)
@@ -981,6 +982,7 @@ class TestFastPath(TestCase):
             self.assertEqual(model.manager() is self.manager, fast)
 
     def test_a_manager_takes_the_arguments_of_upstream_s(self):
+        """And makes another one with the same arguments, for its pool."""
         given = []
 
         def init(manager, *args, **kwargs):
@@ -988,8 +990,10 @@ class TestFastPath(TestCase):
             given.append((args, kwargs))
 
         with mock.patch.object(Upstream, "__init__", init), mock.patch.object(pools, "OWNED", set()) as owned:
-            Manager(3, initial_mempool_allocation_gb=1.5)  # since torch 2.15
-        self.assertEqual((given, owned), ([((3,), {"initial_mempool_allocation_gb": 1.5})], {"its pool"}))
+            manager = Manager(3, initial_mempool_allocation_gb=1.5)  # since torch 2.15
+            self.assertEqual((given, owned), ([((3,), {"initial_mempool_allocation_gb": 1.5})], {"its pool"}))
+            self.assertIsInstance(manager.reclaiming._remake(), Manager)
+        self.assertEqual(given, 2 * given[:1])
 
     def test_another_thread_may_record(self):
         """A function knows the manager that it was added to, whichever thread calls it."""
