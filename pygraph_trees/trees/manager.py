@@ -1,15 +1,14 @@
 """Upstream's tree manager, with a log of what it records and why, and with inputs that are given by address.
 
-:class:`Manager` subclasses the installed ``CUDAGraphTreeManager`` and stands in its place. It decides as upstream
-does, but for functions that write to live inputs and for static inputs that move, which upstream does not graph and
-records again each time. On a replay it only goes around work of upstream's that changes nothing.
-
-Functions that were added while the patches were off have no log and are served all the same.
+:class:`Manager` subclasses the installed ``CUDAGraphTreeManager`` and stands in its place. It decides as upstream does,
+except for functions that write to live inputs and for static inputs that move (:mod:`.input_rules`). A fast replay
+bypasses upstream's code, which would change nothing (:mod:`.candidates`). Recordings and memory that are no longer
+needed are given back (:mod:`.reclaiming`). Functions that were added before the patches have no log and are served all
+the same.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import time
@@ -20,28 +19,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._inductor import cudagraph_trees
 
-from pygraph_trees.compat import follows_moved_outputs, has_skip_table, is_kernel_free
-from pygraph_trees.indirection.availability import usable_driver
-from pygraph_trees.indirection.inputs import CAPTURED, NotStaged, may_be_staged
+from pygraph_trees.compat import has_skip_table
+from pygraph_trees.indirection.inputs import NotStaged
 from pygraph_trees.indirection.retired import release_retired
-from pygraph_trees.indirection.routes import why_not_placeholder
 from pygraph_trees.indirection.table.pointer_table import Warmups
 from pygraph_trees.native import build
 
-from . import fast_path, native_names, pools
+from . import fast_path, input_rules, native_names, pools
 from .candidates import Candidates, Search
 from .collector import paused
 from .function import FunctionModel
+from .input_rules import Given
 from .pools import ranges_of
 from .reclaiming import Reclaiming
 from .recording import Recording, forget_frames
-from .rerecord import moved, why_recorded
+from .rerecord import why_recorded
 from .verification import Verification
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from pygraph_trees.indirection.inputs import LiveInputs
     from pygraph_trees.indirection.pool import PoolRanges
     from pygraph_trees.report.log import FunctionLog
 
@@ -253,7 +248,7 @@ class Manager(Upstream):
                 self.reclaiming.give_back(self)
         # Upstream makes ready for a recording, which changes what is known of the memory, before it asks for one.
         if self.path_state is _EXECUTION and self.current_node is not None and function_id in self.warmed_up_functions:
-            why_not = self._why_not_staged(new_inputs, function_id)
+            why_not = input_rules.why_not_staged(self.ids_to_funcs[function_id].model, new_inputs)
             if why_not is not None:
                 self.try_end_curr_execution()
                 return self._run_ungraphed(new_inputs, function_id, why_not)
@@ -272,18 +267,15 @@ class Manager(Upstream):
             finally:
                 self._pool.forget()
         # Asked once more: outputs of the last step were managed when upstream did, before it ended that step's path.
-        why_not: str | None = None
-        if self._would_lose_writes(new_inputs, function_id):
-            why_not = "mutates an input that lies in the graph pool and is no output of this step"
-        why_not = why_not or self._why_not_staged(new_inputs, function_id)
+        given = self._given(new_inputs, function_id)
+        why_not = given.why_not_recorded()
         if why_not is not None:
             if self.path_state is _EXECUTION and self.current_node is not None:
                 self.path_state = cudagraph_trees.ExecutionState.RECORDING  # so it is for the allocator
             return self._run_ungraphed(new_inputs, function_id, why_not)
         reason = self.reclaiming.why_again(function_id) or why_recorded(self, new_inputs, function_id, function)
-        self._demote_saved_inputs(new_inputs, function_id)
-        self._demote_moved_inputs(new_inputs, function_id)
-        verification = self._verification(new_inputs, function_id)
+        self._demote(given, function_id)
+        verification = self._verification(given)
         before = self._pool.nbytes()
         start = time.perf_counter()
         try:
@@ -327,126 +319,33 @@ class Manager(Upstream):
 
         sampler.ready = ready
 
-    def _why_not_staged(self, inputs: list[Any], function_id: Any) -> str | None:
-        """Why an input on the CPU, which torch does not record, cannot be staged either; None where all can."""
-        model = self.ids_to_funcs[function_id].model
-        if not isinstance(model, FunctionModel) or model.settings.placement == "off":
-            return None
-        on_cpu = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.is_cpu]
-        for index in on_cpu:
-            if not self._uses_addresses(model):
-                return f"input {index} lies on the CPU, and graphs are given no addresses"
-            if index in model.refused:
-                return model.refused[index]
-            if inputs[index].numel() and not may_be_staged(inputs[index]):
-                return f"input {index} lies on the CPU, and its {inputs[index].nbytes} bytes are too many to be staged"
-        return CAPTURED if on_cpu and torch.cuda.is_current_stream_capturing() else None
-
-    def _verification(self, inputs: list[Any], function_id: Any) -> Verification | None:
-        model = self.ids_to_funcs[function_id].model
-        if not isinstance(model, FunctionModel) or model.settings.verify == "off":
-            return None
+    def _given(self, inputs: list[Any], function_id: Any) -> Given:
         is_managed = self._get_cuda_graph_recorded_tensor_checker()
-        kept = [i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and not is_managed(t)]
-        return Verification(inputs, kept)
+        return Given(self.ids_to_funcs[function_id], inputs, self.device_index, self._pool, is_managed)
 
-    def _demote_saved_inputs(self, inputs: list[Any], function_id: Any) -> None:
-        """What a backward is given of its forward's live inputs is live as well, where upstream takes it for static.
-
-        Upstream's forward saves its own copy, which stays where it is.
-        """
-        if self.id_to_mode[function_id] is not _BACKWARD:
-            return
-        on_path: list[LiveInputs] = []
-        node = self.current_node
-        while isinstance(node, cudagraph_trees.CUDAGraphNode):
-            live = getattr(node, "live", None)
-            if live is not None:
-                on_path.append(live)
-            node = node.parent
-        is_managed = self._get_cuda_graph_recorded_tensor_checker()
-        self._demote(
-            function_id,
-            inputs,
-            (
-                index
-                for index in self.ids_to_funcs[function_id].static_input_idxs
-                if isinstance(inputs[index], torch.Tensor)
-                and any(live.reaches(inputs[index].data_ptr()) for live in on_path)
-                and not is_managed(inputs[index])
-            ),
-        )
-
-    def _demote_moved_inputs(self, inputs: list[Any], function_id: Any) -> None:
-        """Static and managed inputs that are found elsewhere than in the newest recording here are live from now on.
+    def _demote(self, given: Given, function_id: Any) -> None:
+        """Inputs that upstream takes for static or managed ones are live from now on, if they were not where they
+        should be.
 
         A recording holds their addresses in places that only a recording at placeholder addresses finds for certain, so
         they are recorded there once more, and patched from then on.
         """
-        wrapped = self.ids_to_funcs[function_id]
-        siblings = (self.roots if self.current_node is None else self.current_node.children).get(function_id, [])
-        if not siblings or not self._may_demote(wrapped):
+        if not given.may_be_live():
             return
-        recorded = siblings[-1]
-        self._demote(
-            function_id,
-            inputs,
-            (
-                index
-                for index in recorded.static_input_idxs
-                if index in wrapped.static_input_idxs
-                and isinstance(inputs[index], torch.Tensor)
-                and inputs[index].data_ptr() != recorded.static_input_data_ptrs[index]
-            ),
-        )
-        if not follows_moved_outputs(recorded):
-            wrapped.model.moving |= {
-                index
-                for index in recorded.cudagraph_managed_idxs
-                if index not in wrapped.mutated_input_idxs
-                and not recorded.preserved_aliased_inputs[index]
-                and moved(recorded, inputs, index)
-            }
+        node = self.current_node
+        live = given.saved(node) if self.id_to_mode[function_id] is _BACKWARD else []
+        siblings = (self.roots if node is None else node.children).get(function_id, [])
+        if siblings:
+            live += given.moved_static(siblings[-1])
+            given.function.model.moving |= given.moved_managed(siblings[-1])
+        self.ids_to_funcs[function_id] = given.without_static(live)
 
-    def _demote(self, function_id: Any, inputs: list[Any], indices: Iterable[int]) -> None:
-        """Takes inputs from the static ones, but those that are written to and could not be written in place."""
-        wrapped = self.ids_to_funcs[function_id]
-        if not self._may_demote(wrapped):
-            return
-        live = {
-            index
-            for index in indices
-            if index not in wrapped.mutated_input_idxs or self._is_written_in_place(wrapped.model, inputs[index])
-        }
-        if live:
-            kept = [index for index in wrapped.static_input_idxs if index not in live]
-            self.ids_to_funcs[function_id] = dataclasses.replace(wrapped, static_input_idxs=kept)
-
-    def _may_demote(self, wrapped: Any) -> bool:
-        return self._uses_addresses(wrapped.model) and not is_kernel_free(wrapped)
-
-    def _would_lose_writes(self, inputs: list[Any], function_id: Any) -> bool:
-        """Whether an input that is written to, and neither static nor managed, cannot be recorded at a placeholder
-        address.
-
-        A graph else writes to the tensor of each call, or to a copy that is copied back.
-        """
-        wrapped = self.ids_to_funcs[function_id]
-        is_managed = self._get_cuda_graph_recorded_tensor_checker()
-        uses_addresses = self._uses_addresses(wrapped.model)
-        return any(
-            not (uses_addresses and self._is_written_in_place(wrapped.model, inputs[index]))
-            for index in wrapped.mutated_input_idxs
-            if index not in wrapped.static_input_idxs and not is_managed(inputs[index])
-        )
-
-    def _uses_addresses(self, model: Any) -> bool:
-        return (
-            isinstance(model, FunctionModel)
-            and model.settings.indirection != "off"
-            and cudagraph_trees.CUDAGraphNode is Recording  # the patches may be off by now
-            and usable_driver() is not None
-        )
+    def _verification(self, given: Given) -> Verification | None:
+        model = given.function.model
+        if not isinstance(model, FunctionModel) or model.settings.verify == "off":
+            return None
+        kept = [i for i, t in enumerate(given.inputs) if isinstance(t, torch.Tensor) and not given.is_managed(t)]
+        return Verification(given.inputs, kept)
 
     def run_eager(self, new_inputs: list[Any], function_id: Any) -> Any:
         function = self._log_of(function_id)
@@ -467,7 +366,7 @@ class Manager(Upstream):
 
     def _warming_up(self, inputs: list[Any], function_id: Any) -> AbstractContextManager[None]:
         wrapped = self.ids_to_funcs[function_id]
-        indirection = wrapped.model.settings.indirection if self._uses_addresses(wrapped.model) else "off"
+        indirection = wrapped.model.settings.indirection if input_rules.uses_addresses(wrapped.model) else "off"
         if indirection not in ("auto", "table"):
             return nullcontext()
         is_backward = self.id_to_mode[function_id] is _BACKWARD
@@ -480,8 +379,8 @@ class Manager(Upstream):
 
     def _update_non_cudagraph_managed_mutation(self, function_id: Any, inputs: list[Any]) -> None:
         model = self.ids_to_funcs[function_id].model
-        knows = self._uses_addresses(model) and self._knows_its_writes(model)
-        if knows and not self._would_lose_writes(inputs, function_id):
+        knows = input_rules.uses_addresses(model) and input_rules.knows_its_writes(model)
+        if knows and not self._given(inputs, function_id).would_lose_writes():
             self._skip_table()[self._get_node_id()][function_id] = False
             return
         super()._update_non_cudagraph_managed_mutation(function_id, inputs)
@@ -495,16 +394,6 @@ class Manager(Upstream):
 
     def _skip_table(self) -> Any:
         return getattr(self, _SKIP_TABLE)
-
-    def _knows_its_writes(self, model: Any) -> bool:
-        return model.log.graph is not None and not model.log.graph.rebinds_storage
-
-    def _is_written_in_place(self, model: Any, value: torch.Tensor) -> bool:
-        """Whether a graph can be recorded that keeps what it writes to a live input."""
-        if not self._knows_its_writes(model):
-            return False
-        in_pool = self._pool.holds(value.data_ptr())
-        return not value.numel() or why_not_placeholder(value, self.device_index, in_pool) is None
 
 
 native_names.check(manager=Manager, candidates=Candidates, recording=Recording, function=FunctionModel)

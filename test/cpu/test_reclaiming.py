@@ -17,7 +17,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.indirection import retired
 from pygraph_trees.report.log import RecordingLog
-from pygraph_trees.trees import entry_points, pools
+from pygraph_trees.trees import entry_points, input_rules, pools
 from pygraph_trees.trees import manager as trees_manager
 from pygraph_trees.trees.choice import handed_on
 from pygraph_trees.trees.manager import Manager, Upstream
@@ -29,7 +29,7 @@ class TestForgotten(TestCase):
     def setUp(self):
         super().setUp()
         self.enterContext(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
-        self.enterContext(mock.patch.object(Manager, "_why_not_staged", lambda *_: None))
+        self.enterContext(mock.patch.object(input_rules, "why_not_staged", lambda *_: None))
         self.model = object()
         own = {"outputs_weakrefs": [], "older_outputs": [], "unaliased_in_all_paths": []}
         self.below = mock.Mock(children={}, graph="captured", **own)
@@ -105,9 +105,8 @@ class TestForgotten(TestCase):
 
         with (
             mock.patch.object(Manager, "_log_of", lambda *_: log),
-            mock.patch.object(Manager, "_would_lose_writes", lambda *_: False),
-            mock.patch.object(Manager, "_demote_saved_inputs", lambda *_: None),
-            mock.patch.object(Manager, "_demote_moved_inputs", lambda *_: None),
+            mock.patch.object(Manager, "_given", lambda *_: mock.Mock(why_not_recorded=lambda: None)),
+            mock.patch.object(Manager, "_demote", lambda *_: None),
             mock.patch.object(Manager, "_verification", lambda *_: None),
             mock.patch.object(Manager, "_pool", mock.Mock(nbytes=lambda: 0)),
             mock.patch.object(Upstream, "record_function", record),

@@ -45,7 +45,7 @@ from pygraph_trees.indirection.table.pointer_table import (
     writer_source,
 )
 from pygraph_trees.indirection.table.variant_launchers import VariantLauncher
-from pygraph_trees.trees import manager, recording
+from pygraph_trees.trees import input_rules, manager, recording
 
 TABLE, PATCH, COPY = Route.TABLE, Route.PATCH, Route.COPY
 TARGET = GPUTarget("cuda", 90, 32)
@@ -458,11 +458,11 @@ class TestSlots(LiveInputsTestCase):
                 device_index=3,
                 get_curr_generation=lambda: 9,
                 _pool=self.pool,
-                _uses_addresses=lambda model, addresses=addresses: addresses,
                 _warmups=SimpleNamespace(begin=lambda *given, **named: noted.append((given, named))),
             )
             noted.clear()
-            manager.Manager._warming_up(holder, ["inputs"], 0)
+            with mock.patch.object(input_rules, "uses_addresses", lambda model, addresses=addresses: addresses):
+                manager.Manager._warming_up(holder, ["inputs"], 0)
             given = wrapped.model, 9, ["inputs"], [1], 3, self.pool
             self.assertEqual(noted, [(given, {"is_backward": True, "builds": each}) for each in builds])
 

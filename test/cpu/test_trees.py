@@ -32,12 +32,13 @@ from pygraph_trees.report.summary import clear
 from pygraph_trees.selection import why_not_graphed
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees import candidates as candidates_module
-from pygraph_trees.trees import compiled_graph, fast_path, pools
+from pygraph_trees.trees import compiled_graph, fast_path, input_rules, pools
 from pygraph_trees.trees import recording as recording_module
 from pygraph_trees.trees.candidates import Candidates
 from pygraph_trees.trees.collector import paused
 from pygraph_trees.trees.containers import Trees
 from pygraph_trees.trees.function import FunctionModel, entered
+from pygraph_trees.trees.input_rules import Given
 from pygraph_trees.trees.manager import Manager, Upstream
 from pygraph_trees.trees.recording import Recording
 from pygraph_trees.trees.rerecord import why_recorded
@@ -513,13 +514,13 @@ class TestInputsThatMove(TestCase):
         )
         self.manager = bare_manager(ids_to_funcs={self.id: wrapped}, roots={self.id: [self.recorded]})
         self.in_place = True
-        self.enterContext(mock.patch.object(Manager, "_uses_addresses", lambda *_: True))
-        self.enterContext(mock.patch.object(Manager, "_is_written_in_place", lambda *_: self.in_place))
+        self.enterContext(mock.patch.object(input_rules, "uses_addresses", lambda model: True))
+        self.enterContext(mock.patch.object(Given, "is_written_in_place", lambda *_: self.in_place))
 
     def static(self, *moved):
         """Which inputs are static once these lie elsewhere."""
         inputs = [value.clone() if index in moved else value for index, value in enumerate(self.inputs)]
-        self.manager._demote_moved_inputs(inputs, self.id)
+        self.manager._demote(self.manager._given(inputs, self.id), self.id)
         return list(self.manager.ids_to_funcs[self.id].static_input_idxs)
 
     def test_a_static_input_that_moved_is_live_from_then_on(self):
@@ -537,7 +538,7 @@ class TestInputsThatMove(TestCase):
         self.assertEqual(self.static(1, 2), [0])
 
     def test_all_stay_static_without_a_recording_there_or_without_addresses(self):
-        with mock.patch.object(Manager, "_uses_addresses", lambda *_: False):
+        with mock.patch.object(input_rules, "uses_addresses", lambda model: False):
             self.assertEqual(self.static(0, 1, 2), [0, 1, 2])
         self.manager.current_node = SimpleNamespace(children={})  # only its successors count
         self.assertEqual(self.static(0, 1, 2), [0, 1, 2])
@@ -1095,7 +1096,7 @@ class TestFastPath(TestCase):
         other = 8
         self.manager.ids_to_funcs[other] = SimpleNamespace(mutated_input_idxs=(), static_input_idxs=[], model=model)
         self.manager.warmed_up_functions.add(other)
-        uses = mock.patch.object(Manager, "_uses_addresses", lambda manager, model: True)
+        uses = mock.patch.object(input_rules, "uses_addresses", lambda model: True)
         upstream = mock.patch.object(Upstream, "_run", lambda manager, inputs, function_id: ["upstream's"])
         x = torch.ones(2)
         with uses, upstream:
@@ -1120,7 +1121,7 @@ class TestFastPath(TestCase):
         other = 8
         self.manager.ids_to_funcs[other] = SimpleNamespace(mutated_input_idxs=(), static_input_idxs=[], model=model)
         self.manager.warmed_up_functions.add(other)
-        uses = mock.patch.object(Manager, "_uses_addresses", lambda manager, model: True)
+        uses = mock.patch.object(input_rules, "uses_addresses", lambda model: True)
         upstream = mock.patch.object(Upstream, "_run", lambda manager, inputs, function_id: ["upstream's"])
         x = torch.ones(2)
         for is_capturing, inputs, expected in (
@@ -1160,16 +1161,17 @@ class TestFastPath(TestCase):
         self.manager.ids_to_funcs = {self.FUNCTION: wrapped}
         managed, elsewhere, in_pool = object(), object(), object()
         self.manager._get_cuda_graph_recorded_tensor_checker = lambda: lambda t: t is managed
-        self.manager._is_written_in_place = lambda model, t: t is elsewhere
+        in_place = mock.patch.object(Given, "is_written_in_place", lambda given, index: given.inputs[0] is elsewhere)
         for uses_addresses in (False, True):
-            self.manager._uses_addresses = lambda model: uses_addresses  # noqa: B023
+            uses = mock.patch.object(input_rules, "uses_addresses", lambda model: uses_addresses)  # noqa: B023
             for value, loses in ((managed, False), (elsewhere, not uses_addresses), (in_pool, True)):
-                self.assertEqual(self.manager._would_lose_writes([value], self.FUNCTION), loses)
-        with mock.patch.object(Upstream, "record_function", side_effect=AssertionError):
+                with uses, in_place:
+                    self.assertEqual(self.manager._given([value], self.FUNCTION).would_lose_writes(), loses)
+        with uses, in_place, mock.patch.object(Upstream, "record_function", side_effect=AssertionError):
             self.assertEqual(self.manager.record_function([torch.ones(2)], self.FUNCTION), [torch.full((2,), 2.0)])
         self.assertRegex(model.log.ungraphed_reason, "mutates an input that lies in the graph pool")
         wrapped.static_input_idxs = [0]
-        self.assertFalse(self.manager._would_lose_writes([in_pool], self.FUNCTION))
+        self.assertFalse(self.manager._given([in_pool], self.FUNCTION).would_lose_writes())
 
     def test_what_a_forward_was_given_is_live_in_its_backward(self):
         saved, weight, managed, tangent = (torch.ones(4) for _ in range(4))
@@ -1185,9 +1187,8 @@ class TestFastPath(TestCase):
 
         inputs = [saved, weight, managed, 7, tangent]
         modes = cudagraph_trees.CompilationMode
-        self.manager._uses_addresses = lambda model: uses
+        self.manager.roots = {}
         self.manager._get_cuda_graph_recorded_tensor_checker = lambda: lambda t: t is managed
-        self.manager._is_written_in_place = lambda model, t: False
         for mode, node, uses, mutated, static in (
             (modes.BACKWARD, later, True, (), [1, 2, 3]),
             (modes.BACKWARD, forward, True, (1,), [1, 2, 3]),
@@ -1200,7 +1201,11 @@ class TestFastPath(TestCase):
                 self.manager.ids_to_funcs = {self.FUNCTION: Wrapped([0, 1, 2, 3], mutated)}
                 self.manager.id_to_mode = {self.FUNCTION: mode}
                 self.manager.current_node = node
-                self.manager._demote_saved_inputs(inputs, self.FUNCTION)
+                with (
+                    mock.patch.object(input_rules, "uses_addresses", lambda model: uses),  # noqa: B023
+                    mock.patch.object(Given, "is_written_in_place", lambda given, index: False),
+                ):
+                    self.manager._demote(self.manager._given(inputs, self.FUNCTION), self.FUNCTION)
                 self.assertEqual(self.manager.ids_to_funcs[self.FUNCTION].static_input_idxs, static)
 
 
