@@ -15,8 +15,9 @@ from torch._inductor import cudagraph_trees
 
 from pygraph_trees.native.tensors import candidate_filter, first_fit
 
+from .liveness import release_unneeded
 from .reclaiming import Reclaimed, Reclaiming
-from .recording import Recording, release_unneeded
+from .recording import Recording
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -26,13 +26,14 @@ from pygraph_trees.indirection.table.pointer_table import Warmups
 from pygraph_trees.native import build
 
 from . import fast_path, input_rules, native_names, pools
+from .attempts import forget_frames
 from .candidates import Candidates, Search
 from .collector import paused
 from .function import FunctionModel
 from .input_rules import Given
 from .pools import ranges_of
 from .reclaiming import Reclaiming
-from .recording import Recording, forget_frames
+from .recording import Recording
 from .rerecord import why_recorded
 from .verification import Verification
 

@@ -31,8 +31,8 @@ from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journa
 from pygraph_trees.report.summary import clear
 from pygraph_trees.selection import why_not_graphed
 from pygraph_trees.settings import Settings
+from pygraph_trees.trees import attempts, compiled_graph, fast_path, input_rules, liveness, pools
 from pygraph_trees.trees import candidates as candidates_module
-from pygraph_trees.trees import compiled_graph, fast_path, input_rules, pools
 from pygraph_trees.trees import recording as recording_module
 from pygraph_trees.trees.candidates import Candidates
 from pygraph_trees.trees.collector import paused
@@ -40,6 +40,7 @@ from pygraph_trees.trees.containers import Trees
 from pygraph_trees.trees.function import FunctionModel, entered
 from pygraph_trees.trees.input_rules import Given
 from pygraph_trees.trees.manager import Manager, Upstream
+from pygraph_trees.trees.outputs import as_they_read
 from pygraph_trees.trees.recording import Recording
 from pygraph_trees.trees.rerecord import why_recorded
 
@@ -595,16 +596,16 @@ class TestOutputs(TestCase):
         outputs += [torch.empty(5, 0, dtype=torch.complex64), torch.empty(2, 0, 3, dtype=torch.complex64).conj()]
         outputs.append(torch.empty(4, 8, dtype=torch.complex64)[:0, :3].conj())
         given = [base, None, 3, *outputs]
-        found = recording_module._as_they_read(given)
+        found = as_they_read(given)
         self.assertTrue(all(one is other for one, other in zip(found[:3], given[:3], strict=True)))
         for one, other in zip(found[3:], outputs, strict=True):
             self.assertEqual(one, other, rtol=0, atol=0)
             self.assertEqual(one.stride(), other.stride())
             self.assertFalse(one.numel() and (one.is_conj() or one.is_neg()))
         plain = (base, 3)
-        self.assertIs(recording_module._as_they_read(plain), plain)
-        self.assertIs(recording_module._as_they_read(base), base)
-        self.assertFalse(recording_module._as_they_read(base.conj()).is_conj())
+        self.assertIs(as_they_read(plain), plain)
+        self.assertIs(as_they_read(base), base)
+        self.assertFalse(as_they_read(base.conj()).is_conj())
 
 
 class Graph(torch.autograd.Function):
@@ -730,7 +731,7 @@ class TestWhoHoldsOutputs(TestCase):
     def test_what_somebody_holds_is_not_released(self):
         x, (node,) = self.forward(1, (1,))
         self.assertFalse(node.all_outputs_are_dead())
-        self.assertFalse(recording_module.release_unneeded(self.pool))
+        self.assertFalse(liveness.release_unneeded(self.pool))
         x.sum().backward()  # as it could be
         self.assertEqual(self.weight.grad, torch.ones(3))
 
@@ -741,7 +742,7 @@ class TestWhoHoldsOutputs(TestCase):
         for asked in ([(0, 1)], [(0, 1), (0, 2)]):
             stopped = Graph.apply(torch.ones(3), self.weight, teacher, (1, 2)).detach()
             self.assertEqual(self.alive(teacher), [True, True, True])
-            self.assertTrue(student._deaths(asked).ask())
+            self.assertTrue(liveness.deaths(student, asked).ask())
             self.assertEqual(self.alive(teacher), [True, False, False])
             del stopped
             self.assertTrue(student.all_outputs_are_dead())
@@ -762,7 +763,7 @@ class TestWhoHoldsOutputs(TestCase):
         """What nobody holds, but a backward that never comes, rules out none of them."""
         first = self.recording(2)
         given_ = [torch.zeros(3) for _ in range(2)]
-        asked = first._deaths([(0, 1)])
+        asked = liveness.deaths(first, [(0, 1)])
 
         def behind(moved):
             where = Whereabouts([0], [moved.data_ptr()], [])
@@ -785,18 +786,18 @@ class TestWhoHoldsOutputs(TestCase):
         """Another one's thread may be about to give its outputs."""
         x, (node,) = self.forward(1, (1,))
         del x
-        self.assertFalse(recording_module.release_unneeded((0, 0)))
+        self.assertFalse(liveness.release_unneeded((0, 0)))
         self.assertIsNotNone(node.cached_tensor_outputs[0].grad_fn)
-        self.assertTrue(recording_module.release_unneeded(self.pool))
+        self.assertTrue(liveness.release_unneeded(self.pool))
 
     def test_what_is_asked_does_not_keep_the_recording(self):
         node = self.recording(1)
         gone = weakref.ref(node)
         reference = node.outputs_weakrefs[0]
-        self.assertIn(self.pool, recording_module._with_outputs)
+        self.assertIn(self.pool, liveness._by_pool)
         del node
         self.assertIsNone(gone())
-        self.assertNotIn(self.pool, recording_module._with_outputs)
+        self.assertNotIn(self.pool, liveness._by_pool)
         self.assertFalse(reference.expired())  # as upstream has it: nobody can tell
 
 
@@ -1038,10 +1039,10 @@ class TestFastPath(TestCase):
 
             def make(node, wrapped, id, parent, given, *, todo=todo, has_table=has_table, calls=calls):
                 self.assertEqual(given, inputs)
-                on_memory = bool(node._refused)
+                on_memory = bool(node._attempts.refused)
                 calls.append("memory" if on_memory else "table" if has_table[0] else "address")
                 node._live = None if on_memory else Live(has_table[0])
-                node._kept = [] if on_memory else list(given)
+                node._attempts._kept = [] if on_memory else list(given)
                 given[:] = [0]
                 if todo.pop(0):
                     raise RuntimeError("of the test")
@@ -1056,7 +1057,7 @@ class TestFastPath(TestCase):
                 mock.patch.object(recording_module.Upstream, "__init__", make),
                 mock.patch.object(Recording, "_finish_first_call", lambda *_: None),
                 mock.patch.object(Recording, "_prepare_questions", side_effect=Done),
-                mock.patch.object(recording_module, "leave_table", leave_table),
+                mock.patch.object(attempts, "leave_table", leave_table),
                 self.assertRaises(Done if wanted is not None else RuntimeError),
             ):
                 node.__init__(wrapped, SimpleNamespace(id=3), None, given)
@@ -1072,10 +1073,11 @@ class TestFastPath(TestCase):
         node.wrapped_function = SimpleNamespace(mutated_input_idxs=(1,), id=3)
         done = mock.patch.object(recording_module.Upstream, "_allocate_and_copy_recording_inputs", lambda *_: "done")
         inputs = [torch.ones(2), torch.ones(2), torch.ones(0)]
-        chosen = mock.patch.object(recording_module, "choose", lambda *_, **__: (None, {}))
-        node._refused, node.device, node.cuda_graphs_pool = {}, 0, "its pool"
+        chosen = mock.patch.object(attempts, "choose", lambda *_, **__: (None, {}))
+        node.device, node.cuda_graphs_pool = 0, "its pool"
         node.wrapped_function.model = SimpleNamespace(settings=SimpleNamespace(placement="off", indirection="patch"))
-        more = {"_managed_and_moving": lambda node: set()}
+        node._attempts = attempts.Attempts(node.wrapped_function, inputs)
+        more = {"_managed_and_moving": lambda *_: set(), "_may_be_kept": lambda *_: True}
         with done, chosen, mock.patch.multiple(Recording, **more), mock.patch.object(recording_module, "ranges_of"):
             for copied, api, fits in (((0, 1), "driver", False), ((0,), "driver", True), ((0, 1), None, True)):
                 node._driver_for_addresses = lambda: (api, "why not")  # noqa: B023
