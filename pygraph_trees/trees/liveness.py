@@ -1,9 +1,9 @@
 """Who holds the outputs of recordings, which lie in a graph pool.
 
-:class:`PoolOutputs` has the recordings of one pool. An output that its recording alone holds may still keep others
-alive, through the graph of a backward that never came: :meth:`PoolOutputs.release_unneeded` detaches it. :func:`deaths`
-prepares the question whether some outputs on a path are dead, and :func:`watch` makes upstream's references see what
-C++ holds, which matters where upstream does not see what autograd saved.
+:func:`register` counts a recording among those of its pool once it has outputs, and makes upstream's references see
+what C++ holds. An output that its recording alone holds may still keep others alive, through the graph of a backward
+that never came: :func:`release_unneeded` detaches all such outputs of a pool. :func:`deaths` prepares the question
+whether some outputs on a path are dead.
 """
 
 from __future__ import annotations
@@ -34,45 +34,40 @@ class HoldsOutputs(Protocol):
     def _path_from_root(self) -> Iterator[Any]: ...
 
 
-class PoolOutputs:
-    """The recordings of one graph pool that have outputs: those of one manager, which one thread calls at a time."""
-
-    __slots__ = ("__weakref__", "_recordings")
-
-    def __init__(self) -> None:
-        self._recordings: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    @staticmethod
-    def of(pool: Any) -> PoolOutputs:
-        """Those of a pool; they live as long as somebody holds them, which each recording does."""
-        found = _by_pool.get(pool)
-        if found is None:
-            found = _by_pool[pool] = PoolOutputs()
-        return found
-
-    def add(self, recording: HoldsOutputs) -> None:
-        self._recordings.add(recording)
-
-    def release_unneeded(self) -> bool:
-        """Outputs that nobody holds let go of autograd's graphs, as in torch 2.15; whether any did.
-
-        Such a graph may be what holds others: what was saved for it, and what was saved before, of any recording.
-        """
-        found, recordings = False, list(self._recordings)
-        for _ in range(1 + sum(len(recording.cached_tensor_outputs) for recording in recordings)):
-            if not sum(map(_release_autograd, recordings)):
-                break
-            found = True
-        return found
+# The recordings that have outputs, by their graph pool: those of one manager, which one thread calls at a time.
+_by_pool: weakref.WeakValueDictionary[Any, weakref.WeakSet[HoldsOutputs]] = weakref.WeakValueDictionary()
 
 
-_by_pool: weakref.WeakValueDictionary[Any, PoolOutputs] = weakref.WeakValueDictionary()
+def register(recording: HoldsOutputs) -> object:
+    """Counts a recording among those of its pool, as long as it holds what is returned.
+
+    Upstream's references to its cached outputs take an output for dead that autograd alone holds, before torch 2.15;
+    they see it from now on.
+    """
+    held = _by_pool.setdefault(recording.cuda_graphs_pool, weakref.WeakSet())
+    held.add(recording)
+    if compat.sees_what_autograd_holds(recording):
+        return held
+    # Upstream would write over what a backward is to read.
+    reference = weakref.ref(recording)
+    for number in range(len(recording.cached_tensor_outputs)):
+        if recording.cached_tensor_outputs[number] is not None:
+            output: Any = recording.outputs_weakrefs[number]
+            output.extra_ref_check = functools.partial(_is_released, reference, number, output.extra_ref_check)
+    return held
 
 
 def release_unneeded(pool: Any) -> bool:
-    """:meth:`PoolOutputs.release_unneeded` of a pool, which may have no recordings."""
-    found = _by_pool.get(pool)
-    return found is not None and found.release_unneeded()
+    """Outputs that nobody holds let go of autograd's graphs, as in torch 2.15; whether any did.
+
+    Such a graph may be what holds others: what was saved for it, and what was saved before, of any recording.
+    """
+    found, recordings = False, list(_by_pool.get(pool, ()))
+    for _ in range(1 + sum(len(recording.cached_tensor_outputs) for recording in recordings)):
+        if not sum(map(_release_autograd, recordings)):
+            break
+        found = True
+    return found
 
 
 def deaths(recording: HoldsOutputs, indices: list[tuple[int, int]]) -> Deaths | None:
@@ -80,18 +75,6 @@ def deaths(recording: HoldsOutputs, indices: list[tuple[int, int]]) -> Deaths | 
     path = list(recording._path_from_root) if indices else []
     places = [(path[d].cached_tensor_outputs, recording.path_weakrefs[d], number) for d, number in indices]
     return Deaths(places, functools.partial(release_unneeded, recording.cuda_graphs_pool)) if places else None
-
-
-def watch(recording: HoldsOutputs) -> None:
-    """Upstream's references to cached outputs see what is held in C++ alone, as autograd's saved tensors are."""
-    if compat.sees_what_autograd_holds(recording):
-        return
-    # Upstream takes such an output for dead, and writes over what a backward is to read.
-    reference = weakref.ref(recording)
-    for number in range(len(recording.cached_tensor_outputs)):
-        if recording.cached_tensor_outputs[number] is not None:
-            held: Any = recording.outputs_weakrefs[number]
-            held.extra_ref_check = functools.partial(_is_released, reference, number, held.extra_ref_check)
 
 
 def _is_released(recording: Callable[[], Any], number: int, check: Callable[[], bool]) -> bool:

@@ -46,7 +46,7 @@ from .attempts import Attempts
 from .captured_graph import captured_nodes, is_cuda, kept_graph, surroundings
 from .function import FunctionModel
 from .input_records import describe
-from .liveness import PoolOutputs, deaths, release_unneeded, watch
+from .liveness import deaths, register, release_unneeded
 from .outputs import as_they_read, is_on_live_input, without_staged
 from .pools import ranges_of
 
@@ -159,9 +159,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         known = (*self.older_outputs, *self.outputs_weakrefs)
         self.older_outputs = [held for held in known if held is not None and not held.expired()]
         super()._initialize_cached_tensors()
-        self._pool_outputs = PoolOutputs.of(self.cuda_graphs_pool)
-        self._pool_outputs.add(self)
-        watch(self)
+        self._registered = register(self)
 
     def all_outputs_are_dead(self) -> bool:
         """Whether all outputs of the path from this node to its root are dead."""
