@@ -134,7 +134,7 @@ def chooser(
 def handed_on(manager: Manager, model: FunctionModel) -> list[int]:
     """What functions that are decided by themselves take of this one's outputs in the pool, in bytes each.
 
-    By the newest recordings behind the newest one of this function.
+    The newest recordings after the newest one of this function count.
     """
     own, todo = None, [manager.roots or {}]
     while todo:
@@ -146,9 +146,9 @@ def handed_on(manager: Manager, model: FunctionModel) -> list[int]:
     if own is None:
         return []
     depth, taken = len(list(own._path_from_root)) - 1, []
-    behind = [found[-1] for found in own.children.values() if found]
-    for node in behind:  # which grows
-        behind += [found[-1] for found in node.children.values() if found]
+    after = [found[-1] for found in own.children.values() if found]
+    for node in after:  # which grows
+        after += [found[-1] for found in node.children.values() if found]
         if getattr(node.wrapped_function.model, "trial", None) is model.trial:
             continue
         for index in node.cudagraph_managed_idxs:

@@ -163,11 +163,11 @@ class Manager(Upstream):
             self.turn.release()
 
     def _replay_fast(self, inputs: list[Any], function_id: Any) -> Any:
-        """The same while it is this call's turn.
+        """:meth:`replay_fast` while it is this call's turn.
 
-        The recording is the one that upstream takes: the first that fits behind the recording that was replayed before,
-        and where nothing was recorded there, at the begin of a step. Left out is what upstream reads from its
-        configuration, and the wrapper that looks at each input's alignment, which ``takes`` does for new addresses.
+        The recording is the one that upstream takes: the first that fits after the recording that was replayed before,
+        or, if nothing was recorded there, at the begin of a step. What upstream reads from its configuration is left
+        out, and so is its look at each input's alignment: ``accepts`` looks at it if addresses are new.
         """
         if self.graph is None:
             return None
@@ -325,8 +325,8 @@ class Manager(Upstream):
         return Given(self.ids_to_funcs[function_id], inputs, self.device_index, self._pool, is_managed)
 
     def _demote(self, given: Given, function_id: Any) -> None:
-        """Inputs that upstream takes for static or managed ones are live from now on, if they were not where they
-        should be.
+        """Makes inputs live from now on: static and managed ones that are elsewhere than in the newest recording here,
+        and what a backward is given of its forward's live inputs.
 
         A recording holds their addresses in places that only a recording at placeholder addresses finds for certain, so
         they are recorded there once more, and patched from then on.
