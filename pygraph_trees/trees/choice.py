@@ -26,7 +26,6 @@ from pygraph_trees.selection.trial import Contestant, GpuWatch
 from . import function as function_module
 from .function import PER_THREAD
 from .manager import Manager
-from .pools import ranges_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -119,7 +118,7 @@ def chooser(
 
         def has_room() -> bool:
             manager = trees.manager()
-            return not isinstance(manager, Manager) or _has_room_for_another(manager)
+            return not isinstance(manager, Manager) or manager.has_room_for_another()
 
         told = ended, began, handed, has_room
         made = Contestant(trial, log, first_graphed, first_ungraphed, GpuWatch(device), *told)
@@ -157,18 +156,6 @@ def handed_on(manager: Manager, model: FunctionModel) -> list[int]:
             if isinstance(made, dict):
                 taken.append(made["nbytes"])
     return taken
-
-
-def _has_room_for_another(manager: Manager) -> bool:
-    """Whether the GPU has as much memory free as the graph pool takes, and some."""
-    pool = ranges_of(manager.device_index, manager.cuda_graphs_thread_pool).nbytes()
-    try:
-        free, _ = torch.cuda.mem_get_info(manager.device_index)
-    except RuntimeError:
-        return False
-    # What torch holds in reserve; none of the pool's can be used.
-    reserve = torch.cuda.memory_reserved(manager.device_index) - torch.cuda.memory_allocated(manager.device_index)
-    return bool(free + max(0, reserve - pool) > 1.1 * pool)
 
 
 def _now_and_then(look: Run, run: Run) -> Run:

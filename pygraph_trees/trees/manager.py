@@ -230,6 +230,17 @@ class Manager(Upstream):
         """Gives back the graph pool if nothing is left in it; see :meth:`.Reclaiming.give_pool_back`."""
         return self.reclaiming.give_pool_back(self)
 
+    def has_room_for_another(self) -> bool:
+        """Whether the GPU has as much memory free as the graph pool takes, and some."""
+        pool = self._pool.nbytes()
+        try:
+            free, _ = torch.cuda.mem_get_info(self.device_index)
+        except RuntimeError:
+            return False
+        # What torch holds in reserve; none of the pool's can be used.
+        reserve = torch.cuda.memory_reserved(self.device_index) - torch.cuda.memory_allocated(self.device_index)
+        return bool(free + max(0, reserve - pool) > 1.1 * pool)
+
     def _run(self, new_inputs: list[Any], function_id: Any) -> Any:
         # At the begin of a step upstream looks for a child of the last step's recording, finds none, ends the path and
         # starts over. Where there is none to be found the path is ended at once.
