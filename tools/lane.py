@@ -31,8 +31,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_JOBS = 4
-# Of test/cpu, from the slowest on; all others take less, and start in the order of their sizes.
-SLOWEST: tuple[str, ...] = ("test_bench", "test_fuzz", "test_fake_gpu", "test_placement_graphs", "test_parity_harness")
+# Files of test/cpu that take longer than their size suggests, the slowest first; the others follow by size.
+SLOWEST: tuple[str, ...] = (
+    "test_bench",
+    "test_fuzz",
+    "test_placement_graphs",
+    "test_constants",
+    "test_parity_harness",
+    "test_examples_cpu",
+    "test_flags",
+    "test_fake_gpu",
+)
 PRELOADED = ("torch", "torch._inductor.compile_fx", "torch.testing._internal.common_utils")
 KINDS = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 FAILURES = ("failed", "error", "died")

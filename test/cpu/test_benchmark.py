@@ -100,7 +100,7 @@ class TestProgram(TestCase):
         self.assertEqual(Program(lambda *a: None, (x, x[50:])).resident_nbytes, 400)
 
     def test_the_device_is_that_of_what_a_function_closes_over(self):
-        """It is waited for, though all that the function is given lies elsewhere."""
+        """It is waited for, though all inputs are elsewhere."""
         with absent_gpu("sm_90"), FakeTensorMode():
             model, table = torch.nn.Linear(2, 2, device="cuda"), torch.ones(2, device="cuda")
             for fn, device in ((lambda: model, "cuda"), (lambda: table, "cuda"), (lambda: later, "cpu")):
@@ -189,7 +189,7 @@ class TestTiming(TestCase):
         self.assertEqual((len(block.latency_s), len(block.host_s)), (3, 3))
         self.assertTrue(all(host <= latency for host, latency in zip(block.host_s, block.latency_s, strict=True)))
 
-    def test_collector_comes_back(self):
+    def test_the_collector_comes_back(self):
         import gc
 
         with collector_off():
@@ -246,7 +246,7 @@ class TestDifferences(TestCase):
             self.assertIsNone(found.largest)
             self.assertIn(problem, found.problem)
 
-    def test_snapshot_survives(self):
+    def test_a_snapshot_survives_a_write(self):
         x = torch.ones(2)
         kept = snapshot(x)
         x.zero_()
@@ -466,7 +466,9 @@ class TestComparison(TestCase):
                 self.assertIsNone(figure)
         self.assertEqual([m.max_diff_upstream for m in found if m.way == "ours"], [0.0, 0.0])
         self.assertEqual([m.routes for m in found], [[]] * 8)  # without a GPU there are none
-        self.assertEqual(checkpoints, [0, 0, 0, 0, 0, 8, 8])  # behind each way that is prepared, and the other stages
+        self.assertEqual(
+            checkpoints, [0, 0, 0, 0, 0, 8, 8]
+        )  # after each way that is prepared, and after the other stages
         self.assertEqual(steps[-1][0], steps[-1][1])
         self.assertEqual([done for done, _ in steps], sorted(done for done, _ in steps))
 
@@ -491,7 +493,7 @@ class TestComparison(TestCase):
         self.assertEqual(stages[:6], ["compiling", "warming", "compiling", "warming", "settling", "timing"])
         return found[-1]
 
-    def test_what_chooses_routes_does_so_behind_all_preparation(self):
+    def test_routes_are_chosen_after_all_preparation(self):
         self.assertEqual(self._that_chooses(lambda x: x * 2).max_diff, 0.0)
         self.assertEqual(self._that_chooses(lambda x: x * 3).max_diff, 1.0)
         failed = self._that_chooses(lambda x: (x * 2).double())
@@ -687,7 +689,7 @@ class TestTables(TestCase):
         self.assertIn("| geometric mean | fresh | | | | 2.000x |", table)
         self.assertIn("- compile, same: failed", table)
 
-    def test_nothing_measured(self):
+    def test_tables_without_figures(self):
         self.assertEqual(text_table([]), "")
         self.assertIn("(no figures)", markdown_table([_measurement().failed("x")]))
         self.assertIsNone(geometric_mean([]))

@@ -60,7 +60,7 @@ class Trees:
         self.manager = bare_manager(roots=self.roots, warmed_up_functions=self.wrapped, ids_to_funcs=self.wrapped)
 
     def function(self):
-        """A function, and who enters it."""
+        """A function's number, and its entry."""
         model = FunctionModel.of(lambda inputs: inputs, is_backward=False, is_inference=True)
         model.settings = dataclasses.replace(model.settings, indirection="auto")
         model.add(of_integers=False)
@@ -75,7 +75,7 @@ class Trees:
         return number, fast_path.entry(by_hand, model)
 
     def recording(self, number, parent=None, *, static=(), outputs=1, dead=()):
-        """The newest of a function behind another: of static inputs, and of outputs on the path that are to be dead."""
+        """The newest of a function after another: of static inputs, and of outputs on the path that are to be dead."""
         node = Recording.__new__(Recording)
         cached = some(outputs)
         references = [Reference(cached, index) for index in range(outputs)]
@@ -173,7 +173,7 @@ class Cases:
         weights, nodes = some(3), []
         for weight in weights:
             nodes.append(self.trees.recording(number, nodes[-1] if nodes else None, static=[weight]))
-        for count in (3, 1, 0, 0, 0):  # the second step is the first one that begins behind another
+        for count in (3, 1, 0, 0, 0):  # the second step is the first one that begins after another
             self.step()
             with self.looked_for(count):
                 for weight, node in zip(weights, nodes, strict=True):
@@ -185,7 +185,7 @@ class Cases:
             self.check_none(call, weights[:1])
 
     def test_functions_that_follow_each_other_are_found_without_a_search(self):
-        """A function of several positions, each time behind the same one or another."""
+        """A function of several positions, each time after the same one or another."""
         (first, call_first), (second, call_second) = self.trees.function(), self.trees.function()
         root, others = self.trees.recording(first), self.trees.recording(second)
         behind = [self.trees.recording(second, root), self.trees.recording(second, others)]
@@ -204,7 +204,7 @@ class Cases:
                         self.check(call, [], node)
 
     def fifty(self):
-        """A function behind another, with a recording for each set of the other's outputs that are kept."""
+        """A function after another, with a recording for each set of the other's outputs that are kept."""
         (first, call_first), (second, call_second) = self.trees.function(), self.trees.function()
         root = self.trees.recording(first, outputs=6)
         behind = []
@@ -262,15 +262,21 @@ class Cases:
         run(0, 0)
 
     def test_each_of_seventy_recordings_is_found_by_its_static_input(self):
-        """Of one function behind the same one, each with a tensor of its own beside one that all share."""
+        """Of one function after the same one, each with a tensor of its own beside one that all share."""
         number, call = self.trees.function()
         shared, *own = some(71)
         nodes = [self.trees.recording(number, static=[shared, weight]) for weight in own]
+        accepts = Recording.accepts
         for times in range(3):
-            with self.looked_for(70 * (not times)) if times != 1 else contextlib.nullcontext():
+            with (
+                self.looked_for(70 * (not times)) if times != 1 else contextlib.nullcontext(),
+                mock.patch.object(Recording, "accepts", autospec=True, side_effect=accepts) as asked,
+            ):
                 for weight, node in zip(own, nodes, strict=True):
                     self.step()
                     self.check(call, [shared, weight], node)
+            if not self.in_cpp:
+                self.assertEqual(asked.call_count, 70)  # none is asked whose inputs are elsewhere
         for inputs in ([shared, *some(1)], [own[0], own[1]], [own[1], shared]):
             self.step()
             self.check_none(call, inputs)
@@ -354,7 +360,7 @@ class Cases:
         self.check_none(call, [])
 
     def test_a_new_recording_is_asked_after_the_others(self):
-        """Upstream records, and the newest one is asked behind the others."""
+        """Upstream records, and the newest one is asked after the others."""
         number, call = self.trees.function()
         old, new = some(2)
         nodes = [self.trees.recording(number, static=[old])]

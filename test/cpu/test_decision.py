@@ -161,7 +161,7 @@ class TestKinds(TestCase):
         self.assertIs(first([copies, Load(500, 100, 50)], THROUGHPUT), GRAPHED)
         launches = Part(sample(100, 30, 10), sample(10, 40))
         self.assertIs(first([launches], LATENCY), GRAPHED)
-        # behind a long kernel the launches are free, and the replay's copies are not
+        # after a long kernel the launches are free, and the replay's copies are not
         self.assertIs(first([Load(10, 150), launches], LATENCY), UNGRAPHED)
         self.assertIs(first([Load(10, 150), launches], THROUGHPUT), UNGRAPHED)
 
@@ -212,7 +212,7 @@ class TestMeasuredPrograms(TestCase):
         self.check(322, 330, GRAPHED, kernels=7)
         self.check(1450, 1444, GRAPHED)  # recommender, batch 8192
 
-    def test_equation_of_state(self):
+    def test_the_decision_about_the_equation_of_state(self):
         # 10 us of kernel; 25 MB in copies that take 16; what is said of it
         part = Part(sample(44, 10), sample(65, 26), kernels=1, copied_bytes=25_165_824)
         found = decide(compare([part], LATENCY))
@@ -295,7 +295,7 @@ class TestStanding(TestCase):
         _, ways = self.run_through([(90, 100), (100, 90), (100, 90), (100, 90)])
         self.assertEqual(ways, [UNGRAPHED, UNGRAPHED, UNGRAPHED, GRAPHED])
 
-    def test_one_that_does_not_speak_against_it_begins_anew(self):
+    def test_one_measurement_for_a_decision_clears_those_against_it(self):
         standing, ways = self.run_through([(100, 100), (90, 100), (90, 100), (96, 100), (90, 100), (90, 100)])
         self.assertEqual(set(ways), {GRAPHED})
         self.assertEqual(standing.against, 2)
@@ -330,7 +330,7 @@ class TestNextWay(TestCase):
         self.assertEqual(len(order), 2 * RULES.fewest_calls if clear else RULES.most_calls)
 
     @given(st.integers(0, 100), st.integers(0, 100), st.booleans())
-    def test_enough_is_enough(self, ungraphed_calls, graphed_calls, clear):
+    def test_no_more_calls_are_measured_than_are_enough(self, ungraphed_calls, graphed_calls, clear):
         way = next_way(ungraphed_calls, graphed_calls, clear)
         if way is None:
             self.assertGreaterEqual(min(ungraphed_calls, graphed_calls), RULES.fewest_calls)

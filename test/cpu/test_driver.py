@@ -164,7 +164,7 @@ class TestMissingCalls(DriverTestCase):
             self.api.lack("cuCtxGetCurrent", where)
             self.assertRefused("cuCtxGetCurrent", NOT_FOUND, self.driver.context)
 
-    def test_absent_setter(self):
+    def test_a_setter_that_is_absent_is_not_found(self):
         node, exec_ = self.bound("memset", self.api.make_memset(0x1000, 8))
         self.api.lack("cuGraphExecMemsetNodeSetParams")
         node.bind(exec_, self.driver.context())

@@ -88,7 +88,7 @@ class TestGradients(TestCase):
         return parameters, CompiledFunction.apply(self.call, self.look, *parameters)
 
     def look(self, given_):
-        """Keeps none: who holds one keeps it from being taken over."""
+        """Keeps none: a gradient that is held is not taken over."""
         self.assertEqual([g.data_ptr() for g in given_], [c.data_ptr() for c in self.cached])
         self.assertEqual([g.clone() for g in given_], self.cached)
         self.looks.append([g is c for g, c in zip(given_, self.cached, strict=True)])

@@ -110,7 +110,7 @@ class TestGraphHost(TestCase):
                 self.assertRaises(KeyboardInterrupt, graph_host.main)
             self.assertEqual([r["workload"] for r in json.loads(out.read_text())["results"]], ["MLP"])
 
-    def test_table(self):
+    def test_the_table_shows_both_ways(self):
         common = {"workload": "MLP", "regime": "same", "launch": 5.0, "gpu": None, "rest": None, "parts": ()}
         records = [
             {**common, "way": "upstream", "host": 80.0, "trees": 40.0, "outside": 35.0, "latency": 100.0},

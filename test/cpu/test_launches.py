@@ -79,7 +79,7 @@ class FakeAutotuner:
 
 @contextlib.contextmanager
 def warming_up(addresses: Collection[int]) -> Iterator[set[int]]:
-    """Notes launches, and builds the variants behind; then the set holds the addresses that these take."""
+    """Notes launches, and builds the variants afterwards; then the set holds the addresses that these take."""
     taken = set[int]()
     with noting(addresses) as readings:
         yield taken
@@ -140,13 +140,18 @@ class TestCapture(LaunchesTestCase):
         kernel.launched.clear()
         return kernel, out
 
-    def test_arguments_with_a_slot_go_through_it(self) -> None:
-        kernel, out = self.warmed(*tensors(2))
-        self.assertEqual(self.made, [("kernel", frozenset({"in_ptr0", "in_ptr1"}))])
+    def captured(self, kernel: FakeAutotuner, out: torch.Tensor) -> tuple[Table, torch.Tensor, torch.Tensor, str]:
+        """A launch with two inputs that have slots; the table, the inputs, and what the launch gives."""
         a, b = tensors(2)
         table = Table(a, b)
         with through(table):
-            self.assertEqual(kernel.run(a, b, out, 8, stream=7), "launched by variant")
+            return table, a, b, kernel.run(a, b, out, 8, stream=7)
+
+    def test_arguments_with_a_slot_go_through_it(self) -> None:
+        kernel, out = self.warmed(*tensors(2))
+        self.assertEqual(self.made, [("kernel", frozenset({"in_ptr0", "in_ptr1"}))])
+        table, a, b, result = self.captured(kernel, out)
+        self.assertEqual(result, "launched by variant")
         ((way, *given, n, stream),) = kernel.launched
         self.assertEqual((way, n, stream), ("variant", 8, 7))
         self.assertIs(given[0], table.slots[a.data_ptr()])
@@ -182,22 +187,16 @@ class TestCapture(LaunchesTestCase):
     def test_a_parameter_that_can_be_no_slot_is_passed_as_it_is(self) -> None:
         self.refused = {"in_ptr1"}
         kernel, out = self.warmed(*tensors(2))
-        a, b = tensors(2)
-        table = Table(a, b)
-        with through(table):
-            kernel.run(a, b, out, 8, stream=7)
+        table, a, b, _ = self.captured(kernel, out)
         self.assertIs(kernel.launched[0][2], b)
         self.assertEqual(table.read, [("kernel", a.data_ptr())])
 
     def test_a_kernel_without_a_variant_is_launched_as_it_is(self) -> None:
         self.refused = {"in_ptr0", "in_ptr1"}
         kernel, out = self.warmed(*tensors(2))
-        a, b = tensors(2)
-        table = Table(a, b)
-        with through(table):
-            self.assertEqual(kernel.run(a, b, out, 8, stream=7), "launched")
-            self.assertEqual(FakeAutotuner().run(a, b, out, 8, stream=7), "launched")  # was never warmed up
-        self.assertEqual(table.read, [])
+        for one in (kernel, FakeAutotuner()):  # the latter was never warmed up
+            table, a, _, result = self.captured(one, out)
+            self.assertEqual((result, table.read), ("launched", []))
         with warming_up({a.data_ptr()}):
             kernel.run(a, a, out, 8, stream=7)
         self.assertEqual(len(self.made), 1)  # that there is none is remembered
@@ -207,9 +206,7 @@ class TestCapture(LaunchesTestCase):
             with self.assertLogs("pygraph_trees.indirection", "WARNING") as logs:
                 kernel, out = self.warmed(*tensors(2))
             self.assertIn("of the test", logs.output[0])
-        a, b = tensors(2)
-        with through(Table(a, b)):
-            self.assertEqual(kernel.run(a, b, out, 8, stream=7), "launched")
+        self.assertEqual(self.captured(kernel, out)[-1], "launched")
 
     def test_benchmarks_are_left_alone(self) -> None:
         a, b = tensors(2)
@@ -262,7 +259,7 @@ class TestWarmup(LaunchesTestCase):
             self.assertEqual(taken, {a.data_ptr(), c.data_ptr()})
         self.assertEqual(len(self.made), 2)
 
-    def test_nothing_is_built_behind_a_failure(self) -> None:
+    def test_nothing_is_built_after_a_failure(self) -> None:
         a, b = tensors(2)
         with self.assertRaises(KeyError), warming_up({a.data_ptr()}):
             FakeAutotuner().run(a, b, b, 8, stream=7)

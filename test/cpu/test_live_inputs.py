@@ -487,17 +487,7 @@ class TestCopies(LiveInputsTestCase):
                 copy = live_inputs.copy_at(a, residue)
                 self.assertEqual((copy, copy.stride(), copy.data_ptr() % 512), (a, a.stride(), residue))
 
-    def test_mutated_inputs_are_written_in_place(self):
-        a = at(0)
-        with mock.patch.object(torch.Tensor, "copy_", side_effect=AssertionError("a copy")):
-            live, graph = self.record(self.one_kernel(), a, mutated=[0])
-            self.assertEqual(graph.launch(), [[a.data_ptr()]])
-            live.finish()
-            for _ in range(2):
-                a = at(0)
-                self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
-
-    def test_misaligned_input_is_copied_for_the_call(self):
+    def test_a_misaligned_input_is_copied_for_the_call(self):
         for mutated in ((), (0,)):
             live, graph = self.replayable(self.one_kernel(), at(0), mutated=mutated)
             a = at(16)
@@ -505,9 +495,9 @@ class TestCopies(LiveInputsTestCase):
             for count in (1, 2):  # the same address once more: it is copied once more
                 self.begin(live, a)
                 copy = live.temporary[0]
-                self.assertEqual(graph.launch(), [[copy.data_ptr()]])
+                self.assertEqual((graph.launch(), copy.data_ptr() % 512), ([[copy.data_ptr()]], 0))
                 self.assertNotEqual(copy.data_ptr(), a.data_ptr())
-                self.assertEqual((copy.data_ptr() % 512, copy, live.extra_copies % 2), (0, a, count % 2))
+                self.assertEqual((copy, live.extra_copies), (a, count))
                 copy.add_(1)
                 live.finish()
                 self.assertEqual(a, before + count if mutated else before)
@@ -570,7 +560,7 @@ class TestCopies(LiveInputsTestCase):
         a = at(132)  # the same modulo 16
         self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
 
-    def test_input_in_the_pool_is_copied_for_the_call(self):
+    def test_an_input_in_the_pool_is_copied_for_the_call(self):
         a, h = at(0), at(0)
         live, graph = self.replayable(self.one_kernel(), a)
         self.put_in_pool(h)
@@ -1020,7 +1010,7 @@ class TestLifetimes(LiveInputsTestCase):
         self.choose()
         self.assertEqual(self.api.leaks(), [])
 
-    def test_what_is_not_taken_back_is_said_and_is_no_error(self):
+    def test_memory_that_is_not_taken_back_is_logged_and_no_error(self):
         self.drop([self.hidden()])
         self.api.fail("cuMemUnmap")
         with self.assertLogs("pygraph_trees.indirection", "WARNING") as logged:

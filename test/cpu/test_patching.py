@@ -426,7 +426,7 @@ class TestCapturedCopies(TestCase):
             with self.assertRaisesRegex(DriverError, f"^{call} returned NOT_FOUND$"):
                 CapturedCopies(*setup.scan()).point({0: 0x7F00_0000_0000})
 
-    def test_what_is_not_pointed_takes_no_memory_of_another_kind(self):
+    def test_a_copy_that_is_not_pointed_takes_no_memory_of_another_kind(self):
         api = FakeApi()
         driver = Driver(api)
         placeholders = Placeholders(driver, 0, [Extent(4096, 0)])

@@ -296,7 +296,7 @@ class TestPlaceholders(TestCase):
         self.assertEqual(self.api.leaks(), [])
 
     def test_no_address_of_a_mapping_stays_on_the_stack(self):
-        """Nothing is mapped behind what overwrites it, until the graph was captured."""
+        """Nothing is mapped after the call that overwrites it, until the graph is captured."""
         calls = self.api.calls
         overwrite = mock.Mock(side_effect=lambda: calls.append("overwrite"))
         driver = Driver(self.api, SimpleNamespace(overwrite_stack=overwrite))
@@ -386,7 +386,7 @@ class TestArena(TestCase):
         self.api = FakeApi()
         self.api._next_range = 0x3_0200_0000
         self.driver = Driver(self.api)
-        low, high = self.place(Extent(TIB - (LEAST_HIGH_HALF - 5) * WINDOW, 0))  # which does not fit behind
+        low, high = self.place(Extent(TIB - (LEAST_HIGH_HALF - 5) * WINDOW, 0))  # which does not fit after it
         self.assertEqual(low // WINDOW, 4)
         self.assertLessEqual(high, self.arena()[1])
 
@@ -572,7 +572,7 @@ class TestFailures(TestCase):
         with self.assertRaisesRegex(DriverError, "cuMemMap"):
             Placeholders(Driver(api), 0, SOME)
 
-    def test_what_failed_can_be_tried_again_or_closed(self):
+    def test_failed_calls_can_be_tried_again_or_closed(self):
         for _, api, placeholders in self.each_failure(materialise_all):
             materialise_all(placeholders)
             self.assertTrue(all(mapping.access for mapping in api.mappings.values()))

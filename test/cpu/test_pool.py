@@ -53,7 +53,7 @@ class TestPoolRanges(TestCase):
 
     @settings(max_examples=100, deadline=None)
     @given(st.lists(st.tuples(pools, st.booleans(), st.lists(st.integers(0, 80 * MIB), max_size=4)), max_size=6))
-    def test_what_is_known_holds_until_it_is_forgotten(self, steps):
+    def test_known_ranges_hold_until_they_are_forgotten(self, steps):
         allocator = Allocator()
         ranges, known, snapshots = PoolRanges(allocator.snapshot), None, 0
         for segments, forgotten, addresses in steps:

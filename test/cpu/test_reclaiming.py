@@ -23,6 +23,11 @@ from pygraph_trees.trees.choice import handed_on
 from pygraph_trees.trees.manager import Manager, Upstream
 
 
+def end_path(manager):
+    """As upstream does once nothing of it is needed."""
+    manager.current_node = None
+
+
 class TestForgotten(TestCase):
     """Recordings of functions that are no longer graphed."""
 
@@ -55,12 +60,8 @@ class TestForgotten(TestCase):
         """Also if no step has a fast path, so that each begins after the last one's recording."""
         ends = mock.Mock(return_value=False)  # somebody holds an output
 
-        def try_end(manager):
-            if ends():
-                manager.current_node = None
-
         with (
-            mock.patch.object(Upstream, "try_end_curr_execution", try_end),
+            mock.patch.object(Upstream, "try_end_curr_execution", lambda manager: ends() and end_path(manager)),
             mock.patch.object(Upstream, "_run", self.run_upstream),
             mock.patch("pygraph_trees.trees.reclaiming.release_retired") as released,
         ):
@@ -77,21 +78,17 @@ class TestForgotten(TestCase):
         self.assertEqual((self.first.graph, self.manager.reclaiming.forgotten), ("captured", []))
         self.assertIsNone(self.manager.reclaiming.why_again(1))
 
-    def test_what_is_recorded_again_is_given_back_when_the_next_step_begins(self):
+    def test_recordings_to_be_made_again_are_given_back_at_the_next_step(self):
         """What is replayed goes on; the function's recordings are given back where the next step begins, and it says
         once why it is recorded again."""
         self.manager._candidates[2] = "candidates"
         self.manager.reclaiming.record_again(2, "of the test")
         self.assertEqual((self.manager._candidates, self.manager.current_node), ({}, self.first))
         self.assertEqual((self.first.graph, self.manager.roots), ("captured", {2: [self.first]}))
-
-        def try_end(manager):
-            manager.current_node = None
-
         recorded, log = [], mock.Mock(recordings=[object()])
         self.manager.cuda_graphs_thread_pool, self.manager.device_index = (0, 1), 0
         with (
-            mock.patch.object(Upstream, "try_end_curr_execution", try_end),
+            mock.patch.object(Upstream, "try_end_curr_execution", end_path),
             mock.patch.object(Manager, "is_graphed", lambda *_: True),
             mock.patch("pygraph_trees.trees.reclaiming.release_retired"),
         ):
@@ -126,12 +123,8 @@ class TestForgotten(TestCase):
                 self.manager._candidates |= {1: "what is given back", 2: "others"}
                 self.manager.reclaiming.forgotten = [1]
                 self.manager.current_node = self.first if is_open else None
-
-                def try_end(manager):
-                    manager.current_node = None
-
                 with (
-                    mock.patch.object(Upstream, "try_end_curr_execution", try_end),
+                    mock.patch.object(Upstream, "try_end_curr_execution", end_path),
                     mock.patch.object(Manager, "is_graphed", lambda *_: True),
                     mock.patch("pygraph_trees.trees.reclaiming.release_retired", calls),
                 ):
@@ -160,16 +153,19 @@ class TestPool(TestCase):
         super().setUp()
         self.enterContext(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
 
-    def node(self, **children):
-        node = mock.Mock(children={int(key[1:]): nodes for key, nodes in children.items()})
-        node.graph, node.native, node.outputs_weakrefs, node.older_outputs = "graph", "in C++", [], []
+    def node(self):
+        node = mock.Mock(children={}, graph="graph", native="in C++", outputs_weakrefs=[], older_outputs=[])
         node.unaliased_in_all_paths, node.log = [], RecordingLog(replays=3)
         return node
 
+    def recorded(self, node, kind=Manager, **state):
+        """A manager with one function, which has one recording, and the function's model."""
+        model = object()
+        return bare_manager(kind, ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: [node]}, **state), model
+
     def emptied(self):
         """A manager that gave back all its recordings, and could not give back its pool."""
-        model = object()
-        manager = bare_manager(graph="graph", ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: [self.node()]})
+        manager, model = self.recorded(self.node(), graph="graph")
         with (
             mock.patch.object(Manager, "__init__", side_effect=RuntimeError("not now")) as made,
             self.assertLogs("pygraph_trees.trees", "WARNING"),
@@ -187,16 +183,11 @@ class TestPool(TestCase):
                 made.append(device_index)
 
         for is_held in (False, True):
-            model, node = object(), self.node()
+            node = self.node()
             # Also of outputs that others have taken the place of.
             node.outputs_weakrefs, node.unaliased_in_all_paths = [mock.Mock(expired=lambda: True), None], [True, False]
             node.older_outputs = [mock.Mock(expired=lambda: not is_held)]  # noqa: B023
-            manager = bare_manager(
-                Fresh,
-                graph="first graph",
-                ids_to_funcs={1: SimpleNamespace(model=model)},
-                roots={1: [node]},
-            )
+            manager, model = self.recorded(node, Fresh, graph="first graph")
             made.clear()
             owned = {(0, 7), (0, 9)}
             with (
@@ -221,12 +212,12 @@ class TestPool(TestCase):
             self.assertEqual((made, emptied.call_count), ([0], 1))
 
     def test_the_pool_stays_if_outputs_are_made_at_each_replay(self):
-        """Of these only the newest are known, and somebody may hold others; of upstream's own recordings, who knows."""
+        """Of these only the newest are known, and somebody may hold others; of upstream's recordings, none is known."""
         for log, is_back in ((RecordingLog(), True), (RecordingLog(replays=5), False), (None, False)):
-            model, node = object(), self.node()
+            node = self.node()
             node.outputs_weakrefs = [mock.Mock(expired=lambda: True), None, mock.Mock(expired=lambda: True)]
             node.unaliased_in_all_paths, node.log = [True, False, False], log
-            manager = bare_manager(ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: [node]})
+            manager, model = self.recorded(node)
             made = mock.Mock(side_effect=RuntimeError("it would be given back"))
             with mock.patch.object(Manager, "__init__", made):
                 manager.forget(model)
@@ -256,7 +247,7 @@ class TestPool(TestCase):
             self.assertFalse(manager.give_pool_back())  # it is tried again
         made.assert_called_once()
 
-    def test_what_was_shut_down_has_nothing(self):
+    def test_a_manager_that_is_shut_down_has_nothing_to_give_back(self):
         model = object()
         manager = bare_manager(ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: []})
         manager.reclaiming.record_again(1, "of the test")
@@ -268,15 +259,14 @@ class TestPool(TestCase):
         self.assertEqual(handed_on(manager, SimpleNamespace(trial=object())), [])
 
     def test_from_another_thread_it_is_the_managers_own_that_does_it(self):
-        model, node = object(), self.node()
-        manager = bare_manager(ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: [node]})
+        manager, model = self.recorded(node := self.node())
         manager._candidates[1] = "candidates"
         manager.forget(model, later=True)
         self.assertEqual((manager.roots, manager._candidates), ({1: [node]}, {}))
         self.assertEqual(manager.reclaiming.forgotten, [1])
 
     def test_an_open_path_is_ended_if_that_takes_nothing_from_anybody(self):
-        """It is ended at a look, where that takes nothing from anybody."""
+        """It is ended at a look."""
         state = cudagraph_trees.ExecutionState
         for path_state, are_dead, is_ended in (
             (state.EXECUTION, False, True),  # upstream ends it at a new step
@@ -288,13 +278,9 @@ class TestPool(TestCase):
             last = mock.Mock(all_outputs_are_dead=lambda are_dead=are_dead: are_dead)
             manager = bare_manager(roots={1: [node]}, current_node=last, path_state=path_state)
             manager.reclaiming.forgotten = [1]
-
-            def end(manager):
-                manager.current_node = None
-
             with (
-                mock.patch.object(Upstream, "try_end_curr_execution", end),
-                mock.patch.object(Upstream, "clear_current_path_state_and_set_to_none", end),
+                mock.patch.object(Upstream, "try_end_curr_execution", end_path),
+                mock.patch.object(Upstream, "clear_current_path_state_and_set_to_none", end_path),
                 mock.patch.object(Manager, "__init__", side_effect=RuntimeError("not now")),
             ):
                 manager.give_pool_back()
@@ -302,7 +288,7 @@ class TestPool(TestCase):
 
 
 class TestShutdown(TestCase):
-    """What recordings had is given back where all trees are reset, whoever held them."""
+    """Memory of recordings is given back when all trees are reset, whoever holds them."""
 
     def graph(self):
         return type("Graph", (), {})()
@@ -372,7 +358,7 @@ class TestHandedOn(TestCase):
     def test_the_newest_recording_says_what_is_handed_on(self):
         own, other = object(), object()
         first, partition, neighbour, plain = (SimpleNamespace(trial=trial) for trial in (own, own, other, None))
-        # What another's recording behind it gives, at depth 2, is not this one's; of several recordings one is
+        # What another's recording after it gives, at depth 2, is not this one's; of several recordings one is
         # replayed.
         last = self.node(neighbour, 6, ((1, 1), (2, 0)))
         older, newer = self.node(plain, 4, ((1, 0),) * 9), self.node(plain, 5, ((1, 0), (1, 0), (1, 1), None))

@@ -145,6 +145,11 @@ class TestKernels(RelocationsTestCase):
             kernel = self.api.make_kernel([b"abcd" + little(self.a), self.b], packed=packed)
             self.assertFound(self.scan(kernel), [(kernel, 16, 1, 0)], refused={0: LOOKALIKE})
 
+    def test_each_kernel_with_a_word_between_refuses(self):
+        first, second = (self.api.make_kernel([b"abcd" + little(address)]) for address in (self.a, self.b))
+        kernel = self.api.make_kernel([self.c])
+        self.assertFound(self.scan(first, kernel, second), [(kernel, 0, 2, 0)], refused={0: LOOKALIKE, 1: LOOKALIKE})
+
     def test_kernels_that_are_not_known_are_named(self):
         """Each once, whether or not a relocation is found in it; the search in C finds the same."""
         names = ("halves", KNOWN, "_Z6halvesiiPf", "halves", "pygraph_write_slots_8", "triton_mine")
@@ -312,7 +317,7 @@ class TestOtherNodes(RelocationsTestCase):
 
 
 class TestFailures(RelocationsTestCase):
-    def test_what_the_driver_does_not_tell_is_hidden(self):
+    def test_nodes_that_the_driver_does_not_describe_hide_addresses(self):
         unified = {"source_type": "UNIFIED"}
         for call, make, opaque in (
             ("cuGraphKernelNodeGetParams", lambda: self.api.make_kernel([self.b]), "a kernel whose parameters"),

@@ -54,7 +54,7 @@ del arg2_1, arg0_1
 del partition0_args
 return (reinterpret_tensor(buf1, (2, 3), (3, 1), 4), buf0, None, )
 """
-# Statements that Inductor, or somebody else, may write between the lines of the above; and behind the partition.
+# Statements that Inductor, or somebody else, may write between the lines of the above; and after the partition.
 MORE = """
 torch.cuda.synchronize()
 assert arg1_1 is not None
@@ -298,7 +298,7 @@ class RunnerTestCase(TestCase):
         self.assertIsNone(shortened(runner.call))
 
 
-OF_GRADIENTS = None if tensors.native is None else 0  # C++ finds who sees them
+OF_GRADIENTS = None if tensors.native is None else 0  # C++ finds whether somebody sees them
 
 
 class TestViewsInside(RunnerTestCase):
@@ -394,7 +394,7 @@ class TestViewsInside(RunnerTestCase):
         self.assertEqual(first.data_ptr(), buf1.data_ptr())
 
     def test_outputs_that_a_user_sees_are_viewed_outside(self):
-        """None is known of what no user sees, or it is what comes behind."""
+        """Either no output is known to be inside, or those from a number on are."""
         for first_inside, inside in ((None, False), (3, False), (1, False), (0, True)):
             _, model = self.check(CALL, 3, Partition(tensors_numbered(2)), first_inside)
             self.assertEqual(model.as_returned is not None, inside)

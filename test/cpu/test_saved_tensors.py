@@ -157,7 +157,7 @@ class TestAttach(TestCase):
             saved_tensors.attach(artifact, SimpleNamespace(is_backward=True))
         self.assertFalse(hasattr(artifact, saved_tensors.ATTRIBUTE))
 
-    def test_what_is_not_graphed_is_left_to_torch(self):
+    def test_an_ungraphed_artifact_is_left_to_torch(self):
         artifact = SimpleNamespace(**{saved_tensors.ATTRIBUTE: self.id()})
         saved_tensors.leave(artifact)
         saved_tensors.leave(other := SimpleNamespace())

@@ -1,4 +1,4 @@
-"""Looks behind a decision: which calls are others than those before."""
+"""Samples after a decision: which calls differ from those before."""
 
 from __future__ import annotations
 

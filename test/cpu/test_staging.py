@@ -117,7 +117,7 @@ class TestBuffers(StagingTestCase):
                             (memory,) = buffers.placeholder_tensors
                             self.assertEqual(memory, value.detach().resolve_neg().resolve_conj(), rtol=0, atol=0)
 
-    def test_what_is_queued_is_not_written_to(self):
+    def test_a_queued_buffer_is_not_written_to(self):
         @settings(max_examples=100, deadline=None)
         @given(st.lists(st.sampled_from(["launch", "launch", "put", "done"]), max_size=60), st.booleans())
         def check(steps, fixed):
@@ -143,7 +143,7 @@ class TestBuffers(StagingTestCase):
         check()
 
     def test_pinned_memory_is_read_when_the_program_reads_it(self):
-        """A copy to it that the GPU has not made yet may be one that the program's copy comes behind."""
+        """A copy to it that the GPU has not made yet may be one that the program's copy comes after."""
         stream = mock.Mock()
         for read, pinned, waits, in_place in (
             (None, True, True, False),
@@ -221,7 +221,7 @@ class TestBuffers(StagingTestCase):
         self.assertEqual([read_at(address, value) for address in buffers.put([value, value])], [value] * 2)
         self.assertEqual(buffers.in_place, [0])
 
-    def test_what_the_graph_reads_of_it_is_observed(self):
+    def test_reads_of_a_captured_graph_are_observed(self):
         """In this thread, while it is asked."""
         values = [torch.zeros(4), torch.ones(4)]
         with operator.observed() as found:
@@ -422,7 +422,7 @@ class TestOperator(StagingTestCase):
                 self.assertEqual(part.untyped_storage().nbytes() > 60, is_shared)
                 self.assertEqual(part.data_ptr() % 64, 0)
 
-    def test_what_is_elsewhere_is_copied_by_itself(self):
+    def test_values_outside_the_block_are_copied_alone(self):
         buffers = Staging([torch.zeros(100_000), torch.tensor(1.0), torch.tensor(2.0)])
         outside = torch.tensor(3.0)
         with operator.observed(buffers.together) as found:

@@ -133,7 +133,7 @@ class TestFunction(TestCase):
         self.assertIn(["looked at"], [call(first) for _ in range(5)])  # one call of many
         function.instead = function.looked_at = None
         function.may_replay(may=True)
-        function.add(of_integers=True)  # in another thread, or anew: those values take torch's way
+        function.add(of_integers=True)  # in another thread, or once more: those values take torch's way
         function.add_values(10, {1: 3, 3: 4})
         function.has_fast_path_in(manager, 10)
         self.assertEqual([call(first), call(second)], [["the wrappers", *first], [8]])
@@ -586,7 +586,7 @@ class TestWhyRecorded(TestCase):
 
 
 class TestOutputs(TestCase):
-    def test_who_is_conjugated_or_negated_is_not_forgotten(self):
+    def test_conjugated_and_negated_outputs_are_resolved(self):
         """Neither upstream nor a replay knows: the memory is what is read."""
         base = torch.randn(8, 8, dtype=torch.complex64)
         outputs = [
@@ -672,7 +672,7 @@ class TestWhoHoldsOutputs(TestCase):
         del held
         self.assertEqual([older.expired() for older in node.older_outputs], [True])
 
-    def test_what_autograd_alone_holds_is_alive(self):
+    def test_an_output_that_only_autograd_holds_is_alive(self):
         """As the view is that a graph's code would have made of it."""
         node = self.recording(3)
         cached = node.cached_tensor_outputs
@@ -688,7 +688,7 @@ class TestWhoHoldsOutputs(TestCase):
             self.assertTrue(node.all_outputs_are_dead())
 
     def forward(self, graphs, saved, between=lambda x: x):
-        """Some graphs, one behind another; what the last one gives."""
+        """Some graphs, one after another; the output of the last one."""
         x, node = torch.ones(3), None
         nodes = []
         for _ in range(graphs):
@@ -697,7 +697,7 @@ class TestWhoHoldsOutputs(TestCase):
             x = between(Graph.apply(x, self.weight, node, saved))
         return x, nodes
 
-    def test_what_nobody_holds_keeps_no_backward(self):
+    def test_an_output_that_nobody_holds_keeps_no_backward(self):
         """Outputs that a user let go of, and that their recordings hold, without a backward ever."""
         for graphs in (1, 2, 4):
             for saved in ((1,), (1, 2), (0,), (0, 1)):
@@ -728,7 +728,7 @@ class TestWhoHoldsOutputs(TestCase):
             self.assertTrue(node.all_outputs_are_dead())
         self.assertIsNone(node.cached_tensor_outputs[0].grad_fn)
 
-    def test_what_somebody_holds_is_not_released(self):
+    def test_an_output_that_somebody_holds_is_not_released(self):
         x, (node,) = self.forward(1, (1,))
         self.assertFalse(node.all_outputs_are_dead())
         self.assertFalse(liveness.release_unneeded(self.pool))
@@ -752,7 +752,7 @@ class TestWhoHoldsOutputs(TestCase):
         first = self.recording(2)
         left, taken = self.recording(2, first), self.recording(2, first)
         y = Graph.apply(torch.ones(3), self.weight, first, (1,))
-        Graph.apply(y.cos() * 2, self.weight, left, (1,))  # let go of, by who called it
+        Graph.apply(y.cos() * 2, self.weight, left, (1,))  # the caller lets go of it
         del y
         self.assertEqual(self.alive(first), [True, True])
         self.assertTrue(taken.all_outputs_are_dead())
@@ -790,7 +790,7 @@ class TestWhoHoldsOutputs(TestCase):
         self.assertIsNotNone(node.cached_tensor_outputs[0].grad_fn)
         self.assertTrue(liveness.release_unneeded(self.pool))
 
-    def test_what_is_asked_does_not_keep_the_recording(self):
+    def test_questions_about_outputs_do_not_keep_the_recording(self):
         node = self.recording(1)
         gone = weakref.ref(node)
         reference = node.outputs_weakrefs[0]
@@ -1067,7 +1067,7 @@ class TestFastPath(TestCase):
         self.assertEqual(left, [("sizes", "of the test")] * 3)
 
     def test_a_recording_that_would_write_to_a_copy_is_refused(self):
-        """Whoever decided that the function may be recorded."""
+        """Even if upstream has decided that the function may be recorded."""
         node = Recording.__new__(Recording)
         node.log = RecordingLog(number=3)
         node.wrapped_function = SimpleNamespace(mutated_input_idxs=(1,), id=3)
@@ -1090,7 +1090,7 @@ class TestFastPath(TestCase):
                         ):
                             node._allocate_and_copy_recording_inputs(inputs)
 
-    def test_what_cannot_be_staged_leaves_the_path_as_it_is(self):
+    def test_a_call_that_cannot_be_staged_leaves_the_path_as_it_is(self):
         """Upstream makes the allocator ready for a recording before it asks for one."""
         model = FunctionModel.of(lambda inputs: ["un-graphed", *inputs], is_backward=False, is_inference=True)
         model.refused = {0: "no node of the graph reads it"}
@@ -1157,7 +1157,7 @@ class TestFastPath(TestCase):
         model.has_fast_path_in(self.manager, self.FUNCTION)
         self.assertEqual((model.fast_call([7]), model.fast_call([8])), ([7, self.FUNCTION], None))
 
-    def test_what_would_lose_its_writes_is_not_recorded(self):
+    def test_a_function_that_would_lose_its_writes_is_not_recorded(self):
         model = FunctionModel.of(double, is_backward=False, is_inference=True)
         wrapped = SimpleNamespace(mutated_input_idxs=(0,), static_input_idxs=[], model=model)
         self.manager.ids_to_funcs = {self.FUNCTION: wrapped}
@@ -1173,9 +1173,10 @@ class TestFastPath(TestCase):
             self.assertEqual(self.manager.record_function([torch.ones(2)], self.FUNCTION), [torch.full((2,), 2.0)])
         self.assertRegex(model.log.ungraphed_reason, "mutates an input that lies in the graph pool")
         wrapped.static_input_idxs = [0]
-        self.assertFalse(self.manager._given([in_pool], self.FUNCTION).would_lose_writes())
+        with uses:
+            self.assertFalse(self.manager._given([in_pool], self.FUNCTION).would_lose_writes())
 
-    def test_what_a_forward_was_given_is_live_in_its_backward(self):
+    def test_inputs_of_a_forward_are_live_in_its_backward(self):
         saved, weight, managed, tangent = (torch.ones(4) for _ in range(4))
         reached = {saved.data_ptr(), managed.data_ptr(), tangent.data_ptr()}
         forward = self.node(_live=SimpleNamespace(reaches=lambda address: address in reached), _parent=lambda: None)

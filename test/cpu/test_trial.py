@@ -199,7 +199,7 @@ class TestTrial(TrialTestCase):
             self.assertTrue(trial.is_over)
 
     def test_nobody_waits_for_the_gpu(self):
-        """Calls of a GPU that is behind go on the way they go, for so long."""
+        """If the GPU stays behind, calls go on the way they go until the trial ends."""
         trial, function = self.one()
         self.world.behind = True
         self.steps(trials._MOST_STEPS + 2, function)
@@ -281,7 +281,7 @@ class TestTrial(TrialTestCase):
             self.steps(steps, function)
             self.assertEqual(self.world.rooms_made, rooms)
 
-    def test_it_ends_once(self):
+    def test_a_trial_ends_once(self):
         """Another thread may call while it is decided."""
         memory = no_memory()
         trial, function = self.one(memory)
@@ -310,7 +310,7 @@ class TestTrial(TrialTestCase):
         self.steps(trials._MOST_STEPS + 1, forward)
         self.assertEqual((trial.is_over, forward.went, backward.went), (True, [Way.GRAPHED], [Way.GRAPHED]))
 
-    def test_what_is_recorded_again_is_not_measured(self):
+    def test_a_call_that_records_again_is_not_measured(self):
         _, function = self.one()
         self.steps(11, function)
         before = function.contestant.made(Way.GRAPHED)
@@ -367,7 +367,7 @@ class TestTrial(TrialTestCase):
         self.assertEqual(function(0, sizes=(400,)), [1])
         self.assertEqual((trial.is_over, trial.decision, function.went), (True, None, [Way.GRAPHED]))
 
-    def test_what_was_measured_of_other_sizes_is_not_kept(self):
+    def test_a_decision_for_other_sizes_is_not_kept(self):
         """The memory was asked for those of the first call."""
         memory = no_memory()
         trial = Trial(Objective.LATENCY, memory=memory)
@@ -375,7 +375,7 @@ class TestTrial(TrialTestCase):
         self.assertEqual(trial.decision.way, Way.GRAPHED)
         memory.store.assert_not_called()
 
-    def test_what_was_disturbed_is_not_kept(self):
+    def test_a_disturbed_measurement_is_not_kept(self):
         for disturbed, stored in (
             (contextlib.nullcontext(), 1),
             (mock.patch.object(torch.autograd.profiler, "_is_profiler_enabled", True), 0),
@@ -468,7 +468,7 @@ class TestTrial(TrialTestCase):
 
 
 class TestRenewal(TrialTestCase):
-    """Trials that begin anew, because calls are no longer what was measured."""
+    """Trials that begin again, because calls are no longer those that were measured."""
 
     HEAVY = types.MappingProxyType({"ungraphed": (20.0, 40.0), "graphed": (90.0, 40.0)})  # un-graphed is better
     LOOKS = ShiftRules().looks
@@ -572,7 +572,7 @@ class TestRenewal(TrialTestCase):
         self.assertEqual((trial.decision.way, function.went), (Way.GRAPHED, [Way.GRAPHED, Way.GRAPHED]))
 
     def test_a_step_goes_one_way(self):
-        """Whoever finds that calls are others, and whether the others of its step were called by then."""
+        """Whichever function finds that calls changed, and whether the others of its step were called before."""
         for finder in (0, 1):
             for modes in (("inference", "inference"), ("forward", "backward")):
                 with self.subTest(finder=finder, modes=modes):
@@ -609,7 +609,7 @@ class TestRenewal(TrialTestCase):
             self.world.wait()
         self.assertEqual(function.began, 1)
 
-    def test_what_was_given_before_is_not_what_is_measured(self):
+    def test_a_backward_of_an_earlier_forward_is_not_measured(self):
         trial = Trial(Objective.LATENCY)
         forward, backward = (Function(self.world, trial, mode=mode) for mode in ("forward", "backward"))
 
@@ -651,7 +651,7 @@ class TestRenewal(TrialTestCase):
             self.assertEqual(other.submit(function, 3).result(), [4])
         self.assertEqual((trial.is_over, trial.is_elsewhere), (True, True))
 
-    def test_what_spoke_against_a_decision_long_ago_is_forgotten(self):
+    def test_old_measurements_against_a_decision_are_forgotten(self):
         trial, function = self.one()
         self.decided(trial, function)
         trial.decision = replace(trial.decision, against=2)
@@ -672,7 +672,7 @@ class TestRenewal(TrialTestCase):
         with mock.patch.object(self.world, "mark", side_effect=AssertionError("it is not measured")):
             self.assertEqual(function.look(3), [4])
 
-    def test_what_cannot_be_measured_again_stays(self):
+    def test_a_decision_that_cannot_be_measured_again_stays(self):
         for times in ({}, self.HEAVY):
             trial, function = self.one(**times)
             way = self.decided(trial, function)
@@ -736,7 +736,7 @@ class TestMemory(TrialTestCase):
         decision = Decision(way, Comparison(Objective.LATENCY, 54.0, 91.0, 2.0, 10, 1, 0))
         return Profile("key", "Net", "GPU", time.time() - age_s, decision)
 
-    def test_nothing_is_measured(self):
+    def test_a_remembered_decision_is_not_measured(self):
         for way in Way:
             memory = self.memory(self.profile(way, 86400 * 2))
             trial = Trial(Objective.LATENCY, memory=memory)
@@ -775,7 +775,7 @@ class TestTrialOf(TestCase):
         self.assertIs(self.of(one, "7/0"), first)  # another partition
         self.assertIs(self.of(other, "7/0", is_backward=True), first)
         self.assertIsNot(self.of(other, "7/1"), first)
-        self.assertIsNot(self.of(other, "7/0"), first)  # compiled anew
+        self.assertIsNot(self.of(other, "7/0"), first)  # compiled again
         self.assertIsNot(self.of(None, None), self.of(None, None))
 
     def test_programs_of_one_compile_id(self):
@@ -799,7 +799,7 @@ class TestTrialOf(TestCase):
             self.assertNotIn(self.of(GraphLog("Net", "3/0", "backward", ()), "3/0", is_backward=True), trials)
 
     def test_a_forward_has_one_backward(self):
-        """Where what comes from a cache has a compile id alone, and that begins anew."""
+        """A function from a cache has a compile id alone, and ids begin again."""
         forward, backward, other = (GraphLog("Net", "4/0", mode, ()) for mode in ("forward", "backward", "backward"))
         trial = self.of(forward, "4/0")
         for _ in range(2):
@@ -842,7 +842,7 @@ class TestTrialOf(TestCase):
         self.assertEqual(memory._settings, {"objective": "latency", "indirection": "auto", "placement": "off"})
         self.assertIsNone(self.of(GraphLog("Net", "7/3", "inference", ()), "7/3")._memory)
 
-    def test_objective(self):
+    def test_a_trial_has_the_objective_of_the_flag(self):
         found = self.of(None, "9/0", replace(self.AUTO, objective="throughput"))
         self.assertIs(found._objective, Objective.THROUGHPUT)
         from torch._inductor import config
@@ -904,7 +904,7 @@ class TestChoice(TrialTestCase):
             self.assertEqual(call([x]), [x * 2])
             self.world.wait()
         self.assertEqual((call([x]), call([x])), (["graphed"], ["graphed"]))
-        self.assertIsNone(model.manager())  # kept back, for who looks for it elsewhere
+        self.assertIsNone(model.manager())  # kept back from callers elsewhere
         for _ in range(30):
             self.assertEqual(call([x]), ["fast"])
             self.world.wait()
@@ -912,7 +912,7 @@ class TestChoice(TrialTestCase):
         self.assertIs(model.manager(), manager)
         self.assertEqual(calls.count("run"), 2)
 
-    def test_calls_behind_it_are_looked_at_now_and_then(self):
+    def test_decided_functions_are_sampled(self):
         """One of so many, whichever way was taken; and a function is tried again."""
         for way in Way:
             model, looks = self.model(), []

@@ -122,7 +122,7 @@ class TestBenchmark(VariantsTestCase):
             with self.assertRaisesRegex(argparse.ArgumentTypeError, f"expected .*, got '{text}'"):
                 read(text)
 
-    def test_table(self):
+    def test_the_table_shows_the_difference(self):
         record = {"direct_us": 2.0, "slots_us": 2.25, "difference_us": 0.25, "equal": True}
         lines = benchmark.table([{"pointers": 1, "elements": 1024, **record}]).splitlines()
         self.assertEqual(lines[1].split(), ["1", "1024", "2.000", "2.250", "+0.250"])
