@@ -3,7 +3,7 @@
    Entry(**what trees/fast_path.py says)(inputs)
        the outputs of a fast replay, for which the inputs are consumed; None where there is none, and then the inputs
        are as they were. It does what the Python callable `by_hand` does, and calls that one wherever anything is not as
-       usual: no way is known, none of a way's recordings fits, a step's outputs may have to be cloned.
+       usual: no candidates are known, none of them fits, a step's outputs may have to be cloned.
    Replay(**what trees/fast_path.py says)
        one recording's part in it: which inputs have to lie where, whose addresses the graph is given, what has to be
        dead, and what is returned. Python is asked where addresses are new, and where outputs are not to be had from the
@@ -48,7 +48,7 @@ struct Entry {
         std::vector<uint64_t> order, kept, picks;
         std::vector<View> views;
         std::vector<PyObject *> outputs; // borrowed, and only while nothing else runs
-        // What the last call read: loaded ahead, as Known is, and the first inputs while the way is still to be found.
+        // What the last call read: loaded ahead, as Known is, and the first inputs while the candidates are still to be found.
         const void *near[8] = {};
         std::array<Known, 24> first;
         size_t firsts = 0;
@@ -173,7 +173,7 @@ void entry_dealloc(PyObject *self) {
 
 /* Where a function's fast replay is found, and the state of the trees that it is found in. */
 struct Found {
-    Ref manager, way, recording, generation;
+    Ref manager, candidates, recording, generation;
     Ref replay, candidate_filter, replays; // of its recording, or which of several and theirs
 };
 
@@ -261,7 +261,7 @@ class OwnTurn {
 };
 
 /* What Manager.replay_fast looks at, from the turn that it takes on; by_hand where Python has to. */
-Answer find_way(const Entry::State *state, OwnTurn *turn, Found *found) {
+Answer find_candidates(const Entry::State *state, OwnTurn *turn, Found *found) {
     Ref reference = the.function_manager.of(state->function);
     if (!reference || !(found->manager = Ref(PyObject_CallNoArgs(reference.get()))))
         return Answer::error;
@@ -281,19 +281,19 @@ Answer find_way(const Entry::State *state, OwnTurn *turn, Found *found) {
     const Answer taken = turn->take(manager);
     if (taken != Answer::yes)
         return taken;
-    Ref graph, node, current, ways, steps, function_id, wanted;
+    Ref graph, node, current, places, steps, function_id, wanted;
     if (!(graph = the.manager_graph.of(manager)) || !(node = the.manager__current_node.of(manager)) ||
-        !(current = the.manager_current_gen.of(manager)) || !(ways = the.manager__ways.of(manager)) ||
+        !(current = the.manager_current_gen.of(manager)) || !(places = the.manager__candidates.of(manager)) ||
         !(steps = of_class(state->steps, the.steps_mark_step_counter)) ||
         !(function_id = the.function_function_id.of(state->function)))
         return Answer::error;
-    if (graph.get() == Py_None || !PyDict_Check(ways.get()))
+    if (graph.get() == Py_None || !PyDict_Check(places.get()))
         return Answer::by_hand;
-    ways = Ref::dup(PyDict_GetItemWithError(ways.get(), function_id.get()));
-    if (!ways || !PyDict_Check(ways.get()))
+    places = Ref::dup(PyDict_GetItemWithError(places.get(), function_id.get()));
+    if (!places || !PyDict_Check(places.get()))
         return PyErr_Occurred() ? Answer::error : Answer::by_hand;
-    found->way = Ref::dup(PyDict_GetItemWithError(ways.get(), node.get()));
-    if (!found->way)
+    found->candidates = Ref::dup(PyDict_GetItemWithError(places.get(), node.get()));
+    if (!found->candidates)
         return PyErr_Occurred() ? Answer::error : Answer::by_hand;
 
     const int marked = PyObject_IsTrue(steps.get());
@@ -314,13 +314,14 @@ Answer find_way(const Entry::State *state, OwnTurn *turn, Found *found) {
         if (clones)
             return clones < 0 ? Answer::error : Answer::by_hand;
     }
-    if (!(wanted = the.way_begins.of(found->way.get())) || !(found->replay = the.way_replay.of(found->way.get())))
+    PyObject *candidates = found->candidates.get();
+    if (!(wanted = the.candidates_begins.of(candidates)) || !(found->replay = the.candidates_replay.of(candidates)))
         return Answer::error;
-    if (found->replay.get() == Py_None && (!(found->candidate_filter = the.way_candidate_filter.of(found->way.get())) ||
-                                           !(found->replays = the.way_replays.of(found->way.get()))))
+    if (found->replay.get() == Py_None &&
+        (!(found->candidate_filter = the.candidates_candidate_filter.of(candidates)) ||
+         !(found->replays = the.candidates_replays.of(candidates))))
         return Answer::error;
-    const bool fits = wanted.get() == Py_None || wanted.get() == (begins ? Py_True : Py_False);
-    return fits ? Answer::yes : Answer::by_hand;
+    return wanted.get() == Py_None || wanted.get() == (begins ? Py_True : Py_False) ? Answer::yes : Answer::by_hand;
 }
 
 /* Makes the first of several recordings, from `position` on, that may fit be the one that was found; false where Python
@@ -337,7 +338,7 @@ bool find_next(Found *found, const CandidateFilter::State *candidate_filter, con
 /* The state of the trees once a recording is the one. */
 bool go_on_from(const Entry::State *state, Found &found, PyObject *mode) {
     PyObject *manager = found.manager.get();
-    Ref compile_id = the.way_compile_id.of(found.way.get());
+    Ref compile_id = the.candidates_compile_id.of(found.candidates.get());
     return compile_id && the.manager_mode.set(manager, mode) &&
            the.manager_compile_id.set(manager, compile_id.get()) &&
            the.manager__current_node.set(manager, found.recording.get()) &&
@@ -505,9 +506,8 @@ PyObject *by_hand(const Entry::State *state, PyObject *inputs) { return PyObject
 Answer replay_fast(Entry::State *state, PyObject *list, Ref *result) {
     OwnTurn turn;
     Found found;
-    const Answer way = find_way(state, &turn, &found);
-    if (way != Answer::yes)
-        return way;
+    if (const Answer answer = find_candidates(state, &turn, &found); answer != Answer::yes)
+        return answer;
     const CandidateFilter::State *candidate_filter = found.candidate_filter ? candidate_filter_in(found.candidate_filter.get()) : nullptr;
     Replay::State *replay = replay_in(found.replay.get());
     if (replay == nullptr && candidate_filter == nullptr)
@@ -519,7 +519,7 @@ Answer replay_fast(Entry::State *state, PyObject *list, Ref *result) {
         PyObject *item = PyList_GET_ITEM(list, static_cast<Py_ssize_t>(state->kept[i]));
         PyTuple_SET_ITEM(kept.get(), static_cast<Py_ssize_t>(i), Py_NewRef(item));
     }
-    Ref mode = the.way_mode.of(found.way.get());
+    Ref mode = the.candidates_mode.of(found.candidates.get());
     if (!kept || !mode)
         return Answer::error;
 
@@ -555,8 +555,8 @@ Answer replay_fast(Entry::State *state, PyObject *list, Ref *result) {
         if (!the.manager_running_forwards_with_pending_backwards.set(found.manager.get(), pending))
             return Answer::error;
     }
-    const void *read[] = {found.manager.get(), found.way.get(), found.replay.get(), replay,
-                          replay->live,        replay->log,     replay->graph,      state->function};
+    const void *read[] = {found.manager.get(), found.candidates.get(), found.replay.get(), replay,
+                          replay->live,        replay->log,            replay->graph,      state->function};
     std::copy(std::begin(read), std::end(read), state->near);
     state->firsts = std::min(state->first.size(), replay->fixed.size());
     for (size_t i = 0; i < state->firsts; i++)

@@ -64,13 +64,13 @@ class Attribute {
 
 #define ATTRIBUTES(each)                                                                                              \
     each(function, manager) each(function, function_id) each(function, thread) each(function, was_asked)              \
-    each(manager, graph) each(manager, _current_node) each(manager, current_gen) each(manager, _ways)                 \
+    each(manager, graph) each(manager, _current_node) each(manager, current_gen) each(manager, _candidates)           \
     each(manager, running_forwards_with_pending_backwards) each(manager, has_live_user_visible_output_cloning)        \
     each(manager, mode) each(manager, compile_id) each(manager, path_state) each(manager, turn)                       \
     each(steps, mark_step_counter)                                                                                    \
-    each(generations, generation) each(way, begins) each(way, replay) each(way, mode)                                 \
-    each(way, replays) each(way, candidate_filter)                                                                               \
-    each(way, compile_id) each(live, _settled) each(live, _pool) each(live, _pool_seen) each(live, prepare)           \
+    each(generations, generation) each(candidates, begins) each(candidates, replay) each(candidates, mode)            \
+    each(candidates, replays) each(candidates, candidate_filter) each(candidates, compile_id)                         \
+    each(live, _settled) each(live, _pool) each(live, _pool_seen) each(live, prepare)                                 \
     each(live, temporary) each(live, _patcher) each(live, _fitting) each(live, _seen) each(live, _addresses)          \
     each(patches, addresses) each(patches, broken) each(patches, is_stuck) each(patches, set_calls)                   \
     each(pool, changes) each(log, replays) each(recording, _check_what_died) each(recording, _own_outputs)            \

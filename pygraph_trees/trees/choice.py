@@ -111,7 +111,7 @@ def chooser(
 
         def handed() -> Handed:
             manager = trees.manager()
-            sizes = manager.handed_on(function) if isinstance(manager, Manager) else []
+            sizes = handed_on(manager, function) if isinstance(manager, Manager) else []
             if function.settings.indirection == "off":
                 return Handed(copied=len(sizes), copied_bytes=sum(sizes))
             return Handed(patched=len(sizes))  # in one kernel each, at least
@@ -128,6 +128,34 @@ def chooser(
         return made
 
     return choose
+
+
+def handed_on(manager: Manager, model: FunctionModel) -> list[int]:
+    """What functions that are decided by themselves take of this one's outputs in the pool, in bytes each.
+
+    The newest recordings after the newest one of this function count.
+    """
+    own, todo = None, [manager.roots or {}]
+    while todo:
+        for recordings in todo.pop().values():
+            todo += [node.children for node in recordings]
+            for node in recordings:
+                if node.wrapped_function.model is model and (own is None or node.id.id > own.id.id):
+                    own = node
+    if own is None:
+        return []
+    depth, taken = len(list(own._path_from_root)) - 1, []
+    after = [found[-1] for found in own.children.values() if found]
+    for node in after:  # which grows
+        after += [found[-1] for found in node.children.values() if found]
+        if getattr(node.wrapped_function.model, "trial", None) is model.trial:
+            continue
+        for index in node.cudagraph_managed_idxs:
+            place = node.live_cudagraph_managed_path_refs[index]
+            made = own.outputs_metadata[place[1]] if place is not None and place[0] == depth else None
+            if isinstance(made, dict):
+                taken.append(made["nbytes"])
+    return taken
 
 
 def _now_and_then(look: Run, run: Run) -> Run:

@@ -1,17 +1,16 @@
 """Upstream's tree manager, with a log of what it records and why, and with inputs that are given by address.
 
-:class:`Manager` subclasses the installed ``CUDAGraphTreeManager`` and stands in its place. It decides as upstream
-does, but for functions that write to live inputs and for static inputs that move, which upstream does not graph and
-records again each time. On a replay it only goes around work of upstream's that changes nothing.
-
-Functions that were added while the patches were off have no log and are served all the same.
+:class:`Manager` subclasses the installed ``CUDAGraphTreeManager`` and stands in its place. It decides as upstream does,
+except for functions that write to live inputs and for static inputs that move (:mod:`.input_rules`). A fast replay
+bypasses upstream's code, which would change nothing (:mod:`.candidates`). Recordings and memory that are no longer
+needed are given back (:mod:`.reclaiming`). Functions that were added before the patches have no log and are served all
+the same.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import itertools
-import logging
 import time
 import weakref
 from contextlib import AbstractContextManager, nullcontext
@@ -20,31 +19,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._inductor import cudagraph_trees
 
-from pygraph_trees.compat import follows_moved_outputs, has_skip_table, is_kernel_free
-from pygraph_trees.indirection.availability import usable_driver
-from pygraph_trees.indirection.inputs import CAPTURED, NotStaged, may_be_staged
+from pygraph_trees.compat import has_skip_table
+from pygraph_trees.indirection.inputs import NotStaged
 from pygraph_trees.indirection.retired import release_retired
-from pygraph_trees.indirection.routes import why_not_placeholder
 from pygraph_trees.indirection.table.pointer_table import Warmups
 from pygraph_trees.native import build
-from pygraph_trees.native.tensors import candidate_filter, first_fit
 
-from . import fast_path, native_names, pools
+from . import fast_path, input_rules, native_names, pools
+from .attempts import forget_frames
+from .candidates import Candidates, Search
 from .collector import paused
 from .function import FunctionModel
+from .input_rules import Given
 from .pools import ranges_of
-from .recording import Recording, forget_frames, release_unneeded
-from .rerecord import moved, why_recorded
+from .reclaiming import Reclaiming
+from .recording import Recording
+from .rerecord import why_recorded
 from .verification import Verification
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from pygraph_trees.indirection.inputs import LiveInputs
     from pygraph_trees.indirection.pool import PoolRanges
     from pygraph_trees.report.log import FunctionLog
-
-_log = logging.getLogger("pygraph_trees.trees")
 
 Upstream: type = cudagraph_trees.CUDAGraphTreeManager
 _EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
@@ -70,101 +65,22 @@ class _GraphID(cudagraph_trees.GraphID):
 _FunctionID.__qualname__, _GraphID.__qualname__ = "FunctionID", "GraphID"
 
 
-# Ways that are remembered of a function; a program that needs more has them found again.
-_MOST_WAYS = 1024
-# Calls until a way's recordings are told apart by a candidate_filter, which takes longer to make than many calls
-# without.
-_ASKED_BEFORE = 8
-
-
-class _Way:
-    """Where a function's fast replays are found, behind the replay of one recording or where no path is open."""
-
-    __slots__ = (
-        "_asked",
-        "_choices",
-        "_find",
-        "begins",
-        "candidate_filter",
-        "compile_id",
-        "mode",
-        "recordings",
-        "replay",
-        "replays",
-    )
-
-    def __init__(self, begins: bool | None, recordings: Sequence[Recording], mode: Any, compile_id: Any):
-        self.begins = begins  # whether a new step must begin here, or must not; None where that is no matter
-        self.recordings = recordings  # in upstream's order
-        self.mode, self.compile_id = mode, compile_id
-        # For the part in C++: of the only recording, or of several, with a candidate_filter once there is one.
-        self.replays = tuple(recording.native for recording in recordings)
-        self.replay = self.replays[0] if len(recordings) == 1 else None
-        self.candidate_filter: Callable[[int, list[Any]], int] | None = None
-        self._choices = [(recording.whereabouts, recording.deaths_before) for recording in recordings]
-        self._asked = 0
-
-    def first_accepting(self, inputs: list[Any]) -> Recording | None:
-        if len(self.recordings) == 1:
-            recording = self.recordings[0]
-            return recording if recording.accepts(inputs) else None
-        find = self.candidate_filter or self._finder()
-        found = self._first_of_several(find, inputs)
-        if found is None and release_unneeded(self.recordings[0].cuda_graphs_pool):  # what was held, and ruled some out
-            found = self._first_of_several(find, inputs)
-        return found
-
-    def _finder(self) -> Callable[[int, list[Any]], int]:
-        self._asked += 1
-        if self._asked == 1:
-            self._find: Callable[[int, list[Any]], int] = first_fit(self._choices)
-        if self._asked > _ASKED_BEFORE:
-            self.candidate_filter = self._find = candidate_filter(self._choices)
-        return self._find
-
-    def _first_of_several(self, find: Callable[[int, list[Any]], int], inputs: list[Any]) -> Recording | None:
-        position = find(0, inputs)
-        while position < len(self.recordings):
-            if self.recordings[position].accepts(inputs):
-                return self.recordings[position]
-            position = find(position + 1, inputs)
-        return None
-
-
-def _older_outputs(node: Any) -> Sequence[Any]:
-    """None of upstream's own, which were recorded before the patches went on."""
-    found: Sequence[Any] = getattr(node, "older_outputs", ())
-    return found
-
-
-def _makes_outputs_anew(node: Any) -> bool:
-    """Whether an output that is neither cached nor static was another tensor at each replay."""
-    log = getattr(node, "log", None)
-    if log is not None and not log.replays:
-        return False
-    own = zip(node.outputs_weakrefs, node.unaliased_in_all_paths, strict=True)
-    return any(held is not None and not is_cached for held, is_cached in own)
-
-
 class Manager(Upstream):
     """The recordings of one device, and of one thread if each has trees of its own."""
 
     # What a fast replay reads and writes; the part in C++ finds slots at once.
     __slots__ = (
-        "_anew",
+        "_candidates",
         "_current_node",  # behind a property
-        "_forgotten",
-        "_is_unknown",
-        "_left",
-        "_made_with",
+        "_search",
         "_turn_of",
         "_warmups",
-        "_ways",
         "compile_id",
         "current_gen",
         "graph",
         "mode",
         "path_state",
+        "reclaiming",
         "running_forwards_with_pending_backwards",
         "turn",
     )
@@ -176,15 +92,9 @@ class Manager(Upstream):
     running_forwards_with_pending_backwards: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # By function, and by the recording that was replayed before, None where no path is open: good until upstream is
-        # asked for anything but a fast replay. A function's way to its roots at the begin of a step, behind whatever
-        # recording, is also there by True.
-        self._ways: dict[Any, dict[Any, _Way]] = {}
-        self._forgotten: list[Any] = []  # functions whose recordings are to be given back
-        self._anew: dict[Any, str] = {}  # why, of those that are to be recorded again
-        self._left: list[Any] | None = None  # outputs of what was given back, that somebody held; None for nothing
-        self._is_unknown = False  # whether somebody may hold one that is not among them
-        self._made_with = args, kwargs
+        self._search = Search()
+        self._candidates = self._search.known  # which a fast replay reads at each call
+        self.reclaiming = Reclaiming(functools.partial(type(self), *args, **kwargs), self._candidates)
         self._warmups = Warmups()
         # Held by the call that is under way, from its first look at the trees until its graph is launched. Nobody waits
         # for it: what calls meanwhile, from a finalizer, a hook or another thread, is run un-graphed.
@@ -205,7 +115,7 @@ class Manager(Upstream):
         return run, outputs
 
     @property
-    def _clones_outputs(self) -> bool:
+    def clones_outputs(self) -> bool:
         """Whether upstream clones outputs that are alive at a new step."""
         return fast_path.MAY_CLONE and self.has_live_user_visible_output_cloning
 
@@ -253,11 +163,11 @@ class Manager(Upstream):
             self.turn.release()
 
     def _replay_fast(self, inputs: list[Any], function_id: Any) -> Any:
-        """The same while it is this call's turn.
+        """:meth:`replay_fast` while it is this call's turn.
 
-        The recording is the one that upstream takes: the first that fits behind the recording that was replayed before,
-        and where nothing was recorded there, at the begin of a step. Left out is what upstream reads from its
-        configuration, and the wrapper that looks at each input's alignment, which ``takes`` does for new addresses.
+        The recording is the one that upstream takes: the first that fits after the recording that was replayed before,
+        or, if nothing was recorded there, at the begin of a step. What upstream reads from its configuration is left
+        out, and so is its look at each input's alignment: ``accepts`` looks at it if addresses are new.
         """
         if self.graph is None:
             return None
@@ -265,19 +175,19 @@ class Manager(Upstream):
         begins = self.current_gen != generation and (
             not self.running_forwards_with_pending_backwards or self.user_invoked_mark_step()
         )
-        ways = self._ways.get(function_id)
-        way = None if ways is None else ways.get(self.current_node)
-        if way is None or (way.begins is not None and way.begins is not begins):
-            way = self._find_way(function_id, begins)
-            if way is None:
+        places = self._candidates.get(function_id)
+        found = None if places is None else places.get(self.current_node)
+        if found is None or (found.begins is not None and found.begins is not begins):
+            found = self._search.find(self, function_id, begins)
+            if found is None:
                 return None
-        elif begins and self._clones_outputs:
+        elif begins and self.clones_outputs:
             self.try_end_curr_execution()
-        recording = way.first_accepting(inputs)
+        recording = found.first_accepting(inputs)
         if recording is None:
             return None
-        self.mode = mode = way.mode
-        self.compile_id = way.compile_id
+        self.mode = mode = found.mode
+        self.compile_id = found.compile_id
         self.current_node = recording
         self.path_state = _EXECUTION
         self.current_gen = generation
@@ -288,54 +198,7 @@ class Manager(Upstream):
             self.running_forwards_with_pending_backwards = False
         return outputs
 
-    def _find_way(self, function_id: Any, begins: bool) -> _Way | None:
-        """Where upstream looks for a function's recordings, the end of the path that is open included.
-
-        None where it may do anything but replay one that has a fast path.
-        """
-        if function_id not in self.warmed_up_functions:
-            return None
-        node = self.current_node
-        wanted: bool | None = None
-        siblings = None
-        if node is None:
-            if self._forgotten:
-                self._forget()
-        else:
-            if self.path_state is not _EXECUTION or not self._graphs(function_id, node.id):
-                return None
-            # Where what is alive is cloned, a new step never goes on where the last one ended.
-            siblings = None if begins and self._clones_outputs else node.children.get(function_id)
-            if siblings:
-                wanted = False if self._clones_outputs else None
-            else:
-                self.try_end_curr_execution()
-                if self.current_node is not None:
-                    return None
-                if self._forgotten:
-                    self._forget()
-                wanted = True
-        if not siblings:
-            siblings = self.roots.get(function_id)
-            if not siblings or not self._graphs(function_id, None):
-                return None
-        # Behind one that only upstream can ask, upstream asks all.
-        fast = list(itertools.takewhile(lambda r: type(r) is Recording and r.has_fast_path, siblings))
-        if not fast:
-            return None
-        ways = self._ways.setdefault(function_id, {})
-        if len(ways) >= _MOST_WAYS:
-            ways.clear()
-        way = ways.get(True) if wanted else None
-        if way is None:
-            way = _Way(wanted, fast, self.id_to_mode[function_id], self.id_to_compile_id[function_id])
-            if wanted:
-                ways[True] = way
-        if begins or not wanted:  # a path also ends where all of it is dead, which is asked each time
-            ways[node] = way
-        return way
-
-    def _graphs(self, function_id: Any, node_id: Any) -> bool:
+    def is_graphed(self, function_id: Any, node_id: Any) -> bool:
         """Whether it is known that upstream graphs a function at a place; where it writes, this is asked there once."""
         skipped = self._skip_table()[node_id].get(function_id)
         if skipped or (skipped is None and self.ids_to_funcs[function_id].mutated_input_idxs):
@@ -349,8 +212,8 @@ class Manager(Upstream):
         return outputs
 
     def shutdown(self) -> None:
-        self._ways.clear()
-        self._forgotten, self._left = [], None
+        self._candidates.clear()
+        self.reclaiming.clear()
         todo = list(itertools.chain.from_iterable((self.roots or {}).values()))
         while todo:  # each holds the graph as well
             node = todo.pop()
@@ -360,113 +223,12 @@ class Manager(Upstream):
         release_retired()
 
     def forget(self, model: FunctionModel, *, later: bool = False) -> None:
-        """Gives back what a function's recordings hold, and those behind them, as soon as no path is open.
-
-        ``later``: where this is not the thread that replays; it will do that.
-        """
-        ids = [id_ for id_, function in list(self.ids_to_funcs.items()) if function.model is model]
-        self._forgotten += ids
-        for function_id in ids:
-            self._anew.pop(function_id, None)
-        self._ways.clear()
-        if later or self.graph is None:
-            return
-        if self.path_state is _EXECUTION:
-            self.try_end_curr_execution()
-        self._forget()
-
-    def handed_on(self, model: FunctionModel) -> list[int]:
-        """What functions that are decided by themselves take of this one's outputs in the pool, in bytes each.
-
-        By the newest recordings behind the newest one of this function.
-        """
-        own, todo = None, [self.roots or {}]
-        while todo:
-            for recordings in todo.pop().values():
-                todo += [node.children for node in recordings]
-                for node in recordings:
-                    if node.wrapped_function.model is model and (own is None or node.id.id > own.id.id):
-                        own = node
-        if own is None:
-            return []
-        depth, taken = len(list(own._path_from_root)) - 1, []
-        behind = [found[-1] for found in own.children.values() if found]
-        for node in behind:  # which grows
-            behind += [found[-1] for found in node.children.values() if found]
-            if getattr(node.wrapped_function.model, "trial", None) is model.trial:
-                continue
-            for index in node.cudagraph_managed_idxs:
-                place = node.live_cudagraph_managed_path_refs[index]
-                made = own.outputs_metadata[place[1]] if place is not None and place[0] == depth else None
-                if isinstance(made, dict):
-                    taken.append(made["nbytes"])
-        return taken
-
-    def record_anew(self, function_id: Any, why: str) -> None:
-        """The same for a function that will be recorded again; a call may be under way."""
-        self._anew[function_id] = why
-        self._forgotten.append(function_id)
-        self._ways.clear()
-
-    def _forget(self) -> None:
-        if self.current_node is not None or self.roots is None or torch.cuda.is_current_stream_capturing():
-            return
-        ids, self._forgotten = self._forgotten, []
-        self._ways.clear()  # some may have been found since
-        gone: list[Any] = []
-        todo = [self.roots]
-        while todo:
-            below = todo.pop()
-            for function_id in ids:
-                gone += below.pop(function_id, ())
-            todo += [node.children for nodes in below.values() for node in nodes]
-        if gone:
-            self._left = self._left or []
-        while gone:
-            node = gone.pop()
-            gone += itertools.chain.from_iterable(node.children.values())
-            node.remove_node_cached_tensors()  # somebody may still hold one
-            assert self._left is not None
-            self._left += [held for held in (*_older_outputs(node), *node.outputs_weakrefs) if held is not None]
-            self._is_unknown |= _makes_outputs_anew(node)
-            node.graph = node.native = None
-            del node
-        release_retired()
-        self.give_pool_back()
+        """Gives back what a function's recordings hold; see :meth:`.Reclaiming.forget`."""
+        self.reclaiming.forget(self, model, later=later)
 
     def give_pool_back(self) -> bool:
-        """Where recordings were given back, and nothing is left in the graph pool, what it had is free for others.
-
-        Nothing is while somebody holds an output, of whatever was recorded there, or might: of outputs that are made
-        anew at each replay only the newest are known. Whether it was done.
-        """
-        if self.graph is None or torch.cuda.is_current_stream_capturing():  # it was shut down
-            return False
-        if self._forgotten:
-            self._end_path()
-            if self.current_node is None:
-                self._forget()  # which comes back here
-            return False
-        is_used = self._anew or self.current_node is not None or any(self.roots.values())
-        if self._left is None or self._is_unknown or is_used:
-            return False
-        self._left = [held for held in self._left if not held.expired()]
-        if self._left:
-            return False
-        # Torch keeps a pool as long as a graph uses it, if only the empty one that its manager begins with.
-        args, kwargs = self._made_with
-        try:
-            fresh = type(self)(*args, **kwargs)
-        except RuntimeError as error:  # no memory, or somebody captures
-            _log.warning("a graph pool could not be given back: %s", error)
-            return False
-        old = self.cuda_graphs_thread_pool
-        for name in ("graph", "stream", "cuda_graphs_thread_pool"):
-            setattr(self, name, getattr(fresh, name))
-        pools.OWNED.discard(old)
-        self._left = None
-        torch.cuda.empty_cache()
-        return True
+        """Gives back the graph pool if nothing is left in it; see :meth:`.Reclaiming.give_pool_back`."""
+        return self.reclaiming.give_pool_back(self)
 
     def has_room_for_another(self) -> bool:
         """Whether the GPU has as much memory free as the graph pool takes, and some."""
@@ -479,23 +241,12 @@ class Manager(Upstream):
         reserve = torch.cuda.memory_reserved(self.device_index) - torch.cuda.memory_allocated(self.device_index)
         return bool(free + max(0, reserve - pool) > 1.1 * pool)
 
-    def _end_path(self) -> None:
-        """Where that leaves everybody's tensors as they are."""
-        if self.path_state is _EXECUTION:
-            self.try_end_curr_execution()
-        elif (
-            self.path_state is cudagraph_trees.ExecutionState.RECORDING
-            and self.current_node is not None
-            and self.current_node.all_outputs_are_dead()
-        ):
-            self.clear_current_path_state_and_set_to_none()
-
     def _run(self, new_inputs: list[Any], function_id: Any) -> Any:
         # At the begin of a step upstream looks for a child of the last step's recording, finds none, ends the path and
         # starts over. Where there is none to be found the path is ended at once.
-        self._ways.clear()
-        if self._forgotten:
-            self._forget()
+        self._candidates.clear()
+        if self.reclaiming.forgotten:
+            self.reclaiming.give_back(self)
         node = self.current_node
         if (
             node is not None
@@ -505,11 +256,11 @@ class Manager(Upstream):
             and not self.ids_to_funcs[function_id].mutated_input_idxs
         ):
             self.try_end_curr_execution()
-            if self._forgotten:
-                self._forget()
+            if self.reclaiming.forgotten:
+                self.reclaiming.give_back(self)
         # Upstream makes ready for a recording, which changes what is known of the memory, before it asks for one.
         if self.path_state is _EXECUTION and self.current_node is not None and function_id in self.warmed_up_functions:
-            why_not = self._why_not_staged(new_inputs, function_id)
+            why_not = input_rules.why_not_staged(self.ids_to_funcs[function_id].model, new_inputs)
             if why_not is not None:
                 self.try_end_curr_execution()
                 return self._run_ungraphed(new_inputs, function_id, why_not)
@@ -528,19 +279,15 @@ class Manager(Upstream):
             finally:
                 self._pool.forget()
         # Asked once more: outputs of the last step were managed when upstream did, before it ended that step's path.
-        why_not: str | None = None
-        if self._would_lose_writes(new_inputs, function_id):
-            why_not = "mutates an input that lies in the graph pool and is no output of this step"
-        why_not = why_not or self._why_not_staged(new_inputs, function_id)
+        given = self._given(new_inputs, function_id)
+        why_not = given.why_not_recorded()
         if why_not is not None:
             if self.path_state is _EXECUTION and self.current_node is not None:
                 self.path_state = cudagraph_trees.ExecutionState.RECORDING  # so it is for the allocator
             return self._run_ungraphed(new_inputs, function_id, why_not)
-        reason = None if function_id in self._forgotten else self._anew.pop(function_id, None)
-        reason = reason or why_recorded(self, new_inputs, function_id, function)
-        self._demote_saved_inputs(new_inputs, function_id)
-        self._demote_moved_inputs(new_inputs, function_id)
-        verification = self._verification(new_inputs, function_id)
+        reason = self.reclaiming.why_again(function_id) or why_recorded(self, new_inputs, function_id, function)
+        self._demote(given, function_id)
+        verification = self._verification(given)
         before = self._pool.nbytes()
         start = time.perf_counter()
         try:
@@ -575,135 +322,42 @@ class Manager(Upstream):
         sampler = None if recording.live is None else recording.live.sampler
         if sampler is None:
             return
-        manager = weakref.ref(self)
+        reclaiming = weakref.ref(self.reclaiming)
 
         def ready(why: str) -> None:
-            found = manager()
+            found = reclaiming()
             if found is not None:
-                found.record_anew(function_id, why)
+                found.record_again(function_id, why)
 
         sampler.ready = ready
 
-    def _why_not_staged(self, inputs: list[Any], function_id: Any) -> str | None:
-        """Why an input on the CPU, which torch does not record, cannot be staged either; None where all can."""
-        model = self.ids_to_funcs[function_id].model
-        if not isinstance(model, FunctionModel) or model.settings.placement == "off":
-            return None
-        on_cpu = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.is_cpu]
-        for index in on_cpu:
-            if not self._uses_addresses(model):
-                return f"input {index} lies on the CPU, and graphs are given no addresses"
-            if index in model.refused:
-                return model.refused[index]
-            if inputs[index].numel() and not may_be_staged(inputs[index]):
-                return f"input {index} lies on the CPU, and its {inputs[index].nbytes} bytes are too many to be staged"
-        return CAPTURED if on_cpu and torch.cuda.is_current_stream_capturing() else None
-
-    def _verification(self, inputs: list[Any], function_id: Any) -> Verification | None:
-        model = self.ids_to_funcs[function_id].model
-        if not isinstance(model, FunctionModel) or model.settings.verify == "off":
-            return None
+    def _given(self, inputs: list[Any], function_id: Any) -> Given:
         is_managed = self._get_cuda_graph_recorded_tensor_checker()
-        kept = [i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and not is_managed(t)]
-        return Verification(inputs, kept)
+        return Given(self.ids_to_funcs[function_id], inputs, self.device_index, self._pool, is_managed)
 
-    def _demote_saved_inputs(self, inputs: list[Any], function_id: Any) -> None:
-        """What a backward is given of its forward's live inputs is live as well, where upstream takes it for static.
-
-        Upstream's forward saves its own copy, which stays where it is.
-        """
-        if self.id_to_mode[function_id] is not _BACKWARD:
-            return
-        on_path: list[LiveInputs] = []
-        node = self.current_node
-        while isinstance(node, cudagraph_trees.CUDAGraphNode):
-            live = getattr(node, "live", None)
-            if live is not None:
-                on_path.append(live)
-            node = node.parent
-        is_managed = self._get_cuda_graph_recorded_tensor_checker()
-        self._demote(
-            function_id,
-            inputs,
-            (
-                index
-                for index in self.ids_to_funcs[function_id].static_input_idxs
-                if isinstance(inputs[index], torch.Tensor)
-                and any(live.reaches(inputs[index].data_ptr()) for live in on_path)
-                and not is_managed(inputs[index])
-            ),
-        )
-
-    def _demote_moved_inputs(self, inputs: list[Any], function_id: Any) -> None:
-        """Static and managed inputs that are found elsewhere than in the newest recording here are live from now on.
+    def _demote(self, given: Given, function_id: Any) -> None:
+        """Makes inputs live from now on: static and managed ones that are elsewhere than in the newest recording here,
+        and what a backward is given of its forward's live inputs.
 
         A recording holds their addresses in places that only a recording at placeholder addresses finds for certain, so
         they are recorded there once more, and patched from then on.
         """
-        wrapped = self.ids_to_funcs[function_id]
-        siblings = (self.roots if self.current_node is None else self.current_node.children).get(function_id, [])
-        if not siblings or not self._may_demote(wrapped):
+        if not given.may_be_live():
             return
-        recorded = siblings[-1]
-        self._demote(
-            function_id,
-            inputs,
-            (
-                index
-                for index in recorded.static_input_idxs
-                if index in wrapped.static_input_idxs
-                and isinstance(inputs[index], torch.Tensor)
-                and inputs[index].data_ptr() != recorded.static_input_data_ptrs[index]
-            ),
-        )
-        if not follows_moved_outputs(recorded):
-            wrapped.model.moving |= {
-                index
-                for index in recorded.cudagraph_managed_idxs
-                if index not in wrapped.mutated_input_idxs
-                and not recorded.preserved_aliased_inputs[index]
-                and moved(recorded, inputs, index)
-            }
+        node = self.current_node
+        live = given.saved(node) if self.id_to_mode[function_id] is _BACKWARD else []
+        siblings = (self.roots if node is None else node.children).get(function_id, [])
+        if siblings:
+            live += given.moved_static(siblings[-1])
+            given.function.model.moving |= given.moved_managed(siblings[-1])
+        self.ids_to_funcs[function_id] = given.without_static(live)
 
-    def _demote(self, function_id: Any, inputs: list[Any], indices: Iterable[int]) -> None:
-        """Takes inputs from the static ones, but those that are written to and could not be written in place."""
-        wrapped = self.ids_to_funcs[function_id]
-        if not self._may_demote(wrapped):
-            return
-        live = {
-            index
-            for index in indices
-            if index not in wrapped.mutated_input_idxs or self._is_written_in_place(wrapped.model, inputs[index])
-        }
-        if live:
-            kept = [index for index in wrapped.static_input_idxs if index not in live]
-            self.ids_to_funcs[function_id] = dataclasses.replace(wrapped, static_input_idxs=kept)
-
-    def _may_demote(self, wrapped: Any) -> bool:
-        return self._uses_addresses(wrapped.model) and not is_kernel_free(wrapped)
-
-    def _would_lose_writes(self, inputs: list[Any], function_id: Any) -> bool:
-        """Whether an input that is written to, and neither static nor managed, cannot be recorded at a placeholder
-        address.
-
-        A graph else writes to the tensor of each call, or to a copy that is copied back.
-        """
-        wrapped = self.ids_to_funcs[function_id]
-        is_managed = self._get_cuda_graph_recorded_tensor_checker()
-        uses_addresses = self._uses_addresses(wrapped.model)
-        return any(
-            not (uses_addresses and self._is_written_in_place(wrapped.model, inputs[index]))
-            for index in wrapped.mutated_input_idxs
-            if index not in wrapped.static_input_idxs and not is_managed(inputs[index])
-        )
-
-    def _uses_addresses(self, model: Any) -> bool:
-        return (
-            isinstance(model, FunctionModel)
-            and model.settings.indirection != "off"
-            and cudagraph_trees.CUDAGraphNode is Recording  # the patches may be off by now
-            and usable_driver() is not None
-        )
+    def _verification(self, given: Given) -> Verification | None:
+        model = given.function.model
+        if not isinstance(model, FunctionModel) or model.settings.verify == "off":
+            return None
+        kept = [i for i, t in enumerate(given.inputs) if isinstance(t, torch.Tensor) and not given.is_managed(t)]
+        return Verification(given.inputs, kept)
 
     def run_eager(self, new_inputs: list[Any], function_id: Any) -> Any:
         function = self._log_of(function_id)
@@ -724,7 +378,7 @@ class Manager(Upstream):
 
     def _warming_up(self, inputs: list[Any], function_id: Any) -> AbstractContextManager[None]:
         wrapped = self.ids_to_funcs[function_id]
-        indirection = wrapped.model.settings.indirection if self._uses_addresses(wrapped.model) else "off"
+        indirection = wrapped.model.settings.indirection if input_rules.uses_addresses(wrapped.model) else "off"
         if indirection not in ("auto", "table"):
             return nullcontext()
         is_backward = self.id_to_mode[function_id] is _BACKWARD
@@ -737,8 +391,8 @@ class Manager(Upstream):
 
     def _update_non_cudagraph_managed_mutation(self, function_id: Any, inputs: list[Any]) -> None:
         model = self.ids_to_funcs[function_id].model
-        knows = self._uses_addresses(model) and self._knows_its_writes(model)
-        if knows and not self._would_lose_writes(inputs, function_id):
+        knows = input_rules.uses_addresses(model) and input_rules.knows_its_writes(model)
+        if knows and not self._given(inputs, function_id).would_lose_writes():
             self._skip_table()[self._get_node_id()][function_id] = False
             return
         super()._update_non_cudagraph_managed_mutation(function_id, inputs)
@@ -753,15 +407,5 @@ class Manager(Upstream):
     def _skip_table(self) -> Any:
         return getattr(self, _SKIP_TABLE)
 
-    def _knows_its_writes(self, model: Any) -> bool:
-        return model.log.graph is not None and not model.log.graph.rebinds_storage
 
-    def _is_written_in_place(self, model: Any, value: torch.Tensor) -> bool:
-        """Whether a graph can be recorded that keeps what it writes to a live input."""
-        if not self._knows_its_writes(model):
-            return False
-        in_pool = self._pool.holds(value.data_ptr())
-        return not value.numel() or why_not_placeholder(value, self.device_index, in_pool) is None
-
-
-native_names.check(manager=Manager, way=_Way, recording=Recording, function=FunctionModel)
+native_names.check(manager=Manager, candidates=Candidates, recording=Recording, function=FunctionModel)

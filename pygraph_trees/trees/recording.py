@@ -23,40 +23,35 @@ counts them as its instances. To tell the two apart, ask for the type.
 from __future__ import annotations
 
 import functools
-import sys
-import traceback
-import weakref
 from collections import Counter
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor import cudagraph_trees
-from torch._inductor.output_code import index_expanded_dims
 
 from pygraph_trees import compat
-from pygraph_trees.cuda.driver import driver
-from pygraph_trees.cuda.extent import flat
 from pygraph_trees.cuda.graph_nodes import NodeKind
-from pygraph_trees.errors import DriverError, PygraphError
+from pygraph_trees.errors import PygraphError
 from pygraph_trees.indirection.availability import usable_driver, why_unusable
-from pygraph_trees.indirection.hidden_addresses import Surroundings
-from pygraph_trees.indirection.inputs import LiveInputs, NotStaged, choose
-from pygraph_trees.indirection.route_rule import leave_table, may_use_table, recorded
+from pygraph_trees.indirection.inputs import LiveInputs
+from pygraph_trees.indirection.route_rule import recorded
 from pygraph_trees.indirection.routes import Route
-from pygraph_trees.indirection.sampler import sampler_for
-from pygraph_trees.indirection.table.pointer_table import taken_by_variants
-from pygraph_trees.native.tensors import Deaths, Whereabouts, once_more, released
+from pygraph_trees.native.tensors import Whereabouts, once_more, released
 from pygraph_trees.placement.staging import observed
 from pygraph_trees.report.log import RecordingLog
-from pygraph_trees.report.naming import BACKWARD
 
 from . import fast_path, pools
+from .attempts import Attempts
+from .captured_graph import captured_nodes, is_cuda, kept_graph, surroundings
 from .function import FunctionModel
+from .input_records import describe
+from .liveness import deaths, register, release_unneeded
+from .outputs import as_they_read, is_on_live_input, without_staged
 from .pools import ranges_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable
 
     from pygraph_trees.cuda.driver import Driver
     from pygraph_trees.cuda.host_reads import HostRead
@@ -64,7 +59,6 @@ if TYPE_CHECKING:
 Upstream: type = cudagraph_trees.CUDAGraphNode
 _IS_RECORDED: Any = cudagraph_trees.CUDAGraphNode._is_cuda_graph_recorded_tensor  # asked twice an input
 _RUN_CHECKS_WHAT_DIED = compat.checks_deaths_after_copies()
-_REGISTERS_GENERATORS = compat.registers_generators()
 _MISMATCH = cudagraph_trees.CheckInvariantStatus.StaticInputIdxMismatch
 _FITS = cudagraph_trees.CheckInvariantStatus.SUCCESS, lambda: "CheckInvariantStatus.SUCCESS"
 _ALIVE_BEFORE = (
@@ -100,7 +94,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     _live: LiveInputs | None = None
     copies = False  # whether a replay copies an input
     older_outputs: Any = ()  # references to those that others have taken the place of
-    _kept: list[Any] = []  # the inputs, where a recording at placeholder addresses that fails is tried again  # noqa: RUF012
+    _attempts: Attempts | None = None  # while it is made
     graph: Any
     recording_outputs: Any
 
@@ -108,34 +102,10 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         self, wrapped_function: Any, id: Any, parent: Any, inputs: list[Any], *args: Any, **kwargs: Any
     ) -> None:
         self.log = RecordingLog(number=id.id, parent=None if parent is None else parent.id.id)
-        self._why_copied: dict[int, str] = {}
-        self._refused: dict[int, str] = dict(getattr(wrapped_function.model, "refused", ()))
-        self._moving = {index: inputs[index] for index in getattr(wrapped_function.model, "moving", ())}
-        is_tried_again = False
-        while True:
-            refused, self._left_table = dict(self._refused), False
-            failure: Exception | None = None
-            try:
-                self._make(wrapped_function, id, parent, inputs, *args, **kwargs)
-                break
-            except Exception as error:
-                is_another = self._left_table or self._refused != refused
-                if not self._kept or isinstance(error, NotStaged) or not is_another:
-                    if not is_tried_again:
-                        # It cannot be tried once more at this call, so the next ones go without placeholders.
-                        getattr(wrapped_function.model, "refused", {}).update(self._refused)
-                    if isinstance(error, NotStaged):
-                        inputs[:], self._kept = self._kept, []
-                    raise
-                failure = error
-            # The model or the driver may not bear a table: once more, by address. Or placeholder addresses: on memory.
-            forget_frames(failure)
-            del failure
-            inputs[:], self._kept = self._kept, []
-            is_tried_again = True
-        if is_tried_again:
-            wrapped_function.model.refused.update(self._refused)
-        self._moving = {}
+        self._attempts = attempts = Attempts(wrapped_function, inputs)
+        record = functools.partial(super().__init__, wrapped_function, id, parent, inputs, *args, **kwargs)
+        attempts.until_one_works(functools.partial(self._make, attempts, record, parent), inputs)
+        self._attempts = None
         self._has_moving = self._live is not None and any(item.managed for item in self._live.items)
         self._prepare_questions()
         self.has_fast_path = (
@@ -144,7 +114,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             and not self._has_moving
             and not _is_debugged()
         )
-        self.log.inputs = tuple(self._describe_inputs())
+        self.log.inputs = tuple(describe(self, self._live, self._copied_indices(), attempts.why_copied))
         if isinstance(wrapped_function.model, FunctionModel):
             decisions = {} if self._live is None else self._live.decisions
             reads_table = any(decision.route is Route.TABLE for decision in decisions.values())
@@ -172,8 +142,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         self._find = self.whereabouts.ask  # where the patched inputs lie; None where a static one has moved
         self._dropped = [i for i in self.cudagraph_managed_idxs if not self.preserved_aliased_inputs[i]]
         self._drop_managed = released(self._dropped) if self._dropped else None
-        self.deaths_before = self._deaths(self.expected_dead_indices_before_graph)
-        self.deaths_after = self._deaths(self.expected_dead_indices_after_graph)
+        self.deaths_before = deaths(self, self.expected_dead_indices_before_graph)
+        self.deaths_after = deaths(self, self.expected_dead_indices_after_graph)
         self._are_dead_before = None if self.deaths_before is None else self.deaths_before.ask
         self._are_dead_after = None if self.deaths_after is None else self.deaths_after.ask
         # Whether upstream's check comes down to the addresses of static inputs: nothing managed, nothing to be dead.
@@ -189,16 +159,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         known = (*self.older_outputs, *self.outputs_weakrefs)
         self.older_outputs = [held for held in known if held is not None and not held.expired()]
         super()._initialize_cached_tensors()
-        self._siblings = _with_outputs.setdefault(self.cuda_graphs_pool, weakref.WeakSet())
-        self._siblings.add(self)
-        if compat.sees_what_autograd_holds(self):
-            return
-        # Upstream takes such an output for dead, and writes over what a backward is to read.
-        recording = weakref.ref(self)
-        for number in range(len(self.cached_tensor_outputs)):
-            if self.cached_tensor_outputs[number] is not None:
-                held: Any = self.outputs_weakrefs[number]
-                held.extra_ref_check = functools.partial(_is_released, recording, number, held.extra_ref_check)
+        self._registered = register(self)
 
     def all_outputs_are_dead(self) -> bool:
         """Whether all outputs of the path from this node to its root are dead."""
@@ -206,18 +167,12 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             release_unneeded(self.cuda_graphs_pool) and super().all_outputs_are_dead()
         )
 
-    def _deaths(self, indices: list[tuple[int, int]]) -> Deaths | None:
-        """Of outputs on the path, by depth and number; None where there are none."""
-        path = list(self._path_from_root) if indices else []
-        places = [(path[d].cached_tensor_outputs, self.path_weakrefs[d], number) for d, number in indices]
-        return Deaths(places, functools.partial(release_unneeded, self.cuda_graphs_pool)) if places else None
-
-    def _make(self, wrapped_function: Any, id: Any, parent: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> None:
+    def _make(self, attempts: Attempts, record: Callable[[], None], parent: Any) -> None:
         try:
             if parent is not None:
                 release_unneeded(parent.cuda_graphs_pool)  # what is alive now is noted
-            super().__init__(wrapped_function, id, parent, inputs, *args, **kwargs)
-            self._kept = []  # it was launched, and must not be twice
+            record()
+            attempts.launched()
             if self._live is not None:
                 self._finish_first_call(self._live)
         except BaseException as error:
@@ -225,50 +180,24 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             if live is not None:
                 live.release()
                 self._live = None
-                model = wrapped_function.model
-                self._left_table = live.has_table and model.settings.indirection == "auto"
-                if self._left_table and not isinstance(error, NotStaged):
-                    leave_table(model, wrapped_function.id, error)
-                else:
-                    why = f"recording it at a placeholder address failed: {type(error).__name__}: {error}"
-                    # Without them it is tried once more; torch does not record what lies on the CPU.
-                    refused = [error.fields["index"]] if isinstance(error, NotStaged) else live.in_place
-                    self._refused |= dict.fromkeys(refused, why)
+                attempts.failed(live, error)
             raise
 
     # -- recording
 
     def _allocate_and_copy_recording_inputs(self, inputs: list[Any]) -> list[Any]:
+        attempts = self._attempts
+        assert attempts is not None
         api, why_not = self._driver_for_addresses()
-        copied, model = self._copied_indices(), self.wrapped_function.model
+        copied = self._copied_indices()
         if api is None:
-            self._why_copied = dict.fromkeys(copied, why_not)
+            attempts.why_copied = dict.fromkeys(copied, why_not)
         elif not compat.is_kernel_free(self.wrapped_function):
-            # What is chosen has to be left again where it cannot be recorded, and then the inputs are needed once more.
-            may_choose = model.settings.indirection == "auto" and self._may_be_kept(inputs)
-            sizes = self.wrapped_function.id  # a function of integers has one for each value of theirs
-            may_use = may_use_table(model, sizes) if may_choose else model.settings.indirection == "table"
-            self._live, self._why_copied = choose(
-                api,
-                self.device,
-                inputs,
-                copied,
-                set(self.wrapped_function.mutated_input_idxs),
-                ranges_of(self.device, self.cuda_graphs_pool),
-                self._refused,
-                self._managed_and_moving(),
-                stage=model.settings.placement != "off",
-                tabled=taken_by_variants(model) if may_use else (),
+            pool = ranges_of(self.device, self.cuda_graphs_pool)
+            self._live = attempts.choose_live(
+                *(api, self.device, inputs, copied, pool, self._managed_and_moving(attempts), self.log),
+                may_be_kept=self._may_be_kept(inputs),
             )
-            if self._live is not None:
-                is_chosen = self._live.has_table or not may_choose
-                self._live.sampler = None if is_chosen else sampler_for(model, sizes, self.device, self.log)
-                if (self._live.has_placeholders or self._live.has_staged) and self._may_be_kept(inputs):
-                    self._kept = list(inputs)
-                self._live.is_of_backward = self.wrapped_function.model.log.mode == BACKWARD
-                for item in self._live.items:
-                    inputs[item.index] = 0
-                    copied.remove(item.index)
             for index in self.wrapped_function.mutated_input_idxs:
                 if index in copied and isinstance(inputs[index], torch.Tensor) and inputs[index].numel():
                     raise WouldLoseWrites(recording=self.log.number, index=index)
@@ -276,13 +205,14 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
     def _is_cuda_graph_recorded_tensor(self, t: torch.Tensor) -> Any:
         """As upstream's; while this recording is made, no for the managed inputs that move: they are live ones."""
-        if self._moving and any(t is moving for moving in self._moving.values()):
+        attempts = self._attempts
+        if attempts is not None and any(t is moving for moving in attempts.moving.values()):
             return False
         return _IS_RECORDED(self, t)
 
-    def _managed_and_moving(self) -> set[int]:
+    def _managed_and_moving(self, attempts: Attempts) -> set[int]:
         """The indices of those; that they are alive keeps this recording off their memory."""
-        return {index for index, t in self._moving.items() if self._is_alias_of_live_recorded_tensor(t) is not None}
+        return {index for index, t in attempts.moving.items() if self._is_alias_of_live_recorded_tensor(t) is not None}
 
     def _stays(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is an output that was alive all the while this was recorded: nothing is put in its place."""
@@ -307,7 +237,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     def _may_be_kept(self, inputs: list[Any]) -> bool:
         """Whether holding the inputs while recording leaves the graph the same memory of the pool to use."""
         pool = ranges_of(self.device, self.cuda_graphs_pool)
-        return not self.cudagraph_managed_idxs and not any(_is_cuda(v) and pool.holds(v.data_ptr()) for v in inputs)
+        return not self.cudagraph_managed_idxs and not any(is_cuda(v) and pool.holds(v.data_ptr()) for v in inputs)
 
     def _copied_indices(self) -> list[int]:
         """The indices of the inputs that upstream copies, as a list that it reads."""
@@ -316,18 +246,18 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     def _record(self, model: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
         live = self._live if self.graph is not None else None
         if live is not None:
-            self.graph = self._graph_that_is_kept(inputs)
+            self.graph = kept_graph(inputs)
 
         def on_placeholder_tensors(model_inputs: list[Any]) -> Any:
             for item in () if live is None else live.items:
                 model_inputs[item.index] = item.placeholder_tensor
             together = None if live is None else live.together
             with nullcontext() if live is None else live.captured(), observed(together) as staged:
-                outputs = staged.with_own_memory(_as_they_read(model(model_inputs)))
+                outputs = staged.with_own_memory(as_they_read(model(model_inputs)))
             reads.extend(staged.reads)
             copied.extend(staged.copied)
             if live is None:
-                self._count_nodes(self._captured_nodes())
+                self._count_nodes(captured_nodes())
             elif live.has_staged:
                 outputs = without_staged(outputs, live)
             return outputs
@@ -337,36 +267,11 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         outputs = super()._record(on_placeholder_tensors, inputs)
         if live is not None:
             with torch.cuda.device(self.device):
-                live.set_up(self.graph, reads, copied, lambda: self._surroundings(outputs, live))
+                live.set_up(
+                    self.graph, reads, copied, lambda: surroundings(self, outputs, live, self._copied_indices())
+                )
             self._count_nodes(live.kinds)
         return outputs
-
-    def _surroundings(self, outputs: Sequence[Any], live: LiveInputs) -> Surroundings:
-        """What a launch reads and writes beside the live inputs, while the outputs of the capture are there."""
-        mutated, own = set(self.wrapped_function.mutated_input_idxs), {item.index for item in live.items}
-
-        def tensors(indices: set[int]) -> list[torch.Tensor]:
-            found = (self.reconstructed_inputs[index] for index in sorted(indices - own))
-            return [value for value in found if _is_cuda(value) and _is_plain(value)]
-
-        # In the graph pool, where the graph may put something else as soon as it has read them.
-        in_pool = {*self.cudagraph_managed_idxs, *self._copied_indices()}
-        generators = [value for value in self.reconstructed_inputs if isinstance(value, torch.Generator)]
-        return Surroundings(
-            outputs=[o for i, o in enumerate(outputs) if i not in live.outputs and _is_cuda(o) and _is_plain(o)],
-            kept=tensors(in_pool | mutated),
-            written=tensors(mutated),
-            generators=[torch.cuda.default_generators[self.device], *generators],
-        )
-
-    def _graph_that_is_kept(self, inputs: list[Any]) -> Any:
-        """A graph whose nodes can be read after capture; it is instantiated by us."""
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        if _REGISTERS_GENERATORS:
-            for value in inputs:
-                if isinstance(value, torch.Generator):
-                    graph.register_generator_state(value)
-        return graph
 
     def _add_first_outputs(self, outputs: Any, static_input_persistent_storage_ptrs: dict[int, Any]) -> None:
         live = self._live
@@ -378,14 +283,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         persistent = static_input_persistent_storage_ptrs | dict.fromkeys(live.storages, _is_alive)
         super()._add_first_outputs(outputs, persistent)
         for position, output in enumerate(outputs):
-            item = live.item_under(output) if _is_cuda(output) else None
-            if item is None:
-                continue
-            live.outputs[position] = (
-                item.index,
-                None if output is item.placeholder_tensor else _view_of(output, item.placeholder_tensor),
-            )
-            self.static_output_tensors[position] = torch.empty(0)  # rebuilt from the input of each call instead
+            if is_cuda(output) and is_on_live_input(live, position, output):
+                self.static_output_tensors[position] = torch.empty(0)  # rebuilt from the input of each call instead
 
     def _finish_first_call(self, live: LiveInputs) -> None:
         """Behind the launch that upstream does while it makes a node."""
@@ -395,15 +294,6 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 outputs[position] = live.output(index, view)
             self.recording_outputs = outputs
         live.finish()
-
-    def _captured_nodes(self) -> Counter[NodeKind]:
-        """What has been captured so far; nothing where the driver cannot tell."""
-        api = driver()
-        try:
-            graph = None if api is None else api.capturing_graph(torch.cuda.current_stream().cuda_stream)
-            return Counter() if api is None or graph is None else api.count_nodes(graph)
-        except DriverError:
-            return Counter()
 
     def _count_nodes(self, counts: Counter[NodeKind]) -> None:
         if counts:
@@ -539,101 +429,10 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 outputs[position] = live.output(index, view)
         return outputs
 
-    # -- what the report says
-
-    def _describe_inputs(self) -> Iterator[tuple[Any, ...]]:
-        """The fields of an :class:`~pygraph_trees.report.records.InputRecord` each."""
-        placeholders, mutated = self.wrapped_function.placeholders, set(self.wrapped_function.mutated_input_idxs)
-        static, managed = set(self.static_input_idxs), set(self.cudagraph_managed_idxs)
-        copied = set(self._copied_indices())
-        placeholder_tensors = (
-            {} if self._live is None else {item.index: item.placeholder_tensor for item in self._live.items}
-        )
-        decisions = {} if self._live is None else self._live.decisions
-        devices: dict[torch.device, str] = {}
-        for index, value in enumerate(self.reconstructed_inputs):
-            name = placeholders[index].name if index < len(placeholders) else None
-            value = placeholder_tensors.get(index, value)
-            if not isinstance(value, torch.Tensor):
-                yield index, name, "value", None, 0, 0, index in mutated
-                continue
-            kind = "managed" if index in managed else "static" if index in static else "live"
-            decision = decisions.get(index)
-            route = Route.PATCH if decision is None else decision.route
-            if decision is not None:
-                is_copied, why = route is Route.COPY, decision.reason
-            else:
-                is_copied, why = index in copied, self._why_copied.get(index)
-            device = value.device
-            yield (
-                *(index, name, kind, devices.get(device) or devices.setdefault(device, str(device))),
-                _nbytes(value),
-                _nbytes(index_expanded_dims(value, self.expanded_dims[index])) if is_copied else 0,
-                index in mutated,
-                None if kind != "live" else "copy" if is_copied else route.value,
-                why if is_copied else None,
-            )
-
-
-def without_staged(outputs: Sequence[Any], live: LiveInputs) -> list[Any]:
-    """The outputs for upstream, which bears none on the CPU: those that lie on staged inputs are made at each call."""
-    shown = list(outputs)
-    for position, output in enumerate(outputs):
-        item = live.item_under(output) if _is_on_cpu(output) else None
-        if item is not None:
-            live.outputs[position] = (
-                item.index,
-                None if output is item.placeholder_tensor else _view_of(output, item.placeholder_tensor),
-            )
-            shown[position] = None
-    return shown
-
-
-# Recordings that hold outputs, by their graph pool: those of one manager, which one thread calls at a time. Each of
-# them holds the set.
-_with_outputs: weakref.WeakValueDictionary[Any, weakref.WeakSet[Recording]] = weakref.WeakValueDictionary()
-
 
 def gives_addresses(*, is_imagined: bool) -> bool:
     """Whether recordings are given addresses, or would be given them on a GPU that is only imagined."""
     return cudagraph_trees.CUDAGraphNode is Recording and (is_imagined or usable_driver() is not None)
-
-
-def release_unneeded(pool: Any) -> bool:
-    """Outputs that nobody holds let go of autograd's graphs, as in torch 2.15; whether any did.
-
-    Such a graph is that of a backward that never came. It may be what holds others: what was saved for it, and what
-    was saved before, of any recording.
-    """
-    found, recordings = False, list(_with_outputs.get(pool, ()))
-    for _ in range(1 + sum(len(recording.cached_tensor_outputs) for recording in recordings)):
-        if not sum(map(_release_autograd, recordings)):
-            break
-        found = True
-    return found
-
-
-def _release_autograd(recording: Recording) -> bool:
-    outputs, found = recording.cached_tensor_outputs, False
-    for i in range(len(outputs)):
-        # Without a name for the output: references are counted, the list's and the argument's.
-        if (
-            outputs[i] is not None
-            and outputs[i].grad_fn is not None
-            and outputs[i]._use_count() == 1
-            and sys.getrefcount(outputs[i]) == 2
-            and not outputs[i]._is_view()
-        ):
-            with torch.inference_mode(False):  # where nothing is detached
-                outputs[i].detach_()
-            found = True
-    return found
-
-
-def _is_released(recording: Callable[[], Recording | None], number: int, check: Callable[[], bool]) -> bool:
-    """Whether a cached output is held by its recording alone: not in C++, and else as upstream's ``check`` has it."""
-    node = recording()
-    return (node is None or node.cached_tensor_outputs[number]._use_count() == 1) and check()
 
 
 def _is_alive() -> bool:
@@ -644,56 +443,3 @@ def _is_debugged() -> bool:
     """Whether upstream is asked to check, wait or warm up at each call."""
     options = torch._inductor.config.triton
     return options.fast_path_cudagraph_asserts or options.force_cudagraph_sync or options.force_cudagraphs_warmup
-
-
-def forget_frames(error: BaseException | None) -> None:
-    """Lets go of what was captured: memory of the pool that nobody accounts for."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__context__
-
-
-def _is_cuda(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_cuda
-
-
-def _is_plain(value: torch.Tensor) -> bool:
-    """Whether its elements are what lies in memory."""
-    return value.layout is torch.strided and value.numel() > 0
-
-
-def _is_on_cpu(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_cpu
-
-
-def _as_they_read(outputs: Any) -> Any:
-    """Outputs of a function whose memory is what they read as: upstream, too, forgets who is conjugated or negated."""
-    if isinstance(outputs, torch.Tensor):
-        return _as_it_reads(outputs) if _reads_otherwise(outputs) else outputs
-    if not any(_reads_otherwise(output) for output in outputs):
-        return outputs
-    return [_as_it_reads(output) if _reads_otherwise(output) else output for output in outputs]
-
-
-def _reads_otherwise(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg()) and value.numel() > 0
-
-
-def _as_it_reads(tensor: torch.Tensor) -> torch.Tensor:
-    """With the same strides, whatever they are."""
-    return flat(tensor).resolve_conj().resolve_neg().as_strided(tensor.shape, tensor.stride(), 0)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _view_of(output: torch.Tensor, placeholder_tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Sizes, strides, offset from the input's first element, and dtype."""
-    ahead = output.data_ptr() - placeholder_tensor.data_ptr() if output.numel() else 0
-    offset = (
-        ahead // output.element_size()
-        if output.dtype != placeholder_tensor.dtype
-        else ahead // placeholder_tensor.element_size()
-    )
-    return tuple(output.shape), tuple(output.stride()), offset, output.dtype

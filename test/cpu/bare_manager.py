@@ -8,8 +8,10 @@ from typing import Any
 from torch._inductor.cudagraph_trees import CompilationMode, ExecutionState
 
 from pygraph_trees.compat import has_skip_table
+from pygraph_trees.trees.candidates import Search
 from pygraph_trees.trees.fast_path import new_turn
 from pygraph_trees.trees.manager import Manager
+from pygraph_trees.trees.reclaiming import Reclaiming
 
 # Where upstream notes what it does not graph; renamed in torch 2.15.
 SKIPPED = "skip_cudagraph" if has_skip_table() else "non_cudagraph_managed_mutation_hint"
@@ -18,6 +20,7 @@ SKIPPED = "skip_cudagraph" if has_skip_table() else "non_cudagraph_managed_mutat
 def bare_manager(kind: type[Manager] = Manager, **state: Any) -> Manager:
     """``state``: attributes that differ; functions are of inference unless said otherwise."""
     manager = kind.__new__(kind)
+    search = Search()
     known = {
         "graph": object(),
         "stream": 0,
@@ -37,12 +40,9 @@ def bare_manager(kind: type[Manager] = Manager, **state: Any) -> Manager:
         SKIPPED: collections.defaultdict(dict),
         "turn": new_turn(),
         "_turn_of": None,
-        "_made_with": ((0,), {}),
-        "_ways": {},
-        "_forgotten": [],
-        "_anew": {},
-        "_left": None,
-        "_is_unknown": False,
+        "_search": search,
+        "_candidates": search.known,
+        "reclaiming": Reclaiming(lambda: kind(0), search.known),
     }
     for name, value in (known | state).items():
         setattr(manager, name, value)

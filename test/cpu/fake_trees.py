@@ -87,10 +87,13 @@ class Trees:
         self.graph, self.log, self.live = self.recording.graph, self.recording.log, self.recording.live
         native = fast_path.replay(self.recording, managed, [NotImplemented] * len(cached) if others is None else others)
         self.before, self.answer, self.partition = Plain(), Plain(), Plain()
-        self.way = Plain(begins=None, replay=native, mode=mode, compile_id=Plain(), candidate_filter=None, replays=())
+        self.candidates = Plain(
+            begins=None, replay=native, mode=mode, compile_id=Plain(), candidate_filter=None, replays=()
+        )
         self.manager, self.partitions, self.handed = manager(), [self.partition], []
         self.manager.turn = fast_path.new_turn()
-        self.manager.graph, self.manager._ways, self.manager.current_gen = Plain(), {7: {self.before: self.way}}, -5
+        self.manager.graph, self.manager.current_gen = Plain(), -5
+        self.manager._candidates = {7: {self.before: self.candidates}}
         self.manager.mode = self.manager.compile_id = self.manager.path_state = None
         self.manager.running_forwards_with_pending_backwards = None
         if MAY_CLONE:

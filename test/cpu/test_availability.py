@@ -73,7 +73,7 @@ class TestUsableDriver(TestCase):
         ):
             self.assertEqual(recording.usable_driver(), None)
             self.assertEqual(made._driver_for_addresses(), (None, "cuda.bindings is not installed"))
-            self.assertTrue(manager._would_lose_writes([torch.zeros(1), torch.zeros(1)], 0))
+            self.assertTrue(manager._given([torch.zeros(1), torch.zeros(1)], 0).would_lose_writes())
 
 
 if __name__ == "__main__":

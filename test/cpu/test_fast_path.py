@@ -70,7 +70,7 @@ class TestNative(TestCase):
                 asked, were = tensors.native.counts()
                 self.check_replays(call, given_, cached)
                 state = (m.mode, m.compile_id, m._current_node, m.path_state, m.running_forwards_with_pending_backwards)
-                self.assertAreSame(state, (mode, trees.way.compile_id, trees.recording, EXECUTION, pending))
+                self.assertAreSame(state, (mode, trees.candidates.compile_id, trees.recording, EXECUTION, pending))
                 counts = m.current_gen, trees.graph.launches, trees.log.replays, *tensors.native.counts()
                 self.assertEqual(counts, (GenerationTracker.generation, number, number, asked + 1, were + 1))
             self.assertEqual((trees.handed, trees.recording.calls, trees.function.was_asked), ([], [], False))
@@ -153,11 +153,13 @@ class TestNative(TestCase):
         cases = [
             ("function", "manager", lambda: None),
             ("manager", "graph", None),
-            ("way", "replay", None),
-            ("way", "replay", 3),
+            ("candidates", "replay", None),
+            ("candidates", "replay", 3),
         ]
-        cases += [("manager", "_ways", ways) for ways in (None, {}, {7: {}}, {7: None}, {7: {object(): "another"}})]
-        cases.append(("way", "replay", fast_path.replay(Recording({}, []), (), [])))  # the recording is gone
+        cases += [
+            ("manager", "_candidates", places) for places in (None, {}, {7: {}}, {7: None}, {7: {object(): "another"}})
+        ]
+        cases.append(("candidates", "replay", fast_path.replay(Recording({}, []), (), [])))  # the recording is gone
         for (owner, name, value), manager in itertools.product(cases, (Slotted, Plain)):
             with self.subTest(owner=owner, name=name, value=value):
                 trees = Trees({}, some(1), manager=manager)
@@ -166,8 +168,13 @@ class TestNative(TestCase):
                 self.check_by_hand(trees, call, some(2))
 
     def test_a_missing_attribute_is_an_error_and_no_reason_to_go_another_way(self):
-        cases = [("manager", name) for name in ("graph", "_ways", "current_gen", "turn")]
-        cases += [("function", "function_id"), ("function", "manager"), ("way", "begins"), ("way", "mode")]
+        cases = [("manager", name) for name in ("graph", "_candidates", "current_gen", "turn")]
+        cases += [
+            ("function", "function_id"),
+            ("function", "manager"),
+            ("candidates", "begins"),
+            ("candidates", "mode"),
+        ]
         for (owner, name), manager in itertools.product(cases, (Slotted, Plain)):
             with self.subTest(owner=owner, name=name):
                 trees, given_ = Trees({}, some(1), manager=manager), some(2)
@@ -240,7 +247,7 @@ class TestNative(TestCase):
             cudagraph_trees.MarkStepBox.mark_step_counter = marked
             with self.subTest(step=step, begins=begins), mock.patch.object(fast_path, "MAY_CLONE", clones is not None):
                 trees = Trees({}, some(1))
-                trees.way.begins, trees.manager.current_gen = begins, current
+                trees.candidates.begins, trees.manager.current_gen = begins, current
                 trees.manager.running_forwards_with_pending_backwards = pending
                 if clones is not fail:
                     trees.manager.has_live_user_visible_output_cloning = clones is not False
@@ -326,7 +333,7 @@ class TestNative(TestCase):
             trees = Trees({1: ordered(given_, order)[1]}, cached, live=live, before=deaths(earlier, 0), managed=[0])
             more = {"constants": constants, "views": [(0, (2,), (1,), 1), (2, (1,), (1,), 0)]}
             calls = [trees.entry(order=order, kept=[1], picks=picks, **more) for picks in (None, range(6), [9])]
-            things = [*given_, *cached, *moved, *constants, *vars(trees).values(), trees.way.compile_id, earlier]
+            things = [*given_, *cached, *moved, *constants, *vars(trees).values(), trees.candidates.compile_id, earlier]
             counted = []
             for number in range(100):
                 live.answer = (lambda: "no") if number % 4 == 0 else lambda: None
@@ -414,9 +421,11 @@ class TestNative(TestCase):
         where = [torch.zeros(1), *[theirs[1]] * len(lives)]
         found = [Recording({1: t}, some(1), live=live) for t, live in zip(where, [None, *lives], strict=True)]
         trees = Trees({}, some(1))
-        trees.way.replay, trees.recordings = None, found
-        trees.way.replays = tuple(fast_path.replay(recording, (), [NotImplemented]) for recording in found)
-        trees.way.candidate_filter = tensors.candidate_filter([(recording.whereabouts, None) for recording in found])
+        trees.candidates.replay, trees.recordings = None, found
+        trees.candidates.replays = tuple(fast_path.replay(recording, (), [NotImplemented]) for recording in found)
+        trees.candidates.candidate_filter = tensors.candidate_filter(
+            [(recording.whereabouts, None) for recording in found]
+        )
         return trees, given_
 
     def test_the_first_of_several(self):
@@ -454,7 +463,7 @@ class TestNative(TestCase):
         for order, (name, value) in itertools.product(ORDERS, cases):
             with self.subTest(name=name, value=value):
                 trees, given_ = self.several(order, [None])
-                setattr(trees.way, name, value)
+                setattr(trees.candidates, name, value)
                 self.check_by_hand(trees, trees.entry(order=order), list(given_))
         for inputs in ([3, 3, 3], [torch.zeros(1)] * 3):
             trees, _ = self.several(None, [None, None])

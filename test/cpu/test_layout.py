@@ -24,8 +24,6 @@ LONG_FILES = {
     "pygraph_trees/native/entry.cpp": 647,
     "pygraph_trees/placement/nodes.py": 642,
     "pygraph_trees/selection/trial.py": 521,
-    "pygraph_trees/trees/manager.py": 767,
-    "pygraph_trees/trees/recording.py": 734,
 }
 NAMES_WITHOUT_A_CONCEPT = {"common", "core", "helpers", "misc", "utils"}
 

@@ -17,8 +17,9 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.indirection import retired
 from pygraph_trees.report.log import RecordingLog
-from pygraph_trees.trees import entry_points, pools
+from pygraph_trees.trees import entry_points, input_rules, pools
 from pygraph_trees.trees import manager as trees_manager
+from pygraph_trees.trees.choice import handed_on
 from pygraph_trees.trees.manager import Manager, Upstream
 
 
@@ -33,7 +34,7 @@ class TestForgotten(TestCase):
     def setUp(self):
         super().setUp()
         self.enterContext(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
-        self.enterContext(mock.patch.object(Manager, "_why_not_staged", lambda *_: None))
+        self.enterContext(mock.patch.object(input_rules, "why_not_staged", lambda *_: None))
         self.model = object()
         own = {"outputs_weakrefs": [], "older_outputs": [], "unaliased_in_all_paths": []}
         self.below = mock.Mock(children={}, graph="captured", **own)
@@ -62,9 +63,9 @@ class TestForgotten(TestCase):
         with (
             mock.patch.object(Upstream, "try_end_curr_execution", lambda manager: ends() and end_path(manager)),
             mock.patch.object(Upstream, "_run", self.run_upstream),
-            mock.patch("pygraph_trees.trees.manager.release_retired") as released,
+            mock.patch("pygraph_trees.trees.reclaiming.release_retired") as released,
         ):
-            self.manager._anew = {1: "it is recorded again"}
+            self.manager.reclaiming.record_again(1, "it is recorded again")
             self.manager.forget(self.model)
             self.manager._run([], 2)
             self.assertEqual((self.first.children[1], released.call_count), ([self.below], 0))
@@ -74,23 +75,24 @@ class TestForgotten(TestCase):
         self.below.remove_node_cached_tensors.assert_called_once_with()
         self.assertIsNone(self.below.native)
         self.first.remove_node_cached_tensors.assert_not_called()
-        self.assertEqual((self.first.graph, self.manager._forgotten, self.manager._anew), ("captured", [], {}))
+        self.assertEqual((self.first.graph, self.manager.reclaiming.forgotten), ("captured", []))
+        self.assertIsNone(self.manager.reclaiming.why_again(1))
 
     def test_recordings_to_be_made_again_are_given_back_at_the_next_step(self):
         """What is replayed goes on; the function's recordings are given back where the next step begins, and it says
         once why it is recorded again."""
-        self.manager._ways, self.manager._anew = {2: "a way"}, {}
-        self.manager.record_anew(2, "of the test")
-        self.assertEqual((self.manager._ways, self.manager.current_node), ({}, self.first))
+        self.manager._candidates[2] = "candidates"
+        self.manager.reclaiming.record_again(2, "of the test")
+        self.assertEqual((self.manager._candidates, self.manager.current_node), ({}, self.first))
         self.assertEqual((self.first.graph, self.manager.roots), ("captured", {2: [self.first]}))
         recorded, log = [], mock.Mock(recordings=[object()])
         self.manager.cuda_graphs_thread_pool, self.manager.device_index = (0, 1), 0
         with (
             mock.patch.object(Upstream, "try_end_curr_execution", end_path),
-            mock.patch.object(Manager, "_graphs", lambda *_: True),
-            mock.patch("pygraph_trees.trees.manager.release_retired"),
+            mock.patch.object(Manager, "is_graphed", lambda *_: True),
+            mock.patch("pygraph_trees.trees.reclaiming.release_retired"),
         ):
-            self.assertIsNone(self.manager._find_way(2, True))
+            self.assertIsNone(self.manager._search.find(self.manager, 2, True))
         self.assertEqual((self.manager.roots, self.first.graph, self.below.graph), ({}, None, None))
         self.assertIsNone(self.manager.current_node)
 
@@ -100,9 +102,8 @@ class TestForgotten(TestCase):
 
         with (
             mock.patch.object(Manager, "_log_of", lambda *_: log),
-            mock.patch.object(Manager, "_would_lose_writes", lambda *_: False),
-            mock.patch.object(Manager, "_demote_saved_inputs", lambda *_: None),
-            mock.patch.object(Manager, "_demote_moved_inputs", lambda *_: None),
+            mock.patch.object(Manager, "_given", lambda *_: mock.Mock(why_not_recorded=lambda: None)),
+            mock.patch.object(Manager, "_demote", lambda *_: None),
             mock.patch.object(Manager, "_verification", lambda *_: None),
             mock.patch.object(Manager, "_pool", mock.Mock(nbytes=lambda: 0)),
             mock.patch.object(Upstream, "record_function", record),
@@ -113,30 +114,32 @@ class TestForgotten(TestCase):
                 self.assertEqual(self.manager.current_node.log.reason, reason)
         self.assertEqual(recorded, [2, 2])
 
-    def test_no_way_leads_to_what_is_given_back(self):
-        """Ways that were found while it could not be given back yet, also where none is open."""
+    def test_no_candidates_are_left_of_what_is_given_back(self):
+        """Candidates that were found while it could not be given back yet, also if no path is open."""
         calls = mock.Mock(return_value=[])
         for is_open in (True, False):
             with self.subTest(is_open=is_open):
                 self.first.children, self.manager.roots = {1: [self.below]}, {2: [self.first]}
-                self.manager._ways, self.manager._forgotten = {1: "to what is given back", 2: "another"}, [1]
+                self.manager._candidates |= {1: "what is given back", 2: "others"}
+                self.manager.reclaiming.forgotten = [1]
                 self.manager.current_node = self.first if is_open else None
                 with (
                     mock.patch.object(Upstream, "try_end_curr_execution", end_path),
-                    mock.patch.object(Manager, "_graphs", lambda *_: True),
-                    mock.patch("pygraph_trees.trees.manager.release_retired", calls),
+                    mock.patch.object(Manager, "is_graphed", lambda *_: True),
+                    mock.patch("pygraph_trees.trees.reclaiming.release_retired", calls),
                 ):
-                    self.manager._find_way(2, False)
-                self.assertEqual((self.manager._forgotten, self.first.children), ([], {}))
-                self.assertNotIn(1, self.manager._ways)
+                    self.manager._search.find(self.manager, 2, False)
+                self.assertEqual((self.manager.reclaiming.forgotten, self.first.children), ([], {}))
+                self.assertNotIn(1, self.manager._candidates)
 
     def test_samples_have_a_function_recorded_again_and_do_not_keep_the_manager(self):
         sampler = SimpleNamespace(ready=None)
-        self.manager._anew = {}
         for live in (None, SimpleNamespace(sampler=None), SimpleNamespace(sampler=sampler)):
             self.manager._let_sampler_rerecord(SimpleNamespace(live=live), 2)
         sampler.ready("of the test")
-        self.assertEqual((self.manager._forgotten, self.manager._anew), ([2], {2: "of the test"}))
+        self.assertEqual(self.manager.reclaiming.forgotten, [2])
+        self.manager.reclaiming.forgotten.clear()
+        self.assertEqual(self.manager.reclaiming.why_again(2), "of the test")
         gone = weakref.ref(self.manager)
         del self.manager
         self.assertIsNone(gone())
@@ -160,6 +163,17 @@ class TestPool(TestCase):
         model = object()
         return bare_manager(kind, ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: [node]}, **state), model
 
+    def emptied(self):
+        """A manager that gave back all its recordings, and could not give back its pool."""
+        manager, model = self.recorded(self.node(), graph="graph")
+        with (
+            mock.patch.object(Manager, "__init__", side_effect=RuntimeError("not now")) as made,
+            self.assertLogs("pygraph_trees.trees", "WARNING"),
+        ):
+            manager.forget(model)
+        made.assert_called_once()
+        return manager
+
     def test_the_pool_is_given_back_with_its_last_recording_unless_an_output_is_held(self):
         made = []
 
@@ -173,7 +187,7 @@ class TestPool(TestCase):
             # Also of outputs that others have taken the place of.
             node.outputs_weakrefs, node.unaliased_in_all_paths = [mock.Mock(expired=lambda: True), None], [True, False]
             node.older_outputs = [mock.Mock(expired=lambda: not is_held)]  # noqa: B023
-            manager, model = self.recorded(node, Fresh, _made_with=((3,), {}), graph="first graph")
+            manager, model = self.recorded(node, Fresh, graph="first graph")
             made.clear()
             owned = {(0, 7), (0, 9)}
             with (
@@ -182,19 +196,20 @@ class TestPool(TestCase):
             ):
                 self.assertFalse(manager.give_pool_back())  # nothing was given back yet
                 manager.forget(model)
-                self.assertEqual((made, emptied.call_count), ([], 0) if is_held else ([3], 1))
+                self.assertEqual((made, emptied.call_count), ([], 0) if is_held else ([0], 1))
                 self.assertEqual(manager.graph, "first graph" if is_held else "graph")
                 if is_held:
                     self.assertFalse(manager.give_pool_back())
                     is_held = False
-                    manager._anew[1] = "a reason"
+                    manager.reclaiming.record_again(1, "a reason")
+                    manager.reclaiming.forgotten.clear()
                     self.assertFalse(manager.give_pool_back())  # it is about to be used
-                    manager._anew.clear()
+                    manager.reclaiming.why_again(1)
                     self.assertTrue(manager.give_pool_back())
                 self.assertEqual((manager.cuda_graphs_thread_pool, manager.stream), ((0, 9), "stream"))
-                self.assertEqual((owned, manager._left), ({(0, 9)}, None))
+                self.assertEqual(owned, {(0, 9)})
                 self.assertFalse(manager.give_pool_back())  # once
-            self.assertEqual((made, emptied.call_count), ([3], 1))
+            self.assertEqual((made, emptied.call_count), ([0], 1))
 
     def test_the_pool_stays_if_outputs_are_made_at_each_replay(self):
         """Of these only the newest are known, and somebody may hold others; of upstream's recordings, none is known."""
@@ -207,7 +222,7 @@ class TestPool(TestCase):
             with mock.patch.object(Manager, "__init__", made):
                 manager.forget(model)
                 manager.give_pool_back()
-            self.assertEqual((manager._is_unknown, made.called), (not is_back, is_back))
+            self.assertEqual(made.called, is_back)
 
     def test_no_pool_is_begun_if_nothing_was_recorded_or_somebody_captures(self):
         model = object()
@@ -215,35 +230,40 @@ class TestPool(TestCase):
             manager = bare_manager(ids_to_funcs={1: SimpleNamespace(model=model)})
             manager.forget(model)
             self.assertFalse(manager.give_pool_back())
-            self.assertIsNone(manager._left)
-            manager = bare_manager(_left=[])
+            manager = self.emptied()
             with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
                 self.assertFalse(manager.give_pool_back())
 
     def test_the_old_pool_stays_if_a_new_one_cannot_be_made(self):
-        manager = bare_manager(_left=[], graph="graph")
+        manager = self.emptied()
         with (
             mock.patch.object(Manager, "__init__", side_effect=RuntimeError("out of memory")),
             self.assertLogs("pygraph_trees.trees", "WARNING") as logs,
         ):
             self.assertFalse(manager.give_pool_back())
         self.assertIn("out of memory", logs.output[0])
-        self.assertEqual((manager.graph, manager._left), ("graph", []))
+        self.assertEqual(manager.graph, "graph")
+        with mock.patch.object(Manager, "__init__", side_effect=RuntimeError("again")) as made:
+            self.assertFalse(manager.give_pool_back())  # it is tried again
+        made.assert_called_once()
 
     def test_a_manager_that_is_shut_down_has_nothing_to_give_back(self):
         model = object()
-        manager = bare_manager(_left=[], _forgotten=[1], ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: []})
+        manager = bare_manager(ids_to_funcs={1: SimpleNamespace(model=model)}, roots={1: []})
+        manager.reclaiming.record_again(1, "of the test")
         manager.shutdown()
-        self.assertEqual((manager._left, manager._forgotten), (None, []))
+        self.assertEqual(manager.reclaiming.forgotten, [])
         manager.forget(model)
         self.assertFalse(manager.give_pool_back())
-        manager._forget()
-        self.assertEqual(manager.handed_on(SimpleNamespace(trial=object())), [])
+        manager.reclaiming.give_back(manager)
+        self.assertEqual(handed_on(manager, SimpleNamespace(trial=object())), [])
 
     def test_from_another_thread_it_is_the_managers_own_that_does_it(self):
-        manager, model = self.recorded(node := self.node(), _ways={1: "a way"})
+        manager, model = self.recorded(node := self.node())
+        manager._candidates[1] = "candidates"
         manager.forget(model, later=True)
-        self.assertEqual((manager.roots, manager._ways, manager._forgotten), ({1: [node]}, {}, [1]))
+        self.assertEqual((manager.roots, manager._candidates), ({1: [node]}, {}))
+        self.assertEqual(manager.reclaiming.forgotten, [1])
 
     def test_an_open_path_is_ended_if_that_takes_nothing_from_anybody(self):
         """It is ended at a look."""
@@ -256,7 +276,8 @@ class TestPool(TestCase):
         ):
             node = self.node()
             last = mock.Mock(all_outputs_are_dead=lambda are_dead=are_dead: are_dead)
-            manager = bare_manager(_forgotten=[1], roots={1: [node]}, current_node=last, path_state=path_state)
+            manager = bare_manager(roots={1: [node]}, current_node=last, path_state=path_state)
+            manager.reclaiming.forgotten = [1]
             with (
                 mock.patch.object(Upstream, "try_end_curr_execution", end_path),
                 mock.patch.object(Upstream, "clear_current_path_state_and_set_to_none", end_path),
@@ -346,10 +367,10 @@ class TestHandedOn(TestCase):
         above = self.node(neighbour, 0, a=[newest])
         roots = {1: [self.node(first, 1, outputs=(9,))], 2: [above], 3: [self.node(neighbour, 7, ((0, 0),))]}
         manager = bare_manager(roots=roots)
-        self.assertEqual(sorted(manager.handed_on(first)), [100, 100, 500, 500])
-        self.assertEqual(manager.handed_on(SimpleNamespace(trial=own)), [])
+        self.assertEqual(sorted(handed_on(manager, first)), [100, 100, 500, 500])
+        self.assertEqual(handed_on(manager, SimpleNamespace(trial=own)), [])
         manager.roots = {1: [self.node(first, 1)]}
-        self.assertEqual(manager.handed_on(first), [])
+        self.assertEqual(handed_on(manager, first), [])
 
 
 if __name__ == "__main__":

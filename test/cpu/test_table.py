@@ -45,7 +45,7 @@ from pygraph_trees.indirection.table.pointer_table import (
     writer_source,
 )
 from pygraph_trees.indirection.table.variant_launchers import VariantLauncher
-from pygraph_trees.trees import manager, recording
+from pygraph_trees.trees import attempts, input_rules, manager, recording
 
 TABLE, PATCH, COPY = Route.TABLE, Route.PATCH, Route.COPY
 TARGET = GPUTarget("cuda", 90, 32)
@@ -409,14 +409,15 @@ class TestSlots(LiveInputsTestCase):
         model.settings = SimpleNamespace(placement="off", indirection="table")  # type: ignore[attr-defined]
         node = recording.Recording.__new__(recording.Recording)
         node.wrapped_function = SimpleNamespace(model=model, mutated_input_idxs=[], id=3)
-        node.device, node.cuda_graphs_pool, node._refused, node._moving, node.log = 0, None, {}, {}, None
+        node.device, node.cuda_graphs_pool, node.log = 0, None, None
+        node._attempts = attempts.Attempts(node.wrapped_function, [1])
         with (
-            mock.patch.object(recording, "choose", choosing),
+            mock.patch.object(attempts, "choose", choosing),
             mock.patch.object(recording, "ranges_of", lambda *_: self.pool),
             mock.patch.object(recording.Recording, "_driver_for_addresses", lambda node: (self.driver, "")),
             mock.patch.object(recording.Recording, "_copied_indices", lambda node: []),
             mock.patch.object(recording.Recording, "_may_be_kept", lambda *_: may_be_kept),
-            mock.patch.object(recording, "sampler_for", lambda *_: "a sampler"),
+            mock.patch.object(attempts, "sampler_for", lambda *_: "a sampler"),
             mock.patch.object(recording.Upstream, "_allocate_and_copy_recording_inputs", lambda node, inputs: inputs),
         ):
             node._allocate_and_copy_recording_inputs([1])
@@ -431,7 +432,7 @@ class TestSlots(LiveInputsTestCase):
                 node._allocate_and_copy_recording_inputs([1])
                 self.assertEqual(live.sampler, "a sampler")
                 # And unless its replays were found not to need one.
-                with mock.patch.object(recording, "may_use_table", lambda *_: False):
+                with mock.patch.object(attempts, "may_use_table", lambda *_: False):
                     node._allocate_and_copy_recording_inputs([1])
                 live.has_table = True
                 node._allocate_and_copy_recording_inputs([1])
@@ -458,11 +459,11 @@ class TestSlots(LiveInputsTestCase):
                 device_index=3,
                 get_curr_generation=lambda: 9,
                 _pool=self.pool,
-                _uses_addresses=lambda model, addresses=addresses: addresses,
                 _warmups=SimpleNamespace(begin=lambda *given, **named: noted.append((given, named))),
             )
             noted.clear()
-            manager.Manager._warming_up(holder, ["inputs"], 0)
+            with mock.patch.object(input_rules, "uses_addresses", lambda model, addresses=addresses: addresses):
+                manager.Manager._warming_up(holder, ["inputs"], 0)
             given = wrapped.model, 9, ["inputs"], [1], 3, self.pool
             self.assertEqual(noted, [(given, {"is_backward": True, "builds": each}) for each in builds])
 
@@ -485,7 +486,7 @@ class TestSlots(LiveInputsTestCase):
         node._live, node.graph, node.device = live, "upstream's", 0
         with (
             mock.patch.object(recording.Upstream, "_record", lambda node, model, inputs: model(inputs)),
-            mock.patch.object(recording.Recording, "_graph_that_is_kept", lambda node, inputs: "kept"),
+            mock.patch.object(recording, "kept_graph", lambda inputs: "kept"),
         ):
             self.assertEqual(node._record(model, [3]), [3])
         self.assertEqual(done, ["written", "captured", "over", "set up"])

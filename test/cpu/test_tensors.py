@@ -713,7 +713,7 @@ class TestNative(TestPython):
     def classes(self):
         return {
             "manager": trees_manager.Manager,
-            "way": trees_manager._Way,
+            "candidates": trees_manager.Candidates,
             "recording": trees_manager.Recording,
             "function": trees_function.FunctionModel,
         }

@@ -31,13 +31,16 @@ from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journa
 from pygraph_trees.report.summary import clear
 from pygraph_trees.selection import why_not_graphed
 from pygraph_trees.settings import Settings
-from pygraph_trees.trees import compiled_graph, fast_path, pools
-from pygraph_trees.trees import manager as trees_manager
+from pygraph_trees.trees import attempts, compiled_graph, fast_path, input_rules, liveness, pools
+from pygraph_trees.trees import candidates as candidates_module
 from pygraph_trees.trees import recording as recording_module
+from pygraph_trees.trees.candidates import Candidates
 from pygraph_trees.trees.collector import paused
 from pygraph_trees.trees.containers import Trees
 from pygraph_trees.trees.function import FunctionModel, entered
-from pygraph_trees.trees.manager import Manager, Upstream, _Way
+from pygraph_trees.trees.input_rules import Given
+from pygraph_trees.trees.manager import Manager, Upstream
+from pygraph_trees.trees.outputs import as_they_read
 from pygraph_trees.trees.recording import Recording
 from pygraph_trees.trees.rerecord import why_recorded
 
@@ -512,13 +515,13 @@ class TestInputsThatMove(TestCase):
         )
         self.manager = bare_manager(ids_to_funcs={self.id: wrapped}, roots={self.id: [self.recorded]})
         self.in_place = True
-        self.enterContext(mock.patch.object(Manager, "_uses_addresses", lambda *_: True))
-        self.enterContext(mock.patch.object(Manager, "_is_written_in_place", lambda *_: self.in_place))
+        self.enterContext(mock.patch.object(input_rules, "uses_addresses", lambda model: True))
+        self.enterContext(mock.patch.object(Given, "is_written_in_place", lambda *_: self.in_place))
 
     def static(self, *moved):
         """Which inputs are static once these lie elsewhere."""
         inputs = [value.clone() if index in moved else value for index, value in enumerate(self.inputs)]
-        self.manager._demote_moved_inputs(inputs, self.id)
+        self.manager._demote(self.manager._given(inputs, self.id), self.id)
         return list(self.manager.ids_to_funcs[self.id].static_input_idxs)
 
     def test_a_static_input_that_moved_is_live_from_then_on(self):
@@ -536,7 +539,7 @@ class TestInputsThatMove(TestCase):
         self.assertEqual(self.static(1, 2), [0])
 
     def test_all_stay_static_without_a_recording_there_or_without_addresses(self):
-        with mock.patch.object(Manager, "_uses_addresses", lambda *_: False):
+        with mock.patch.object(input_rules, "uses_addresses", lambda model: False):
             self.assertEqual(self.static(0, 1, 2), [0, 1, 2])
         self.manager.current_node = SimpleNamespace(children={})  # only its successors count
         self.assertEqual(self.static(0, 1, 2), [0, 1, 2])
@@ -593,16 +596,16 @@ class TestOutputs(TestCase):
         outputs += [torch.empty(5, 0, dtype=torch.complex64), torch.empty(2, 0, 3, dtype=torch.complex64).conj()]
         outputs.append(torch.empty(4, 8, dtype=torch.complex64)[:0, :3].conj())
         given = [base, None, 3, *outputs]
-        found = recording_module._as_they_read(given)
+        found = as_they_read(given)
         self.assertTrue(all(one is other for one, other in zip(found[:3], given[:3], strict=True)))
         for one, other in zip(found[3:], outputs, strict=True):
             self.assertEqual(one, other, rtol=0, atol=0)
             self.assertEqual(one.stride(), other.stride())
             self.assertFalse(one.numel() and (one.is_conj() or one.is_neg()))
         plain = (base, 3)
-        self.assertIs(recording_module._as_they_read(plain), plain)
-        self.assertIs(recording_module._as_they_read(base), base)
-        self.assertFalse(recording_module._as_they_read(base.conj()).is_conj())
+        self.assertIs(as_they_read(plain), plain)
+        self.assertIs(as_they_read(base), base)
+        self.assertFalse(as_they_read(base.conj()).is_conj())
 
 
 class Graph(torch.autograd.Function):
@@ -728,7 +731,7 @@ class TestWhoHoldsOutputs(TestCase):
     def test_an_output_that_somebody_holds_is_not_released(self):
         x, (node,) = self.forward(1, (1,))
         self.assertFalse(node.all_outputs_are_dead())
-        self.assertFalse(recording_module.release_unneeded(self.pool))
+        self.assertFalse(liveness.release_unneeded(self.pool))
         x.sum().backward()  # as it could be
         self.assertEqual(self.weight.grad, torch.ones(3))
 
@@ -739,7 +742,7 @@ class TestWhoHoldsOutputs(TestCase):
         for asked in ([(0, 1)], [(0, 1), (0, 2)]):
             stopped = Graph.apply(torch.ones(3), self.weight, teacher, (1, 2)).detach()
             self.assertEqual(self.alive(teacher), [True, True, True])
-            self.assertTrue(student._deaths(asked).ask())
+            self.assertTrue(liveness.deaths(student, asked).ask())
             self.assertEqual(self.alive(teacher), [True, False, False])
             del stopped
             self.assertTrue(student.all_outputs_are_dead())
@@ -760,7 +763,7 @@ class TestWhoHoldsOutputs(TestCase):
         """What nobody holds, but a backward that never comes, rules out none of them."""
         first = self.recording(2)
         given_ = [torch.zeros(3) for _ in range(2)]
-        asked = first._deaths([(0, 1)])
+        asked = liveness.deaths(first, [(0, 1)])
 
         def behind(moved):
             where = Whereabouts([0], [moved.data_ptr()], [])
@@ -769,32 +772,32 @@ class TestWhoHoldsOutputs(TestCase):
             return found
 
         recordings = [behind(t) for t in given_]
-        way = _Way(None, recordings, None, None)
-        self.assertIs(way.first_accepting(given_[1:]), recordings[1])
+        candidates = Candidates(None, recordings, None, None)
+        self.assertIs(candidates.first_accepting(given_[1:]), recordings[1])
         held = [first.cached_tensor_outputs[1]]  # as in 2.13 what is saved for a backward holds it
-        self.assertIsNone(way.first_accepting(given_[1:]))
+        self.assertIsNone(candidates.first_accepting(given_[1:]))
         with mock.patch.object(
-            trees_manager, "release_unneeded", lambda pool: pool is self.pool and held.pop() is not None
+            candidates_module, "release_unneeded", lambda pool: pool is self.pool and held.pop() is not None
         ):
-            self.assertIs(way.first_accepting(given_[1:]), recordings[1])
+            self.assertIs(candidates.first_accepting(given_[1:]), recordings[1])
         self.assertEqual(held, [])
 
     def test_outputs_of_another_manager_are_not_released(self):
         """Another one's thread may be about to give its outputs."""
         x, (node,) = self.forward(1, (1,))
         del x
-        self.assertFalse(recording_module.release_unneeded((0, 0)))
+        self.assertFalse(liveness.release_unneeded((0, 0)))
         self.assertIsNotNone(node.cached_tensor_outputs[0].grad_fn)
-        self.assertTrue(recording_module.release_unneeded(self.pool))
+        self.assertTrue(liveness.release_unneeded(self.pool))
 
     def test_questions_about_outputs_do_not_keep_the_recording(self):
         node = self.recording(1)
         gone = weakref.ref(node)
         reference = node.outputs_weakrefs[0]
-        self.assertIn(self.pool, recording_module._with_outputs)
+        self.assertIn(self.pool, liveness._by_pool)
         del node
         self.assertIsNone(gone())
-        self.assertNotIn(self.pool, recording_module._with_outputs)
+        self.assertNotIn(self.pool, liveness._by_pool)
         self.assertFalse(reference.expired())  # as upstream has it: nobody can tell
 
 
@@ -830,7 +833,7 @@ class TestFastPath(TestCase):
 
     def behind(self, node, *, new_step):
         """The state after the replay of a node that upstream found, in this step or in the one before."""
-        self.manager._ways.clear()
+        self.manager._candidates.clear()
         self.manager.current_node = node
         self.manager.path_state = cudagraph_trees.ExecutionState.EXECUTION
         self.manager.current_gen = self.manager.get_curr_generation() - new_step
@@ -958,7 +961,7 @@ class TestFastPath(TestCase):
         modes = cudagraph_trees.CompilationMode
         for mode, pending in ((modes.FORWARD, True), (modes.BACKWARD, False), (modes.INFERENCE, False)):
             self.manager.id_to_mode[self.FUNCTION] = mode
-            self.manager._ways.clear()
+            self.manager._candidates.clear()
             self.manager.current_node = None
             self.call("x")
             self.assertEqual(self.manager.running_forwards_with_pending_backwards, pending)
@@ -981,6 +984,7 @@ class TestFastPath(TestCase):
             self.assertEqual(model.manager() is self.manager, fast)
 
     def test_a_manager_takes_the_arguments_of_upstream_s(self):
+        """And makes another one with the same arguments, for its pool."""
         given = []
 
         def init(manager, *args, **kwargs):
@@ -988,8 +992,10 @@ class TestFastPath(TestCase):
             given.append((args, kwargs))
 
         with mock.patch.object(Upstream, "__init__", init), mock.patch.object(pools, "OWNED", set()) as owned:
-            Manager(3, initial_mempool_allocation_gb=1.5)  # since torch 2.15
-        self.assertEqual((given, owned), ([((3,), {"initial_mempool_allocation_gb": 1.5})], {"its pool"}))
+            manager = Manager(3, initial_mempool_allocation_gb=1.5)  # since torch 2.15
+            self.assertEqual((given, owned), ([((3,), {"initial_mempool_allocation_gb": 1.5})], {"its pool"}))
+            self.assertIsInstance(manager.reclaiming._remake(), Manager)
+        self.assertEqual(given, 2 * given[:1])
 
     def test_another_thread_may_record(self):
         """A function knows the manager that it was added to, whichever thread calls it."""
@@ -1033,10 +1039,10 @@ class TestFastPath(TestCase):
 
             def make(node, wrapped, id, parent, given, *, todo=todo, has_table=has_table, calls=calls):
                 self.assertEqual(given, inputs)
-                on_memory = bool(node._refused)
+                on_memory = bool(node._attempts.refused)
                 calls.append("memory" if on_memory else "table" if has_table[0] else "address")
                 node._live = None if on_memory else Live(has_table[0])
-                node._kept = [] if on_memory else list(given)
+                node._attempts._kept = [] if on_memory else list(given)
                 given[:] = [0]
                 if todo.pop(0):
                     raise RuntimeError("of the test")
@@ -1051,7 +1057,7 @@ class TestFastPath(TestCase):
                 mock.patch.object(recording_module.Upstream, "__init__", make),
                 mock.patch.object(Recording, "_finish_first_call", lambda *_: None),
                 mock.patch.object(Recording, "_prepare_questions", side_effect=Done),
-                mock.patch.object(recording_module, "leave_table", leave_table),
+                mock.patch.object(attempts, "leave_table", leave_table),
                 self.assertRaises(Done if wanted is not None else RuntimeError),
             ):
                 node.__init__(wrapped, SimpleNamespace(id=3), None, given)
@@ -1067,10 +1073,11 @@ class TestFastPath(TestCase):
         node.wrapped_function = SimpleNamespace(mutated_input_idxs=(1,), id=3)
         done = mock.patch.object(recording_module.Upstream, "_allocate_and_copy_recording_inputs", lambda *_: "done")
         inputs = [torch.ones(2), torch.ones(2), torch.ones(0)]
-        chosen = mock.patch.object(recording_module, "choose", lambda *_, **__: (None, {}))
-        node._refused, node.device, node.cuda_graphs_pool = {}, 0, "its pool"
+        chosen = mock.patch.object(attempts, "choose", lambda *_, **__: (None, {}))
+        node.device, node.cuda_graphs_pool = 0, "its pool"
         node.wrapped_function.model = SimpleNamespace(settings=SimpleNamespace(placement="off", indirection="patch"))
-        more = {"_managed_and_moving": lambda node: set()}
+        node._attempts = attempts.Attempts(node.wrapped_function, inputs)
+        more = {"_managed_and_moving": lambda *_: set(), "_may_be_kept": lambda *_: True}
         with done, chosen, mock.patch.multiple(Recording, **more), mock.patch.object(recording_module, "ranges_of"):
             for copied, api, fits in (((0, 1), "driver", False), ((0,), "driver", True), ((0, 1), None, True)):
                 node._driver_for_addresses = lambda: (api, "why not")  # noqa: B023
@@ -1091,7 +1098,7 @@ class TestFastPath(TestCase):
         other = 8
         self.manager.ids_to_funcs[other] = SimpleNamespace(mutated_input_idxs=(), static_input_idxs=[], model=model)
         self.manager.warmed_up_functions.add(other)
-        uses = mock.patch.object(Manager, "_uses_addresses", lambda manager, model: True)
+        uses = mock.patch.object(input_rules, "uses_addresses", lambda model: True)
         upstream = mock.patch.object(Upstream, "_run", lambda manager, inputs, function_id: ["upstream's"])
         x = torch.ones(2)
         with uses, upstream:
@@ -1116,7 +1123,7 @@ class TestFastPath(TestCase):
         other = 8
         self.manager.ids_to_funcs[other] = SimpleNamespace(mutated_input_idxs=(), static_input_idxs=[], model=model)
         self.manager.warmed_up_functions.add(other)
-        uses = mock.patch.object(Manager, "_uses_addresses", lambda manager, model: True)
+        uses = mock.patch.object(input_rules, "uses_addresses", lambda model: True)
         upstream = mock.patch.object(Upstream, "_run", lambda manager, inputs, function_id: ["upstream's"])
         x = torch.ones(2)
         for is_capturing, inputs, expected in (
@@ -1156,16 +1163,18 @@ class TestFastPath(TestCase):
         self.manager.ids_to_funcs = {self.FUNCTION: wrapped}
         managed, elsewhere, in_pool = object(), object(), object()
         self.manager._get_cuda_graph_recorded_tensor_checker = lambda: lambda t: t is managed
-        self.manager._is_written_in_place = lambda model, t: t is elsewhere
+        in_place = mock.patch.object(Given, "is_written_in_place", lambda given, index: given.inputs[0] is elsewhere)
         for uses_addresses in (False, True):
-            self.manager._uses_addresses = lambda model: uses_addresses  # noqa: B023
+            uses = mock.patch.object(input_rules, "uses_addresses", lambda model: uses_addresses)  # noqa: B023
             for value, loses in ((managed, False), (elsewhere, not uses_addresses), (in_pool, True)):
-                self.assertEqual(self.manager._would_lose_writes([value], self.FUNCTION), loses)
-        with mock.patch.object(Upstream, "record_function", side_effect=AssertionError):
+                with uses, in_place:
+                    self.assertEqual(self.manager._given([value], self.FUNCTION).would_lose_writes(), loses)
+        with uses, in_place, mock.patch.object(Upstream, "record_function", side_effect=AssertionError):
             self.assertEqual(self.manager.record_function([torch.ones(2)], self.FUNCTION), [torch.full((2,), 2.0)])
         self.assertRegex(model.log.ungraphed_reason, "mutates an input that lies in the graph pool")
         wrapped.static_input_idxs = [0]
-        self.assertFalse(self.manager._would_lose_writes([in_pool], self.FUNCTION))
+        with uses:
+            self.assertFalse(self.manager._given([in_pool], self.FUNCTION).would_lose_writes())
 
     def test_inputs_of_a_forward_are_live_in_its_backward(self):
         saved, weight, managed, tangent = (torch.ones(4) for _ in range(4))
@@ -1181,9 +1190,8 @@ class TestFastPath(TestCase):
 
         inputs = [saved, weight, managed, 7, tangent]
         modes = cudagraph_trees.CompilationMode
-        self.manager._uses_addresses = lambda model: uses
+        self.manager.roots = {}
         self.manager._get_cuda_graph_recorded_tensor_checker = lambda: lambda t: t is managed
-        self.manager._is_written_in_place = lambda model, t: False
         for mode, node, uses, mutated, static in (
             (modes.BACKWARD, later, True, (), [1, 2, 3]),
             (modes.BACKWARD, forward, True, (1,), [1, 2, 3]),
@@ -1196,7 +1204,11 @@ class TestFastPath(TestCase):
                 self.manager.ids_to_funcs = {self.FUNCTION: Wrapped([0, 1, 2, 3], mutated)}
                 self.manager.id_to_mode = {self.FUNCTION: mode}
                 self.manager.current_node = node
-                self.manager._demote_saved_inputs(inputs, self.FUNCTION)
+                with (
+                    mock.patch.object(input_rules, "uses_addresses", lambda model: uses),  # noqa: B023
+                    mock.patch.object(Given, "is_written_in_place", lambda given, index: False),
+                ):
+                    self.manager._demote(self.manager._given(inputs, self.FUNCTION), self.FUNCTION)
                 self.assertEqual(self.manager.ids_to_funcs[self.FUNCTION].static_input_idxs, static)
 
 

@@ -23,6 +23,7 @@ from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 from pygraph_trees.native import tensors
+from pygraph_trees.trees.candidates import Search
 from pygraph_trees.trees.manager import Manager
 
 X, Y = given(64, 33), given(64, 33)
@@ -186,7 +187,7 @@ class TestFastPath(IndirectionTestCase):
         """Each call has a recording behind the one before; where it is found is remembered of all three."""
         ways = compiled(lambda x, y: (x @ y).tanh())
         settle, calls = 6, 4
-        with mock.patch.object(Manager, "_find_way", autospec=True, side_effect=Manager._find_way) as found:
+        with mock.patch.object(Search, "find", autospec=True, side_effect=Search.find) as found:
             for call in range(settle + calls):
                 x, *others = (torch.randn(64, 64, device=self.device) for _ in range(4))
                 if call == settle:

@@ -1,4 +1,4 @@
-"""Which recording a call replays where its function has several: in Python and in C++ alike."""
+"""Which recording a call replays if its function has several: the same in Python and in C++."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.native import tensors
+from pygraph_trees.trees import candidates as candidates_module
 from pygraph_trees.trees import fast_path
-from pygraph_trees.trees import manager as trees_manager
+from pygraph_trees.trees.candidates import Search
 from pygraph_trees.trees.function import PER_THREAD, FunctionModel
-from pygraph_trees.trees.manager import Manager, Upstream
+from pygraph_trees.trees.manager import Upstream
 from pygraph_trees.trees.recording import Recording
 
 MODE, EXECUTION = cudagraph_trees.CompilationMode, cudagraph_trees.ExecutionState.EXECUTION
@@ -118,12 +119,12 @@ class Trees:
     def reset(self):
         """All recordings go, as they do where upstream resets its trees."""
         self.roots.clear()
-        self.manager._ways.clear()
+        self.manager._candidates.clear()
         self.manager.current_node = None
 
 
-class Ways:
-    """Of both parts, one after the other."""
+class Cases:
+    """For both parts."""
 
     in_cpp = False
 
@@ -159,9 +160,9 @@ class Ways:
 
     @contextlib.contextmanager
     def looked_for(self, count):
-        """How often a way is looked for; with the part in C++ no other call is Python's."""
+        """How often candidates are searched; with the part in C++ no other call is Python's."""
         by_hand = self.trees.by_hand
-        with mock.patch.object(Manager, "_find_way", autospec=True, side_effect=Manager._find_way) as found:
+        with mock.patch.object(Search, "find", autospec=True, side_effect=Search.find) as found:
             yield
         self.assertEqual(found.call_count, count)
         if self.in_cpp:
@@ -314,7 +315,7 @@ class Ways:
                     pending = self.trees.manager.running_forwards_with_pending_backwards
                     self.assertEqual(pending, call is call_forward)
 
-    def test_ways_are_forgotten_with_every_change_and_keep_no_recording(self):
+    def test_candidates_are_forgotten_with_every_change_and_keep_no_recording(self):
         """Upstream's own way, recordings that are to be made again, the end; and no recording is kept."""
         number, call = self.trees.function()
         nodes = [self.trees.recording(number)]
@@ -326,8 +327,8 @@ class Ways:
                 manager._run([], number)
 
         def forget():
-            manager.record_anew(number, "of the test")
-            manager._forgotten.clear()  # as though none were left to be given back
+            manager.reclaiming.record_again(number, "of the test")
+            manager.reclaiming.forgotten.clear()  # as though none were left to be given back
 
         def end():
             with mock.patch.object(Upstream, "shutdown", lambda _: None):
@@ -339,9 +340,9 @@ class Ways:
                     self.step()
                     for node in nodes:
                         self.check(call, [], node)
-                self.assertEqual({None, *nodes} - {None, *manager._ways[number]}, set())
+                self.assertEqual({None, *nodes} - {None, *manager._candidates[number]}, set())
                 what()
-                self.assertEqual(manager._ways, {})
+                self.assertEqual(manager._candidates, {})
                 self.step()
                 with self.looked_for(2):
                     for node in nodes:
@@ -380,7 +381,7 @@ class Ways:
                 self.step()
                 self.check(call, [weight], node)
 
-    def test_ways_are_not_too_many(self):
+    def test_remembered_places_are_not_too_many(self):
         (first, call_first), *others = [self.trees.function() for _ in range(7)]
         root = self.trees.recording(first)
         behind = [(call, self.trees.recording(number, root)) for number, call in others]
@@ -391,15 +392,15 @@ class Ways:
                 self.check(call_first, [], root)
                 self.check(call, [], node)
 
-        with mock.patch.object(trees_manager, "_MOST_WAYS", 4):
+        with mock.patch.object(candidates_module, "_MOST_PLACES", 4):
             for _ in range(3):
                 run()
-                self.assertLessEqual(len(self.trees.manager._ways[first]), 4)
+                self.assertLessEqual(len(self.trees.manager._candidates[first]), 4)
         run()
         with self.looked_for(0):
             run()
 
-    def test_a_thread_with_trees_of_its_own_finds_no_way(self):
+    def test_a_thread_with_trees_of_its_own_finds_no_candidates(self):
         """Where each has trees of its own, what one remembers is nothing to another."""
         number, call = self.trees.function()
         nodes = [self.trees.recording(number)]
@@ -418,11 +419,11 @@ class Ways:
                 self.check(call, [], nodes[0])
 
 
-class TestInPython(Ways, TestCase): ...
+class TestInPython(Cases, TestCase): ...
 
 
 @unittest.skipIf(tensors.native is None, "not built for this torch")
-class TestInCpp(Ways, TestCase):
+class TestInCpp(Cases, TestCase):
     in_cpp = True
 
 

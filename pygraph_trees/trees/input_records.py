@@ -1,0 +1,63 @@
+"""What the report says of a recording's inputs: kind, device, bytes, route, and why an input is copied.
+
+:func:`describe` reads a recording that was just made. It yields the fields of one
+:class:`~pygraph_trees.report.records.InputRecord` for each input, in the order of the function's inputs, tensors or
+not. Bytes that each replay copies are counted without what dimensions of stride 0 repeat.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._inductor.output_code import index_expanded_dims
+
+from pygraph_trees.indirection.routes import Route
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+    from pygraph_trees.indirection.inputs import LiveInputs
+
+
+def describe(
+    node: Any, live: LiveInputs | None, copied: Collection[int], why_copied: Mapping[int, str]
+) -> Iterator[tuple[Any, ...]]:
+    """The fields of an input's record, for each input.
+
+    Args:
+        node: the recording, of which upstream's attributes are read.
+        live: its live inputs with addresses.
+        copied: the indices of the inputs that upstream copies, and ``why_copied``, by index.
+    """
+    placeholders, mutated = node.wrapped_function.placeholders, set(node.wrapped_function.mutated_input_idxs)
+    static, managed = set(node.static_input_idxs), set(node.cudagraph_managed_idxs)
+    placeholder_tensors = {} if live is None else {item.index: item.placeholder_tensor for item in live.items}
+    decisions = {} if live is None else live.decisions
+    devices: dict[torch.device, str] = {}
+    for index, value in enumerate(node.reconstructed_inputs):
+        name = placeholders[index].name if index < len(placeholders) else None
+        value = placeholder_tensors.get(index, value)
+        if not isinstance(value, torch.Tensor):
+            yield index, name, "value", None, 0, 0, index in mutated
+            continue
+        kind = "managed" if index in managed else "static" if index in static else "live"
+        decision = decisions.get(index)
+        route = Route.PATCH if decision is None else decision.route
+        if decision is not None:
+            is_copied, why = route is Route.COPY, decision.reason
+        else:
+            is_copied, why = index in copied, why_copied.get(index)
+        device = value.device
+        yield (
+            *(index, name, kind, devices.get(device) or devices.setdefault(device, str(device))),
+            _nbytes(value),
+            _nbytes(index_expanded_dims(value, node.expanded_dims[index])) if is_copied else 0,
+            index in mutated,
+            None if kind != "live" else "copy" if is_copied else route.value,
+            why if is_copied else None,
+        )
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

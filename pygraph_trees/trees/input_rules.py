@@ -1,0 +1,155 @@
+"""Which calls may be recorded with the inputs that they bring, and which of these inputs are live.
+
+:class:`Given` holds one call's inputs and the facts that the rules need. Upstream does not graph a function that writes
+to a live input, and records again if a static input moves; with addresses neither is necessary. A function is not
+recorded if what it writes would be lost, or if an input on the CPU cannot be staged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._inductor import cudagraph_trees
+
+from pygraph_trees.compat import follows_moved_outputs, is_kernel_free
+from pygraph_trees.indirection.availability import usable_driver
+from pygraph_trees.indirection.inputs import CAPTURED, may_be_staged
+from pygraph_trees.indirection.routes import why_not_placeholder
+
+from .function import FunctionModel
+from .recording import Recording
+from .rerecord import moved
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from pygraph_trees.indirection.inputs import LiveInputs
+    from pygraph_trees.indirection.pool import PoolRanges
+
+_LOSES_WRITES = "mutates an input that lies in the graph pool and is no output of this step"
+
+
+def uses_addresses(model: Any) -> bool:
+    """Whether recordings of a function are given the addresses of live inputs."""
+    return (
+        isinstance(model, FunctionModel)
+        and model.settings.indirection != "off"
+        and cudagraph_trees.CUDAGraphNode is Recording  # the patches may be off by now
+        and usable_driver() is not None
+    )
+
+
+def knows_its_writes(model: FunctionModel) -> bool:
+    """Whether all that a function writes to is known from its graph."""
+    return model.log.graph is not None and not model.log.graph.rebinds_storage
+
+
+def why_not_staged(model: Any, inputs: list[Any]) -> str | None:
+    """Why an input on the CPU, which torch does not record, cannot be staged either; None if all can."""
+    if not isinstance(model, FunctionModel) or model.settings.placement == "off":
+        return None
+    on_cpu = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.is_cpu]
+    for index in on_cpu:
+        if not uses_addresses(model):
+            return f"input {index} lies on the CPU, and graphs are given no addresses"
+        if index in model.refused:
+            return model.refused[index]
+        if inputs[index].numel() and not may_be_staged(inputs[index]):
+            return f"input {index} lies on the CPU, and its {inputs[index].nbytes} bytes are too many to be staged"
+    return CAPTURED if on_cpu and torch.cuda.is_current_stream_capturing() else None
+
+
+@dataclass(frozen=True)
+class Given:
+    """The inputs of one call of a function, before it is recorded."""
+
+    function: Any  # upstream's record of it
+    inputs: list[Any]
+    device: int
+    pool: PoolRanges
+    is_managed: Callable[[torch.Tensor], bool]  # whether a tensor is an output of a recording on the open path
+
+    def why_not_recorded(self) -> str | None:
+        """Why the function runs un-graphed in this call; None if it may be recorded."""
+        return _LOSES_WRITES if self.would_lose_writes() else why_not_staged(self.function.model, self.inputs)
+
+    def would_lose_writes(self) -> bool:
+        """Whether an input that is written to, and neither static nor managed, cannot be recorded at a placeholder
+        address.
+
+        A graph else writes to the tensor of each call, or to a copy that is copied back.
+        """
+        with_addresses = uses_addresses(self.function.model)
+        return any(
+            not (with_addresses and self.is_written_in_place(index))
+            for index in self.function.mutated_input_idxs
+            if index not in self.function.static_input_idxs and not self.is_managed(self.inputs[index])
+        )
+
+    def is_written_in_place(self, index: int) -> bool:
+        """Whether a graph can be recorded that keeps what it writes to a live input."""
+        if not knows_its_writes(self.function.model):
+            return False
+        value = self.inputs[index]
+        in_pool = self.pool.holds(value.data_ptr())
+        return not value.numel() or why_not_placeholder(value, self.device, in_pool) is None
+
+    def may_be_live(self) -> bool:
+        """Whether static and managed inputs may be recorded as live ones."""
+        return uses_addresses(self.function.model) and not is_kernel_free(self.function)
+
+    def saved(self, node: Any) -> list[int]:
+        """Static inputs of a backward that are live inputs of its forward, whose recording is on the path to ``node``.
+
+        Upstream's forward saves a copy of its own, which stays where it is.
+        """
+        on_path: list[LiveInputs] = []
+        while isinstance(node, cudagraph_trees.CUDAGraphNode):
+            live = getattr(node, "live", None)
+            if live is not None:
+                on_path.append(live)
+            node = node.parent
+        return [
+            index
+            for index in self.function.static_input_idxs
+            if isinstance(self.inputs[index], torch.Tensor)
+            and any(live.reaches(self.inputs[index].data_ptr()) for live in on_path)
+            and not self.is_managed(self.inputs[index])
+        ]
+
+    def moved_static(self, recorded: Any) -> list[int]:
+        """Static inputs that are not where a recording has them."""
+        return [
+            index
+            for index in recorded.static_input_idxs
+            if index in self.function.static_input_idxs
+            and isinstance(self.inputs[index], torch.Tensor)
+            and self.inputs[index].data_ptr() != recorded.static_input_data_ptrs[index]
+        ]
+
+    def moved_managed(self, recorded: Any) -> set[int]:
+        """Managed inputs that are not where a recording has them, unless upstream follows them."""
+        if follows_moved_outputs(recorded):
+            return set()
+        return {
+            index
+            for index in recorded.cudagraph_managed_idxs
+            if index not in self.function.mutated_input_idxs
+            and not recorded.preserved_aliased_inputs[index]
+            and moved(recorded, self.inputs, index)
+        }
+
+    def without_static(self, indices: Iterable[int]) -> Any:
+        """The function with these inputs live, but for those that are written to and could not be written in place."""
+        live = {
+            index
+            for index in indices
+            if index not in self.function.mutated_input_idxs or self.is_written_in_place(index)
+        }
+        if not live:
+            return self.function
+        kept = [index for index in self.function.static_input_idxs if index not in live]
+        return dataclasses.replace(self.function, static_input_idxs=kept)

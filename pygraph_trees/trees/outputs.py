@@ -1,0 +1,66 @@
+"""Outputs that a graph alone does not give as they are: on live inputs, on the CPU, conjugated or negated.
+
+An output on a live input is noted in ``live.outputs`` and rebuilt from the input of each call. Upstream, which takes no
+output on the CPU and forgets that a tensor is conjugated or negated, is shown the others as they read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pygraph_trees.cuda.extent import flat
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pygraph_trees.indirection.inputs import LiveInputs
+
+
+def is_on_live_input(live: LiveInputs, position: int, output: torch.Tensor) -> bool:
+    """Whether an output lies on a live input; one that does is noted, with how it is seen of the input."""
+    item = live.item_under(output)
+    if item is None:
+        return False
+    is_whole = output is item.placeholder_tensor
+    live.outputs[position] = item.index, None if is_whole else _view_of(output, item.placeholder_tensor)
+    return True
+
+
+def without_staged(outputs: Sequence[Any], live: LiveInputs) -> list[Any]:
+    """The outputs for upstream: None for those that lie on staged inputs, which are on the CPU."""
+    shown = list(outputs)
+    for position, output in enumerate(outputs):
+        if isinstance(output, torch.Tensor) and output.is_cpu and is_on_live_input(live, position, output):
+            shown[position] = None
+    return shown
+
+
+def as_they_read(outputs: Any) -> Any:
+    """Outputs whose memory is what they read as: resolved if they are conjugated or negated."""
+    if isinstance(outputs, torch.Tensor):
+        return _as_it_reads(outputs) if _reads_otherwise(outputs) else outputs
+    if not any(_reads_otherwise(output) for output in outputs):
+        return outputs
+    return [_as_it_reads(output) if _reads_otherwise(output) else output for output in outputs]
+
+
+def _reads_otherwise(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg()) and value.numel() > 0
+
+
+def _as_it_reads(tensor: torch.Tensor) -> torch.Tensor:
+    """With the same strides, whatever they are."""
+    return flat(tensor).resolve_conj().resolve_neg().as_strided(tensor.shape, tensor.stride(), 0)
+
+
+def _view_of(output: torch.Tensor, placeholder_tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Sizes, strides, offset from the input's first element, and dtype."""
+    ahead = output.data_ptr() - placeholder_tensor.data_ptr() if output.numel() else 0
+    offset = (
+        ahead // output.element_size()
+        if output.dtype != placeholder_tensor.dtype
+        else ahead // placeholder_tensor.element_size()
+    )
+    return tuple(output.shape), tuple(output.stride()), offset, output.dtype

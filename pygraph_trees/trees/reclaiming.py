@@ -1,0 +1,184 @@
+"""Gives back what a manager no longer needs: recordings of functions that are not graphed any more or are recorded
+again, and the graph pool once nothing is left in it.
+
+Callers name functions; their recordings, and all that follow them, go as soon as no path is open. The pool goes if
+no output of what was recorded in it is alive; while outputs may exist that nobody knows of, it stays. Nothing happens
+while a stream captures or after shutdown. If no new pool can be made, the old one stays and a warning says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch._inductor import cudagraph_trees
+
+from pygraph_trees.indirection.retired import release_retired
+
+from . import pools
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .function import FunctionModel
+
+_log = logging.getLogger("pygraph_trees.trees")
+
+_STATE = cudagraph_trees.ExecutionState
+
+
+class Reclaimed(Protocol):
+    """The manager whose recordings and pool are given back."""
+
+    graph: Any
+    stream: Any
+    cuda_graphs_thread_pool: Any
+    current_node: Any
+    path_state: Any
+    roots: Any
+    ids_to_funcs: Any
+
+    def try_end_curr_execution(self) -> None: ...
+
+    def clear_current_path_state_and_set_to_none(self) -> None: ...
+
+
+class Reclaiming:
+    """What one manager is to give back, and what may still be held of what it gave back.
+
+    Each method that acts is given the manager, which is not kept: it must be freed with its functions.
+    """
+
+    __slots__ = ("__weakref__", "_again", "_candidates", "_is_unknown", "_left", "_remake", "forgotten")
+
+    def __init__(self, remake: Callable[[], Any], candidates: dict[Any, Any]) -> None:
+        """
+        Args:
+            remake: makes another manager of the same kind, whose pool is a new one.
+            candidates: what the manager remembers of its recordings; cleared whenever some may go.
+        """
+        self._remake = remake
+        self._candidates = candidates
+        self.forgotten: list[Any] = []  # ids of functions whose recordings are to be given back
+        self._again: dict[Any, str] = {}  # why, by id of a function that is to be recorded again
+        self._left: list[Any] | None = None  # references to outputs of what was given back; None if nothing was
+        self._is_unknown = False  # whether somebody may hold an output that is not among them
+
+    def forget(self, manager: Reclaimed, model: FunctionModel, *, later: bool) -> None:
+        """Gives back a function's recordings, and those that follow them, as soon as no path is open.
+
+        ``later``: this is not the thread that replays; that one does it at its next call.
+        """
+        ids = [id_ for id_, function in list(manager.ids_to_funcs.items()) if function.model is model]
+        self.forgotten += ids
+        for function_id in ids:
+            self._again.pop(function_id, None)
+        self._candidates.clear()
+        if later or manager.graph is None:
+            return
+        if manager.path_state is _STATE.EXECUTION:
+            manager.try_end_curr_execution()
+        self.give_back(manager)
+
+    def record_again(self, function_id: Any, why: str) -> None:
+        """Has a function recorded again, once its recordings were given back; a call may be under way."""
+        self._again[function_id] = why
+        self.forgotten.append(function_id)
+        self._candidates.clear()
+
+    def why_again(self, function_id: Any) -> str | None:
+        """Why a function is recorded again, told once; None if it is not, or still has its old recordings."""
+        return None if function_id in self.forgotten else self._again.pop(function_id, None)
+
+    def give_back(self, manager: Reclaimed) -> None:
+        """Gives back the recordings of forgotten functions, unless a path is open."""
+        if manager.current_node is not None or manager.roots is None or torch.cuda.is_current_stream_capturing():
+            return
+        ids, self.forgotten = self.forgotten, []
+        self._candidates.clear()  # some may have been found since
+        gone: list[Any] = []
+        todo = [manager.roots]
+        while todo:
+            below = todo.pop()
+            for function_id in ids:
+                gone += below.pop(function_id, ())
+            todo += [node.children for nodes in below.values() for node in nodes]
+        if gone:
+            self._left = self._left or []
+        while gone:
+            node = gone.pop()
+            gone += itertools.chain.from_iterable(node.children.values())
+            node.remove_node_cached_tensors()  # somebody may still hold one
+            assert self._left is not None
+            self._left += [held for held in (*_older_outputs(node), *node.outputs_weakrefs) if held is not None]
+            self._is_unknown |= _makes_new_outputs(node)
+            node.graph = node.native = None
+            del node
+        release_retired()
+        self.give_pool_back(manager)
+
+    def give_pool_back(self, manager: Reclaimed) -> bool:
+        """Gives back the graph pool if recordings were given back and nothing is left in it; whether it did.
+
+        Something is left while somebody holds an output, or might: of outputs that each replay makes, only the newest
+        are known.
+        """
+        if manager.graph is None or torch.cuda.is_current_stream_capturing():  # it was shut down
+            return False
+        if self.forgotten:
+            _end_path(manager)
+            if manager.current_node is None:
+                self.give_back(manager)  # which comes back here
+            return False
+        is_used = self._again or manager.current_node is not None or any(manager.roots.values())
+        if self._left is None or self._is_unknown or is_used:
+            return False
+        self._left = [held for held in self._left if not held.expired()]
+        if self._left:
+            return False
+        # Torch keeps a pool as long as a graph uses it, if only the empty one that its manager begins with.
+        try:
+            fresh = self._remake()
+        except RuntimeError as error:  # no memory, or somebody captures
+            _log.warning("a graph pool could not be given back: %s", error)
+            return False
+        old = manager.cuda_graphs_thread_pool
+        for name in ("graph", "stream", "cuda_graphs_thread_pool"):
+            setattr(manager, name, getattr(fresh, name))
+        pools.OWNED.discard(old)
+        self._left = None
+        torch.cuda.empty_cache()
+        return True
+
+    def clear(self) -> None:
+        """Drops what it noted: the manager is shut down."""
+        self.forgotten, self._left = [], None
+
+
+def _end_path(manager: Reclaimed) -> None:
+    """Ends an open path if that takes no tensor from anybody."""
+    if manager.path_state is _STATE.EXECUTION:
+        manager.try_end_curr_execution()
+    elif (
+        manager.path_state is _STATE.RECORDING
+        and manager.current_node is not None
+        and manager.current_node.all_outputs_are_dead()
+    ):
+        manager.clear_current_path_state_and_set_to_none()
+
+
+def _older_outputs(node: Any) -> Sequence[Any]:
+    """None of upstream's own recordings, which were made before the patches went on."""
+    found: Sequence[Any] = getattr(node, "older_outputs", ())
+    return found
+
+
+def _makes_new_outputs(node: Any) -> bool:
+    """Whether an output that is neither cached nor static was another tensor at each replay."""
+    log = getattr(node, "log", None)
+    if log is not None and not log.replays:
+        return False
+    own = zip(node.outputs_weakrefs, node.unaliased_in_all_paths, strict=True)
+    return any(held is not None and not is_cached for held, is_cached in own)
