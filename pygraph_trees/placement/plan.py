@@ -17,24 +17,20 @@ from torch import fx
 from pygraph_trees.report import records
 
 from .folding import Folding
+from .lookups import indices_of, looks_up_within
 from .nodes import (
     aten,
     cpu_inputs,
-    fuses,
-    indices_of,
     is_constructor,
     is_copy_between_devices,
     is_on_cpu,
     is_on_gpu,
     is_view,
-    keeps_elements,
-    looks_up_within,
     nbytes_of,
-    rounds_nearly,
     source_of,
     tensors_of,
-    why_not_elsewhere,
 )
+from .operators import fuses, keeps_elements, rounds_nearly, why_not_elsewhere
 
 _WRITES = (aten.index_put.default, aten.index_put_.default)
 _INDEX = (*_WRITES, aten.index.Tensor, aten.copy.default, aten.slice_scatter.default, aten._unsafe_index.Tensor)

@@ -28,7 +28,8 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.cuda.host_reads import HostRead
 from pygraph_trees.fake_gpu import absent_gpu, lower
 from pygraph_trees.placement import place, place_for_graphs
-from pygraph_trees.placement.nodes import is_copy_between_devices, is_on_cpu, is_on_gpu, may_wait
+from pygraph_trees.placement.nodes import is_copy_between_devices, is_on_cpu, is_on_gpu
+from pygraph_trees.placement.operators import may_wait
 from pygraph_trees.placement.plan import How
 from pygraph_trees.report.compiled import partitions_of
 from pygraph_trees.report.records import PLACED, WHY_NOT_PLACED
