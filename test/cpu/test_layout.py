@@ -22,7 +22,6 @@ MOST_LINES = 450
 LONG_FILES = {
     "pygraph_trees/indirection/inputs.py": 843,
     "pygraph_trees/native/entry.cpp": 647,
-    "pygraph_trees/selection/trial.py": 521,
     "pygraph_trees/trees/manager.py": 767,
     "pygraph_trees/trees/recording.py": 734,
 }
