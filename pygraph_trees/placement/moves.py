@@ -135,7 +135,7 @@ class _Rewriting:
         why_not_staged = None if how is not How.COPIED else self._why_not_staged(node)
         if how is How.COPIED:
             why = self._plan.why[node] + (f", and {why_not_staged}" if why_not_staged else "")
-            self._placed.stays.append(stay(node, why, "copied" if why_not_staged else "staged"))
+            self._placed.stays.append(stay(node, why, How.COPIED if why_not_staged else How.STAGED))
         else:
             self._placed.moves.append(Move(node.name, how, source_of(node)))
         if how is How.MADE:

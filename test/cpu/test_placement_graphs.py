@@ -94,7 +94,7 @@ class TestPlacement(TestCase):
             for name, function in functions.items():
                 with self.subTest(name):
                     module, placed = self.placed_function(function)
-                    self.assertTrue(all(stay.how == "staged" and "input" in stay.why for stay in placed.stays))
+                    self.assertTrue(all(stay.how is How.STAGED and "input" in stay.why for stay in placed.stays))
                     values = numbers()
                     found = OnCpu(module).run(values, torch.zeros(1))
                     self.assertEqual(found.dtype, torch.float32)
