@@ -57,12 +57,12 @@ class TestTrials(SelectionTestCase):
         with decided(Execution.GRAPHED):
             for _ in range(CALLS):
                 graphed(x)
-        if tensors.native is None:
+        if tensors.extension is None:
             self.skipTest("the part in C++ was not built")
-        before = tensors.native.counts()
+        before = tensors.extension.counts()
         for _ in range(10):
             graphed(x)
-        after = tensors.native.counts()
+        after = tensors.extension.counts()
         self.assertEqual((after[0] - before[0], after[1] - before[1]), (10, 10))
 
     def test_a_load_that_changes(self):
