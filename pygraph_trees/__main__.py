@@ -101,7 +101,7 @@ def _compare(options: argparse.Namespace) -> int:
     destination.check({"--json": options.json, "--html": options.html})
     from pygraph_trees.benchmark.verify import NO_GPU, NothingVerified
 
-    from .benchmark import WAYS, Plan, compare, text_table
+    from .benchmark import WAYS, Effort, compare, text_table
 
     verifies = Settings.current().verify == "on"
     if not torch.cuda.is_available():
@@ -112,7 +112,7 @@ def _compare(options: argparse.Namespace) -> int:
 
     program = target.resolve(options.target, torch.device("cuda"))
     ways = options.ways.split(",") if options.ways else WAYS
-    measurements = compare(program, ways, Plan(rounds=options.rounds), Progress())
+    measurements = compare(program, ways, Effort(rounds=options.rounds), Progress())
     found = report()
     print(text_table(measurements))
     agreement = _agreement(measurements)

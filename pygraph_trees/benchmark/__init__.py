@@ -11,7 +11,7 @@ from .measure import Comparison, compare
 from .program import Program
 from .results import REGIMES, Measurement, Results
 from .table import markdown_table, text_table
-from .timing import FULL, QUICK, Plan
+from .timing import FULL, QUICK, Effort
 from .ways import FORCED, MORE_WAYS, WAYS
 
 __all__ = [
@@ -22,8 +22,8 @@ __all__ = [
     "REGIMES",
     "WAYS",
     "Comparison",
+    "Effort",
     "Measurement",
-    "Plan",
     "Program",
     "Results",
     "compare",

@@ -25,7 +25,7 @@ from .program import Program
 from .results import REGIMES, Measurement
 from .rings import InputSet, Ring
 from .settling import call_until_chosen, functions_so_far, routes_of
-from .timing import Plan, is_steady, median, percentile, schedule, synchroniser, time_block, timed_call
+from .timing import Effort, is_steady, median, percentile, schedule, synchroniser, time_block, timed_call
 from .trace import GpuWork, profile_call
 from .tuning import own_cache
 from .ways import FORCED, WAYS, Way, make_ways, wake_compiler
@@ -79,14 +79,14 @@ class Comparison:
         self,
         program: Program,
         ways: Sequence[str] = WAYS,
-        plan: Plan | None = None,
+        effort: Effort | None = None,
         progress: Progress | None = None,
         regimes: Sequence[str] = REGIMES,
     ) -> None:
         self.program = program
-        self.plan = plan if plan is not None else Plan()
+        self.effort = effort if effort is not None else Effort()
         self.ways = make_ways(program, ways)
-        self.ring = Ring(program, self.plan.ring)
+        self.ring = Ring(program, self.effort.ring)
         self._runs = [_Run(way, regime) for way in self.ways for regime in regimes]
         self._wait = synchroniser(program.device)
         self._on_gpu = program.device.type == "cuda"
@@ -98,13 +98,20 @@ class Comparison:
             for run in self._runs
             if run.way.patched and run.way.name not in FORCED and run.regime == "fresh" and self._on_gpu
         ]
-        self._total = len(self._runs) * (1 + self.plan.rounds + self.plan.inspect) + len(self._choosing)
+        self._total = len(self._runs) * (1 + self.effort.rounds + self.effort.inspect) + len(self._choosing)
 
-    def run(self, checkpoint: Checkpoint | None = None) -> list[Measurement]:
-        """Runs all stages; ``checkpoint`` is called with the measurements so far."""
+    def run(
+        self, checkpoint: Checkpoint | None = None, prepared: Callable[[], None] | None = None
+    ) -> list[Measurement]:
+        """Runs all stages.
+
+        Args:
+            checkpoint: called with the measurements so far.
+            prepared: called once, when every way is compiled and warm and nothing is timed yet.
+        """
         # All ways run the same code objects, and Dynamo limits the compilations of each: each way needs its share.
         limit = max(_MOST_COMPILATIONS, torch._dynamo.config.recompile_limit) * len(self.ways)
-        with torch._dynamo.config.patch(recompile_limit=limit), _caches(self.plan.fresh_caches) as cache:
+        with torch._dynamo.config.patch(recompile_limit=limit), _caches(self.effort.fresh_caches) as cache:
             if any(way.compiled for way in self.ways):
                 with cache():
                     wake_compiler(self.program.device)
@@ -112,16 +119,18 @@ class Comparison:
                 with cache():
                     self._prepare(way)
                 self._report(checkpoint)
+            if prepared is not None:
+                prepared()
             for run in self._choosing:
                 with cache():
                     self._settle(run)
             self._report(checkpoint)
             self._references.clear()
             in_turn = sorted(self._runs, key=lambda run: run.regime, reverse=True)  # ways alternate, not regimes
-            for _, run in schedule(in_turn, self.plan.rounds):
+            for _, run in schedule(in_turn, self.effort.rounds):
                 self._time(run)
             self._report(checkpoint)
-            if self.plan.inspect:
+            if self.effort.inspect:
                 for run in self._runs:
                     self._inspect(run)
                 self._report(checkpoint)
@@ -182,7 +191,7 @@ class Comparison:
         run.compile_s = compile_s
         durations: list[float] = []
         recordings: list[int] = []
-        fewest, most = self.plan.warm_calls
+        fewest, most = self.effort.warm_calls
         fewest = max(fewest, len(self.ring) + 1)
         while len(durations) < most and not (len(durations) >= fewest and is_steady(durations, recordings)):
             durations.append(timed_call(step, next(feed), self._wait)[0])
@@ -226,8 +235,8 @@ class Comparison:
         with self._turn(run, "timing") as going:
             if not going:
                 return
-            calls = run.calls = self.plan.block_calls(run.steady_s)
-            block = time_block(self._step(run.way), self._feed(run), calls, self.plan.settle_calls, self._wait)
+            calls = run.calls = self.effort.block_calls(run.steady_s)
+            block = time_block(self._step(run.way), self._feed(run), calls, self.effort.settle_calls, self._wait)
             run.note(
                 latency_ms=median(block.latency_s) * 1e3,
                 latency_p90_ms=percentile(block.latency_s, 0.9) * 1e3,
@@ -240,7 +249,7 @@ class Comparison:
             if not going or not self._on_gpu:
                 return
             step, feed, managers = self._step(run.way), self._feed(run), run.way.managers
-            for _ in range(self.plan.settle_calls):
+            for _ in range(self.effort.settle_calls):
                 step(next(feed))
             before = graphs.copied_for_one_call(managers)
             with graphs.watch_replays(managers) as replays:
@@ -308,12 +317,13 @@ class Comparison:
 def compare(
     program: Program,
     ways: Sequence[str] = WAYS,
-    plan: Plan | None = None,
+    effort: Effort | None = None,
     progress: Progress | None = None,
     checkpoint: Checkpoint | None = None,
+    prepared: Callable[[], None] | None = None,
 ) -> list[Measurement]:
     """Measures ``program`` in the named ways, with inputs that stay and with inputs at fresh addresses."""
-    return Comparison(program, ways, plan, progress).run(checkpoint)
+    return Comparison(program, ways, effort, progress).run(checkpoint, prepared)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Effort:
     """The amount of measurement. More rounds and longer blocks give steadier figures."""
 
     rounds: int = 7
@@ -43,8 +43,8 @@ class Plan:
         return max(fewest, min(most, round(self.block_s / max(steady_s, 1e-9))))
 
 
-QUICK = Plan(rounds=3, block_s=0.1)
-FULL = Plan(rounds=15, block_s=0.3)
+QUICK = Effort(rounds=3, block_s=0.1)
+FULL = Effort(rounds=15, block_s=0.3)
 
 
 @dataclass(frozen=True, slots=True)

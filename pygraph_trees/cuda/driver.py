@@ -67,10 +67,10 @@ class Search:
 class Driver:
     """The driver's calls, through a module with the interface of ``cuda.bindings.driver``."""
 
-    def __init__(self, api: Any, native: Any = None, library: str = "libcuda.so.1") -> None:
-        """``native`` is the module written in C, which calls the driver's library itself."""
+    def __init__(self, api: Any, reader: Any = None, library: str = "libcuda.so.1") -> None:
+        """``reader`` is the module written in C, which calls the driver's library itself."""
         self.api = api
-        self.native = native
+        self.reader = reader
         self._library = library
         names = {kind: f"CU_GRAPH_NODE_TYPE_{kind.name}" for kind in NodeKind if kind is not NodeKind.OTHER}
         self._kinds = {int(getattr(api.CUgraphNodeType, name)): kind for kind, name in names.items()}
@@ -140,10 +140,10 @@ class Driver:
 
     def search(self, graph: int, low: int, high: int) -> Search | None:
         """Words in [low, high) among all kernels' parameters, at multiples of 4; None without the native part."""
-        if self.native is None:
+        if self.reader is None:
             return None
         try:
-            nodes, kernels, found = self.native.search(self._library, graph, low, high)
+            nodes, kernels, found = self.reader.search(self._library, graph, low, high)
         except RuntimeError as error:
             call, number = error.args
             raise DriverError(call=call, code=NOT_FOUND) if number < 0 else refused(call, self._code(number)) from error
@@ -175,9 +175,9 @@ class Driver:
         It can be called repeatedly and sets the nodes in order. If it raises :class:`SetRefused`, the graph holds the
         new parameters of the nodes before the refused one.
         """
-        if self.native is None:
+        if self.reader is None:
             return None
-        set_kernels, library, handle = self.native.set_kernels, self._library, int(exec_)
+        set_kernels, library, handle = self.reader.set_kernels, self._library, int(exec_)
         if self.kernel_setter() is None:
             return None
         packed = struct.pack(
@@ -202,10 +202,10 @@ class Driver:
         return self._address_of("cuCtxGetCurrent")
 
     def _address_of(self, name: str) -> int | None:
-        if self.native is None:
+        if self.reader is None:
             return None
         try:
-            return int(self.native.address_of(self._library, name))
+            return int(self.reader.address_of(self._library, name))
         except (RuntimeError, OSError):
             return None
 
@@ -312,8 +312,8 @@ class Driver:
 
     def overwrite_stack(self) -> None:
         """Removes leftovers of earlier calls from this thread's stack; does nothing without the native part."""
-        if self.native is not None:
-            self.native.overwrite_stack()
+        if self.reader is not None:
+            self.reader.overwrite_stack()
 
     def _memory_on(self, device: int) -> Any:
         properties = self._memories.get(device)
@@ -367,7 +367,7 @@ def driver() -> Driver | None:
     except ImportError:
         return None
     try:
-        native = importlib.import_module("pygraph_trees.native._graph_nodes")
+        reader = importlib.import_module("pygraph_trees.native._graph_nodes")
     except ImportError:
-        native = None
-    return Driver(api, native)
+        reader = None
+    return Driver(api, reader)

@@ -175,7 +175,7 @@ class Patches:
         ``ask_every``: it leaves every so many calls to Python; 0 for none of them.
         """
         change = self._all_changed
-        if tensors.native is None or change.others or not change.kernels:
+        if tensors.extension is None or change.others or not change.kernels:
             return None
         setter, context_getter = self._setter(), self._context_getter()
         if setter is None or context_getter is None or self._context is None:
@@ -187,7 +187,7 @@ class Patches:
         numbers = {node: number for number, node in enumerate(change.kernels)}
         nodes = [self._kernels[node] for node in change.kernels]
         holders = [(position, numbers[node]) for position, held in enumerate(self._nodes) for node in sorted(held)]
-        return tensors.native.Patcher(
+        return tensors.extension.Patcher(
             patches=self,
             words=tensors.packed([number % 2**64 for word in words for number in word]),
             nodes=tensors.packed([number for node in nodes for number in (node.handle, node.address)]),

@@ -94,7 +94,7 @@ class _Block:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _AddressLayout:
     """Where everything of one recording lies."""
 
     high: int  # all is below
@@ -116,16 +116,16 @@ class Arena:
         self._end = 0
 
     @classmethod
-    def place(cls, driver: Driver, extents: Sequence[Extent], granularity: int, budget: int = 0) -> _Plan:
+    def place(cls, driver: Driver, extents: Sequence[Extent], granularity: int, budget: int = 0) -> _AddressLayout:
         """Addresses for the extents that nobody had before. Raises :class:`DriverError` where none can be reserved."""
         with cls._lock:
             arena = cls._of.setdefault(driver, Arena())
-            plan = _plan(extents, granularity, arena._next, budget)
-            if plan.high > arena._end:
-                arena._reserve(driver, _plan(extents, granularity, 0, budget).high)
-                plan = _plan(extents, granularity, arena._next, budget)
-            arena._next = plan.high
-            return plan
+            layout = _lay_out(extents, granularity, arena._next, budget)
+            if layout.high > arena._end:
+                arena._reserve(driver, _lay_out(extents, granularity, 0, budget).high)
+                layout = _lay_out(extents, granularity, arena._next, budget)
+            arena._next = layout.high
+            return layout
 
     def _reserve(self, driver: Driver, needed: int) -> None:
         least = _round_up(needed, PAGE_NBYTES)
@@ -160,14 +160,14 @@ class Placeholders:
         self._handles: list[int] = []  # of physical memory, until it is mapped: mappings outlive their handle
         self._blocks: tuple[_Block, ...] = ()  # of the memory that all share
         self._own: dict[int, _Block] = {}  # by the start of a unit: memory of its own
-        self._plan: _Plan | None = None
+        self._layout: _AddressLayout | None = None
         self.placeholders = ()
         if extents:
-            self._plan = plan = Arena.place(driver, extents, driver.granularity(device), budget)
-            self.placeholders = plan.placeholders
-            self._blocks = tuple(_Block(*block, plan.piece) for block in plan.blocks)
+            self._layout = layout = Arena.place(driver, extents, driver.granularity(device), budget)
+            self.placeholders = layout.placeholders
+            self._blocks = tuple(_Block(*block, layout.piece) for block in layout.blocks)
             try:
-                self._map_shared(plan.piece)
+                self._map_shared(layout.piece)
             except BaseException:
                 with contextlib.suppress(DriverError):
                     self.close()
@@ -191,12 +191,12 @@ class Placeholders:
         A page of small placeholders is materialised as a whole; other placeholders near by may lose the memory that all
         share. After a :class:`DriverError` the placeholder may be unmapped.
         """
-        assert self._plan is not None
-        start, nbytes = self._plan.units[index]
+        assert self._layout is not None
+        start, nbytes = self._layout.units[index]
         own = self._own.setdefault(start, _Block(start, nbytes, nbytes))
         if own.usable:
             return
-        self._unmap(self._blocks[self._plan.block_of[index]])
+        self._unmap(self._blocks[self._layout.block_of[index]])
         self._handles.append(self._driver.create_memory(nbytes, self._device))
         self._unmap(own)
         self._map(own, self._handles[-1])
@@ -210,8 +210,8 @@ class Placeholders:
         """
         for block in self._blocks:
             self._unmap(block)
-        if kept is not None and self._plan is not None:
-            starts = {self._plan.units[index][0] for index in kept}
+        if kept is not None and self._layout is not None:
+            starts = {self._layout.units[index][0] for index in kept}
             for start in [start for start in self._own if start not in starts]:
                 self._unmap(self._own[start])
                 del self._own[start]
@@ -314,7 +314,7 @@ def _units(extents: Sequence[Extent], granularity: int) -> list[_Unit]:
     return units + large
 
 
-def _plan(extents: Sequence[Extent], granularity: int, frontier: int, budget: int) -> _Plan:
+def _lay_out(extents: Sequence[Extent], granularity: int, frontier: int, budget: int) -> _AddressLayout:
     """Plans from an address on: what shares blocks by size, the larger ones first, then what has its own."""
     units = _units(extents, granularity)
     most = sum(map(_needed, units))
@@ -350,7 +350,7 @@ def _plan(extents: Sequence[Extent], granularity: int, frontier: int, budget: in
             places[index] = place
             block_of[index] = block
     order = range(len(extents))
-    return _Plan(
+    return _AddressLayout(
         high=end,
         piece=piece,
         placeholders=tuple(placeholders[index] for index in order),

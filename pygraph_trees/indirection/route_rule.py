@@ -22,7 +22,7 @@ LEAST_INPUTS = 4
 
 
 class Reason(Enum):
-    """What a choice rests on; the value is its sentence in the report."""
+    """What a choice rests on; the value is its phrase in the report, after "inputs are given"."""
 
     FEW_INPUTS = (
         "by address: the addresses of {inputs} inputs that a table could hold change, fewer than {least_inputs}"
@@ -33,7 +33,7 @@ class Reason(Enum):
     )
     TABLE_AWAITED = "by address, until a table for {kernels} kernels that read {inputs} inputs is built"
     TABLE = (
-        "table: {kernels} kernels read {inputs} inputs whose addresses change, "
+        "by table: {kernels} kernels read {inputs} inputs whose addresses change, "
         "and the GPU was idle before {host_bound} of {samples} sampled replays"
     )
     NOT_COMPILED = "by address: no kernel could be compiled to read a table"

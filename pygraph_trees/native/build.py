@@ -90,7 +90,7 @@ def prevent() -> None:
 
 def why_missing() -> str | None:
     """Why this process runs without the built parts, as a phrase that follows "because"; None if it has them."""
-    if tensors.native is not None:
+    if tensors.extension is not None:
         return None
     if tensors.why_without is not None:
         return tensors.why_without
@@ -117,9 +117,9 @@ def announce() -> None:
     if _is_announced:
         return
     _is_announced = True
-    if tensors.native is None and not _is_prevented:
+    if tensors.extension is None and not _is_prevented:
         start()
-    _log.log(logging.INFO if tensors.native is not None else logging.WARNING, "native: %s", status())
+    _log.log(logging.INFO if tensors.extension is not None else logging.WARNING, "native: %s", status())
 
 
 def start() -> None:

@@ -42,14 +42,14 @@ def _load() -> Any:
         return None
 
 
-native = _load()
+extension = _load()
 
 
-def do_without_native(why: str) -> None:
+def do_without_extension(why: str) -> None:
     """From now on the part in C++ is not used; to be called before anything was made of it."""
-    global native, why_without
-    if native is not None:
-        native, why_without = None, why
+    global extension, why_without
+    if extension is not None:
+        extension, why_without = None, why
 
 
 class _Thread(threading.local):
@@ -65,7 +65,7 @@ _thread = _Thread()
 
 def thread_id() -> int:
     """Tells this thread from all others, also from those that have ended."""
-    return _thread.number if native is None else int(native.thread_id())
+    return _thread.number if extension is None else int(extension.thread_id())
 
 
 def packed(numbers: Sequence[int]) -> bytes:
@@ -82,9 +82,9 @@ class Whereabouts:
     def __init__(self, fixed: Sequence[int], addresses: Sequence[int], asked: Sequence[int] = ()) -> None:
         """``addresses``: where the tensors at the indices ``fixed`` should lie, one for each."""
         self.places = packed(list(itertools.chain.from_iterable(zip(fixed, addresses, strict=True))))
-        if native is not None:
+        if extension is not None:
             self.ask: Callable[[Sequence[Any]], list[int] | None] = partial(
-                native.addresses, self.places, packed(asked)
+                extension.addresses, self.places, packed(asked)
             )
             return
         by_index: list[int | None] = [None] * (max(fixed, default=-1) + 1)
@@ -116,7 +116,7 @@ class Deaths:
         # Runs of outputs of one recording, as the part in C++ takes them.
         runs = [list(run) for _, run in itertools.groupby(self.places, key=lambda place: id(place[0]))]
         self.groups = tuple((run[0][0], packed([index for _, _, index in run])) for run in runs)
-        self._are_dead: Callable[[], bool] = self._ask_each if native is None else self._ask
+        self._are_dead: Callable[[], bool] = self._ask_each if extension is None else self._ask
 
     def ask(self) -> bool:
         return self._are_dead() or (
@@ -124,12 +124,12 @@ class Deaths:
         )
 
     def _ask(self) -> bool:
-        position, count = native.count_dead(self.groups, 0), len(self.places)
+        position, count = extension.count_dead(self.groups, 0), len(self.places)
         while position < count:
             _, references, index = self.places[position]
             if references[index]() is not None:
                 return False
-            position = native.count_dead(self.groups, position + 1)
+            position = extension.count_dead(self.groups, position + 1)
         return True
 
     def _ask_each(self) -> bool:
@@ -141,9 +141,9 @@ def first_fit(choices: Sequence[tuple[Whereabouts, Deaths | None]]) -> Callable[
 
     Ruled out is what would say no, or None; but that outputs are held is only seen by C++, and by it not always.
     """
-    if native is not None:
+    if extension is not None:
         packed = tuple((where.places, () if deaths is None else deaths.groups) for where, deaths in choices)
-        return partial(native.first_fit, packed)
+        return partial(extension.first_fit, packed)
 
     def ask(begin: int, tensors: Sequence[Any]) -> int:
         rest = range(begin, len(choices))
@@ -174,12 +174,12 @@ def candidate_filter(choices: Sequence[tuple[Whereabouts, Deaths | None]]) -> Ca
         for index, by_address in places.items()
         if set(by_address.values()) != {(1 << count) - 1}
     ]
-    if native is not None:
+    if extension is not None:
 
         def row(those: int) -> bytes:
             return those.to_bytes(size, "little")
 
-        found: Callable[[int, list[Any]], int] = native.CandidateFilter(
+        found: Callable[[int, list[Any]], int] = extension.CandidateFilter(
             count,
             [(cached, index, row(those)) for cached, index, those in outputs],
             [(index, row(all_), {a: row(those) for a, those in by.items()}) for index, all_, by in inputs],
@@ -209,13 +209,13 @@ def once_more(cached: list[Any], others: Sequence[Any]) -> Callable[[], list[Any
     None where an output is neither cached nor among the others, which have ``NotImplemented`` for it, or where torch
     has to do something to it (and always without C++).
     """
-    return (lambda: None) if native is None else partial(native.outputs, cached, list(others))
+    return (lambda: None) if extension is None else partial(extension.outputs, cached, list(others))
 
 
 def released(indices: Sequence[int]) -> Callable[[list[Any]], None]:
     """Puts None in these places of a list."""
-    if native is not None:
-        return partial(native.release, packed(indices))
+    if extension is not None:
+        return partial(extension.release, packed(indices))
 
     def release(items: list[Any]) -> None:
         for index in indices:
@@ -228,8 +228,8 @@ def chosen(indices: Sequence[int], count: int) -> Callable[[list[Any]], None] | 
     """Makes a list of ``count`` items hold those at ``indices``, in their order; None where it does already."""
     if list(indices) == list(range(count)):
         return None
-    if native is not None and sorted(indices) == list(range(count)):
-        return partial(native.permute, packed(indices))
+    if extension is not None and sorted(indices) == list(range(count)):
+        return partial(extension.permute, packed(indices))
 
     def choose(items: list[Any]) -> None:
         items[:] = [items[index] for index in indices]

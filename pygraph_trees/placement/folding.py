@@ -13,6 +13,7 @@ import itertools
 import logging
 import operator
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,17 +21,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .nodes import (
-    HALVES,
-    gives_unset_memory,
-    held_tensor,
-    is_constructor,
-    is_dense,
-    is_on_cpu,
-    is_view,
-    tensors_of,
-    why_not_the_same_again,
-)
+from .nodes import HALVES, held_tensor, is_constructor, is_dense, is_on_cpu, is_view, tensors_of
+from .operators import gives_unset_memory, why_not_the_same_again
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -51,6 +43,17 @@ _LITERALS = HALVES | {torch.float32, torch.float64, torch.int64, torch.int32, to
 _log = logging.getLogger("pygraph_trees.placement")
 
 
+@dataclass(frozen=True, slots=True)
+class _Obstacle:
+    """Why a node, and so all that depends on it, has no value at compile time."""
+
+    node: fx.Node
+    why: str
+
+    def seen_from(self, node: fx.Node) -> str:
+        return self.why if node is self.node else f"it is computed of {self.node.name}: {self.why}"
+
+
 class Folding:
     """The values of a graph that depend on constants alone."""
 
@@ -58,14 +61,13 @@ class Folding:
         self._graph = graph
         self.constants = _constants_of(graph)
         self._values: dict[fx.Node, Any] = {}
-        self._why_not: dict[fx.Node, str] = {}
+        self._obstacles: dict[fx.Node, _Obstacle] = {}
         self._left = MOST_EVALUATED_NBYTES
 
     def why_not(self, node: fx.Node) -> str | None:
         """Says why a value cannot be a constant of the compiled graph; None if it can, and :meth:`held` creates it."""
-        why = self._why_not_run(node)
-        if why is not None:
-            return why
+        if (obstacle := self._why_not_run(node)) is not None:
+            return obstacle.seen_from(node)
         found = tensors_of(node)
         if self._graph.owning_module is None or len(found) != 1 or found[0] is not node.meta["val"]:
             return "it is several values"
@@ -74,8 +76,8 @@ class Folding:
         nbytes = found[0].numel() * found[0].element_size()
         if nbytes > MOST_FOLDED_NBYTES:
             return f"{nbytes} bytes are too many for a constant"
-        if (why := self._evaluated(node)) is not None:
-            return why
+        if (obstacle := self._evaluated(node)) is not None:
+            return obstacle.seen_from(node)
         if found[0].dtype in _FLOAT8 and not _is_finite(self._values[node]):
             return "a GPU may make other numbers of infinities and NaN of its type"
         return None
@@ -118,41 +120,36 @@ class Folding:
         """All nodes that were evaluated."""
         return iter(self._values)
 
-    def _evaluated(self, node: fx.Node) -> str | None:
+    def _evaluated(self, node: fx.Node) -> _Obstacle | None:
         """Evaluates a node and everything it depends on; says why if that fails or exceeds the limit."""
         todo, chain, nbytes = [node], {node}, 0
         while todo:
             current = todo.pop()
             if current in self._values:
                 continue
-            if (why := self._why_not_run(current)) is not None:
-                return self._kept(node, current, why)
+            if (obstacle := self._why_not_run(current)) is not None:
+                return self._obstacles.setdefault(node, obstacle)
             nbytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(current))
             todo += [source for source in current.all_input_nodes if source not in chain]
             chain.update(current.all_input_nodes)
         if nbytes > self._left:
-            return self._kept(node, node, f"{nbytes} bytes are too many to be computed when the graph is compiled")
+            too_many = f"{nbytes} bytes are too many to be computed when the graph is compiled"
+            return self._obstacles.setdefault(node, _Obstacle(node, too_many))
         self._left -= nbytes
         with _as_eager_runs():
             for current in sorted(chain):
                 if current not in self._values and (why := self._run(current)) is not None:
-                    self._why_not[current] = why
-                    return self._kept(node, current, why)
+                    self._obstacles[current] = _Obstacle(current, why)
+                    return self._obstacles.setdefault(node, self._obstacles[current])
         return None
 
-    def _kept(self, node: fx.Node, culprit: fx.Node, why: str) -> str:
-        """Records a reason for a node and names the node that causes it."""
-        if culprit is not node and not why.startswith("it is computed of"):
-            why = f"it is computed of {culprit.name}: {why}"
-        return self._why_not.setdefault(node, why)
-
-    def _why_not_run(self, node: fx.Node) -> str | None:
-        if node not in self._why_not:
+    def _why_not_run(self, node: fx.Node) -> _Obstacle | None:
+        if node not in self._obstacles:
             why = "it is not computed of constants alone" if node not in self.constants else _why_not_run(node)
             if why is None:
                 return None
-            self._why_not[node] = why
-        return self._why_not[node]
+            self._obstacles[node] = _Obstacle(node, why)
+        return self._obstacles[node]
 
     def _run(self, node: fx.Node) -> str | None:
         """Evaluates a node whose inputs have values; says why if it gets no value."""

@@ -17,31 +17,33 @@ from torch.utils._pytree import tree_map
 
 from pygraph_trees.cuda.host_reads import HostRead
 
+from .arithmetic import (
+    computes_in_double,
+    factors_of,
+    half_of,
+    is_conversion,
+    is_inverse_root,
+    is_negation,
+    mixes_with_half,
+    terms_of,
+)
 from .nodes import (
     HALVES,
     aten,
-    computes_in_double,
     cpu_inputs,
-    factors_of,
-    half_of,
     is_a_whole,
-    is_conversion,
     is_copy_between_devices,
-    is_inverse_root,
-    is_negation,
     is_on_cpu,
     is_on_gpu,
     is_row_of_input,
     is_view,
-    may_wait,
-    mixes_with_half,
     nbytes_of,
     prims,
     source_of,
     takes_from_gpu,
     tensors_of,
-    terms_of,
 )
+from .operators import may_wait
 from .plan import MOST_STAGED_NBYTES, How, Move, Placed, Plan, needs, stay
 from .rounding import lower_rounding, rounded_product, rounded_quotient, rounded_to
 from .staging import staged
@@ -133,7 +135,7 @@ class _Rewriting:
         why_not_staged = None if how is not How.COPIED else self._why_not_staged(node)
         if how is How.COPIED:
             why = self._plan.why[node] + (f", and {why_not_staged}" if why_not_staged else "")
-            self._placed.stays.append(stay(node, why, "copied" if why_not_staged else "staged"))
+            self._placed.stays.append(stay(node, why, How.COPIED if why_not_staged else How.STAGED))
         else:
             self._placed.moves.append(Move(node.name, how, source_of(node)))
         if how is How.MADE:

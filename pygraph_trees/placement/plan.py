@@ -17,24 +17,20 @@ from torch import fx
 from pygraph_trees.report import records
 
 from .folding import Folding
+from .lookups import indices_of, looks_up_within
 from .nodes import (
     aten,
     cpu_inputs,
-    fuses,
-    indices_of,
     is_constructor,
     is_copy_between_devices,
     is_on_cpu,
     is_on_gpu,
     is_view,
-    keeps_elements,
-    looks_up_within,
     nbytes_of,
-    rounds_nearly,
     source_of,
     tensors_of,
-    why_not_elsewhere,
 )
+from .operators import fuses, keeps_elements, rounds_nearly, why_not_elsewhere
 
 _WRITES = (aten.index_put.default, aten.index_put_.default)
 _INDEX = (*_WRITES, aten.index.Tensor, aten.copy.default, aten.slice_scatter.default, aten._unsafe_index.Tensor)
@@ -56,6 +52,7 @@ class How(Enum):
     CONSTANT = "a constant on the GPU"
     FOLDED = "computed once, a constant on the GPU"  # at compile time
     COPIED = "copied"  # at each call
+    STAGED = "staged"  # copied at each call by the CUDA graph itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ class Stay:
     node: str
     why: str
     source: str | None
-    how: str = "copied"  # or "staged": copied by the graph itself
+    how: How = How.COPIED  # or STAGED
 
 
 @dataclass(slots=True)
@@ -90,7 +87,7 @@ class Placed:
         for move in self.moves:
             yield records.Placed(move.node, move.how.value, None, move.source)
         for stay in self.stays:
-            yield records.Placed(stay.node, stay.how, stay.why, stay.source)
+            yield records.Placed(stay.node, stay.how.value, stay.why, stay.source)
 
 
 class Plan:
@@ -107,7 +104,7 @@ class Plan:
         self._leaves: dict[fx.Node, frozenset[fx.Node]] = {}  # the values that each value needs copied
 
     def how(self, node: fx.Node) -> How:
-        """The decision for a CPU value that the GPU needs."""
+        """The decision for a CPU value that the GPU needs. The rewrite makes STAGED of COPIED if it can."""
         todo = [node]
         while todo:
             current = todo[-1]
@@ -230,5 +227,5 @@ def may_be_anywhere(node: fx.Node, source: fx.Node) -> bool:
     return torch.Tag.pointwise in target.tags and source.meta["val"].dim() == 0
 
 
-def stay(node: fx.Node, why: str, how: str = "copied") -> Stay:
+def stay(node: fx.Node, why: str, how: How = How.COPIED) -> Stay:
     return Stay(node.name, why, source_of(node), how)

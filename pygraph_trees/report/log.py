@@ -76,6 +76,7 @@ class FunctionLog:
     warmups: int = 0
     warmup_pool_bytes: int = 0
     ungraphed_reason: str | None = None
+    is_ungraphed_by_decision: bool = False  # and the reason says so
     trial_runs: int = 0  # of the compiled code, un-graphed for a measurement
     decision: str | None = None  # the measurements and the way that was taken
     route: str | None = None  # how inputs are given since replays were sampled, and why
@@ -125,8 +126,9 @@ class FunctionLog:
         self.decision = text
         if not graphed:
             is_news |= self._takes_reason(_FASTER)
-        elif self.ungraphed_reason == _FASTER:
-            self.ungraphed_reason, is_news = None, True
+            self.is_ungraphed_by_decision = True
+        elif self.is_ungraphed_by_decision:
+            self.ungraphed_reason, self.is_ungraphed_by_decision, is_news = None, False, True
         if is_news:
             _trace("pygraph_function", self)
 
@@ -135,7 +137,7 @@ class FunctionLog:
         is_news = self.ungraphed_reason != reason
         if is_news:
             _log.info("%s: not graphed: %s", self.name, reason)
-        self.ungraphed_reason = reason
+        self.ungraphed_reason, self.is_ungraphed_by_decision = reason, False
         return is_news
 
     def record(self) -> FunctionRecord:

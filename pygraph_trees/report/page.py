@@ -121,7 +121,7 @@ def _function(index: int, function: FunctionRecord) -> str:
     if function.decision:
         body += f"<p>Measured: {escaped(function.decision)}.</p>"
     if function.route:
-        body += f"<p>Inputs are given by {escaped(function.route.removeprefix('by '))}.</p>"
+        body += f"<p>Inputs are given {escaped(function.route)}.</p>"
     costs = [counted(function.warmups, "warm-up"), f"{function.record_s:.3f} s to record"]
     body += f"<p>{'; '.join([*costs, f'{nbytes(function.pool_bytes)} of the graph pool'])}.</p>"
     if function.recordings:

@@ -136,7 +136,7 @@ class FunctionRecord:
     ungraphed_calls: int  # calls that neither warmed up nor recorded, and were not replays
     ungraphed_reason: str | None
     decision: str | None = None  # "graphed: 41 us a call against 58 us (2 kernels)", if both ways were measured
-    route: str | None = None  # "by address: ..." or "table: ...", once replays were sampled to choose
+    route: str | None = None  # "by address: ..." or "by table: ...", once replays were sampled to choose
     awaits_table: bool = False  # a table was chosen, and its kernels are not built yet
 
     @property

@@ -130,7 +130,7 @@ def _function_notes(functions: Sequence[FunctionRecord]) -> Iterator[str]:
         if f.decision:
             yield f"{_place(f)}: {f.decision}"
         if f.route:
-            yield f"{_place(f)}: inputs are given by {f.route.removeprefix('by ')}"
+            yield f"{_place(f)}: inputs are given {f.route}"
         if f.ungraphed_calls:
             why = f.ungraphed_reason or "the limit of re-recordings, or capture failed"
             yield f"{_place(f)}: {f.ungraphed_calls} calls un-graphed: {why}"

@@ -1,6 +1,6 @@
 """Decides whether a function is graphed, by rules over plain facts, without a GPU or a clock.
 
-The inputs are a :class:`Sample` per function and way, the effect on its neighbours (:class:`Handed`), and whether the
+The inputs are a function's :class:`Timings` each way, the effect on its neighbours (:class:`Handed`), and whether the
 program waits for each step (:class:`Objective`). :func:`compare` returns the step's time both ways, :func:`decide` the
 way to take, :func:`next_way` what to measure next. Too few calls raise :class:`TooFewCalls`. README.md describes the
 model.
@@ -26,13 +26,15 @@ class TooFewCalls(PygraphError):
     )
 
 
-class Way(enum.Enum):
+class Execution(enum.Enum):
+    """How a function runs: as a CUDA graph, or as compiled code."""
+
     GRAPHED = "graphed"
     UNGRAPHED = "un-graphed"
 
     @property
-    def other(self) -> Way:
-        return Way.UNGRAPHED if self is Way.GRAPHED else Way.GRAPHED
+    def other(self) -> Execution:
+        return Execution.UNGRAPHED if self is Execution.GRAPHED else Execution.GRAPHED
 
 
 class Objective(enum.Enum):
@@ -50,7 +52,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Timings:
     """The measurements of a function run one way."""
 
     host_us: float  # median over the calls, until the call returns
@@ -60,13 +62,13 @@ class Sample:
     spread_us: float  # interquartile range of the calls, host plus GPU
 
     @staticmethod
-    def of(host_us: Sequence[float], gpu_us: Sequence[float], launches: int) -> Sample:
-        """The sample of single calls, at least one."""
+    def of(host_us: Sequence[float], gpu_us: Sequence[float], launches: int) -> Timings:
+        """The timings of single calls, at least one."""
         spread_us = _middle_half(host_us) + _middle_half(gpu_us)
-        return Sample(statistics.median(host_us), statistics.median(gpu_us), launches, len(host_us), spread_us)
+        return Timings(statistics.median(host_us), statistics.median(gpu_us), launches, len(host_us), spread_us)
 
-    def without_waits(self, kernels_us: float) -> Sample:
-        """The un-graphed sample, corrected by the time that the same kernels take in a graph, without copies.
+    def without_waits(self, kernels_us: float) -> Timings:
+        """The un-graphed timings, corrected by the time that the same kernels take in a graph, without copies.
 
         Between the events of an un-graphed call the GPU may wait for the host; within a graph it does not.
         """
@@ -117,14 +119,14 @@ class Costs:
 class Part:
     """A function, measured both ways."""
 
-    ungraphed: Sample
-    graphed: Sample
+    ungraphed: Timings
+    graphed: Timings
     handed: Handed = Handed()
     kernels: int = 0
     copied_bytes: int = 0  # per replay
 
-    def sample(self, way: Way) -> Sample:
-        return self.graphed if way is Way.GRAPHED else self.ungraphed
+    def timings(self, way: Execution) -> Timings:
+        return self.graphed if way is Execution.GRAPHED else self.ungraphed
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,21 +160,21 @@ class Comparison:
     kernels: int
     copied_bytes: int
 
-    def step_us(self, way: Way) -> float:
-        return self.graphed_us if way is Way.GRAPHED else self.ungraphed_us
+    def step_us(self, way: Execution) -> float:
+        return self.graphed_us if way is Execution.GRAPHED else self.ungraphed_us
 
-    def gain_us(self, way: Way) -> float:
+    def gain_us(self, way: Execution) -> float:
         """How much faster this way is than the other."""
         return self.step_us(way.other) - self.step_us(way)
 
     @property
     def clear(self) -> bool:
-        return abs(self.gain_us(Way.UNGRAPHED)) > self.margin_us
+        return abs(self.gain_us(Execution.UNGRAPHED)) > self.margin_us
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    way: Way
+    way: Execution
     compared: Comparison  # the last measurement
     against: int = 0  # consecutive measurements that contradict it, up to the last one
 
@@ -216,8 +218,10 @@ def compare(
     for part in deciding:
         if min(part.ungraphed.calls, part.graphed.calls) < rules.fewest_calls:
             raise TooFewCalls(needed=rules.fewest_calls, ungraphed=part.ungraphed.calls, graphed=part.graphed.calls)
-    ungraphed_us, graphed_us = (step_us(_loads(parts, way, costs), objective) for way in (Way.UNGRAPHED, Way.GRAPHED))
-    error_us = math.hypot(*(part.sample(way).error_us for part in deciding for way in Way))
+    ungraphed_us, graphed_us = (
+        step_us(_loads(parts, way, costs), objective) for way in (Execution.UNGRAPHED, Execution.GRAPHED)
+    )
+    error_us = math.hypot(*(part.timings(way).error_us for part in deciding for way in Execution))
     # The margin depends on the un-graphed time alone. If it depended on the slower way, a slower replay that other work
     # hides, and that so changes nothing in the step, would raise the margin and favour graphs.
     own_us = step_us([part.ungraphed.load for part in deciding], objective)
@@ -235,8 +239,8 @@ def compare(
 def decide(compared: Comparison, standing: Decision | None = None, rules: Rules = Rules()) -> Decision:
     """The decision after one more measurement; ``standing`` is the previous decision, if any."""
     if standing is None:
-        better = compared.gain_us(Way.UNGRAPHED) > compared.margin_us
-        return Decision(Way.UNGRAPHED if better else Way.GRAPHED, compared)
+        better = compared.gain_us(Execution.UNGRAPHED) > compared.margin_us
+        return Decision(Execution.UNGRAPHED if better else Execution.GRAPHED, compared)
     if compared.gain_us(standing.way.other) <= 2 * compared.margin_us:
         return Decision(standing.way, compared)
     if standing.against + 1 >= rules.flips_after:
@@ -255,31 +259,31 @@ def why_never_graphed(parts: Sequence[Restless], rules: Rules = Rules()) -> str 
     graphed_us = sum(statistics.median(part.graphed_us) for part in parts)
     if graphed_us - ungraphed_us <= 2 * max(rules.floor_us, rules.margin * ungraphed_us):
         return None
-    way, ours, other = Way.UNGRAPHED.value, _us(ungraphed_us), _us(graphed_us)
+    way, ours, other = Execution.UNGRAPHED.value, _us(ungraphed_us), _us(graphed_us)
     return f"{way}: the host takes {ours} a call against {other}, and {few} of {calls} graphed calls were replays"
 
 
-def next_way(ungraphed_calls: int, graphed_calls: int, clear: bool = False, rules: Rules = Rules()) -> Way | None:
+def next_way(ungraphed_calls: int, graphed_calls: int, clear: bool = False, rules: Rules = Rules()) -> Execution | None:
     """The way to measure the next call; None if nothing is left to measure.
 
     Un-graphed calls come first, before the function is recorded: later ones would take its outputs out of the graph
     pool, and functions downstream would record again. If the comparison is not ``clear``, more replays are measured.
     """
     if ungraphed_calls < rules.fewest_calls:
-        return Way.UNGRAPHED
+        return Execution.UNGRAPHED
     if graphed_calls < rules.fewest_calls:
-        return Way.GRAPHED
-    return None if clear or ungraphed_calls + graphed_calls >= rules.most_calls else Way.GRAPHED
+        return Execution.GRAPHED
+    return None if clear or ungraphed_calls + graphed_calls >= rules.most_calls else Execution.GRAPHED
 
 
-def _loads(parts: Sequence[Part | Load], way: Way, costs: Costs) -> list[Load]:
+def _loads(parts: Sequence[Part | Load], way: Execution, costs: Costs) -> list[Load]:
     loads = []
     for part in parts:
         if isinstance(part, Load):
             loads.append(part)
             continue
-        loads.append(part.sample(way).load)
-        if way is Way.UNGRAPHED:
+        loads.append(part.timings(way).load)
+        if way is Execution.UNGRAPHED:
             loads.append(costs.of(part.handed))
     return loads
 

@@ -20,8 +20,9 @@ from torch._inductor import cudagraph_trees
 
 from pygraph_trees.report.naming import BACKWARD
 from pygraph_trees.selection import trial_of
-from pygraph_trees.selection.decision import Handed, Way
-from pygraph_trees.selection.trial import Contestant, GpuWatch
+from pygraph_trees.selection.decision import Execution, Handed
+from pygraph_trees.selection.device import CudaDevice
+from pygraph_trees.selection.trial import TrialMember
 
 from . import function as function_module
 from .function import PER_THREAD
@@ -39,13 +40,13 @@ _TREES = ("tree_manager_containers", "tree_manager_locks")  # of a thread, by de
 
 def chooser(
     static_input_idxs: Sequence[int], mutated: Collection[int], device: int
-) -> Callable[[FunctionModel, Run], Contestant | None]:
+) -> Callable[[FunctionModel, Run], TrialMember | None]:
     """What makes a function take part in its graph's trial, if there is one.
 
-    Behind the trial the function holds its contestant weakly, since that holds what graphs it.
+    After the trial the function holds its member weakly, because the member holds what graphs it.
     """
 
-    def choose(function: FunctionModel, graphed: Run) -> Contestant | None:
+    def choose(function: FunctionModel, graphed: Run) -> TrialMember | None:
         log = function.log
         trial = trial_of(log, function.settings, device)
         if trial is None:
@@ -73,32 +74,32 @@ def chooser(
             return outputs
 
         def looked_at(inputs: list[Any]) -> Any:
-            found = contestant()
+            found = member()
             if function.instead is looked_at:
                 function.instead = None
             try:
-                return ungraphed(inputs) if found is None else found.look(inputs)
+                return ungraphed(inputs) if found is None else found.sample(inputs)
             finally:
                 if function.instead is None:
                     function.may_replay(may=True)
 
         def looked_at_ungraphed(inputs: list[Any]) -> Any:
-            found = contestant()
+            found = member()
             if found is None:
                 return ungraphed(inputs)
             manager = trees.manager() if found.is_in_its_thread() else None
             if isinstance(manager, Manager):
                 manager.give_pool_back()  # somebody may have held what lay there
-            return found.look(inputs)
+            return found.sample(inputs)
 
         def began() -> None:
-            function.instead, function.looked_at = contestant(), None
+            function.instead, function.looked_at = member(), None
             function.may_replay(may=False)
 
-        def ended(way: Way) -> None:
-            if way is Way.GRAPHED:
+        def ended(way: Execution) -> None:
+            if way is Execution.GRAPHED:
                 function.instead = None if PER_THREAD or function.is_added else until_added
-                function.looked_at = looked_at if trial.may_be_renewed() else None
+                function.looked_at = looked_at if trial.may_restart() else None
                 function.may_replay(may=True)
             else:
                 function.instead = _now_and_then(looked_at_ungraphed, ungraphed)
@@ -121,8 +122,8 @@ def chooser(
             return not isinstance(manager, Manager) or manager.has_room_for_another()
 
         told = ended, began, handed, has_room
-        made = Contestant(trial, log, first_graphed, first_ungraphed, GpuWatch(device), *told)
-        contestant = weakref.ref(made)
+        made = TrialMember(trial, log, first_graphed, first_ungraphed, CudaDevice(device), *told)
+        member = weakref.ref(made)
         function.instead = made
         trial.join(made)
         return made

@@ -63,8 +63,8 @@ def putting_to_use(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 def calling(upstream: Callable[..., Any]) -> Callable[..., Any]:
     """Makes inputs as the graph was compiled for, and skips upstream's call if a fast replay gives the outputs."""
-    if tensors.native is not None:  # the same in C++
-        call: Callable[..., Any] = tensors.native.Call(upstream, vars(profiler), vars(debug), look_after)
+    if tensors.extension is not None:  # the same in C++
+        call: Callable[..., Any] = tensors.extension.Call(upstream, vars(profiler), vars(debug), look_after)
         return call
 
     @functools.wraps(upstream)

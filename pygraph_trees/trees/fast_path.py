@@ -85,9 +85,9 @@ def entry(
         own: the numbers of views, each of a gradient that is seen so already, and that is returned itself where nobody
             sees it (``native/gradients.cpp``).
     """
-    if tensors.native is None:
+    if tensors.extension is None:
         return by_hand
-    made: FastCall = tensors.native.Entry(
+    made: FastCall = tensors.extension.Entry(
         by_hand=by_hand,
         function=function,
         runner=runner,
@@ -109,7 +109,7 @@ def entry(
 
 def new_turn() -> Any:
     """What tells whose turn it is among calls: ``acquire(blocking=False)``, ``release`` and ``locked`` as a lock's."""
-    return threading.Lock() if tensors.native is None else tensors.native.Turn()
+    return threading.Lock() if tensors.extension is None else tensors.extension.Turn()
 
 
 def replay(recording: Replayed, managed: Sequence[int], others: Sequence[Any]) -> Any:
@@ -119,10 +119,10 @@ def replay(recording: Replayed, managed: Sequence[int], others: Sequence[Any]) -
         managed: the inputs that are let go of.
         others: by output, what is not cached (see :func:`pygraph_trees.native.tensors.once_more`).
     """
-    if tensors.native is None or recording.graph is None:
+    if tensors.extension is None or recording.graph is None:
         return None
     live = recording.live
-    return tensors.native.Replay(
+    return tensors.extension.Replay(
         recording=weakref.ref(recording),
         live=live,
         log=recording.log,

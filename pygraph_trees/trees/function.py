@@ -70,7 +70,7 @@ def _first_inside(*, is_backward: bool, is_inference: bool) -> int | None:
     Of a forward those that autograd alone holds; of a backward all, where C++ says who sees them. None where what
     AOTAutograd knows is not known here, or puts tensors into others of the program's classes.
     """
-    if is_inference or (is_backward and tensors.native is None):
+    if is_inference or (is_backward and tensors.extension is None):
         return None
     context = TracingContext.try_get()
     meta = _loaded.meta

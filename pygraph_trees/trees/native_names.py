@@ -33,7 +33,7 @@ def missing(owners: Mapping[str, Any]) -> list[str]:
 
 def check(**classes: type) -> None:
     """Does without the part in C++ where a name is missing; ``classes`` are those that cannot be imported here."""
-    if tensors.native is None:
+    if tensors.extension is None:
         return
     found = missing(
         {
@@ -51,11 +51,11 @@ def check(**classes: type) -> None:
         }
     )
     if found:
-        tensors.do_without_native(f"it needs attributes that are missing: {', '.join(found)}")
+        tensors.do_without_extension(f"it needs attributes that are missing: {', '.join(found)}")
 
 
 def _names() -> Iterator[str]:
-    return (name for name in tensors.native.NAMES if name not in _OPTIONAL | _SET_LATER)
+    return (name for name in tensors.extension.NAMES if name not in _OPTIONAL | _SET_LATER)
 
 
 def _has(owner: Any, name: str) -> bool:

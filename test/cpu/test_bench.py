@@ -30,12 +30,12 @@ from bench import command_line, figures, graph_host, host_time, many, quiet, rec
 from bench.isolated import Job, Worker
 from bench.loading import load_workloads
 
-from pygraph_trees.benchmark import Measurement, Plan, Program, Results
+from pygraph_trees.benchmark import Effort, Measurement, Program, Results
 from pygraph_trees.benchmark.differences import snapshot
 from pygraph_trees.cli.explain import explain
 
 WORKLOADS = load_workloads()
-FAST = Plan(rounds=1, block_s=0.0, calls=(2, 2), settle_calls=1, warm_calls=(5, 6), ring=2, fresh_caches=False)
+FAST = Effort(rounds=1, block_s=0.0, calls=(2, 2), settle_calls=1, warm_calls=(5, 6), ring=2, fresh_caches=False)
 
 # Overrides under which a workload runs on a CPU in a second.
 SMALL: dict[str, dict[str, Any]] = {
@@ -374,11 +374,11 @@ class TestIsolation(TestCase):
 
     def test_caches_that_are_kept(self):
         """A workload compiled in one process is found by the next one, where a folder was named."""
-        plan = replace(FAST, fresh_caches=False)
+        effort = replace(FAST, fresh_caches=False)
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "__init__.py").write_text(textwrap.dedent(_BROKEN))
             caches = Path(folder, "caches")
-            job = Job("GOOD", "inference", 1, ("compile",), plan, Path(folder), device="cpu", caches=caches)
+            job = Job("GOOD", "inference", 1, ("compile",), effort, Path(folder), device="cpu", caches=caches)
             found = []
             for _ in range(2):
                 with Worker(job, 120.0) as worker:
@@ -485,7 +485,7 @@ class TestCommandLine(TestCase):
 
         def run(job: Job, timeout_s: float) -> list[Measurement]:
             ran.append(job.name)
-            self.assertEqual((job.plan.rounds, timeout_s, job.ways), (4, 9.0, ways))
+            self.assertEqual((job.effort.rounds, timeout_s, job.ways), (4, 9.0, ways))
             records = [Measurement(job.name, job.mode, job.batch, way, "same", latency_ms=1.0) for way in job.ways]
             return [record.failed("RuntimeError: no") if job.name == "TKE" else record for record in records]
 
@@ -586,8 +586,8 @@ class TestCommandLine(TestCase):
                 self.assertEqual(self._main("EOS", "--ways", "ours", "--out", str(out), *more)[0], 0)
                 self.assertEqual([(r.compile_s, r.record_s) for r in Results.read(out).records], [figures_])
         own, kept = jobs
-        self.assertEqual((own.plan.fresh_caches, own.environment()), (True, None))
-        self.assertFalse(kept.plan.fresh_caches)
+        self.assertEqual((own.effort.fresh_caches, own.environment()), (True, None))
+        self.assertFalse(kept.effort.fresh_caches)
         self.assertEqual(kept.environment()["TORCHINDUCTOR_CACHE_DIR"], f"{Path(folder).resolve()}/0123456789ab")
 
     def test_some_workloads_leave_the_others(self):
@@ -753,9 +753,9 @@ class TestRoutes(TestCase):
             self.assertEqual("".join(map(str, found)), wanted)
 
     def test_a_program_is_measured_by_each_route(self):
-        device, plan = torch.device("cpu"), Plan(rounds=2, block_s=0.001)
+        device, effort = torch.device("cpu"), Effort(rounds=2, block_s=0.001)
         with mock.patch.object(routes.Consumers, "forward", lambda self, x, y: x @ y):  # no C++ to compile
-            found = routes.measure(2, 3, False, ("patch", "auto"), plan, device)
+            found = routes.measure(2, 3, False, ("patch", "auto"), effort, device)
         self.assertEqual(found["program"], "2 x 3")
         cells = {f"{route} {rate}" for route in ("patch", "auto") for rate in routes.RATES}
         self.assertEqual(found["samples"].keys(), cells)

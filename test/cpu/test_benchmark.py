@@ -22,7 +22,16 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 import inductor_patches
 import pygraph_trees
-from pygraph_trees.benchmark import Comparison, Measurement, Plan, Program, Results, compare, markdown_table, text_table
+from pygraph_trees.benchmark import (
+    Comparison,
+    Effort,
+    Measurement,
+    Program,
+    Results,
+    compare,
+    markdown_table,
+    text_table,
+)
 from pygraph_trees.benchmark.differences import difference, snapshot
 from pygraph_trees.benchmark.graphs import copied_nbytes, launched, recordings, watch_replays
 from pygraph_trees.benchmark.program import NoLossError, tensors_of
@@ -37,7 +46,7 @@ from pygraph_trees.benchmark.ways import NotPatchedError, OwnInductor, UnknownWa
 from pygraph_trees.fake_gpu import absent_gpu
 from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journal
 
-FAST = Plan(rounds=2, block_s=0.0, calls=(2, 2), settle_calls=1, warm_calls=(5, 8), ring=3, fresh_caches=False)
+FAST = Effort(rounds=2, block_s=0.0, calls=(2, 2), settle_calls=1, warm_calls=(5, 8), ring=3, fresh_caches=False)
 
 
 def _model() -> torch.nn.Module:
@@ -178,7 +187,7 @@ class TestTiming(TestCase):
         self.assertFalse(is_steady([1.0, 1.0, 1.0, 1.0, 1.0, 3.0], [1] * 6))
 
     def test_a_block_has_as_many_calls_as_its_time_allows(self):
-        self.assertEqual([Plan().block_calls(s) for s in (1.0, 0.01, 1e-6, 0.0)], [10, 20, 200, 200])
+        self.assertEqual([Effort().block_calls(s) for s in (1.0, 0.01, 1e-6, 0.0)], [10, 20, 200, 200])
 
     def test_a_block_goes_through_the_inputs_in_order(self):
         seen: list[int] = []
@@ -436,7 +445,7 @@ def _ways(**callables: Any) -> Any:
 
 def _compared(program: Program, **callables: Any) -> list[Measurement]:
     with _ways(**callables):
-        return compare(program, plan=FAST)
+        return compare(program, effort=FAST)
 
 
 class TestComparison(TestCase):
@@ -446,7 +455,7 @@ class TestComparison(TestCase):
         checkpoints: list[int] = []
         found = compare(
             program,
-            plan=FAST,
+            effort=FAST,
             progress=lambda done, total, text: steps.append((done, total)),
             checkpoint=lambda records: checkpoints.append(sum(r.latency_ms is not None for r in records)),
         )
@@ -484,13 +493,16 @@ class TestComparison(TestCase):
 
         with _ways(eager=eager, ours=lambda x: used(x)):
             program = Program(eager, (torch.ones(3),))
-            comparison = Comparison(program, plan=FAST, progress=lambda done, total, text: texts.append(text))
+            comparison = Comparison(program, effort=FAST, progress=lambda done, total, text: texts.append(text))
             comparison._choosing = comparison._runs[-1:]  # as on a GPU
+            prepared = mock.Mock(side_effect=lambda: texts.append("prepared"))
             with mock.patch("pygraph_trees.benchmark.measure.call_until_chosen", side_effect=chosen) as settled:
-                found = comparison.run()
+                found = comparison.run(prepared=prepared)
         settled.assert_called_once()
+        prepared.assert_called_once()
         stages = [stage for stage, _ in itertools.groupby(text.split()[0] for text in texts)]
-        self.assertEqual(stages[:6], ["compiling", "warming", "compiling", "warming", "settling", "timing"])
+        wanted = ["compiling", "warming", "compiling", "warming", "prepared", "settling", "timing"]
+        self.assertEqual(stages[:7], wanted)
         return found[-1]
 
     def test_routes_are_chosen_after_all_preparation(self):
@@ -574,7 +586,7 @@ class TestInspection(TestCase):
             ):
                 stack.enter_context(mock.patch(target, return_value=value))
             stack.enter_context(mock.patch("pygraph_trees.benchmark.measure.profile_call", profiled))
-            comparison = Comparison(program, plan=FAST)
+            comparison = Comparison(program, effort=FAST)
             comparison._on_gpu = True
             return comparison.run()
 

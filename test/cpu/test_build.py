@@ -69,7 +69,7 @@ class TestBuild(TestCase):
             stack.enter_context(mock.patch.object(build, name, self.folder.with_name(f"key{suffix}")))
         stack.enter_context(mock.patch.object(build, "_is_prevented", False))
         stack.enter_context(mock.patch.object(build, "_is_announced", False))
-        stack.enter_context(mock.patch.object(tensors, "native", None))
+        stack.enter_context(mock.patch.object(tensors, "extension", None))
         stack.enter_context(mock.patch.object(tensors, "why_without", None))
         self.compile = stack.enter_context(mock.patch.object(build, "_compile", side_effect=self.compiled))
         self.popen = stack.enter_context(mock.patch.object(build.subprocess, "Popen"))
@@ -132,12 +132,12 @@ class TestBuild(TestCase):
         self.assertIn("PYGRAPH_BUILD is off", logs.output[0])
 
     def test_what_is_used_is_told(self):
-        with mock.patch.object(tensors, "native", object()):
+        with mock.patch.object(tensors, "extension", object()):
             self.assertEqual(build.status(), "yes")
             with self.assertLogs("pygraph_trees.native", "INFO") as logs:
                 build.announce()
             self.popen.assert_not_called()
-            tensors.do_without_native("it needs attributes that are missing: x")
+            tensors.do_without_extension("it needs attributes that are missing: x")
             self.assertEqual(build.status(), "no, because it needs attributes that are missing: x")
         self.assertEqual(logs.output, ["INFO:pygraph_trees.native:native: yes"])
         build.build()

@@ -108,7 +108,7 @@ class Trees:
         for name, value in own.items():
             setattr(node, name, value)
         node._prepare_questions()
-        if tensors.native is None:
+        if tensors.extension is None:
             node._outputs_once_more = lambda: list(cached)  # which torch would make
         node.native = fast_path.replay(node, node._dropped, node._constants)
         name = id(node)
@@ -131,7 +131,7 @@ class Cases:
     def setUp(self):
         super().setUp()
         if not self.in_cpp:
-            self.enterContext(mock.patch.object(tensors, "native", None))
+            self.enterContext(mock.patch.object(tensors, "extension", None))
             name = "_tensors_data_ptrs_at_indices_equal"
             self.enterContext(mock.patch.object(torch._C, name, in_python, create=True))
         self.enterContext(mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", -1))
@@ -422,7 +422,7 @@ class Cases:
 class TestInPython(Cases, TestCase): ...
 
 
-@unittest.skipIf(tensors.native is None, "not built for this torch")
+@unittest.skipIf(tensors.extension is None, "not built for this torch")
 class TestInCpp(Cases, TestCase):
     in_cpp = True
 

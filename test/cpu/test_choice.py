@@ -15,7 +15,7 @@ from test_trial import World
 from torch._inductor import compile_fx, config, cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.selection.decision import Way
+from pygraph_trees.selection.decision import Execution
 from pygraph_trees.trees import choice
 from pygraph_trees.trees.function import PER_THREAD, FunctionModel, entered
 
@@ -120,7 +120,7 @@ class TestThreads(ChoiceTestCase):
 
     def setUp(self):
         super().setUp()
-        self.enterContext(mock.patch.object(choice, "GpuWatch", lambda device: World()))
+        self.enterContext(mock.patch.object(choice, "CudaDevice", lambda device: World()))
         self.enterContext(config.patch({"triton.pygraph_selective": "auto"}))
         self.x, self.doubled = torch.ones(1), [torch.ones(1) * 2]
 
@@ -201,7 +201,7 @@ class TestThreads(ChoiceTestCase):
 
     def test_a_thread_without_trees_may_decide_against_graphs(self):
         function, call = self.before_2_13()
-        in_thread(lambda: function.instead._ended(Way.UNGRAPHED))
+        in_thread(lambda: function.instead._ended(Execution.UNGRAPHED))
         call()
         self.assertIsNone(self.manager())
 

@@ -24,7 +24,7 @@ from page_elements import Elements, needed
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees import __main__ as command_line
-from pygraph_trees.benchmark import Measurement, Plan
+from pygraph_trees.benchmark import Effort, Measurement
 from pygraph_trees.benchmark.trace import Span
 from pygraph_trees.benchmark.ways import Way
 from pygraph_trees.cli import target
@@ -369,12 +369,12 @@ class TestComparePage(Folder):
         ways = [
             Way(name, fn, False, None) for name, fn in (("eager", torch.sin), ("upstream", torch.sin), ("ours", ours))
         ]
-        plan = Plan(1, 0.0, (2, 2), settle_calls=1, warm_calls=(5, 8), ring=2, fresh_caches=False)
+        effort = Effort(1, 0.0, (2, 2), settle_calls=1, warm_calls=(5, 8), ring=2, fresh_caches=False)
         with (
             mock.patch.object(torch.cuda, "is_available", lambda: True),
             mock.patch("pygraph_trees.benchmark.measure.make_ways", lambda program, names: ways),
             mock.patch("pygraph_trees.benchmark.measure.wake_compiler"),
-            mock.patch("pygraph_trees.benchmark.Plan", lambda rounds: plan),
+            mock.patch("pygraph_trees.benchmark.Effort", lambda rounds: effort),
             mock.patch("pygraph_trees.report.summary._environment", lambda: REPORT_ENVIRONMENT),
         ):
             return run("compare", f"{self.file}:plain", *options)

@@ -17,15 +17,15 @@ from pygraph_trees.selection.decision import (
     Comparison,
     Costs,
     Decision,
+    Execution,
     Handed,
     Load,
     Objective,
     Part,
     Restless,
     Rules,
-    Sample,
+    Timings,
     TooFewCalls,
-    Way,
     compare,
     decide,
     next_way,
@@ -34,24 +34,24 @@ from pygraph_trees.selection.decision import (
 )
 
 LATENCY, THROUGHPUT = Objective.LATENCY, Objective.THROUGHPUT
-GRAPHED, UNGRAPHED = Way.GRAPHED, Way.UNGRAPHED
+GRAPHED, UNGRAPHED = Execution.GRAPHED, Execution.UNGRAPHED
 RULES = Rules()
 
 times = st.floats(0, 1e5)
 grown = st.floats(0, 1e4)
 loads = st.builds(Load, times, times, st.integers(1, 40))
-samples = st.builds(Sample, times, times, st.integers(1, 40), st.integers(5, 10), st.floats(0, 50))
+timings = st.builds(Timings, times, times, st.integers(1, 40), st.integers(5, 10), st.floats(0, 50))
 handed = st.builds(Handed, st.integers(0, 50), st.integers(0, 50), st.integers(0, 10**9))
-parts = st.builds(Part, samples, samples, handed)
+parts = st.builds(Part, timings, timings, handed)
 steps = st.lists(st.one_of(parts, loads), min_size=1, max_size=5)
 objectives = st.sampled_from(Objective)
 
 
-def sample(host_us: float, gpu_us: float, launches: int = 1, calls: int = 8, spread_us: float = 0.0) -> Sample:
-    return Sample(host_us, gpu_us, launches, calls, spread_us)
+def timed(host_us: float, gpu_us: float, launches: int = 1, calls: int = 8, spread_us: float = 0.0) -> Timings:
+    return Timings(host_us, gpu_us, launches, calls, spread_us)
 
 
-def first(step, objective: Objective) -> Way:
+def first(step, objective: Objective) -> Execution:
     return decide(compare(step, objective)).way
 
 
@@ -95,24 +95,24 @@ class TestStep(TestCase):
             ("DR-I", 87.8, 10493, 10404, 10625),
             ("ALNET", 69.9, 239, 313, 251),
         ):
-            replay = [sample(host_us, gpu_us).load]
+            replay = [timed(host_us, gpu_us).load]
             self.assertEqual(step_us(replay, LATENCY), latency_us, rtol=0.03, atol=0, msg=name)
             self.assertEqual(step_us(replay, THROUGHPUT), throughput_us, rtol=0.06, atol=0, msg=name)
 
 
 class TestSample(TestCase):
-    def test_a_sample_is_medians_and_their_spread(self):
-        found = Sample.of([10, 12, 11, 90, 10.5], [5, 5, 5, 5, 6], 3)
-        self.assertEqual(found, Sample(11, 5, 3, 5, 1.5))
-        self.assertEqual(Sample.of([10.0], [4.0], 1), Sample(10, 4, 1, 1, 0))
-        self.assertEqual(Sample.of([10, 14, 12], [4, 4, 9], 1).spread_us, 9)
+    def test_timings_are_medians_and_their_spread(self):
+        found = Timings.of([10, 12, 11, 90, 10.5], [5, 5, 5, 5, 6], 3)
+        self.assertEqual(found, Timings(11, 5, 3, 5, 1.5))
+        self.assertEqual(Timings.of([10.0], [4.0], 1), Timings(10, 4, 1, 1, 0))
+        self.assertEqual(Timings.of([10, 14, 12], [4, 4, 9], 1).spread_us, 9)
 
     def test_waits_of_the_gpu_are_no_work(self):
         # an idle GPU: the first event is passed at once, the only kernel is launched after 44 us and takes 10
-        found = sample(44, 54).without_waits(10.0)
-        self.assertEqual(found, sample(44, 10))
+        found = timed(44, 54).without_waits(10.0)
+        self.assertEqual(found, timed(44, 10))
         self.assertEqual(step_us([found.load], LATENCY), 54)
-        busy = sample(44, 10)
+        busy = timed(44, 10)
         self.assertEqual(busy.without_waits(11.5), busy)
 
 
@@ -124,7 +124,7 @@ class TestCosts(TestCase):
         self.assertEqual((copied.host_us, copied.gpu_us), (7.82, 38.0), atol=0.1, rtol=0)
 
     def test_copies_downstream_keep_a_function_graphed(self):
-        alone, reader = Part(sample(20, 10), sample(20, 20)), Load(10, 30)
+        alone, reader = Part(timed(20, 10), timed(20, 20)), Load(10, 30)
         self.assertIs(first([alone, reader], LATENCY), UNGRAPHED)
         for outputs in (Handed(copied=1, copied_bytes=25_000_000), Handed(patched=12)):
             handing = dataclasses.replace(alone, handed=outputs)
@@ -135,53 +135,53 @@ class TestCosts(TestCase):
 class TestKinds(TestCase):
     """Programs bound by the host, by the GPU, and by both."""
 
-    def both(self, ungraphed: Sample, graphed: Sample) -> tuple[Way, Way]:
+    def both(self, ungraphed: Timings, graphed: Timings) -> tuple[Execution, Execution]:
         part = Part(ungraphed, graphed)
         return first([part], LATENCY), first([part], THROUGHPUT)
 
     def test_programs_bound_by_the_host(self):
-        self.assertEqual(self.both(sample(500, 100, 50), sample(15, 100)), (GRAPHED, GRAPHED))
+        self.assertEqual(self.both(timed(500, 100, 50), timed(15, 100)), (GRAPHED, GRAPHED))
         # upstream's replay with its checks and copies, of one kernel
-        self.assertEqual(self.both(sample(30, 5), sample(70, 12)), (UNGRAPHED, UNGRAPHED))
+        self.assertEqual(self.both(timed(30, 5), timed(70, 12)), (UNGRAPHED, UNGRAPHED))
 
     def test_programs_bound_by_the_gpu(self):
         # launches run ahead; the replay adds copies to what the GPU does
-        self.assertEqual(self.both(sample(400, 1450, 100), sample(100, 1800)), (UNGRAPHED, UNGRAPHED))
+        self.assertEqual(self.both(timed(400, 1450, 100), timed(100, 1800)), (UNGRAPHED, UNGRAPHED))
         # the same without copies: nothing to gain, nothing to lose
-        self.assertEqual(self.both(sample(400, 1450, 100), sample(5, 1450)), (GRAPHED, GRAPHED))
+        self.assertEqual(self.both(timed(400, 1450, 100), timed(5, 1450)), (GRAPHED, GRAPHED))
 
     def test_programs_bound_by_both(self):
         # what copies add to the GPU's time, a wait for each call makes up for; without waits it counts where it is most
-        self.assertEqual(self.both(sample(120, 90, 2), sample(15, 105)), (GRAPHED, GRAPHED))
-        self.assertEqual(self.both(sample(80, 100, 2), sample(15, 115)), (GRAPHED, UNGRAPHED))
+        self.assertEqual(self.both(timed(120, 90, 2), timed(15, 105)), (GRAPHED, GRAPHED))
+        self.assertEqual(self.both(timed(80, 100, 2), timed(15, 115)), (GRAPHED, UNGRAPHED))
 
     def test_the_rest_of_the_step_decides_too(self):
-        copies = Part(sample(50, 100, 10), sample(10, 110))
+        copies = Part(timed(50, 100, 10), timed(10, 110))
         self.assertIs(first([copies], THROUGHPUT), UNGRAPHED)
         self.assertIs(first([copies, Load(500, 100, 50)], THROUGHPUT), GRAPHED)
-        launches = Part(sample(100, 30, 10), sample(10, 40))
+        launches = Part(timed(100, 30, 10), timed(10, 40))
         self.assertIs(first([launches], LATENCY), GRAPHED)
         # after a long kernel the launches are free, and the replay's copies are not
         self.assertIs(first([Load(10, 150), launches], LATENCY), UNGRAPHED)
         self.assertIs(first([Load(10, 150), launches], THROUGHPUT), UNGRAPHED)
 
     def test_forward_and_backward_go_together(self):
-        loses, gains = Part(sample(20, 10), sample(30, 35)), Part(sample(400, 100, 40), sample(20, 110))
+        loses, gains = Part(timed(20, 10), timed(30, 35)), Part(timed(400, 100, 40), timed(20, 110))
         self.assertIs(first([loses], LATENCY), UNGRAPHED)
         self.assertIs(first([gains], LATENCY), GRAPHED)
         self.assertIs(first([loses, gains], LATENCY), GRAPHED)
-        gains_little = Part(sample(25, 10), sample(20, 5))
+        gains_little = Part(timed(25, 10), timed(20, 5))
         self.assertIs(first([gains_little], LATENCY), GRAPHED)
         self.assertIs(first([loses, gains_little], LATENCY), UNGRAPHED)
 
     @given(st.lists(parts, min_size=1, max_size=3), st.lists(parts, min_size=1, max_size=3))
     def test_throughput_is_the_sum_of_both(self, some, others):
         def total(step, way, what):
-            return sum(getattr(part.sample(way), what) for part in step)
+            return sum(getattr(part.timings(way), what) for part in step)
 
         bare = [dataclasses.replace(part, handed=Handed()) for part in [*some, *others]]
         found = compare(bare, THROUGHPUT)
-        for way in Way:
+        for way in Execution:
             expected = max(total(bare, way, "host_us"), total(bare, way, "gpu_us"))
             self.assertEqual(found.step_us(way), expected, rtol=1e-9, atol=1e-6)
 
@@ -189,13 +189,13 @@ class TestKinds(TestCase):
 class TestMeasuredPrograms(TestCase):
     """An H200, torch 2.11: un-graphed against upstream's graphs, and against graphs that are given addresses."""
 
-    def check(self, ungraphed_us: float, graphed_us: float, expected: Way, objective=LATENCY, kernels: int = 1):
+    def check(self, ungraphed_us: float, graphed_us: float, expected: Execution, objective=LATENCY, kernels: int = 1):
         # However the measured time is shared between host and GPU.
         for share in (0.1, 0.5, 0.9):
             ways = []
             for time_us in (ungraphed_us, graphed_us):
                 pieces = (share * time_us, (1 - share) * time_us)
-                ways.append(sample(*pieces) if objective is LATENCY else sample(time_us, time_us * share))
+                ways.append(timed(*pieces) if objective is LATENCY else timed(time_us, time_us * share))
             found = compare([Part(*ways, kernels=kernels)], objective)
             self.assertEqual((found.ungraphed_us, found.graphed_us), (ungraphed_us, graphed_us), rtol=1e-9, atol=0)
             self.assertIs(decide(found).way, expected)
@@ -214,17 +214,17 @@ class TestMeasuredPrograms(TestCase):
 
     def test_the_decision_about_the_equation_of_state(self):
         # 10 us of kernel; 25 MB in copies that take 16; what is said of it
-        part = Part(sample(44, 10), sample(65, 26), kernels=1, copied_bytes=25_165_824)
+        part = Part(timed(44, 10), timed(65, 26), kernels=1, copied_bytes=25_165_824)
         found = decide(compare([part], LATENCY))
         self.assertEqual(found.text, "un-graphed: 54 us a call against 91 us (1 kernel, 25 MB copied)")
-        patched = dataclasses.replace(part, graphed=sample(8, 10), copied_bytes=0)
+        patched = dataclasses.replace(part, graphed=timed(8, 10), copied_bytes=0)
         self.assertEqual(decide(compare([patched], LATENCY)).text, "graphed: 18 us a call against 54 us (1 kernel)")
 
 
 class TestMargin(TestCase):
     def test_the_margin_is_a_share_of_the_step_and_of_the_noise(self):
         def margin(step_us, spread_us=0.0, calls=8):
-            part = Part(sample(step_us, 0), sample(0, 0, 1, calls, spread_us))
+            part = Part(timed(step_us, 0), timed(0, 0, 1, calls, spread_us))
             found = compare([part, Load(1e5, 1e5)], LATENCY)  # what else the step does makes it no larger
             return found.margin_us
 
@@ -238,11 +238,11 @@ class TestMargin(TestCase):
         self.assertIs(decide(compared(97.9, 100.0)).way, UNGRAPHED)
         self.assertIs(decide(compared(100.0, 100.0)).way, GRAPHED)
 
-    @given(samples, objectives)
+    @given(timings, objectives)
     def test_the_same_both_ways_is_graphed(self, same, objective):
         self.assertIs(first([Part(same, same)], objective), GRAPHED)
 
-    @given(samples, samples, objectives)
+    @given(timings, timings, objectives)
     def test_both_ways_are_treated_alike(self, one, other, objective):
         found, turned = (compare([Part(*pair)], objective) for pair in ((one, other), (other, one)))
         self.assertEqual((found.ungraphed_us, found.graphed_us), (turned.graphed_us, turned.ungraphed_us))
@@ -276,9 +276,9 @@ class TestMargin(TestCase):
         with self.assertRaisesRegex(
             TooFewCalls, "needs 5 calls each way of every part; got 8 un-graphed and 4 graphed"
         ):
-            compare([Part(sample(1, 1), sample(1, 1, calls=4))], LATENCY)
+            compare([Part(timed(1, 1), timed(1, 1, calls=4))], LATENCY)
         with self.assertRaises(TooFewCalls):
-            compare([Part(sample(1, 1), sample(1, 1)), Part(sample(1, 1, calls=0), sample(1, 1))], LATENCY)
+            compare([Part(timed(1, 1), timed(1, 1)), Part(timed(1, 1, calls=0), timed(1, 1))], LATENCY)
 
 
 class TestStanding(TestCase):
@@ -301,7 +301,7 @@ class TestStanding(TestCase):
         self.assertEqual(standing.against, 2)
         self.assertIn("not yet changed: 2 in a row speak against it", standing.text)
 
-    @given(st.sampled_from(Way), st.lists(st.floats(-4, 4), max_size=40))
+    @given(st.sampled_from(Execution), st.lists(st.floats(-4, 4), max_size=40))
     def test_never_changes_within_twice_the_margin(self, way, noise):
         _, ways = self.run_through([(100.0, 100.0 + n) for n in noise], Decision(way, compared(100, 100)))
         self.assertLessEqual(set(ways), {way})
@@ -311,7 +311,7 @@ class TestStanding(TestCase):
         _, ways = self.run_through([(100.0, 100.0 + difference + n) for n in noise])
         self.assertLessEqual(sum(a is not b for a, b in itertools.pairwise(ways)), 1)
 
-    @given(st.sampled_from(Way), st.floats(4.01, 90))
+    @given(st.sampled_from(Execution), st.floats(4.01, 90))
     def test_a_steady_gain_arrives(self, way, gain_us):
         measurement = (100.0 - gain_us, 100.0) if way is GRAPHED else (100.0, 100.0 - gain_us)
         _, ways = self.run_through([measurement] * RULES.flips_after, Decision(way, compared(100, 100)))

@@ -31,12 +31,12 @@ ORDERS = (None, [2, 0, 1])  # no inverse of its own
 class TestPython(TestCase):
     def test_without_the_part_in_cpp(self):
         recording = Recording({}, some(1))
-        with mock.patch.object(tensors, "native", None):
+        with mock.patch.object(tensors, "extension", None):
             self.assertIs(fast_path.entry(fail, object(), order=[1, 0]), fail)
             self.assertIsNone(fast_path.replay(recording, (), [NotImplemented]))
 
 
-@unittest.skipIf(tensors.native is None, "not built for this torch")
+@unittest.skipIf(tensors.extension is None, "not built for this torch")
 @mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", 0)
 class TestNative(TestCase):
     def assertAreSame(self, found, expected):
@@ -67,11 +67,11 @@ class TestNative(TestCase):
             trees = Trees(dict(enumerate(given_)), cached, manager=manager, mode=mode)
             call, m = trees.entry(), trees.manager
             for number in range(1, 4):
-                asked, were = tensors.native.counts()
+                asked, were = tensors.extension.counts()
                 self.check_replays(call, given_, cached)
                 state = (m.mode, m.compile_id, m._current_node, m.path_state, m.running_forwards_with_pending_backwards)
                 self.assertAreSame(state, (mode, trees.candidates.compile_id, trees.recording, EXECUTION, pending))
-                counts = m.current_gen, trees.graph.launches, trees.log.replays, *tensors.native.counts()
+                counts = m.current_gen, trees.graph.launches, trees.log.replays, *tensors.extension.counts()
                 self.assertEqual(counts, (GenerationTracker.generation, number, number, asked + 1, were + 1))
             self.assertEqual((trees.handed, trees.recording.calls, trees.function.was_asked), ([], [], False))
 
@@ -142,12 +142,12 @@ class TestNative(TestCase):
             self.assertIs(trees.manager._current_node, trees.recording)
 
     def check_by_hand(self, trees, call, inputs):
-        asked, before = tensors.native.counts(), list(inputs) if isinstance(inputs, (list, tuple)) else []
+        asked, before = tensors.extension.counts(), list(inputs) if isinstance(inputs, (list, tuple)) else []
         self.assertIs(call(inputs), trees.answer)
         ((handed, seen),) = trees.handed
         self.assertIs(handed, inputs)
         self.check_untouched(trees, seen, before)
-        self.assertEqual((trees.function.was_asked, tensors.native.counts()), (False, asked))
+        self.assertEqual((trees.function.was_asked, tensors.extension.counts()), (False, asked))
 
     def test_who_is_asked_by_hand(self):
         cases = [
@@ -301,8 +301,8 @@ class TestNative(TestCase):
             self.assertEqual([sys.getrefcount(tensor) for tensor in cached], seen[0])
 
     def test_bad_arguments(self):
-        recording, native = Recording({}, some(1)), tensors.native
-        with mock.patch.object(tensors, "native", Plain(Entry=dict, Replay=dict)):
+        recording, native = Recording({}, some(1)), tensors.extension
+        with mock.patch.object(tensors, "extension", Plain(Entry=dict, Replay=dict)):
             entry = fast_path.entry(fail, object(), order=[1, 0], picks=[0])
             replay = fast_path.replay(recording, (), [NotImplemented])
         of_entry = {
@@ -389,11 +389,11 @@ class TestNative(TestCase):
             theirs, others = ordered(given_, order), [t.clone() for t in given_]
             addresses = [theirs[2].data_ptr(), theirs[0].data_ptr()]
             trees = Trees({1: theirs[1]}, some(1), live=Live([2, 0], None))
-            call, live, (asked, were) = trees.entry(order=order), trees.live, tensors.native.counts()
+            call, live, (asked, were) = trees.entry(order=order), trees.live, tensors.extension.counts()
             self.check_none(trees, call, others, False)
             self.check_none(trees, trees.entry(order=order, around=True, kept=[0], picks=[0]), others, True)
             trees.function.was_asked = False
-            self.assertEqual((tensors.native.counts(), live.prepared), ((asked + 2, were), []))
+            self.assertEqual((tensors.extension.counts(), live.prepared), ((asked + 2, were), []))
             live.answer = lambda: "why not"
             self.check_none(trees, call, given_, False)
             live.answer, inputs = fail, list(given_)

@@ -921,7 +921,9 @@ class TestCampaign(TestCase):
         fields = {"control": None, "exactly": None, "seconds": 120.0, "seed": 1, "most_cases": 60, **changed}
         told: list[str] = []
         with self._backends():
-            outcome = campaign.run(campaign.Plan("cpu", backend, **fields), lambda done, total, text: told.append(text))
+            outcome = campaign.run(
+                campaign.Campaign("cpu", backend, **fields), lambda done, total, text: told.append(text)
+            )
         return outcome, told
 
     def test_nothing_wrong(self) -> None:
@@ -951,7 +953,7 @@ class TestCampaign(TestCase):
         deadly = "wrong_backends:deadly"
         with mock.patch.object(campaign, "_MOST_TRIES", 1):
             case = Case((Input("a", (2,)),), ("v0 = torch.softmax(a, 0)",), ("v0",))
-            plan = campaign.Plan("cpu", deadly, deadly, None, 60.0, 1)
+            plan = campaign.Campaign("cpu", deadly, deadly, None, 60.0, 1)
             with self._backends(), campaign._alone(plan, case) as worker:
                 self.assertIsNotNone(worker.cause)
                 self.assertTrue(campaign._control_dies(plan, worker))

@@ -65,7 +65,7 @@ UNSEEN = {
 }
 
 
-@unittest.skipIf(tensors.native is None, "not built for this torch")
+@unittest.skipIf(tensors.extension is None, "not built for this torch")
 @mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", 0)
 class TestGradients(TestCase):
     """A recording's gradients are given themselves where nobody sees them, and else other tensors on their memory."""

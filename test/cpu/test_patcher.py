@@ -32,7 +32,7 @@ from pygraph_trees.indirection import inputs as live_inputs
 from pygraph_trees.indirection.patching import Patches
 from pygraph_trees.native import tensors
 
-requires_cpp = unittest.skipIf(tensors.native is None, "the part in C++ was not built")
+requires_cpp = unittest.skipIf(tensors.extension is None, "the part in C++ was not built")
 
 
 @requires_cpp
@@ -292,7 +292,7 @@ class TestPatcher(LiveInputsTestCase):
         copy = at(0)
         live, _ = self.record(lambda found: [self.api.make_memset(found[0], 16)], copy)
         self.assertIsNone(live._patcher)
-        with mock.patch.object(tensors, "native", None):
+        with mock.patch.object(tensors, "extension", None):
             live, _ = self.record(self.one_kernel(), copy)
         self.assertIsNone(live._patcher)
         self.driver = Driver(self.api)
@@ -356,7 +356,7 @@ class TestBadArguments(TestCase):
         get_context(ctypes.byref(current))
         arguments = dict(patches=None, words=b"", nodes=b"", holders=b"", inputs=1, exec=1, set=1, ask_every=0)
         arguments |= {"get_context": ctypes.cast(get_context, ctypes.c_void_p).value, "context": current.value or 1}
-        return tensors.native.Patcher(**(arguments | more))
+        return tensors.extension.Patcher(**(arguments | more))
 
     def test_numbers_that_do_not_exist(self):
         self.make()

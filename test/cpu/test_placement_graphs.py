@@ -28,7 +28,8 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.cuda.host_reads import HostRead
 from pygraph_trees.fake_gpu import absent_gpu, lower
 from pygraph_trees.placement import place, place_for_graphs
-from pygraph_trees.placement.nodes import is_copy_between_devices, is_on_cpu, is_on_gpu, may_wait
+from pygraph_trees.placement.nodes import is_copy_between_devices, is_on_cpu, is_on_gpu
+from pygraph_trees.placement.operators import may_wait
 from pygraph_trees.placement.plan import How
 from pygraph_trees.report.compiled import partitions_of
 from pygraph_trees.report.records import PLACED, WHY_NOT_PLACED
@@ -93,7 +94,7 @@ class TestPlacement(TestCase):
             for name, function in functions.items():
                 with self.subTest(name):
                     module, placed = self.placed_function(function)
-                    self.assertTrue(all(stay.how == "staged" and "input" in stay.why for stay in placed.stays))
+                    self.assertTrue(all(stay.how is How.STAGED and "input" in stay.why for stay in placed.stays))
                     values = numbers()
                     found = OnCpu(module).run(values, torch.zeros(1))
                     self.assertEqual(found.dtype, torch.float32)

@@ -29,7 +29,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees import __main__ as command_line
 from pygraph_trees.cuda.driver import Driver
 from pygraph_trees.selection import profiles as module
-from pygraph_trees.selection.decision import Comparison, Decision, Objective, Way
+from pygraph_trees.selection.decision import Comparison, Decision, Execution, Objective
 from pygraph_trees.selection.profiles import (
     FORMAT,
     DamagedProfiles,
@@ -45,7 +45,7 @@ from pygraph_trees.selection.profiles import (
 
 MACHINE = Machine("NVIDIA H200", "13000", "2.11.0+cu130", "3.6.0", "0.1.0")
 SUBJECT = Subject("graph", ("float32[8, 16]",), MACHINE, {"indirection": "auto"})
-DECISION = Decision(Way.UNGRAPHED, Comparison(Objective.LATENCY, 54.25, 91.5, 2.0, 10, 1, 25_165_824), 1)
+DECISION = Decision(Execution.UNGRAPHED, Comparison(Objective.LATENCY, 54.25, 91.5, 2.0, 10, 1, 25_165_824), 1)
 DAY_S = 86400.0
 
 json_values = st.recursive(
@@ -63,7 +63,7 @@ def subject(number: int) -> Subject:
 def decision(number: int) -> Decision:
     """One whose fields tell whether they were written together."""
     compared = dataclasses.replace(DECISION.compared, ungraphed_us=float(number), kernels=number, calls=number)
-    return Decision(Way.GRAPHED if number % 2 else Way.UNGRAPHED, compared, number)
+    return Decision(Execution.GRAPHED if number % 2 else Execution.UNGRAPHED, compared, number)
 
 
 def whole(found: Decision) -> bool:
@@ -182,7 +182,7 @@ class TestRoundTrip(Folder):
     @given(
         st.builds(
             Decision,
-            st.sampled_from(Way),
+            st.sampled_from(Execution),
             st.builds(
                 Comparison,
                 st.sampled_from(Objective),
@@ -661,7 +661,7 @@ class TestCommand(Folder):
         self.profiles.use(SUBJECT.key)
         compared = Comparison(Objective.THROUGHPUT, 29012.0, 28577.04, 870.0, 20, 1314, 0)
         text = "BertForMaskedLM [0/0], backward, partition 1 of 2"
-        self.profiles.store(subject(1), text, Decision(Way.GRAPHED, compared), now_s - 5 * 3600)
+        self.profiles.store(subject(1), text, Decision(Execution.GRAPHED, compared), now_s - 5 * 3600)
         self.profiles.store(subject(2), "mlp [1/0], inference", decision(3), now_s - 41 * DAY_S)
         status, out, err = self.run_command()
         self.assertEqual((status, err), (0, ""))

@@ -19,6 +19,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import pygraph_trees
+from pygraph_trees.indirection.route_rule import Choice, Facts, Reason
 from pygraph_trees.report import summary
 from pygraph_trees.report.log import (
     FunctionLog,
@@ -242,6 +243,19 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
         self.assertIn("Nothing was compiled", render(ENVIRONMENT, (), (), 80))
         self.assertEqual([graph.kernels_outside for graph in graphs], [1, 7])
         self.assertEqual(replace(graphs[0], partitions=()).kernels_outside, 0)
+
+    def test_text_and_page_say_how_inputs_are_given(self):
+        facts = Facts(kernels=20, inputs=5, host_bound=8)
+        for reason, words in (
+            (Reason.TABLE, "given by table: 20 kernels read 5 inputs whose addresses change"),
+            (Reason.FEW_KERNELS, "given by address: 20 kernels could read inputs from a table"),
+            (Reason.TABLE_AWAITED, "given by address, until a table for 20 kernels that read 5 inputs is built"),
+        ):
+            log = function()
+            log.route_was_found(str(Choice(reason, facts)))
+            found = Report(ENVIRONMENT, (), (log.record(),))
+            self.assertIn(f"Net 0/0, inference: inputs are {words}", found.to_text(400))
+            self.assertIn(f"<p>Inputs are {words}", found.to_html())
 
     def test_the_report_as_json(self):
         graphs, functions = self.records()

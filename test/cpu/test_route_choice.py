@@ -132,7 +132,7 @@ class TestSampler(SamplerTestCase):
         self.assertEqual((self.choice, self.function.log.awaits_table), (Reason.TABLE, False))
         self.assertEqual(
             self.function.log.route,
-            "table: 20 kernels read 5 inputs whose addresses change, "
+            "by table: 20 kernels read 5 inputs whose addresses change, "
             "and the GPU was idle before 8 of 8 sampled replays",
         )
         self.assertIsNone(sampler_for(self.function, 0, 0, self.log))

@@ -298,7 +298,7 @@ class RunnerTestCase(TestCase):
         self.assertIsNone(shortened(runner.call))
 
 
-OF_GRADIENTS = None if tensors.native is None else 0  # C++ finds whether somebody sees them
+OF_GRADIENTS = None if tensors.extension is None else 0  # C++ finds whether somebody sees them
 
 
 class TestViewsInside(RunnerTestCase):
@@ -427,7 +427,7 @@ class TestViewsInside(RunnerTestCase):
                     self.assertIsNone(model.first_inside)
         with (
             mock.patch.object(trees_function.TracingContext, "try_get", lambda: context),
-            mock.patch.object(tensors, "native", None),
+            mock.patch.object(tensors, "extension", None),
         ):
             self.assertIsNone(FunctionModel.of(len, is_backward=True, is_inference=False).first_inside)
 
@@ -512,7 +512,7 @@ class TestShortened(RunnerTestCase):
         self.check_any_program()
 
     def test_any_program_without_the_native_module(self):
-        with mock.patch.object(tensors, "native", None):
+        with mock.patch.object(tensors, "extension", None):
             self.check_any_program()
 
     def test_inputs_are_released(self):
@@ -621,7 +621,7 @@ class TestShortened(RunnerTestCase):
         self.check_fast_path()
 
     def test_fast_path_without_the_native_module(self):
-        with mock.patch.object(tensors, "native", None):
+        with mock.patch.object(tensors, "extension", None):
             self.check_fast_path()
 
     def test_a_partition_that_is_not_given_all_inputs_has_no_fast_path(self):

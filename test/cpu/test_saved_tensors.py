@@ -174,7 +174,7 @@ class TestCalls(TestCase):
             import torch
             from pygraph_trees.native import tensors
             if not {native}:
-                tensors.native = None
+                tensors.extension = None
             from pygraph_trees.trees.compiled_graph import calling
             from types import SimpleNamespace
             from torch.autograd.graph import saved_tensors_hooks
@@ -198,11 +198,11 @@ class TestCalls(TestCase):
             forward([saved.contiguous()])
             rows, nhwc = saved.contiguous().stride(), saved.stride()
             assert seen == [rows, nhwc, nhwc, rows, nhwc, rows], seen
-            assert (tensors.native is None) != {native}
+            assert (tensors.extension is None) != {native}
         """
         subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, check=True, timeout=300)
 
-    @unittest.skipIf(tensors.native is None, "the part in C++ was not built")
+    @unittest.skipIf(tensors.extension is None, "the part in C++ was not built")
     def test_calls_after_hooks_conform_their_inputs_in_cpp(self):
         self.check(native=True)
 

@@ -66,7 +66,7 @@ class TestSettling(TestCase):
 
         def then(number: int) -> None:
             if number == 3 * CALLS:
-                self.functions[1].route_was_found("table: many kernels")
+                self.functions[1].route_was_found("by table: many kernels")
 
         self.assertEqual(self.calls(then=then), 3 * CALLS)
         self.assertEqual(self.calls(), CALLS)
@@ -82,9 +82,9 @@ class TestSettling(TestCase):
         self.assertEqual((first, self.calls(first)), (1, CALLS))
 
     def test_routes_that_were_found_are_told(self) -> None:
-        self.functions = [function("by address"), function(None), function("table")]
+        self.functions = [function("by address"), function(None), function("by table")]
         self.assertEqual(routes_of(slice(0, 2)), ["f, inference: by address"])
-        self.assertEqual(routes_of(slice(1, 3)), ["f, inference: table"])
+        self.assertEqual(routes_of(slice(1, 3)), ["f, inference: by table"])
         self.assertEqual(routes_of(slice(0)), [])
 
 

@@ -80,8 +80,8 @@ class TestStructuredTraces(TestCase):
         with artifacts() as found:
             for text, awaits_table in (
                 ("by address, until a table is built", True),
-                ("table: 33 kernels", False),
-                ("table: 33 kernels", False),
+                ("by table: 33 kernels", False),
+                ("by table: 33 kernels", False),
                 ("by address: a table failed", False),
             ):
                 self.log.route_was_found(text, awaits_table=awaits_table)
@@ -90,7 +90,7 @@ class TestStructuredTraces(TestCase):
             [(function.content["route"], function.content["awaits_table"]) for function in found],
             [
                 ("by address, until a table is built", True),
-                ("table: 33 kernels", False),
+                ("by table: 33 kernels", False),
                 ("by address: a table failed", False),
             ],
         )
@@ -123,6 +123,10 @@ class TestStructuredTraces(TestCase):
         self.log.not_graphed("no node reads it")
         self.log.decided("graphed: 1 us", graphed=True)
         self.assertEqual(self.log.ungraphed_reason, "no node reads it")
+        self.log.decided("un-graphed: 3 us", graphed=False)
+        self.log.not_graphed("capture failed")
+        self.log.decided("graphed: 1 us", graphed=True)
+        self.assertEqual(self.log.ungraphed_reason, "capture failed")
 
     def test_nothing_is_made_where_nobody_listens(self):
         with (
@@ -130,7 +134,7 @@ class TestStructuredTraces(TestCase):
             mock.patch.object(FunctionLog, "record", lambda log: self.fail("was made")),
         ):
             self.log.not_graphed("no node reads it")
-            self.log.route_was_found("table: 3 us")
+            self.log.route_was_found("by table: 3 us")
             self.log.decided("graphed: 1 us", graphed=True)
             self.log.recorded(RecordingLog(number=0))
 
@@ -141,7 +145,7 @@ class TestStructuredTraces(TestCase):
         def write(log):
             log.recorded(RecordingLog(number=0))
             log.not_graphed("no node reads it")
-            log.route_was_found("table: 3 us")
+            log.route_was_found("by table: 3 us")
             log.decided("graphed: 1 us", graphed=True)
 
         for log, emit, said in (
@@ -151,7 +155,7 @@ class TestStructuredTraces(TestCase):
         ):
             with listening(emit), self.assertLogs("pygraph_trees.report", "WARNING") as logs:
                 write(log)
-            self.assertEqual((len(log.recordings), log.route, log.decision), (1, "table: 3 us", "graphed: 1 us"))
+            self.assertEqual((len(log.recordings), log.route, log.decision), (1, "by table: 3 us", "graphed: 1 us"))
             self.assertEqual(len(logs.output), 4)
             for line in logs.output:
                 self.assertIn(f"pygraph_function is not in torch's structured trace: {said}", line)

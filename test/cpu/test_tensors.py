@@ -119,7 +119,7 @@ class TestPython(TestCase):
     def setUp(self):
         super().setUp()
         upstream = getattr(torch._C, _UPSTREAM, in_python)
-        for target, name, value in ((tensors, "native", self.native), (torch._C, _UPSTREAM, upstream)):
+        for target, name, value in ((tensors, "extension", self.native), (torch._C, _UPSTREAM, upstream)):
             patch = mock.patch.object(target, name, value, create=True)
             patch.start()
             self.addCleanup(patch.stop)
@@ -435,9 +435,9 @@ class TestPython(TestCase):
         self.assertIsNone(question())
 
 
-@unittest.skipIf(tensors.native is None, "not built for this torch")
+@unittest.skipIf(tensors.extension is None, "not built for this torch")
 class TestNative(TestPython):
-    native = tensors.native
+    native = tensors.extension
 
     def is_ruled_out(self, outputs):
         return outputs is not None and outputs.are_held_by_python
@@ -697,17 +697,17 @@ class TestNative(TestPython):
         self.assertGreater(len(self.native.NAMES), 40)
         with self.assertNoLogs("pygraph_trees.native"):
             native_names.check(**self.classes())
-        self.assertIs(tensors.native, self.native)
+        self.assertIs(tensors.extension, self.native)
 
     def test_a_name_that_is_missing_turns_it_off_and_the_status_says_which(self):
         for owner, name in (("manager", "turn"), ("live", "_settled"), ("graph", "replay"), ("debug", "RECORD")):
             with (
                 mock.patch.object(self.native, "NAMES", [*self.native.NAMES, f"{owner}.{name}_by_another_name"]),
-                mock.patch.object(tensors, "native", self.native),
+                mock.patch.object(tensors, "extension", self.native),
                 mock.patch.object(tensors, "why_without", None),
             ):
                 native_names.check(**self.classes())
-                self.assertIsNone(tensors.native)
+                self.assertIsNone(tensors.extension)
                 self.assertIn(f"{owner}.{name}_by_another_name", build.status())
 
     def classes(self):
@@ -734,7 +734,7 @@ class TestThreads(TestCase):
         self.check()
 
     def test_in_python(self):
-        with mock.patch.object(tensors, "native", None):
+        with mock.patch.object(tensors, "extension", None):
             self.check()
 
     def test_a_function_is_steady_in_one(self):

@@ -34,11 +34,12 @@ from traced import artifacts
 from pygraph_trees import selection
 from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journal
 from pygraph_trees.report.naming import compile_id
+from pygraph_trees.selection import measurements
 from pygraph_trees.selection import trial as trials
-from pygraph_trees.selection.decision import Comparison, Decision, Handed, Objective, Rules, Way
+from pygraph_trees.selection.decision import Comparison, Decision, Execution, Handed, Objective, Rules
+from pygraph_trees.selection.drift import DriftRules
 from pygraph_trees.selection.profiles import Profile
-from pygraph_trees.selection.shift import ShiftRules
-from pygraph_trees.selection.trial import Contestant, Trial
+from pygraph_trees.selection.trial import Trial, TrialMember
 from pygraph_trees.settings import InvalidFlag, Settings
 from pygraph_trees.trees import choice
 from pygraph_trees.trees import function as function_module
@@ -85,20 +86,24 @@ class Function:
     """A function that takes as long as it is said to, graphed from its third graphed call on."""
 
     def __init__(self, world, trial, ungraphed=(100.0, 50.0), graphed=(10.0, 40.0), kernels=4, mode="inference"):
-        self.world, self.times, self.kernels = world, {Way.UNGRAPHED: ungraphed, Way.GRAPHED: graphed}, kernels
+        self.world, self.times, self.kernels = (
+            world,
+            {Execution.UNGRAPHED: ungraphed, Execution.GRAPHED: graphed},
+            kernels,
+        )
         self.log = FunctionLog("Net", "0/0", mode, 1, {})
         self.went, self.graphed_calls, self.began = [], 0, 0
         run, told = (self.graph, self.ungraph), (self.went.append, self.begin, lambda: self.handed, lambda: self.room)
         self.handed = Handed()
         self.room = True
-        self.contestant = Contestant(trial, self.log, *run, world, *told)
-        trial.join(self.contestant)
+        self.member = TrialMember(trial, self.log, *run, world, *told)
+        trial.join(self.member)
         self.calls = []
 
     def ungraph(self, inputs):
         self.calls.append("u")
         self.log.runs += 1
-        self.world.work(*self.times[Way.UNGRAPHED])
+        self.world.work(*self.times[Execution.UNGRAPHED])
         return self.outputs(inputs)
 
     def graph(self, inputs):
@@ -114,20 +119,20 @@ class Function:
             self.world.work(1e5, 1e3)
         else:
             self.log.recordings[-1].replays += 1
-            self.world.work(*self.times[Way.GRAPHED])
+            self.world.work(*self.times[Execution.GRAPHED])
         return self.outputs(inputs)
 
     def begin(self):
         self.began += 1
 
-    def look(self, number, sizes=()):
-        return self.contestant.look([float(number), *sizes])
+    def sample(self, number, sizes=()):
+        return self.member.sample([float(number), *sizes])
 
     def outputs(self, inputs):
         return [int(x) + 1 for x in inputs if type(x) is float]
 
     def __call__(self, *inputs, sizes=()):
-        return self.contestant([*map(float, inputs), *sizes])
+        return self.member([*map(float, inputs), *sizes])
 
 
 def no_memory():
@@ -138,7 +143,7 @@ def no_memory():
 class TrialTestCase(TestCase):
     def setUp(self):
         self.world = World()
-        patcher = mock.patch.object(trials.time, "perf_counter_ns", lambda: self.world.now_ns)
+        patcher = mock.patch.object(measurements.time, "perf_counter_ns", lambda: self.world.now_ns)
         patcher.start()
         self.addCleanup(patcher.stop)
 
@@ -161,7 +166,9 @@ class TestTrial(TrialTestCase):
         self.steps(30, function)
         ways = "".join(function.calls)
         self.assertEqual(ways, "u" * 7 + "g" * 23)
-        self.assertEqual((trial.is_over, function.went, trial.decision.way), (True, [Way.GRAPHED], Way.GRAPHED))
+        self.assertEqual(
+            (trial.is_over, function.went, trial.decision.way), (True, [Execution.GRAPHED], Execution.GRAPHED)
+        )
         # From idle: the GPU's 50 us are over 12.5 after the last of four launches of 100; a replay takes 10 and 40.
         found = trial.decision.compared
         self.assertEqual((found.graphed_us, found.ungraphed_us), (50.0, 110.0))
@@ -174,7 +181,7 @@ class TestTrial(TrialTestCase):
             trial = Trial(Objective.LATENCY)
             function = Function(self.world, trial, ungraphed=(20.0, 40.0), graphed=(90.0, 40.0), kernels=1, mode=mode)
             self.steps(30, function)
-            self.assertEqual((function.went, trial.decision.way), ([Way.UNGRAPHED], Way.UNGRAPHED))
+            self.assertEqual((function.went, trial.decision.way), ([Execution.UNGRAPHED], Execution.UNGRAPHED))
             self.assertEqual("".join(function.calls)[-5:], "uuuuu")
             self.assertRegex(function.log.decision, "^un-graphed: 60 us a call against 130 us")
 
@@ -184,17 +191,17 @@ class TestTrial(TrialTestCase):
             trial = Trial(objective)
             self.steps(60, Function(self.world, trial, ungraphed=(60.0, 40.0), graphed=(50.0, 40.0), kernels=9))
             ways[objective] = trial.decision.way
-        self.assertEqual(ways, {Objective.LATENCY: Way.UNGRAPHED, Objective.THROUGHPUT: Way.GRAPHED})
+        self.assertEqual(ways, {Objective.LATENCY: Execution.UNGRAPHED, Objective.THROUGHPUT: Execution.GRAPHED})
 
     def test_few_calls_are_measured(self):
         for noise in (0.0, 30.0):
             trial, function = self.one()
-            contestant, times = function.contestant, dict(function.times)
+            member, times = function.member, dict(function.times)
             for number in range(80):
                 shift = noise * (number % 3)
                 function.times = {way: (host + shift, gpu) for way, (host, gpu) in times.items()}
                 self.steps(1, function)
-                measured = sum(contestant.made(way) for way in Way)
+                measured = sum(member.measurements.made(way) for way in Execution)
                 self.assertLessEqual(measured, RULES.most_calls)
             self.assertTrue(trial.is_over)
 
@@ -203,7 +210,7 @@ class TestTrial(TrialTestCase):
         trial, function = self.one()
         self.world.behind = True
         self.steps(trials._MOST_STEPS + 2, function)
-        self.assertEqual((trial.is_over, trial.decision, function.went), (True, None, [Way.GRAPHED]))
+        self.assertEqual((trial.is_over, trial.decision, function.went), (True, None, [Execution.GRAPHED]))
         self.assertIsNone(function.log.decision)
 
     def test_calls_are_measured_after_the_gpu_is_done_with_them(self):
@@ -212,12 +219,12 @@ class TestTrial(TrialTestCase):
         self.steps(60, function, wait=False)
         self.world.wait()
         self.steps(2, function)
-        self.assertEqual(trial.decision.way, Way.GRAPHED)
+        self.assertEqual(trial.decision.way, Execution.GRAPHED)
         self.assertEqual((trial.decision.compared.graphed_us, trial.decision.compared.ungraphed_us), (90.0, 90.0))
 
     def test_work_of_functions_downstream_counts(self):
         """What they would do more if this one were not graphed."""
-        for handed, way in ((Handed(), Way.UNGRAPHED), (Handed(patched=40), Way.GRAPHED)):
+        for handed, way in ((Handed(), Execution.UNGRAPHED), (Handed(patched=40), Execution.GRAPHED)):
             trial = Trial(Objective.LATENCY)
             function = Function(self.world, trial, ungraphed=(50.0, 5.0), graphed=(60.0, 5.0), kernels=1)
             function.handed = handed
@@ -258,10 +265,10 @@ class TestTrial(TrialTestCase):
         self.world.behind = True
         for number in range(trials._MOST_STEPS):
             backward(number)
-            self.assertLessEqual(len(backward.contestant._pending), RULES.most_calls)
+            self.assertLessEqual(len(backward.member.measurements._pending), RULES.most_calls)
         self.assertFalse(trial.is_over)
         backward(0)
-        self.assertEqual((trial.is_over, forward.went, backward.went), (True, [Way.GRAPHED], [Way.GRAPHED]))
+        self.assertEqual((trial.is_over, forward.went, backward.went), (True, [Execution.GRAPHED], [Execution.GRAPHED]))
 
     def test_each_graph_of_a_step_is_decided(self):
         """Each has a trial of its own, and their backwards come in the reverse order."""
@@ -272,7 +279,7 @@ class TestTrial(TrialTestCase):
         self.steps(40, *(forward for forward, _ in pairs), *(backward for _, backward in reversed(pairs)))
         for functions in pairs:
             for function in functions:
-                self.assertEqual(function.went, [Way.GRAPHED])
+                self.assertEqual(function.went, [Execution.GRAPHED])
                 self.assertIsNotNone(function.log.decision)
 
     def test_memory_of_the_first_way_is_given_back_once(self):
@@ -287,19 +294,19 @@ class TestTrial(TrialTestCase):
         trial, function = self.one(memory)
 
         def meanwhile(*args):
-            trial._end(Way.GRAPHED, None, None)
-            return Decision(Way.UNGRAPHED, mock.Mock())
+            trial._end(Execution.GRAPHED, None, None)
+            return Decision(Execution.UNGRAPHED, mock.Mock())
 
         with mock.patch.object(trials, "decide", meanwhile), mock.patch.object(Decision, "text", "why"):
             self.steps(30, function)
-        self.assertEqual((function.went, function.log.decision), ([Way.GRAPHED], None))
+        self.assertEqual((function.went, function.log.decision), ([Execution.GRAPHED], None))
         memory.store.assert_not_called()
 
     def test_a_function_that_comes_late_follows_the_decision(self):
         trial = Trial(Objective.LATENCY)
         self.steps(30, Function(self.world, trial))
         late = Function(self.world, trial)
-        self.assertEqual((late.went, late.log.decision), ([Way.GRAPHED], trial.decision.text))
+        self.assertEqual((late.went, late.log.decision), ([Execution.GRAPHED], trial.decision.text))
         self.steps(3, late)
         self.assertEqual(late.calls, ["g"] * 3)
 
@@ -308,21 +315,21 @@ class TestTrial(TrialTestCase):
         forward, backward = Function(self.world, trial), Function(self.world, trial)
         self.steps(1, forward, backward)
         self.steps(trials._MOST_STEPS + 1, forward)
-        self.assertEqual((trial.is_over, forward.went, backward.went), (True, [Way.GRAPHED], [Way.GRAPHED]))
+        self.assertEqual((trial.is_over, forward.went, backward.went), (True, [Execution.GRAPHED], [Execution.GRAPHED]))
 
     def test_a_call_that_records_again_is_not_measured(self):
         _, function = self.one()
         self.steps(11, function)
-        before = function.contestant.made(Way.GRAPHED)
+        before = function.member.measurements.made(Execution.GRAPHED)
         original = function.graph
 
         def again(inputs):
             function.log.recordings.append(RecordingLog(number=1, kernels=4, other_nodes=0))
             return original(inputs)
 
-        function.contestant._run[Way.GRAPHED] = again
+        function.member._run[Execution.GRAPHED] = again
         self.steps(1, function)
-        self.assertEqual(function.contestant.made(Way.GRAPHED), before)
+        self.assertEqual(function.member.measurements.made(Execution.GRAPHED), before)
 
     def test_a_function_that_is_always_recorded_again_is_ungraphed_if_that_costs(self):
         ways = {}
@@ -335,18 +342,18 @@ class TestTrial(TrialTestCase):
                 self.world.work(record_us, 50.0)
                 return function.outputs(inputs)
 
-            function.contestant._run[Way.GRAPHED] = again
+            function.member._run[Execution.GRAPHED] = again
             self.steps(trials._MOST_STEPS + 1, function)
             ways[record_us] = function.went
             self.assertIsNone(trial.decision)
             memory.store.assert_not_called()
-        self.assertEqual(ways, {5e4: [Way.UNGRAPHED], 101.0: [Way.GRAPHED]})
+        self.assertEqual(ways, {5e4: [Execution.UNGRAPHED], 101.0: [Execution.GRAPHED]})
 
     def sized(self, sizes, trial, ungraphed, graphed):
         """A function of one kernel, called with such sizes; the GPU takes a microsecond for each of them."""
         function = Function(self.world, trial, kernels=1)
         for size in sizes:
-            function.times = {Way.UNGRAPHED: (ungraphed, float(size)), Way.GRAPHED: (graphed, float(size))}
+            function.times = {Execution.UNGRAPHED: (ungraphed, float(size)), Execution.GRAPHED: (graphed, float(size))}
             self.assertEqual(function(0, sizes=(size,)), [1])
             self.world.wait()
         return function
@@ -365,14 +372,14 @@ class TestTrial(TrialTestCase):
         function = self.sized([100] * 7 + [400] * trials._MOST_STEPS, trial, 30.0, 60.0)
         self.assertFalse(trial.is_over)
         self.assertEqual(function(0, sizes=(400,)), [1])
-        self.assertEqual((trial.is_over, trial.decision, function.went), (True, None, [Way.GRAPHED]))
+        self.assertEqual((trial.is_over, trial.decision, function.went), (True, None, [Execution.GRAPHED]))
 
     def test_a_decision_for_other_sizes_is_not_kept(self):
         """The memory was asked for those of the first call."""
         memory = no_memory()
         trial = Trial(Objective.LATENCY, memory=memory)
         self.sized([100] + [400] * 30, trial, 60.0, 30.0)
-        self.assertEqual(trial.decision.way, Way.GRAPHED)
+        self.assertEqual(trial.decision.way, Execution.GRAPHED)
         memory.store.assert_not_called()
 
     def test_a_disturbed_measurement_is_not_kept(self):
@@ -388,7 +395,7 @@ class TestTrial(TrialTestCase):
             with disturbed:
                 self.steps(1, function)
             self.steps(30, function)
-            self.assertEqual((trial.decision.way, memory.store.call_count), (Way.GRAPHED, stored))
+            self.assertEqual((trial.decision.way, memory.store.call_count), (Execution.GRAPHED, stored))
 
     def test_another_thread_ends_it(self):
         _, function = self.one()
@@ -396,7 +403,7 @@ class TestTrial(TrialTestCase):
         thread = threading.Thread(target=lambda: function(5))
         thread.start()
         thread.join()
-        self.assertEqual((function.went, function.calls), ([Way.GRAPHED], ["u", "u", "g"]))
+        self.assertEqual((function.went, function.calls), ([Execution.GRAPHED], ["u", "u", "g"]))
 
     def interrupted(self, run, other, line):
         """Runs, and in another thread something else where so many lines of a trial's were done.
@@ -407,7 +414,7 @@ class TestTrial(TrialTestCase):
 
         def trace(frame, event, arg):
             nonlocal left
-            if frame.f_code.co_filename != trials.__file__:
+            if frame.f_code.co_filename not in (trials.__file__, measurements.__file__):
                 return None
             if event == "line" and not thread.ident:
                 left -= 1
@@ -435,8 +442,8 @@ class TestTrial(TrialTestCase):
                 if not self.interrupted(lambda: found.append(function(1)), lambda: found.append(function(5)), line):  # noqa: B023
                     break
                 self.assertEqual((sorted(found), len(function.calls)), ([[2], [6]], steps + 2))
-                self.assertEqual((trial.is_over, function.went), (True, [Way.GRAPHED]))
-                self.assertEqual(len(function.contestant._pending), 0)
+                self.assertEqual((trial.is_over, function.went), (True, [Execution.GRAPHED]))
+                self.assertEqual(len(function.member.measurements._pending), 0)
             self.assertGreater(line, 40)
 
     def test_one_that_joins_while_another_thread_ends_it(self):
@@ -446,7 +453,7 @@ class TestTrial(TrialTestCase):
             joined = []
             if not self.interrupted(lambda: joined.append(Function(self.world, trial)), lambda: function(5), line):  # noqa: B023
                 break
-            self.assertEqual((function.went, joined[0].went), ([Way.GRAPHED], [Way.GRAPHED]))
+            self.assertEqual((function.went, joined[0].went), ([Execution.GRAPHED], [Execution.GRAPHED]))
         self.assertGreater(line, 5)
 
     def test_a_backward_has_a_thread_of_its_own(self):
@@ -454,7 +461,7 @@ class TestTrial(TrialTestCase):
         forward, backward = Function(self.world, trial), Function(self.world, trial)
         with ThreadPoolExecutor(1) as other:
             self.steps(30, forward, lambda x: other.submit(backward, x).result())
-        self.assertEqual((forward.went, backward.went), ([Way.GRAPHED], [Way.GRAPHED]))
+        self.assertEqual((forward.went, backward.went), ([Execution.GRAPHED], [Execution.GRAPHED]))
         self.assertIsNotNone(trial.decision)
 
     def test_an_error_of_the_program_does_not_end_the_trial(self):
@@ -467,11 +474,11 @@ class TestTrial(TrialTestCase):
         self.assertTrue(trial.is_over)
 
 
-class TestRenewal(TrialTestCase):
-    """Trials that begin again, because calls are no longer those that were measured."""
+class TestRestart(TrialTestCase):
+    """Trials that start again, because calls are no longer what was measured."""
 
     HEAVY = types.MappingProxyType({"ungraphed": (20.0, 40.0), "graphed": (90.0, 40.0)})  # un-graphed is better
-    LOOKS = ShiftRules().looks
+    SAMPLES = DriftRules().samples
 
     def decided(self, trial, *functions):
         self.steps(60, *functions)
@@ -479,52 +486,52 @@ class TestRenewal(TrialTestCase):
         return trial.decision.way
 
     def becomes(self, function, ungraphed, graphed):
-        function.times = {Way.UNGRAPHED: ungraphed, Way.GRAPHED: graphed}
+        function.times = {Execution.UNGRAPHED: ungraphed, Execution.GRAPHED: graphed}
 
-    def looks(self, count, *functions):
-        """Steps of calls that are looked at, as long as there is a decision; how many."""
+    def samples(self, count, *functions):
+        """Steps of sampled calls, as long as there is a decision; how many."""
         for number in range(count):
             for function in functions:
-                if function.contestant._trial.is_over:
-                    self.assertEqual(function.look(number), [number + 1])
+                if function.member._trial.is_over:
+                    self.assertEqual(function.sample(number), [number + 1])
                 else:
                     self.assertEqual(function(number), [number + 1])
             self.world.wait()
-            if not functions[0].contestant._trial.is_over:
+            if not functions[0].member._trial.is_over:
                 return number + 1
         return count
 
     def settled(self, memory=None, **times):
-        """A trial that is decided, and its function, whose calls are looked at."""
+        """A trial that is decided, and its function, whose calls are sampled."""
         trial, function = self.one(memory, **times)
         self.decided(trial, function)
-        self.looks(2 * self.LOOKS, function)
+        self.samples(2 * self.SAMPLES, function)
         return trial, function
 
     def test_calls_as_before_are_not_measured_again(self):
         trial, function = self.one()
         self.decided(trial, function)
-        self.assertEqual(self.looks(200, function), 200)
-        self.assertEqual((trial.is_over, function.began, function.went), (True, 0, [Way.GRAPHED]))
+        self.assertEqual(self.samples(200, function), 200)
+        self.assertEqual((trial.is_over, function.began, function.went), (True, 0, [Execution.GRAPHED]))
 
     def test_a_decision_turns_if_calls_change(self):
         light = {"ungraphed": (100.0, 50.0), "graphed": (10.0, 40.0)}
         for before, after, ways, text in (
-            (light, self.HEAVY, [Way.GRAPHED, Way.UNGRAPHED], "^un-graphed: 45 us a call against 130 us"),
-            (self.HEAVY, light, [Way.UNGRAPHED, Way.GRAPHED], "^graphed: 50 us a call against 110 us"),
+            (light, self.HEAVY, [Execution.GRAPHED, Execution.UNGRAPHED], "^un-graphed: 45 us a call against 130 us"),
+            (self.HEAVY, light, [Execution.UNGRAPHED, Execution.GRAPHED], "^graphed: 50 us a call against 110 us"),
         ):
             trial, function = self.one(**before)
             self.assertEqual(self.decided(trial, function), ways[0])
-            self.looks(2 * self.LOOKS, function)
+            self.samples(2 * self.SAMPLES, function)
             self.becomes(function, **after)
-            self.assertLess(self.looks(100, function), 4 * self.LOOKS)
+            self.assertLess(self.samples(100, function), 4 * self.SAMPLES)
             self.assertEqual((trial.is_over, function.began), (False, 1))
             made = len(function.calls)
             self.steps(200, function)
             self.assertEqual((trial.decision.way, function.went), (ways[1], ways))
             self.assertRegex(function.log.decision, text)
             # Three measurements, each of so many calls and of those that are left out.
-            measured = "".join(function.calls[made:]).rstrip("ug"[ways[1] is Way.GRAPHED])
+            measured = "".join(function.calls[made:]).rstrip("ug"[ways[1] is Execution.GRAPHED])
             self.assertLessEqual(len(measured), RULES.flips_after * (RULES.most_calls + 4))
 
     def test_each_decision_is_traced(self):
@@ -532,11 +539,11 @@ class TestRenewal(TrialTestCase):
         with artifacts() as found:
             self.decided(trial, function)
             self.assertEqual([artifact.content["decision"] for artifact in found], [function.log.decision])
-            self.looks(2 * self.LOOKS, function)
+            self.samples(2 * self.SAMPLES, function)
             self.steps(30, function)  # replays
             self.assertEqual(len(found), 1)
             self.becomes(function, **self.HEAVY)
-            self.looks(100, function)
+            self.samples(100, function)
             self.steps(300, function)
         graphed, ungraphed = (artifact.content for artifact in found)
         self.assertEqual((graphed["ungraphed_reason"], len(graphed["recordings"])), (None, 1))
@@ -549,11 +556,11 @@ class TestRenewal(TrialTestCase):
         trial, function = self.one(memory)
         self.decided(trial, function)
         first = trial.decision
-        self.looks(2 * self.LOOKS, function)
+        self.samples(2 * self.SAMPLES, function)
         self.becomes(function, (400.0, 200.0), (40.0, 160.0))
-        self.looks(100, function)
+        self.samples(100, function)
         self.steps(60, function)
-        self.assertEqual((trial.decision.way, trial.decision.against), (Way.GRAPHED, 0))
+        self.assertEqual((trial.decision.way, trial.decision.against), (Execution.GRAPHED, 0))
         self.assertIsNot(trial.decision, first)
         self.assertEqual([call.args for call in memory.store.call_args_list], [(first,), (trial.decision,)])
         memory.find.assert_called_once()
@@ -561,7 +568,7 @@ class TestRenewal(TrialTestCase):
     def test_a_decision_stays_if_calls_change_for_a_moment(self):
         trial, function = self.settled()
         self.becomes(function, **self.HEAVY)
-        self.looks(100, function)
+        self.samples(100, function)
         for _ in range(100):
             self.steps(1, function)
             if trial._standing.against:  # one of three measurements
@@ -569,7 +576,9 @@ class TestRenewal(TrialTestCase):
         self.assertFalse(trial.is_over)
         self.becomes(function, (100.0, 50.0), (10.0, 40.0))
         self.steps(60, function)
-        self.assertEqual((trial.decision.way, function.went), (Way.GRAPHED, [Way.GRAPHED, Way.GRAPHED]))
+        self.assertEqual(
+            (trial.decision.way, function.went), (Execution.GRAPHED, [Execution.GRAPHED, Execution.GRAPHED])
+        )
 
     def test_a_step_goes_one_way(self):
         """Whichever function finds that calls changed, and whether the others of its step were called before."""
@@ -579,10 +588,10 @@ class TestRenewal(TrialTestCase):
                     trial = Trial(Objective.LATENCY)
                     functions = [Function(self.world, trial, mode=mode) for mode in modes]
                     self.decided(trial, *functions)
-                    self.looks(2 * self.LOOKS, *functions)
+                    self.samples(2 * self.SAMPLES, *functions)
                     self.becomes(functions[finder], **self.HEAVY)
                     self.becomes(functions[1 - finder], (100.0, 50.0), (10.0, 40.0))
-                    self.looks(100, *functions)
+                    self.samples(100, *functions)
                     self.assertFalse(trial.is_over)
                     self.steps(200, *functions)
                     self.assertTrue(trial.is_over)
@@ -599,12 +608,12 @@ class TestRenewal(TrialTestCase):
         for number in range(400):
             size = 8 * (1 + number % 3)
             self.becomes(function, (20.0, 40.0 * size), (90.0, 40.0 * size))
-            self.assertEqual(function.look(number, (size,)), [number + 1])
+            self.assertEqual(function.sample(number, (size,)), [number + 1])
             self.world.wait()
         self.assertEqual(function.began, 0)
         for number in range(100):
             self.becomes(function, (20.0, 400.0 * (number // 50)), (90.0, 400.0 * (number // 50)))
-            called = function.look if trial.is_over else function
+            called = function.sample if trial.is_over else function
             called(number, sizes=(8 * (1 + number // 50),))
             self.world.wait()
         self.assertEqual(function.began, 1)
@@ -621,10 +630,10 @@ class TestRenewal(TrialTestCase):
         for number in range(60):
             step(number, 8)
         self.assertTrue(trial.is_over)
-        trial.begin_anew()  # in the forward's call: its backward is to come
+        trial.restart()  # in the forward's call: its backward is to come
         backward(0)
         backward(0)
-        self.assertEqual((trial._integers, backward.contestant.made(Way.GRAPHED)), (None, 0))
+        self.assertEqual((trial._integers, backward.member.measurements.made(Execution.GRAPHED)), (None, 0))
         for number in range(60):
             step(number, 16)
         self.assertTrue(trial.is_over)
@@ -637,7 +646,7 @@ class TestRenewal(TrialTestCase):
             trial, function = self.one(**times)
             self.decided(trial, function)
             function.room = False
-            trial.begin_anew()
+            trial.restart()
             self.assertEqual((function.began, trial.is_over), (begins, not begins))
 
     def test_another_thread_measures_nothing_and_ends_what_is_begun(self):
@@ -645,9 +654,9 @@ class TestRenewal(TrialTestCase):
         self.decided(trial, function)
         with ThreadPoolExecutor(1) as other:
             with mock.patch.object(self.world, "mark", side_effect=AssertionError("it is not measured")):
-                self.assertEqual(other.submit(function.look, 3).result(), [4])
+                self.assertEqual(other.submit(function.sample, 3).result(), [4])
             self.assertFalse(trial.is_elsewhere)
-            trial.begin_anew()
+            trial.restart()
             self.assertEqual(other.submit(function, 3).result(), [4])
         self.assertEqual((trial.is_over, trial.is_elsewhere), (True, True))
 
@@ -655,42 +664,42 @@ class TestRenewal(TrialTestCase):
         trial, function = self.one()
         self.decided(trial, function)
         trial.decision = replace(trial.decision, against=2)
-        trial.begin_anew()
+        trial.restart()
         self.assertEqual(trial._standing.against, 0)
 
     def test_a_trial_begins_again_so_many_times_at_most(self):
         trial, function = self.one()
         self.decided(trial, function)
         for number in range(10):
-            self.looks(100, function)
+            self.samples(100, function)
             factor = 1.0 + 9.0 * (number % 2)
             self.becomes(function, (100.0 * factor, 50.0 * factor), (10.0 * factor, 40.0 * factor))
-            self.looks(100, function)
+            self.samples(100, function)
             self.steps(60, function)
-        self.assertEqual(function.began, trials._MOST_RENEWALS)
-        self.assertFalse(trial.may_be_renewed())
+        self.assertEqual(function.began, trials._MOST_RESTARTS)
+        self.assertFalse(trial.may_restart())
         with mock.patch.object(self.world, "mark", side_effect=AssertionError("it is not measured")):
-            self.assertEqual(function.look(3), [4])
+            self.assertEqual(function.sample(3), [4])
 
     def test_a_decision_that_cannot_be_measured_again_stays(self):
         for times in ({}, self.HEAVY):
             trial, function = self.one(**times)
             way = self.decided(trial, function)
             standing = trial.decision
-            self.looks(2 * self.LOOKS, function)
+            self.samples(2 * self.SAMPLES, function)
             self.becomes(function, (1e3, 1e3), (1e3, 1e3))
-            self.looks(100, function)
+            self.samples(100, function)
             self.world.behind = True
             self.steps(trials._MOST_STEPS + 2, function)
             self.world.behind = False
             self.assertEqual((trial.is_over, trial.decision, function.went), (True, standing, [way, way]))
 
-    def test_without_a_decision_there_is_nothing_to_renew(self):
+    def test_without_a_decision_nothing_starts_again(self):
         trial, function = self.one()
         self.world.behind = True
         self.steps(trials._MOST_STEPS + 2, function)
-        self.assertFalse(trial.may_be_renewed())
-        trial.begin_anew()
+        self.assertFalse(trial.may_restart())
+        trial.restart()
         self.assertEqual((trial.is_over, function.began), (True, 0))
 
     def test_functions_that_are_gone_are_not_waited_for(self):
@@ -698,17 +707,17 @@ class TestRenewal(TrialTestCase):
         functions = [Function(self.world, trial) for _ in range(3)]
         self.decided(trial, *functions)
         first, *others = functions
-        gone = weakref.ref(others.pop().contestant)
+        gone = weakref.ref(others.pop().member)
         del functions
         gc.collect()
         self.assertIsNone(gone())
-        trial.begin_anew()
+        trial.restart()
         self.assertEqual([f.began for f in (first, *others)], [1, 1])
         self.steps(60, first, *others)
         self.assertTrue(trial.is_over)
         del first  # whose calls begin steps
         gc.collect()
-        trial.begin_anew()
+        trial.restart()
         self.assertEqual((trial.is_over, others[0].began), (True, 1))
 
     @settings(deadline=None)
@@ -718,12 +727,12 @@ class TestRenewal(TrialTestCase):
         trial, function = self.one()
         for number, (wait, host_us, gpu_us) in enumerate(drawn):
             self.becomes(function, (host_us, gpu_us), (gpu_us, host_us))
-            called = function.look if trial.is_over else function
+            called = function.sample if trial.is_over else function
             self.assertEqual(called(number), [number + 1])
             self.assertEqual(len(function.calls), number + 1)
             if wait:
                 self.world.wait()
-        self.assertLessEqual(function.began, trials._MOST_RENEWALS)
+        self.assertLessEqual(function.began, trials._MOST_RESTARTS)
 
 
 class TestMemory(TrialTestCase):
@@ -737,14 +746,14 @@ class TestMemory(TrialTestCase):
         return Profile("key", "Net", "GPU", time.time() - age_s, decision)
 
     def test_a_remembered_decision_is_not_measured(self):
-        for way in Way:
+        for way in Execution:
             memory = self.memory(self.profile(way, 86400 * 2))
             trial = Trial(Objective.LATENCY, memory=memory)
             functions = [Function(self.world, trial), Function(self.world, trial)]
             self.steps(4, *functions)
             late = Function(self.world, trial)
             for function in functions:
-                self.assertEqual(function.calls, ["g" if way is Way.GRAPHED else "u"] * 4)
+                self.assertEqual(function.calls, ["g" if way is Execution.GRAPHED else "u"] * 4)
                 self.assertRegex(function.log.decision, f"^{way.value}: .* as measured 2 days ago$")
                 self.assertEqual((function.went, function.log.trial_runs), ([way], 0))
             self.assertEqual((late.went, late.log.decision), ([way], functions[0].log.decision))
@@ -862,7 +871,7 @@ class TestChoice(TrialTestCase):
         return model
 
     def enter(self, model, run, mutated=()):
-        with mock.patch.object(choice, "GpuWatch", lambda device: self.world):
+        with mock.patch.object(choice, "CudaDevice", lambda device: self.world):
             return entered(model, run, choice.chooser((), mutated, 0))
 
     def test_always_has_no_trial(self):
@@ -914,8 +923,8 @@ class TestChoice(TrialTestCase):
 
     def test_decided_functions_are_sampled(self):
         """One of so many, whichever way was taken; and a function is tried again."""
-        for way in Way:
-            model, looks = self.model(), []
+        for way in Execution:
+            model, samples = self.model(), []
             manager = mock.Mock(spec=Manager)
             with (
                 self.subTest(way=way.value),
@@ -924,27 +933,27 @@ class TestChoice(TrialTestCase):
             ):
                 model._counting._left = 10
                 call = self.enter(model, lambda inputs: ["graphed"])
-                contestant, trial = model.instead, model.trial
+                member, trial = model.instead, model.trial
                 model.add(of_integers=False)
                 self.assertIsNone(model.manager())
-                with mock.patch.object(Contestant, "look", lambda self, inputs: looks.append(inputs) or ["look"]):  # noqa: B023
+                with mock.patch.object(TrialMember, "sample", lambda _, x: samples.append(x) or ["sample"]):  # noqa: B023
                     trial._end(way, Decision(way, mock.Mock()), "why")
                     found = [call([torch.ones(2)]) for _ in range(95)]
                 # A replay off the fast path is asked for twice.
-                self.assertIn(found.count(["look"]), (8, 9) if way is Way.UNGRAPHED else (15, 16))
-                self.assertEqual(len(looks), found.count(["look"]))
-                # Where calls are others, they come to the contestant.
-                trial.begin_anew()
-                self.assertIs(model.instead, contestant)
+                self.assertIn(found.count(["sample"]), (8, 9) if way is Execution.UNGRAPHED else (15, 16))
+                self.assertEqual(len(samples), found.count(["sample"]))
+                # If calls have changed, they come to the member.
+                trial.restart()
+                self.assertIs(model.instead, member)
                 self.assertIsNone(model.manager())
                 trial._end(way, None, None)  # for good
                 with mock.patch.object(self.world, "mark", side_effect=AssertionError("there is no decision")):
                     for _ in range(50):
                         call([torch.ones(2)])
                 gone = weakref.ref(model)
-                manager.give_pool_back.assert_called() if way is Way.UNGRAPHED else None
+                manager.give_pool_back.assert_called() if way is Execution.UNGRAPHED else None
                 manager.reset_mock()  # holds what it was called with
-                del model, call, contestant, trial
+                del model, call, member, trial
                 gc.collect()
                 self.assertIsNone(gone())
 
@@ -969,7 +978,7 @@ class TestChoice(TrialTestCase):
                 return [x * 2 for x in inputs]
 
         upstream = inspect.unwrap(cudagraph_trees.cudagraphify_impl)
-        for way in Way:
+        for way in Execution:
             with (
                 self.subTest(way=way.value),
                 mock.patch.object(cudagraph_trees, "CUDAGraphTreeManager", Trees),
@@ -997,7 +1006,7 @@ class TestChoice(TrialTestCase):
         call = self.enter(model, lambda inputs: self.fail("graphed"))
         manager = mock.Mock(spec=Manager)
         with mock.patch.object(cudagraph_trees, "get_manager", lambda *args, **kwargs: manager):
-            model.instead.end(Way.UNGRAPHED, None)
+            model.instead.end(Execution.UNGRAPHED, None)
         x = torch.ones(2)
         self.assertEqual(call([x]), [x * 2])
         manager.forget.assert_called_once_with(model, later=False)

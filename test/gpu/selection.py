@@ -13,14 +13,14 @@ from indirection import IndirectionTestCase
 
 import pygraph_trees
 from pygraph_trees.selection import trial
-from pygraph_trees.selection.decision import Decision, Way
+from pygraph_trees.selection.decision import Decision, Execution
 from pygraph_trees.selection.profiles import Profiles
 
 CALLS = 40  # more than a trial takes
 
 
 @contextlib.contextmanager
-def decided(way: Way) -> Iterator[None]:
+def decided(way: Execution) -> Iterator[None]:
     """Trials end this way, whatever they measure."""
     with mock.patch.object(trial, "decide", lambda compared, standing, rules: Decision(way, compared)):
         yield

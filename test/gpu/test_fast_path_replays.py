@@ -47,7 +47,7 @@ def counted():
     """How many calls were asked for on the fast path, and how many were found there, in Python and in C++."""
     counts = {"asked": 0, "fast": 0}
     replay = Manager.replay_fast
-    before = (0, 0) if tensors.native is None else tensors.native.counts()
+    before = (0, 0) if tensors.extension is None else tensors.extension.counts()
 
     def count(self, inputs, function_id):
         outputs = replay(self, inputs, function_id)
@@ -57,8 +57,8 @@ def counted():
 
     with mock.patch.object(Manager, "replay_fast", count):
         yield counts
-    if tensors.native is not None:
-        for name, since, now in zip(("asked", "fast"), before, tensors.native.counts(), strict=True):
+    if tensors.extension is not None:
+        for name, since, now in zip(("asked", "fast"), before, tensors.extension.counts(), strict=True):
             counts[name] += now - since
 
 
@@ -488,7 +488,7 @@ class TestFastPath(IndirectionTestCase):
         self.assertEqual(counts["fast"], 2 * (8 - 3))
 
     def test_without_the_part_in_cpp(self):
-        with mock.patch.object(tensors, "native", None):
+        with mock.patch.object(tensors, "extension", None):
             self.test_training()
             reset()
             self.test_all_of_a_step()

@@ -130,11 +130,11 @@ class TestIndirectionFailures(IndirectionTestCase):
 
     @parametrize("name", RECORDING_CALLS)
     def test_failure_while_recording(self, name):
-        with mock.patch.object(driver(), "native", None):
+        with mock.patch.object(driver(), "reader", None):
             self.survives(Driver, name)
 
     def test_failure_of_the_native_search(self):
-        if driver().native is None:
+        if driver().reader is None:
             raise unittest.SkipTest("the native part was not built")
         self.survives(Driver, "search")
 
@@ -146,7 +146,7 @@ class TestIndirectionFailures(IndirectionTestCase):
     @parametrize("at", [1, 2, 4])
     def test_failure_of_all_kernels_at_once(self, at):
         """The first time is while the graph is recorded."""
-        if driver().native is None:
+        if driver().reader is None:
             raise unittest.SkipTest("the native part was not built")
         original, calls = Driver.set_kernels, []
 

@@ -18,7 +18,7 @@ from torch.testing._internal.common_utils import run_tests
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
 from fuzzing.around import Around
-from fuzzing.campaign import Plan, run
+from fuzzing.campaign import Campaign, run
 from fuzzing.case import Case, Input
 from fuzzing.check import check
 from fuzzing.uses import USES
@@ -33,9 +33,9 @@ class TestIndirectionRandom(IndirectionTestCase):
 
     def test_random_programs(self):
         drawn = self.programs + self.programs // 5  # some cannot be run by eager, or differ under upstream as well
-        plan = Plan("cuda", "ours", "upstream", None, SECONDS, seed=self.seed, most_cases=drawn, jobs=6)
+        campaign = Campaign("cuda", "ours", "upstream", None, SECONDS, seed=self.seed, most_cases=drawn, jobs=6)
         with mock.patch.dict(os.environ, PYGRAPH_INDIRECTION=self.indirection):
-            outcome = run(plan, lambda done, total, text: None)
+            outcome = run(campaign, lambda done, total, text: None)
         if outcome.failure is not None:
             self.fail(f"{outcome.failure.message}\n\n{outcome.failure.case.text()}")
         counts = outcome.counts

@@ -128,7 +128,7 @@ class TestRouteChoice(IndirectionTestCase):
         (text,) = self.found()
         self.assertRegex(
             str(text),
-            rf"^table: \d+ kernels read {INPUTS} inputs whose addresses change, "
+            rf"^by table: \d+ kernels read {INPUTS} inputs whose addresses change, "
             r"and the GPU was idle before [5-8] of 8 sampled replays$",
         )
         self.assertEqual(self.samples, samples)  # nothing is asked any more
@@ -149,7 +149,7 @@ class TestRouteChoice(IndirectionTestCase):
             call(number)
         facts = Facts.now()
         self.assertEqual((facts.copied_bytes, facts.ungraphed_calls), (0, 0), str(facts))
-        self.assertTrue(all(str(text).startswith("table: ") for text in self.found()), self.found())
+        self.assertTrue(all(str(text).startswith("by table: ") for text in self.found()), self.found())
         self.assertEqual(set(self.newest_routes()), {"table"})
 
     def test_inputs_that_stay_are_not_sampled(self) -> None:

@@ -31,7 +31,7 @@ PROGRAMS = [
 class TestNativeSearch(IndirectionTestCase):
     def setUp(self):
         super().setUp()
-        if driver().native is None:
+        if driver().reader is None:
             raise unittest.SkipTest("the native part was not built")
 
     @parametrize("program", PROGRAMS, name_fn=by_name)

@@ -14,9 +14,9 @@ from selection import CALLS, SelectionTestCase, decided
 from torch.testing._internal.common_utils import run_tests
 
 from pygraph_trees.selection import trial
-from pygraph_trees.selection.decision import Decision, Rules, Way
+from pygraph_trees.selection.decision import Decision, Execution, Rules
+from pygraph_trees.selection.drift import Drift, DriftRules
 from pygraph_trees.selection.profiles import Profiles
-from pygraph_trees.selection.shift import Shift, ShiftRules
 from pygraph_trees.trees import function as function_module
 
 
@@ -54,26 +54,26 @@ class TestTrials(SelectionTestCase):
 
         graphed = torch.compile(lambda x: x.sin() + 1, mode="reduce-overhead")
         x = torch.randn(64, device=self.device)
-        with decided(Way.GRAPHED):
+        with decided(Execution.GRAPHED):
             for _ in range(CALLS):
                 graphed(x)
-        if tensors.native is None:
+        if tensors.extension is None:
             self.skipTest("the part in C++ was not built")
-        before = tensors.native.counts()
+        before = tensors.extension.counts()
         for _ in range(10):
             graphed(x)
-        after = tensors.native.counts()
+        after = tensors.extension.counts()
         self.assertEqual((after[0] - before[0], after[1] - before[1]), (10, 10))
 
     def test_a_load_that_changes(self):
         """It is found by looks at single calls, and measured; whichever way is taken, each call is made once."""
-        ways = iter([Way.GRAPHED, Way.UNGRAPHED, Way.GRAPHED])
+        ways = iter([Execution.GRAPHED, Execution.UNGRAPHED, Execution.GRAPHED])
         taken = []
         big = torch.ones(8192, 8192, device=self.device, dtype=torch.bfloat16)
         state = torch.zeros(64, device=self.device)
 
         def decide(compared, standing, rules):
-            taken.append(next(ways, taken[-1] if taken else Way.GRAPHED))
+            taken.append(next(ways, taken[-1] if taken else Execution.GRAPHED))
             return Decision(taken[-1], compared)
 
         def program(x, state):
@@ -81,10 +81,10 @@ class TestTrials(SelectionTestCase):
             return x.sin() * 2
 
         # Whether the GPU is idle is the test's own doing; how long calls take is others' as well.
-        rules = ShiftRules(factor=1e9)
+        rules = DriftRules(factor=1e9)
         with (
             mock.patch.object(trial, "decide", decide),
-            mock.patch.object(trial, "Shift", lambda: Shift(rules)),
+            mock.patch.object(trial, "Drift", lambda: Drift(rules)),
             mock.patch.object(function_module, "LOOK_EVERY", 5),
         ):
             graphed = torch.compile(program, mode="reduce-overhead")
@@ -113,7 +113,7 @@ class TestTrials(SelectionTestCase):
         for graphed in ((second,), (first, second)):
             reset()
             Profiles.default().clear()
-            ways = iter([*[Way.GRAPHED] * (len(graphed) - 1), Way.UNGRAPHED])
+            ways = iter([*[Execution.GRAPHED] * (len(graphed) - 1), Execution.UNGRAPHED])
             with mock.patch.object(trial, "decide", lambda compared, standing, rules: Decision(next(ways), compared)):  # noqa: B023
                 for _ in range(CALLS):
                     torch.compiler.cudagraph_mark_step_begin()
@@ -144,7 +144,7 @@ class TestTrials(SelectionTestCase):
             graphed = torch.compile(lambda x: (x.sin() @ x, x.cos()), mode="reduce-overhead")
             x = torch.randn(2048, 2048, device=self.device)
             outputs, most = (), 0
-            with decided(Way.UNGRAPHED), mock.patch.object(function_module, "LOOK_EVERY", 5):
+            with decided(Execution.UNGRAPHED), mock.patch.object(function_module, "LOOK_EVERY", 5):
                 for number in range(CALLS):
                     if not is_held:
                         outputs = ()
@@ -162,7 +162,7 @@ class TestTrials(SelectionTestCase):
     def test_another_function_goes_on_in_the_pool(self):
         first, second = (torch.compile(fn, mode="reduce-overhead") for fn in (lambda x: x * 2, lambda x: x.cos()))
         x = torch.randn(1 << 20, device=self.device)
-        ways = iter([Way.GRAPHED, Way.UNGRAPHED])
+        ways = iter([Execution.GRAPHED, Execution.UNGRAPHED])
         with (
             mock.patch.object(trial, "decide", lambda compared, standing, rules: Decision(next(ways), compared)),
             mock.patch.object(function_module, "LOOK_EVERY", 5),
@@ -230,7 +230,7 @@ class TestTrials(SelectionTestCase):
     def test_what_was_decided_holds_for_the_next_process(self):
         """But for what is compiled anew: a reset stands for the other process."""
         graphed = compiled(lambda x: x.sin() + 1).graphed  # the code depends on flags
-        for way in (Way.UNGRAPHED, Way.GRAPHED):
+        for way in (Execution.UNGRAPHED, Execution.GRAPHED):
             Profiles.default().clear()
             for number, calls in enumerate((CALLS, 5)):
                 reset()
@@ -243,7 +243,7 @@ class TestTrials(SelectionTestCase):
                 (function,) = self.functions()
                 self.assertRegex(str(function.decision), f"^{way.value}: ")
                 self.assertEqual("as measured today" in function.decision, number == 1)
-            self.assertEqual(function.ungraphed_calls, 5 if way is Way.UNGRAPHED else 0)
+            self.assertEqual(function.ungraphed_calls, 5 if way is Execution.UNGRAPHED else 0)
             (profile,) = Profiles.default().list()
             self.assertEqual(profile.uses, 1)
 

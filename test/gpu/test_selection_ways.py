@@ -17,7 +17,7 @@ from selection import CALLS, SelectionTestCase, decided
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 from pygraph_trees.selection import trial
-from pygraph_trees.selection.decision import Decision, Way
+from pygraph_trees.selection.decision import Decision, Execution
 
 
 def _in_parts(x, y):
@@ -39,7 +39,7 @@ PROGRAMS = (
 
 
 class TestBothWays(SelectionTestCase):
-    @parametrize("way", list(Way), name_fn=lambda way: way.name.lower())
+    @parametrize("way", list(Execution), name_fn=lambda way: way.name.lower())
     @parametrize("program", PROGRAMS, name_fn=by_name)
     def test_bits(self, program, way):
         with decided(way):
@@ -48,9 +48,9 @@ class TestBothWays(SelectionTestCase):
         self.assertGreater(len(functions), 0)
         for function in functions:
             self.assertRegex(str(function.decision), f"^{way.value}: ")
-            self.assertEqual(function.ungraphed_calls > 0, way is Way.UNGRAPHED)
+            self.assertEqual(function.ungraphed_calls > 0, way is Execution.UNGRAPHED)
 
-    @parametrize("way", list(Way), name_fn=lambda way: way.name.lower())
+    @parametrize("way", list(Execution), name_fn=lambda way: way.name.lower())
     def test_training(self, way):
         """Parameters, statistics and momentum after many steps, and no forward that waits for its backward."""
         results = []
@@ -79,7 +79,7 @@ class TestBothWays(SelectionTestCase):
         first, second = (torch.compile(fn, mode="reduce-overhead") for fn in (lambda x: x * 2 + 1, lambda x: x.sin()))
 
         def decide(compared, standing, rules):
-            ways = Way.UNGRAPHED, Way.GRAPHED
+            ways = Execution.UNGRAPHED, Execution.GRAPHED
             decide.asked += 1
             return Decision(ways[decide.asked % 2], compared)
 

@@ -21,7 +21,7 @@ from torch.testing._internal.common_utils import run_tests
 
 import pygraph_trees
 from pygraph_trees.cuda.graph_nodes import NodeKind
-from pygraph_trees.selection.decision import Way
+from pygraph_trees.selection.decision import Execution
 
 NUMBERS = 48
 SLEEP = 2_000_000_000  # cycles, a second or so
@@ -253,7 +253,7 @@ class TestWaits(SelectionTestCase):
         }
         x = torch.rand(256, device=self.device)
         for name, (fn, make) in programs.items():
-            with self.subTest(name), decided(Way.UNGRAPHED):
+            with self.subTest(name), decided(Execution.UNGRAPHED):
                 reset()
                 called = torch.compile(fn, mode="reduce-overhead", dynamic=False)
                 for call in range(CALLS):
@@ -275,7 +275,7 @@ class TestWaits(SelectionTestCase):
     def test_ungraphed_memory_may_be_written_to_at_once(self):
         """Whatever the GPU has still to do: the value of the call is what it was."""
         x, found = torch.ones(1 << 14, device=self.device), []
-        with decided(Way.UNGRAPHED):
+        with decided(Execution.UNGRAPHED):
             called = torch.compile(lambda x, v: x * v.to("cuda"), mode="reduce-overhead", dynamic=False)
             v = torch.zeros(1 << 14)
             for call in range(CALLS):

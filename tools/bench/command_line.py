@@ -20,7 +20,7 @@ from .folders import RESULTS_FOLDER, WORKLOADS_FOLDER
 from .loading import load_workloads
 
 if TYPE_CHECKING:
-    from pygraph_trees.benchmark import Measurement, Plan, Results
+    from pygraph_trees.benchmark import Effort, Measurement, Results
 
     from .isolated import Job
 
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         print(NO_GPU, file=sys.stderr)
         return 2
-    return _measure(names, workloads, ways, _plan(options), options)
+    return _measure(names, workloads, ways, _effort(options), options)
 
 
 def listing(workloads: Mapping[str, Any]) -> str:
@@ -110,19 +110,19 @@ def listing(workloads: Mapping[str, Any]) -> str:
     )
 
 
-def _plan(options: argparse.Namespace) -> Plan:
-    from pygraph_trees.benchmark import FULL, QUICK, Plan
+def _effort(options: argparse.Namespace) -> Effort:
+    from pygraph_trees.benchmark import FULL, QUICK, Effort
 
-    plan = QUICK if options.quick else FULL if options.full else Plan()
-    plan = replace(plan, fresh_caches=options.caches is None)
-    return replace(plan, rounds=options.rounds) if options.rounds else plan
+    effort = QUICK if options.quick else FULL if options.full else Effort()
+    effort = replace(effort, fresh_caches=options.caches is None)
+    return replace(effort, rounds=options.rounds) if options.rounds else effort
 
 
 def _measure(
     names: Sequence[str],
     workloads: Mapping[str, Any],
     ways: Sequence[str],
-    plan: Plan,
+    effort: Effort,
     options: argparse.Namespace,
 ) -> int:
     from pygraph_trees.benchmark import Results, markdown_table, text_table
@@ -131,7 +131,7 @@ def _measure(
 
     from .isolated import Job
 
-    results = here(code_hash(), plan.rounds)
+    results = here(code_hash(), effort.rounds)
     out: Path = options.out or RESULTS_FOLDER / f"{file_stem(results.gpu, results.torch)}.json"
     done: set[str] = set()
     if options.resume:
@@ -149,7 +149,7 @@ def _measure(
     # Caches are separate for each state of the code: the version alone stays the same.
     caches = None if options.caches is None else options.caches.resolve() / results.code_hash[:12]
     jobs = [
-        Job(name, workloads[name].mode, workloads[name].batch, tuple(ways), plan, options.workloads, caches=caches)
+        Job(name, workloads[name].mode, workloads[name].batch, tuple(ways), effort, options.workloads, caches=caches)
         for name in left
     ]
     is_compiling_timed = options.jobs == 1 and caches is None

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from processes import end, how_it_ended
 
-from pygraph_trees.benchmark import REGIMES, Measurement, Plan
+from pygraph_trees.benchmark import REGIMES, Effort, Measurement
 from pygraph_trees.benchmark.measure import Progress
 
 WORKER = Path(__file__).parent / "worker.py"
@@ -37,10 +37,10 @@ class Job:
     mode: str
     batch: int
     ways: tuple[str, ...]
-    plan: Plan
+    effort: Effort
     folder: Path  # of the package of workloads
     device: str = "cuda"
-    caches: Path | None = None  # the compilers' caches, if the plan has none for each way
+    caches: Path | None = None  # the compilers' caches, if the effort has none for each way
 
     def environment(self) -> dict[str, str] | None:
         """The environment of its process; None for this one's."""
@@ -49,7 +49,7 @@ class Job:
     def to_json(self, out: Path) -> str:
         """The worker's argument; the worker writes its records to ``out``."""
         fields = {"name": self.name, "ways": self.ways, "folder": str(self.folder), "device": self.device}
-        return json.dumps({**fields, "plan": asdict(self.plan), "out": str(out)})
+        return json.dumps({**fields, "effort": asdict(self.effort), "out": str(out)})
 
 
 class Worker:

@@ -23,7 +23,7 @@ import pygraph_trees
 from bench.figures import has_gpu, write_figures
 from pygraph_trees.benchmark.program import Program
 from pygraph_trees.benchmark.settling import call_until_chosen, functions_so_far
-from pygraph_trees.benchmark.timing import Plan, median, schedule, synchroniser, time_block, timed_call
+from pygraph_trees.benchmark.timing import Effort, median, schedule, synchroniser, time_block, timed_call
 from pygraph_trees.benchmark.ways import make_ways
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def feed(sets: Sequence[Inputs], rate: float) -> Iterator[Inputs]:
 
 
 def measure(
-    inputs: int, consumers: int, loaded: bool, routes: Sequence[str], plan: Plan, device: torch.device
+    inputs: int, consumers: int, loaded: bool, routes: Sequence[str], effort: Effort, device: torch.device
 ) -> dict[str, Any]:
     """Microseconds of one program, by route and rate, with all rounds."""
     sets = [tuple(torch.rand(_WIDTH, _WIDTH, device=device) for _ in range(inputs)) for _ in range(_SETS)]
@@ -100,12 +100,12 @@ def measure(
                 )
                 chosen[str(rate)] = next((f.route for f in pygraph_trees.report().functions[first:]), None)
     samples: dict[str, dict[str, list[float]]] = {}
-    for _, (route, rate) in schedule(cells, plan.rounds):
+    for _, (route, rate) in schedule(cells, effort.rounds):
         way = ways[route, rate]
         with way.active():
             given = feed(sets, rate)
             (steady, _) = timed_call(_step(program, way), next(given), wait)
-            block = time_block(_step(program, way), given, plan.block_calls(steady), plan.settle_calls, wait)
+            block = time_block(_step(program, way), given, effort.block_calls(steady), effort.settle_calls, wait)
         found = samples.setdefault(f"{route} {rate}", {"latency_us": [], "throughput_us": [], "host_us": []})
         found["latency_us"].append(median(block.latency_s) * 1e6)
         found["throughput_us"].append(block.throughput_s * 1e6)
@@ -145,10 +145,10 @@ def main() -> int:
     if not has_gpu():
         return 2
     routes, found = options.routes.split(","), []
-    plan, device = Plan(rounds=options.rounds, block_s=0.03), torch.device("cuda")
+    effort, device = Effort(rounds=options.rounds, block_s=0.03), torch.device("cuda")
     with torch._dynamo.config.patch(recompile_limit=4 * len(routes) * len(GRID)):
         for inputs, consumers, loaded in GRID if options.grid == "full" else SMALL:
-            found.append(measure(inputs, consumers, loaded, routes, plan, device))
+            found.append(measure(inputs, consumers, loaded, routes, effort, device))
             print(table(found[-1:], routes), flush=True)
             write_figures(options.out, found, rounds=options.rounds, routes=routes)
     print("latency and throughput, in µs:\n" + table(found, routes))

@@ -20,11 +20,10 @@ def main(job: str) -> int:
     told = json.loads(job)
     from bench.isolated import IMPORTED, PREPARED
     from bench.loading import load_workloads
-    from pygraph_trees.benchmark import Measurement, Plan, compare
+    from pygraph_trees.benchmark import Effort, Measurement, compare
 
     out = Path(told["out"])
     told_to, sys.stdout = sys.stdout, sys.stderr
-    is_prepared = False
 
     def say_and_wait(what: str) -> None:
         print(what, file=told_to, flush=True)
@@ -37,20 +36,16 @@ def main(job: str) -> int:
         os.replace(partial, out)
 
     def progress(done: int, total: int, text: str) -> None:
-        nonlocal is_prepared
-        if text.startswith(("settling ", "timing ")) and not is_prepared:
-            is_prepared = True
-            say_and_wait(PREPARED)
         print(done, total, text, file=told_to, flush=True)
 
-    plan: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in told["plan"].items()
+    effort: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in told["effort"].items()
     }
     workload = load_workloads(Path(told["folder"]))[told["name"]]
     say_and_wait(IMPORTED)
     progress(0, 1, f"building {workload.name}")
     program = workload.build(told["device"])
-    compare(program, told["ways"], Plan(**plan), progress, write)
+    compare(program, told["ways"], Effort(**effort), progress, write, lambda: say_and_wait(PREPARED))
     return 0
 
 

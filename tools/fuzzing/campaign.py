@@ -36,7 +36,7 @@ _MOST_TRIES, _MOST_S = 40, 240.0  # to make a deadly case smaller
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Campaign:
     """The subject and the limits of a campaign."""
 
     device: str
@@ -99,7 +99,7 @@ class Outcome:
     failure: Failure | None = None
 
 
-def run(plan: Plan, progress: Callable[[float, float, str], None]) -> Outcome:
+def run(campaign: Campaign, progress: Callable[[float, float, str], None]) -> Outcome:
     """Checks cases until the time is over or one fails.
 
     Args:
@@ -110,52 +110,52 @@ def run(plan: Plan, progress: Callable[[float, float, str], None]) -> Outcome:
     """
     outcome, start = Outcome(), time.monotonic()
     with contextlib.ExitStack() as stack:
-        shares: list[int | None] = [None] * plan.jobs
-        if plan.most_cases is not None:
-            shares = [len(range(number, plan.most_cases, plan.jobs)) for number in range(plan.jobs)]
-        numbers = itertools.count(plan.seed * 1000)
-        workers = [stack.enter_context(_Worker(plan, plan.seconds, next(numbers), share)) for share in shares]
+        shares: list[int | None] = [None] * campaign.jobs
+        if campaign.most_cases is not None:
+            shares = [len(range(number, campaign.most_cases, campaign.jobs)) for number in range(campaign.jobs)]
+        numbers = itertools.count(campaign.seed * 1000)
+        workers = [stack.enter_context(_Worker(campaign, campaign.seconds, next(numbers), share)) for share in shares]
         while workers and outcome.failure is None:
             time.sleep(_POLL_S)
             seen = replace(outcome.counts, uses=dict(outcome.counts.uses))
             for worker in workers:
                 seen.add(worker.counts())
             # Less than the total, which is reported once, at the end.
-            progress(min(plan.seconds * 0.999, time.monotonic() - start), plan.seconds, str(seen))
+            progress(min(campaign.seconds * 0.999, time.monotonic() - start), campaign.seconds, str(seen))
             for worker in [w for w in workers if w.ended()]:
                 workers.remove(worker)
                 outcome.counts.add(worker.counts())
-                by_torch = worker.lost_by_eager or _control_dies(plan, worker)
+                by_torch = worker.lost_by_eager or _control_dies(campaign, worker)
                 if by_torch and not worker.lost_by_eager:
                     outcome.counts.torch_differs += 1
                 elif not by_torch:
-                    outcome.failure = outcome.failure or _failure(plan, worker)
-                left = plan.seconds - (time.monotonic() - start)
+                    outcome.failure = outcome.failure or _failure(campaign, worker)
+                left = campaign.seconds - (time.monotonic() - start)
                 if by_torch and left > 0:
-                    workers.append(stack.enter_context(_Worker(plan, left, next(numbers), worker.share_left())))
-    progress(plan.seconds, plan.seconds, str(outcome.counts))
+                    workers.append(stack.enter_context(_Worker(campaign, left, next(numbers), worker.share_left())))
+    progress(campaign.seconds, campaign.seconds, str(outcome.counts))
     return outcome
 
 
-def _control_dies(plan: Plan, worker: _Worker) -> bool:
+def _control_dies(campaign: Campaign, worker: _Worker) -> bool:
     """Whether the case that killed a worker also kills one that runs only the control."""
     case = worker.last_case() if worker.cause is not None else None
-    if case is None or plan.control is None:
+    if case is None or campaign.control is None:
         return False
-    with _alone(replace(plan, under_test=plan.control, control=None, exactly=None), case) as single:
+    with _alone(replace(campaign, under_test=campaign.control, control=None, exactly=None), case) as single:
         return single.cause is not None
 
 
 @contextlib.contextmanager
-def _alone(plan: Plan, case: Case) -> Iterator[_Worker]:
+def _alone(campaign: Campaign, case: Case) -> Iterator[_Worker]:
     """A worker that has run one case and has ended."""
-    with _Worker(plan, 0.0, 0, 1, case) as single:
+    with _Worker(campaign, 0.0, 0, 1, case) as single:
         while not single.ended():
             time.sleep(_POLL_S)
         yield single
 
 
-def _failure(plan: Plan, worker: _Worker) -> Failure | None:
+def _failure(campaign: Campaign, worker: _Worker) -> Failure | None:
     """The failure of a worker that has ended, if any."""
     if worker.cause is None:
         return worker.failure()
@@ -164,7 +164,7 @@ def _failure(plan: Plan, worker: _Worker) -> Failure | None:
         raise RuntimeError(f"the worker died before its first case: {worker.cause}")
 
     def fails(smaller: Case) -> bool:
-        with _alone(plan, smaller) as single:
+        with _alone(campaign, smaller) as single:
             return single.cause is not None or single.failure() is not None
 
     return Failure(reduce(case, fails, _MOST_TRIES, _MOST_S), worker.cause)
@@ -173,7 +173,9 @@ def _failure(plan: Plan, worker: _Worker) -> Failure | None:
 class _Worker:
     """A worker process with its folder; ``cause`` says what killed it."""
 
-    def __init__(self, plan: Plan, seconds: float, seed: int, most: int | None, case: Case | None = None) -> None:
+    def __init__(
+        self, campaign: Campaign, seconds: float, seed: int, most: int | None, case: Case | None = None
+    ) -> None:
         self.cause: str | None = None
         self.lost_by_eager = False
         self._most = most
@@ -181,9 +183,9 @@ class _Worker:
         self._path = Path(self._folder.name)
         if case is not None:
             (self._path / "given.py").write_text(case.text(), encoding="utf-8")
-        told = {**asdict(plan), "seconds": seconds, "seed": seed, "most_cases": most, "folder": self._folder.name}
+        told = {**asdict(campaign), "seconds": seconds, "seed": seed, "most_cases": most, "folder": self._folder.name}
         # Several workers fill the machine, and pools of compile processes take long to start.
-        one = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if plan.jobs > 1 else {}
+        one = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if campaign.jobs > 1 else {}
         path = os.pathsep.join(filter(None, [str(TOOLS), str(TOOLS.parent), os.environ.get("PYTHONPATH")]))
         self._log = (self._path / "log.txt").open("wb")
         self._process = subprocess.Popen(

@@ -20,7 +20,7 @@ import torch
 
 from pygraph_trees.cli.progress import Progress
 
-from .campaign import Plan, run
+from .campaign import Campaign, run
 from .case import read
 from .check import InvalidCase, Mismatch, check
 
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
 
     seed = random.randrange(1 << 30) if options.seed is None else options.seed
     print(f"seed {seed}, {options.jobs} jobs")  # they give the same programs again
-    plan = Plan(
+    campaign = Campaign(
         device="cuda" if on_gpu else "cpu",
         under_test=way,
         control=control,
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
         most_cases=options.cases,
         jobs=options.jobs,
     )
-    outcome = run(plan, Progress())
+    outcome = run(campaign, Progress())
     print(outcome.counts)
     print(outcome.counts.table())
     if outcome.failure is None:

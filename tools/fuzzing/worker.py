@@ -1,4 +1,4 @@
-"""Checks cases in this process: ``python -m fuzzing.worker PLAN``, with the plan as JSON (see ``campaign.py``).
+"""Checks cases in this process: ``python -m fuzzing.worker CAMPAIGN``, with the campaign as JSON (see ``campaign.py``).
 
 Writes into its folder: ``case.py``, the running case; ``counts.json``; and after a failure ``failure.json``, with the
 smallest case that fails. Exit status: 0, :data:`campaign.FAILED`, or, if the GPU is lost, :data:`campaign.POISONED`, or
@@ -152,8 +152,8 @@ class Worker:
         os.replace(partial, self._folder / name)
 
 
-def main(plan: str) -> int:
-    told = json.loads(plan)
+def main(campaign: str) -> int:
+    told = json.loads(campaign)
     warnings.simplefilter("ignore")
     worker = Worker(told)
     given = Path(told["folder"]) / "given.py"

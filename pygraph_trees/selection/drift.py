@@ -1,6 +1,6 @@
 """Detects that calls have changed since a decision was made.
 
-A :class:`Look` is one sampled call: its times, run the way that was decided, and whether the GPU was idle before it.
+A :class:`Sample` is one call: its times, run the way that was decided, and whether the GPU was idle before it.
 The first window of samples after a decision sets the reference. If two consecutive windows differ from it, the load has
 changed: sizes, other work, or what waits for what. A window consists of consecutive samples with the same sizes;
 constantly changing sizes never fill one.
@@ -14,37 +14,37 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Sample:
     host_us: float  # until the call returns
     gpu_us: float  # between an event before and one after the call
-    is_idle: bool  # whether the GPU is idle before the call
+    was_idle: bool  # whether the GPU was idle before the call
     sizes: tuple[int, ...] = ()  # integers among the inputs
 
 
 @dataclass(frozen=True, slots=True)
-class ShiftRules:
-    looks: int = 5  # in a window
+class DriftRules:
+    samples: int = 5  # in a window
     windows: int = 2
     factor: float = 1.5  # ratio of times that counts as a change
     floor_us: float = 5.0  # difference that a change needs as well
     idle: float = 0.5  # difference of idle shares that counts as a change
 
 
-class Shift:
+class Drift:
     """The samples after one decision."""
 
-    def __init__(self, rules: ShiftRules = ShiftRules()) -> None:
+    def __init__(self, rules: DriftRules = DriftRules()) -> None:
         self._rules = rules
-        self._first: Sequence[Look] = ()
-        self._window: list[Look] = []
+        self._first: Sequence[Sample] = ()
+        self._window: list[Sample] = []
         self._other = 0  # consecutive windows that differ from the first
 
-    def accepts(self, look: Look) -> bool:
-        """Adds a sample and says whether the calls have changed."""
-        if self._window and self._window[-1].sizes != look.sizes:
+    def add(self, sample: Sample) -> bool:
+        """Adds a sample; returns whether the calls have changed."""
+        if self._window and self._window[-1].sizes != sample.sizes:
             self._window.clear()
-        self._window.append(look)
-        if len(self._window) < self._rules.looks:
+        self._window.append(sample)
+        if len(self._window) < self._rules.samples:
             return False
         window, self._window = self._window, []
         if not self._first:
@@ -53,11 +53,11 @@ class Shift:
         self._other = self._other + 1 if self._differ(self._first, window) else 0
         return self._other >= self._rules.windows
 
-    def _differ(self, one: Sequence[Look], other: Sequence[Look]) -> bool:
-        idle = (statistics.fmean(look.is_idle for look in looks) for looks in (one, other))
+    def _differ(self, one: Sequence[Sample], other: Sequence[Sample]) -> bool:
+        idle = (statistics.fmean(sample.was_idle for sample in samples) for samples in (one, other))
         return (
-            self._are_apart(*(statistics.median(look.host_us for look in looks) for looks in (one, other)))
-            or self._are_apart(*(statistics.median(look.gpu_us for look in looks) for looks in (one, other)))
+            self._are_apart(*(statistics.median(sample.host_us for sample in samples) for samples in (one, other)))
+            or self._are_apart(*(statistics.median(sample.gpu_us for sample in samples) for samples in (one, other)))
             or abs(next(idle) - next(idle)) > self._rules.idle
         )
 

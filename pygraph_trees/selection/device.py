@@ -1,0 +1,63 @@
+"""What a trial needs of a GPU: the time between two places in its current stream, and its cached memory.
+
+Nothing here waits for the GPU. A :class:`TimedCall` is complete on the host when the call returns; its GPU time is read
+later, when the GPU has reached the end mark.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class Device(Protocol):
+    def is_idle(self) -> bool:
+        """Whether the GPU has finished the stream's work."""
+
+    def mark(self) -> Any:
+        """Marks a place in the stream."""
+
+    def us_between(self, begin: Any, end: Any) -> float | None:
+        """GPU time between two marks; None if the GPU has not reached the second one."""
+
+    def make_room(self) -> None:
+        """Frees cached memory of un-graphed calls, which graph warm-up would not reclaim, and the other way round."""
+
+
+class CudaDevice:
+    """A :class:`Device` for the CUDA device with this index."""
+
+    def __init__(self, index: int) -> None:
+        import torch
+
+        self._cuda, self._index = torch.cuda, index
+
+    def is_idle(self) -> bool:
+        idle: bool = self._cuda.current_stream(self._index).query()
+        return idle
+
+    def mark(self) -> Any:
+        event = self._cuda.Event(enable_timing=True)
+        event.record(self._cuda.current_stream(self._index))
+        return event
+
+    def us_between(self, begin: Any, end: Any) -> float | None:
+        return begin.elapsed_time(end) * 1e3 if end.query() else None
+
+    def make_room(self) -> None:
+        self._cuda.empty_cache()
+
+
+@dataclass(frozen=True, slots=True)
+class TimedCall:
+    """A call whose GPU work may still be running."""
+
+    was_idle: bool  # whether the GPU was idle before the call
+    host_us: float
+    begin: Any  # marks in the stream
+    end: Any  # None for a graphed call that was no plain replay
+    used_graphs: bool  # whether it warmed up, recorded or replayed anything
+
+    def gpu_us(self, device: Device) -> float | None:
+        """None if the GPU has not finished the call."""
+        return device.us_between(self.begin, self.end)

@@ -1,0 +1,123 @@
+"""The measured calls of one function, graphed and un-graphed.
+
+:meth:`Measurements.time` runs a call once and times it; :meth:`Measurements.add` counts it as measured, and
+:meth:`Measurements.collect` reads the times of calls that the GPU has finished. The first calls of each way are not
+measured, nor is a graphed call that is no plain replay. Nothing waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .decision import Execution, Handed, Part, Restless, Timings
+from .device import TimedCall
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pygraph_trees.report.log import FunctionLog
+
+    from .device import Device
+
+    Run = Callable[[list[Any]], Any]
+
+# Calls of each way that are not measured: kernels are chosen, caches fill.
+_UNMEASURED = {Execution.UNGRAPHED: 2, Execution.GRAPHED: 1}
+_MOST_GRAPHED = 100  # newest graphed calls whose host time is kept, replays or not
+
+
+@dataclass(slots=True)
+class _Calls:
+    """Measured calls of one way."""
+
+    unmeasured: int  # calls to make before the first measured one
+    host_us: list[float] = field(default_factory=list)
+    gpu_us: list[float] = field(default_factory=list)
+
+    def timings(self, launches: int) -> Timings:
+        return Timings.of(self.host_us, self.gpu_us, launches)
+
+
+class Measurements:
+    def __init__(self, log: FunctionLog, device: Device) -> None:
+        self._log, self._device = log, device
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Discards all measurements."""
+        self._calls = {way: _Calls(unmeasured) for way, unmeasured in _UNMEASURED.items()}
+        self._pending: deque[tuple[Execution, TimedCall]] = deque()  # the GPU has not finished them
+        self._graphed_us: deque[float] = deque(maxlen=_MOST_GRAPHED)
+        self._replays = 0
+
+    def time(self, way: Execution, run: Run, inputs: list[Any]) -> tuple[Any, TimedCall]:
+        """Runs a call; returns its outputs and its times."""
+        before = self._counts()
+        was_idle, begin = self._device.is_idle(), self._device.mark()
+        start = time.perf_counter_ns()
+        outputs = run(inputs)
+        host_us = (time.perf_counter_ns() - start) / 1e3
+        after = self._counts()
+        is_replay = way is Execution.GRAPHED and after == (before[0] + 1, before[1])  # no other graph activity
+        end = self._device.mark() if is_replay or way is Execution.UNGRAPHED else None
+        return outputs, TimedCall(was_idle, host_us, begin, end, used_graphs=after != before)
+
+    def _counts(self) -> tuple[int, int]:
+        """The number of replays, and of recordings and warm-ups."""
+        recordings = self._log.recordings
+        return sum(recording.replays for recording in recordings), len(recordings) + self._log.warmups
+
+    def add_graphed(self, call: TimedCall) -> None:
+        """Notes a graphed call, measured or not, unless it ran un-graphed after all."""
+        if call.used_graphs:
+            self._graphed_us.append(call.host_us)
+            self._replays += call.end is not None
+
+    def add(self, way: Execution, call: TimedCall, most: int) -> bool:
+        """Adds a call with an end mark; returns whether it is measured: it is none of the first, or of too many."""
+        calls = self._calls[way]
+        if calls.unmeasured:
+            calls.unmeasured -= 1
+            return False
+        if self.made(way) >= most:
+            return False
+        self._pending.append((way, call))
+        return True
+
+    def collect(self) -> None:
+        """Reads the times of the calls that the GPU has finished."""
+        while self._pending:
+            way, call = self._pending[0]
+            gpu_us = call.gpu_us(self._device)
+            if gpu_us is None:
+                return
+            self._pending.popleft()
+            if way is Execution.GRAPHED and call.was_idle:
+                gpu_us = max(0.0, gpu_us - call.host_us)
+            self._calls[way].host_us.append(call.host_us)
+            self._calls[way].gpu_us.append(gpu_us)
+
+    def drop_pending(self) -> None:
+        self._pending.clear()
+
+    def finished(self, way: Execution) -> int:
+        """Measured calls that the GPU has finished."""
+        return len(self._calls[way].host_us)
+
+    def made(self, way: Execution) -> int:
+        """Measured calls, including those that the GPU has not finished."""
+        return self.finished(way) + sum(pending[0] is way for pending in self._pending)
+
+    def restless(self) -> Restless:
+        return Restless(self._calls[Execution.UNGRAPHED].host_us, self._graphed_us, self._replays)
+
+    def part(self, handed: Handed) -> Part:
+        """The function's part of a comparison; both ways must have finished calls."""
+        last = self._log.recordings[-1]
+        launches = (last.kernels or 0) + (last.other_nodes or 0)
+        graphed = self._calls[Execution.GRAPHED].timings(1)
+        ungraphed = self._calls[Execution.UNGRAPHED].timings(max(1, launches)).without_waits(graphed.gpu_us)
+        return Part(ungraphed, graphed, handed, last.kernels or 0, last.copied_bytes)
