@@ -1,7 +1,7 @@
 """Patch of ``torch.compile``'s options: a flag given in ``options=`` is checked at once.
 
-The check runs before Inductor applies any of the options, so a wrong value raises in ``torch.compile``, and not when the
-function is first called.
+The check runs before Inductor applies any of the options, so a wrong value raises in ``torch.compile``, and not at the
+function's first call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""More programs of ``test_trees_*`` with inputs by address, as ``test_address_parity.py`` has them."""
+"""More programs of ``test_trees_*`` with inputs by address, run as in ``test_address_parity.py``."""
 
 from __future__ import annotations
 

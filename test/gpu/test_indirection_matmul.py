@@ -1,4 +1,4 @@
-"""Matmuls that read live inputs: no byte is copied, whichever library or kernel does them."""
+"""Matmuls that read live inputs: no byte is copied, whichever library or kernel computes them."""
 
 from __future__ import annotations
 

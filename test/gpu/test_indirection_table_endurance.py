@@ -6,7 +6,7 @@ import test_indirection_endurance as by_patch
 from indirection import Facts
 from torch.testing._internal.common_utils import run_tests
 
-RUNS_ALONE = True  # it looks at the memory of the whole GPU
+RUNS_ALONE = True  # it reads the memory in use of the whole GPU
 
 
 class TestEnduranceByTable(by_patch.TestIndirectionEndurance):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import test_indirection_kernels as by_patch
 from torch.testing._internal.common_utils import run_tests
 
-# Where all of it is done by kernels of libraries.
+# Programs whose work is all done by library kernels.
 _WITHOUT_TRITON = {"complex", "norms"}
 
 

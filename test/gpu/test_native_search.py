@@ -1,4 +1,4 @@
-"""What is found in captured graphs in C is what is found in Python."""
+"""The search of captured graphs in C finds what the search in Python finds."""
 
 from __future__ import annotations
 

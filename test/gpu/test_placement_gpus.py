@@ -1,4 +1,4 @@
-"""Programs that mix the CPU and several GPUs: left alone, and the report says why."""
+"""Programs that mix the CPU and several GPUs stay unchanged, and the report gives the reason."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class TestTreeInputs(ParityTestCase):
                 ctx.record(x.grad, model.weight.grad)
                 model.zero_grad()
 
-        # Up to 2.14 upstream's outputs of earlier trees, which nobody holds, keep their graphs of autograd's, and so x.
+        # Up to 2.14, unreferenced outputs of upstream's earlier trees keep their autograd graphs, and so x.
         parity = self.parity(program, besides=["allocated bytes"])
         more = (parity.upstream.allocated_bytes or 0) - (parity.ours.allocated_bytes or 0)
         self.assertIn(more, (0, 2 * 512))  # the allocator's smallest blocks
@@ -153,7 +153,7 @@ class TestTreeInputs(ParityTestCase):
             for _ in range(4):
                 ctx.record(f(torch.randn(16, device=ctx.device).as_strided((4, 4), (2, 1))))
 
-        # Partitions are given up without a count.
+        # Upstream gives partitions up without counting it.
         self.assertEqual(self.parity(program).counter("cudagraph_skips"), 0)
 
     def test_overlapping_strides_of_the_whole_graph(self) -> None:

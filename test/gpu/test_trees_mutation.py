@@ -1,4 +1,4 @@
-"""Functions that write to their inputs, and custom operators."""
+"""Functions that mutate their inputs, and custom operators that do so."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ class TestTreePaths(ParityTestCase):
                 for step in range(8):
                     ctx.record(compiled[step % 2](torch.randn(4, 8, device=ctx.device)))
 
-        # The guards of one compiled function fit both modules; their parameters lie elsewhere.
+        # The guards of one compiled function fit both modules, whose parameters are at other addresses.
         tree = self.parity(program).tree
         self.assertEqual(tree.shape, ((0, ()), (0, ())))
         self.assertEqual(tree.fail_count, 2)

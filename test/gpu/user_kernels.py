@@ -1,4 +1,4 @@
-"""A Triton kernel as users write them. Needs Triton to be imported."""
+"""A Triton kernel of the kind that users write. Triton must be importable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def add_kernel(x_ptr, y_ptr, out_ptr, count, BLOCK: tl.constexpr):
 
 
 def added(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The sum of two contiguous tensors of one shape."""
+    """The sum of two contiguous tensors of the same shape."""
     out = torch.empty_like(x)
     add_kernel[(triton.cdiv(x.numel(), 1024),)](x, y, out, x.numel(), BLOCK=1024)
     return out
