@@ -1,4 +1,4 @@
-"""Runs a program under upstream's trees and under ours, and checks that the program cannot tell them apart.
+"""Runs a program under upstream's trees and under ours, and checks that it cannot tell them apart.
 
 A *program* takes a :class:`Context`: it compiles functions, calls them and notes facts. It runs in eager (the oracle
 for some notes), without the patches, and with the patches but all features off. The transcripts of the two compiled

@@ -1,6 +1,7 @@
 """Calls programs that mix CPU and GPU, and compares them with eager.
 
-Values, devices, types and strides must be equal, and the same outputs must share memory.
+Values, devices, types and strides must be equal, and the same outputs must share memory. The report must count as many
+partitions as the program announces.
 """
 
 from __future__ import annotations

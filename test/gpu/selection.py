@@ -1,4 +1,8 @@
-"""Base of the tests of functions whose graphs are chosen by measurement."""
+"""Base of the tests of functions whose graphs are chosen by measurement.
+
+The flag is on, and decisions are stored in a temporary folder. :func:`decided` sets the outcome of trials, since
+measurements depend on the machine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""tools/examples on a GPU: results are equal to those of upstream's graphs, and no input is copied."""
+"""tools/examples on a GPU: results are equal to those of upstream's graphs, and no input is copied.
+
+Each example runs in another process, and writes its results and the report's counts of replays and recordings.
+"""
 
 from __future__ import annotations
 

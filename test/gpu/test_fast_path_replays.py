@@ -1,4 +1,8 @@
-"""The fast path: which calls take it, that their results are right, and that other calls take the slow path."""
+"""The fast path: which calls take it, that their results are right, and that other calls take the slow path.
+
+Counters tell how many calls tried and took it. Programs have moving inputs, several recordings, branches, views and
+gradients.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Many replays with new addresses: nothing grows, and peak memory is upstream's minus the copies.
 
-``PYGRAPH_REPLAYS`` is the number of replays, 2,000 by default; 100,000 take some minutes.
+``PYGRAPH_REPLAYS`` is the number of replays, 2,000 by default; 100,000 take some minutes. It reads the memory in use of
+the whole GPU.
 """
 
 from __future__ import annotations

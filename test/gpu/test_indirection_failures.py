@@ -1,6 +1,7 @@
 """Driver calls that fail, one by one, and models that fail during their capture.
 
-Results are right, the recording works, and the report gives the reason.
+After each failure results are right, the recording works, and the report gives the reason. Failures are injected into
+the driver's methods.
 """
 
 from __future__ import annotations

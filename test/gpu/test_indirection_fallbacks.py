@@ -1,4 +1,8 @@
-"""Inputs that cannot be patched, always or at one call: right results, a working recording, a reason in the report."""
+"""Inputs that cannot be patched, always or at one call: right results, a working recording, a reason in the report.
+
+Each program runs un-graphed and graphed while its inputs move (``indirection.py``). Both must leave the same bits, and
+only the announced bytes may be copied.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Outputs that are live inputs, views of them, or saved for the backward: each replay rebuilds them."""
+"""Outputs that are live inputs, views of them, or saved for the backward: each replay rebuilds them.
+
+Each program runs un-graphed and graphed while its inputs move (``indirection.py``). Both must leave the same bits, and
+only the announced bytes may be copied.
+"""
 
 from __future__ import annotations
 

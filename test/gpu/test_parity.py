@@ -1,4 +1,8 @@
-"""The parity harness itself: it must report every difference between the sides."""
+"""The parity harness itself: it must report every difference between the sides.
+
+Each test plants one difference: in values, recordings, errors, counters, warnings, memory, random state or classes.
+Equal programs must pass.
+"""
 
 from __future__ import annotations
 

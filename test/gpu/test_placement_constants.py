@@ -1,4 +1,8 @@
-"""Values from constants have eager's bits on the GPU, for known, symbolic and large sizes."""
+"""Values from constants have eager's bits on the GPU, for known, symbolic and large sizes.
+
+Small values are folded at compile time, exact ones are made on the GPU, and the others are copied. They may be mutated,
+returned or differentiated.
+"""
 
 from __future__ import annotations
 

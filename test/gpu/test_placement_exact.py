@@ -1,4 +1,7 @@
-"""Programs that mix CPU and GPU, with floating-point work left on the CPU; and the accuracy of moved work."""
+"""Programs that mix CPU and GPU, with floating-point work left on the CPU; and the accuracy of moved work.
+
+Results without rounding must have eager's bits. Moved functions may differ from the CPU's by one number.
+"""
 
 from __future__ import annotations
 

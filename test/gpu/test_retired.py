@@ -1,4 +1,7 @@
-"""Memory of recordings that are gone: it returns to the driver and the allocator, but not before their launches end."""
+"""Memory of recordings that are gone: it returns to the driver and the allocator, but not before their launches end.
+
+The tests drop functions while launches are queued, on one stream or two, with placeholders and with tables.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Trials on a GPU: the measurements decide, decisions are kept, and memory is given back."""
+"""Trials on a GPU: the measurements decide, decisions are kept, and memory is given back.
+
+The tests cover functions that are chosen after others, in training, with errors in a trial, and with loads and numbers
+that change.
+"""
 
 from __future__ import annotations
 

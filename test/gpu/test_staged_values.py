@@ -1,4 +1,7 @@
-"""CPU values in graphs: one copy for all of them, right values in each call, and no wait that the program lacks."""
+"""CPU values in graphs: one copy for all of them, right values in each call, and no wait that the program lacks.
+
+Calls are made while the GPU is busy, and with values that are pinned, partly read or needed by later partitions.
+"""
 
 from __future__ import annotations
 

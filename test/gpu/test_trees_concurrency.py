@@ -1,4 +1,8 @@
-"""Threads, streams and devices: programs that use several of them behave as under upstream."""
+"""Threads, streams and devices in programs that record and replay.
+
+Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
+facts. Eager is the oracle for values.
+"""
 
 from __future__ import annotations
 

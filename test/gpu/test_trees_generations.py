@@ -1,4 +1,8 @@
-"""Generations: how long outputs stay valid, the error on reading an overwritten one, step marks, resets."""
+"""Generations: how long outputs stay valid, the error on reading an overwritten one, step marks, resets.
+
+Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
+facts. Eager is the oracle for values.
+"""
 
 from __future__ import annotations
 

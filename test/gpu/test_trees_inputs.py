@@ -1,4 +1,8 @@
-"""Inputs of a recording: parameters that move, marked addresses, alignment, strides, numbers, changing shapes."""
+"""Inputs of a recording: parameters that move, marked addresses, alignment, strides, numbers, changing shapes.
+
+Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
+facts. Eager is the oracle for values.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Patches that are installed and uninstalled while managers and recordings exist."""
+"""Patches that are installed and uninstalled while managers and recordings exist.
+
+Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
+facts. Eager is the oracle for values.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Memory of the pool: sharing between recordings, the cost of copied inputs and intermediates, memory that stays."""
+"""Memory of the pool: sharing between recordings, the cost of copied inputs and intermediates, memory that stays.
+
+Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
+facts. Eager is the oracle for values.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Paths through the tree: chains, branches, liveness, several functions in a step, functions that die."""
+"""Paths through the tree: chains, branches, liveness, several functions in a step, functions that die.
+
+Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
+facts. Eager is the oracle for values.
+"""
 
 from __future__ import annotations
 

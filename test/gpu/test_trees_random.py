@@ -1,4 +1,8 @@
-"""Random numbers in captured functions: replays draw new ones, obey seeds, and advance generators as upstream does."""
+"""Random numbers in captured functions: replays draw new ones, obey seeds, and advance generators as upstream does.
+
+Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
+facts. Eager is the oracle for values.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The ``cudagraphs`` backend, and upstream's settings for graph trees."""
+"""The ``cudagraphs`` backend, and upstream's settings for graph trees.
+
+Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
+facts. Eager is the oracle for values.
+"""
 
 from __future__ import annotations
 

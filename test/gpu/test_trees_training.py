@@ -1,4 +1,8 @@
-"""Forward and backward: gradients, accumulation, pending backwards, inference and training of one module."""
+"""Forward and backward: gradients, accumulation, pending backwards, inference and training of one module.
+
+Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
+facts. Eager is the oracle for values.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A Triton kernel of the kind that users write. Triton must be importable."""
+"""A Triton kernel of the kind that users write.
+
+Compiled functions launch it, and indirection must find the addresses of its inputs among its parameters. Importing this
+module needs Triton.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Operators of the kind that users write, which hide addresses, or capture copies and fills.
 
-Importing this module registers them.
+Importing this module registers them. Indirection must notice that an address is hidden, and patch copies and fills.
 """
 
 from __future__ import annotations
