@@ -1,13 +1,9 @@
-"""Everything that changes torch, and nothing else does.
+"""The patches that change torch; no other code changes it.
 
-:func:`install` puts the patches on, :func:`uninstall` takes them off and leaves torch as it was, :func:`status` tells
-how things stand. Importing this package or a module of it changes nothing and needs neither torch nor
-``pygraph_trees``; importing ``pygraph_trees`` installs.
-
-Patches belong to features and go on in the order of :data:`FEATURES`. A feature is put on as a whole: where one of
-its patches does not fit the torch that is there, none of them is applied, torch keeps its own behaviour there, and
-one warning names the feature, the target and the version. With ``PYGRAPH_DISABLE=1`` in the environment torch is left
-alone (:mod:`.environment` says what else counts as 1).
+:func:`install` applies the patches, feature by feature, and :func:`uninstall` restores torch. If a patch of a feature
+does not fit the installed torch, none of that feature's patches is applied, and one warning says so. With
+``PYGRAPH_DISABLE=1`` none is applied. Importing this package changes nothing and needs neither torch nor
+``pygraph_trees``, whose import installs the patches.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from .environment import disabled
 if TYPE_CHECKING:
     from .patch import Patch
 
-# In the order in which they go on; a feature's patches stand in the modules that are named behind it.
+# In the order in which they are applied; each feature with the modules that hold its patches.
 FEATURES: dict[str, tuple[str, ...]] = {
     "flags": ("config", "torch_compile"),
     "trees": ("cudagraph_trees", "compile_fx", "output_code", "autograd_cache"),
@@ -37,10 +33,10 @@ FEATURES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How a feature stands."""
+    """The state of a feature."""
 
     feature: str
-    state: str  # "on", "off", "disabled" (by PYGRAPH_DISABLE), "mismatch" (does not fit this torch)
+    state: str  # "on", "off", "disabled" (by PYGRAPH_DISABLE) or "mismatch" (does not fit this torch)
     targets: tuple[str, ...]  # what its patches change
     mismatches: tuple[str, ...] = ()  # why it does not fit, a line each
 
@@ -58,10 +54,10 @@ def patches(feature: str) -> tuple[Patch, ...]:
 
 
 def install() -> tuple[Status, ...]:
-    """Puts on every feature that fits and is not on yet; doing it again does nothing."""
+    """Applies every feature that fits and is not on yet; a second call does nothing."""
     global _busy
     with _lock:
-        # Importing the replacements imports pygraph_trees, which installs: that inner call has nothing to do.
+        # Importing the replacements imports pygraph_trees, which calls this function: the inner call has nothing to do.
         if not _busy and not disabled():
             _busy = True
             try:
@@ -109,7 +105,7 @@ def _take_off(undo: list[Callable[[], None]]) -> None:
 
 
 def uninstall() -> tuple[Status, ...]:
-    """Takes everything off, in the reverse order; what is compiled and recorded already goes on working."""
+    """Undoes all patches in reverse order; programs that are already compiled and recorded keep working."""
     with _lock:
         for feature in reversed(FEATURES):
             _take_off(_undo.pop(feature, []))
@@ -117,7 +113,7 @@ def uninstall() -> tuple[Status, ...]:
 
 
 def status() -> tuple[Status, ...]:
-    """How each feature stands, in the order of application."""
+    """The state of each feature, in the order of application."""
     with _lock:
         return tuple(_status(feature) for feature in FEATURES)
 

@@ -1,4 +1,8 @@
-"""Patch of ``torch._functorch._aot_autograd.aot_autograd_result``: a program that comes from AOTAutograd's cache."""
+"""Patch of ``torch._functorch._aot_autograd.aot_autograd_result``: programs that come from AOTAutograd's cache.
+
+For such a program only the cache's entry has AOTAutograd's metadata, which a compilation leaves in the tracing context.
+The replacement keeps it while the program's graphs are put to use.
+"""
 
 from __future__ import annotations
 

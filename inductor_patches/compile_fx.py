@@ -1,5 +1,9 @@
-"""Patches of ``torch._inductor.compile_fx``: ``cudagraphify``, through which every whole graph and every partition
-passes, the passes over a graph and the graphs inside of it, and ``compile_fx`` itself."""
+"""Patches of ``torch._inductor.compile_fx``.
+
+Every whole graph and every partition goes through ``cudagraphify``, which becomes the drop-in's. The passes over a
+graph are counted, so that placement knows a graph inside another one, and ``compile_fx`` compiles without CUDA graphs
+if the flags say so.
+"""
 
 from __future__ import annotations
 

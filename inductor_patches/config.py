@@ -1,14 +1,9 @@
-"""The flags in ``torch._inductor.config.triton``: entries that check what they are given, and their part in cache
-keys.
+"""The flags in ``torch._inductor.config.triton``: entries that check their values.
 
-Entries go into ``config._config``, the table for attribute access, ``config.patch``, ``torch.compile(options=...)``
-and the cache keys. Registering an entry is what keeps artifacts of patched and unpatched processes apart: every entry
-is part of the FX and AOTAutograd keys unless its name is in ``_cache_config_ignore_prefix``, where flags that act at
-run time only are added. ``pygraph_version`` is an entry for that purpose alone: the version, and a hash of the code
-that shapes artifacts.
-
-An override is a context variable or an attribute of the entry; both are replaced by something that checks the value
-first. Undoing takes the entries out again.
+Entries are added to ``config._config``, and undoing removes them. Each one is part of the FX and AOTAutograd cache
+keys, which keeps artifacts of patched and unpatched processes apart, unless its name is in
+``_cache_config_ignore_prefix``, as for flags that act only at run time. The entry ``pygraph_version`` holds the version
+and a hash of the code that shapes artifacts.
 """
 
 from __future__ import annotations
@@ -30,7 +25,7 @@ _PREFIX = "triton."
 
 
 class _CheckedOverride:
-    """Stands for an entry's context variable, and checks what is set."""
+    """Replaces an entry's context variable, and checks each value that is set."""
 
     def __init__(self, variable: Any, flag: Flag, unset: object) -> None:
         self._variable = variable
@@ -44,7 +39,7 @@ class _CheckedOverride:
         return self._variable.set(value if value is self._unset else self._flag.check(value))
 
     def reset(self, token: Any) -> None:
-        """As 2.15 takes back what a patch of the configuration set."""
+        """Undoes a patch of the configuration, in the way of torch 2.15."""
         self._variable.reset(token)
 
 
@@ -54,7 +49,7 @@ def _entry(flag: Flag) -> Any:
     from pygraph_trees.compat import has_context_overrides
 
     unset = _config_module._UNSET_SENTINEL
-    # A union is what `torch.compile(options=...)` does not check by itself.
+    # `torch.compile(options=...)` does not check the value of an entry whose type is a union.
     declared = _config_module._Config(default=flag.default, value_type=str | bool if flag.is_switch else str)
     if has_context_overrides():
         entry = _config_module._ConfigEntry(declared, _PREFIX + flag.name)
@@ -91,7 +86,7 @@ def _attribute_entry(flag: Flag, unset: object) -> type:
 
 
 def _mark_dirty(config: Any) -> None:
-    """Makes the config recompute its dictionary and hash: entries came or went."""
+    """Makes the config compute its dictionary and hash again after entries were added or removed."""
     from pygraph_trees.compat import has_dirty_keys, has_hash_variable
 
     if has_dirty_keys():
@@ -103,7 +98,7 @@ def _mark_dirty(config: Any) -> None:
 
 
 def _ignored_prefix_lists(config: Any) -> list[list[str]]:
-    """The lists of prefixes left out of cache keys: the default, and the copy made of it when it was first read."""
+    """The lists of prefixes left out of cache keys: the default, and the copy made when it was first read."""
     from pygraph_trees.compat import has_context_overrides
 
     entry = config._config["_cache_config_ignore_prefix"]
@@ -113,7 +108,7 @@ def _ignored_prefix_lists(config: Any) -> list[list[str]]:
 
 @functools.cache
 def _version() -> str:
-    """Of the code that shapes artifacts; if it cannot be read, of this process alone, which then shares none."""
+    """The version of the code that shapes artifacts; if it cannot be read, one for this process, which shares none."""
     from pygraph_trees.code_hash import artifact_hash
     from pygraph_trees.version import __version__
 

@@ -1,7 +1,7 @@
-"""Patches of ``torch._inductor.cudagraph_trees``: our recording and manager, the entry of functions, the reset of all.
+"""Patches of ``torch._inductor.cudagraph_trees``: our recording and manager, the entry of functions, and the reset.
 
-All four names are looked up in the module when they are used, so rebinding them there is enough; thread-local state,
-liveness and pool rules and whatever a torch version adds stay upstream's.
+Upstream looks all four names up in the module when it uses them, so rebinding them there is enough. Thread-local state,
+liveness and pool rules, and additions of a torch version, stay upstream's.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The ``PYGRAPH_`` variables of the environment: what they say, and one warning for each that says nothing.
+"""The ``PYGRAPH_`` variables of the environment.
 
 A switch is on for ``1``, ``true``, ``yes`` and ``on``, off for ``0``, ``false``, ``no`` and ``off``, in any case; an
-empty variable counts as unset. A value that means nothing is ignored: its default stays in force, and a warning names
-the variable, the value and what is allowed. An unknown variable is ignored with a warning that names the one most like
-it. No value stops an import. Needs neither torch nor ``pygraph_trees``.
+empty variable counts as unset. An invalid value is ignored: its default holds, and one warning names the variable, the
+value and the allowed ones. For an unknown variable, a warning names the most similar one. Nothing raises. This module
+needs neither torch nor ``pygraph_trees``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .patch import PatchWarning
 DISABLE = "PYGRAPH_DISABLE"
 BUILD = "PYGRAPH_BUILD"
 PREFIX = "PYGRAPH_"
-# Those of the tests, which read them on their own.
+# Variables that only the tests read.
 _OTHERS = ("PYGRAPH_FUZZ_PROGRAMS", "PYGRAPH_REPLAYS", "PYGRAPH_STRESS", "PYGRAPH_TEST_PART")
 _ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _told: set[tuple[str, str]] = set()  # variables and values that were warned of
@@ -33,7 +33,7 @@ class VariableIgnored(PatchWarning):
 
 
 def disabled() -> bool:
-    """Whether ``PYGRAPH_DISABLE`` asks to leave torch alone; a value that means nothing does not."""
+    """Whether ``PYGRAPH_DISABLE`` is on, so that torch must not be patched; false for an invalid value."""
     found = choice(DISABLE, ("off", "on"), "The patches go on.")
     return found == "on"
 
@@ -44,11 +44,11 @@ def builds() -> bool:
 
 
 def choice(variable: str, values: Sequence[str], instead: str) -> str | None:
-    """The one of ``values`` that a variable names; None if it is unset or names none, which is warned of.
+    """The one of ``values`` that a variable names; None if it is unset, or after a warning if it names none.
 
     Args:
         values: lower case; if these are "off" and "on", the variable is a switch.
-        instead: a sentence on what holds if the value is ignored.
+        instead: a sentence that tells what holds if the value is ignored.
     """
     value = os.environ.get(variable, "")
     word = value.strip().lower()
@@ -65,7 +65,7 @@ def choice(variable: str, values: Sequence[str], instead: str) -> str | None:
 
 
 def warn_of_unknown(known: Iterable[str]) -> None:
-    """Warns of each ``PYGRAPH_`` variable that neither ``known`` nor this module names."""
+    """Warns of each ``PYGRAPH_`` variable that is neither in ``known`` nor named in this module."""
     names = {name.removeprefix(PREFIX): name for name in (DISABLE, BUILD, *known, *_OTHERS)}
     for variable, value in sorted(os.environ.items()):
         if variable.startswith(PREFIX) and variable not in names.values():

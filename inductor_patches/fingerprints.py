@@ -1,8 +1,8 @@
-"""What each patch relies on in torch: a table with a row for each definition.
+"""The fingerprints of torch's definitions on which patches rely: a table with a row for each definition.
 
-:func:`fingerprints_of` gives the rows of a patch's target as :class:`Fingerprint` records, one for each span of torch
-versions in which they are the same. A target without rows raises :class:`NoFingerprint`, and text that is no row
-raises :class:`MalformedRow`. Reading the table needs no torch.
+:func:`fingerprints_of` returns the rows of a patch's target as :class:`Fingerprint` records, one for each span of torch
+versions in which the rows do not change. A target without rows raises :class:`NoFingerprint`, a malformed row
+:class:`MalformedRow`. Reading the table needs no torch.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class Expectation:
     module: str  # dotted, "torch._inductor.scheduler"
     name: str  # inside the module, "Scheduler.graph_partition"
     parameters: tuple[str, ...] | None = None  # the leading parameters, None if they do not matter
-    uses: tuple[str, ...] = ()  # what the body must mention: globals, attributes, locals, strings
+    uses: tuple[str, ...] = ()  # names in the body: globals, attributes, locals, strings
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -219,7 +219,7 @@ class Expectation:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What a patch relies on in the torch versions from ``since`` to ``until``, both included."""
+    """The definitions on which a patch relies in the torch versions from ``since`` to ``until``, both included."""
 
     since: Version
     until: Version
@@ -232,7 +232,7 @@ _ROW = re.compile(r"(\d+\.\d+)(?:-(\d+\.\d+))?\s+([\w.]+)(?:\(([\w, ]*)\))?(?::(
 
 
 def fingerprints_of(target: str) -> tuple[Fingerprint, ...]:
-    """What the patch of ``target`` relies on, the oldest torch first."""
+    """The fingerprints of the patch of ``target``, the oldest torch first."""
     try:
         return FINGERPRINTS[target]
     except KeyError:
@@ -240,7 +240,7 @@ def fingerprints_of(target: str) -> tuple[Fingerprint, ...]:
 
 
 def parse_version(text: str) -> Version:
-    """Major and minor number of a torch version: ``"2.13.0+cpu"`` gives ``(2, 13)``."""
+    """Major and minor number of a torch version: ``(2, 13)`` for ``"2.13.0+cpu"``."""
     major, minor = text.split(".")[:2]
     return int(major), int(minor)
 
@@ -271,7 +271,7 @@ def parse(table: str) -> dict[str, tuple[Fingerprint, ...]]:
 
 
 def _joined(table: str) -> Iterator[str]:
-    """The lines of a table, with those that are continued made into one."""
+    """The rows of a table, each with its continuation lines joined."""
     held = ""
     for line in filter(str.strip, table.splitlines()):
         if line.startswith(" " * 5):

@@ -1,11 +1,9 @@
-"""A patch: one change of one torch module, what it relies on, and how it is undone.
+"""A patch: one reversible change of one torch module.
 
-A :class:`Patch` names its target; what it relies on is in the table of :mod:`.fingerprints`. :meth:`Patch.mismatches`
-compares that with the definitions that a :class:`Probe` finds, on live objects (:class:`LiveProbe`) or in source files
-(``tools/check_compat``), and returns what does not fit. A patch that does not fit is never applied.
-
-:meth:`Patch.apply` returns the function that undoes it, putting back the very objects that were there. If other
-code has replaced the target since, undoing leaves that code alone and warns.
+:meth:`Patch.mismatches` compares the target's fingerprints (:mod:`.fingerprints`) with the definitions that a
+:class:`Probe` finds in live objects or in source files, and returns what does not fit; such a patch is never applied.
+:meth:`Patch.apply` returns the function that restores the original objects. If other code has replaced the target
+since, that function leaves it alone and warns.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from .fingerprints import Expectation, Fingerprint, Version, fingerprints_of
 
 
 class PatchWarning(UserWarning):
-    """Base of the warnings of this package, which stands on its own: what reads it need not have torch."""
+    """Base of this package's warnings. The package is usable without torch, so it has a base of its own."""
 
     template: str
 
@@ -41,9 +39,9 @@ class FeatureOff(PatchWarning):
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """What a probe found under a name."""
+    """A definition that a probe found under a name."""
 
-    parameters: tuple[str, ...] | None  # None for what cannot be called with parameters of its own
+    parameters: tuple[str, ...] | None  # None for a definition without parameters of its own
     uses: frozenset[str]
 
 
@@ -54,7 +52,7 @@ class Probe(Protocol):
 
 
 class LiveProbe:
-    """Looks at the imported modules; costs microseconds a definition and reads no source."""
+    """Finds definitions in imported modules, in microseconds each; reads no source."""
 
     def find(self, module: str, name: str) -> Definition | None:
         try:
@@ -87,25 +85,25 @@ def _names(code: CodeType) -> set[str]:
 class Patch(ABC):
     """Base of all patches."""
 
-    feature: str  # "trees": features are switched on and off as a whole
-    removable: str  # since which torch version, or on which change upstream, the patch could go
+    feature: str  # for example "trees"; a feature is on or off as a whole
+    removable: str  # the torch version, or the change upstream, that would make the patch unnecessary
 
     @property
     @abstractmethod
     def target(self) -> str:
-        """What is changed, dotted."""
+        """The dotted name of the changed object."""
 
     @abstractmethod
     def apply(self) -> Callable[[], None]:
-        """Changes the target and returns what undoes it."""
+        """Changes the target and returns the function that undoes the change."""
 
     @property
     def fingerprints(self) -> tuple[Fingerprint, ...]:
-        """What the patch relies on, by torch version."""
+        """The definitions on which the patch relies, by torch version."""
         return fingerprints_of(self.target)
 
     def mismatches(self, probe: Probe, version: Version) -> list[str]:
-        """What does not fit on this torch, one line each; empty where the patch can be applied."""
+        """What does not fit on this torch, one line each; empty if the patch can be applied."""
         spans = [f for f in self.fingerprints if f.since <= version <= f.until]
         if not spans:
             known = ", ".join(f"{_dotted(f.since)} to {_dotted(f.until)}" for f in self.fingerprints)
@@ -131,7 +129,7 @@ def _dotted(version: Version) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rebind(Patch):
-    """Rebinds an attribute of a module or class to what ``replace`` makes of the original."""
+    """Rebinds an attribute of a module or class to the object that ``replace`` makes from the original."""
 
     module: str
     name: str  # inside the module; dotted for a member of a class

@@ -1,6 +1,7 @@
-"""Patch of ``torch._inductor.fx_passes.post_grad``: what moves constructors to the GPU is replaced by placement.
+"""Patch of ``torch._inductor.fx_passes.post_grad``: placement replaces ``move_constructors_to_gpu``.
 
-The name is looked up in the module when the passes run.
+The passes look the name up in the module when they run, so rebinding it there is enough. Placement gets upstream's
+pass, and runs it if placement itself does nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def _move_constructors_to_gpu(upstream: Callable[..., Any]) -> Callable[..., Any
 
 
 def _has_addresses() -> bool:
-    """Imports only now: neither the trees nor the fake GPU are needed to put this patch on."""
+    """Whether recordings are given addresses. It imports late, since the patch is applied without these modules."""
     from pygraph_trees.fake_gpu.presence import is_absent
     from pygraph_trees.trees.recording import gives_addresses
 

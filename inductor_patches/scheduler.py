@@ -1,5 +1,8 @@
-"""Patches of ``torch._inductor.scheduler``: the partitions of a graph are described for the report, and nodes that read
-values of the CPU are no part of a CUDA graph."""
+"""Patches of ``torch._inductor.scheduler``, which divides a graph into partitions.
+
+``Scheduler.graph_partition`` also describes the partitions for the report, and ``Scheduler.should_partition`` also
+keeps the kernels that read CPU values out of CUDA graphs.
+"""
 
 from __future__ import annotations
 

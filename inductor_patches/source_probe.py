@@ -1,7 +1,7 @@
-"""Finds definitions in the source files of a torch that is not imported: a wheel, or a tree that holds ``torch/``.
+"""Finds definitions in the source files of a torch that is not imported: a wheel, or a folder that contains ``torch/``.
 
-:class:`SourceProbe` answers as :class:`~.patch.LiveProbe` does, from syntax trees. A tree that is neither a wheel nor
-holds a torch raises :class:`NoTorchSources`.
+:class:`SourceProbe` answers from syntax trees as :class:`~.patch.LiveProbe` does from objects. A path that is neither a
+wheel nor contains a torch raises :class:`NoTorchSources`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SourceProbe:
 
 
 def _definitions(scope: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    """What a module or class defines: the last definition of a name first, of two branches the first one's."""
+    """The definitions of a module or class: the last one of a name first, and the first branch's of two branches."""
     for statement in reversed(getattr(scope, "body", [])):
         if isinstance(statement, (*_Function, ast.ClassDef)):
             yield statement

@@ -1,4 +1,8 @@
-"""Patch of ``torch.compile``'s options: a flag given there is checked at once."""
+"""Patch of ``torch.compile``'s options: a flag given in ``options=`` is checked at once.
+
+The check runs before Inductor applies any of the options, so a wrong value raises in ``torch.compile``, and not at the
+function's first call.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""``TORCH_LOGS="pygraph"`` and ``"+pygraph"``: the coverage facts as they happen.
+"""``TORCH_LOGS="pygraph"`` and ``"+pygraph"``: the facts of the report as they happen.
 
-torch reads ``TORCH_LOGS`` once, while it is being imported, and raises on a name that it does not know.
-:func:`understood` goes around the first import of torch: it holds the name back, lets torch import, registers it and
-has torch read the variable again. Where torch was imported first, the name was registered by the entry point of the
-installed package (:func:`register`, since torch 2.12); ``TORCH_LOGS="+pygraph_trees"``, the name of the package,
-works everywhere.
+Torch reads ``TORCH_LOGS`` once, during its import, and raises on an unknown name. :func:`understood`, around the first
+import of torch, hides the name, registers it after the import, and lets torch read the variable again. If torch was
+imported earlier, the installed package's entry point has registered the name (:func:`register`, since torch 2.12).
+``TORCH_LOGS="+pygraph_trees"`` always works.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _NAME = "pygraph"
 
 
 def register() -> None:
-    """Makes torch know the log ``pygraph``, which is the logger ``pygraph_trees``."""
+    """Registers the log ``pygraph`` with torch; it is the logger ``pygraph_trees``."""
     from torch._logging import _internal
 
     if not _internal.log_registry.is_log(_NAME):
@@ -28,7 +27,7 @@ def register() -> None:
 
 @contextmanager
 def understood() -> Iterator[None]:
-    """Around ``import torch``: the name in ``TORCH_LOGS`` takes effect."""
+    """Goes around ``import torch``, so that the name in ``TORCH_LOGS`` takes effect."""
     wanted = os.environ.get(_VARIABLE, "")
     names = [name.strip() for name in wanted.split(",")]
     others = [name for name in names if name.lstrip("+-") != _NAME]

@@ -1,7 +1,7 @@
-"""Patch of ``torch._inductor.runtime.triton_heuristics``: how a Triton kernel of Inductor's is launched.
+"""Patch of ``torch._inductor.runtime.triton_heuristics``: launches of Inductor's Triton kernels.
 
-``CachingAutotuner.run`` launches every one of them. It is rebound only while a function is warmed up or captured that
-has a table of addresses (:mod:`pygraph_trees.indirection.table.launches`); at all other times it is upstream's own.
+``CachingAutotuner.run`` launches all of them. It is rebound only while a function is warmed up, or captured with a
+table of addresses (:mod:`pygraph_trees.indirection.table.launches`). At all other times it is upstream's.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _MODULE = "torch._inductor.runtime.triton_heuristics"
 
 @dataclass(frozen=True, slots=True)
 class OnDemand(Rebind):
-    """A rebinding that is offered to those who need it, and is on while they do."""
+    """A rebinding that is offered to other code, and applied while that code needs it."""
 
-    offer: Callable[[Callable[[], Callable[[], None]]], Callable[[], None]]  # returns what withdraws it
+    offer: Callable[[Callable[[], Callable[[], None]]], Callable[[], None]]  # returns the function that withdraws it
 
     def apply(self) -> Callable[[], None]:
         return self.offer(functools.partial(Rebind.apply, self))

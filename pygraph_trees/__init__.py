@@ -1,10 +1,8 @@
-"""CUDA graphs for ``torch.compile(mode="reduce-overhead")``, as a drop-in for torch's own trees.
+"""CUDA graphs for ``torch.compile(mode="reduce-overhead")``, as a drop-in for torch's CUDA graph trees.
 
-``import pygraph_trees`` is all: it patches the torch that is installed (``inductor_patches`` says what and how), and
-compiled programs stay as they are. :func:`report` tells what became of every compiled function and why.
-
-``PYGRAPH_DISABLE=1`` in the environment leaves torch alone. A wrong value there, or in a flag's variable, is ignored
-with a warning; it does not stop the import.
+``import pygraph_trees`` patches the installed torch (see ``inductor_patches``); programs need no change.
+:func:`report` tells what happened to every compiled function and why. With ``PYGRAPH_DISABLE=1`` torch is not patched.
+An invalid value of an environment variable is ignored with a warning, and does not stop the import.
 """
 
 from __future__ import annotations
@@ -37,10 +35,10 @@ inductor_patches.install()
 
 
 def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) -> None:
-    """Compares a function under CUDA graphs, its arguments at new addresses each call, with itself compiled without.
+    """Compares a function compiled with CUDA graphs, and arguments at new addresses at each call, with one without.
 
-    See :func:`pygraph_trees.benchmark.verify.verify`, which it calls. Raises if an output or a written argument
-    differs in any bit, and also if nothing was compared: without a GPU, or if no part of it runs in a CUDA graph.
+    Calls :func:`pygraph_trees.benchmark.verify.verify`. Raises if an output or a mutated argument differs in any bit,
+    and also if nothing was compared: without a GPU, or if no part of the function runs in a CUDA graph.
     """
     from pygraph_trees.benchmark.verify import verify as compare
 

@@ -1,9 +1,9 @@
 """Every question about the version of torch, one function each.
 
-Each is answered by what torch has, never by its number, so that nightly builds and backports get the right answer; a
-comment names the version that brought or ended it. A question without a parameter has one answer for a process, also
-while the patches are on: code that needs it at a replay keeps the answer. A question with a parameter is asked of an
-object. Torch is imported when a question is asked.
+A function looks for what torch has, never at its version number, so nightly builds and backports get the right answer;
+a comment names the version that started or ended it. A question without a parameter has one answer for a process, also
+while patches are on, so code for replays keeps it. A question with a parameter is about an object. Torch is imported
+when a question is asked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def has_trees_per_thread() -> bool:
-    """Whether each thread has trees of its own for a function."""
+    """Whether each thread has its own trees for a function."""
     # Since 2.13.
     from torch._inductor import compile_fx
 
@@ -23,7 +23,7 @@ def has_trees_per_thread() -> bool:
 
 
 def has_capture_lock() -> bool:
-    """Whether captures are made under a lock, because a wait for the device by another thread breaks them."""
+    """Whether captures hold a lock, because another thread's wait for the device breaks them."""
     # Since 2.13.
     from torch._inductor import cudagraph_trees
 
@@ -31,7 +31,7 @@ def has_capture_lock() -> bool:
 
 
 def registers_generators() -> bool:
-    """Whether a node registers generators with its graph, which does not find them at capture."""
+    """Whether a node registers generators with its graph, because a capture does not find them."""
     # Up to 2.13.
     from torch._inductor import cudagraph_trees
 
@@ -56,7 +56,7 @@ def has_skip_table() -> bool:
 
 
 def checks_deaths_after_copies() -> bool:
-    """Whether ``run`` checks that inputs are dead, after it copied them; else it is checked before."""
+    """Whether ``run`` checks that inputs are dead after it has copied them, and not before."""
     # Since 2.15.
     from torch._inductor import cudagraph_trees
 
@@ -70,19 +70,19 @@ def lists_static_tensors(node: Any) -> bool:
 
 
 def lists_copied_inputs(node: Any) -> bool:
-    """Whether a recording has a list of the inputs that it copies, which are else all that are not static."""
+    """Whether a recording has a list of the inputs that it copies; otherwise it copies all that are not static."""
     # Since 2.15.
     return hasattr(node, "input_copy_idxs")
 
 
 def sees_what_autograd_holds(node: Any) -> bool:
-    """Whether a recording counts an output as alive that autograd alone holds."""
+    """Whether a recording counts an output as alive if only autograd holds it."""
     # Since 2.15.
     return hasattr(node, "liveness_check_state")
 
 
 def follows_moved_outputs(node: Any) -> bool:
-    """Whether upstream has a way of its own for outputs of earlier recordings that come from elsewhere."""
+    """Whether upstream itself handles outputs of earlier recordings that come from elsewhere."""
     # Since 2.15.
     return hasattr(node, "mismatched_cudagraph_managed_idxs")
 
@@ -110,7 +110,7 @@ def are_call_marks_wrapped() -> bool:
 
 
 def has_context_overrides() -> bool:
-    """Whether the override of a configuration's entry is a context variable, and not an attribute."""
+    """Whether the override of a configuration entry is a context variable, and not an attribute."""
     # Since 2.12.
     from torch.utils import _config_module
 
@@ -119,7 +119,7 @@ def has_context_overrides() -> bool:
 
 
 def has_hash_variable() -> bool:
-    """Whether a context variable says that a configuration's hash is out of date, and not an attribute."""
+    """Whether a context variable, and not an attribute, tells that a configuration's hash is out of date."""
     # After 2.11.
     from torch._inductor import config
 
@@ -135,19 +135,19 @@ def has_dirty_keys() -> bool:
 
 
 def has_plugins(autotuner: Any) -> bool:
-    """Whether plugins take part in the launches of an autotuner."""
+    """Whether an autotuner has plugins, which take part in its launches."""
     # Since 2.12.
     return bool(getattr(autotuner, "_plugins", ()))
 
 
 def is_for_any_device(autotuner: Any) -> bool:
-    """Whether a kernel is compiled for whatever device it is launched on."""
+    """Whether a kernel is compiled for the device on which it is launched, not for a fixed one."""
     # Since 2.14.
     return autotuner.triton_meta["device"] is None
 
 
 def _upstream_code(kind: type, method: str) -> CodeType:
-    """The code of a method as torch has it, also while a class of ours stands in the place of torch's."""
+    """The code of torch's own method, also while a class of ours replaces torch's."""
     upstream = next(base for base in kind.__mro__ if not base.__module__.startswith("pygraph_trees."))
     code: CodeType = getattr(upstream, method).__code__
     return code

@@ -1,6 +1,7 @@
-"""Whether this process can give graphs addresses: :func:`usable_driver`, asked where a function would be recorded.
+"""Whether this process can give addresses to graphs.
 
-Where it cannot, :func:`why_unusable` says why.
+:func:`usable_driver` is asked when a function is recorded. It returns the driver, or None if ``cuda.bindings`` is not
+installed or a call is missing; one warning per process then gives the reason, which :func:`why_unusable` returns.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class IndirectionOff(PygraphWarning):
 
 @functools.cache
 def usable_driver() -> Driver | None:
-    """The driver, None where it lacks what indirection needs; then one warning says what."""
+    """The driver; None, after one warning, if it lacks a call that indirection needs."""
     why = why_unusable()
     if why is not None:
         warnings.warn(IndirectionOff(why=why), stacklevel=2)
@@ -27,7 +28,7 @@ def usable_driver() -> Driver | None:
 
 
 def why_unusable() -> str | None:
-    """What is missing; None where nothing is."""
+    """Names what is missing, or returns None."""
     found = driver()
     if found is None:
         return "cuda.bindings is not installed"

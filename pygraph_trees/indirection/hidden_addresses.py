@@ -1,10 +1,9 @@
-"""Checks at record time that no unknown kernel holds an input's address where a scan does not see it.
+"""Checks, when a graph is recorded, that no unknown kernel holds an input's address that a scan does not see.
 
-A :class:`Rehearsal` launches a graph before its first launch: once with all inputs copied to their placeholder
-addresses, which is right by construction, then with inputs at their own addresses and other contents at the
-placeholders. A kernel that hid an address reads those, or writes there. Outputs and written inputs must be equal bit by
-bit, and what is at the placeholders unchanged. Memory and generators that a launch changes are put back; what a kernel
-changes that nobody says it does is not known here.
+A :class:`Rehearsal` launches the graph with all inputs at their placeholder addresses, then with inputs at their own
+addresses and other contents at the placeholders. An input for which the results differ in a bit, or the contents
+change, cannot be given by address. Declared changes of memory and generators are undone; undeclared ones are not
+noticed.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _MOST_CHARACTERS = 60  # of a kernel's name, which is mangled
 
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-_NAN, _LARGE = 0xFF, 0x47  # bytes: not a number, and a large one, in all formats
+_NAN, _LARGE = 0xFF, 0x47  # bytes; repeated, they are not a number and a large number in all formats
 
 
 class Item(Protocol):
@@ -39,7 +38,7 @@ class Item(Protocol):
 
 
 class Generator(Protocol):
-    """What is used of a ``torch.Generator`` on the GPU."""
+    """The methods of a ``torch.Generator`` on the GPU that are used here."""
 
     def get_offset(self) -> int: ...
 
@@ -48,18 +47,18 @@ class Generator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a launch reads and writes beside the inputs that have placeholder tensors."""
+    """Values that a launch reads and writes besides the inputs that have placeholder tensors."""
 
-    outputs: Sequence[Any] = ()  # tensors and others; none lies on a placeholder tensor
+    outputs: Sequence[Any] = ()  # tensors and other values; none is in the memory of a placeholder tensor
     kept: Sequence[
         torch.Tensor
-    ] = ()  # inputs that a launch may write over, in the graph pool or because it is asked to
-    written: Sequence[torch.Tensor] = ()  # those of them that the function writes to
-    generators: Sequence[Generator] = ()  # that a launch may draw from
+    ] = ()  # inputs that a launch may overwrite: they are in the graph pool, or the function mutates them
+    written: Sequence[torch.Tensor] = ()  # those of ``kept`` that the function mutates
+    generators: Sequence[Generator] = ()  # generators that a launch may draw from
 
 
 def why_not_launched() -> str | None:
-    """Why a graph with unknown kernels must not be launched more often than the program does; None where it may be."""
+    """Why a graph with unknown kernels must not be launched more often than the program does; None if it may be."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         return "which may wait for other processes"
@@ -67,9 +66,10 @@ def why_not_launched() -> str | None:
 
 
 class Rehearsal:
-    """The launches of one graph before its first one.
+    """Launches of one graph before the program's first one.
 
-    The constructor saves what they change and may raise ``torch.OutOfMemoryError``; :meth:`put_back` restores it.
+    The constructor saves the memory that these launches change and may raise ``torch.OutOfMemoryError``;
+    :meth:`put_back` restores it.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class Rehearsal:
     ) -> None:
         """
         Args:
-            items: those whose placeholder tensors the graph was recorded with, on the GPU.
-            count: how many of them, the first ones, are at placeholder addresses; all have memory of their own there.
-            given: the tensor of this call for an input's index.
-            launch: launches the graph with those at these positions at their own addresses, all others at the
-                addresses that were recorded, on the current stream.
+            items: the inputs on the GPU with whose placeholder tensors the graph was recorded.
+            count: how many of them, from the first on, are at placeholder addresses, each with memory of its own.
+            given: returns this call's tensor for an input's index.
+            launch: launches the graph on the current stream, with the inputs at the given positions at their own
+                addresses and all others at their recorded addresses.
         """
         self._items, self._count, self._given = items, count, given
         self._surroundings, self._launch = surroundings, launch
@@ -95,7 +95,7 @@ class Rehearsal:
         self._saved = [_Saved(tensor) for tensor in (*surroundings.kept, *written)]
 
     def put_back(self) -> None:
-        """All that the launches have changed is as it was."""
+        """Restores everything that the launches have changed."""
         for saved in self._saved:
             saved.put_back()
         for generator, offset in zip(self._surroundings.generators, self._offsets, strict=True):
@@ -103,10 +103,10 @@ class Rehearsal:
                 generator.set_offset(offset)
 
     def failing(self, positions: Sequence[int], unknown: Sequence[str]) -> dict[int, str]:
-        """By position, why inputs that should be given by address cannot be.
+        """By position, why an input that should be given by address cannot be.
 
         Args:
-            unknown: the names of the kernels in question.
+            unknown: the names of the unknown kernels.
         """
         kernels = listed(unknown)
         try:
@@ -128,7 +128,7 @@ class Rehearsal:
         return dict.fromkeys(wrong, f"{kernels} may hide its address: with another one the results are different")
 
     def _prepare(self) -> None:
-        """Memory as it was before, and the placeholder tensors hold what the inputs do."""
+        """Restores memory and copies the inputs to their placeholder tensors."""
         self.put_back()
         for position, item in enumerate(self._items):
             given = self._given(item.index)
@@ -139,7 +139,7 @@ class Rehearsal:
                 flat(item.placeholder_tensor).copy_(flat(given))
 
     def _results(self, moved: Collection[int]) -> list[torch.Tensor]:
-        """What the latest launch left behind, bytes each, in memory that the next one writes to."""
+        """The results of the latest launch, as bytes; the next launch overwrites them."""
         outputs = [output for output in self._surroundings.outputs if _is_in_memory(output)]
         written = [
             self._given(item.index) if position in moved else item.placeholder_tensor
@@ -159,7 +159,7 @@ class Rehearsal:
         return self._are_equal(self._results(()), wanted)
 
     def _is_same(self, moved: Sequence[int], wanted: Sequence[torch.Tensor]) -> bool:
-        """Whether launches with inputs at their own addresses do the same, whatever is at their placeholders."""
+        """Whether launches with inputs at their own addresses give these results, whatever the placeholders hold."""
         for number in range(2):
             self._prepare()
             fills = [_Fill.of(self._items[p], self._given(self._items[p].index), number) for p in moved]
@@ -178,12 +178,12 @@ class Rehearsal:
 
 
 class _Saved:
-    """A tensor's elements, and where they were."""
+    """A copy of a tensor's elements, and where to restore them."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         nbytes = extent(tensor) * tensor.element_size()
         there = bytes_at(tensor.data_ptr(), nbytes, tensor.device).view(tensor.dtype)
-        # What is between the elements of a view is somebody else's, who may write there meanwhile.
+        # Memory between the elements of a view belongs to other tensors, which may be written to meanwhile.
         if torch._debug_has_internal_overlap(tensor) != 1:
             there = there.as_strided(tensor.shape, tensor.stride())
         self._there, self._content = there, there.clone()
@@ -201,9 +201,9 @@ class _Fill:
 
     @staticmethod
     def of(item: Item, given: torch.Tensor, number: int) -> _Fill:
-        """The first or the second one: of two, each element differs from one at least.
+        """The first or the second fill. Each element differs from at least one of the two.
 
-        Integers stay valid as indices and as offsets: they are the smallest and the largest one that there are.
+        Integers stay valid as indices and offsets: the fills are the tensor's smallest and largest value.
         """
         there, dtype = _whole(item), given.dtype
         if dtype is torch.bool:
@@ -232,7 +232,7 @@ def _least_and_most(integers: torch.Tensor) -> tuple[int, int]:
 
 
 def _whole(item: Item) -> torch.Tensor:
-    """The bytes of a placeholder, in whole elements."""
+    """The bytes of a placeholder, without an incomplete element at its end."""
     placeholder_tensor = item.placeholder_tensor
     count = item.nbytes // placeholder_tensor.element_size()
     begin = placeholder_tensor.storage_offset() - item.lead // placeholder_tensor.element_size()
@@ -244,7 +244,7 @@ def _is_in_memory(value: Any) -> bool:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Some names of kernels, as they stand in a sentence."""
+    """A few names of kernels, as a phrase."""
     shown = [name if len(name) <= _MOST_CHARACTERS else f"{name[:_MOST_CHARACTERS]}..." for name in names]
     more = [f"{len(shown) - _MOST_NAMED} more"] if len(shown) > _MOST_NAMED else []
     return " or ".join(shown[:_MOST_NAMED] + more)

@@ -1,15 +1,9 @@
-"""The live inputs of one recording: recorded at placeholder addresses, given to each replay by address or by copy.
+"""The live inputs of one recording, which replays get by address or by copy.
 
-:func:`choose` picks those of the live inputs that may be recorded so and makes a placeholder tensor for each: a tensor
-of the same sizes, strides and alignment at placeholder addresses. After capture :meth:`LiveInputs.set_up` reads the
-graph, decides for each input how it is given, instantiates the graph and makes it hold the addresses of the tensors
-that it was recorded for: its first launch is as good as any other. :meth:`LiveInputs.prepare` does that for a replay,
-before anything of the call is consumed, so that a recording that cannot take an input is passed over.
-
-An input that cannot be patched is copied into memory that is mapped at its placeholder address, so that what hides the
-address reads there; a mutated one is copied back behind the launch. An input that is less aligned than what was
-recorded, or that lies in the graph pool, is copied for that call alone. A mutated input that gets no placeholder is
-recorded on plain memory and copied both ways: upstream, which copies the others, copies nothing back.
+:func:`choose` makes a placeholder tensor for each live input that can have one. After capture,
+:meth:`LiveInputs.set_up` reads the graph, chooses routes, instantiates the graph and gives it the addresses of its
+call. :meth:`LiveInputs.prepare` gives it a replay's addresses before anything of the call is consumed; it returns the
+reason if the recording cannot take them. README.md tells which inputs are copied, and when.
 """
 
 from __future__ import annotations
@@ -47,13 +41,13 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-_MOST_FITTING = 256  # addresses of an input that are remembered: more than an allocator has in turn
-_MOST_KNOWN = 64  # sets of addresses of all inputs: more than buffers are used in turn
+_MOST_FITTING = 256  # addresses remembered for one input: more than an allocator uses in turn
+_MOST_KNOWN = 64  # sets of addresses remembered for all inputs: more than a program's buffers in turn
 
-_MOST_STAGED_NBYTES = 16 << 20  # larger inputs of the CPU are copied as torch does
+_MOST_STAGED_NBYTES = 16 << 20  # torch copies larger CPU inputs
 
-# Each replay of that graph would read the staging buffer, which belongs to later calls by then; and a wait for a buffer
-# ends the capture. Un-graphed, torch does what it does without CUDA graphs of ours.
+# Each replay of the program's graph would read a staging buffer that belongs to later calls by then, and a wait for a
+# buffer ends the capture. Such a call runs without our graphs.
 CAPTURED = "the program captures the call in a graph of its own, and an input is on the CPU"
 
 _MUTATED_IN_POOL = "a mutated input lies in the graph pool"
@@ -73,7 +67,7 @@ class Item:
     placeholder_tensor: torch.Tensor
     recorded: int  # address of the placeholder tensor's first element
     mutated: bool
-    managed: bool  # an output of an earlier recording, which was found to move
+    managed: bool  # an output of an earlier recording whose address was found to change
 
 
 def _nothing_stays(tensor: torch.Tensor) -> bool:
@@ -97,16 +91,16 @@ def choose(
     stage: bool = False,
     tabled: Collection[int] = (),
 ) -> tuple[LiveInputs | None, dict[int, str]]:
-    """What can be recorded at placeholder addresses, and for each other candidate why it is copied.
+    """The inputs that can be recorded at placeholder addresses; for each other candidate, why it is copied.
 
-    Changes nothing of ``inputs``; no driver call that fails leaves anything behind.
+    ``inputs`` does not change, and a driver call that fails leaves nothing behind.
 
     Args:
-        stage: whether inputs on the CPU are read by copies in the graph, and may be staged.
-        managed: inputs that may lie in the graph pool, because they are alive while the function is recorded.
-        tabled: inputs that have a slot in a table where they are at placeholder addresses.
+        stage: whether copies in the graph read inputs on the CPU, so that these may be staged.
+        managed: inputs that may be in the graph pool, because they are alive while the function is recorded.
+        tabled: inputs that get a slot in a table if they are at placeholder addresses.
 
-    Upstream records, and calls this, under its lock of captures where it has one.
+    Upstream records, and so calls this, under its capture lock if it has one.
     """
     release_retired(is_locked=True)
     reasons: dict[int, str] = {}
@@ -147,7 +141,7 @@ def choose(
 
 
 def _with_memory(make: Callable[[], _T]) -> _T:
-    """What takes memory of the driver's: once more without what the allocator holds in reserve."""
+    """Calls ``make``; if the driver has no memory, frees what the allocator holds in reserve and calls it again."""
     try:
         return make()
     except DriverError as error:
@@ -158,12 +152,12 @@ def _with_memory(make: Callable[[], _T]) -> _T:
 
 
 class LiveInputs:
-    """The inputs of one recording that stand at placeholder addresses, and mutated ones that are held in plain memory.
+    """The inputs of one recording: at placeholder addresses, mutated ones in ordinary memory, and staged ones.
 
-    Without any of the former the constructor calls no driver; else it raises :class:`DriverError`.
+    The constructor calls the driver only if an input is at placeholder addresses. It may raise :class:`DriverError`.
     """
 
-    # Slots for what is looked at in each call.
+    # Slots for the attributes that each call reads.
     __slots__ = (
         *("__dict__", "__weakref__", "_addresses", "_fitting", "_patcher", "_pool", "_pool_seen", "_seen", "_settled"),
         "temporary",
@@ -189,7 +183,7 @@ class LiveInputs:
             driver,
             device,
             [Extent(s.nbytes, (t.data_ptr() - s.lead) % 512) for s, t in zip(spans, tensors.values(), strict=True)],
-            # Upstream copies those that are not written to.
+            # Upstream copies the inputs that are not mutated.
             budget=sum(t.numel() * t.element_size() for index, t in tensors.items() if index not in mutated),
         )
         try:
@@ -213,53 +207,53 @@ class LiveInputs:
             *on_placeholders,
             *in_memory,
             *on_cpu,
-        )  # the position of one with a placeholder is the placeholder's
+        )  # an input with a placeholder has the same position as the placeholder
         self.storages = {
             item.placeholder_tensor.untyped_storage().data_ptr(): item for item in self.items
-        }  # of the placeholder tensors
-        # What lies on one of them has an address from the first to the last of these.
+        }  # by address of the placeholder tensor's storage
+        # The first and the last address of all placeholder tensors.
         self._stand_at = (
             min(self.storages, default=0),
             max((item.recorded - item.lead + item.nbytes for item in self.items), default=0),
         )
         self._held = [Decision(Route.COPY, why) for _, why in held.values()]
         self.decisions: dict[int, Decision] = {}  # by index, once set up
-        # Of this call, by index.
+        # The tensors of this call, by index.
         self._given: dict[int, torch.Tensor] | Sequence[Any] = {
             **tensors,
             **{index: tensor for index, (tensor, _) in held.items()},
             **(staged or {}),
         }
-        self.kinds: Counter[NodeKind] = Counter()  # how many nodes the graph has; none where it could not be read
+        self.kinds: Counter[NodeKind] = Counter()  # the graph's nodes; empty if it could not be read
         self._nodes: Sequence[GraphNode] = ()
         self._relocations: Sequence[Relocation] = ()
         self._patches: Patches | None = None
         self._patcher: Any = None  # in C++, for calls at addresses that fitted before
         self._patched: tuple[Item, ...] = ()
-        self._aligned: tuple[int, ...] = ()  # the same: bytes that what kernels hold of it is aligned to
+        self._aligned: tuple[int, ...] = ()  # for each patched input: alignment in bytes of pointers that kernels hold
         self._copied: dict[int, Item] = {}  # by index
         self._copied_back: tuple[Item, ...] = ()
-        self._reads: dict[int, HostRead] = {}  # of staged ones, by number
-        self._complex: tuple[int, ...] = ()  # of those whose address does not carry that they are conjugated
-        self.sampler: Sampler | None = None  # until its route is chosen; set before it is set up
-        self.is_of_backward = False  # whether some may be tangents, of which nobody guards that they are not negated
+        self._reads: dict[int, HostRead] = {}  # how staged inputs are read, by number
+        self._complex: tuple[int, ...] = ()  # indices of complex inputs: an address does not tell if one is conjugated
+        self.sampler: Sampler | None = None  # until the route is chosen; assigned before ``set_up``
+        self.is_of_backward = False  # whether inputs may be tangents: nothing guards that these are not negated
         self._tangents: tuple[int, ...] = ()
-        self._put: tuple[int, ...] = ()  # of the staged ones those that the instantiated graph copies
+        self._put: tuple[int, ...] = ()  # indices of the staged inputs that the instantiated graph copies
         self._seen: list[int] = []
-        self._settled: list[int] | None = None  # the same, where all that a call at these is asked has been answered
-        # By position: addresses that fit, and what the graph is given for them. Good for one state of the pool.
+        self._settled: list[int] | None = None  # addresses at which a call needs no further check
+        # By position: addresses that fit, and what the graph is given for them. Valid for one state of the pool.
         self._fitting: tuple[dict[int, int], ...] = ()
-        self._known: dict[tuple[int, ...], list[int]] = {}  # the same for the addresses of all inputs at once
+        self._known: dict[tuple[int, ...], list[int]] = {}  # by the addresses of all inputs: what the graph is given
         self._pool_seen = pool.changes
         self._addresses: list[int] = []  # what the graph is given next
         self._launches = LastLaunches()  # of a graph that reads copies
         self.temporary: dict[int, torch.Tensor] = {}  # by index: copies for the call that was prepared
-        self._again = False  # whether there were any for the latest call
+        self._again = False  # whether the latest call's addresses must be found again at the next call
         self._is_simple = self._settles = False
         self._is_preparing = False
-        self.outputs: dict[int, tuple[int, tuple[Any, ...] | None]] = {}  # by output: input, and how it is seen
-        self.refused: dict[int, str] = {}  # by index: inputs whose address the driver did not take at a replay
-        self.extra_copies = self.extra_copied_bytes = 0  # of inputs that did not fit a patch, so far
+        self.outputs: dict[int, tuple[int, tuple[Any, ...] | None]] = {}  # by output: its input, and the view of it
+        self.refused: dict[int, str] = {}  # by index: inputs whose address the driver refused at a replay
+        self.extra_copies = self.extra_copied_bytes = 0  # so far, of inputs that did not fit a patch
 
     # -- recording
 
@@ -277,27 +271,27 @@ class LiveInputs:
 
     @property
     def in_place(self) -> list[int]:
-        """The indices of all but those that are staged."""
+        """The indices of the inputs that are not staged."""
         return [item.index for item in self.items if item.index not in self._staged]
 
     def captured(self) -> contextlib.AbstractContextManager[None]:
-        """Around all of a capture, on the stream that it begins on."""
+        """Goes around a whole capture, on the stream on which the capture begins."""
         return contextlib.nullcontext() if self._table is None else self._table.captured()
 
     def item_under(self, tensor: torch.Tensor) -> Item | None:
-        """The input on whose placeholder tensor a tensor lies."""
+        """The input whose placeholder tensor shares a storage with ``tensor``."""
         first, last = self._stand_at
-        if first <= tensor.data_ptr() <= last or not tensor.numel():  # of one without elements the address is 0
+        if first <= tensor.data_ptr() <= last or not tensor.numel():  # a tensor without elements has address 0
             return self.storages.get(tensor.untyped_storage().data_ptr())
         return None
 
     def given(self, index: int) -> torch.Tensor:
-        """The tensor of this call."""
+        """This call's tensor for an input's index."""
         return self._given[index]
 
     def reaches(self, address: int) -> bool:
-        """Whether an address lies in what stood for an input at the latest call, copies apart."""
-        for item, seen in zip(self._patched, self._seen, strict=False):  # none are seen where that call failed
+        """Whether an address is in the memory that was an input at the latest call, copies not counted."""
+        for item, seen in zip(self._patched, self._seen, strict=False):  # `_seen` is empty if that call failed
             if 0 <= address - (seen - item.lead) < item.nbytes:
                 return True
         return False
@@ -309,13 +303,13 @@ class LiveInputs:
         copied: Iterable[int] = (),
         surroundings: Callable[[], Surroundings] = Surroundings,
     ) -> None:
-        """Reads a captured graph, decides, instantiates it, and gives it the addresses it was recorded for.
+        """Reads a captured graph, chooses routes, instantiates it and gives it the addresses of its own call.
 
         Args:
-            reads: addresses in staging buffers, and when the program reads what is there of the inputs.
-            copied: where the copies begin that were captured for them.
-            surroundings: what a launch reads and writes besides; asked for where there is a kernel that may hide
-                addresses, and then the graph is launched, and all that it changes is put back.
+            reads: addresses in staging buffers, and when the program reads the inputs there.
+            copied: the addresses at which the copies captured for these inputs begin.
+            surroundings: the other values that a launch reads and writes. It is called if a kernel may hide
+                addresses; then the graph is launched, and all that it changes is restored.
         """
         self._reads = self._by_number(reads)
         returned = {index for index, _ in self.outputs.values()}
@@ -329,15 +323,14 @@ class LiveInputs:
         try:
             if found.unknown and any(decision.by_address for decision in decisions):
                 failing = self._rehearse(graph, found, decisions, surroundings())
-                found, decisions = self._read(graph, returned)  # nodes serve one instantiation
+                found, decisions = self._read(graph, returned)  # nodes can be used for one instantiation
                 decisions = [
                     Decision(Route.COPY, failing[position]) if position in failing else decision
                     for position, decision in enumerate(decisions)
                 ]
             self._arrange(graph, found, decisions)
         except (DriverError, PatchFailed) as error:
-            # Nothing was launched, or all is as it was. A graph that is instantiated again holds the placeholder
-            # addresses.
+            # Nothing was launched, or everything is restored. Another instantiation holds the placeholder addresses.
             decisions = self._all_copied(f"the graph could not be given its address: {error}")
             self._instantiate(graph, _NOTHING, decisions, self._point_back)
         launches = self._launches if self._copied else None
@@ -353,18 +346,18 @@ class LiveInputs:
         self.copy_in()
 
     def _read(self, graph: Any, returned: Collection[int]) -> tuple[Scan, list[Decision]]:
-        """What the captured graph holds, and the routes that follow."""
+        """Scans the captured graph, and decides the routes."""
         passed = {position for position, item in enumerate(self.items) if item.index in returned}
         found = scan(self._driver, int(graph.raw_cuda_graph()), self._placeholders, self._sources)
         return found, decide(found, len(self._placeholders.placeholders), passed, self._slots(found))
 
     @property
     def _sources(self) -> list[tuple[int, int]]:
-        """Address and size in bytes of what each staged copy reads."""
+        """Address and size in bytes of the memory that each staged copy reads."""
         return [] if self._staging is None else list(self._staging.recorded)
 
     def _arrange(self, graph: Any, found: Scan, decisions: Sequence[Decision]) -> None:
-        """Instantiates a graph that holds the addresses of this call's inputs where they are given by address."""
+        """Instantiates the graph with the addresses of the inputs that are given by address."""
         patched = [p for p, d in enumerate(decisions) if d.by_address]
         given = {p: self._given[self.items[p].index].data_ptr() - self.items[p].lead for p in patched}
         self._copies = copies = CapturedCopies(found.nodes, found.relocations)
@@ -374,7 +367,7 @@ class LiveInputs:
         self._hold(seen, self._given)
 
     def _point_back(self) -> None:
-        """The captured graph's copies hold what was recorded."""
+        """Restores the recorded addresses in the captured graph's copies."""
         recorded = {p: placeholder.start for p, placeholder in enumerate(self._placeholders.placeholders)}
         recorded |= {len(recorded) + number: address for number, (address, _) in enumerate(self._sources)}
         self._copies.point_back(recorded)
@@ -382,7 +375,7 @@ class LiveInputs:
     def _rehearse(
         self, graph: Any, found: Scan, decisions: Sequence[Decision], surroundings: Surroundings
     ) -> dict[int, str]:
-        """By position, why inputs whose address a scan found cannot be given by address all the same."""
+        """By position, why an input cannot be given by address although a scan found its address."""
         wanted = [position for position, decision in enumerate(decisions) if decision.by_address]
         kernels, why_not = listed(found.unknown), why_not_launched()
         if why_not is not None:
@@ -419,10 +412,11 @@ class LiveInputs:
         )
 
     def _check_staged(self, found: Scan, returned: Collection[int], copied: Iterable[int]) -> None:
-        """That the graph reads each staged input: else what it was may have been read while it was recorded.
+        """Raises :class:`NotStaged` if the graph does not read a staged input, or if a captured copy was not found.
 
-        One that is returned and not read is what a later partition needs. And that each copy was found, to be given
-        other addresses: several may read one memory.
+        An input that the graph does not read may have been read during the recording, and its value be fixed in the
+        graph. One that is returned without being read is needed by a later partition. Every copy must be found to be
+        given other addresses; several may read the same memory.
         """
         if self._staging is None:
             return
@@ -441,8 +435,10 @@ class LiveInputs:
                 raise NotStaged(index=index)
 
     def _staged_in(self, found: Scan) -> list[int]:
-        """Which staged inputs a graph reads, by number: those that were staged while it was captured, from memory that
-        one of its nodes copies."""
+        """The numbers of the staged inputs that a graph reads.
+
+        These were staged during its capture, and one of its nodes copies their memory.
+        """
         if self._staging is None:
             return []
         copied = {relocation.input - len(self._placeholders.placeholders) for relocation in found.relocations}
@@ -450,7 +446,7 @@ class LiveInputs:
 
     @property
     def together(self) -> torch.Tensor | None:
-        """The memory of the staged inputs that one copy in the graph may take to the GPU."""
+        """The memory of the staged inputs that a single copy in the graph may take to the GPU."""
         return None if self._staging is None else self._staging.together
 
     def _all_copied(self, why: str) -> list[Decision]:
@@ -489,9 +485,9 @@ class LiveInputs:
             self._tangents = tuple(item.index for item in self._patched if _is_signed(item.placeholder_tensor))
         self._seen, self._settled = [], None
         self._again = any(item.managed for item in self._patched)
-        # Whether addresses that were found good once are good again.
+        # Whether addresses that fitted once fit again.
         self._is_simple = not (self._copied_back or self._complex or self._again)
-        # And whether a graph that holds them needs nothing more.
+        # Whether a graph that holds such addresses needs nothing more.
         self._settles = self._is_simple and not (self._patches.sets_always or self._staged)
         self._fitting = tuple({} for _ in patched)
         self._addresses = self._patches.addresses[: len(patched)]
@@ -506,16 +502,15 @@ class LiveInputs:
             self._patcher = self._patches.patcher(EVERY)
 
     def _end_sampling(self) -> None:
-        """No replay is left to Python for a sample from now on."""
+        """From now on, C++ leaves no replay to Python for a sample."""
         self.sampler = None
         if self._patcher is not None and self._patches is not None:
             self._patcher = self._patches.patcher()
 
     def _buffers_of(self, found: Scan) -> dict[int, int]:
-        """What a graph is given of the staging buffers: by number in its relocations, the address that it was recorded
-        with.
+        """The recorded addresses in the staging buffer that replays replace, by number in the graph's relocations.
 
-        An input that is only returned is in none that a node reads. A graph that could not be read is given nothing.
+        No node reads the memory of an input that is only returned. A graph that could not be read has no such address.
         """
         if self._staging is None:
             return {}
@@ -531,7 +526,7 @@ class LiveInputs:
         return {len(self._placeholders.placeholders) + source: recorded[source][0] for source in sources}
 
     def _by_number(self, reads: Iterable[tuple[int, HostRead]]) -> dict[int, HostRead]:
-        """When staged inputs are read; one whose parts are read at several times in order."""
+        """When staged inputs are read, by number; in order if parts of an input are read at different times."""
         buffers = [(item.recorded, item.nbytes) for item in self.items if item.index in self._staged]
         found: dict[int, HostRead] = {}
         for address, read in reads:
@@ -567,7 +562,7 @@ class LiveInputs:
             return self._driver.context()
 
     def release(self) -> None:
-        """Gives back the placeholders of a recording that was not finished; later if a copy may be queued already."""
+        """Gives back the placeholders of an unfinished recording; later, if a copy may already be queued."""
         self._given = ()
         if self._table is not None:
             retire(self._driver, self._device, self._table)
@@ -584,11 +579,11 @@ class LiveInputs:
         seen: list[int] | None = None,
         stays: Callable[[torch.Tensor], bool] = _nothing_stays,
     ) -> str | None:
-        """Makes the graph hold the addresses of ``inputs``; else why this recording cannot be replayed with them.
+        """Makes the graph hold the addresses of ``inputs``, or returns why this recording cannot take them.
 
         Args:
-            seen: where the patched inputs lie, in the order of :attr:`patched`, if that is known.
-            stays: whether the graph leaves a tensor in the graph pool alone.
+            seen: the addresses of the patched inputs, in the order of :attr:`patched`, if they are known.
+            stays: whether the graph preserves a tensor that is in the graph pool.
         """
         if seen is None:
             seen = [inputs[item.index].data_ptr() for item in self._patched]
@@ -619,10 +614,10 @@ class LiveInputs:
     def _prepare(
         self, inputs: Sequence[Any], seen: list[int], stays: Callable[[torch.Tensor], bool], *, same_pool: bool
     ) -> str | None:
-        """The same where the graph may hold other addresses; meanwhile nobody else is let in, a finalizer say."""
+        """Prepares a graph that may hold other addresses. ``_is_preparing`` keeps out other calls, as of finalizers."""
         known = self._known.get(tuple(seen)) if same_pool and self._is_simple else None
         if known is not None:
-            self._seen = []  # until the graph holds what is found: an interrupt may come anywhere
+            self._seen = []  # until the graph holds these addresses: an interrupt may come anywhere
             self._addresses, self.temporary, self._again = known, {}, False
         else:
             why = self._why_not(inputs)
@@ -641,7 +636,7 @@ class LiveInputs:
         return None
 
     def _indices_at(self, number: int) -> list[int]:
-        """The inputs whose address has a number in the relocations: several if they are staged in one memory."""
+        """The inputs whose address has a number in the relocations; several if they are staged in the same memory."""
         source = number - len(self._placeholders.placeholders)
         if source < 0 or self._staging is None:
             return [self.items[number].index]
@@ -649,17 +644,17 @@ class LiveInputs:
         return [indices[n] for n in self._staging.sources[source].numbers if indices[n] in self._put]
 
     def _why_not(self, inputs: Sequence[Any]) -> str | None:
-        """Why an input cannot stand where it is, whatever its address."""
+        """Why these inputs cannot be taken: one that is copied back is in the pool, or one is a conjugate view."""
         for item in self._copied_back:
             if self._pool.holds(inputs[item.index].data_ptr()):
                 return _MUTATED_IN_POOL
         for index in self._complex:
-            if inputs[index].is_conj():  # a tangent can be at one call and not at another
+            if inputs[index].is_conj():  # a tangent may be conjugated at one call and not at the next
                 return "an input is a conjugate view"
         return None
 
     def _hold(self, seen: list[int], inputs: Any) -> None:
-        """Makes the graph hold what was found for inputs at these addresses, and where those of the CPU are staged."""
+        """Makes the graph hold the addresses found for these inputs, and those of the staging buffer."""
         patches, sampler = self._patches, self.sampler
         assert patches is not None
         addresses, anew = self._addresses, list[int]()
@@ -704,7 +699,7 @@ class LiveInputs:
                         return found
                     addresses[position] = found
         self._addresses = cast("list[int]", addresses)
-        # Whether one of the pool stays is another question at each call.
+        # Whether an input in the pool stays must be asked at each call.
         self.temporary, self._again = temporary, bool(temporary) or any(item.managed for item in self._patched)
         if not self._again:
             if len(self._known) == _MOST_KNOWN:
@@ -720,12 +715,12 @@ class LiveInputs:
         temporary: dict[int, torch.Tensor],
         stays: Callable[[torch.Tensor], bool],
     ) -> int | str:
-        """What the graph is given for an input at an address: its own place or that of a copy; else why none."""
+        """The address that the graph is given for an input: its own or a copy's. A string is the reason for none."""
         item = self._patched[position]
         in_pool = self._pool.holds(address)
         if in_pool and item.mutated:
             return _MUTATED_IN_POOL
-        fit = address != 0 and fits(address, item.recorded, self._aligned[position])  # zeros may have no memory
+        fit = address != 0 and fits(address, item.recorded, self._aligned[position])  # a tensor of zeros may be at 0
         if in_pool and fit and item.managed and stays(inputs[item.index]):
             return address - item.lead
         if in_pool or not fit:
@@ -742,27 +737,27 @@ class LiveInputs:
 
     @property
     def patched(self) -> tuple[Item, ...]:
-        """The inputs that are given by address."""
+        """The inputs given by address."""
         return self._patched
 
     @property
     def copies_some(self) -> bool:
-        """Whether an input is given by copy at each call."""
+        """Whether an input is copied at each call."""
         return bool(self._copied or self._staged)
 
     @property
     def is_copied(self) -> bool:
-        """Whether an input of this call is given by copy."""
+        """Whether an input of this call is copied."""
         return bool(self._copied or self.temporary)
 
     def take_returned(self, inputs: list[Any]) -> None:
-        """Holds what is returned of the inputs of a call that copies none, until :meth:`finish`."""
+        """Holds the inputs that are returned until :meth:`finish`, for a call that copies none."""
         self._given = {index: inputs[index] for index, _ in self.outputs.values()}
 
     def take(self, inputs: list[Any], *, only_ours: bool = False) -> None:
-        """Holds the inputs of a call until :meth:`finish`; ``only_ours``: and takes those out of the list.
+        """Holds the inputs of a call until :meth:`finish`.
 
-        Then what is given by a copy for this call alone is let go of at once.
+        With ``only_ours``, it removes its inputs from the list, and releases those copied for this call only at once.
         """
         if not only_ours:
             self._given = inputs.copy()
@@ -776,17 +771,17 @@ class LiveInputs:
         self._given = given
 
     def copy_in(self) -> None:
-        """Copies, before the launch, the inputs that are given by copy."""
+        """Copies, before the launch, the inputs that are copied at each call."""
         if self._copied:
             self._launches.begin()
         for item in self._copied.values():
             flat(item.placeholder_tensor).copy_(flat(self._given[item.index]))
 
     def finish(self) -> None:
-        """Behind the launch: copies back what was mutated in a copy, and lets go of the inputs."""
+        """After the launch, copies mutated copies back and releases the inputs."""
         if self._put:
             assert self._staging is not None
-            self._staging.launched(torch.cuda.current_stream(self._device))  # where its graph is launched
+            self._staging.launched(torch.cuda.current_stream(self._device))  # the graph was launched on this stream
         for item in self._copied_back:
             self._given[item.index].copy_(item.placeholder_tensor)
         for index, copy in self.temporary.items() if self.temporary else ():
@@ -798,16 +793,16 @@ class LiveInputs:
         self._given = ()
 
     def drop(self) -> None:
-        """Lets go of a call that is not launched."""
+        """Releases the inputs of a call that is not launched."""
         self.temporary = {}
         self._given = ()
 
     def output(self, index: int, view: tuple[Any, ...] | None) -> torch.Tensor:
-        """The input of this call itself (``view`` None) or what the function would return of it."""
+        """This call's input itself if ``view`` is None, else the view of it that the function returns."""
         base = self._given[index]
         copied = self._copied.get(index)
         if (copied is not None or index in self.temporary) and self._pool.holds(base.data_ptr()):
-            # The input's own memory may be overwritten by the graph, and the placeholder tensor's is by the next call.
+            # The graph may overwrite the input's own memory, and the next call overwrites the placeholder tensor's.
             if copied is not None and index not in self.temporary:
                 self.temporary[index] = copy_at(copied.placeholder_tensor, copied.recorded % 512)
             base = self.temporary[index]
@@ -829,7 +824,7 @@ def _item(
 
 
 def may_be_staged(tensor: torch.Tensor) -> bool:
-    """Whether an input lies on the CPU and a copy from there to the GPU is one row of bytes."""
+    """Whether an input is on the CPU and a copy of it to the GPU is one row of bytes."""
     return tensor.is_cpu and tensor.layout is torch.strided and 0 < tensor.nbytes <= _MOST_STAGED_NBYTES
 
 
@@ -839,5 +834,5 @@ def _staged_item(index: int, memory: torch.Tensor) -> Item:
 
 def _held_item(index: int, tensor: torch.Tensor) -> Item:
     copy = copy_at(tensor, tensor.data_ptr() % 512)
-    nbytes = extent(copy) * copy.element_size()  # gaps between rows included: views of it lie there
+    nbytes = extent(copy) * copy.element_size()  # gaps between rows included: views of the input may be there
     return Item(index, 0, nbytes, copy, copy.data_ptr(), mutated=True, managed=False)

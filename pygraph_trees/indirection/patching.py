@@ -1,20 +1,9 @@
-"""Patching: which addresses of its inputs an instantiated graph holds, and giving it others between two replays.
+"""Patching: gives an instantiated graph other addresses of its inputs between two replays.
 
-In goes what a scan found: the nodes that hold an address and the relocations in them, the inputs that are to be
-patched, and the executable graph made from the scanned one. :meth:`Patches.apply` then makes the executable hold the
-addresses that it is given: it writes them into our copy of each node's parameters and sets each node touched once.
-Launches that are queued already keep the values that they were queued with.
-
-- Only what changed since the last call is written and set; where nothing did, ``apply`` is one comparison of lists.
-- Memcpy and memset nodes are the exception: they hold the allocation behind an address, which may be another one at the
-  same address, so those with a patched relocation are set every time; and they must be instantiated on memory of the
-  kind that they will be given (:class:`CapturedCopies`).
-- Relocations of inputs that are not patched keep what they held when the graph was recorded, also in a node that is
-  set.
-- After a failure, or an interrupt, some nodes hold new addresses and some old ones. The executable must not be launched
-  again: ``broken`` stays true, and every later ``apply`` raises :class:`HalfPatched`.
-
-Addresses are device addresses in bytes, as integers; node handles belong to the scanned graph, which must outlive this.
+:class:`Patches` takes a scan's nodes and relocations, the inputs to patch and the executable graph.
+:meth:`Patches.apply` writes changed addresses into copies of the nodes' parameters and sets each changed node once;
+queued launches keep their values. The scanned graph must outlive it. After a failure or an interrupt, ``broken`` stays
+true, every later ``apply`` raises :class:`HalfPatched`, and the graph must not be launched.
 """
 
 from __future__ import annotations
@@ -77,10 +66,10 @@ class _Field:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """The nodes that are set where some inputs change."""
+    """The nodes that are set when certain inputs change."""
 
     count: int
-    set_kernels: Callable[[], None] | None  # sets those of ``kernels``
+    set_kernels: Callable[[], None] | None  # sets ``kernels`` at once
     kernels: tuple[int, ...]  # positions in the scan
     others: tuple[int, ...]  # set one by one
 
@@ -88,12 +77,12 @@ class _Change:
 class Patches:
     """The relocations of one instantiated graph, and the addresses they hold."""
 
-    __slots__ = ("__dict__", "__weakref__", "addresses", "broken", "is_stuck", "set_calls")  # what C++ looks at
+    __slots__ = ("__dict__", "__weakref__", "addresses", "broken", "is_stuck", "set_calls")  # C++ reads these
 
-    addresses: list[int]  # what the graph holds now, by position in ``inputs``; meaningless where broken
+    addresses: list[int]  # what the graph holds now, by position in ``inputs``; meaningless if broken
     broken: bool  # the graph must not be launched again
-    is_stuck: bool  # because the driver refused an address, and to take the others back
-    set_calls: int  # by all calls of ``apply`` that succeeded
+    is_stuck: bool  # broken because the driver refused an address, and then refused to restore the others
+    set_calls: int  # nodes set by all calls of ``apply`` that succeeded
 
     def __init__(
         self,
@@ -105,11 +94,14 @@ class Patches:
         context: Any,
         recorded: Sequence[int],
     ) -> None:
-        """``inputs``: the placeholders to patch; ``recorded``: the addresses that ``exec_`` has, by position in
-        ``inputs``.
+        """The nodes become this object's own: no other code may write or bind them.
 
-        The nodes become this object's own: nobody else may write or bind them. Raises :class:`DriverError` where a
-        call is missing, :class:`ValueError` where an input is given twice or without an address.
+        Args:
+            inputs: the placeholders to patch.
+            recorded: the addresses that ``exec_`` holds, by position in ``inputs``.
+
+        Raises :class:`DriverError` if a call is missing, :class:`ValueError` if an input is given twice or without an
+        address.
         """
         if not len(set(inputs)) == len(inputs) == len(recorded):
             raise ValueError(f"each input once, and an address for each: got {inputs!r} at {recorded!r}")
@@ -118,9 +110,9 @@ class Patches:
         self.set_calls = 0
         self._inputs = tuple(inputs)
         positions = {index: position for position, index in enumerate(inputs)}
-        # Addresses as most kernels take them, position in inputs and what is added: written once, whoever reads them.
+        # By position in inputs and addend: an entry of the table from which most kernels take the address.
         entries: dict[tuple[int, int], int] = {}
-        own: list[tuple[int, int, int, int, int]] = []  # a relocation with its input's position and its entry
+        own: list[tuple[int, int, int, int, int]] = []  # relocations with the input's position, and the entry
         for number, offset, index, addend in relocations:
             position = positions.get(index)
             if position is not None:
@@ -129,7 +121,7 @@ class Patches:
         self._table = (ctypes.c_uint64 * len(self._entries))()
         self._pack = struct.Struct(f"{len(self._entries)}Q").pack_into
         self._is_table = self._entries == tuple((position, 0) for position in range(len(inputs)))
-        # By position in inputs: the other words that hold its address with what is added, and its nodes' positions.
+        # By position in inputs: the other words that hold its address, with the addend, and the nodes that hold it.
         self._words: list[list[tuple[Word, int]]] = [[] for _ in inputs]
         self._nodes: list[set[int]] = [set() for _ in inputs]
         self._always: set[int] = set()
@@ -141,7 +133,7 @@ class Patches:
                 kernels[number] = node
                 if node.take_from(offset, self._table, entry):
                     continue
-            elif offset != HOST_SOURCE:  # a staging buffer's memory stays where it is; for the program's own, ``anew``
+            elif offset != HOST_SOURCE:  # a staging buffer stays where it is; ``anew`` is for the program's own memory
                 self._always.add(number)
             self._words[position].append((_word(node, offset), addend))
         self._has_words = any(self._words)
@@ -155,24 +147,27 @@ class Patches:
         self._exec, self._setter, self._context_getter = int(exec_), driver.kernel_setter, driver.context_getter
         self._context, self._go_back_to = context, driver.enter
         self._enter = functools.partial(driver.enter, context)
-        # By what changes, positions in inputs: most often it is the same again. All have a place of their own.
+        # By the positions that change: usually the same ones change again. A change of all positions is kept apart.
         self._changes: dict[tuple[int, ...], _Change] = {}
         self._all_changed = self._change(self._all)
-        # Whether new addresses for all inputs are written and set by one call each.
+        # Whether one call writes new addresses for all inputs, and one sets them.
         self._at_once = self._is_table and not (self._has_words or self._all_changed.others)
         self._write(range(len(inputs)), recorded)
 
     def _change(self, nodes: Collection[int]) -> _Change:
-        """How these are set: kernels at once, where that can be."""
+        """How these nodes are set: kernels in one call if possible, other nodes one by one."""
         kernels = tuple(number for number in self._kernels if number in nodes)
         set_kernels = self._set_at_once(tuple(self._kernels[number] for number in kernels)) if kernels else None
         others = [number for number in nodes if set_kernels is None or number not in self._kernels]
         return _Change(len(nodes), set_kernels, kernels, tuple(others))
 
     def patcher(self, ask_every: int = 0) -> Any:
-        """What gives kernels new addresses in C++ (``native/patch.cpp``); None where there are other nodes as well.
+        """The object that gives kernels new addresses in C++ (``native/patch.cpp``).
 
-        ``ask_every``: it leaves every so many calls to Python; 0 for none of them.
+        None if the graph has other nodes to set, or if the native parts are missing.
+
+        Args:
+            ask_every: leaves one call in so many to Python; 0 leaves none.
         """
         change = self._all_changed
         if tensors.extension is None or change.others or not change.kernels:
@@ -202,16 +197,17 @@ class Patches:
 
     @property
     def sets_always(self) -> bool:
-        """Whether there are nodes that are set even where nothing changed."""
+        """Whether there are nodes that are set even if nothing changed."""
         return bool(self._always)
 
     def apply(self, addresses: Sequence[int], anew: Collection[int] = ()) -> int:
-        """Makes the graph hold these, by position in ``inputs``; returns how many nodes were set.
+        """Makes the graph hold ``addresses``, by position in ``inputs``; returns how many nodes were set.
 
-        ``anew``: positions that are set though the address is what it was, since other memory may be there.
+        Args:
+            anew: positions that are set even if the address is unchanged, since other memory may be there.
 
-        Raises :class:`PatchFailed` where the driver refuses, and then the graph is broken; :class:`ValueError` where
-        there is not one for each input.
+        Raises :class:`PatchFailed` if the driver refuses, which leaves the graph broken; :class:`ValueError` if there
+        is not one address for each input.
         """
         if self.broken:
             raise HalfPatched
@@ -263,7 +259,7 @@ class Patches:
                 self._go_back_to(before)
 
     def _write(self, changed: Iterable[int], addresses: Sequence[int]) -> None:
-        # A table that is just the addresses is the usual case.
+        # Usually the table is just the addresses.
         values = addresses if self._is_table else [addresses[position] + addend for position, addend in self._entries]
         self._pack(self._table, 0, *values)
         for position in changed if self._has_words else ():
@@ -271,7 +267,7 @@ class Patches:
                 word.value = addresses[position] + addend
 
     def _input_of(self, node: int, addresses: Sequence[int]) -> int:
-        """An input with a relocation in this node, one whose address changes if there is one."""
+        """An input with a relocation in this node; if possible, one whose address changes."""
         users = [position for position, nodes in enumerate(self._nodes) if node in nodes]
         changed = [position for position in users if addresses[position] != self.addresses[position]]
         return self._inputs[(changed or users or self._positions)[0]]
@@ -280,11 +276,11 @@ class Patches:
 class CapturedCopies:
     """The copies and fills of a captured graph that hold addresses of its inputs, before it is instantiated.
 
-    Instantiated on placeholders, they would take no address in memory of another kind.
+    If they were instantiated on placeholders, they would refuse addresses in memory of another kind.
     """
 
     def __init__(self, scan_nodes: Sequence[GraphNode], relocations: Sequence[Relocation]) -> None:
-        # Node, placeholder, where its address is, what is added to it.
+        # Node, placeholder, the word that holds its address, addend.
         self._words: list[tuple[CopyNode, int, Word, int]] = []
         for relocation in relocations:
             node = scan_nodes[relocation.node]
@@ -293,13 +289,13 @@ class CapturedCopies:
         self._pointed: list[CopyNode] = []
 
     def point(self, addresses: Mapping[int, int]) -> None:
-        """Makes them hold addresses, by placeholder. Raises :class:`DriverError`; then some may hold them."""
+        """Makes them hold addresses, by placeholder. After a :class:`DriverError`, some of them hold new ones."""
         for node in self._write(addresses):
             node.set_captured()
             self._pointed.append(node)
 
     def point_back(self, recorded: Mapping[int, int]) -> None:
-        """Makes those that were pointed elsewhere hold the addresses that they were recorded with, buffers' too."""
+        """Makes those that :meth:`point` changed hold their recorded addresses, staging buffers' included."""
         self._write(recorded)
         while self._pointed:
             self._pointed[-1].set_captured()
@@ -317,7 +313,7 @@ class CapturedCopies:
 
 
 def _word(node: GraphNode, offset: int) -> Word:
-    """A relocation's place in its node (see ``Relocation.offset``)."""
+    """The word of a node at a relocation's offset (see ``Relocation.offset``)."""
     if isinstance(node, KernelNode):
         return node.word(offset)
     name = {SOURCE: "source", HOST_SOURCE: "host_source"}.get(offset, "target")

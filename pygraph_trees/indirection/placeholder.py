@@ -1,28 +1,9 @@
 """Placeholder addresses: ranges of virtual memory that stand for live inputs while a function is recorded.
 
-:class:`Placeholders` takes what each input's storage needs (:class:`Extent`: bytes, address modulo 512) and gives each
-a :class:`Placeholder`: a range as large and as aligned, mapped, readable and writable, with a guard on both sides.
-Captured work never runs there, so one piece of physical memory backs all of it, again and again. A word of the captured
-graph inside a placeholder or its guards is that input's address:
-
-- Nothing else lives there: all placeholders of a process are disjoint parts of its :class:`Arena`, which is never given
-  back, and no later recording gets an address again, because kernels carry stale words of earlier launches.
-- No two int32 side by side look like one: the low halves of the addresses lie in [0x9000_0000, 0xF000_0000), which as
-  an int32 is negative, and far from zero, so that sizes and strides are never inside, whatever the high half is. This
-  does not hold past the first 1.5 GiB of a larger input. What kernels divide by is a factor of 32 bits, which may look
-  so, with a shift of at most 32 behind it (``IntDivider`` of ATen, ``FastDivmod`` of CUTLASS): high halves are greater,
-  where the driver's addresses allow it. :func:`stands_out` tells.
-
-Small inputs share pages, with guards of 64 KiB; a large one has granules of its own, with a granule on both sides. A
-mapping costs 45 us whatever its size, made usable and taken away again, and takes memory as a whole
-(CUDA_ERROR_NOT_SUPPORTED else; both measured, driver 580). So there is one piece of memory, as large as all inputs
-together as far as the budget goes, which is what upstream would copy them to. Inputs lie side by side where it is
-mapped; one that is larger than the piece lies on several mappings, 32 at most.
-
-A constructor that raises leaves nothing mapped or held, and ``close`` gives back everything, interrupts
-included; only what a call is just returning or taking back as an interrupt strikes may be lost (a handle).
-Nobody synchronizes here: whoever calls ``close`` knows that no launched work uses a materialised placeholder any
-longer.
+:class:`Placeholders` takes size and address modulo 512 of each input's storage, and gives each a mapped range with a
+guard on both sides. Nothing else is ever there, and one piece of physical memory backs all ranges. A constructor that
+raises leaves nothing mapped. :meth:`Placeholders.close` gives back everything; no launched work may still use a
+materialised placeholder. README.md explains the addresses.
 """
 
 from __future__ import annotations
@@ -46,25 +27,25 @@ SMALL_NBYTES = 1 << 20
 SMALL_GUARD_NBYTES = 64 << 10
 PAGE_NBYTES = 2 << 20
 MAX_MAPPINGS = 32  # of one input
-MAX_PIECE_NBYTES = 256 << 20  # but where 32 of them do not make up an input
+MAX_PIECE_NBYTES = 256 << 20  # unless an input is larger than 32 of them
 
 LOW_HALF_START, LOW_HALF_END = 0x9000_0000, 0xF000_0000
 LEAST_HIGH_HALF = 64
 
-# Addresses cost nothing. The driver chooses where: hints at other places are not taken (driver 580).
-_ARENA_NBYTES = (1 << 40, 1 << 36)  # asked for in turn, then just what a recording needs: a process may be limited
+# Addresses cost nothing. The driver chooses them: it ignores hints at other places (driver 580).
+_ARENA_NBYTES = (1 << 40, 1 << 36)  # tried in turn, then only what a recording needs: a process may be limited
 _WINDOW = 1 << 32
 
 
 class Extent(NamedTuple):
-    """What one input's storage needs."""
+    """Size and alignment that one input's storage needs."""
 
     nbytes: int
     residue: int  # address modulo 512 that the placeholder's start must have
 
 
 class Placeholder(NamedTuple):
-    """One input's range: [start, end) is the storage's extent, [low, high) that and its guards."""
+    """One input's range: the storage is [start, end), with its guards [low, high)."""
 
     start: int
     nbytes: int
@@ -76,7 +57,7 @@ class Placeholder(NamedTuple):
         return self.start + self.nbytes
 
     def is_far_from(self, address: int) -> bool:
-        """Whether an address of its guards is not so much nearer to it that it can be nobody else's."""
+        """Whether an address in the guards is so far from the storage that it may belong to another input."""
         if address < self.start:
             return 4 * (self.start - address) > self.start - self.low
         return 4 * (address - self.end) > self.high - self.end
@@ -84,21 +65,21 @@ class Placeholder(NamedTuple):
 
 @dataclass(slots=True)
 class _Block:
-    """A range that is mapped as a whole, with the same memory again and again."""
+    """A range in which the same memory is mapped again and again."""
 
     start: int
     nbytes: int
     piece: int  # bytes of the memory
-    mapped: list[int] = field(default_factory=list)  # addresses of the mappings that there are
+    mapped: list[int] = field(default_factory=list)  # addresses that are mapped now
     usable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _AddressLayout:
-    """Where everything of one recording lies."""
+    """The addresses of one recording's placeholders and blocks."""
 
-    high: int  # all is below
-    piece: int  # bytes of the memory behind it
+    high: int  # the end of all of them
+    piece: int  # bytes of the memory that backs them
     placeholders: tuple[Placeholder, ...]
     units: tuple[tuple[int, int], ...]  # by placeholder: start and bytes of its page, or of its own granules
     block_of: tuple[int, ...]  # by placeholder
@@ -106,18 +87,18 @@ class _AddressLayout:
 
 
 class Arena:
-    """Reserved addresses of a process, given out from low to high and never taken back; then there is another one."""
+    """Reserved addresses of a process, given out from low to high and never taken back. A full one is replaced."""
 
     _of: ClassVar[weakref.WeakKeyDictionary[Driver, Arena]] = weakref.WeakKeyDictionary()
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
-        self._next = 0  # what is free begins here
+        self._next = 0  # start of the free addresses
         self._end = 0
 
     @classmethod
     def place(cls, driver: Driver, extents: Sequence[Extent], granularity: int, budget: int = 0) -> _AddressLayout:
-        """Addresses for the extents that nobody had before. Raises :class:`DriverError` where none can be reserved."""
+        """New addresses for the extents. Raises :class:`DriverError` if none can be reserved."""
         with cls._lock:
             arena = cls._of.setdefault(driver, Arena())
             layout = _lay_out(extents, granularity, arena._next, budget)
@@ -146,20 +127,20 @@ class Arena:
 class Placeholders:
     """The placeholders of one recording.
 
-    Raises :class:`DriverError` where the driver refuses a call, and leaves nothing behind then.
+    Raises :class:`DriverError` if the driver refuses a call, and then leaves nothing behind.
     """
 
     placeholders: tuple[Placeholder, ...]  # in the order of the extents
-    low: int  # of all placeholders and what lies between them; low == high where there are no extents
+    low: int  # of the range that contains all placeholders; equal to ``high`` without extents
     high: int
 
     def __init__(self, driver: Driver, device: int, extents: Sequence[Extent], budget: int = 0) -> None:
-        """``budget``: bytes of memory that may lie behind them for the sake of few mappings."""
+        """``budget``: bytes of memory that may back them so that few mappings are needed."""
         self._driver = driver
         self._device = device
         self._handles: list[int] = []  # of physical memory, until it is mapped: mappings outlive their handle
-        self._blocks: tuple[_Block, ...] = ()  # of the memory that all share
-        self._own: dict[int, _Block] = {}  # by the start of a unit: memory of its own
+        self._blocks: tuple[_Block, ...] = ()  # where the shared memory is mapped
+        self._own: dict[int, _Block] = {}  # by start of a materialised unit
         self._layout: _AddressLayout | None = None
         self.placeholders = ()
         if extents:
@@ -186,10 +167,10 @@ class Placeholders:
         return self._sorted[position] if position >= 0 and address < self._highs[position] else None
 
     def materialise(self, index: int) -> None:
-        """Gives a placeholder memory of its own, kept until ``close``: what hid its address reads and writes there.
+        """Gives a placeholder memory of its own until ``close``, for kernels that hide its address.
 
-        A page of small placeholders is materialised as a whole; other placeholders near by may lose the memory that all
-        share. After a :class:`DriverError` the placeholder may be unmapped.
+        A page of small placeholders is materialised as a whole, and neighbouring placeholders may lose the shared
+        memory. After a :class:`DriverError` the placeholder may be unmapped.
         """
         assert self._layout is not None
         start, nbytes = self._layout.units[index]
@@ -206,7 +187,7 @@ class Placeholders:
         """Unmaps and frees the shared memory; materialised placeholders stay.
 
         Args:
-            kept: of these only those that are kept stay, and what lies on a page with them.
+            kept: if given, only these materialised placeholders stay, and those on a page with them.
         """
         for block in self._blocks:
             self._unmap(block)
@@ -218,7 +199,7 @@ class Placeholders:
         self._release_handles()
 
     def close(self) -> None:
-        """Gives back everything. What is refused raises after all the rest is done; the next call tries it anew."""
+        """Gives back everything. A refusal raises :class:`DriverError` at the end; the next call tries again."""
         refused: DriverError | None = None
         blocks = (*self._blocks, *self._own.values())
         steps: list[Callable[[], None]] = [functools.partial(self._unmap, block) for block in blocks]
@@ -235,7 +216,8 @@ class Placeholders:
         for block in self._blocks:
             self._map(block, self._handles[-1])
         self._release_handles()
-        # Kernels over lists of tensors carry what is on the stack: where a page begins, too, far in front of an input.
+        # Kernels over lists of tensors carry stale words of the stack, which may be the start of a page, far from the
+        # inputs on it.
         self._driver.overwrite_stack()
 
     def _map(self, block: _Block, memory: int) -> None:
@@ -265,7 +247,7 @@ class Placeholders:
                 raise
 
     def _unmap_if_mapped(self, address: int, nbytes: int) -> None:
-        # An interrupt strikes before a call has worked or after: only the driver knows. The range is ours either way.
+        # Only the driver knows whether the interrupt came before or after its call. The range is ours either way.
         with contextlib.suppress(DriverError):
             self._driver.unmap(address, nbytes)
 
@@ -283,7 +265,7 @@ class _Unit(NamedTuple):
     """A page of small placeholders, or a large one with its guards; offsets are from the start of the unit."""
 
     nbytes: int  # a page, or a large placeholder's granules
-    guard: int  # bytes in front of them and behind
+    guard: int  # bytes before and after them
     members: list[tuple[int, Placeholder]]  # with the index of the extent
 
 
@@ -296,7 +278,7 @@ def _units(extents: Sequence[Extent], granularity: int) -> list[_Unit]:
     units: list[_Unit] = []
     large: list[_Unit] = []
     members: list[tuple[int, Placeholder]] = []
-    end = 0  # of the placeholders of the page
+    end = 0  # of the placeholders on the current page
     for index, extent in enumerate(extents):
         if extent.nbytes >= SMALL_NBYTES:
             nbytes, start = _round_up(extent.residue + extent.nbytes, granularity), granularity + extent.residue
@@ -315,7 +297,7 @@ def _units(extents: Sequence[Extent], granularity: int) -> list[_Unit]:
 
 
 def _lay_out(extents: Sequence[Extent], granularity: int, frontier: int, budget: int) -> _AddressLayout:
-    """Plans from an address on: what shares blocks by size, the larger ones first, then what has its own."""
+    """Plans from an address on: units that share blocks, larger ones first, then units with blocks of their own."""
     units = _units(extents, granularity)
     most = sum(map(_needed, units))
     least = max(-(-unit.nbytes // MAX_MAPPINGS) for unit in units)
@@ -326,7 +308,7 @@ def _lay_out(extents: Sequence[Extent], granularity: int, frontier: int, budget:
     places: dict[int, tuple[int, int]] = {}
     block_of: dict[int, int] = {}
     blocks: list[tuple[int, int]] = []
-    free: list[tuple[int, int, int]] = []  # of blocks that are shared: where they go on, the bytes left, their number
+    free: list[tuple[int, int, int]] = []  # of each shared block: its first free address, bytes left, number
     end = _round_up(frontier, granularity)
     for unit in units:
         needed = _needed(unit)
@@ -366,12 +348,12 @@ def _small_placeholder(extent: Extent, low: int) -> Placeholder:
 
 
 def stands_out(address: int) -> bool:
-    """Whether no two int32 look like an address: no sizes or strides, and no factor with a shift."""
+    """Whether no two int32 look like this address: no sizes or strides, and no factor with a shift."""
     return LOW_HALF_START <= address % _WINDOW < LOW_HALF_END and address >= LEAST_HIGH_HALF * _WINDOW
 
 
 def _with_low_half(address: int, nbytes: int, granularity: int) -> int:
-    """The first address from here where the low halves of so many bytes are in bounds (of as many as can be)."""
+    """The next address from which the low halves of ``nbytes`` bytes, or of as many as possible, are in bounds."""
     wanted = min(nbytes, LOW_HALF_END - LOW_HALF_START)
     base, low_half = address // _WINDOW * _WINDOW, address % _WINDOW
     if low_half < LOW_HALF_START:

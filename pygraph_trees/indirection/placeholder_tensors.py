@@ -1,7 +1,8 @@
-"""Tensors that stand for a live input: at placeholder addresses while it is recorded, elsewhere for one call, as an
-output.
+"""Tensors in the place of a live input.
 
-None of them has autograd; addresses and sizes are in bytes, offsets and strides in elements.
+:func:`placeholder_tensor` is at placeholder addresses during the recording, :func:`copy_at` is used for one call, and
+:func:`seen_as` is an output that is a view of the input. None of them has autograd. Addresses and sizes are in bytes,
+offsets and strides in elements.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ WHOLE_STORAGE = 64 << 20  # bytes up to which a placeholder stands for the whole
 
 
 class Span(NamedTuple):
-    """What a placeholder stands for."""
+    """The memory that a placeholder stands for."""
 
     nbytes: int
     lead: int  # from its start to the tensor's first element
@@ -24,7 +25,7 @@ class Span(NamedTuple):
 
 
 def span_of(tensor: torch.Tensor) -> Span:
-    """The whole storage, which code may reach behind a view's back, unless it is much larger than the view."""
+    """The whole storage, since code may read outside of the view, unless it is much larger than the view."""
     storage = tensor.untyped_storage().nbytes()
     if storage > WHOLE_STORAGE:
         reached = extent(tensor) * tensor.element_size()
@@ -34,7 +35,7 @@ def span_of(tensor: torch.Tensor) -> Span:
 
 
 def tensor_in(storage: torch.UntypedStorage, size: Any, stride: Any, dtype: torch.dtype, offset: int) -> torch.Tensor:
-    """A tensor in a storage, as it is said to lie there."""
+    """A tensor in a storage, with the given size, strides and offset."""
     metadata = {
         "nbytes": storage.nbytes(),
         "data_ptr": storage.data_ptr(),
@@ -53,7 +54,7 @@ def memory_at(address: int, nbytes: int, device: torch.device) -> torch.UntypedS
 
 
 def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """The bytes at an address, which the tensor does not own; autograd sees nothing of what is written to it."""
+    """The bytes at an address, which the tensor does not own; autograd does not see writes to it."""
     return torch.empty(0, dtype=torch.uint8, device=device).set_(memory_at(address, nbytes, device), 0, (nbytes,), (1,))
 
 

@@ -1,7 +1,8 @@
-"""Which addresses lie in a graph pool: :class:`PoolRanges`, from snapshots of the allocator.
+"""Which addresses are in a graph pool, from snapshots of the allocator.
 
-A pool grows only where upstream warms up or records in it, and there :meth:`PoolRanges.forget` is called; in between
-the ranges of the last snapshot hold, and a look-up is a bisection.
+A pool grows only when upstream warms up or records in it, and then :meth:`PoolRanges.forget` must be called. Until the
+next such call the ranges of the last snapshot are valid, and :meth:`PoolRanges.holds` is a bisection. A snapshot is
+taken at the first question after it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ class PoolRanges:
     """The address ranges of one graph pool.
 
     Args:
-        snapshot: gives the pool's segments, with ``address`` and ``total_size`` in bytes.
+        snapshot: returns the pool's segments, with ``address`` and ``total_size`` in bytes.
     """
 
     __slots__ = ("__weakref__", "_ends", "_snapshot", "_starts", "changes")
@@ -24,10 +25,10 @@ class PoolRanges:
         self._snapshot = snapshot
         self._starts: list[int] | None = None
         self._ends: list[int] = []
-        self.changes = 0  # how often it may have changed
+        self.changes = 0  # how often the pool may have changed
 
     def forget(self) -> None:
-        """The pool may have changed."""
+        """Drops the snapshot, because the pool may have changed."""
         self._starts = None
         self.changes += 1
 
@@ -37,7 +38,7 @@ class PoolRanges:
         return position >= 0 and address < self._ends[position]
 
     def nbytes(self) -> int:
-        """All that it has reserved."""
+        """Bytes that the pool has reserved."""
         starts = self._starts if self._starts is not None else self._look()
         return sum(self._ends) - sum(starts)
 

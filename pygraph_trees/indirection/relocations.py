@@ -1,26 +1,9 @@
-"""Relocations: where a captured graph holds the addresses of the inputs that it was recorded with.
+"""Relocations: where a captured graph holds the addresses of the inputs with which it was recorded.
 
-In goes a captured graph, not yet instantiated, whose live inputs stood at placeholder addresses, with the placeholders
-still mapped. :func:`scan` reads what every node was given and returns a :class:`Scan`: the relocations, the inputs that
-cannot be patched whatever their relocations, and whether some node may hold an address where it cannot be read. It
-changes nothing.
-
-- A word inside a placeholder or its guards, at a multiple of 8 bytes of a kernel's parameters, is a relocation. One
-  that begins
-  4 bytes later may be halves of two others and is not written to: its input is refused. What is known to be made of
-  two parameters is nothing: a negative number and an integer side by side can look like an address.
-- What a copy from host memory carries is read too; an input whose address is in there is refused. The bytes are those
-  of now: code that fills its own host array anew at each call keeps its secret.
-- A word past the first 1.5 GiB of an input can look like two int32, and where the driver has low addresses alone so can
-  any: it is a relocation where it is a parameter by itself, and refuses the input else.
-- A word between the placeholders, or further into a guard than a quarter of it, is the address of nobody who can be
-  told, so
-  it counts as hidden.
-- A kernel of NCCL hands addresses to other devices. It refuses the inputs that it is given and may hide all others.
-- A node that the driver does not describe may hide any address. Only a graph whose nodes cannot be listed raises
-  :class:`DriverError`.
-- A kernel that is not known (:mod:`.known_kernels`) may be given an address in a form that is no word. That an input
-  has relocations elsewhere proves nothing then; the scan names such kernels.
+:func:`scan` takes a captured graph that is not yet instantiated, while its placeholders are mapped. The :class:`Scan`
+lists the relocations, the inputs that cannot be patched, and whether a node may hold an address that cannot be read; it
+also names unknown kernels. It changes nothing. Only a graph whose nodes cannot be listed raises :class:`DriverError`.
+README.md gives the rules.
 """
 
 from __future__ import annotations
@@ -54,41 +37,41 @@ _WITHOUT_INPUTS = (
 
 _HOST_CHUNK = 16 << 20  # bytes of host memory read at once; a multiple of 8
 
-# As the driver gives names: mangled where the kernel is C++. ncclKernel_, ncclDevKernel_, ncclSymkDevKernel_ ...
+# Names as the driver gives them, mangled for C++ kernels: ncclKernel_, ncclDevKernel_, ncclSymkDevKernel_ ...
 _COLLECTIVE = re.compile(r"(_ZN?\d+)?nccl\w*Kernel")
 
 
-SOURCE, TARGET, HOST_SOURCE = 0, 8, 16  # of a memcpy: what stands for an offset
+SOURCE, TARGET, HOST_SOURCE = 0, 8, 16  # values of Relocation.offset in a memcpy node
 
 
 class Relocation(NamedTuple):
-    """Where a graph holds an input's address."""
+    """A place where a graph holds an input's address."""
 
     node: int  # index into Scan.nodes
-    offset: int  # bytes into a kernel's parameter block; of a memcpy one of those above; of a memset 0
-    input: int  # index of the placeholder; after those, of the memory of staged inputs
-    addend: int  # bytes from the start; in a placeholder's guards negative, or not less than its size
+    offset: int  # bytes into a kernel's parameter block; for a memcpy one of the values above; for a memset 0
+    input: int  # index of the placeholder; after the placeholders, of the memory of staged inputs
+    addend: int  # bytes from the start; in the guards it is negative, or not less than the size
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What a graph holds of the addresses that it was recorded with."""
+    """The recorded addresses that a graph holds."""
 
-    nodes: tuple[GraphNode, ...]  # those with a relocation, once each, in the graph's order
+    nodes: tuple[GraphNode, ...]  # nodes with a relocation, once each, in the graph's order
     relocations: tuple[
         Relocation, ...
-    ]  # in the order of their nodes and offsets; those of refused inputs may be among them
-    refused: dict[int, str]  # by placeholder: why it cannot be patched whatever its relocations
-    opaque: str | None  # what could hide any address, "a host node"; None where all was read
+    ]  # in the order of their nodes and offsets; relocations of refused inputs may be among them
+    refused: dict[int, str]  # by placeholder: why it cannot be patched, despite its relocations
+    opaque: str | None  # what may hide any address, for example "a host node"; None if everything was read
     kinds: Counter[NodeKind]  # of all nodes, without those of child graphs
     unknown: tuple[str, ...] = ()  # names of kernels that may be given an address in a form that is no word
 
 
 def scan(driver: Driver, graph: int, placeholders: Placeholders, staged: Sequence[tuple[int, int]] = ()) -> Scan:
-    """Finds the relocations of a captured graph. Raises :class:`DriverError` where the graph's nodes cannot be listed.
+    """Finds the relocations of a captured graph. Raises :class:`DriverError` if the graph's nodes cannot be listed.
 
     Args:
-        staged: address and size in bytes of each memory of staged inputs; one copy may take several of them from it.
+        staged: address and size in bytes of each memory of staged inputs; one copy may take several inputs from it.
     """
     reader = _Reader(driver, placeholders, staged)
     found = driver.search(graph, placeholders.low, placeholders.high)
@@ -102,7 +85,7 @@ def scan(driver: Driver, graph: int, placeholders: Placeholders, staged: Sequenc
 
 
 class _Reader:
-    """What was found so far in one graph; positions are those of its nodes."""
+    """The findings so far in one graph; a position is that of a node in the graph."""
 
     def __init__(self, driver: Driver, placeholders: Placeholders, staged: Sequence[tuple[int, int]] = ()) -> None:
         self._driver = driver
@@ -114,7 +97,7 @@ class _Reader:
         self._refused: dict[int, str] = {}
         self._opaque: str | None = None
         self._kinds: Counter[NodeKind] = Counter()
-        # By the handles of a kernel. They are given out again after their module was unloaded: good for one scan.
+        # By the handles of a kernel. The driver reuses them after their module is unloaded: valid for one scan.
         self._collectives: dict[tuple[int, int], bool] = {}
         self._unknown: dict[str, None] = {}  # names of kernels, in order
         self._layouts: Layouts = {}
@@ -122,7 +105,7 @@ class _Reader:
             NodeKind.KERNEL: (self._kernel, "a kernel whose parameters cannot be read"),
             NodeKind.MEMCPY: (self._memcpy, "a copy that cannot be read"),
             NodeKind.MEMSET: (self._memset, "a fill that cannot be read"),
-            # These take events, and memory of the graph's own.
+            # These nodes take events, and memory that belongs to the graph.
             **dict.fromkeys(_WITHOUT_INPUTS, (lambda position, handle: None, "")),
             NodeKind.HOST: (lambda position, handle: self._hide("a host node"), ""),
             NodeKind.GRAPH: (lambda position, handle: self._hide("a child graph"), ""),
@@ -171,7 +154,7 @@ class _Reader:
             self._relocation(position, node, 0, found, node.target)
 
     def search_kernels(self) -> None:
-        """Searches the parameters of all kernels at once: one search costs more than the words in it."""
+        """Searches the parameters of all kernels at once, since a search costs more than the words in it."""
         blocks = [node.words() for _, node, _ in self._kernels]
         words = _words(bytearray().join(blocks), self._placeholders)
         at, address = next(words, (-1, 0))
@@ -179,14 +162,14 @@ class _Reader:
         for (position, node, collective), block in zip(self._kernels, blocks, strict=True):
             end = begin + len(block)
             while begin <= at < end:
-                # What runs over the end is made of two blocks, and is in neither.
+                # A word that runs over the end of a block is made of two blocks, and is in neither.
                 if at + 8 <= end:
                     self._word(position, node, collective, at - begin, address)
                 at, address = next(words, (-1, 0))
             begin = end
 
     def take(self, search: Search) -> None:
-        """What was found in all kernels at once; the other nodes are read one by one."""
+        """Takes the findings in all kernels at once; the other nodes are read one by one."""
         kernels = 0
         for position, (handle, kind) in enumerate(search.nodes):
             if kind is NodeKind.KERNEL:
@@ -240,7 +223,7 @@ class _Reader:
         return found
 
     def _near(self, address: int) -> int | None:
-        """The input in whose guards an address is, however far from it."""
+        """The input in whose range or guards an address is, at any distance from the input."""
         found = self._placeholders.find(address)
         if found is None and self._placeholders.low <= address < self._placeholders.high:
             self._hide("a pointer far outside of every input")
@@ -258,9 +241,9 @@ class _Reader:
         self._opaque = self._opaque or what
 
     def _look_at_name(self, function: int, kernel: int) -> bool:
-        """Whether a kernel is a collective; one that is, or that has no name, may hide addresses. Notes unknown ones.
+        """Whether a kernel is a collective. A collective, or a kernel without a name, may hide addresses.
 
-        The driver is asked once a kernel, not once a node.
+        Notes unknown kernels. The driver is asked once for each kernel, not once for each node.
         """
         key = function, kernel
         if key not in self._collectives:
@@ -288,9 +271,9 @@ def _words(data: bytearray, placeholders: Placeholders) -> Iterator[tuple[int, i
 
 
 def _read_host(memory: int, target: memoryview, address: int) -> None:
-    """Reads this process's memory; :class:`OSError` where it is not mapped.
+    """Reads this process's memory; raises :class:`OSError` if it is not mapped.
 
-    Pinned memory can be mapped in a way that the file does not give (VM_IO): it is loaded, where it is mapped.
+    Pinned memory can be mapped such that the file cannot be read there (VM_IO); if it is mapped, it is loaded.
     """
     try:
         if os.preadv(memory, [target], address) == len(target):
@@ -303,7 +286,7 @@ def _read_host(memory: int, target: memoryview, address: int) -> None:
 
 
 def _is_readable(begin: int, end: int) -> bool:
-    """Whether all of a range is mapped for reading."""
+    """Whether a whole range is mapped for reading."""
     with open("/proc/self/maps", encoding="ascii", errors="replace") as lines:
         for line in lines:
             span, rights = line.split()[:2]
@@ -320,7 +303,7 @@ def _is_readable(begin: int, end: int) -> bool:
 def _host_words(start: int, nbytes: int, target: int, placeholders: Placeholders) -> Iterator[int]:
     """The words among the placeholders in this process's memory, aligned as they will be at ``target``.
 
-    Memory that is not mapped raises :class:`OSError`, where a plain load would end the process.
+    Memory that is not mapped raises :class:`OSError`; a plain load would end the process.
     """
     lead = target % 8
     with open("/proc/self/mem", "rb", buffering=0) as memory:

@@ -1,10 +1,9 @@
-"""Memory of recordings whose graph is gone: placeholders with memory of their own, and tables.
+"""Memory of recordings whose graph is gone: materialised placeholders, and tables. Queued launches may still use it.
 
-Queued launches may still use it. :func:`retire` is called by finalizers, which the garbage collector runs anywhere, so
-it waits for nothing: memory whose last launches are known to be over (:class:`LastLaunches`) is given back at once, the
-rest where :func:`release_retired` may wait for the GPU. That is where a function is recorded or warmed up, where
-recordings are given up, and in ``torch._dynamo.reset()``. The launches of a graph with a table alone are not followed,
-since nothing in Python is done at them.
+Finalizers call :func:`retire`, which never waits: it gives memory back if the last launches (:class:`LastLaunches`) are
+known to be over. The rest waits for :func:`release_retired`, which is called when a function is recorded or warmed up,
+when recordings are given up, and in ``torch._dynamo.reset()``. A graph that only has a table is launched without
+Python, so its launches are not followed.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ _MOST_STREAMS = 64
 
 class Memory(Protocol):
     def close(self) -> None:
-        """Gives it back; called again, it goes on where it was interrupted."""
+        """Gives the memory back; after an interrupt, the next call continues."""
 
 
 class LastLaunches:
-    """The launches of one graph after which something is done: whether the last ones, on any stream, are over."""
+    """Whether the last launches of one graph, on all streams, are over."""
 
     def __init__(self) -> None:
         self._events: dict[int, Any] = {}  # by stream
-        self._is_known = False  # not before the first launch, nor while one is made ready
-        self._are_too_many = False  # streams
+        self._is_known = False  # false before the first launch, and while a launch is prepared
+        self._are_too_many = False  # more streams than are followed
 
     def begin(self) -> None:
-        """Work of a launch is queued from now on."""
+        """Call before any work of a launch is queued."""
         self._is_known = False
 
     def end(self, device: int) -> None:
-        """All work of a launch is queued, on the current stream."""
+        """Call when all work of a launch is queued on the current stream."""
         stream = torch.cuda.current_stream(device)
         event = self._events.get(stream.cuda_stream)
         if event is None:
@@ -71,7 +70,7 @@ class _Retired:
     launches: LastLaunches | None
 
     def close_if_idle(self) -> bool:
-        """Gives it back if no launch uses it any longer, as far as that is known without waiting."""
+        """Gives the memory back if it is known without waiting that no launch uses it."""
         if self.launches is None:
             return False
         try:
@@ -79,12 +78,12 @@ class _Retired:
                 is_idle = self.launches.are_over()
                 if is_idle:
                     give_back(self.memory.close)
-        except (RuntimeError, DriverError):  # a launch was captured by somebody; the GPU is lost; a call is not there
+        except (RuntimeError, DriverError):  # other code captured a launch; the GPU is lost; a call is missing
             return False
         return is_idle
 
 
-# No lock: a finalizer that the garbage collector runs may come while the same thread holds it.
+# No lock: the garbage collector may run a finalizer while the same thread holds it.
 _retired: deque[_Retired] = deque()
 
 
@@ -92,7 +91,7 @@ def retire(driver: Driver, device: int, memory: Memory, launches: LastLaunches |
     """Gives memory back as soon as that needs no waiting. May be called anywhere.
 
     Args:
-        launches: those that use the memory; None where they are not known.
+        launches: the launches that use the memory; None if they are not known.
     """
     _retired.append(_Retired(driver, device, memory, launches))
     if launches is not None and not _is_capturing():
@@ -100,13 +99,13 @@ def retire(driver: Driver, device: int, memory: Memory, launches: LastLaunches |
 
 
 def release_retired(*, is_locked: bool = False) -> None:
-    """Gives back all, and waits for the GPU where that is necessary.
+    """Gives back all retired memory, and waits for the GPU if necessary.
 
-    A wait for the whole device by another thread breaks a capture. While somebody else holds torch's lock of captures,
-    memory that would have to be waited for stays retired.
+    A wait for the whole device by another thread breaks a capture. While another thread holds torch's capture lock,
+    memory for which a wait is necessary stays retired.
 
     Args:
-        is_locked: whether this thread holds it.
+        is_locked: whether this thread holds that lock.
     """
     if not _retired or _is_capturing():
         return
@@ -122,12 +121,12 @@ def release_retired(*, is_locked: bool = False) -> None:
                 give_back(gone[-1].memory.close)
                 gone.pop()
         except BaseException:
-            _retired.extend(gone)  # an interrupt: the next one gives them back
+            _retired.extend(gone)  # after an interrupt, the next call gives these back
             raise
 
 
 def _is_capturing() -> bool:
-    """Whether this thread captures, or the GPU is lost."""
+    """Whether this thread captures a graph; also true if the GPU is lost."""
     try:
         return torch.cuda.is_current_stream_capturing()
     except RuntimeError:
@@ -136,7 +135,7 @@ def _is_capturing() -> bool:
 
 @contextlib.contextmanager
 def _lock_of_captures(is_locked: bool) -> Iterator[bool]:
-    """Holds the lock meanwhile, if torch has one and it can be had without waiting."""
+    """Holds torch's capture lock, if there is one and it is free; gives whether this thread may wait for the GPU."""
     if is_locked or not has_capture_lock():
         yield True
         return
@@ -160,7 +159,7 @@ def _give_back_idle() -> None:
 
 
 def _taken() -> list[_Retired]:
-    """All that are retired now; a finalizer may come in between and retire more."""
+    """Takes everything that is retired now; a finalizer may retire more meanwhile."""
     gone: list[_Retired] = []
     with contextlib.suppress(IndexError):
         while True:
@@ -169,7 +168,7 @@ def _taken() -> list[_Retired]:
 
 
 def give_back(call: Callable[[], None]) -> None:
-    """What the driver does not take back is lost; that is no reason to lose a call."""
+    """Calls the driver to take something back. A refusal is logged, and does not fail the program's call."""
     try:
         call()
     except DriverError as error:

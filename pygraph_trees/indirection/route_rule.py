@@ -1,8 +1,8 @@
-"""The rule that chooses a recording's route: its inputs are patched, unless a table pays.
+"""The rule that chooses a recording's route: its inputs are patched unless a table pays.
 
-A table pays if at least 16 kernels with variants hold at least 4 inputs whose addresses change, and most of the first
-eight sampled replays are host-bound. :func:`choose_route` decides from these facts. A choice is kept for a function and
-its sizes, so that a recording made again keeps it; the function's log is told each choice as a sentence.
+A table pays if at least 16 kernels with variants hold at least 4 inputs whose addresses change, and if most of the
+first eight sampled replays are host-bound. :func:`choose_route` decides from these :class:`Facts`. A choice is kept for
+a function and its sizes, also if it is recorded again; the function's log gets each choice as a sentence.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ BY_TABLE = (Reason.TABLE_AWAITED, Reason.TABLE)
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What was seen of one recording's replays."""
+    """Facts about one recording's replays."""
 
     kernels: int = 0  # nodes of kernels with variants that hold inputs whose addresses change
-    inputs: int = 0  # the inputs whose addresses change and that a table could hold
+    inputs: int = 0  # inputs whose addresses change and that a table could hold
     host_bound: int = 0  # sampled replays before which the GPU was idle
 
 
@@ -74,7 +74,7 @@ def choose_route(facts: Facts) -> Choice:
     return Choice(Reason.TABLE_AWAITED, facts)
 
 
-# By function, and by what tells its sizes apart.
+# By function and its sizes.
 _choices: weakref.WeakKeyDictionary[Any, dict[Hashable, Choice]] = weakref.WeakKeyDictionary()
 
 
@@ -83,19 +83,19 @@ def choice_of(function: Any, sizes: Hashable) -> Choice | None:
 
 
 def may_use_table(function: Any, sizes: Hashable) -> bool:
-    """Whether a recording gets a table if there is one: unless replays with these sizes were found not to need it."""
+    """Whether a recording may get a table: true unless replays with these sizes were found not to need one."""
     choice = choice_of(function, sizes)
     return choice is None or choice.reason in BY_TABLE
 
 
 def leave_table(function: Any, sizes: Hashable, error: BaseException) -> None:
-    """After a recording with a table failed: the function has no table again."""
+    """Gives up the function's table for good, after a recording with it failed."""
     builds.give_up(function)
     take_choice(function, sizes, Choice(Reason.NOT_RECORDED, error=str(error)))
 
 
 def recorded(function: Any, sizes: Hashable, *, reads_table: bool) -> None:
-    """Notes whether a recording reads the table that was built for its function."""
+    """Notes whether a new recording reads the table that was built for its function."""
     if not builds.is_over(function) or not taken_by_variants(function) or not may_use_table(function, sizes):
         return
     wanted = [choice for choice in list(_choices.get(function, {}).values()) if choice.reason in BY_TABLE]

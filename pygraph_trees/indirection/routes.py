@@ -1,10 +1,8 @@
-"""Routes: how each live input of a recording is given to its replays, and why one is copied.
+"""Routes: how each live input of a recording is given to its replays, and why an input is copied.
 
-Rules over plain facts, in the order in which they are asked: :func:`why_not_placeholder` before an input is recorded at
-a placeholder address, :func:`decide` when the captured graph was scanned, :func:`fits` at a replay, for a changed
-address. All consumers of an input agree: it is given by address everywhere, or copied. The route is called table where
-a kernel reads the address from a slot of the recording's table; others may hold it themselves, and are patched beside
-the one that writes the table. A reason is a phrase that reads on after "because".
+The rules are functions of plain facts: :func:`why_not_placeholder` before an input is recorded, :func:`decide` after
+the captured graph is scanned, :func:`fits` for a changed address at a replay. All consumers of an input agree. The
+route is table if a kernel reads the address from a slot; kernels that hold it are patched. A reason follows "because".
 """
 
 from __future__ import annotations
@@ -22,13 +20,13 @@ from pygraph_trees.cuda.graph_nodes import KernelNode
 if TYPE_CHECKING:
     from .relocations import Scan
 
-MAX_ALIGNMENT = 512  # bytes; no kernel is chosen by more
-_VECTOR = 16  # bytes that one load moves at most
+MAX_ALIGNMENT = 512  # bytes; no kernel is chosen by a larger alignment
+_VECTOR = 16  # bytes; the largest load
 
 
 class Route(enum.Enum):
     PATCH = "patch"
-    TABLE = "table"  # patched too: in what writes the table, and where a kernel does not read it there
+    TABLE = "table"  # patched too: in the kernel that writes the table, and in kernels that do not read the table
     COPY = "copy"
     STAGE = "stage"  # through pinned memory, by a copy in the graph
 
@@ -45,10 +43,10 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """What a scan found of a recording's table."""
+    """A scan's findings about a recording's table."""
 
-    writers: frozenset[int]  # nodes that write it
-    read: frozenset[int]  # placeholders that a kernel reads there
+    writers: frozenset[int]  # nodes that write the table
+    read: frozenset[int]  # placeholders whose address a kernel reads in the table
 
 
 _PATCH = Decision(Route.PATCH, None)
@@ -57,10 +55,10 @@ NO_SLOTS = Slots(frozenset(), frozenset())
 
 
 def why_not_placeholder(tensor: torch.Tensor, device: int, in_pool: bool) -> str | None:
-    """Why a live input cannot be recorded at a placeholder address on a CUDA device, None where it can.
+    """Why a live input cannot be recorded at a placeholder address on a CUDA device; None if it can.
 
     Args:
-        in_pool: whether its memory lies in the graph pool, which a replay overwrites.
+        in_pool: whether its memory is in the graph pool, which a replay overwrites.
     """
     if not tensor.is_cuda or tensor.get_device() != device:
         return f"it is on {tensor.device}"
@@ -70,7 +68,7 @@ def why_not_placeholder(tensor: torch.Tensor, device: int, in_pool: bool) -> str
         return "it has no elements"
     if tensor._is_zerotensor():
         return "it is a tensor of zeros without memory"
-    # Bits of the tensor, which an address does not carry and a copy resolves.
+    # Bits of the tensor that an address does not carry and that a copy resolves.
     if tensor.is_conj():
         return "it is a conjugate view"
     if tensor.is_neg():
@@ -81,7 +79,10 @@ def why_not_placeholder(tensor: torch.Tensor, device: int, in_pool: bool) -> str
 
 
 def decide(scan: Scan, count: int, passed_through: Collection[int], slots: Slots = NO_SLOTS) -> list[Decision]:
-    """The route of each of ``count`` placeholders; one that is passed through is returned, so no node need hold it."""
+    """The route of each of ``count`` placeholders.
+
+    An input that is passed through is returned, so no node has to hold its address.
+    """
     written = {relocation.input for relocation in scan.relocations if relocation.node in slots.writers}
     with_relocation = {relocation.input for relocation in scan.relocations if relocation.node not in slots.writers}
     decisions = []
@@ -99,11 +100,10 @@ def decide(scan: Scan, count: int, passed_through: Collection[int], slots: Slots
 
 
 def alignments(scan: Scan, starts: Mapping[int, int]) -> dict[int, int]:
-    """By placeholder, in bytes: how aligned the most aligned pointer is that a kernel holds of it, up to 512; 1 without
-    one.
+    """By placeholder, the largest alignment in bytes of a pointer into it that a kernel holds: 1 to 512.
 
     Args:
-        starts: where they begin, by placeholder.
+        starts: the start address of each placeholder.
     """
     found = dict.fromkeys(starts, 1)
     for relocation in scan.relocations:
@@ -116,11 +116,12 @@ def alignments(scan: Scan, starts: Mapping[int, int]) -> dict[int, int]:
 def fits(address: int, recorded: int, aligned: int = 1) -> bool:
     """Whether a graph recorded at one address may be given another.
 
-    Kernels are chosen by alignment, so it must be as aligned as the recorded one, up to 512. Below 16 a kernel may have
-    been told how many elements come before the first aligned one: then both are the same modulo 16.
+    Kernels are chosen by alignment, so the new address must be as aligned as the recorded one, up to 512. For an
+    alignment below 16, a kernel may have been told how many elements precede the first aligned one; then both addresses
+    must be equal modulo 16.
 
     Args:
-        aligned: bytes that pointers which kernels hold of the input are aligned to (see :func:`alignments`): one into
-            the middle of it may be more aligned than its first element, and must stay so.
+        aligned: alignment in bytes of the pointers that kernels hold (see :func:`alignments`). A pointer into the
+            middle of an input may be more aligned than its first element, and must stay so.
     """
     return (address - recorded) % max(math.gcd(recorded, MAX_ALIGNMENT), _VECTOR, aligned) == 0

@@ -1,8 +1,8 @@
-"""Samples the replays of one recording, about one in 128 of those with new addresses, to choose its route.
+"""Samples about one in 128 of a recording's replays with new addresses, to choose its route.
 
-A :class:`Sampler` collects the facts that the rule (:mod:`.route_rule`) decides from, once. If they speak for a table,
-it goes on until the variants are built (:mod:`.table.builds`), one step a sample, and then asks for the recording with
-the table. Otherwise it wants no more samples. A sample never waits for the GPU and never raises.
+A :class:`Sampler` collects the facts from which the rule (:mod:`.route_rule`) decides, once. If a table pays, each
+further sample takes one step of building the variants (:mod:`.table.builds`), and the last one asks for a recording
+with the table. Otherwise sampling ends. A sample never waits for the GPU and never raises.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .table.pointer_table import readers_of
 
 EVERY = 128  # replays with new addresses from one sample to the next
 
-_LEAST_SHARE = 0.25  # of replays with new addresses; inputs that move less often count as staying
+_LEAST_SHARE = 0.25  # of replays with new addresses; with a smaller share, inputs count as staying where they are
 _PATIENCE = 64  # samples for which a function whose variants are built waits for other functions
 
 _log = logging.getLogger("pygraph_trees.indirection")
@@ -46,23 +46,23 @@ class Counted(Protocol):
 
 
 class Sampler:
-    """Samples the replays of one recording whose inputs are patched, until its route is chosen and in use."""
+    """Samples the replays of one recording whose inputs are patched, until its route is chosen and used."""
 
     def __init__(self, function: Any, sizes: Hashable, device: int, log: Counted) -> None:
-        """``function``: its ``log`` is told the choice. ``log``: counts the recording's replays."""
-        self.ready: Callable[[str], None] | None = None  # called with a reason if it is to be recorded again
+        """``function``: its ``log`` gets the choice. ``log``: counts the recording's replays."""
+        self.ready: Callable[[str], None] | None = None  # called with a reason if it must be recorded again
         self._function, self._sizes = weakref.ref(function), sizes
         self._device, self._log = device, log
-        # Due before C++ leaves the next replay to Python: every 128th of those with new addresses.
+        # Due before C++ leaves the next replay to Python, which it does for every 128th with new addresses.
         self._next: float = EVERY // 2
         self._patience = _PATIENCE
         self._samples = self._host_bound = 0
         self._moved: set[int] = set()
-        self._first = (0, 0)  # replays and nodes set until the first sample
+        self._first = (0, 0)  # replays, and nodes set, before the first sample
         self._set_nodes = 0  # in all sampled replays
 
     def can_choose(self, indices: Collection[int], names: KernelNames) -> bool:
-        """Whether replays are worth a sample: whether enough kernels and inputs are there."""
+        """Whether replays are worth a sample: the recording has enough kernels and inputs, or a choice."""
         function = self._function()
         if function is None:
             return False
@@ -73,12 +73,12 @@ class Sampler:
         return self._log.replays >= self._next
 
     def sample(self, moved: Collection[int], set_nodes: int, set_calls: int, names: KernelNames) -> bool:
-        """Between patching and launch; it may load a kernel or start a process, and never raises.
+        """Takes a sample between patching and launch. It may load a kernel or start a process, and never raises.
 
         Args:
-            moved: the inputs whose addresses differ from those of the replay before, by index.
-            set_nodes: the nodes set for this replay.
-            set_calls: the nodes set for all replays so far.
+            moved: indices of the inputs whose addresses differ from the previous replay's.
+            set_nodes: the number of nodes set for this replay.
+            set_calls: the number of nodes set for all replays so far.
 
         Returns whether it needs more samples.
         """
@@ -115,7 +115,7 @@ class Sampler:
         return True
 
     def _share(self, replays: int, set_calls: int) -> float:
-        """Of replays with new addresses, since the first sample."""
+        """The share of replays with new addresses since the first sample."""
         first, set_before = self._first
         return (set_calls - set_before) / max(1, replays - first) / (self._set_nodes / self._samples)
 
@@ -126,7 +126,7 @@ class Sampler:
         if not is_built:
             take_choice(function, self._sizes, Choice(Reason.NOT_COMPILED))
             return False
-        # A function after this one in a step is recorded again with it, so functions wait for each other.
+        # Functions that follow in the step are recorded again too, so functions wait for each other.
         _waiting.add(self)
         self._patience -= 1
         if self._patience and builds.is_any_under_way():
@@ -142,18 +142,18 @@ class Sampler:
             self.ready("its inputs are read from a table from now on")
 
 
-_waiting: weakref.WeakSet[Sampler] = weakref.WeakSet()  # their functions can be recorded with a table
+_waiting: weakref.WeakSet[Sampler] = weakref.WeakSet()  # samplers whose functions can be recorded with a table
 
 
 def sampler_for(function: Any, sizes: Hashable, device: int, log: Counted) -> Sampler | None:
-    """For a recording without a table; None if no kernel could read one, or if its route is chosen."""
+    """The sampler of a recording without a table; None if no kernel could read one, or if the route is chosen."""
     if not readers_of(function) or builds.is_over(function) or not may_use_table(function, sizes):
         return None
     return Sampler(function, sizes, device, log)
 
 
 def _count(function: Any, indices: Collection[int], names: KernelNames) -> tuple[int, int]:
-    """Kernels that could read some of these inputs in a table, and how many of the inputs they could read."""
+    """The number of kernels that could read some of these inputs in a table, and of the inputs they could read."""
     readers = readers_of(function)
     readable = {index for reader in readers for _, index in reader.inputs}.intersection(indices)
     kernels = {reader.kernel for reader in readers}

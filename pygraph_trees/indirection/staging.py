@@ -1,8 +1,8 @@
 """Staging: how a recording takes inputs that are on the CPU.
 
-Before a launch all inputs of a call are written to one pinned block that no queued launch still reads. In the graph,
-one copy takes most of them, and the others have copies of their own (:class:`Source`); these are given the block's
-addresses. Nothing is waited for unless all blocks are in use. If the GPU keeps up it is the same block each time.
+Before a launch, :meth:`Staging.put` writes the call's inputs to a pinned block that no queued launch still reads, and
+returns the addresses for the graph's copies (:class:`Source`): one copy takes most inputs, the others have their own.
+It waits only if all blocks are in use, or if an input is pinned memory that the GPU may still write to.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ import torch
 from pygraph_trees.cuda.host_reads import HostRead
 
 MOST_BUFFERS = 8  # launches that may be queued before the next one waits
-_MOST_NBYTES = 64 << 20  # of the buffers of a recording, where two do not take more
-# From 32768 elements on torch shares a copy out among threads, for which each call waits where the machine runs others
-# in their place: 8 ms a call were measured on an H200's host for 300 KB.
+_MOST_NBYTES = 64 << 20  # for all buffers of a recording, unless two of them take more
+# From 32768 elements on, torch divides a copy among threads. If the machine runs other threads in their place, each
+# call waits for them: 8 ms a call for 300 KB (measured on an H200's host).
 _COPIED_BY_TORCH = (32 << 10) - 1  # bytes, at most
-# Placement stages no larger value: a larger input is read in part, and the common copy would take all of it.
+# Placement stages no larger value. The program reads part of a larger input, and the common copy would take all of it.
 _MOST_TOGETHER_NBYTES = 320 << 10
-# Torch's own allocations begin at multiples of 512 bytes, and libraries choose kernels by alignment.
+# Torch's allocations begin at multiples of 512 bytes, and libraries choose kernels by alignment.
 _ALIGNMENT, _SMALL_ALIGNMENT = 512, 64
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Memory in a buffer whose address a graph is given: what one copy takes, or what copies of one input read."""
+    """Memory in a buffer whose address a graph is given: several inputs that one copy takes, or a single input."""
 
-    start: int  # bytes from the buffer's begin
+    start: int  # bytes from the start of the buffer
     nbytes: int
-    numbers: tuple[int, ...]  # its inputs
+    numbers: tuple[int, ...]  # of its inputs
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where an input is in each buffer: dense, and with its own strides if these are dense."""
+    """An input's place in each buffer. It is dense there, with its own strides if these are dense."""
 
     start: int
     nbytes: int
@@ -48,21 +48,21 @@ class _Place:
     stride: tuple[int, ...]
 
     def within(self, block: torch.Tensor) -> torch.Tensor:
-        """A tensor there with a storage of its own, by which a recording knows an input; it holds the block."""
+        """A tensor in the block with a storage of its own, which identifies the input; it keeps the block alive."""
         memory = (ctypes.c_char * self.nbytes).from_address(block.data_ptr() + self.start)
         memory.block = block  # type: ignore[attr-defined]
-        with torch.inference_mode(False):  # a tensor made in that mode cannot be written to outside of it
+        with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside of it
             return torch.frombuffer(memory, dtype=torch.uint8).view(self.dtype).as_strided(self.shape, self.stride)
 
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
-    """A pinned block, and the memory in it of the inputs that are given at each launch."""
+    """A pinned block, and tensors in it for the inputs of each launch."""
 
     block: torch.Tensor
     memories: list[torch.Tensor]
-    read: Any = None  # an event behind the last launch that reads it; None before the first
-    held: list[torch.Tensor] = field(default_factory=list)  # inputs that it reads in their own memory
+    read: Any = None  # an event after the last launch that reads it; None before the first
+    held: list[torch.Tensor] = field(default_factory=list)  # inputs that this launch reads in their own memory
 
 
 class Staging:
@@ -73,55 +73,55 @@ class Staging:
     def __init__(self, inputs: Sequence[torch.Tensor], device: int | None = None) -> None:
         """
         Args:
-            inputs: of the call that is recorded, on the CPU; their values are in the first buffer.
-            device: whose current stream reads them; torch's current one where it is not given.
+            inputs: CPU inputs of the recorded call, whose values are written to the first buffer.
+            device: the device whose current stream reads them; torch's current device by default.
         """
         self._device = device
-        # What is pinned may be read in its own place.
+        # A pinned input may be read in its own place.
         pinned = [tensor.is_pinned() for tensor in inputs]
         self.sources, self._places = _laid_out(inputs, pinned)
         self._nbytes = max(source.start + source.nbytes for source in self.sources)
         self._most = max(2, min(MOST_BUFFERS, _MOST_NBYTES // max(1, self._nbytes)))
         block = pinned_bytes(self._nbytes)
         self._recorded = block
-        self.placeholder_tensors = [place.within(block) for place in self._places]  # what is recorded
-        self._next = _Buffer(block, self.placeholder_tensors)  # a buffer like all others afterwards
+        self.placeholder_tensors = [place.within(block) for place in self._places]  # for the recording
+        self._next = _Buffer(block, self.placeholder_tensors)  # used like all other buffers later
         self._buffers = [self._next]
         self.take(range(len(inputs)), {}, range(len(self.sources)))
-        if any(pinned):  # the GPU may be about to write to one: the program's own copy comes after that
+        if any(pinned):  # the GPU may still have to write to one, before the program's own copy
             torch.cuda.synchronize(device)
         self._write(inputs, {})
-        # torch hands pinned memory on at once where it does not know who reads it.
+        # Torch reuses pinned memory at once if it does not know that a stream reads it.
         weakref.finalize(self, _wait_for, self._buffers).atexit = False
 
     @property
     def together(self) -> torch.Tensor | None:
-        """The bytes of the recorded buffer that one copy takes; None if no two inputs can share one."""
+        """The bytes of the recorded buffer that one copy takes; None if no two inputs can share a copy."""
         first = self.sources[0]
         return self._recorded[: first.nbytes] if len(first.numbers) > 1 else None
 
     @property
     def recorded(self) -> list[tuple[int, int]]:
-        """Address and size in bytes of each source, as it is recorded."""
+        """Recorded address, and size in bytes, of each source."""
         begin = self._recorded.data_ptr()
         return [(begin + source.start, source.nbytes) for source in self.sources]
 
     def source_of(self, number: int) -> int:
-        """The position among the sources of an input's memory."""
+        """The position of an input's source among the sources."""
         return next(position for position, source in enumerate(self.sources) if number in source.numbers)
 
     def take(self, numbers: Sequence[int], reads: Mapping[int, HostRead], sources: Sequence[int]) -> None:
-        """Before the first launch: the inputs that each launch is given.
+        """Chooses, before the first launch, the inputs that each launch is given.
 
         Args:
-            numbers: of the inputs.
+            numbers: of these inputs.
             reads: how they are read, by number; in order if that is not known.
-            sources: positions of those whose addresses the graph holds.
+            sources: positions of the sources whose addresses the graph holds.
         """
         self._numbers, self._taken = list(numbers), list(sources)
         given = {source: position for position, source in enumerate(self._taken)}
-        # What may be pinned in a later call: its position among those given, how it is read, and among the addresses
-        # that of its own source, if it has one.
+        # Inputs that may be pinned in a later call: the input's position among those given, how it is read, and the
+        # position of its own source among the addresses, if it has one.
         self._asked: list[tuple[int, HostRead, int | None]] = []
         for position, number in enumerate(self._numbers):
             read, source = reads.get(number, HostRead.IN_ORDER), self.source_of(number)
@@ -133,13 +133,12 @@ class Staging:
         self.in_place: list[int] = []
 
     def put(self, values: Sequence[torch.Tensor]) -> list[int]:
-        """Writes the inputs of a call; gives the addresses of the sources. Until :meth:`launched` they may be written
-        over.
+        """Writes the inputs of a call to a buffer, and returns the addresses of the sources.
 
-        Pinned memory may be what the GPU has still to write: it is waited for, or read in its place; positions of
-        sources that are read so are :attr:`in_place` until the next call. To be called only if the current stream is
-        not captured: a wait ends a capture, and the captured launch would read the buffer again after later calls have
-        written to it.
+        The buffer may be overwritten until :meth:`launched` is called. The GPU may still have to write to an input in
+        pinned memory: such an input is waited for, or read in its own place, and :attr:`in_place` holds the positions
+        of sources read so until the next call. The current stream must not be capturing: a wait ends a capture, and
+        the captured launch would read the buffer again after later calls have written to it.
         """
         if self.is_fixed:
             if self._next.read is not None:
@@ -152,7 +151,7 @@ class Staging:
         buffer = self._next
         begin = buffer.block.data_ptr()
         addresses = [begin + self.sources[source].start for source in self._taken]
-        in_place: dict[int, int] = {}  # by position of an input, its source's
+        in_place: dict[int, int] = {}  # position of the source, by position of the input
         waits = False
         for position, read, source in self._asked:
             value = values[position]
@@ -165,20 +164,20 @@ class Staging:
             else:
                 waits = True
         buffer.held = [values[position] for position in in_place]
-        self.in_place = list(in_place.values())  # another tensor may be at the same address next
+        self.in_place = list(in_place.values())  # at the next call, another tensor may be at the same address
         if waits:
             torch.cuda.current_stream(self._device).synchronize()
         self._write(values, in_place)
         return addresses
 
     def launched(self, stream: Any) -> None:
-        """Behind a launch on that stream, which reads what was put."""
+        """Call after the launch, on ``stream``, that reads the inputs that were put."""
         if self._next.read is None:
             self._next.read = torch.cuda.Event()
         self._next.read.record(stream)
 
     def _free(self) -> _Buffer:
-        """A buffer that nothing reads. The last is what the graph holds; the others were read before, in order."""
+        """A buffer that no launch reads. The graph holds the last one; launches read the others earlier, in order."""
         buffers = self._buffers
         if _is_free(buffers[-1]):
             return buffers[-1]
@@ -207,13 +206,13 @@ class Staging:
                     of.append(value)
         if to:
             with torch.no_grad():
-                torch._foreach_copy_(to, of)  # 23 us for 48 numbers, in a loop of copies 55 (measured)
+                torch._foreach_copy_(to, of)  # 23 us for 48 numbers; a loop of copies takes 55 us (measured)
 
 
 def _laid_out(inputs: Sequence[torch.Tensor], pinned: Sequence[bool]) -> tuple[list[Source], list[_Place]]:
-    """Sources, that of several inputs first, and the place of each input."""
+    """The sources, starting with that of several inputs, and the place of each input."""
     numbers = range(len(inputs))
-    layouts = [torch.empty_like(tensor, device="meta") for tensor in inputs]  # dense: what a copy to the GPU has too
+    layouts = [torch.empty_like(tensor, device="meta") for tensor in inputs]  # dense, as a copy to the GPU is
     together = [n for n in numbers if not pinned[n] and layouts[n].nbytes <= _MOST_TOGETHER_NBYTES]
     if len(together) < 2:
         together = []
@@ -234,7 +233,7 @@ def _laid_out(inputs: Sequence[torch.Tensor], pinned: Sequence[bool]) -> tuple[l
 
 
 def _are_alike(memory: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the bytes of one are those of the other; ``memory`` is dense."""
+    """Whether copying the bytes of ``value`` to ``memory``, which is dense, copies the tensor."""
     return (
         (value.dtype, value.shape, value.stride()) == (memory.dtype, memory.shape, memory.stride())
         and value.is_cpu

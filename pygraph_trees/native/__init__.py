@@ -1,8 +1,7 @@
-"""Built in C and C++: the fast path of a replay, questions about many tensors, and the reader of graph nodes.
+"""The modules in C and C++: the fast path of a replay, questions about many tensors, and the reader of graph nodes.
 
-The built modules, ``_fast_path`` and ``_graph_nodes``, are imported from the folder that ``python -m pygraph_trees
-build`` makes for the torch in use. If they are missing, Python does the same, more slowly, and :func:`why_missing`
-tells the reason.
+``_fast_path`` and ``_graph_nodes`` are imported from the folder that ``python -m pygraph_trees build`` makes for the
+torch in use. If they are missing, Python does the same, more slowly, and :func:`.build.why_missing` returns the reason.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-/* Attributes of Python objects that a fast replay reads and writes, and numbers that Python packs for it. */
+/* Attributes of Python objects that a fast replay reads and writes, and numbers that Python packs as bytes.
+
+   Attribute::find notes where objects of one type keep an attribute if it is a slot; other attributes are read through
+   Python's general mechanism. */
 
 #include "fast_path.h"
 
@@ -13,7 +16,7 @@ void Attribute::find(PyTypeObject *asked) {
     if (asked->tp_getattro == PyObject_GenericGetAttr && asked->tp_setattro == PyObject_GenericSetAttr) {
         Ref descriptor(PyObject_GetAttr(reinterpret_cast<PyObject *>(asked), name));
         if (!descriptor)
-            PyErr_Clear(); // of the type there is none
+            PyErr_Clear(); // the type has no such attribute
         if (descriptor && Py_IS_TYPE(descriptor.get(), &PyMemberDescr_Type)) {
             const PyMemberDef *member = reinterpret_cast<PyMemberDescrObject *>(descriptor.get())->d_member;
             is_slot = member->type == T_OBJECT_EX;

@@ -1,8 +1,8 @@
-"""Builds the parts in C and C++ for the installed torch: ``python -m pygraph_trees build``.
+"""Builds the modules in C and C++ for the installed torch: ``python -m pygraph_trees build``.
 
-:func:`build` compiles into a temporary folder and moves it into place, so that the folder is whole or missing; a file
-lock keeps two processes from building at once. :func:`start` does it in a detached process of low priority, whose
-output goes to a log beside the folder. A failed build is not started again until somebody calls ``build``.
+:func:`build` compiles into a temporary folder and moves it into place, so the folder is complete or missing. A file
+lock keeps two processes from building at once. :func:`start` builds in a detached process of low priority, whose output
+goes to a log next to the folder. After a failed build, only :func:`build` tries again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from . import FOLDER, tensors
 from .location import SOURCES
 
 _LOCK = FOLDER.with_name(f"{FOLDER.name}.lock")
-LOG = FOLDER.with_name(f"{FOLDER.name}.log")  # what builds printed that were started by themselves
+LOG = FOLDER.with_name(f"{FOLDER.name}.log")  # output of builds that were started automatically
 _FAILED = FOLDER.with_name(f"{FOLDER.name}.failed")  # exists after a build that failed
 
 _LOWEST_PRIORITY = 19
@@ -60,7 +60,7 @@ def has_failed() -> bool:
 
 
 def build() -> Path:
-    """Compiles both modules if they are missing, which takes about half a minute, and returns their folder.
+    """Compiles both modules if they are missing, in about half a minute, and returns their folder.
 
     Raises :class:`BuildFailed` if another process is building, if there is no compiler or no setuptools, or if the
     compiler fails; its output goes to standard output and standard error.
@@ -83,13 +83,13 @@ def build() -> Path:
 
 
 def prevent() -> None:
-    """No build is started by itself in this process; :func:`build` still builds."""
+    """Prevents automatic builds in this process; :func:`build` still builds."""
     global _is_prevented
     _is_prevented = True
 
 
 def why_missing() -> str | None:
-    """Why this process runs without the built parts, as a phrase that follows "because"; None if it has them."""
+    """Why this process runs without the built modules, as a phrase that follows "because"; None if it has them."""
     if tensors.extension is not None:
         return None
     if tensors.why_without is not None:
@@ -106,7 +106,7 @@ def why_missing() -> str | None:
 
 
 def status() -> str:
-    """``yes``, or ``no, because`` and the reason."""
+    """``yes``, or ``no, because`` with the reason."""
     why = why_missing()
     return "yes" if why is None else f"no, because {why}"
 
@@ -123,10 +123,10 @@ def announce() -> None:
 
 
 def start() -> None:
-    """Starts a build in a process of its own unless one is running or has failed; the next process uses it."""
+    """Starts a build in another process unless one is running or has failed; the next process uses its result."""
     if is_built() or has_failed() or is_running():
         return
-    with contextlib.suppress(OSError):  # a folder that cannot be written: `why_missing` says so
+    with contextlib.suppress(OSError):  # the folder may be read-only
         FOLDER.parent.mkdir(parents=True, exist_ok=True)
         with LOG.open("ab") as log:
             process = subprocess.Popen(
@@ -149,7 +149,7 @@ def _compile(folder: Path) -> None:
         raise BuildFailed(why="setuptools is missing: pip install setuptools") from None
     torch_folder = Path(torch.__file__).resolve().parent
     include = torch_folder / "include"
-    sources = folder / "sources"  # objects go beside them
+    sources = folder / "sources"  # a copy, since objects may be written next to them
     shutil.copytree(
         SOURCES, sources, ignore=lambda _, names: [n for n in names if not n.endswith((".c", ".cpp", ".h"))]
     )
@@ -160,7 +160,7 @@ def _compile(folder: Path) -> None:
             [str(sources / "fast_path.cpp")],
             include_dirs=[str(include), str(include / "torch" / "csrc" / "api" / "include")],
             library_dirs=[str(torch_folder / "lib")],
-            libraries=["torch_python", "torch_cpu", "c10"],  # loaded by torch by the time the module is
+            libraries=["torch_python", "torch_cpu", "c10"],  # torch has loaded these before the module is imported
             extra_compile_args=["-std=c++20", "-g0"],
             language="c++",
         ),

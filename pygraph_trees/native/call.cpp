@@ -1,10 +1,9 @@
 /* CompiledFxGraph.__call__ with a fast replay first: pygraph_trees.native._fast_path.Call.
 
-   Call(upstream, profiler, debug, look_after), as an attribute of a class, is a method. For an object and its inputs it gives what
-   the attribute `fast_call` of the object's current_callable, a function, gives for the inputs, unless that is None or not
-   there; else what the function upstream gives. While torch's profiler runs, or graphs are recorded for debugging, which
-   the dictionaries of two modules tell, it does only that. Once hooks on saved tensors were set at a call, look_after is
-   given object and inputs before. trees/compiled_graph.py does the same in Python. */
+   Call(upstream, profiler, debug, look_after) is a method of the class. It returns the result of the attribute
+   `fast_call` of the object's current_callable. If that is missing or returns None, or while torch profiles or records
+   graphs for debugging, it returns the result of the function `upstream`. Once a call had hooks on saved tensors,
+   `look_after` gets object and inputs first. trees/compiled_graph.py does the same in Python. */
 
 #include "fast_path.h"
 
@@ -22,9 +21,9 @@ struct Call {
     PyObject *upstream, *profiler, *debug, *look_after;
 };
 
-/* Whether hooks on saved tensors are set in this thread, or were at a call before. */
+/* Whether hooks on saved tensors are set in this thread, or were set at an earlier call. */
 bool hooks_were_set() {
-    static bool were_set = false; // by whoever holds the GIL
+    static bool were_set = false; // protected by the GIL
     if (!were_set)
         were_set = !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
     return were_set;
@@ -38,7 +37,7 @@ int is_set(PyObject *module, const Attribute &variable) {
     return PyObject_IsTrue(value);
 }
 
-/* Who replays on the fast path for an object; NULL where nobody does, and with an exception. */
+/* The callable that replays on the fast path for an object; NULL if there is none, or with an exception. */
 Ref fast_call_of(const Call *call, PyObject *object) {
     Ref callable = the.compiled_current_callable.of(object);
     if (!callable || !PyFunction_Check(callable.get()))
@@ -113,7 +112,7 @@ void call_dealloc(PyObject *self) {
     Py_DECREF(type);
 }
 
-/* As functions do it. */
+/* Binds an object as functions do. */
 PyObject *call_bind(PyObject *self, PyObject *object, PyObject *) {
     return object == nullptr || object == Py_None ? Py_NewRef(self) : PyMethod_New(self, object);
 }

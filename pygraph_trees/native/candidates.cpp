@@ -1,11 +1,8 @@
-/* The first of many choices that may fit: pygraph_trees.native._fast_path.CandidateFilter, what tensors.first_fit asks, each thing once.
+/* The first of many choices that may fit: pygraph_trees.native._fast_path.CandidateFilter.
 
-   CandidateFilter(count, held, places)(begin, inputs)
-       the first choice from number begin on that is not ruled out for a list of inputs; count where there is none. Rows
-       are bytes, with a bit for each choice. held has (list, index in it, row): where that output has another reference
-       in Python, the choices of the row are ruled out; the list may have shrunk. places has (index, row, addresses): the
-       choices of the row are ruled out, but for those of the row that goes with the input's address in the dictionary.
-       Once at most one choice is left nothing more is asked: what is found may not fit. */
+   CandidateFilter(count, held, places)(begin, inputs) returns the first choice, from number `begin` on, that is not
+   ruled out for a list of inputs, or `count`. It looks at each output and each input once. Once at most one choice is
+   left, it asks nothing more, so the result may not fit. native/DESIGN.md describes the arguments. */
 
 #include "fast_path.h"
 
@@ -15,7 +12,7 @@ using namespace pygraph;
 
 namespace {
 
-/* A row of bits, of as many words as there have to be; its number, or -1 with an exception. */
+/* Takes a row of bits, which must have `words` words; returns where it begins, or -1 with an exception. */
 Py_ssize_t take_row(PyObject *bytes, size_t words, std::vector<uint64_t> *rows) {
     const size_t before = rows->size();
     if (!unpack(bytes, rows))
@@ -142,7 +139,7 @@ PyType_Slot candidate_filter_slots[] = {
     {0, nullptr},
 };
 
-/* Whether at most one choice is left. */
+/* Whether at most one choice is left in a row. */
 bool is_decided(const std::vector<uint64_t> &left) {
     int count = 0;
     for (const uint64_t word : left)

@@ -1,17 +1,8 @@
-/* A fast replay, from the call of a compiled graph to its return: pygraph_trees.native._fast_path.Entry and .Replay.
+/* A fast replay, from the call of a compiled graph to its return: pygraph_trees.native._fast_path.Entry.
 
-   Entry(**what trees/fast_path.py says)(inputs)
-       the outputs of a fast replay, for which the inputs are consumed; None where there is none, and then the inputs
-       are as they were. It does what the Python callable `by_hand` does, and calls that one wherever anything is not as
-       usual: no candidates are known, none of them fits, a step's outputs may have to be cloned.
-   Replay(**what trees/fast_path.py says)
-       one recording's part in it: which inputs have to lie where, whose addresses the graph is given, what has to be
-       dead, and what is returned. Python is asked where addresses are new, and where outputs are not to be had from the
-       recording's list.
-
-   Between two calls of a model all of this has left the caches. What is read of a tensor lies in three places, each of
-   which leads to the next; where they were at the last call is remembered and loaded ahead, several at once. Only ever
-   loaded: what is believed is read from the objects themselves. */
+   Entry(**arguments)(inputs) returns the outputs of a fast replay, which consumes the inputs, or None, and then the
+   inputs are unchanged. It does what the Python callable `by_hand` does, and calls that if anything is unusual: no way
+   is known, no recording of a way fits, or outputs of a step may have to be cloned. trees/fast_path.py makes it. */
 
 #include "fast_path.h"
 
@@ -25,21 +16,21 @@ using namespace pygraph;
 
 struct {
     unsigned long long asked = 0, fast = 0;
-} counted; // of calls that Python was not asked for
+} counted; // calls that were not left to Python
 
-/* A tensor seen in another way: its number among outputs and kept inputs, and what Inductor's reinterpret_tensor takes. */
+/* A view of a tensor: its number among outputs and kept inputs, and the arguments of Inductor's reinterpret_tensor. */
 struct View {
     uint64_t number;
     std::vector<int64_t> sizes, strides;
     int64_t offset;
-    bool is_own = false; // what it is a view of is a gradient and looks the same: another tensor for who may see it
+    bool is_own = false; // it equals the gradient that it is a view of, and replaces it only for code that may see it
 };
 
 struct Entry {
     PyObject_HEAD
     struct State {
         PyObject *by_hand = nullptr, *function = nullptr;
-        PyObject *partitions = nullptr, *partition = nullptr; // of the code around it, or NULL
+        PyObject *partitions = nullptr, *partition = nullptr; // of the code around the function, or NULL
         PyObject *constants = nullptr;
         PyObject *steps = nullptr, *generations = nullptr; // classes of torch
         PyObject *execution = nullptr, *forward = nullptr, *backward = nullptr;
@@ -47,8 +38,8 @@ struct Entry {
         bool has_own = false, views_are_own = false; // some views, or all
         std::vector<uint64_t> order, kept, picks;
         std::vector<View> views;
-        std::vector<PyObject *> outputs; // borrowed, and only while nothing else runs
-        // What the last call read: loaded ahead, as Known is, and the first inputs while the candidates are still to be found.
+        std::vector<PyObject *> outputs; // borrowed, and valid until other code runs
+        // Addresses that the last call read, and its first inputs: loaded ahead, as Known is, before the candidates are known.
         const void *near[8] = {};
         std::array<Known, 24> first;
         size_t firsts = 0;
@@ -171,21 +162,21 @@ void entry_dealloc(PyObject *self) {
     Py_DECREF(type);
 }
 
-/* Where a function's fast replay is found, and the state of the trees that it is found in. */
+/* A function's fast replay, and the state of the trees in which it was found. */
 struct Found {
     Ref manager, candidates, recording, generation;
-    Ref replay, candidate_filter, replays; // of its recording, or which of several and theirs
+    Ref replay, candidate_filter, replays; // of the recording, or a filter and the replays of several
 };
 
-/* An attribute of a class that is set at each step, which no cache of the interpreter then has; NULL with an exception. */
+/* An attribute of a class that changes at each step, so the interpreter does not cache it; NULL with an exception. */
 Ref of_class(PyObject *type, Attribute &attribute) {
-    if (!PyType_Check(type)) // the counter of generations, since 2.15
+    if (!PyType_Check(type)) // the counter of generations is an object since torch 2.15
         return attribute.of(type);
     PyObject *value = PyDict_GetItemWithError(reinterpret_cast<PyTypeObject *>(type)->tp_dict, attribute.name);
     return value == nullptr && !PyErr_Occurred() ? Ref(PyObject_GetAttr(type, attribute.name)) : Ref::dup(value);
 }
 
-/* Held by the call that is under way, see trees/manager.py. Nobody waits for it, so it is no lock: who has the GIL asks. */
+/* Held by the current call, see trees/manager.py. No code waits for it, so it is no lock; the GIL protects it. */
 struct Turn {
     PyObject_HEAD
     bool is_taken;
@@ -233,7 +224,7 @@ PyType_Slot turn_slots[] = {
 
 PyType_Spec turn_spec = {"pygraph_trees.native._fast_path.Turn", sizeof(Turn), 0, Py_TPFLAGS_DEFAULT, turn_slots};
 
-/* The turn of this call, which it gives back. */
+/* The turn of this call, which its destructor gives back. */
 class OwnTurn {
   public:
     OwnTurn() = default;
@@ -244,7 +235,7 @@ class OwnTurn {
     OwnTurn(const OwnTurn &) = delete;
     OwnTurn &operator=(const OwnTurn &) = delete;
 
-    /* by_hand where it is another call's. */
+    /* by_hand if another call has the turn. */
     Answer take(PyObject *manager) {
         Ref found = the.manager_turn.of(manager);
         if (!found)
@@ -260,7 +251,7 @@ class OwnTurn {
     Ref turn;
 };
 
-/* What Manager.replay_fast looks at, from the turn that it takes on; by_hand where Python has to. */
+/* Takes the turn and checks what Manager.replay_fast checks; by_hand if Python must. */
 Answer find_candidates(const Entry::State *state, OwnTurn *turn, Found *found) {
     Ref reference = the.function_manager.of(state->function);
     if (!reference || !(found->manager = Ref(PyObject_CallNoArgs(reference.get()))))
@@ -324,8 +315,7 @@ Answer find_candidates(const Entry::State *state, OwnTurn *turn, Found *found) {
     return wanted.get() == Py_None || wanted.get() == (begins ? Py_True : Py_False) ? Answer::yes : Answer::by_hand;
 }
 
-/* Makes the first of several recordings, from `position` on, that may fit be the one that was found; false where Python
-   has to look. */
+/* Finds the first of several recordings, from `position` on, that may fit; false if Python must look. */
 bool find_next(Found *found, const CandidateFilter::State *candidate_filter, const Inputs &inputs, size_t *position) {
     PyObject *replays = found->replays.get();
     if (!PyTuple_Check(replays) || static_cast<size_t>(PyTuple_GET_SIZE(replays)) != candidate_filter->count ||
@@ -335,7 +325,7 @@ bool find_next(Found *found, const CandidateFilter::State *candidate_filter, con
     return true;
 }
 
-/* The state of the trees once a recording is the one. */
+/* Sets the state of the trees once the recording is chosen. */
 bool go_on_from(const Entry::State *state, Found &found, PyObject *mode) {
     PyObject *manager = found.manager.get();
     Ref compile_id = the.candidates_compile_id.of(found.candidates.get());
@@ -346,7 +336,7 @@ bool go_on_from(const Entry::State *state, Found &found, PyObject *mode) {
            the.manager_current_gen.set(manager, found.generation.get());
 }
 
-/* Rows of objects that are numbered through. */
+/* An object by its number, counted through consecutive rows; NULL with an exception. */
 PyObject *item_at(const Items *rows, size_t count, uint64_t number) {
     for (const Items *row = rows; row < rows + count; row++) {
         if (number < static_cast<uint64_t>(row->count))
@@ -357,9 +347,9 @@ PyObject *item_at(const Items *rows, size_t count, uint64_t number) {
     return nullptr;
 }
 
-/* The views as a tuple, or what they are views of where that is the same; NULL with an exception. */
+/* The views as a tuple, or for own views that other code does not see, their bases; NULL with an exception. */
 Ref viewed(const std::vector<View> &views, bool sees, const Items *rows) {
-    std::vector<Ref> items; // held: to make one may collect garbage
+    std::vector<Ref> items; // owned, since making a view may collect garbage
     for (const View &view : views) {
         PyObject *item = item_at(rows, 2, view.number);
         if (item == nullptr || tensor_of(item) == nullptr)
@@ -382,12 +372,12 @@ Ref viewed(const std::vector<View> &views, bool sees, const Items *rows) {
     return tuple;
 }
 
-/* What is returned of outputs, as `take_outputs` gives them, of inputs that are kept, of views of both, and of constants.
-   Where nobody `sees` them, those that are own are what they are views of. False from `take_outputs` ends it without an
-   exception. */
+/* The tuple that the call returns: outputs, as `take_outputs` gives them, kept inputs, views of both, and constants.
+   Unless other code `sees` the gradients, own views are replaced by their bases. If `take_outputs` returns false, the
+   result is NULL without an exception. */
 template <typename TakeOutputs>
 Ref returned(const Entry::State *state, const Ref &kept, bool sees, const TakeOutputs &take_outputs) {
-    Items rows[4]; // taken anew behind whatever may run other code: a new tuple may collect garbage
+    Items rows[4]; // taken again after any step that may run other code: a new tuple may collect garbage
     if (!rows[1].take(const_cast<PyObject *>(kept.get())) || !rows[3].take(state->constants))
         return Ref();
     const bool views_some = !state->views.empty(), views_anew = views_some && (sees || !state->views_are_own);
@@ -402,7 +392,7 @@ Ref returned(const Entry::State *state, const Ref &kept, bool sees, const TakeOu
     const uint64_t behind_views = first_view + state->views.size();
     for (size_t i = 0; i < state->picks.size(); i++) {
         uint64_t number = state->picks[i];
-        if (views_some && !views_anew && number >= first_view) // none are in their row
+        if (views_some && !views_anew && number >= first_view) // the row of views is empty
             number = number < behind_views ? state->views[number - first_view].number : number - state->views.size();
         PyObject *item = item_at(rows, 4, number);
         if (item == nullptr)
@@ -412,7 +402,7 @@ Ref returned(const Entry::State *state, const Ref &kept, bool sees, const TakeOu
     return tuple;
 }
 
-/* The outputs as a list; NULL, maybe with an exception, where they are not at hand. */
+/* The outputs as a list; NULL if they are not at hand, possibly with an exception. */
 Ref list_at_hand(Entry::State *state, const Replay::State *replay, PyObject *given) {
     Ref list(PyList_New(PyList_GET_SIZE(replay->others)));
     if (!list || !at_hand(replay, given, &state->outputs) ||
@@ -423,14 +413,14 @@ Ref list_at_hand(Entry::State *state, const Replay::State *replay, PyObject *giv
     return list;
 }
 
-/* What is returned where the outputs are in a list. */
+/* The call's result, from a list of outputs. */
 Ref of_list(const Entry::State *state, const Ref &kept, Ref &outputs) {
     if (!state->picks_some)
         return std::move(outputs);
     return returned(state, kept, true, [&](Items *row) { return row->take(outputs.get()); });
 }
 
-/* No garbage is collected for as long as it lives. */
+/* Keeps the garbage collector off while it exists. */
 class Uncollected {
   public:
     Uncollected() : was_on(PyGC_Disable() != 0) {}
@@ -445,7 +435,7 @@ class Uncollected {
     bool was_on;
 };
 
-/* The inputs that are returned as they are; NULL with an exception. */
+/* The inputs that are returned unchanged; NULL with an exception. */
 Ref given_back(const Replay::State *replay, const Inputs &inputs) {
     Ref given(PyTuple_New(static_cast<Py_ssize_t>(replay->returned.size())));
     for (size_t i = 0; given && i < replay->returned.size(); i++) {
@@ -459,7 +449,7 @@ Ref given_back(const Replay::State *replay, const Inputs &inputs) {
     return given;
 }
 
-/* What is returned, of outputs that are at hand; NULL, maybe with an exception, where they are not. */
+/* The call's result, from outputs at hand; NULL if they are not, possibly with an exception. */
 Ref result_at_hand(Entry::State *state, const Replay::State *replay, const Ref &kept, PyObject *given) {
     if (!state->picks_some)
         return list_at_hand(state, replay, given);
@@ -471,8 +461,8 @@ Ref result_at_hand(Entry::State *state, const Replay::State *replay, const Ref &
     });
 }
 
-/* What the function gives for the inputs that its recording has taken. What is returned is put together before the
-   launch, which fills the caches with other things: whether outputs are dead was just looked at. */
+/* Launches the graph for inputs that the recording has taken, and returns the call's result. The result is made before
+   the launch, which fills the caches with other data: the outputs were just read to see whether they are dead. */
 Ref replayed(Entry::State *state, Found &found, Replay::State *replay, const Inputs &inputs, const Ref &kept) {
     Ref given, result;
     {
@@ -489,7 +479,7 @@ Ref replayed(Entry::State *state, Found &found, Replay::State *replay, const Inp
     return result;
 }
 
-/* The same where inputs are copied for this call, or outputs are views of them. */
+/* Lets Python replay the recording, if inputs are copied for this call or outputs are views of inputs. */
 Ref replayed_in_python(const Entry::State *state, Found &found, Inputs &inputs, const Ref &kept) {
     if (!inputs.arrange()) {
         PyErr_SetString(PyExc_IndexError, "the inputs have changed");
@@ -502,7 +492,7 @@ Ref replayed_in_python(const Entry::State *state, Found &found, Inputs &inputs, 
 
 PyObject *by_hand(const Entry::State *state, PyObject *inputs) { return PyObject_CallOneArg(state->by_hand, inputs); }
 
-/* The outputs of a fast replay; no where there is none, and by_hand where Python has to look. Nothing was done then. */
+/* Makes a fast replay. With no (there is none) or by_hand (Python must look), nothing has happened. */
 Answer replay_fast(Entry::State *state, PyObject *list, Ref *result) {
     OwnTurn turn;
     Found found;
@@ -583,7 +573,7 @@ PyObject *entry_fast_call(Entry::State *state, PyObject *list) {
         if (state->partitions != nullptr && !the.function_was_asked.set(state->function, Py_True))
             return nullptr;
         Py_RETURN_NONE;
-    case Answer::yes: // now that it is anybody's turn: code of whoever is let go of may run
+    case Answer::yes: // the turn is free again, since releasing the inputs may run other code
         return PyList_SetSlice(list, 0, PyList_GET_SIZE(list), nullptr) < 0 ? nullptr : result.release();
     case Answer::error:
         break;
@@ -599,7 +589,7 @@ PyObject *entry_call(PyObject *self, PyObject *arguments, PyObject *keywords) {
         PyErr_SetString(PyExc_TypeError, "expected the inputs and nothing else");
         return nullptr;
     }
-    if (reinterpret_cast<Entry *>(self)->state == nullptr) // garbage that is called by other garbage
+    if (reinterpret_cast<Entry *>(self)->state == nullptr) // collected, and called by other garbage
         Py_RETURN_NONE;
     Ref alive = Ref::dup(self);
     return translated([&] { return entry_fast_call(reinterpret_cast<Entry *>(self)->state, inputs); });

@@ -1,5 +1,5 @@
-/* One unit of compilation of all parts of the fast path: torch's headers take nearly all of the compiler's time, and are
-   read once. */
+/* The unit of compilation of the module _fast_path. It includes the other C++ files, since torch's headers take nearly
+   all of the compiler's time and are then read only once. */
 
 #include "tensors.cpp"
 

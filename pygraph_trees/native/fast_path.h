@@ -1,4 +1,6 @@
-/* A fast replay in C++, see native/entry.cpp: what it is made of. */
+/* The types that the files of the fast path share, and ATTRIBUTES, the Python attributes that they read and write.
+
+   trees/native_names.py checks at import that each of these attributes exists. */
 
 #pragma once
 
@@ -11,11 +13,11 @@
 
 namespace pygraph {
 
-using Ref = THPObjectPtr; // a reference that is given back
+using Ref = THPObjectPtr; // an owned reference
 
 enum class Answer { no, yes, by_hand, error };
 
-/* An attribute. Of our own classes the hot ones are slots: of the type that was asked last, where they are is known. */
+/* A Python attribute. Hot attributes of our classes are slots; their offset in the type asked last is remembered. */
 class Attribute {
   public:
     PyObject *name = nullptr; // interned
@@ -45,14 +47,14 @@ class Attribute {
         return true;
     }
 
-    /* Whether it is true; -1 with an exception. */
+    /* Whether the attribute is true; -1 with an exception. */
     int is_true(PyObject *object) {
         Ref value = of(object);
         return value ? PyObject_IsTrue(value.get()) : -1;
     }
 
   private:
-    PyTypeObject *type = nullptr, *without = nullptr; // held: the last one with such a slot, and the last one without
+    PyTypeObject *type = nullptr, *without = nullptr; // owned: the last type with such a slot, and the last without
     Py_ssize_t offset = 0;
 
     PyObject **slot(PyObject *object) const {
@@ -83,19 +85,19 @@ struct Attributes {
 #undef DECLARE
 extern Attributes the;
 
-/* Where a tensor was found the last time. */
+/* Where a tensor's object, implementation and storage were at the last call. */
 struct Known {
     const void *object = nullptr, *tensor = nullptr, *storage = nullptr;
 
-    /* What find reads: of each object the first and the last byte, wherever the lines of the cache are cut. Always
-       inlined: a function that does nothing else is taken for one that does nothing. */
+    /* Loads the fields that find reads: the first and last byte of each, whatever the boundaries of cache lines. It is
+       always inlined, since the compiler takes a function that only prefetches for one that does nothing. */
     __attribute__((always_inline)) void load() const {
         load_references();
         ahead(tensor, sizeof(c10::TensorImpl) - 32), ahead(tensor, sizeof(c10::TensorImpl) - 1);
         ahead(storage, 31), ahead(storage, 60);
     }
 
-    /* What is_dead reads. */
+    /* Loads the fields that is_dead reads. */
     __attribute__((always_inline)) void load_references() const {
         ahead(object, 0), ahead(object, 31);
         ahead(tensor, 8), ahead(tensor, 31);
@@ -117,18 +119,18 @@ struct Known {
 struct Watched {
     uint64_t index, address;
     Known known;
-    bool dies = false;      // an input that has to be dead once it is let go of
-    bool dies_here = false; // and of this call that was seen when it was looked at
+    bool dies = false;      // an input that must be dead once the call has released it
+    bool dies_here = false; // whether that was seen at this call
 };
 
-/* The inputs of a call: in the order of the caller, or in that of the recording. */
+/* The inputs of a call, in the order of the caller or in that of the recording. */
 struct Inputs {
     PyObject *list;
-    const std::vector<uint64_t> *order; // NULL where both are the same
+    const std::vector<uint64_t> *order; // NULL if the orders are the same
 
     Py_ssize_t place(uint64_t index) const { return static_cast<Py_ssize_t>(order ? (*order)[index] : index); }
 
-    /* NULL where there is none. */
+    /* NULL if there is no such input. */
     PyObject *at(uint64_t index) const {
         if (order != nullptr && index >= order->size())
             return nullptr;
@@ -136,7 +138,7 @@ struct Inputs {
         return found >= 0 && found < PyList_GET_SIZE(list) ? PyList_GET_ITEM(list, found) : nullptr;
     }
 
-    /* Puts them into the order of the recording; false where the list has another length by now. */
+    /* Puts the list into the order of the recording; false if its length has changed. */
     bool arrange() {
         if (order == nullptr)
             return true;
@@ -145,13 +147,13 @@ struct Inputs {
         std::vector<PyObject *> items;
         for (const uint64_t place : *order)
             items.push_back(PyList_GET_ITEM(list, static_cast<Py_ssize_t>(place)));
-        for (size_t i = 0; i < items.size(); i++) // the list holds what it held, so no reference changes
+        for (size_t i = 0; i < items.size(); i++) // the list holds the same items, so no reference changes
             PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), items[i]);
         order = nullptr;
         return true;
     }
 
-    /* Takes that back. */
+    /* Puts the list back into the order of the caller. */
     void arrange_back(const std::vector<uint64_t> *before) {
         if (order == before || static_cast<size_t>(PyList_GET_SIZE(list)) != before->size())
             return;
@@ -171,37 +173,37 @@ inline bool is_tuple(PyObject *object) {
     return PyTuple_Check(object);
 }
 
-/* Numbers that are packed in bytes; false with an exception. */
+/* Appends numbers that are packed as bytes; false with an exception. */
 bool unpack(PyObject *bytes, std::vector<uint64_t> *numbers);
 
-/* Outputs that have to be dead. */
+/* Outputs that must be dead. */
 struct Mortal {
     struct Run {
         PyObject *list;
         std::vector<Watched> outputs;
     };
-    PyObject *ask = nullptr; // in Python, of which more outputs can be asked; NULL where there are none
+    PyObject *ask = nullptr; // the question in Python, which recognizes more dead outputs; NULL without outputs
     std::vector<Run> runs;
 
-    /* From None, or from pairs of lists and indices and what to ask; false with an exception. */
+    /* Takes None, or pairs of lists and indices with the question to ask; false with an exception. */
     bool take(PyObject *given);
     int visit(visitproc visit, void *arg) const;
     void clear();
-    /* 1, 0, or -1 with an exception; `asked` becomes true where Python had to be asked, and so other code may have run. */
+    /* 1, 0, or -1 with an exception. Sets `asked` if Python had to be asked, so that other code may have run. */
     int are_dead(bool *asked);
-    /* Whether those of them that are inputs were seen to die; false where it is not known which are. */
+    /* Whether the outputs that are inputs too were seen to die; false if it is not known which are. */
     bool died_as(const std::vector<Watched> &inputs) const;
-    /* Whether the others seem dead. */
+    /* Whether the other outputs seem dead. */
     bool others_seem_dead() const;
-    /* Finds out which are inputs, by where both were at the call that is done; whether any are, if it was not known. */
+    /* Finds out which outputs are inputs, by their places at this call; false if that is known, or without outputs. */
     bool find_among(std::vector<Watched> *inputs);
 
   private:
     struct Dying {
-        size_t input; // its place among the inputs, or nowhere
+        size_t input; // position among the inputs, or NOWHERE
         uint64_t index;
     };
-    std::vector<Dying> places; // of each one; empty where that is not known
+    std::vector<Dying> places; // of each output; empty if not known
     bool seem_dead();
 };
 
@@ -214,33 +216,33 @@ struct Replay {
         PyObject *recording = nullptr; // a weak reference
         PyObject *live = nullptr;      // or NULL
         PyObject *log = nullptr, *graph = nullptr;
-        PyObject *cached = nullptr, *others = nullptr; // what is returned, see outputs() in native/tensors.cpp
+        PyObject *cached = nullptr, *others = nullptr; // the outputs, as for outputs() in native/tensors.cpp
         std::vector<Watched> fixed, asked;
-        std::vector<uint64_t> managed; // let go of
-        std::vector<uint64_t> lasting; // of them those that need not be seen to die
-        std::vector<Returned> returned; // inputs that are outputs as they are
-        bool in_python = false;        // an output is something else of an input
+        std::vector<uint64_t> managed; // inputs that are released before the launch
+        std::vector<uint64_t> lasting; // managed inputs that need not be seen to die
+        std::vector<Returned> returned; // inputs that are outputs, unchanged
+        bool in_python = false;        // an output is made from an input in another way
         Mortal before, after;
 
         std::array<PyObject *, 6> held() const { return {recording, live, log, graph, cached, others}; }
     } *state;
 };
 
-/* What tells many choices apart, see native/candidates.cpp. */
+/* The facts that distinguish many choices, see native/candidates.cpp. */
 struct CandidateFilter {
     PyObject_HEAD
     struct Output {
         PyObject *list;
         uint64_t index;
-        size_t row; // where the row of choices begins
+        size_t row; // start of the row of choices
     };
     struct Input {
         uint64_t index;
         size_t row;
-        std::vector<std::pair<uint64_t, size_t>> addresses; // sorted, each with a row
+        std::vector<std::pair<uint64_t, size_t>> addresses; // sorted, each with the start of a row
     };
     struct State {
-        size_t count = 0, words = 0; // a row's
+        size_t count = 0, words = 0; // of a row
         std::vector<uint64_t> rows;
         std::vector<Output> held;
         std::vector<Input> places;
@@ -252,7 +254,7 @@ extern PyType_Spec replay_spec, call_spec, patcher_spec, candidate_filter_spec;
 /* The state of a CandidateFilter; NULL for any other object. */
 CandidateFilter::State *candidate_filter_in(PyObject *object);
 
-/* The first choice from `position` on that may fit, or their number; false where an input is none or no tensor. */
+/* Finds the first choice from `position` on that may fit, or their number; false if an input is no tensor. */
 bool sift(const CandidateFilter::State *state, const Inputs &inputs, size_t *position);
 
 /* The state of a Replay; NULL for any other object. */
@@ -261,29 +263,30 @@ Replay::State *replay_in(PyObject *object);
 /* Whether a Patcher made the graph of live inputs hold addresses, given as a list. */
 Answer patch(PyObject *patcher, PyObject *live, PyObject *seen);
 
-/* What Recording.accepts does. by_hand, and nothing was done, where Python has to do it; `is_copied` where it has to replay. */
+/* Does what Recording.accepts does. The answer is by_hand if Python must do it, and then nothing has happened. Sets
+   `is_copied` if Python must replay. */
 Answer take(Replay::State *state, Inputs &inputs, bool *is_copied);
 
 /* Launches the graph; false with an exception. */
 bool launch(const Replay::State *replay);
 
-/* Outputs of a recording that are at hand, for as long as no other code runs: those in its list, what stands for others,
-   and inputs in the places of those that they are. False where they have to be made. */
+/* Outputs of a recording that exist already, valid until other code runs: cached outputs, substitutes for others, and
+   inputs that are outputs. False if an output must be made. */
 bool at_hand(const Replay::State *replay, PyObject *returned, std::vector<PyObject *> *outputs);
 
 /* The outputs of a recording as a list; NULL with an exception. */
 Ref outputs_of(PyObject *recording, const Replay::State *replay, PyObject *returned);
 
-/* Where a parameter was found the last time. */
+/* Where a parameter was at the last call. */
 struct Parameter {
     const void *tensor = nullptr, *autograd = nullptr;
 };
 
-/* Whether what the backward that is under way gives is accumulated, and seen by nobody; see native/gradients.cpp. What it
-   read of parameters is noted, and loaded ahead the next time. */
+/* Whether all gradients of the current backward are accumulated, and no other code sees them; see native/gradients.cpp.
+   It notes the parameters' places, which are loaded ahead the next time. */
 bool are_only_accumulated(std::vector<Parameter> *parameters);
 
-/* The function that makes an object, for a type. */
+/* Wraps a function that makes an object, for use as tp_new. */
 template <PyObject *(*make)(PyTypeObject *, PyObject *, PyObject *)>
 PyObject *translate(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     return translated([&] { return make(type, arguments, keywords); });

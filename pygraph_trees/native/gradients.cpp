@@ -1,11 +1,8 @@
-/* Whether anybody sees the gradients that a backward gives, see native/entry.cpp.
+/* Whether other code can see the gradients that a backward returns.
 
-   A recording has its gradients as tensors of its own, and torch counts one reference to such a tensor for the recording.
-   AccumulateGrad, which takes a gradient over where nobody else holds it, takes a hook's reference for that one: then the
-   parameter's gradient and what the hook was given are one memory. So a gradient that anybody may see is another tensor at
-   each call. Nobody does where the whole graph of autograd is run, and all that the backward gives goes to AccumulateGrad,
-   with no hook on the way, nor one that could put others on before all is accumulated. What is not seen is a hook that
-   code of another node, which runs before all is accumulated, puts on a parameter. */
+   are_only_accumulated answers yes if the backward runs the whole autograd graph and all of its gradients go to
+   AccumulateGrad without a hook. Then a replay may return the recording's own tensors; otherwise it returns new ones.
+   native/DESIGN.md gives the reason, and the one case that is not detected. */
 
 #include "fast_path.h"
 
@@ -21,21 +18,21 @@ namespace {
 
 constexpr size_t NODES_AHEAD = 16; // nodes
 
-/* Hooks on a parameter are among those of tensors. */
+/* Whether a node accumulates a gradient without any hook. Hooks on a parameter are tensor hooks. */
 bool is_unseen(Node &node) {
     return typeid(node) == typeid(AccumulateGrad) && node.pre_hooks().empty() && node.post_hooks().empty() &&
            node.retains_grad_hooks().empty() && node.tensor_pre_hooks().empty() &&
            node.tensor_post_acc_grad_hooks() == nullptr;
 }
 
-/* Where a graph of the backward is made, AOTAutograd has the gradients given by another function's forward, which then
-   has them ask for a gradient: torch turns gradients of both modes off there, and in a backward those of reverse mode. */
+/* If the backward itself is differentiated, AOTAutograd returns the gradients from another function's forward, and they
+   then require gradients. Torch turns off gradients of both modes there, and in a backward those of reverse mode. */
 bool is_differentiated() {
     return c10::GradMode::is_enabled() || !c10::AutogradState::get_tls_state().get_fw_grad_mode();
 }
 
-/* What is_unseen reads: of the node its type, its hooks, which lie together, and its parameter, whose hooks are its own.
-   Where they lie is as in torch 2.11 and 2.13; elsewhere a wrong guess costs time alone. */
+/* Loads the fields that is_unseen reads: the node's type, its hooks, which are next to each other, and its parameter,
+   which has the parameter's hooks. The offsets are those of torch 2.11 and 2.13; a wrong one only costs time. */
 void load(const Node *node, const pygraph::Parameter &parameter) {
     using pygraph::Known;
     Known::ahead(node, 0);
@@ -50,10 +47,10 @@ void load(const Node *node, const pygraph::Parameter &parameter) {
 bool pygraph::are_only_accumulated(std::vector<Parameter> *parameters) {
     const auto node = torch::autograd::get_current_node();
     if (!node || is_differentiated() || !node->post_hooks().empty() || node->name() != "CompiledFunctionBackward")
-        return false; // of AOTAutograd's, by its name
+        return false; // not a node of AOTAutograd, by its name
     const auto *captured = torch::autograd::get_current_graph_task_exec_info();
     if (captured == nullptr || !captured->empty())
-        return false; // of torch.autograd.grad, or a backward to some inputs
+        return false; // torch.autograd.grad, or a backward to some inputs
     const auto &edges = node->next_edges();
     parameters->resize(edges.size());
     for (size_t i = 0; i < edges.size(); i++) {

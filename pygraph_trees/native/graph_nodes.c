@@ -1,34 +1,9 @@
 /* Many driver calls at once: pygraph_trees.native._graph_nodes, an optional part of pygraph_trees.cuda.driver.
 
-   search(library, graph, low, high) goes over all nodes of a graph once and looks for words in [low, high) among the
-   parameters of its kernels, at all multiples of 4 bytes. It returns
-
-       (nodes, kernels, found)
-
-   nodes:   one (handle, type) a node, in the graph's order; type as CUgraphNodeType has it
-   kernels: one (function, kernel, layout) a kernel, whichever of the two handles is not 0; layout has (offset, bytes) of
-            each parameter where a node of it has such a word, and None where it was not asked for or not told
-   found:   one (position in nodes, function, kernel, block, hits, launch) for each kernel node that has such a word or
-            cannot be read; block has the bytes of its parameters, hits (offset, word) in order, launch its
-            CUDA_KERNEL_NODE_PARAMS_v2, all None where it cannot be read
-
-   It changes nothing and keeps nothing. A word at the end that is not whole counts as followed by zeros, as do gaps
-   between parameters. It raises RuntimeError("call", code) where the nodes cannot be listed.
-
-   set_kernels(library, exec, nodes) makes an instantiated graph hold other parameters of kernel nodes. nodes has for each
-   two uint64, packed in bytes: its handle, and the address of its CUDA_KERNEL_NODE_PARAMS_v2. It returns None, or for
-   the first that is refused (position, code); those behind it are as they were.
-
-   address_of(library, name) gives the address of a call.
-
-   overwrite_stack() leaves zeros where earlier calls of this thread, as deep as 128 KiB from here, left what they worked
-   with.
-
-   The first three raise RuntimeError("call", -1) where the library lacks a call, and OSError where there is no such
-   library.
-
-   No CUDA header is needed: the library, libcuda.so.1, is opened by name, and the one struct that is used has been the
-   same since CUDA 12.0 (CUDA_KERNEL_NODE_PARAMS_v2). Only the stable part of Python's C API is used. */
+   search finds words in a range among the parameters of all kernels of a graph; set_kernels sets kernel nodes of an
+   instantiated graph; address_of gives the address of a call; overwrite_stack clears unused stack. Errors raise
+   RuntimeError("call", code) or OSError. No CUDA header is needed, and only Python's stable C API is used.
+   native/DESIGN.md describes arguments and results. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -56,7 +31,7 @@ typedef struct {
     int (*of_kernel)(void *kernel, size_t index, size_t *offset, size_t *nbytes);
 } Calls;
 
-/* A kernel, with where each of its parameters lies. */
+/* A kernel, with the layout of its parameters. */
 typedef struct {
     void *function, *kernel;
     int asked, readable, needed;
@@ -71,7 +46,7 @@ typedef struct {
     unsigned char block[MOST_BYTES + 8];
 } Reader;
 
-/* Sets the exception that says which call returned what; -1: the library lacks it. */
+/* Sets the exception for a call that returned an error code; -1 if the library lacks the call. */
 static void refuse(const char *call, int code) {
     PyObject *arguments = Py_BuildValue("(si)", call, code);
     if (arguments != NULL)
@@ -92,7 +67,7 @@ static int open_calls(Calls *calls, const char *name) {
         PyErr_Format(PyExc_OSError, "%s cannot be opened", name);
         return -1;
     }
-    /* It stays open: the process has it anyway. */
+    /* It stays open: the process uses it anyway. */
     if ((*(void **)&calls->nodes = find(library, "cuGraphGetNodes")) == NULL ||
         (*(void **)&calls->type = find(library, "cuGraphNodeGetType")) == NULL ||
         (*(void **)&calls->parameters = find(library, "cuGraphKernelNodeGetParams_v2")) == NULL ||
@@ -127,7 +102,7 @@ static int ask_layout(const Calls *calls, Kernel *kernel) {
         kernel->count++;
         if (offset > MOST_BYTES || nbytes > MOST_BYTES || offset + nbytes > MOST_BYTES ||
             kernel->count > MOST_PARAMETERS)
-            return 0; /* not readable */
+            return 0; /* the layout cannot be read */
         if (offset + nbytes > kernel->nbytes)
             kernel->nbytes = offset + nbytes;
     }
@@ -135,7 +110,7 @@ static int ask_layout(const Calls *calls, Kernel *kernel) {
     return 0;
 }
 
-/* The record of a kernel, made at its first node; NULL without memory. It holds until the next call. */
+/* The record of a kernel, made at its first node; NULL without memory. It is valid until the next call. */
 static Kernel *kernel_of(Reader *reader, const Parameters *parameters) {
     for (size_t i = 0; i < reader->count; i++)
         if (reader->kernels[i].function == parameters->function && reader->kernels[i].kernel == parameters->kernel)
@@ -156,7 +131,7 @@ static Kernel *kernel_of(Reader *reader, const Parameters *parameters) {
     return kernel;
 }
 
-/* Puts a node's parameters in the block; their bytes, or -1 where they cannot be read, -2 without memory. */
+/* Copies a node's parameters to the block; returns their size, -1 if they cannot be read, -2 without memory. */
 static Py_ssize_t read_block(Reader *reader, void *node, Kernel **kernel, Parameters *launch) {
     memset(launch, 0, sizeof(*launch));
     *kernel = NULL;
@@ -166,7 +141,7 @@ static Py_ssize_t read_block(Reader *reader, void *node, Kernel **kernel, Parame
     if (found == NULL)
         return -2;
     if (launch->extra != NULL) {
-        /* Two pairs in either order: 1, where they lie; 2, where their bytes are counted. */
+        /* Two pairs in either order: key 1 has the address of the parameters, key 2 the address of their size. */
         void *at = NULL;
         size_t nbytes = 0;
         for (int i = 0; i < 4; i += 2) {
@@ -186,7 +161,7 @@ static Py_ssize_t read_block(Reader *reader, void *node, Kernel **kernel, Parame
     if (!found->asked && ask_layout(&reader->calls, found) < 0)
         return -2;
     found->asked = 1;
-    /* A handle that the driver does not know looks like no parameters. */
+    /* For a handle that the driver does not know, there seem to be no parameters. */
     if (!found->readable || (launch->parameters != NULL) != (found->count != 0))
         return -1;
     memset(reader->block, 0, found->nbytes + 8);
@@ -253,7 +228,7 @@ static int search_node(Reader *reader, void *node, Py_ssize_t position, uint64_t
                                        (Py_ssize_t)sizeof launch));
 }
 
-/* A list of (offset, bytes), None where the layout is not known; NULL with an exception. */
+/* A list of (offset, bytes), None if the layout is not known; NULL with an exception. */
 static PyObject *layout_of(const Kernel *kernel) {
     if (!kernel->readable || !kernel->needed) {
         Py_INCREF(Py_None);
@@ -325,7 +300,7 @@ done:
 
 typedef int (*Setter)(void *exec, void *node, const void *parameters);
 
-/* NULL with an exception. Found once: a process has one driver, and tests that have another one say so each time. */
+/* The driver's setter, remembered for a library: a process has one driver, tests have another. NULL with an exception. */
 static Setter setter_of(const char *library) {
     static char found_in[4096];
     static Setter set;
@@ -380,7 +355,7 @@ static PyObject *set_kernels(PyObject *self, PyObject *arguments) {
 static PyObject *overwrite_stack(PyObject *self, PyObject *unused) {
     unsigned char block[STACK_BYTES];
     memset(block, 0, sizeof block);
-    __asm__ volatile("" : : "r"(block) : "memory"); /* or nobody would need the zeros */
+    __asm__ volatile("" : : "r"(block) : "memory"); /* otherwise the compiler drops the zeros */
     Py_INCREF(Py_None);
     return Py_None;
 }

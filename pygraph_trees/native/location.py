@@ -1,8 +1,8 @@
-"""The folder that holds the built parts: one for each version of Python, torch and the sources.
+"""The folder of the built modules: one for each version of Python, of torch, and of the sources.
 
-Parts that were built from other sources, or for another torch, are in another folder and are not found. The folder is
-in torch's own folder for extensions (``TORCH_EXTENSIONS_DIR``, or ``~/.cache/torch_extensions``). This file imports
-nothing of the package.
+Modules built from other sources, or for another torch, are in another folder and are not found. The folder is in
+torch's folder for extensions (``TORCH_EXTENSIONS_DIR``, or ``~/.cache/torch_extensions``). This file imports nothing
+from the package.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def sources_hash(folder: Path = SOURCES) -> str:
 
 
 def build_folder(torch_version: str) -> Path:
-    """The folder of the parts for this Python and a torch version such as ``"2.13.0+cpu"``; it need not exist."""
+    """The folder for this Python and a torch version such as ``"2.13.0+cpu"``; it need not exist."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     base = Path(root) if root else Path(cache) / "torch_extensions"

@@ -1,17 +1,9 @@
-/* Other addresses for an instantiated graph: pygraph_trees.native._fast_path.Patcher, for graphs in which all that is patched are
-   parameters of kernels.
+/* New addresses for an instantiated graph: pygraph_trees.native._fast_path.Patcher.
 
-   Patcher(patches, words, nodes, holders, inputs, exec, set, get_context, context, ask_every) has of an indirection.patching.Patches what
-   apply() would use, packed as uint64: words, where an address is written, the position of its input, and what is added
-   to it; nodes, handle and struct of each kernel node; holders, a position and the number of a node for each node that
-   holds an input; where the driver's cuGraphExecKernelNodeSetParams_v2 and cuCtxGetCurrent are; and the context in which
-   nodes are set. In another one Python is left to do it.
-
-   Called with live inputs and a list of addresses of those that are patched, it does what LiveInputs.prepare does where
-   each of them fitted before, and is True; else nothing has changed and it is False, and Python does it. That is so as
-   well in one of so many calls as ask_every says (0: in none), which Python samples, and where the driver
-   refuses an address: what was set is taken back, and Python, to which the same will happen, says what was refused. Where
-   that cannot be taken back, patches stay broken, and are stuck. */
+   It serves graphs in which only kernel parameters are patched. Called with live inputs and their addresses, it does
+   what LiveInputs.prepare does and returns True if each address fitted before. Otherwise, or if the driver refuses, it
+   restores what it set and returns False: Python does it. If restoring fails, the patches are stuck. native/DESIGN.md
+   describes the arguments. */
 
 #include "fast_path.h"
 
@@ -34,21 +26,21 @@ struct Holder {
 struct Patcher {
     PyObject_HEAD
     struct State {
-        PyObject *patches = nullptr; // which holds the nodes, and what words are in
+        PyObject *patches = nullptr; // keeps the nodes and the words' memory alive
         std::vector<Word> words;
         std::vector<Node> nodes;
-        std::vector<std::vector<size_t>> holders; // by position, of nodes
+        std::vector<std::vector<size_t>> holders; // by position of the input: its nodes
         void *exec = nullptr;
         int (*set)(void *exec, void *node, const void *parameters) = nullptr;
         int (*get_context)(void **context) = nullptr;
         void *context = nullptr; // in which nodes are set
-        std::vector<uint64_t> addresses, before; // of this call, and what the graph holds
+        std::vector<uint64_t> addresses, before; // of this call, and those that the graph holds
         std::vector<char> is_due;                // by node
-        uint64_t ask_every = 0, calls = 0;       // since Python was left one
+        uint64_t ask_every = 0, calls = 0;       // calls since the last one that was left to Python
     } *state;
 };
 
-/* A list, or a tuple, of so many items; NULL where it is something else or there are not so many. */
+/* The items of a list or tuple of `count` items; NULL if it is something else. */
 PyObject **items_of(const Ref &object, size_t count) {
     if (!object || (!PyList_Check(object.get()) && !PyTuple_Check(object.get())) ||
         static_cast<size_t>(PySequence_Fast_GET_SIZE(object.get())) != count)
@@ -56,7 +48,7 @@ PyObject **items_of(const Ref &object, size_t count) {
     return PySequence_Fast_ITEMS(object.get());
 }
 
-/* Whether the graph holds what it is believed to, and addresses that fitted still do. */
+/* Whether the graph holds the addresses that Python has noted, and addresses that fitted still fit. */
 Answer is_known(const Patcher::State *state, PyObject *live, size_t count) {
     Ref settled = the.live__settled.of(live);
     Ref broken = settled ? the.patches_broken.of(state->patches) : Ref();
@@ -74,8 +66,8 @@ Answer is_known(const Patcher::State *state, PyObject *live, size_t count) {
     return same && !temporary ? Answer::yes : Answer::no;
 }
 
-/* What the graph is given for inputs that lie at `seen`, in a list that is empty yet, and in `addresses`; nodes that hold
-   what changes are due. */
+/* Fills the list `given`, and `addresses`, with the addresses for the graph if the inputs are at `seen`. Nodes that
+   hold a changed address become due. */
 Answer find(Patcher::State *state, PyObject *live, PyObject *seen, const Ref &given) {
     const auto count = static_cast<size_t>(PyList_GET_SIZE(seen));
     Ref held = the.patches_addresses.of(state->patches);
@@ -103,12 +95,11 @@ Answer find(Patcher::State *state, PyObject *live, PyObject *seen, const Ref &gi
     return Answer::yes;
 }
 
-/* Writes addresses, and sets those of the first nodes that are due; how many nodes it went past, all or up to the one that
-   the driver refuses. */
+/* Writes addresses and sets the due nodes among the first ones; returns how many nodes it passed before a refusal. */
 size_t set(const Patcher::State *state, const std::vector<uint64_t> &addresses, size_t first) {
     for (const Word &word : state->words) {
         const uint64_t value = addresses[word.position] + word.addend;
-        std::memcpy(reinterpret_cast<void *>(word.address), &value, sizeof value); // parameters can lie anywhere
+        std::memcpy(reinterpret_cast<void *>(word.address), &value, sizeof value); // a parameter may be unaligned
     }
     for (size_t i = 0; i < first; i++) {
         const Node &node = state->nodes[i];
@@ -119,8 +110,8 @@ size_t set(const Patcher::State *state, const std::vector<uint64_t> &addresses, 
     return first;
 }
 
-/* While `broken` is set, whatever goes wrong, Python will not launch the graph. Lists are made first: to make one may
-   collect garbage, and so call for the same graph; behind that nothing does. */
+/* Gives the graph new addresses. While `broken` is set, Python does not launch the graph, whatever fails. Lists are
+   made first, since making one may collect garbage, which may call the same graph; later steps do not. */
 Answer apply(Patcher::State *state, PyObject *live, PyObject *seen) {
     const auto count = static_cast<size_t>(PyList_GET_SIZE(seen));
     if (count != state->holders.size())
@@ -129,7 +120,7 @@ Answer apply(Patcher::State *state, PyObject *live, PyObject *seen) {
         state->calls = 0;
         return Answer::no;
     }
-    void *context = nullptr; // another device's, or none in a thread that has not used the GPU yet
+    void *context = nullptr; // may be another device's, or none in a thread that has not used the GPU yet
     if (state->get_context(&context) != 0 || context != state->context)
         return Answer::no;
     Ref given(PyList_New(static_cast<Py_ssize_t>(count))), nothing(PyList_New(0));

@@ -1,8 +1,8 @@
-/* One recording's part in a fast replay: pygraph_trees.native._fast_path.Replay, see native/entry.cpp.
+/* One recording's part in a fast replay: pygraph_trees.native._fast_path.Replay.
 
-   What is read of a tensor lies in three places, each of which leads to the next, and between two calls of a model all of
-   them have left the caches. Where they were at the last call is remembered and loaded ahead, several at once. Only ever
-   loaded: what is believed is read from the objects themselves. */
+   It knows which inputs must be at which addresses, which inputs have addresses that the graph is given, which tensors
+   must be dead, and what is returned. `take` does what Recording.accepts does; it asks Python about new addresses, and
+   about outputs that do not seem dead. trees/fast_path.py makes it. */
 
 #include "fast_path.h"
 
@@ -16,7 +16,7 @@ namespace {
 constexpr size_t TENSORS_AHEAD = 24; // tensors
 constexpr size_t NOWHERE = ~size_t{0};
 
-/* Loads what comes some tensors later, and at the first what comes before that. */
+/* Loads the tensor TENSORS_AHEAD places later; at the first tensor, all tensors up to that one. */
 template <void (Known::*what)() const>
 __attribute__((always_inline)) inline void load(const std::vector<Watched> &watched, size_t i) {
     for (size_t next = i == 0 ? 0 : i + TENSORS_AHEAD; next <= i + TENSORS_AHEAD && next < watched.size(); next++)
@@ -25,7 +25,7 @@ __attribute__((always_inline)) inline void load(const std::vector<Watched> &watc
 
 } // namespace
 
-/* NULL where a list has shrunk. */
+/* NULL if the list has become shorter. */
 static PyObject *item_of(PyObject *list, uint64_t index) {
     return index < static_cast<uint64_t>(PyList_GET_SIZE(list)) ? PyList_GET_ITEM(list, static_cast<Py_ssize_t>(index))
                                                                 : nullptr;
@@ -204,7 +204,7 @@ void replay_dealloc(PyObject *self) {
     Py_DECREF(type);
 }
 
-/* Finds the inputs: whether the fixed ones lie where they should, and where the others do. */
+/* Checks that the fixed inputs are where they should be, and notes the addresses of the others. */
 Answer find(Replay::State *state, const Inputs &inputs) {
     for (std::vector<Watched> *all : {&state->fixed, &state->asked})
         for (size_t i = 0; i < all->size(); i++) {
@@ -212,12 +212,12 @@ Answer find(Replay::State *state, const Inputs &inputs) {
             Watched &input = (*all)[i];
             PyObject *object = inputs.at(input.index);
             if (object == nullptr || !is_tensor(object))
-                return Answer::by_hand; // which raises
+                return Answer::by_hand; // Python raises the error
             const at::Tensor &tensor = THPVariable_Unpack(object);
             const uint64_t address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
             if (all == &state->asked) {
                 if (tensor.is_neg())
-                    return Answer::by_hand; // a tangent can be at one call and not at another
+                    return Answer::by_hand; // a tangent may be negated at one call and not at the next
                 input.address = address;
             } else if (address != input.address)
                 return Answer::no;
@@ -228,7 +228,7 @@ Answer find(Replay::State *state, const Inputs &inputs) {
     return Answer::yes;
 }
 
-/* Whether the graph holds the addresses that were found, and nothing has to be looked at once more. */
+/* Whether the graph holds the addresses that were found, and no other check is needed; -1 with an exception. */
 int is_settled(const Replay::State *state) {
     Ref settled = the.live__settled.of(state->live);
     if (!settled)
@@ -249,9 +249,9 @@ int is_settled(const Replay::State *state) {
     return PyObject_RichCompareBool(changes.get(), seen.get(), Py_EQ);
 }
 
-/* Makes the graph hold them, where it can, and else asks Python to, which `asked` tells. */
+/* Makes the graph hold the addresses that were found, or asks Python to do so and sets `asked`. */
 Answer prepare(Replay::State *state, Inputs &inputs, bool *is_copied, bool *asked) {
-    std::vector<uint64_t> addresses; // of this call: to make a list may collect garbage, and so call for the same graph
+    std::vector<uint64_t> addresses; // of this call: making a list may collect garbage, which may call the same graph
     for (const Watched &input : state->asked)
         addresses.push_back(input.address);
     Ref seen(PyList_New(static_cast<Py_ssize_t>(addresses.size())));
@@ -301,10 +301,10 @@ Replay::State *pygraph::replay_in(PyObject *object) {
     return Py_TYPE(object)->tp_dealloc == replay_dealloc ? reinterpret_cast<Replay *>(object)->state : nullptr;
 }
 
-/* Lets go of some inputs; false with an exception. */
+/* Releases some inputs; false with an exception. */
 static bool release_unneeded(const Inputs &inputs, const std::vector<uint64_t> &indices) {
     for (const uint64_t index : indices) {
-        PyObject *input = inputs.at(index); // anew each time: code of whoever is let go of may run
+        PyObject *input = inputs.at(index); // read again each time, since a release may run other code
         if (input == nullptr) {
             PyErr_SetString(PyExc_IndexError, "the inputs have changed");
             return false;
@@ -319,7 +319,7 @@ Answer pygraph::take(Replay::State *state, Inputs &inputs, bool *is_copied) {
     const Answer found = find(state, inputs);
     if (found != Answer::yes)
         return found;
-    bool has_run = false; // code that may have changed what was seen of the inputs
+    bool has_run = false; // whether code ran that may have changed the inputs
     const int died = state->before.are_dead(&has_run);
     if (died <= 0)
         return died < 0 ? Answer::error : Answer::no;
@@ -337,7 +337,7 @@ Answer pygraph::take(Replay::State *state, Inputs &inputs, bool *is_copied) {
         if (!release_unneeded(inputs, state->lasting))
             return Answer::error;
         if (state->after.others_seem_dead())
-            return Answer::yes; // what was seen to die is let go of with the other inputs, behind the launch
+            return Answer::yes; // inputs that were seen to die are released with the others, after the launch
     }
     if (!release_unneeded(inputs, state->managed))
         return Answer::error;
@@ -380,7 +380,7 @@ bool pygraph::at_hand(const Replay::State *replay, PyObject *returned, std::vect
         if (output == Py_None)
             output = PyList_GET_ITEM(replay->others, i);
         else if (!is_tensor(output) || reinterpret_cast<THPVariable *>(output)->backward_hooks != nullptr)
-            return false; // torch takes hooks away
+            return false; // upstream removes the hooks
         if (output == Py_NotImplemented)
             return false;
         (*outputs)[static_cast<size_t>(i)] = output;

@@ -1,24 +1,9 @@
-/* Questions about many tensors at once: pygraph_trees.native._fast_path, an optional part of pygraph_trees.native.tensors.
+/* Questions about many tensors at once, and the module pygraph_trees.native._fast_path itself.
 
-   addresses(places, indices, tensors)
-                                      tensors[i].data_ptr() for each i in indices, as a list; None unless
-                                      tensors[i].data_ptr() is the address for each (i, address) in places
-   first_fit(choices, begin, tensors) the first of these from begin on that may fit, their number where there is none;
-                                      each is (places, groups), and does not fit where a tensor lies elsewhere or an
-                                      output, see below, has another reference in Python
-   count_dead(groups, begin)          the first of some outputs, from number begin on, that may be held by somebody; how
-                                      many they are where there is none. A group is (list, indices in it), the outputs are
-                                      numbered through, and the list may have shrunk
-   release(indices, items)            puts None in these places of a list
-   permute(order, items)              puts items[i] in the place of the k-th item of a list for the k-th i in order, which
-                                      has each index of the list once
-   outputs(cached, others)            cached, as a new list, with what is None in it taken from others; None where one of
-                                      the tensors has hooks, or others has NotImplemented there or another length
-
-   Tensors are in a list or a tuple; order is packed like indices; cached and others are lists. What is only asked of the same places again and again
-   is packed: places as pairs of uint64, indices as uint64, both in bytes. IndexError is raised where an index lies outside,
-   TypeError where something is no tensor. Nothing else is changed. Compiled against the headers of one torch, and not to
-   be used with another one, whose tensors may be laid out in another way: see native/location.py. */
+   native/tensors.py calls addresses, first_fit, count_dead, release, permute and outputs; native/DESIGN.md describes
+   them. Tensors are in a list or a tuple, and indices and addresses are packed as uint64. An index out of range raises
+   IndexError, an item that is no tensor TypeError. Must only be used with the torch for which it was compiled: see
+   native/location.py. */
 
 #include "tensors.h"
 
@@ -42,7 +27,7 @@ bool address_at(const Items &tensors, uint64_t index, uint64_t *address) {
     return true;
 }
 
-/* Whether the tensors lie at these places; -1 with an exception. */
+/* Whether the tensors are at these addresses; -1 with an exception. */
 int lie_at(const Packed<Place> &places, const Items &tensors) {
     load_ahead(places.count, [&](Py_ssize_t i) { return tensors.get(places[i].index); });
     for (Py_ssize_t i = 0; i < places.count; i++) {
@@ -66,7 +51,7 @@ PyObject *addresses(PyObject *const *arguments) {
         return nullptr;
     if (!stayed)
         Py_RETURN_NONE;
-    std::vector<uint64_t> found(static_cast<size_t>(indices.count)); // reading them may throw
+    std::vector<uint64_t> found(static_cast<size_t>(indices.count)); // reading addresses may throw
     for (Py_ssize_t i = 0; i < indices.count; i++)
         if (!address_at(tensors, indices[i], &found[static_cast<size_t>(i)]))
             return nullptr;
@@ -81,7 +66,7 @@ PyObject *addresses(PyObject *const *arguments) {
     return list;
 }
 
-/* Outputs by their index in a list, which may have shrunk. */
+/* Outputs, by their indices in a list that may have become shorter. */
 struct Group {
     PyObject *list = nullptr;
     Packed<uint64_t> indices;
@@ -96,7 +81,7 @@ struct Group {
         return indices.take(PyTuple_GET_ITEM(group, 1));
     }
 
-    /* NULL where there is none any longer. */
+    /* NULL if the output is gone. */
     PyObject *get(Py_ssize_t number) const {
         const uint64_t index = indices[number];
         PyObject *output = index < static_cast<uint64_t>(PyList_GET_SIZE(list))
@@ -175,7 +160,7 @@ PyObject *release(PyObject *const *arguments) {
         return nullptr;
     }
     for (Py_ssize_t i = 0; i < indices.count; i++) {
-        // May run code of whoever is let go of; it looks at the list anew each time.
+        // Releasing an item may run other code, so the list is read again each time.
         Py_INCREF(Py_None);
         if (PyList_SetItem(arguments[1], static_cast<Py_ssize_t>(indices[i]), Py_None) < 0)
             return nullptr;
@@ -212,7 +197,7 @@ PyObject *permute(PyObject *const *arguments) {
             taken_of_few[i] = true;
         items[k] = PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i));
     }
-    for (size_t k = 0; k < count; k++) // the list holds what it held, so no reference changes
+    for (size_t k = 0; k < count; k++) // the list holds the same items, so no reference changes
         PyList_SET_ITEM(list, static_cast<Py_ssize_t>(k), items[k]);
     Py_RETURN_NONE;
 }
@@ -221,7 +206,7 @@ PyObject *outputs(PyObject *const *arguments) {
     Items cached, others;
     if (!cached.take(arguments[0]) || !others.take(arguments[1]))
         return nullptr;
-    PyObject *found = PyList_New(others.count); // may collect garbage, and with it what is cached
+    PyObject *found = PyList_New(others.count); // may collect garbage, cached outputs included
     if (found == nullptr)
         return nullptr;
     if (!cached.take(arguments[0]) || !others.take(arguments[1]) || cached.count != PyList_GET_SIZE(found) ||
@@ -233,7 +218,7 @@ PyObject *outputs(PyObject *const *arguments) {
     }
     constexpr Py_ssize_t ahead = 16;
     for (Py_ssize_t i = 0; i < cached.count; i++) {
-        if (i + ahead < cached.count) // its number of references, as in load_ahead
+        if (i + ahead < cached.count) // loads the reference count, as load_ahead does
             __builtin_prefetch(cached.at[i + ahead]);
         PyObject *item = cached.at[i];
         if (item == Py_None) {
@@ -260,7 +245,7 @@ PyObject *counts(PyObject *const *) { return fast_path_counts(); }
 
 PyObject *thread_id(PyObject *const *) { return PyLong_FromUnsignedLongLong(PyThreadState_GetID(PyThreadState_Get())); }
 
-/* Calls one of the above. */
+/* Calls one of the functions above with exactly `count` arguments. */
 template <PyObject *(*function)(PyObject *const *), Py_ssize_t count>
 PyObject *call(PyObject *, PyObject *const *arguments, Py_ssize_t given) {
     if (given != count) {

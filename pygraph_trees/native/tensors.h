@@ -1,4 +1,6 @@
-/* What the parts in C++ share: lists of tensors, packed numbers, and what is read of a tensor. */
+/* Types and functions that all C++ files share: lists of tensors, packed numbers, and whether a tensor is dead.
+
+   "With an exception" in a comment: a function that returns this value has set a Python exception. */
 
 #pragma once
 
@@ -32,7 +34,7 @@ struct Items {
     }
 };
 
-/* Records of numbers that are packed in bytes. */
+/* Records of numbers packed as bytes. */
 template <typename Record> struct Packed {
     const char *bytes = nullptr;
     Py_ssize_t count = 0;
@@ -60,7 +62,7 @@ inline bool is_tensor(PyObject *object) {
     return type == tensor || PyType_IsSubtype(type, tensor);
 }
 
-/* The tensor in a Python object; NULL with an exception. */
+/* The tensor of a Python object; NULL with an exception. */
 inline const at::Tensor *tensor_of(PyObject *object) {
     if (!is_tensor(object)) {
         PyErr_Format(PyExc_TypeError, "expected a tensor, got %s", Py_TYPE(object)->tp_name);
@@ -69,12 +71,12 @@ inline const at::Tensor *tensor_of(PyObject *object) {
     return &THPVariable_Unpack(object);
 }
 
-/* Begins to load what is read of many tensors. Between two calls of a model they have left the caches, and what is read
-   of one leads to what is read next: done for one after another, each of three steps would wait for memory. */
+/* Begins to load the fields of many tensors that are read next. Between two calls of a model they have left the caches.
+   Each of three reads leads to the next, so reading one tensor after another would wait for memory three times each. */
 template <typename ObjectAt> void load_ahead(Py_ssize_t count, ObjectAt object_at) {
     constexpr Py_ssize_t few = 8, at_once = 64;
-    // Of each only what is read, wherever the lines of the cache are cut: the start, and of a tensor's fields the last
-    // ones. A wrong guess would cost time alone.
+    // Loads only the fields that are read, whatever the boundaries of cache lines: the start of each object, and the
+    // last fields of a tensor. A wrong offset only costs time.
     const auto load = [](const void *begin, size_t offset) {
         __builtin_prefetch(static_cast<const char *>(begin) + offset);
     };
@@ -106,8 +108,8 @@ struct Place {
     uint64_t index, address;
 };
 
-/* Whether one reference of the list (or so many as are given) is all there is: no other in Python or C++, no graph of
-   autograd, and of its storage the two that the tensor and its Python object hold. */
+/* Whether a tensor has only the given number of references in Python and none in C++, no autograd graph, and a storage
+   that only the tensor and its Python object reference. */
 inline bool is_dead(PyObject *object, Py_ssize_t references = 1) {
     if (Py_REFCNT(object) != references)
         return false;
@@ -117,15 +119,15 @@ inline bool is_dead(PyObject *object, Py_ssize_t references = 1) {
     const c10::TensorImpl *impl = tensor->unsafeGetTensorImpl();
     if (impl->autograd_meta() != nullptr && tensor->grad_fn() != nullptr)
         return false;
-    const c10::Storage &storage = impl->unsafe_storage(); // those that torch has are virtual functions
+    const c10::Storage &storage = impl->unsafe_storage(); // torch's other accessors are virtual functions
     return storage && storage.use_count() == 2;
 }
 
-/* What a function gives, with exceptions of C++ turned into Python's. */
+/* Calls a function and turns C++ exceptions into Python's. */
 template <typename Function> PyObject *translated(const Function &function) {
     try {
         return function();
-    } catch (const c10::Error &error) { // as torch's own methods put it
+    } catch (const c10::Error &error) { // the text that torch's own methods give
         PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
     } catch (const std::exception &error) {
         PyErr_SetString(PyExc_RuntimeError, error.what());
@@ -133,10 +135,10 @@ template <typename Function> PyObject *translated(const Function &function) {
     return nullptr;
 }
 
-/* How many calls were asked to be replayed on the fast path in C++, and how many were. */
+/* The number of calls that asked for a fast replay in C++, and of those that were replayed so. */
 PyObject *fast_path_counts();
 
-/* Adds the types of the files *.cpp to the module; false with an exception. */
+/* Adds the types of all C++ files to the module; false with an exception. */
 bool add_fast_path(PyObject *module);
 
 } // namespace pygraph

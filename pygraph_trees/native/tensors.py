@@ -1,14 +1,8 @@
-"""Questions about many tensors at once: where they lie, and whether anybody holds them; and lists of them.
+"""Questions about many tensors at once: their addresses, whether they are still referenced, and operations on lists.
 
-Each function prepares one question, which is then asked again and again. The answers come from C++
-(``native/tensors.cpp``) where that was built for the torch that is in use, and from Python and torch elsewhere; they
-are the same.
-
-On a machine without a GPU (torch 2.11, Python 3.12) C++ and Python take, in µs: whether 200 parameters lie where
-they did 2.3 and 14.6, where 28 inputs lie 0.9 and 3.2, whether 149 outputs are dead 1.7 and, with torch's own
-references, 130, to give 149 outputs once more 0.7 and 8 (130 and 8 in an earlier run). Where other work has filled the
-caches in between, the first two take 17 and 80, and 10 and 29, and C++ the others 16 and 6. C++ asks for the memory of
-all tensors at once; one after another took 1.8 for the 200, but 22 instead of 15 with full caches, in another run.
+Each function prepares a question that is then asked again and again. The answers come from C++ (``tensors.cpp``) if it
+was built for the torch in use, otherwise from Python and torch; the answers are equal. ``native`` is the module in C++,
+or None, and ``why_without`` tells why a module that is built is not used.
 """
 
 from __future__ import annotations
@@ -27,7 +21,7 @@ from typing import Any
 
 import torch
 
-why_without: str | None = None  # why the part in C++ is built and not used
+why_without: str | None = None  # why the module in C++ is not used although it is built
 
 
 def _load() -> Any:
@@ -46,14 +40,14 @@ extension = _load()
 
 
 def do_without_extension(why: str) -> None:
-    """From now on the part in C++ is not used; to be called before anything was made of it."""
+    """Uses the module in C++ no longer. Must be called before any of its objects is made."""
     global extension, why_without
     if extension is not None:
         extension, why_without = None, why
 
 
 class _Thread(threading.local):
-    """A number for each thread that asks, which no later one gets."""
+    """A number for each thread that asks; no other thread ever gets it."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)
@@ -64,23 +58,23 @@ _thread = _Thread()
 
 
 def thread_id() -> int:
-    """Tells this thread from all others, also from those that have ended."""
+    """A number that identifies this thread among all threads, also those that have ended."""
     return _thread.number if extension is None else int(extension.thread_id())
 
 
 def packed(numbers: Sequence[int]) -> bytes:
-    """As uint64 one behind another, which is how the part in C++ takes them."""
+    """The numbers as consecutive uint64, the form in which the module in C++ takes them."""
     return struct.pack(f"{len(numbers)}Q", *numbers)
 
 
 class Whereabouts:
-    """Asks where some tensors of a list or a tuple lie, provided that others of it lie where they should.
+    """Asks for the addresses of some tensors of a list or tuple, if others are where they should be.
 
-    ``ask`` gives the addresses, one for each index in ``asked``; None where one of the others has moved.
+    ``ask`` returns the addresses, one for each index in ``asked``, or None if one of the others has moved.
     """
 
     def __init__(self, fixed: Sequence[int], addresses: Sequence[int], asked: Sequence[int] = ()) -> None:
-        """``addresses``: where the tensors at the indices ``fixed`` should lie, one for each."""
+        """``addresses``: the required addresses of the tensors at the indices ``fixed``, one for each."""
         self.places = packed(list(itertools.chain.from_iterable(zip(fixed, addresses, strict=True))))
         if extension is not None:
             self.ask: Callable[[Sequence[Any]], list[int] | None] = partial(
@@ -101,19 +95,19 @@ class Whereabouts:
 
 
 class Deaths:
-    """Asks whether nobody holds any of some outputs; calling ``ask`` gives the answer.
+    """Asks whether some outputs are all dead; calling ``ask`` returns the answer.
 
-    A place has the list of its recording's cached outputs, that of torch's weak references to all of its outputs, and
-    the output's index in both. An output that is cached and that nobody else holds is dead; of each other one torch's
-    reference is asked.
+    A place has the list of its recording's cached outputs, the list of torch's weak references to all of its outputs,
+    and the output's index in both. A cached output without other references is dead; for any other output, torch's
+    reference decides.
     """
 
     def __init__(
         self, places: Sequence[tuple[list[Any], list[Any], int]], release_unneeded: Callable[[], bool] | None = None
     ) -> None:
-        """``release_unneeded``: lets go of what may hold some though nobody needs it, and says whether anything was."""
+        """``release_unneeded``: drops unneeded references to such outputs, and returns whether there were any."""
         self.places, self._release_unneeded = tuple(places), release_unneeded
-        # Runs of outputs of one recording, as the part in C++ takes them.
+        # Runs of outputs of the same recording, the form in which the module in C++ takes them.
         runs = [list(run) for _, run in itertools.groupby(self.places, key=lambda place: id(place[0]))]
         self.groups = tuple((run[0][0], packed([index for _, _, index in run])) for run in runs)
         self._are_dead: Callable[[], bool] = self._ask_each if extension is None else self._ask
@@ -137,9 +131,10 @@ class Deaths:
 
 
 def first_fit(choices: Sequence[tuple[Whereabouts, Deaths | None]]) -> Callable[[int, Sequence[Any]], int]:
-    """Which choice is the first, from a number on, that is not ruled out for some tensors; else their number.
+    """Asks for the first choice, from a number on, that is not ruled out for some tensors; else returns their number.
 
-    Ruled out is what would say no, or None; but that outputs are held is only seen by C++, and by it not always.
+    A choice is ruled out if its question would be answered with no or None. Only C++ sees that outputs are referenced,
+    and not always.
     """
     if extension is not None:
         packed = tuple((where.places, () if deaths is None else deaths.groups) for where, deaths in choices)
@@ -153,14 +148,14 @@ def first_fit(choices: Sequence[tuple[Whereabouts, Deaths | None]]) -> Callable[
 
 
 def candidate_filter(choices: Sequence[tuple[Whereabouts, Deaths | None]]) -> Callable[[int, list[Any]], int]:
-    """Does what :func:`first_fit` does, for choices that are asked often: of each output and each input once.
+    """Asks as :func:`first_fit` does, for choices that are asked often: it looks at each output and input once.
 
-    Ruled out is also without C++ who needs an output to be dead that Python holds. Once at most one choice is left
-    nothing more is asked: what is found may not fit, as with :func:`first_fit`.
+    Without C++ too, it rules out choices that need an output to be dead that Python references. Once at most one choice
+    is left, it asks nothing more, so the result may not fit.
     """
     count, size = len(choices), (len(choices) + 63) // 64 * 8
-    held: dict[tuple[int, int], tuple[list[Any], int]] = {}  # by list and index: who is ruled out
-    places: defaultdict[int, defaultdict[int, int]] = defaultdict(lambda: defaultdict(int))  # who needs which address
+    held: dict[tuple[int, int], tuple[list[Any], int]] = {}  # by list and index: bits of the choices ruled out
+    places: defaultdict[int, defaultdict[int, int]] = defaultdict(lambda: defaultdict(int))  # by index, address: bits
     for number, (where, deaths) in enumerate(choices):
         for index, address in struct.iter_unpack("2Q", where.places):
             places[index][address] |= 1 << number
@@ -168,7 +163,7 @@ def candidate_filter(choices: Sequence[tuple[Whereabouts, Deaths | None]]) -> Ca
             _, before = held.get((id(cached), index), (cached, 0))
             held[id(cached), index] = cached, before | 1 << number
     outputs = [(cached, index, those) for (_, index), (cached, those) in held.items()]
-    # Where an input should lie for all of them tells none apart.
+    # An input that all choices need at the same address distinguishes none of them.
     inputs = [
         (index, functools.reduce(operator.or_, by_address.values()), dict(by_address))
         for index, by_address in places.items()
@@ -191,7 +186,7 @@ def candidate_filter(choices: Sequence[tuple[Whereabouts, Deaths | None]]) -> Ca
         for cached, index, those in outputs:
             if not left & (left - 1):
                 break
-            # Without a name for the output: references are counted, the list's and the argument's.
+            # The output gets no name here, since references are counted: the list's and the argument's.
             if index < len(cached) and getrefcount(cached[index]) > 2 and cached[index] is not None:
                 left &= ~those
         for index, those, by_address in inputs:
@@ -204,16 +199,16 @@ def candidate_filter(choices: Sequence[tuple[Whereabouts, Deaths | None]]) -> Ca
 
 
 def once_more(cached: list[Any], others: Sequence[Any]) -> Callable[[], list[Any] | None]:
-    """The cached outputs of a recording, with what is not cached taken from ``others``.
+    """Returns the cached outputs of a recording, with those that are not cached taken from ``others``.
 
-    None where an output is neither cached nor among the others, which have ``NotImplemented`` for it, or where torch
-    has to do something to it (and always without C++).
+    None if an output is neither cached nor in ``others``, which has ``NotImplemented`` for it, if torch must process
+    it, or without C++.
     """
     return (lambda: None) if extension is None else partial(extension.outputs, cached, list(others))
 
 
 def released(indices: Sequence[int]) -> Callable[[list[Any]], None]:
-    """Puts None in these places of a list."""
+    """Puts None at these indices of a list."""
     if extension is not None:
         return partial(extension.release, packed(indices))
 
@@ -225,7 +220,7 @@ def released(indices: Sequence[int]) -> Callable[[list[Any]], None]:
 
 
 def chosen(indices: Sequence[int], count: int) -> Callable[[list[Any]], None] | None:
-    """Makes a list of ``count`` items hold those at ``indices``, in their order; None where it does already."""
+    """Reduces a list of ``count`` items to those at ``indices``, in their order; None if that changes nothing."""
     if list(indices) == list(range(count)):
         return None
     if extension is not None and sorted(indices) == list(range(count)):

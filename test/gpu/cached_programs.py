@@ -1,8 +1,8 @@
 """Programs for processes that share a folder of caches, with torch alone or with ours: see ``test_shared_caches.py``.
 
-:func:`answer` is what a process does. It compiles each program, calls it a few times, compares what it gives with
-eager, and leaves by program what the caches counted, how many graphs were recorded, and what the report says. With
-torch alone nothing of this project but this file is imported.
+A process runs :func:`answer`. It compiles each program, calls it a few times and compares the results with eager. By
+program, it returns the caches' counts, the number of recorded graphs, and the report's text. With torch alone it
+imports only this file of the project.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def late(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return (x @ w).sin() * 3
 
 
-# By name: the function, where its second argument is, and how it is compiled.
+# By name: the function, the device of its second argument, and the options of its compilation.
 PROGRAMS: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {
     "inference": (inference, "cuda", {}),
     "of any size": (inference, "cuda", {"dynamic": True}),
@@ -71,7 +71,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {
     "training": (training, "cuda", {}),
     "late": (late, "cuda", {}),
 }
-TRAINED = ("training", "late")  # "late" has its backward compiled in the second process
+TRAINED = ("training", "late")  # the backward of "late" is compiled in the second process
 
 
 def answer(request: str) -> None:
@@ -114,7 +114,7 @@ def _compare(
     requires_grad: bool,
     has_backward: bool,
 ) -> None:
-    """Calls both on equal arguments; what they return, write and differentiate has to agree."""
+    """Calls both on equal arguments; results, mutations and gradients must agree."""
     seen = []
     for function in (compiled, fn):
         torch.manual_seed(call)
@@ -127,11 +127,11 @@ def _compare(
         outs = out if isinstance(out, tuple) else (out,)
         gradients = [x.grad.clone(), w.grad.clone()] if has_backward else []
         seen.append([*(o.detach().clone() for o in outs), x.detach(), w.detach(), *gradients])
-    torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-4)  # generated kernels round in other places
+    torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-4)  # generated kernels round at other points
 
 
 def _recordings() -> int:
-    """At the root of the process's trees."""
+    """The number of recordings at the root of the process's trees."""
     from torch._inductor import cudagraph_trees
 
     manager = cudagraph_trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)

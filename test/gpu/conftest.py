@@ -1,4 +1,8 @@
-"""Runs a part of a file's tests for tools/gpu_suite: ``PYGRAPH_TEST_PART=1/3`` is every third from the second on."""
+"""Runs a part of a file's tests for tools/gpu_suite.
+
+``PYGRAPH_TEST_PART=1/3`` runs every third test, from the second one on. Without the variable all tests run. The parts
+of a file are disjoint and together hold all of its tests.
+"""
 
 from __future__ import annotations
 

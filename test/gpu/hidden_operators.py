@@ -1,5 +1,7 @@
-"""Operators whose Triton kernels are launched where Inductor does not see them: some are given addresses as pointers,
-some in other forms. Importing registers them; needs Triton to be imported.
+"""Operators whose Triton kernels Inductor does not see.
+
+Some of the kernels are given addresses as pointers, and some in other forms: in two halves, or through tables.
+Importing this module registers the operators. Triton must be importable.
 """
 
 from __future__ import annotations
@@ -101,7 +103,7 @@ def hidden_tabled_kernel(table_ptr, out_ptr, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def hidden_adding_up_kernel(x_ptr, out_ptr, count, BLOCK: tl.constexpr):
-    """In an order that may be another one at each launch."""
+    """Adds values in an order that may differ at each launch."""
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < count
     tl.atomic_add(out_ptr + offsets % 3, tl.load(x_ptr + offsets, mask=inside), mask=inside)
@@ -123,7 +125,7 @@ def _like(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("pygraph_hidden_test::doubled", mutates_args=())
 def doubled(x: torch.Tensor) -> torch.Tensor:
-    """Given a pointer."""
+    """Its kernel is given a pointer."""
     out = torch.empty_like(x)
     hidden_plain_kernel[grid(x)](x, out, x.numel(), BLOCK=_BLOCK)
     return out
@@ -131,7 +133,7 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("pygraph_hidden_test::halves", mutates_args=())
 def halves(x: torch.Tensor) -> torch.Tensor:
-    """Given two halves of an address."""
+    """Its kernel is given the two halves of an address."""
     out = torch.empty_like(x)
     hidden_halves_kernel[grid(x)](*halves_of(x), out, x.numel(), BLOCK=_BLOCK)
     return out
@@ -153,7 +155,7 @@ def shifted(x: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("pygraph_hidden_test::tabled", mutates_args=())
 def tabled(x: torch.Tensor) -> torch.Tensor:
-    """Reads a table that a kernel makes which is given a pointer."""
+    """Its kernel reads a table, which an earlier kernel makes from a pointer."""
     out, table = torch.empty_like(x), torch.empty(1, dtype=torch.int64, device=x.device)
     hidden_address_kernel[(1,)](x, table)
     hidden_tabled_kernel[grid(x)](table, out, x.numel(), BLOCK=_BLOCK)
@@ -162,7 +164,7 @@ def tabled(x: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("pygraph_hidden_test::tabled_halves", mutates_args=())
 def tabled_halves(x: torch.Tensor) -> torch.Tensor:
-    """Reads a table that a kernel makes which is given halves."""
+    """Its kernel reads a table, which an earlier kernel makes from halves of an address."""
     out, table = torch.empty_like(x), torch.empty(1, dtype=torch.int64, device=x.device)
     hidden_table_kernel[(1,)](*halves_of(x), table)
     hidden_tabled_kernel[grid(x)](table, out, x.numel(), BLOCK=_BLOCK)
@@ -176,7 +178,7 @@ def added_(target: torch.Tensor, x: torch.Tensor) -> None:
 
 @torch.library.custom_op("pygraph_hidden_test::added_halves", mutates_args=("target",))
 def added_halves_(target: torch.Tensor, x: torch.Tensor) -> None:
-    """Writes to an address that it is given in halves."""
+    """Its kernel writes to an address that it is given in halves."""
     hidden_writing_kernel[grid(x)](*halves_of(target), x, x.numel(), BLOCK=_BLOCK)
 
 
@@ -189,7 +191,7 @@ def picked(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("pygraph_hidden_test::picked_halves", mutates_args=())
 def picked_halves(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Given halves of the address of its indices."""
+    """Its kernel is given halves of the address of the indices."""
     out = torch.empty(index.shape, dtype=values.dtype, device=values.device)
     hidden_index_kernel[grid(index)](values, *halves_of(index), out, index.numel(), BLOCK=_BLOCK)
     return out

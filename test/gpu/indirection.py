@@ -1,15 +1,9 @@
-"""Calls a program un-graphed and under parameter indirection side by side, while its inputs move, and proves the same
-bits after each call.
+"""Runs a program un-graphed and with indirection while its inputs move, and compares all bits after each call.
 
-A :class:`Program` is a function of tensors and their description. :func:`run` compiles it once by ``torch.compile``
-without CUDA graphs, the reference, and once with ``mode="reduce-overhead"``, and calls both with equal values at
-addresses of their own under each *regime*: one address, two in turn, a new one each call, and a new one each call while
-others write where the old one was. Memory, values and guards are those of ``tools/fuzzing/memory.py``. Equal bit for
-bit must be: outputs with strides and device, gradients, which input an output is or in whose memory it lies, the memory
-of all inputs with their guards, and at the end of a regime all memory that an earlier call was given.
-
-What the report says of it comes back as :class:`Facts`. :class:`IndirectionTestCase` checks them against what the
-program announces: a recording a function and no more, each later call a replay, the bytes copied and their reasons.
+:func:`run` calls a :class:`Program` both ways under each *regime*: one address, two in turn, a new one each call, and a
+new one while other work overwrites the old one. Outputs, strides, aliases, gradients and the memory of all inputs, with
+guards, must be equal. :class:`IndirectionTestCase` checks the report's :class:`Facts`: recordings, replays, copied
+bytes and reasons.
 """
 
 from __future__ import annotations
@@ -44,35 +38,35 @@ if TYPE_CHECKING:
     Settle = Callable[[Mapping[str, torch.Tensor]], None]
 
 REGIMES = ("same", "alternate", "fresh", "reused")
-KEPT = ("kept", *REGIMES)  # the first: written once, so that what is done to an input adds up
+KEPT = ("kept", *REGIMES)  # in the first, inputs are written once, so that mutations add up
 FLAG = "triton.pygraph_indirection"
 VERIFY = "triton.pygraph_verify"
 
 
 class Mismatch(AssertionError):
-    """The two ways differ in a bit."""
+    """The graphed call differs from the un-graphed one in a bit."""
 
 
 def tensor(*shape: int, dtype: str = "float32", values: str = "unit", layout: str = "contiguous", **more: Any) -> Input:
-    """An input of a program; its name and its place are set when it is run. ``shares="1"`` is by position."""
+    """An input of a program; a run sets its name and place. ``shares="1"`` names another input by position."""
     return Input("", shape, dtype, layout, values=values, **more)
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A function of tensors, what it is given, and what is expected of its recordings."""
+    """A function of tensors, its inputs, and the expectations for its recordings."""
 
     name: str
     fn: Callable[..., Any]
     inputs: tuple[Input, ...]
     copied: int | str | None = 0  # 0 bytes, a pattern of the reason, or None: 0 bytes, or any with a reason
-    graphed: bool = True  # False: whether and how often it is graphed is upstream's matter
+    graphed: bool = True  # False: upstream decides whether and how often it is graphed
     settle: Settle | None = None  # changes the values, by position "0", "1", ..., before each call
-    backward: bool = False  # gradients of all floating-point inputs are taken
-    seeded: bool = False  # draws random numbers
+    backward: bool = False  # whether gradients of all floating-point inputs are taken
+    seeded: bool = False  # whether it draws random numbers
 
     def case(self, place: str) -> Case:
-        """The inputs under a regime; their names, and so their values, are the regime's own."""
+        """The inputs under a regime; their names, and therefore their values, depend on the regime."""
         named = (
             replace(item, name=f"{place} {i}", place=place, shares=item.shares and f"{place} {item.shares}")
             for i, item in enumerate(self.inputs)
@@ -94,7 +88,7 @@ def compiled(fn: Callable[..., Any], **options: Any) -> Ways:
 
 
 def _pinned(callable_: Callable[..., Any]) -> Callable[..., Any]:
-    """Sets what both ways are compiled with at each call: torch leaves ``deterministic`` off behind a compilation."""
+    """Sets the options of both ways at each call, since a compilation leaves torch's ``deterministic`` off."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch._inductor.config.patch(_both()):
@@ -109,7 +103,7 @@ def _both() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the report says of all functions, and Inductor's count of what it skipped."""
+    """The report's facts about all functions, and Inductor's count of skipped graphs."""
 
     functions: int
     recordings: int
@@ -120,7 +114,7 @@ class Facts:
     copied_bytes: int  # by a replay of each recording
     routes: tuple[str | None, ...]  # of the live inputs
     why: tuple[str, ...]  # of each copied input
-    reasons: tuple[str, ...]  # of recordings behind the first of a function
+    reasons: tuple[str, ...]  # of each recording after a function's first one
 
     @staticmethod
     def now() -> Facts:
@@ -142,7 +136,7 @@ class Facts:
 
 
 def assert_same_bits(found: Any, wanted: Any, where: str) -> None:
-    """Raises :class:`Mismatch` unless both hold the same leaves, tensors bit for bit."""
+    """Raises :class:`Mismatch` unless both have equal leaves; tensors must be equal bit for bit."""
     ours, theirs = (pytree.tree_flatten_with_path(value)[0] for value in (found, wanted))
     if [path for path, _ in ours] != [path for path, _ in theirs]:
         raise Mismatch(f"{where}: {len(ours)} values, expected {len(theirs)}")
@@ -168,7 +162,7 @@ def _apart(one: Any, other: Any) -> str | None:
 
 
 class _Side:
-    """One way of calling a program, with memory of its own."""
+    """One way of calling a program, with its own memory."""
 
     def __init__(self, program: Program, callable_: Callable[..., Any], device: torch.device) -> None:
         self._program = program
@@ -183,7 +177,7 @@ class _Side:
         self.seen = []
 
     def call(self, number: int) -> dict[str, Any]:
-        """What the next call leaves behind; outputs are the function's own."""
+        """Makes the next call and returns its results and memory; outputs are the function's own tensors."""
         assert self._memory is not None
         given = self._memory.prepare(number)
         program = self._program
@@ -211,7 +205,7 @@ class _Side:
         return torch.autograd.grad(outputs, leaves, [torch.full_like(o, 0.5) for o in outputs], allow_unused=True)
 
     def _alias(self, output: torch.Tensor, given: Mapping[str, torch.Tensor]) -> str | None:
-        """The input that an output is, or where in which input's memory it lies."""
+        """The input that an output is, or the input whose memory it is in, with the place there."""
         assert self._memory is not None
         same = [name for name, t in given.items() if t is output]
         if same:
@@ -226,10 +220,10 @@ def run(
     regimes: Sequence[str] = REGIMES,
     calls: int = 3,
 ) -> int:
-    """Calls ``program`` both ways under each regime, and compares; the number of calls.
+    """Calls ``program`` both ways under each regime, compares, and returns the number of calls.
 
     Raises:
-        Mismatch: a call left other bits behind than the un-graphed one.
+        Mismatch: the results of a call differ from those of the un-graphed one.
     """
     plain, graphed = (_Side(program, way, device) for way in (ways.plain, ways.graphed))
     for regime in regimes:
@@ -246,18 +240,18 @@ def run(
 
 
 def reset() -> None:
-    """The state of a process that has compiled nothing and reported nothing."""
+    """Resets the process to a state in which nothing is compiled or reported."""
     clean()
     clear()
 
 
 @requires_cuda
 class IndirectionTestCase(TestCase):
-    """Base of the tests of indirection: the flag is on, and each test begins in a clean state."""
+    """Base of the tests of indirection: the flag is on, and each test starts in a clean state."""
 
     device = torch.device("cuda", 0)
     indirection = "auto"  # the flag
-    verify = "off"  # "on": each recording is replayed once more, with its inputs elsewhere and the old ones poisoned
+    verify = "off"  # "on": each recording is replayed again with its inputs elsewhere and the old ones poisoned
 
     def setUp(self) -> None:
         super().setUp()
@@ -270,17 +264,17 @@ class IndirectionTestCase(TestCase):
         stack.enter_context(torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True))
 
     def check(self, program: Program, regimes: Sequence[str] = REGIMES, calls: int = 3, **options: Any) -> Facts:
-        """Runs ``program`` and asserts what it announces; options are those of ``torch.compile``."""
+        """Runs ``program`` and asserts what it announces; ``options`` go to ``torch.compile``."""
         made = run(program, compiled(program.fn, **options), self.device, regimes, calls)
         facts = Facts.now()
         if program.graphed:
-            # What is kept for backward can be static there: it is found to move, and recorded once more.
+            # A tensor saved for the backward can be static there; it is found to move, and recorded again.
             self.assertGraphed(facts, made, again=facts.functions if program.backward else 0)
         self.assertCopied(facts, program.copied)
         return facts
 
     def assertGraphed(self, facts: Facts, calls: int, again: int = 0) -> None:
-        """Each function warmed up and was recorded once, but for ``again`` recordings; all other calls were replays."""
+        """Each function had one warmup, one recording and ``again`` more; all other calls were replays."""
         self.assertGreater(facts.functions, 0, str(facts))
         self.assertEqual((facts.ungraphed_calls, facts.skips), (0, 0), str(facts))
         self.assertEqual(facts.warmups, facts.functions, str(facts))
@@ -288,7 +282,7 @@ class IndirectionTestCase(TestCase):
         self.assertEqual(facts.replays, facts.functions * calls - facts.warmups - facts.recordings, str(facts))
 
     def assertCopied(self, facts: Facts, expected: int | str | None) -> None:
-        """The live inputs were copied as :attr:`Program.copied` says."""
+        """The live inputs were copied as :attr:`Program.copied` announces."""
         if expected == 0:
             if facts.copied_bytes or facts.why:
                 self.fail(f"copied: {facts}")
@@ -301,10 +295,10 @@ class IndirectionTestCase(TestCase):
 
 
 class ByTable(IndirectionTestCase):
-    """Base beside that of tests of the patch route, which then run with a table; some programs must take it."""
+    """A second base for tests of the patch route, which makes them run with a table; some programs must use it."""
 
     indirection = "table"
-    tabled: frozenset[str] = frozenset()  # their names: a kernel of Triton's reads an input of them
+    tabled: frozenset[str] = frozenset()  # names of programs in which a Triton kernel reads an input
 
     def check(self, program: Program, *args: Any, **options: Any) -> Facts:
         facts = super().check(program, *args, **options)

@@ -1,7 +1,7 @@
-"""Runs a program in a process of its own, for what a process does not survive: lost contexts, exhausted memory.
+"""Runs a program in another process, for failures that a process does not survive: lost contexts, exhausted memory.
 
-``run_isolated`` names the program by module and function, so that the child can import it, and returns what the child
-saw as plain data. The child reads no state of the parent but the import path.
+``run_isolated`` names the program by module and function, so that the child can import it, and returns the child's
+findings as plain data. The child takes only the import path from its parent.
 
     {"facts": {path: leaf}, "errors": [[type, message]], "lost": [type, message] or None}
 """
@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def run_isolated(module: str, program: str, side: str, *, timeout_s: float = 240, **options: Any) -> dict[str, Any]:
-    """What ``program`` of ``module`` showed on one side in a fresh process; options are those of ``run_side``."""
+    """The findings of ``program`` of ``module`` on one side in a new process; options are those of ``run_side``."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         request = json.dumps([module, program, side, options, str(result)])
@@ -50,7 +50,7 @@ def run_isolated(module: str, program: str, side: str, *, timeout_s: float = 240
 
 
 def compare_isolated(module: str, program: str, **options: Any) -> dict[str, Any]:
-    """What ours showed, after proving that upstream showed the same; the two processes run side by side."""
+    """Our side's findings, after checking that upstream's are equal; the two processes run in parallel."""
     with ThreadPoolExecutor(2) as pool:
         children = [pool.submit(run_isolated, module, program, side, **options) for side in (UPSTREAM, OURS)]
         upstream, ours = (child.result() for child in children)
@@ -67,7 +67,7 @@ def compare_isolated(module: str, program: str, **options: Any) -> dict[str, Any
 
 
 def answer(request: str) -> None:
-    """The child: runs the program that ``request`` names and leaves the result in the file that it names."""
+    """Runs in the child: runs the program that ``request`` names, and writes the result to the file that it names."""
     module, name, side, options, path = json.loads(request)
     program = getattr(importlib.import_module(module), name)
 
@@ -81,13 +81,13 @@ def answer(request: str) -> None:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
         except Exception as error:
-            # The context is lost. Nothing can be read from the device any more, and an orderly exit would touch it.
+            # The context is lost. The device cannot be read any more, and an orderly exit would use it.
             ctx.transcript.crash = crash
             _leave(path, ctx.transcript, ErrorNote.of(error))
             os._exit(0)
         if crash is not None:
             ctx.fact("crash", crash)
-        # Where a failed capture keeps the process from ending in order, this much of it counts.
+        # A failed capture may keep the process from ending normally; its findings so far still count.
         _leave(path, ctx.transcript, None)
 
     _leave(path, run_side(guarded, side, **options), None)

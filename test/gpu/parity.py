@@ -1,16 +1,9 @@
-"""Runs one program under upstream's graph trees and under ours, and proves that nobody could tell them apart.
+"""Runs a program under upstream's trees and under ours, and checks that it cannot tell them apart.
 
-A *program* is a function of a :class:`Context`: it compiles functions, calls them and notes what it sees. ``parity``
-runs it up to three times, each time in a clean process state:
-
-- ``eager``: ``ctx.compile`` hands back the function itself; what was noted for the oracle must be close to it;
-- ``upstream``: patches out;
-- ``ours``: patches in, every feature flag off.
-
-The two compiled runs must agree in every fact of their transcripts: notes bit for bit, errors, counters, warnings, log
-lines, recordings, pool memory and random state. On a difference upstream is run once more and compared again: the
-first run of a process pays for state that torch sets up lazily (caches, notices given once), and only what upstream
-itself repeats is asked of ours. A program that ends in an exception fails the test unless it was announced.
+A *program* takes a :class:`Context`: it compiles functions, calls them and notes facts. It runs in eager (the oracle
+for some notes), without the patches, and with the patches but all features off. The transcripts of the two compiled
+runs must be equal. If they differ, upstream runs again, since a process's first run sets up state. An unannounced
+exception fails the test.
 """
 
 from __future__ import annotations
@@ -66,7 +59,7 @@ FLAGS_OFF = {
     "triton.pygraph_selective": "always",
 }
 
-# Both compiled runs compile afresh in this process; a kernel has one configuration, because a benchmark in the first
+# Both runs compile everything in this process. A kernel has one configuration, because a benchmark in the first
 # run only would leave its buffers in the pool and could choose differently.
 BOTH_SIDES = {
     "fx_graph_cache": False,
@@ -77,22 +70,22 @@ BOTH_SIDES = {
 }
 
 
-# Everything of a compiled function in one recording; upstream's default makes a recording of each partition.
+# One recording for a whole compiled function; by default upstream records each partition.
 WHOLE_GRAPH = {"graph_partition": False}
 
 
 class ParityError(AssertionError):
-    """The program shows something under ours that it does not show under upstream."""
+    """The program's findings under our trees differ from those under upstream's."""
 
 
 @dataclasses.dataclass
 class Context:
-    """What a program sees of the harness."""
+    """The part of the harness that a program uses."""
 
     side: str
     device: str
     transcript: Transcript
-    graphs: bool = True  # whether this machine captures CUDA graphs at all
+    graphs: bool = True  # whether this machine can capture CUDA graphs
     backend: str | None = None  # for compiled functions instead of inductor's
     _kept: list[Any] = dataclasses.field(default_factory=list)
     _patches: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
@@ -106,7 +99,7 @@ class Context:
     def compile(self, function: Any = None, *, keep: bool = True, **options: Any) -> Any:
         """``torch.compile`` with graphs, or the function itself in the eager run; also a decorator.
 
-        Compiled functions live until the recordings at the end were read, unless ``keep`` is false.
+        Compiled functions live until the recordings are read at the end, unless ``keep`` is false.
         """
         if function is None:
             return functools.partial(self.compile, keep=keep, **options)
@@ -128,11 +121,11 @@ class Context:
             notes.append(Note(label or f"value {len(notes)}", note_of(value), oracle))
 
     def fact(self, label: str, value: Any) -> None:
-        """Notes what the compiled runs must agree in, and eager need not."""
+        """Notes a fact that must be equal in the compiled runs, but not in eager."""
         self.record(value, label=label, oracle=False)
 
     def attempt(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What ``function`` returns; if it raises, the error is noted and nothing comes back."""
+        """Returns the result of ``function``; if it raises, notes the error and returns None."""
         try:
             return function(*args, **kwargs)
         except Exception as error:
@@ -141,7 +134,7 @@ class Context:
             return None
 
     def raises(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Calls ``function``, which should raise; notes the error, or that there was none."""
+        """Calls ``function``, which should raise; notes the error, or the absence of one."""
         before = len(self.transcript.notes)
         self.attempt(function, *args, **kwargs)
         if len(self.transcript.notes) == before:
@@ -161,17 +154,17 @@ class Context:
         return facts
 
     def counter(self, name: str) -> int:
-        """One of inductor's counters now."""
+        """The present value of one of Inductor's counters."""
         return counters["inductor"][name]
 
     def install(self) -> None:
-        """In our run, installs the patches with every flag off; from here on classes may be mixed."""
+        """In our run, installs the patches with every flag off; from then on classes may be mixed."""
         self._mixed = True
         if self.side == OURS:
             self._enter()
 
     def uninstall(self) -> None:
-        """In our run, takes the patches out."""
+        """In our run, uninstalls the patches."""
         self._mixed = True
         if self.side == OURS:
             self._leave()
@@ -193,7 +186,7 @@ class Context:
 
 
 def _release(error: BaseException) -> None:
-    """Drops the frames that an error holds, and with them the tensors in them."""
+    """Drops the frames that an error holds, with the tensors in them."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
@@ -201,7 +194,7 @@ def _release(error: BaseException) -> None:
 
 
 def clean() -> None:
-    """The state of a process that has compiled nothing."""
+    """Resets the process to a state in which nothing is compiled."""
     torch._dynamo.reset()
     if torch.cuda.is_available():
         from torch._inductor.cudagraph_trees import reset_cudagraph_trees
@@ -229,7 +222,7 @@ def _both_sides(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_classes(side: str) -> None:
-    """The classes that new managers will get are the side's own."""
+    """Checks that new managers will be of the side's own classes."""
     import torch._inductor.cudagraph_trees as trees
 
     for name, ours in (("CUDAGraphTreeManager", "Manager"), ("CUDAGraphNode", "Recording")):
@@ -256,7 +249,7 @@ def run_side(
     dynamo_config: Mapping[str, Any] | None = None,
     installed: bool | None = None,
 ) -> Transcript:
-    """Runs ``program`` once. ``installed`` says whether our run starts with the patches in (default: yes)."""
+    """Runs ``program`` once. ``installed`` tells whether our run starts with the patches in (default: yes)."""
     transcript = Transcript(side)
     context = Context(side, device, transcript, graphs, backend)
     start_installed = side == OURS if installed is None else installed and side == OURS
@@ -280,7 +273,7 @@ def run_side(
         caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         log = stack.enter_context(LogLines())
-        # A collection in the middle of a run would end lifetimes at a moment that depends on how much was allocated.
+        # A collection during a run would end lifetimes at a moment that depends on the amount of allocations.
         if collecting:
             stack.callback(gc.enable)
             gc.disable()
@@ -306,13 +299,13 @@ def run_side(
 
 @functools.cache
 def prime() -> None:
-    """Lets torch set up, once a process, what its first compilation sets up."""
+    """Lets torch set up, once per process, the state of its first compilation."""
 
     def program(ctx: Context) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Softmax(dim=-1)).to(ctx.device)
         compiled = ctx.compile(model)
         for _ in range(3):
-            model.zero_grad(set_to_none=True)  # gradients lie in the pool: accumulating would read overwritten memory
+            model.zero_grad(set_to_none=True)  # gradients are in the pool: accumulating would read overwritten memory
             compiled(torch.randn(8, 32, device=ctx.device)).sum().backward()
             with torch.no_grad():
                 compiled(torch.randn(8, 32, device=ctx.device))
@@ -320,13 +313,13 @@ def prime() -> None:
     transcript = run_side(program, UPSTREAM)
     if transcript.crash is not None:
         raise RuntimeError(f"torch.compile does not work here:\n{transcript.traceback}")
-    # Each run collects garbage twice; what torch has loaded by now need not be looked through each time.
+    # Each run collects garbage twice; the objects that torch has loaded so far need not be walked each time.
     gc.freeze()
 
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """The compared runs. What is asserted beyond parity is read from ours, which equals upstream's."""
+    """The compared runs. Assertions beyond parity read ours, which equals upstream's."""
 
     upstream: Transcript
     ours: Transcript
@@ -366,7 +359,7 @@ def compare_sides(
     run: Callable[..., Transcript] = run_side,
     **options: Any,
 ) -> Parity:
-    """Runs ``program`` on all sides and raises :class:`ParityError` with every difference but ``besides``."""
+    """Runs ``program`` on all sides, and raises :class:`ParityError` with every difference except ``besides``."""
     upstream = run(program, UPSTREAM, **options)
     if upstream.crash is not None and not crash:
         raise ParityError(f"the program does not run under upstream:\n{upstream.traceback}")
@@ -392,7 +385,7 @@ def compare_sides(
 class ParityTestCase(TestCase):
     """Base of the tests of graph trees."""
 
-    # Programs hold the same few shapes; a long message shows where they part.
+    # Programs use the same few shapes; a long message shows where the runs differ.
     maxDiff = None
 
     @classmethod
@@ -401,7 +394,7 @@ class ParityTestCase(TestCase):
         prime()
 
     def parity(self, program: Program, **options: Any) -> Parity:
-        """Runs ``program`` under upstream and ours, and eager as the oracle, and fails on any difference."""
+        """Runs ``program`` under upstream and ours, with eager as the oracle, and fails on any difference."""
         return compare_sides(program, **options)
 
     def assertError(self, error: ErrorNote | None, kind: str, fragment: str) -> None:

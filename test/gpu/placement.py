@@ -1,4 +1,8 @@
-"""Calls programs that mix CPU and GPU: eager is the oracle, for values, devices, types, strides and memory."""
+"""Calls programs that mix CPU and GPU, and compares them with eager.
+
+Values, devices, types and strides must be equal, and the same outputs must share memory. The report must count as many
+partitions as the program announces.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +55,7 @@ class PlacementTestCase(IndirectionTestCase):
                 calls = len(CALLS) - before
                 shared = aliases(found, inputs)
                 if program.name == "randomness":
-                    continue  # other numbers than eager's
+                    continue  # random numbers differ from eager's
                 wanted = flat(program.fn(*own))
                 self.assertEqual(calls, len(CALLS) - before - calls)
                 where = f"{how}, call {call}"
@@ -75,7 +79,7 @@ class PlacementTestCase(IndirectionTestCase):
 
 
 def aliases(outputs, inputs):
-    """Which share their memory, by number; scalars of NumPy's have none."""
+    """For each value, the number of the memory that it shares with others; NumPy's scalars have none."""
     tensors = [t for t in [*inputs, *outputs] if isinstance(t, torch.Tensor)]
     memory = [t.untyped_storage().data_ptr() for t in tensors]
     return [memory.index(address) for address in memory]

@@ -1,4 +1,8 @@
-"""For the tests of functions that are chosen by measurement."""
+"""Base of the tests of functions whose graphs are chosen by measurement.
+
+The flag is on, and decisions are stored in a temporary folder. :func:`decided` sets the outcome of trials, since
+measurements depend on the machine.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +20,18 @@ from pygraph_trees.selection import trial
 from pygraph_trees.selection.decision import Decision, Execution
 from pygraph_trees.selection.profiles import Profiles
 
-CALLS = 40  # more than a trial takes
+CALLS = 40  # more calls than a trial takes
 
 
 @contextlib.contextmanager
 def decided(way: Execution) -> Iterator[None]:
-    """Trials end this way, whatever they measure."""
+    """Makes trials end with this decision, whatever they measure."""
     with mock.patch.object(trial, "decide", lambda compared, standing, rules: Decision(way, compared)):
         yield
 
 
 class SelectionTestCase(IndirectionTestCase):
-    """The flag is on, and no test finds what another one decided."""
+    """Turns the flag on; no test finds the decisions of another one."""
 
     def setUp(self) -> None:
         super().setUp()

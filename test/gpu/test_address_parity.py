@@ -1,8 +1,8 @@
 """The programs of ``test_trees_*`` with inputs by address: they see what they see under upstream.
 
-There every feature flag is off. Here ours runs as it does by default, but that placement may not change a bit, so that
-replays take the short way; recordings, memory, counters and warnings differ then, and what a program notes must not:
-values bit for bit, errors, and the state of random generators.
+There every feature flag is off. Here ours runs with its defaults, but placement must not change a bit, so that replays
+take the fast path. Recordings, memory, counters and warnings then differ. The program's notes must not: values bit for
+bit, errors, and the state of random generators.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ByAddress(parity.ParityTestCase):
         found = differences(_seen(upstream), _seen(ours))
         if found:
             raise ParityError("\n".join(found[:25]))
-        return Parity(upstream, upstream)  # what a test asserts besides is of recordings as upstream has them
+        return Parity(upstream, upstream)  # other assertions of a test are about upstream's recordings
 
 
 def _with_flags(run: Any) -> Any:
@@ -57,7 +57,7 @@ def _with_flags(run: Any) -> Any:
 
 
 def _seen(transcript: Transcript) -> Transcript:
-    """What a program's user sees."""
+    """The facts that a program's user sees."""
     notes = [note for note in transcript.notes if note.oracle or _is_of_error(note)]
     return Transcript(
         transcript.side,
@@ -77,7 +77,7 @@ class TestTrainingByAddress(ByAddress, test_trees_training.TestTreeTraining):
 
 class TestMutationByAddress(ByAddress, test_trees_mutation.TestTreeMutation):
     def test_mutation_is_an_error_by_setting(self) -> None:
-        """Nothing is skipped by us, so there is nothing to raise: the input is written to where it lies."""
+        """We skip no graph, so nothing raises: the input is mutated in place."""
 
         def program(ctx: Context) -> None:
             @ctx.compile

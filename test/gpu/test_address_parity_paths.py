@@ -1,4 +1,8 @@
-"""More programs of ``test_trees_*`` with inputs by address, as ``test_address_parity.py`` has them."""
+"""More programs of ``test_trees_*`` with inputs by address, run as in ``test_address_parity.py``.
+
+The test cases cover outputs, generations, paths and partitions. Values, errors and random states that a program notes
+must be equal to those under upstream.
+"""
 
 from __future__ import annotations
 

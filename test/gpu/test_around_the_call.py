@@ -1,7 +1,8 @@
-"""What a program does around a call, and inside of it: hooks on saved tensors, tangents without memory, finalizers,
-collections and threads that call a compiled function while another call is under way, other devices than the current.
+"""Actions of a program around and inside a call.
 
-Eager is the oracle: each call, also the inner one, must give its own result.
+Hooks on saved tensors, tangents without memory, finalizers, collections and threads that call a compiled function
+during another call, and devices other than the current one. Eager is the oracle: each call, also an inner one, must
+return its own result.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Channels last becomes contiguous; parameters are left as they are."""
+    """Makes channels-last tensors contiguous, and leaves parameters unchanged."""
     return tensor.contiguous() if tensor.dim() == 4 else tensor
 
 
@@ -62,11 +63,11 @@ HOOKS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tens
     "left on the CPU": (lambda t: t.cpu(), same),
     "in double precision": (lambda t: t.double() if t.is_floating_point() else t, same),
 }
-EAGER_RAISES = {"left on the CPU", "in double precision"}  # of some operators: then eager without hooks is the oracle
+EAGER_RAISES = {"left on the CPU", "in double precision"}  # for some operators; then eager without hooks is the oracle
 
 
 def convolution(device: torch.device) -> tuple[Callable[..., Any], list[torch.Tensor]]:
-    """Activations are channels last."""
+    """A convolution whose activations are channels last."""
     w = torch.randn(4, 4, 3, 3, device=device).to(memory_format=torch.channels_last).requires_grad_()
     x = torch.randn(2, 4, 8, 8, device=device).to(memory_format=torch.channels_last)
     return lambda x, w: F.conv2d(torch.relu(F.conv2d(torch.sin(x), w, padding=1)), w), [x, w]
@@ -98,7 +99,7 @@ class TestSavedTensorHooks(IndirectionTestCase):
         return [tensor.clone() for tensor in found]
 
     def check_calls(self, program: str, order: list[str | None]) -> None:
-        """Calls with these hooks, one after another; None for a call without."""
+        """Makes a call with each of these hooks in turn; None stands for a call without hooks."""
         fn, inputs = PROGRAMS[program](self.device)
         graphed = torch.compile(fn, mode="reduce-overhead")
         for call, hooks in enumerate(order):
@@ -119,7 +120,7 @@ class TestSavedTensorHooks(IndirectionTestCase):
         self.check_calls(program, [hooks] * 4 + [None] * 3)
 
     def test_a_hook_that_transposes_in_place(self) -> None:
-        """At the same address, with other strides."""
+        """A saved tensor that comes back at the same address with other strides gives eager's gradients."""
         fn, inputs = products(self.device)
         graphed = torch.compile(fn, mode="reduce-overhead")
         hooks = same, lambda t: t.t() if t.shape == (32, 32) else t
@@ -145,7 +146,7 @@ class TestSavedTensorHooks(IndirectionTestCase):
 
 
 class TestTangents(IndirectionTestCase):
-    """Gradients that a program gives for outputs: zeros without memory, expanded zeros, none."""
+    """Gradients that a program passes for outputs: zeros without memory, expanded zeros, none."""
 
     def tangents(self, kind: str, like: torch.Tensor) -> torch.Tensor | None:
         if kind == "zeros without memory":
@@ -203,7 +204,7 @@ class TestTangents(IndirectionTestCase):
 
 
 class Garbage:
-    """What only the collector frees; then it calls a function and compares the result."""
+    """Garbage that only the collector frees; then it calls a function and compares the result."""
 
     collected = 0
     failures: list[str] = []  # noqa: RUF012
@@ -265,7 +266,7 @@ class TestFinalizers(IndirectionTestCase):
         self.assertGreater(Garbage.collected, 30)
 
     def test_an_input_whose_last_reference_a_call_holds(self) -> None:
-        """Its finalizer calls the same function."""
+        """An input whose last reference is the call's may call the same function in its finalizer."""
         graphed = torch.compile(lambda x: x * 2 + 1, mode="reduce-overhead")
         seen: list[Any] = []
 
@@ -286,7 +287,7 @@ class TestFinalizers(IndirectionTestCase):
             self.assertEqual(found, wanted)
 
     def test_finalizers_while_functions_are_recorded(self) -> None:
-        """Each call records for sizes of its own, with the collector at every allocation."""
+        """Each call records for other sizes, with a garbage collection at every allocation."""
         graphed = torch.compile(lambda x: x.cumsum(0) * 2, mode="reduce-overhead", dynamic=False)
         torch._dynamo.config.cache_size_limit, before = 64, torch._dynamo.config.cache_size_limit
         self.addCleanup(lambda: setattr(torch._dynamo.config, "cache_size_limit", before))
@@ -340,7 +341,7 @@ class TestHooksThatCall(IndirectionTestCase):
             self.assertEqual(found, wanted)
 
     def test_an_operator_of_the_program_that_calls(self) -> None:
-        """Also while the outer function is warmed up and recorded."""
+        """An operator may call a compiled function, also while the outer function is warmed up and recorded."""
         inner = torch.compile(lambda x: x * 2 + 1, mode="reduce-overhead")
 
         @torch.library.custom_op("pygraph_test_around::calls", mutates_args=())
@@ -358,7 +359,7 @@ class TestHooksThatCall(IndirectionTestCase):
 
 
 def sharing_trees(work: Callable[[], None]) -> Callable[[], None]:
-    """``work`` for a thread that uses the graph trees of this one."""
+    """``work`` for a thread that uses this thread's graph trees."""
     trees = cudagraph_trees.local
     shared = {name: cudagraph_trees.get_obj(trees, name) for name in ("tree_manager_containers", "tree_manager_locks")}
 
@@ -373,7 +374,7 @@ def sharing_trees(work: Callable[[], None]) -> Callable[[], None]:
 class TestThreads(IndirectionTestCase):
     @parametrize("count", [1, 9])
     def test_threads_that_call_one_function(self, count: int) -> None:
-        """Each has its own inputs, and the function writes to one of them: it is told whose addresses a launch had."""
+        """Each thread has its own inputs; the function mutates one, which shows whose addresses a launch used."""
 
         def fn(out: torch.Tensor, *xs: torch.Tensor) -> None:
             out.copy_(sum(x * (n + 1) for n, x in enumerate(xs)))
@@ -436,7 +437,7 @@ class TestThreads(IndirectionTestCase):
             thread.join(60)
             self.assertFalse(thread.is_alive())
             self.assertEqual(inference, wanted, atol=1e-4, rtol=1e-4)
-            if found:  # else the forward's outputs were overwritten, which torch says by an error
+            if found:  # otherwise the forward's outputs were overwritten, and torch raises an error
                 self.assertEqual(found[0], wanted_gradient, atol=1e-3, rtol=1e-3)
 
 

@@ -1,4 +1,8 @@
-"""``compare`` on a GPU, from the command to what it prints: four ways, agreeing outputs, a report."""
+"""``compare`` on a GPU, from the command to its output: four ways, equal results, a report.
+
+The command runs in another process. Its JSON holds a measurement for each way and regime, and ours copies no input that
+upstream copies.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ def net(device):
 @unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
 class TestCompare(TestCase):
     def compare(self, *options):
-        """The measurements by way and regime, all that was written, and the process."""
+        """The measurements by way and regime, the files written, and the process."""
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / "program.py").write_text(PROGRAM)

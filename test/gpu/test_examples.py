@@ -1,4 +1,7 @@
-"""tools/examples on a GPU: what they compute is what upstream's graphs compute, and nothing is copied for it."""
+"""tools/examples on a GPU: results are equal to those of upstream's graphs, and no input is copied.
+
+Each example runs in another process, and writes its results and the report's counts of replays and recordings.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from processes import end
 from text import GPT, SIZES, save
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-TIMEOUT_S = 400  # of an example with its children; each takes less than half a minute where nothing else runs
+TIMEOUT_S = 400  # for an example with its children; each takes less than half a minute on an idle machine
 
 
 @unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
@@ -30,7 +33,7 @@ class TestExamples(TestCase):
         self.folder = Path(folder.name)
 
     def run_example(self, name, *options):
-        """What an example wrote, and what it printed; it ended well."""
+        """Runs an example, which must succeed; returns the results that it wrote and its output."""
         out = self.folder / "figures.json"
         command = [sys.executable, str(EXAMPLES / name), "--json", str(out), *options]
         process = subprocess.Popen(
@@ -44,7 +47,7 @@ class TestExamples(TestCase):
         return json.loads(out.read_text()), printed
 
     def assertReplayed(self, ours, replays, recordings):
-        """One step was that many replays without a copy, of at most so many recordings."""
+        """A step had so many replays without a copy, and there are at most so many recordings."""
         self.assertEqual(ours["replays"], replays, ours)
         self.assertEqual((ours["copied_bytes"], ours["extra_copies"], ours["skips"]), (0, 0, 0))
         self.assertLessEqual(ours["recordings"], recordings)
@@ -76,7 +79,7 @@ class TestExamples(TestCase):
         self.assertEqual(ours["texts"], upstream["texts"])
         for prompt, text in zip(prompts, ours["texts"], strict=True):
             self.assertTrue(text.startswith(prompt), text)
-        self.assertReplayed(ours, replays=1, recordings=2)  # one for the caches of all conversations
+        self.assertReplayed(ours, replays=1, recordings=2)  # one recording serves the caches of all conversations
         self.assertEqual(upstream["replays"], 0)  # the step writes to its inputs
         self.assertGreater(upstream["skips"], 0)
         self.assertIn("3 texts, all the same", printed)

@@ -1,4 +1,8 @@
-"""Replays that go past upstream's wrappers: which calls do, that they are right, and that others go upstream's way."""
+"""The fast path: which calls take it, that their results are right, and that other calls take the slow path.
+
+Counters tell how many calls tried and took it. Programs have moving inputs, several recordings, branches, views and
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ from pygraph_trees.trees.manager import Manager
 X, Y = given(64, 33), given(64, 33)
 CALLS = 4  # in each regime
 
-# What is the same function of moving inputs at each call.
+# Programs that compute the same function of moving inputs at each call.
 STEADY = [
     Program("pointwise", lambda x, y: x * y + 1, (X, Y)),
     Program("several outputs", lambda x, y: (x.sin(), x @ y.mT, y.sum(0)), (X, Y)),
@@ -44,7 +48,7 @@ STEADY = [
 
 @contextlib.contextmanager
 def counted():
-    """How many calls were asked for on the fast path, and how many were found there, in Python and in C++."""
+    """The number of calls that tried the fast path, and of those that took it, in Python and in C++."""
     counts = {"asked": 0, "fast": 0}
     replay = Manager.replay_fast
     before = (0, 0) if tensors.extension is None else tensors.extension.counts()
@@ -68,7 +72,7 @@ class TestFastPath(IndirectionTestCase):
         regimes = KEPT if program.name == "written to" else REGIMES
         with counted() as counts:
             facts = self.check(program, regimes, CALLS)
-        # A function that writes asks at each new place in the tree whether it may: after each other function, once.
+        # A function that mutates asks once at each new place in the tree, after each other function, whether it may.
         self.assertGreaterEqual(counts["fast"], facts.replays - 1 - (program.name == "written to"))
         self.assertEqual(counts["fast"], counts["asked"] - (program.name == "written to"))
 
@@ -116,11 +120,11 @@ class TestFastPath(IndirectionTestCase):
                 torch.compiler.cudagraph_mark_step_begin()
                 assert_same_bits(ways.graphed(x), wanted, f"call {call}: ")
         self.assertEqual(Facts.now().recordings, 2)
-        # Not the call that finds it elsewhere, nor the one behind the new recording.
+        # Without the call that finds the input moved, and the one after the new recording.
         self.assertEqual(counts["fast"], counts["asked"] - 2)
 
     def test_sizes_that_are_inputs(self):
-        """Each is recorded for itself, and replayed so, whichever was there before."""
+        """Each size has its own recording, which is replayed whatever size came before."""
         ways = compiled(lambda x, n: x.sum(0) * n + x.shape[0], dynamic=True)
         with counted() as counts:
             for call in range(48):
@@ -130,7 +134,7 @@ class TestFastPath(IndirectionTestCase):
                 assert_same_bits(ways.graphed(x, call % 3), wanted, f"call {call}: ")
         recordings = Facts.now().recordings
         self.assertGreater(recordings, 2)
-        # Of each: to warm up, to record, to replay it the torch's way, and to find it behind what was replayed before.
+        # For each: the warmup, the recording, a replay on the slow path, and finding it after the recording before it.
         self.assertGreaterEqual(counts["fast"], 48 - 4 * recordings - 2)
         self.assertEqual(counts["fast"], counts["asked"])
 
@@ -179,12 +183,12 @@ class TestFastPath(IndirectionTestCase):
                     z = second(x, y)
                     results.append([y, z, third(x, y, z)])
                 assert_same_bits(results[1], results[0], f"call {call}: ")
-        # Not the warmup, the recording and the first replay of each.
+        # Without the warmup, the recording and the first replay of each.
         self.assertEqual(counts["fast"], 3 * (calls - 3))
         self.assertEqual(Facts.now().recordings, 3)
 
     def test_a_function_that_is_called_three_times_a_step(self):
-        """Each call has a recording behind the one before; where it is found is remembered of all three."""
+        """Each call has a recording after the previous call's; the places of all three are remembered."""
         ways = compiled(lambda x, y: (x @ y).tanh())
         settle, calls = 6, 4
         with mock.patch.object(Search, "find", autospec=True, side_effect=Search.find) as found:
@@ -206,7 +210,7 @@ class TestFastPath(IndirectionTestCase):
         self.assertEqual(Facts.now().recordings, 3)
 
     def test_a_step_that_branches(self):
-        """What comes behind the first function is not always the same one."""
+        """The fast path finds the recording of whichever function follows the first one."""
         first = compiled(lambda x: x.sin() + 1)
         others = [compiled(lambda y: y.cos().sum(0)), compiled(lambda y: y @ y.mT)]
         with counted() as counts:
@@ -222,7 +226,7 @@ class TestFastPath(IndirectionTestCase):
         self.assertEqual(Facts.now().recordings, 3)
 
     def test_outputs_that_die_at_other_times(self):
-        """The second function is recorded once for each way, and the right recording is replayed."""
+        """The second function is recorded once for each order of deaths, and the right recording is replayed."""
         first, second = compiled(lambda x: (x.sin(), x.cos())), compiled(lambda y: y * 2 + 1)
         for call in range(20):
             x = torch.randn(64, 64, device=self.device)
@@ -266,7 +270,7 @@ class TestFastPath(IndirectionTestCase):
         self.assertEqual(counts["fast"], 2 * patterns)
 
     def test_outputs_that_are_alive(self):
-        """Without a new step nothing that is still used is overwritten."""
+        """Without a new step, a replay overwrites nothing that is still in use."""
         ways = compiled(lambda x: x * 2)
         torch.compiler.cudagraph_mark_step_begin()
         for _ in range(4):
@@ -275,15 +279,15 @@ class TestFastPath(IndirectionTestCase):
             kept = [ways.graphed(torch.full((100,), float(call), device=self.device)) for call in range(4)]
         for call, output in enumerate(kept):
             assert_same_bits(output, torch.full((100,), 2.0 * call, device=self.device), f"call {call}: ")
-        self.assertLessEqual(counts["fast"], 1)  # the others come behind one whose output is alive
+        self.assertLessEqual(counts["fast"], 1)  # the others follow a recording whose output is alive
 
     def are_cached(self, outputs):
-        """Whether each is a tensor that the recording keeps for all of its replays."""
+        """For each output, whether the recording keeps the tensor for all of its replays."""
         kept = cudagraph_trees.get_manager(0).current_node.cached_tensor_outputs
         return all(any(output is tensor for tensor in kept) for output in outputs)
 
     def test_outputs_are_the_same_tensors(self):
-        """As upstream's: nothing is made for them at a replay."""
+        """As upstream does, a replay returns the same tensor objects and makes none."""
         graphed = compiled(lambda x: (x * 2, x[0] + 1)).graphed
         x, same = torch.ones(100, 3, device=self.device), []
         with counted() as counts:
@@ -296,7 +300,7 @@ class TestFastPath(IndirectionTestCase):
         self.assertGreaterEqual(counts["fast"], 2)
 
     def test_views_among_the_outputs(self):
-        """They are made at each replay: a user may do to them what must not be there at the next."""
+        """Each replay makes new views, since a user may change a view in ways that must not reach the next replay."""
         w = torch.randn(6, 8, device=self.device)
 
         def alone(x):
@@ -328,9 +332,9 @@ class TestFastPath(IndirectionTestCase):
             self.assertEqual(same[-2:], [False] * 2)
 
     def test_a_view_that_retains_its_gradient(self):
-        """In a training step, where what is saved for the backward is not made anew."""
+        """A view may retain its gradient in a training step, in which saved tensors are not made again."""
         model = torch.nn.Linear(6, 8, device=self.device)
-        ways = compiled(lambda x: model(x).view(2, 2, 8))  # what a library's kernel makes, seen in another shape
+        ways = compiled(lambda x: model(x).view(2, 2, 8))  # a view of a library's result in another shape
         for call in range(6):
             x, gradients = torch.randn(4, 6, device=self.device), []
             for way in (ways.plain, ways.graphed):
@@ -345,7 +349,7 @@ class TestFastPath(IndirectionTestCase):
             assert_same_bits(gradients[1], gradients[0], f"call {call}: ")
 
     def check_gradients(self, model, calls, steps):
-        """Gradients under ``steps``, which are given a way, inputs and the model, are un-graphed's."""
+        """Runs ``steps`` with each way, inputs and the model; gradients are equal to the un-graphed ones."""
         torch.manual_seed(0)
         model = model.to(self.device)
         ways = compiled(model)
@@ -360,7 +364,7 @@ class TestFastPath(IndirectionTestCase):
 
     @parametrize("others", [0, 1])
     def test_forwards_before_their_backwards(self, others):
-        """What the first saves for its backward, views of what kernels made, lives on though its output does not."""
+        """Tensors that the first forward saves, views of kernels' results, outlive its output."""
         other = compiled(lambda x: (x.sin() + 1).flatten(1)).graphed
 
         def steps(call, way, xs, model):
@@ -389,11 +393,11 @@ class TestFastPath(IndirectionTestCase):
         with torch._functorch.config.patch(donated_buffer=False):
             try:
                 self.check_gradients(model, 7, steps)
-            except RuntimeError as error:  # as upstream: what was let go of while it was recorded is held by then
+            except RuntimeError as error:  # as upstream: an output that was released during the recording is alive now
                 self.assertRegex(str(error), "is still held|did not occur during replay")
 
     def test_gradients_that_are_asked_for_a_gradient(self):
-        """Views of what kernels made, seen in another way in place, or made leaves: of that call alone."""
+        """A gradient may be made to require gradients, detached or reshaped in place, which affects no other call."""
 
         def steps(call, way, xs, model):
             biases = [p for p in model.parameters() if p.dim() == 1]  # others' gradients are no views
@@ -413,13 +417,13 @@ class TestFastPath(IndirectionTestCase):
         )
 
     def test_gradients_that_hooks_keep(self):
-        """Parameters' own gradients are other memory, which is changed in place."""
+        """A gradient that a hook keeps does not share memory with the parameter's, which is changed in place."""
 
         def steps(call, way, xs, model):
             kept = {}
             biases = [(name, p) for name, p in model.named_parameters() if p.dim() == 1]  # others' are no views
             with contextlib.ExitStack() as hooks:
-                for name, parameter in biases if call != 5 else ():  # there is none in between
+                for name, parameter in biases if call != 5 else ():  # call 5 has no hooks
                     hook = parameter.register_hook(lambda gradient, name=name: kept.__setitem__(name, gradient))
                     hooks.callback(hook.remove)
                 way(xs[0]).sum().backward()
@@ -436,7 +440,7 @@ class TestFastPath(IndirectionTestCase):
         self.assertGreaterEqual(counts["fast"], 2 * 5)
 
     def test_gradients_that_are_views(self):
-        """Those of what is transposed or seen in another shape, taken by an optimizer."""
+        """An optimizer takes gradients that are transposed or reshaped views."""
 
         class Model(torch.nn.Module):
             def __init__(self):
@@ -484,7 +488,7 @@ class TestFastPath(IndirectionTestCase):
                     way(x).square().sum().backward()
                     gradients.append([p.grad.clone() for p in model.parameters()])
                 assert_same_bits(gradients[1], gradients[0], f"call {call}: ")
-        # Forward and backward, but for the warmup, the recording and the first replay of each.
+        # Forward and backward, without the warmup, the recording and the first replay of each.
         self.assertEqual(counts["fast"], 2 * (8 - 3))
 
     def test_without_the_part_in_cpp(self):
@@ -533,7 +537,7 @@ class TestFastPath(IndirectionTestCase):
             assert_same_bits(ways.graphed(x), x * 3, f"call {call}: ")
 
     def test_several_programs(self):
-        """Each goes on with its own recording."""
+        """Each program continues with its own recording."""
         functions = [lambda x: x * 2, lambda x: x + 3, lambda x: x.sin(), lambda x: x.sum(0)]
         programs = [Program(f"number {n}", fn, (given(65),)) for n, fn in enumerate(functions)]
         ways = [compiled(program.fn) for program in programs]

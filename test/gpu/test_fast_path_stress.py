@@ -1,14 +1,9 @@
-"""Steps of all kinds in random order, many times over: results and errors are upstream's.
+"""Many steps of all kinds in random order; results and errors are upstream's.
 
-Each step calls some functions, keeps or drops what they return, takes gradients or forgets to, fails in between or in
-the backward, moves the parameters, or runs in another thread; now and then an output of an earlier step is read, which
-is an error where upstream says so.
-``PYGRAPH_STRESS`` says how many steps, 1,500 without it.
-
-Parameters that move are recorded anew by torch, and patched by us. Where torch guesses where steps begin, it begins
-none before a call for which the current recording has a child that fits. So whether there is one more recording decides
-what comes next, and whether an output of an earlier step raises when it is read or holds what a later step wrote:
-there, parameters move only where patching is off.
+A step calls functions, keeps or drops results, takes gradients or not, fails between or in backwards, moves parameters,
+or runs in another thread; sometimes it reads outputs of an earlier step. ``PYGRAPH_STRESS`` is the number of steps,
+1,500 by default. If torch guesses the steps, one more recording changes the guess, so parameters, which we patch and
+upstream records again, then move only with patching off.
 """
 
 from __future__ import annotations
@@ -30,7 +25,7 @@ if TYPE_CHECKING:
 
 STEPS = int(os.environ.get("PYGRAPH_STRESS", "1500"))
 MOST_KEPT = 12
-MOST_MOVES = 40  # upstream records anew for each, and gives up after 128
+MOST_MOVES = 40  # upstream records again for each, and gives up after 128
 
 
 class Interruption(Exception):
@@ -38,7 +33,7 @@ class Interruption(Exception):
 
 
 class World:
-    """Compiled functions, what they returned, and what happens next."""
+    """Compiled functions, their results, and the choice of the next step."""
 
     def __init__(self, ctx: Context, seed: int, marks: bool, moves: bool) -> None:
         """``marks``: whether steps are marked; torch guesses them otherwise. ``moves``: whether parameters move."""
@@ -75,7 +70,7 @@ class World:
         return torch.randn(rows, 24, device=self.ctx.device, generator=generator)
 
     def note(self, what: str, *values: torch.Tensor) -> None:
-        # Bits of all that is returned, without a copy of each in memory.
+        # A digest of all results, which saves a copy of each in memory.
         self.ctx.fact(
             what, [float(v.detach().double().sum()) for v in values] + [v.flatten()[:1].item() for v in values]
         )
@@ -99,7 +94,7 @@ class World:
         action = draw.choices([a for a, _ in actions], [weight for _, weight in actions])[0]
         trains = action in (self.train, self.forget_the_backward, self.fail_in_the_backward)
         with torch.enable_grad() if trains else torch.no_grad():
-            # Where steps are guessed, what was returned may be overwritten in the middle of one.
+            # If torch guesses the steps, results may be overwritten in the middle of one.
             self.ctx.attempt(action)
 
     def keep(self, *outputs: torch.Tensor) -> None:
@@ -125,7 +120,7 @@ class World:
             calls.append(lambda: self.scaled(outputs[-1]))
         unseen = list(outputs)
         for call in calls:
-            if not self.marks:  # each call is guessed to begin a step, which may write over what there is
+            if not self.marks:  # torch may guess that a call begins a step, which may overwrite earlier results
                 self.note("several", *unseen)
                 unseen.clear()
             outputs.append(call())
@@ -156,7 +151,7 @@ class World:
         self.note("forgotten", self.trained(self.fresh()))
 
     def fail_in_the_backward(self) -> None:
-        """Before the compiled backward, or behind it."""
+        """Fails before the compiled backward, or after it."""
         self.model.zero_grad(set_to_none=True)
         loss = self.trained(self.fresh()).square().mean()
 
@@ -175,7 +170,7 @@ class World:
                 parameter.data = parameter.data.clone()
 
     def read_kept(self) -> None:
-        """Values of an earlier step may be anybody's by now; whether they can be read is upstream's to say."""
+        """Reads results of an earlier step, which may be overwritten; upstream decides whether that raises."""
         for output in self.kept[-3:]:
             self.ctx.attempt(lambda output=output: output + 1)
         self.ctx.fact("kept", len(self.kept))
@@ -193,7 +188,7 @@ class World:
             return found
 
         self.ctx.fact("thread", in_thread(with_own_manager(work)))
-        # The end of any thread's manager ends this for all threads, and with it torch's own shutdown of the others.
+        # When any thread's manager ends, this ends for all threads, and so does torch's own shutdown of the others.
         torch._C._set_cached_tensors_enabled(True)
 
 
@@ -231,7 +226,7 @@ class TestFastPathStress(TestCase):
         for number, (found, expected) in enumerate(zip(ours.notes, upstream.notes, strict=False)):
             where = f"note {number}: {expected.label}"
             self.assertEqual(found.label, expected.label, where)
-            # Sums of what was returned, whose terms nearly cancel out. Other inputs give quite other sums.
+            # Sums of results whose terms nearly cancel out. Other inputs give very different sums.
             self.assertEqual(found.value, expected.value, where, rtol=1e-5, atol=1e-2)
         self.assertEqual(len(ours.notes), len(upstream.notes))
         self.assertGreater(len(ours.notes), STEPS // 4)

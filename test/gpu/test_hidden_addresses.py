@@ -1,5 +1,7 @@
-"""Kernels that Inductor does not see: by address if they are given pointers, by copy if addresses are hidden in other
-forms, beside kernels that can be read. Programs that could fault run in processes of their own.
+"""Kernels that Inductor does not see, next to kernels that can be read.
+
+Their inputs are given by address if the kernels take pointers, and copied if addresses are hidden in other forms.
+Programs that could fault run in other processes.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def in_place_halves(target, x):
 
 
 def after_a_break(x, y):
-    """The second function is given an output of the first, whose memory it may use again."""
+    """The second function gets an output of the first, and may reuse its memory."""
     h = x * 2 + 1
     torch._dynamo.graph_break()
     z = h.sin()
@@ -64,7 +66,7 @@ def after_a_break_halves(x, y):
     return halves(y) + z + y
 
 
-# Kernels that are given pointers.
+# Kernels that take pointers.
 PLAIN = [
     Program("pointer", lambda x: doubled(x), (X,)),
     Program("pointer and others", lambda x, y: (doubled(x), x.sin() + y, x @ y.mT), (X, X)),
@@ -78,7 +80,7 @@ PLAIN = [
     Program("returned as it is", lambda x: (doubled(x), x), (X,)),
 ]
 
-# Kernels that are given addresses in other forms.
+# Kernels that take addresses in other forms.
 OTHERS = [
     Program("halves", lambda x: halves(x), (X,), "may hide its address|no node holds its address"),
     Program("halves and a generated kernel", lambda x: (halves(x), x.sin()), (X,), HIDDEN),
@@ -96,7 +98,7 @@ OTHERS = [
 
 
 def runs(program):
-    """The program in a process of its own, un-graphed and graphed; it raises where these differ."""
+    """Runs the program in another process, un-graphed and graphed; raises if the results differ."""
 
     def child(ctx):
         run(program, compiled(program.fn), torch.device("cuda", 0))
@@ -115,7 +117,7 @@ for _number, _program in enumerate(OTHERS):
 
 @functools.cache
 def children(indirection: str) -> list[Future[dict[str, Any]]]:
-    """What each of the others shows; some processes run at a time."""
+    """The findings of each other program; a few processes run at a time."""
     with ThreadPoolExecutor(4) as pool:
         names = [f"other_{number}" for number in range(len(OTHERS))]
         run_one = functools.partial(run_isolated, "test_hidden_addresses", side=OURS, config={FLAG: indirection})
@@ -146,7 +148,7 @@ class TestHiddenAddresses(IndirectionTestCase):
         self.assertEqual(sorted(map(str, facts.routes)), ["copy", "patch", "patch"])
 
     def test_sums_that_depend_on_the_order(self):
-        """Equal launches may differ: the input is copied then, and given by address else."""
+        """Equal launches may differ: then the input is copied, otherwise it is given by address."""
         ways = compiled(lambda x: added_up(x))
         for call in range(6):
             x = torch.rand(1 << 16, device=self.device)

@@ -1,5 +1,8 @@
-"""Where inputs lie and how: views, alignments, sharing, outputs that come back as inputs, parameters that move, threads
-and streams.
+"""Addresses and layouts of inputs: views, alignments, shared memory, outputs that come back as inputs, parameters that
+move, threads and streams.
+
+Each program runs un-graphed and graphed while its inputs move (``indirection.py``). Both must leave the same bits, and
+only the announced bytes may be copied.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ LAYOUTS = [
     Program("channels last", lambda x: F.avg_pool2d(x, 2).relu(), (tensor(2, 8, 32, 32, layout="channels_last"),)),
     Program("expanded", lambda x: x.expand(64, -1) * 2 + x.sum(), (tensor(1, 512),)),
     Program("expanded outside", lambda x: (x * 2, x.sum(0)), (tensor(64, 512, layout="expanded"),)),
-    # Not graphed by torch.
+    # Torch does not graph these.
     Program("overlapping", lambda x: (x * 2, x.sum(1)), (tensor(64, 512, layout="overlapping"),), None, graphed=False),
     Program("as_strided", lambda x: torch.as_strided(x, (10,), (1,), 0) * 2, (tensor(100),)),
     Program("as_strided further on", lambda x: torch.as_strided(x, (5, 5), (2, 9), 80).sin(), (tensor(100),)),
@@ -56,7 +59,7 @@ LAYOUTS = [
 
 
 def with_parameters(model, names):
-    """``model`` as a function of its input and parameters."""
+    """``model`` as a function of its input and its parameters."""
 
     def program(x, *values):
         return torch.func.functional_call(model, dict(zip(names, values, strict=True)), (x,))
@@ -77,10 +80,10 @@ FUNCTIONAL = Program(
 
 
 def made_anew(tensors, values, seen):
-    """Spoils and frees their memory and makes it anew, with ``values``, as FSDP does around each use.
+    """Spoils and frees the parameters' memory and allocates it again, with ``values``, as FSDP does around each use.
 
-    None lies then where one lay before: those addresses are gathered in ``seen``, and what is returned, which must be
-    held, keeps their memory from being given out again.
+    None is then at an address where one was before. ``seen`` collects the addresses. The caller must keep the result,
+    which prevents the old memory from being allocated again.
     """
     held = []
     for t, new in zip(tensors, values, strict=True):
@@ -108,7 +111,7 @@ class TestIndirectionAddresses(IndirectionTestCase):
         self.check(FUNCTIONAL)
 
     def both(self, ways, calls):
-        """Calls both ways, which write to nothing, with the arguments of each call; the facts."""
+        """Calls both ways, which mutate nothing, with the arguments of each call; returns the facts."""
         for call, arguments in enumerate(calls):
             results = []
             for way in (ways.plain, ways.graphed):
@@ -157,13 +160,13 @@ class TestIndirectionAddresses(IndirectionTestCase):
         self.assertEqual([0 < per_call[c] <= 4 for c in (3, 6)], [True] * 2, str(per_call))
 
     def test_feedback(self):
-        """h = f(h): what comes back lies in the graph pool, and the replay would overwrite it."""
+        """h = f(h): the output that comes back is in the graph pool, and the replay would overwrite it."""
         ways = compiled(lambda h, x: torch.tanh(h @ x) + h)
         x = torch.randn(64, 64, device=self.device)
         states = [torch.ones(64, 64, device=self.device) for _ in range(2)]
         for call in range(8):
             for side, way in enumerate((ways.plain, ways.graphed)):
-                # What a warmup or a recording returned is out of reach in the next step, upstream too.
+                # Results of a warmup or a recording cannot be used in the next step, under upstream either.
                 given = states[side].clone() if call < 3 else states[side]
                 torch.compiler.cudagraph_mark_step_begin()
                 states[side] = way(given, x)
@@ -209,12 +212,12 @@ class TestIndirectionAddresses(IndirectionTestCase):
                             results.append(way(x).clone())
                     assert_same_bits(results[1], results[0], f"{name}, call {call}: ")
                 facts = Facts.now()
-                # The first that moves is found out; the second recording can be given any address.
+                # The first parameter that moves is noticed; the second recording can be given any address.
                 self.assertLessEqual(facts.recordings - before.recordings, 2, str(facts))
                 self.assertEqual((facts.copied_bytes, facts.ungraphed_calls), (0, 0), str(facts))
 
     def unsharded(self, sides, trained):
-        """Steps of ``way(x)`` for each (way, parameters): their memory is made anew before, and before the backward."""
+        """Steps of ``way(x)`` for each (way, parameters), whose memory is new before each forward and backward."""
         held, recordings, seen = [], [], set()
         for call in range(12):
             results = []
@@ -237,7 +240,7 @@ class TestIndirectionAddresses(IndirectionTestCase):
             assert_same_bits(results[1], results[0], f"call {call}: ")
             recordings.append(Facts.now().recordings)
         facts = Facts.now()
-        # Each of a function's inputs is found to move, and a backward's anew behind its forward's next recording.
+        # Each input of a function is found to move; a backward's is found again after its forward's next recording.
         self.assertEqual(recordings[5:], [recordings[-1]] * 7, str(facts))
         self.assertEqual((facts.copied_bytes, facts.ungraphed_calls, facts.skips), (0, 0, 0), str(facts))
         return facts
@@ -312,7 +315,7 @@ class TestIndirectionAddresses(IndirectionTestCase):
         self.assertEqual((facts.copied_bytes, facts.ungraphed_calls), (0, 0), str(facts))
 
     def test_a_model_in_inference_mode_and_then_in_training(self):
-        """Parameters and inputs are made outside of the mode, and are the same kind of tensors in all."""
+        """Parameters and inputs are made outside of inference mode, so they are ordinary tensors in both modes."""
         model = perceptron().to(self.device)
         ways = compiled(model)
         parameters = list(model.parameters())
@@ -339,7 +342,7 @@ class TestIndirectionAddresses(IndirectionTestCase):
         self.assertEqual((facts.copied_bytes, facts.ungraphed_calls, facts.skips), (0, 0, 0), str(facts))
 
     def each_call(self, step):
-        """24 steps of ``step(call, kind, x)``, which gives the same bits for both kinds; the facts in the end."""
+        """Makes 24 steps of ``step(call, kind, x)``, with the same bits for both kinds; returns the facts."""
         for call in range(24):
             x = torch.full((64, 64), call / 24, device=self.device)
             results = []
@@ -351,7 +354,7 @@ class TestIndirectionAddresses(IndirectionTestCase):
         return Facts.now()
 
     def churn(self, kept):
-        """One of six outputs of an earlier graph, another at each call; the function's facts in the end."""
+        """Takes another of six outputs of an earlier graph at each call; returns the function's facts."""
         ways = [compiled(lambda x: [x.sin() * i for i in range(6)]), compiled(lambda y, z: (y @ z).relu() + y)]
         z = torch.randn(64, 64, device=self.device)
 
@@ -366,7 +369,7 @@ class TestIndirectionAddresses(IndirectionTestCase):
 
     def test_managed_inputs_that_move(self):
         facts = self.churn(kept=True)
-        # Upstream makes a recording for each output that was picked.
+        # Upstream makes a recording for each output that is picked.
         self.assertEqual((facts.functions, facts.recordings, facts.copied_bytes), (2, 3, 0), str(facts))
         self.assertEqual((facts.ungraphed_calls, facts.skips), (0, 0), str(facts))
         self.assertEqual(len(facts.reasons), 1)
@@ -383,7 +386,7 @@ class TestIndirectionAddresses(IndirectionTestCase):
 
         def step(call, kind, x):
             outputs = getattr(ways[0], kind)(x)
-            # What a warmup or a recording returned may not be used in a later step.
+            # Results of a warmup or a recording may not be used in a later step.
             given = own[kind] if call > 6 and call % 3 == 2 else outputs[call % 3 % 2]
             result = getattr(ways[1], kind)(given, z)
             own[kind] = None if kind == "graphed" and call < 6 else result
@@ -404,7 +407,7 @@ class TestIndirectionAddresses(IndirectionTestCase):
         self.assertEqual(Facts.now().copied_bytes, 0)
 
     def test_addresses_stand_out(self):
-        """Where the driver places them: what looks like one in a kernel's parameters is one."""
+        """At the driver's addresses, a word of a kernel's parameters that looks like an address is one."""
         placeholders = Placeholders(driver(), self.device.index, [Extent(4096, 0)])
         self.addCleanup(placeholders.close)
         self.assertTrue(stands_out(placeholders.placeholders[0].start), hex(placeholders.placeholders[0].start))
@@ -428,7 +431,7 @@ class TestIndirectionAddresses(IndirectionTestCase):
         program = Program("thread", lambda x, y: (x * y).sin(), (tensor(1000), tensor(1000)))
 
         def work():
-            torch._dynamo.reset()  # what another thread compiled has that thread's manager
+            torch._dynamo.reset()  # functions that another thread compiled have that thread's manager
             return run(program, compiled(program.fn), self.device)
 
         for _ in range(3):

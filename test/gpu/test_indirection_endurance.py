@@ -1,6 +1,7 @@
-"""Many replays with fresh addresses: nothing grows, and peak memory is upstream's less the copies.
+"""Many replays with new addresses: nothing grows, and peak memory is upstream's minus the copies.
 
-``PYGRAPH_REPLAYS`` says how many replays, 2,000 without it; 100,000 take some minutes.
+``PYGRAPH_REPLAYS`` is the number of replays, 2,000 by default; 100,000 take some minutes. It reads the memory in use of
+the whole GPU.
 """
 
 from __future__ import annotations
@@ -17,30 +18,30 @@ from torch.testing._internal.common_utils import run_tests
 
 from pygraph_trees.indirection.placeholder import MAX_MAPPINGS, MAX_PIECE_NBYTES
 
-RUNS_ALONE = True  # the memory of the GPU that it looks at is taken by other processes as well
+RUNS_ALONE = True  # it reads the GPU's memory in use, which includes that of other processes
 REPLAYS = int(os.environ.get("PYGRAPH_REPLAYS", "2000"))
 MIB = 2**20
 
 
 def host_bytes() -> int:
-    """What of this process lies in memory."""
+    """The resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def gpu_bytes() -> int:
-    """What is taken of the GPU, by whomever."""
+    """The GPU's memory in use, by all processes."""
     free, total = torch.cuda.mem_get_info()
     return total - free
 
 
 def handles() -> tuple[int, int]:
-    """Open files, and Python objects."""
+    """The numbers of open files and of Python objects."""
     gc.collect()
     return len(os.listdir("/proc/self/fd")), len(gc.get_objects())
 
 
 class Peak(threading.Thread):
-    """Looks at the GPU's memory all the time."""
+    """Watches the GPU's memory continuously."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -61,7 +62,7 @@ class Peak(threading.Thread):
 
 class TestIndirectionEndurance(IndirectionTestCase):
     def assertSteady(self, step, rounds, tenth=10):
-        """Memory and handles after all rounds are what they were after a tenth of them."""
+        """Memory and handles after all rounds are as after a tenth of them."""
         first = max(20, rounds // tenth)
         for call in range(first):
             step(call)
@@ -88,7 +89,7 @@ class TestIndirectionEndurance(IndirectionTestCase):
         torch.cuda.synchronize()
 
         def step(call):
-            # 128 floats are 512 bytes: as aligned as what the allocator gives, and no two calls have the same address.
+            # 128 floats are 512 bytes: as aligned as the allocator's memory, and no two calls have the same address.
             begin = call * 128 % (30 * MIB)
             cache = memory[begin : begin + 256 * 64].view(256, 64)
             x = memory[begin + 256 * 64 : begin + 257 * 64].view(1, 64)
@@ -96,7 +97,7 @@ class TestIndirectionEndurance(IndirectionTestCase):
             torch.compiler.cudagraph_mark_step_begin()
             result, same = graphed(cache, x, w, position)
             assert same.data_ptr() == x.data_ptr()
-            if call % 500 == 3:  # for the first time when the graph is recorded, which frees the workspace for matmuls
+            if call % 500 == 3:  # the first time is at the recording, which frees the workspace for matmuls
                 self.assertEqual(cache[call % 256], x[0])
                 self.assertEqual(result, (cache @ w).softmax(1).sum(0))
 
@@ -106,7 +107,7 @@ class TestIndirectionEndurance(IndirectionTestCase):
         self.assertEqual(facts.replays, REPLAYS - 2)
 
     def test_memory_of_the_allocators_own(self):
-        """Tensors made for each call; those of the last calls are still there, so that addresses change."""
+        """Tensors are made for each call; those of the last calls stay alive, so that addresses change."""
         graphed = compiled(lambda x, y: (x @ y).relu() + x).graphed
         held = []
 
@@ -121,7 +122,7 @@ class TestIndirectionEndurance(IndirectionTestCase):
         self.assertEqual((Facts.now().recordings, Facts.now().copied_bytes), (1, 0))
 
     def test_recordings_that_come_and_go(self):
-        """Ranges, graphs and pool memory go with the functions that they belong to."""
+        """Ranges, graphs and pool memory are freed with their functions."""
 
         def step(call):
             torch._dynamo.reset()
@@ -142,13 +143,13 @@ class TestIndirectionEndurance(IndirectionTestCase):
         self.assertLess(host_bytes() - host, 64 * MIB)
 
     def peak(self, flag, program, sizes):
-        """The most GPU memory taken from the first call on, and what is taken at the end, above what was before."""
+        """The most GPU memory in use from the first call on, and that at the end, above the use before."""
         reset()
         inputs = [torch.ones(size // 4, device=self.device) for size in sizes]
         torch.cuda.synchronize()
         with torch._inductor.config.patch({FLAG: flag}):
             graphed = compiled(program, dynamic=False).graphed
-            graphed(*[x[:1024].clone() for x in inputs])  # loads and compiles what a process does once
+            graphed(*[x[:1024].clone() for x in inputs])  # loads and compiles everything that a process does once
             torch.cuda.synchronize()
             before = gpu_bytes()
             watch = Peak()
@@ -170,7 +171,7 @@ class TestIndirectionEndurance(IndirectionTestCase):
                 for what, theirs, mine in zip(("peak", "left"), upstream, ours, strict=True):
                     self.assertLessEqual(mine, theirs + 4 * MIB, f"{what}: {mine}, upstream {theirs}")
                 if sum(sizes) > MAX_PIECE_NBYTES:
-                    # What the inputs stand on while they are recorded.
+                    # The memory of the placeholders during the recording.
                     saved = sum(sizes) - max(MAX_PIECE_NBYTES, max(sizes) // MAX_MAPPINGS)
                     self.assertLessEqual(ours[0], upstream[0] - saved + 4 * MIB, f"{ours}, upstream {upstream}")
                     self.assertLessEqual(ours[1], upstream[1] - sum(sizes) + 4 * MIB, f"{ours}, upstream {upstream}")

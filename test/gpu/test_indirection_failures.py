@@ -1,5 +1,7 @@
-"""Driver calls that fail, one by one, and models that fail while they are captured: right results, a working recording
-and a reason in the report.
+"""Driver calls that fail, one by one, and models that fail during their capture.
+
+After each failure results are right, the recording works, and the report gives the reason. Failures are injected into
+the driver's methods.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def all_kinds_of_nodes(x, y, c):
 
 @torch.library.custom_op("pygraph_indirection_test::greedy", mutates_args=())
 def greedy(x: torch.Tensor) -> torch.Tensor:
-    """Takes 1 GiB for a while where it is captured, and nothing where it runs."""
+    """Takes 1 GiB for a while during a capture, and nothing when it runs."""
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         torch.empty(1 << 30, dtype=torch.uint8, device=x.device)
     return x * 2
@@ -42,7 +44,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 
 def runs_out_of_memory(ctx):
-    """Twice there is too little for a recording."""
+    """Runs twice with too little memory for a recording."""
     total = torch.cuda.get_device_properties(0).total_memory
     f = ctx.compile(lambda x: greedy(x + 1).sin())
     for call in range(8):
@@ -73,7 +75,7 @@ SETTING_CALLS = [
 
 @contextlib.contextmanager
 def failing(owner, name, at=None, until=None):
-    """Counts the calls of a method, and lets those from number ``at`` to ``until`` (``at`` alone) fail."""
+    """Counts the calls of a method; those from number ``at`` to ``until``, by default only ``at``, fail."""
     original, own = getattr(owner, name), vars(owner).get(name)
     counted = []
 
@@ -94,7 +96,7 @@ def failing(owner, name, at=None, until=None):
 
 
 def set_one_by_one():
-    """Kernel nodes are set by the driver's bindings, as without the native part."""
+    """Sets kernel nodes one by one through the driver's bindings, as without the native modules."""
     return mock.patch.object(Driver, "set_kernels", lambda driver, exec_, nodes: None)
 
 
@@ -109,7 +111,7 @@ class TestIndirectionFailures(IndirectionTestCase):
         self.assertTrue(all(map(len, counts)), [len(count) for count in counts])
 
     def survives(self, owner, name):
-        """Whatever call of a driver method fails, results are right, and in the end there are replays."""
+        """Results are right whichever call of a driver method fails, and in the end there are replays."""
         with failing(owner, name) as counted:
             run(NODES, compiled(NODES.fn), self.device)
         count = len(counted)
@@ -145,7 +147,7 @@ class TestIndirectionFailures(IndirectionTestCase):
 
     @parametrize("at", [1, 2, 4])
     def test_failure_of_all_kernels_at_once(self, at):
-        """The first time is while the graph is recorded."""
+        """Setting all kernels may fail at the recording or at a replay; the first call is at the recording."""
         if driver().reader is None:
             raise unittest.SkipTest("the native part was not built")
         original, calls = Driver.set_kernels, []
@@ -197,7 +199,7 @@ class TestIndirectionFailures(IndirectionTestCase):
         self.assertEqual(facts.copied_bytes, 3 * 64 * 33 * 4)
 
     def interrupted(self, error):
-        """An exception in the model while it is captured comes out, and the function works afterwards."""
+        """An exception in the model during its capture reaches the caller, and the function works afterwards."""
         armed = []
 
         @torch.library.custom_op(f"pygraph_indirection_test::raises_{error.__name__.lower()}", mutates_args=())
@@ -221,12 +223,12 @@ class TestIndirectionFailures(IndirectionTestCase):
         self.assertEqual((facts.recordings, facts.copied_bytes), (1, 0), str(facts))
 
     def test_out_of_memory_while_recording(self):
-        """The allocator's own error, as upstream has it, and right results once there is enough."""
+        """Raises the allocator's own error, as upstream does, and gives right results once there is enough memory."""
         upstream = run_isolated("test_indirection_failures", "runs_out_of_memory", UPSTREAM)
         ours = run_isolated("test_indirection_failures", "runs_out_of_memory", OURS, config={FLAG: self.indirection})
         self.assertEqual([kind for kind, _ in ours["errors"]], ["torch.OutOfMemoryError"] * 2, str(ours["errors"]))
         self.assertEqual([kind for kind, _ in upstream["errors"]], ["torch.OutOfMemoryError"] * 2)
-        # Messages tell how much was taken by whom.
+        # Messages contain the memory in use by each process.
         noted = [
             {path: v for path, v in child["facts"].items() if path.startswith("note ") and ".message" not in path}
             for child in (upstream, ours)

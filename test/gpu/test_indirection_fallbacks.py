@@ -1,4 +1,8 @@
-"""What cannot be patched, or not this time: right results, a working recording and a reason in the report."""
+"""Inputs that cannot be patched, always or at one call: right results, a working recording, a reason in the report.
+
+Each program runs un-graphed and graphed while its inputs move (``indirection.py``). Both must leave the same bits, and
+only the announced bytes may be copied.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +115,7 @@ class TestIndirectionFallbacks(IndirectionTestCase):
         self.check(Program("condition", program, (flag, tensor(64, 33)), None, graphed=False))
 
     def test_memory_that_was_freed(self):
-        """The graph's own error, as upstream's copy has it; each ends its process."""
+        """Freed memory raises the graph's own error, as upstream's copy does; each case ends its process."""
         found = [
             run_isolated("test_indirection_fallbacks", "reads_freed_memory", OURS, config={FLAG: flag})
             for flag in ("off", self.indirection)
@@ -129,7 +133,7 @@ class TestIndirectionFallbacks(IndirectionTestCase):
             assert_same_bits(ways.graphed(x), ways.plain(x), f"conjugate, call {call}: ")
 
     def test_negated_views(self):
-        """Un-graphed, torch 2.11 reads the memory as it is; a copy resolves the bit."""
+        """A copy resolves the negative bit; un-graphed, torch 2.11 reads the memory as it is."""
         graphed = compiled(lambda x: x * 2 + 1).graphed
         for call in range(6):
             x = torch.full((100,), complex(1, call), device=self.device).conj().imag
@@ -140,7 +144,7 @@ class TestIndirectionFallbacks(IndirectionTestCase):
         self.assertRegex(Facts.now().why[0], "negated view")
 
     def test_negated_tangents(self):
-        """They come of what is computed outside, at one call and not at another."""
+        """A tangent that is negated at one call and not at the next gives the right gradients."""
         fn = lambda x: (x * x).sum()  # noqa: E731
         graphed = torch.compile(fn, mode="reduce-overhead")
         for call in range(9):

@@ -1,4 +1,8 @@
-"""Generated kernels that read live inputs: no byte is copied, however many read how many of them."""
+"""Generated kernels that read live inputs: no byte is copied, for any number of kernels and inputs.
+
+Each program runs un-graphed and graphed while its inputs move (``indirection.py``). Both must leave the same bits, and
+only the announced bytes may be copied.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +43,7 @@ REDUCTION = [
 
 
 def chain(*xs: torch.Tensor) -> torch.Tensor:
-    """Two kernels an input, and matmuls between them."""
+    """Two kernels for each input, with matmuls between them."""
     total = xs[0]
     for x in xs[1:]:
         total = (total @ x).softmax(1) + x

@@ -1,4 +1,8 @@
-"""Kernels of libraries that read live inputs, by family: no byte is copied, whatever reads them."""
+"""Library kernels that read live inputs, by family: no byte is copied.
+
+Each program runs un-graphed and graphed while its inputs move (``indirection.py``). Both must leave the same bits, and
+only the announced bytes may be copied.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +76,7 @@ SORT = [
     Program("cummax", lambda x: x.cummax(1).values, (tensor(32, 4096),)),
 ]  # fmt: skip
 
-# Each input is larger than a granule of the driver's: its placeholder lies on several.
+# Each input is larger than one of the driver's granules, so its placeholder takes several.
 LARGE = [
     Program("convolution", lambda x, w: F.conv2d(x, w, padding=1),
             (tensor(16, 512, 14, 14), tensor(512, 512, 3, 3))),
@@ -91,9 +95,9 @@ FFT = [
 
 
 def dominant(given: dict[str, torch.Tensor]) -> None:
-    """Adds to the diagonal what makes the matrix invertible, and its lower triangle positive definite."""
+    """Adds to the diagonal so that the matrix is invertible and its lower triangle positive definite."""
     given["0"].diagonal(dim1=-2, dim2=-1).add_(given["0"].shape[-1])
-    if "2" in given:  # pivots that exchange nothing
+    if "2" in given:  # pivots that exchange no rows
         given["2"].copy_(torch.arange(1, given["2"].shape[-1] + 1, dtype=torch.int32))
 
 
@@ -103,7 +107,7 @@ def linalg(name: str, fn: object, *inputs: object) -> list[Program]:
             f"{name}, {batch}",
             fn,
             tuple(tensor(*batch_shape, *shape, dtype=dtype) for shape, dtype in inputs),
-            # Which library solves one matrix depends on what ran before, and one leaves nodes that cannot be read.
+            # The library that solves a single matrix depends on earlier work, and one library leaves unreadable nodes.
             None if batch == "one" else 0,
             settle=dominant,
         )

@@ -1,7 +1,7 @@
-"""Live inputs that are written to: graphed, written in place, exactly once a call, and nothing is skipped for it.
+"""Live inputs that are mutated: graphed, mutated in place, exactly once a call, and no graph is skipped for it.
 
-Each program runs also with inputs that are written once and keep what calls did to them, so that a mutation that is
-lost or happens twice adds up.
+Each program also runs with inputs that keep the mutations of earlier calls, so that a mutation that is lost or happens
+twice adds up.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def adam_beside_others(a, b, p, g, m, v, step):
-    """Behind a kernel of Triton's and a copy, whose launches look up what their pointers are."""
+    """A fused optimizer after a Triton kernel and a copy, whose launches look up the attributes of their pointers."""
     y = a * 2
     copy_into(b, a)
     fused_adam([p], [g], [m], [v], [step])
@@ -112,7 +112,7 @@ def with_two_kernels(c, x, w):
 
 
 def settle_adam(given):
-    """Second moments are positive, and steps are counted from 0."""
+    """Makes second moments positive, and steps start at 0."""
     for position in range(9, 12):
         given[str(position)].abs_()
     for position in range(12, 15):
@@ -125,7 +125,7 @@ def settle_one_adam(given):
 
 
 def writes(statement):
-    """A program that does one thing and returns what it made of its first argument."""
+    """A program that calls one function, and returns a value computed from its first argument."""
 
     def program(c, *others):
         statement(c, *others)
@@ -234,7 +234,7 @@ class TestIndirectionMutation(IndirectionTestCase):
         self.assertEqual(count, torch.full_like(count, 5))
 
     def test_writes_to_an_output_of_the_step_before(self):
-        """At the first recording of what writes: that call and all later ones keep their writes."""
+        """The call that records the mutating function, and all later ones, keep their writes."""
 
         def update(h):
             return h.add_(1).sum()
@@ -268,7 +268,7 @@ class TestIndirectionMutation(IndirectionTestCase):
 
         graphed = compiled(lambda x: counted(x)).graphed
         x = torch.zeros(4, device=self.device)
-        with torch._inductor.config.patch({VERIFY: "off"}):  # which runs it once more
+        with torch._inductor.config.patch({VERIFY: "off"}):  # verification runs it again
             for call in range(1, 6):
                 graphed(x)
                 self.assertEqual(len(calls), min(call, 2))
@@ -360,7 +360,7 @@ class TestIndirectionMutation(IndirectionTestCase):
             run(program, type(lost)(program.fn, lambda c, x: program.fn(c.clone(), x)), self.device, ("kept",))
 
     def test_recorded_by_another_thread(self):
-        """Compiled and warmed up by one thread, as servers do, and recorded and replayed by another."""
+        """One thread compiles and warms up, as in servers, and another one records and replays."""
         graphed = torch.compile(lambda cache, x: cache.add_(x).sum(), mode="reduce-overhead")
         cache, wanted = (torch.zeros(64, device=self.device) for _ in range(2))
 

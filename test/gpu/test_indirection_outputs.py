@@ -1,4 +1,8 @@
-"""Outputs that are live inputs, lie in them or are kept for backward: rebuilt from the live input at each replay."""
+"""Outputs that are live inputs, views of them, or saved for the backward: each replay rebuilds them.
+
+Each program runs un-graphed and graphed while its inputs move (``indirection.py``). Both must leave the same bits, and
+only the announced bytes may be copied.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 
 
 def through_the_host(*kept):
-    """A program in three parts, the one in the middle on the CPU; ``kept`` are made in the first part."""
+    """A program in three parts, of which the middle one is on the CPU; the first part makes ``kept``."""
 
     def program(x, y):
         first = [make(x, y) for make in kept]
@@ -85,11 +89,11 @@ class TestIndirectionOutputs(IndirectionTestCase):
     @parametrize("program", SAVED, name_fn=by_name)
     def test_saved_for_backward(self, program):
         facts = self.check(program)
-        # What the backward is given of the forward's inputs is never found to have moved.
+        # Forward inputs that the backward takes are never found to have moved.
         self.assertEqual((facts.recordings, facts.reasons), (facts.functions, ()), str(facts))
 
     def chained(self, first, second, calls=8):
-        """The facts of two functions of which the second gets all that the first returns, with fresh inputs."""
+        """The facts of two functions, with new inputs; the second one gets all results of the first."""
         plain, graphed = zip(*((w.plain, w.graphed) for w in (compiled(first), compiled(second))), strict=True)
         for call in range(calls):
             results = []
@@ -144,7 +148,7 @@ class TestIndirectionOutputs(IndirectionTestCase):
         self.assertEqual(torch.cuda.memory_allocated(), before)
 
     def test_conjugates_kept_for_the_backward(self):
-        """Complex products save lazily conjugated views, of live inputs and of results."""
+        """Complex products save lazily conjugated views of live inputs and of results."""
         programs = {
             "of an input": lambda x, w: torch.mm(x, w),
             "of a product": lambda x, w: x * w,
@@ -166,7 +170,7 @@ class TestIndirectionOutputs(IndirectionTestCase):
                 self.assertEqual(gradients[1], gradients[0], rtol=1e-4, atol=1e-4, msg=f"{name}, call {call}")
 
     def test_gradients_add_up(self):
-        """Several backwards into one leaf, as in gradient accumulation."""
+        """Several backwards add up in one leaf, as in gradient accumulation."""
         ways = compiled(lambda x, w: (x @ w).relu().square())
         gradients = []
         for way in (ways.plain, ways.graphed):

@@ -1,7 +1,7 @@
 """Random programs whose inputs move, alias and are written to, against eager.
 
-``PYGRAPH_FUZZ_PROGRAMS`` says how many, 300 without it; ``tools/fuzz`` goes on for as long as it is told. They run in
-processes of their own: eager itself has kernels that fault on misaligned inputs, and a fault ends a process.
+``PYGRAPH_FUZZ_PROGRAMS`` is their number, 300 by default; ``tools/fuzz`` runs for a given time. They run in other
+processes: eager itself has kernels that fault on misaligned inputs, and a fault ends a process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TestIndirectionRandom(IndirectionTestCase):
     seed = 7
 
     def test_random_programs(self):
-        drawn = self.programs + self.programs // 5  # some cannot be run by eager, or differ under upstream as well
+        drawn = self.programs + self.programs // 5  # some cannot run in eager, or differ under upstream too
         campaign = Campaign("cuda", "ours", "upstream", None, SECONDS, seed=self.seed, most_cases=drawn, jobs=6)
         with mock.patch.dict(os.environ, PYGRAPH_INDIRECTION=self.indirection):
             outcome = run(campaign, lambda done, total, text: None)
@@ -41,13 +41,13 @@ class TestIndirectionRandom(IndirectionTestCase):
         counts = outcome.counts
         self.assertEqual(counts.cases, drawn, str(counts))
         self.assertGreaterEqual(counts.cases - counts.invalid, 0.8 * drawn, str(counts))
-        # Torch refuses saved tensors with other strides, and in some versions threads that never called.
+        # Torch refuses saved tensors with other strides, and in some versions threads that have not called before.
         self.assertLess(counts.torch_differs, 0.15 * drawn, str(counts))
         self.assertGreaterEqual(counts.cases - counts.invalid - counts.torch_differs, self.programs, str(counts))
         if self.programs >= 100:
             self.assertGreaterEqual(len(counts.uses), len(USES) - 1, counts.table())
         self.assertGreater(counts.inside, 0, str(counts))
-        # What is compared is replays, not calls that ran un-graphed.
+        # This compares replays, not calls that ran un-graphed.
         self.assertGreater(counts.replays, counts.cases, str(counts))
         self.assertLess(counts.ungraphed_calls, 0.1 * counts.calls, str(counts))
 
@@ -95,7 +95,7 @@ class TestIndirectionRandom(IndirectionTestCase):
             Case((Input("a", (4,), place="kept"), Input("b", (4,))), ("a.mul_(0.5).add_(b)",), ("a",), 6),
             Case(
                 (Input("a", (8, 8), place="reused"), Input("w", (8, 8), place="same", parameter=True)),
-                ("v0 = torch.tanh(a @ w)", "v1 = a[1:] * 2"),  # a is the last v0, and gone afterwards
+                ("v0 = torch.tanh(a @ w)", "v1 = a[1:] * 2"),  # a is the previous v0, which is gone afterwards
                 ("v0", "v1"),
                 6,
                 feedback=((0, "a"),),

@@ -1,6 +1,6 @@
-"""Routes chosen by the rule: a function goes on as it was until its table is ready, and is right all the time.
+"""Routes chosen by the rule: a function's inputs are patched until its table is ready, and results are always right.
 
-More replays are sampled here than elsewhere, so that a route is chosen within some forty calls.
+More replays are sampled here than by default, so that a route is chosen within about forty calls.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 START = Worker.start  # of a process
 INPUTS = 8
 OFTEN = 4  # replays from one sample to the next
-CALLS = OFTEN * (SAMPLES + 3)  # within which a route is chosen
-PROCESS_S = 300.0  # that a process of low priority may take on a busy machine
+CALLS = OFTEN * (SAMPLES + 3)  # calls within which a route is chosen
+PROCESS_S = 300.0  # for a process of low priority on a busy machine
 
 
 def wide(*inputs: torch.Tensor) -> torch.Tensor:
-    """Thirty kernels that read all inputs, and matmuls of results between them."""
+    """Thirty kernels that read all inputs, with matmuls of results between them."""
     total = inputs[0]
     for _ in range(30):
         total = sum(inputs, (total @ total).softmax(1))
@@ -46,7 +46,7 @@ def wide(*inputs: torch.Tensor) -> torch.Tensor:
 
 
 class Here:
-    """What compiles, in this process and at once."""
+    """A worker that compiles in this process, at once."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._jobs = jobs
@@ -84,7 +84,7 @@ class TestRouteChoice(IndirectionTestCase):
         return torch.randn(*shape, device=self.device, generator=generator) / 8
 
     def call(self, ways: Ways, number: int, count: int = INPUTS, size: int = 64) -> None:
-        """Waits for the GPU, then calls with inputs at new addresses."""
+        """Waits for the GPU, then makes a call with inputs at new addresses."""
         given = [self.fresh(size, size, number=number * count + i) for i in range(count)]
         self.held = [*getattr(self, "held", []), given][-4:]  # so that addresses change
         wanted = ways.plain(*given)
@@ -94,7 +94,7 @@ class TestRouteChoice(IndirectionTestCase):
         assert_same_bits(found, wanted, f"call {number}: ")
 
     def until(self, done: Callable[[], bool], call: Callable[[int], None], *, at_most_s: float = 60.0) -> int:
-        """Calls until something is so; how many there were."""
+        """Makes calls until a condition holds; returns their number."""
         end, number = time.monotonic() + at_most_s, 0
         while not done():
             self.assertLess(time.monotonic(), end, str(pygraph_trees.report()))
@@ -106,7 +106,7 @@ class TestRouteChoice(IndirectionTestCase):
         return [function.route for function in pygraph_trees.report().functions]
 
     def newest_routes(self) -> list[str | None]:
-        """Of the live inputs of each function's newest recording."""
+        """The routes of the live inputs of each function's newest recording."""
         functions = pygraph_trees.report().functions
         newest = [function.recordings[-1] for function in functions if function.recordings]
         return [i.route for recording in newest for i in recording.inputs if i.kind == "live"]
@@ -131,7 +131,7 @@ class TestRouteChoice(IndirectionTestCase):
             rf"^by table: \d+ kernels read {INPUTS} inputs whose addresses change, "
             r"and the GPU was idle before [5-8] of 8 sampled replays$",
         )
-        self.assertEqual(self.samples, samples)  # nothing is asked any more
+        self.assertEqual(self.samples, samples)  # no more samples are taken
         run(Program("after it", wide, (tensor(64, 64),) * INPUTS), ways, self.device)
 
     def test_each_size_is_chosen_for(self) -> None:
@@ -205,7 +205,7 @@ class TestRouteChoice(IndirectionTestCase):
         self.assertEqual(Facts.now().recordings, 1)
 
     def test_a_table_that_cannot_be_recorded(self) -> None:
-        """The call is made by address, and so are all later ones."""
+        """If a recording with a table fails, that call and all later ones are patched."""
         ways, failures = compiled(wide), []
 
         def launch(variant: Any, autotuner: Any, *given: Any) -> Any:
@@ -242,17 +242,17 @@ class TestRouteChoice(IndirectionTestCase):
         self.assertEqual((Facts.now().copied_bytes, Facts.now().ungraphed_calls), (0, 0))
 
     def test_functions_after_each_other(self) -> None:
-        """A function after the one that gets a table is recorded again as well.
+        """A function after the one that gets a table is recorded again too.
 
-        It takes an output of the first, and stays by address: should a recording with a table fail, it could not be
-        made in another way at the same call.
+        It takes an output of the first function and stays patched: if its recording with a table failed, it could not
+        be recorded in another way at the same call.
         """
 
         first, second = compiled(wide), compiled(lambda y, *inputs: wide(*inputs) + y)
 
         def graphed(*inputs: torch.Tensor) -> torch.Tensor:
             y = first.graphed(*inputs)
-            torch.cuda.synchronize()  # else the first function's work hides what the host does for the second
+            torch.cuda.synchronize()  # otherwise the first function's work hides the host's work for the second
             result: torch.Tensor = second.graphed(y, *inputs)
             return result
 

@@ -1,6 +1,6 @@
-"""Live inputs whose addresses Triton kernels read from a table: one node is set a replay, however many read an input.
+"""Live inputs whose addresses Triton kernels read from a table: a replay sets one node, however many read an input.
 
-Here what is its own; the tests of indirection by patches are run with a table in ``test_indirection_table_*.py``.
+This file tests what only tables do; ``test_indirection_table_*.py`` run the tests of patches with a table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pygraph_trees.indirection.table.pointer_table import WRITER
 
 
 def thirty(x):
-    """Thirty kernels that read one input, and matmuls of results between them."""
+    """Thirty kernels that read one input, with matmuls of results between them."""
     total = x
     for _ in range(30):
         total = (total @ total).softmax(1) + x
@@ -32,7 +32,7 @@ def thirty(x):
 
 
 def in_python():
-    """Recordings made here are given new addresses by ``Patches.apply`` alone."""
+    """Only ``Patches.apply`` gives new addresses to recordings made in this scope."""
     return mock.patch.object(Patches, "patcher", lambda *_: None)
 
 
@@ -42,13 +42,13 @@ class TestTable(IndirectionTestCase):
 
     def setUp(self):
         super().setUp()
-        # Kernels of the same source live on from test to test.
+        # Kernels with the same source stay alive from test to test.
         variants = mock.patch.object(variant_launchers, "_built", weakref.WeakKeyDictionary())
         variants.start()
         self.addCleanup(variants.stop)
 
     def by_table(self, program, routes, **options):
-        """All of it, and the routes of its live inputs."""
+        """Runs the program, asserts the routes of its live inputs, and returns the facts."""
         facts = self.check(program, **options)
         self.assertEqual(sorted(str(route) for route in facts.routes), sorted(routes), str(facts))
         return facts
@@ -75,7 +75,7 @@ class TestTable(IndirectionTestCase):
         self.assertEqual(Facts.now().routes, ("table",))
 
     def test_matmul_and_pointwise(self):
-        """A library's kernel holds the address of an input that others read in the table."""
+        """A library's kernel holds the address of an input that other kernels read in the table."""
         program = Program("both", lambda x, w: (x @ w).relu() + x.sum(1, keepdim=True), (tensor(64, 64),) * 2)
         self.by_table(program, ["table", "patch"])
 
@@ -107,7 +107,7 @@ class TestTable(IndirectionTestCase):
         self.by_table(Program("user", lambda x, y: added(x, y) * 2, (tensor(5000),) * 2), ["table"] * 2)
 
     def test_tuned(self):
-        """What wins is known behind the first launch; of each way it may be another kernel, with the same result."""
+        """Autotuning ends with the first launch; each way may choose another kernel, with the same result."""
         options = {"max_autotune_pointwise": True, "coordinate_descent_tuning": True}
         with mock.patch.dict(BOTH_SIDES, deterministic=False), torch._inductor.config.patch(options):
             self.by_table(Program("tuned", lambda x, y: (x + y).amax(1), (tensor(512, 512),) * 2), ["table"] * 2)
@@ -120,7 +120,7 @@ class TestTable(IndirectionTestCase):
         self.by_table(Program("written", lambda c, x: c.add_(x).sin(), (tensor(5000),) * 2), ["table"] * 2)
 
     def test_parts_of_an_input(self):
-        """Those that begin further on, which a library's kernel is given, are not in the table."""
+        """Parts that start further on, which a library's kernel takes, are not in the table."""
 
         def program(x):
             part = x[1024:].view(-1, 64)
@@ -170,7 +170,7 @@ class TestTable(IndirectionTestCase):
             self.by_table(Program("none", lambda x: x.sin() + 1, (tensor(5000),)), ["patch"])
 
     def test_addresses_that_are_hidden(self):
-        """All are copied, to where the slots lead."""
+        """Inputs with hidden addresses are copied to the addresses in the slots."""
 
         def program(x, y):
             return x.sin() + y, x @ y
@@ -236,7 +236,7 @@ class TestTable(IndirectionTestCase):
             self.assertEqual(graphed(x), x.sin() + 1)
 
     def test_the_names_of_writers(self):
-        """By which they are told apart from other kernels of the graph."""
+        """The names of writers distinguish them from the graph's other kernels."""
         names = []
         original = live_inputs.LiveInputs._slots
 

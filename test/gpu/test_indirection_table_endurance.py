@@ -1,4 +1,8 @@
-"""The tests of ``test_indirection_endurance.py``, with a table of addresses."""
+"""The tests of ``test_indirection_endurance.py``, with a table of addresses.
+
+The flag is "table", so inputs that Triton kernels read are given through slots. The assertions are those of the patch
+route, and some programs must take the table.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import test_indirection_endurance as by_patch
 from indirection import Facts
 from torch.testing._internal.common_utils import run_tests
 
-RUNS_ALONE = True  # it looks at the memory of the whole GPU
+RUNS_ALONE = True  # it reads the memory in use of the whole GPU
 
 
 class TestEnduranceByTable(by_patch.TestIndirectionEndurance):

@@ -1,4 +1,8 @@
-"""The tests of ``test_indirection_fallbacks.py``, with a table of addresses."""
+"""The tests of ``test_indirection_fallbacks.py``, with a table of addresses.
+
+The flag is "table", so inputs that Triton kernels read are given through slots. The assertions are those of the patch
+route, and some programs must take the table.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,15 @@
-"""The tests of ``test_indirection_kernels.py``, with a table of addresses."""
+"""The tests of ``test_indirection_kernels.py``, with a table of addresses.
+
+The flag is "table", so inputs that Triton kernels read are given through slots. The assertions are those of the patch
+route, and some programs must take the table.
+"""
 
 from __future__ import annotations
 
 import test_indirection_kernels as by_patch
 from torch.testing._internal.common_utils import run_tests
 
-# Where all of it is done by kernels of libraries.
+# Programs whose work is all done by library kernels.
 _WITHOUT_TRITON = {"complex", "norms"}
 
 

@@ -1,4 +1,8 @@
-"""What is found in captured graphs in C is what is found in Python."""
+"""The search of captured graphs in C finds what the search in Python finds.
+
+Both read the same graph when it is recorded. Nodes, relocations, refused inputs and kinds of nodes must be equal, and
+some relocation must be found.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The harness itself: what differs between the sides must be reported, whatever it is."""
+"""The parity harness itself: it must report every difference between the sides.
+
+Each test plants one difference: in values, recordings, errors, counters, warnings, memory, random state or classes.
+Equal programs must pass.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ def calls(ctx: Context, count: int = 4, factor: float = 2.0) -> None:
 
 class TestParityOfTheHarness(ParityTestCase):
     def reported(self, program: Callable[[Context], None]) -> str:
-        """What the harness says of a program that behaves differently under ours."""
+        """The harness's report on a program that behaves differently under our trees."""
         with self.assertRaises(ParityError) as raised:
             self.parity(program, oracle=False)
         return str(raised.exception)

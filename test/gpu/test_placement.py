@@ -1,4 +1,8 @@
-"""Programs that mix CPU and GPU, all that can be done on the GPU done there; and what is staged."""
+"""Programs that mix CPU and GPU, with all possible work moved to the GPU, and with staged values.
+
+Results are compared with eager in each call. The CPU's memory may be pinned, written to or freed meanwhile, and queued
+replays must read their own values.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ class TestPlacement(PlacementTestCase):
                     self.check_family(program, "full")
 
     def test_without_addresses(self):
-        """Nothing can be staged: what is copied at each call is copied outside."""
+        """Without addresses nothing can be staged; values are copied at each call outside of the graph."""
         with torch._inductor.config.patch({FLAG: "off"}):
             for program in PROGRAMS:
                 if (program.family, program.name) in UNSTAGED:
@@ -43,7 +47,7 @@ class TestPlacement(PlacementTestCase):
                         self.assertEqual(self.check(program, "full").ungraphed_calls, 0)
 
     def test_any_memory_of_the_cpu(self):
-        """Whatever lies on the CPU at a call, and however: the graph reads what it says then."""
+        """For any kind of CPU memory, the graph reads the values that it holds at the call."""
         wide = torch.arange(4096.0).view(64, 64)
         kinds = {
             "pageable": lambda call: torch.full((64, 64), float(call)),
@@ -94,7 +98,7 @@ class TestPlacement(PlacementTestCase):
             self.assertGraphed(Facts.now(), 2 * CALLS_EACH)
 
     def test_views_of_pinned_memory_that_the_gpu_has_still_to_write(self):
-        """Whatever reads it behind that in the program's stream: copies of views, indices, writes to tensors."""
+        """Later readers in the program's stream get the written values: copies of views, indices, writes to tensors."""
         numbers = torch.arange(64, device=self.device)
         for name, function, integers in (
             ("view, not waited for", lambda x, v: x + v.view(8, 8).to("cuda", non_blocking=True).view(64), False),
@@ -118,7 +122,7 @@ class TestPlacement(PlacementTestCase):
             self.assertGraphed(Facts.now(), CALLS_EACH)
 
     def test_rows_of_pinned_memory_that_the_gpu_has_still_to_write(self):
-        """Of an input with gaps, which is not staged."""
+        """An input with gaps is not staged, and its rows are read after the GPU has written them."""
         graphed = torch.compile(lambda x, v: x * v[3].to("cuda"), mode="reduce-overhead", dynamic=False)
         x, wide = torch.ones(256, device=self.device), torch.zeros(128, 512).pin_memory()
         for call in range(CALLS_EACH):
@@ -129,7 +133,7 @@ class TestPlacement(PlacementTestCase):
             self.assertEqual(graphed(x, wide[:, :256]), x * (call + 1), rtol=0, atol=0)
 
     def test_pinned_memory_is_the_callers_behind_a_copy_that_is_waited_for(self):
-        """Which waits for all copies of its stream, so that what the program does not wait for is read as well."""
+        """A copy that is waited for waits for all copies of its stream, so other pinned memory has been read too."""
 
         def function(x, v, u):
             return x + v.to("cuda", non_blocking=True) + u.to("cuda")
@@ -146,7 +150,7 @@ class TestPlacement(PlacementTestCase):
         self.assertGraphed(Facts.now(), CALLS_EACH)
 
     def test_pinned_memory_without_a_wait(self):
-        """Calls that are queued read what each was given, and are not waited for."""
+        """Queued calls each read their own values, without a wait."""
         graphed = torch.compile(lambda x, v: x + v.to("cuda", non_blocking=True), mode="reduce-overhead")
         x = torch.zeros(1 << 14, device=self.device)
         for _ in range(4):
@@ -188,7 +192,7 @@ class TestPlacement(PlacementTestCase):
             self.assertEqual(w.grad, own.grad)
 
     def test_cached_artifacts(self):
-        """A graph that comes from Inductor's cache has its copies, and the report what was placed."""
+        """A graph from Inductor's cache has its copies, and the report lists the placed values."""
 
         def fn(x, v):
             return x * v.to("cuda") + TABLE.to("cuda")
@@ -210,7 +214,7 @@ class TestPlacement(PlacementTestCase):
             self.assertEqual(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"], 1)
 
     def test_freed_inputs(self):
-        """No replay reads or writes what a call gave once it is gone."""
+        """No replay reads or writes an earlier call's input after it is freed."""
         busy = torch.randn(4096, 4096, device=self.device)
         graphed = torch.compile(lambda x, v: x + v.to("cuda"), mode="reduce-overhead")
         x, found = torch.zeros(1 << 16, device=self.device), []
@@ -229,7 +233,7 @@ class TestPlacement(PlacementTestCase):
             self.assertEqual((one.min().item(), one.max().item()), (call, call))
 
     def test_a_program_may_write_to_its_tensor_as_soon_as_a_call_is_done(self):
-        """Of pinned memory too, which the GPU could read later: staged, copied outside, where nothing is graphed."""
+        """It holds for pinned memory too, which the GPU could read later: staged, copied outside, and un-graphed."""
         busy = torch.randn(4096, 4096, device=self.device)
         for count, selective in ((64, "always"), (1 << 18, "always"), (64, "never")):
             with (
@@ -240,7 +244,7 @@ class TestPlacement(PlacementTestCase):
                 graphed = torch.compile(lambda x, v: x + v.to("cuda"), mode="reduce-overhead", dynamic=False)
                 x, v, found = torch.zeros(count, device=self.device), torch.zeros(count).pin_memory(), []
                 for call in range(CALLS_EACH):
-                    if call:  # the first one is compiled, meanwhile the GPU would be done
+                    if call:  # the first call compiles, and the GPU would finish meanwhile
                         for _ in range(20):
                             busy = (busy @ busy).clamp(-1, 1)
                     v.fill_(call)
@@ -264,7 +268,7 @@ class TestPlacement(PlacementTestCase):
             self.assertEqual(graphed(x, v), wanted)
 
     def test_queued_replays_read_their_own_inputs(self):
-        """None waits for the GPU, which is busy; each has its number."""
+        """No call waits for the busy GPU, and each uses its own number."""
         busy = torch.randn(4096, 4096, device=self.device)
         graphed = torch.compile(lambda x, s, v: x * s + v.to("cuda"), mode="reduce-overhead")
         x, v = torch.ones(64, device=self.device), torch.zeros(64)
@@ -282,7 +286,7 @@ class TestPlacement(PlacementTestCase):
             self.assertEqual(found, torch.full((64,), call + call / 64, device=self.device))
 
     def test_a_look_up_by_a_number_is_reported(self):
-        """Dynamo breaks the graph there, or compiles it for each number."""
+        """For a look-up by a number, Dynamo breaks the graph or compiles it for each number; the report says so."""
         doubles, rows = TABLE.double(), TABLE.view(8, 8)
         for function, look_up in (
             (lambda x, t: x * TABLE[t].to("cuda"), "TABLE[t]"),
@@ -305,7 +309,7 @@ class TestPlacement(PlacementTestCase):
                     self.assertEqual(len(report.graphs), 1)
 
     def test_side_effects_keep_their_order(self):
-        """Of two operators, and of a write between them to what both read; the first one's result is read last."""
+        """Two operators and a write between them to their input keep their order; the first result is read last."""
 
         def program(x, v):
             first = loud(v)

@@ -1,4 +1,8 @@
-"""Values from constants have eager's bits on the GPU, for sizes that are known, that are not, and that are large."""
+"""Values from constants have eager's bits on the GPU, for known, symbolic and large sizes.
+
+Small values are folded at compile time, exact ones are made on the GPU, and the others are copied. They may be mutated,
+returned or differentiated.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ class TestConstantsOnGpu(PlacementTestCase):
     @parametrize("family", [*BY_FAMILY], name_fn=lambda family: family.replace(" ", "_"))
     @parametrize("how", ["full", "exact"])
     def test_static_sizes(self, family, how):
-        """One CUDA graph, and eager's bits in each of its replays."""
+        """There is one CUDA graph, and each of its replays gives eager's bits."""
         programs = BY_FAMILY[family]
 
         def program(x):
@@ -54,8 +58,8 @@ class TestConstantsOnGpu(PlacementTestCase):
     @parametrize("family", [*BY_FAMILY], name_fn=lambda family: family.replace(" ", "_"))
     @parametrize("mark", [False, True])
     def test_symbolic_sizes(self, family, mark):
-        """What is made on the GPU has eager's bits; what is copied has those of Inductor's code for the CPU."""
-        # What numbers out of range become as integers is up to the CPU's instructions: eager's differ from Inductor's.
+        """Values made on the GPU have eager's bits; copied values have those of Inductor's CPU code."""
+        # The CPU's instructions decide what an out-of-range number becomes as integer; eager's differ from Inductor's.
         programs = [one for one in BY_FAMILY[family] if one.name not in ("infinities to integers", "to int32")]
 
         def program(x):
@@ -94,14 +98,14 @@ class TestConstantsOnGpu(PlacementTestCase):
         self.assertOneGraph(CALLS_EACH)
 
     def test_large_values(self):
-        """Of more than 1 MiB and more than 4 MiB, made on the GPU or copied."""
+        """Values of more than 1 MiB, and of more than 4 MiB, are made on the GPU or copied."""
         values = {
             "truncated": lambda n: (count(n) / 61).long(),
             "rounded": lambda n: count(n) * 0.1 + 0.3,
             "several": lambda n: (count(n) * 0.7 - 3) / (count(n) + 0.1),
             "smallest numbers": lambda n: count(n) * 1e-45 / 6,
             "integers": lambda _: square(600, torch.int32) @ square(600, torch.int32),
-            "matrix product": lambda _: square(600).float() @ square(600).float(),  # of integers, so in any order
+            "matrix product": lambda _: square(600).float() @ square(600).float(),  # of integers, so exact in any order
             "of small ones": lambda n: (count(1024) / 3).exp()[:, None] * (count(n >> 10) / 3),
         }
         for size in ((1 << 18) + 1024, (5 << 20) // 4):
@@ -118,7 +122,7 @@ class TestConstantsOnGpu(PlacementTestCase):
                     self.assertSameBits(one, value(size), f"{name}, {size}")
 
     def test_every_type(self):
-        """Read as they are and, if the GPU can, in a kernel."""
+        """Constants of every type are read unchanged and, if the GPU can, in a kernel."""
         types = [
             torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
             torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32,
@@ -138,7 +142,7 @@ class TestConstantsOnGpu(PlacementTestCase):
         self.assertOneGraph(CALLS_EACH)
 
     def test_numbers_that_a_kernel_reads(self):
-        """Zeros of either sign, infinities, NaN and the smallest numbers, in small values that Inductor writes out."""
+        """Inductor writes small values into kernels: zeros of either sign, infinities, NaN and the smallest numbers."""
 
         def signs():
             return -torch.arange(2) * 0.0
@@ -165,7 +169,7 @@ class TestConstantsOnGpu(PlacementTestCase):
         self.assertOneGraph(CALLS_EACH)
 
     def test_a_constant_that_is_written_to_in_a_call(self):
-        """Each call has its own copy: as an output, and as what an operator writes to."""
+        """Each call has its own copy of a constant that it returns, or that an operator mutates."""
 
         def program(x):
             table = (torch.arange(24) / 9).exp().to("cuda")
@@ -185,7 +189,7 @@ class TestConstantsOnGpu(PlacementTestCase):
                 value.fill_(-1)
 
     def test_matrix_products_on_the_gpu_read_constants(self):
-        """A library reads a folded value in each replay."""
+        """A library's matrix product reads a folded value in each replay."""
 
         def program(x):
             table = (torch.arange(64 * 64) / 4096).sin().view(64, 64)
@@ -228,7 +232,7 @@ class TestConstantsOnGpu(PlacementTestCase):
             self.assertEqual(x.grad, own.grad)
 
     def test_branches(self):
-        """Nothing is folded there, and the value is right."""
+        """Nothing is folded inside branches, and the values are right."""
 
         def program(x):
             branches = (lambda x: x + (torch.arange(24) / 9).exp().to("cuda"), lambda x: x - 1)
@@ -241,7 +245,7 @@ class TestConstantsOnGpu(PlacementTestCase):
             self.assertEqual(graphed(x), program(x))
 
     def test_artifacts_from_caches(self):
-        """A graph that comes from Inductor's cache has its folded values, and the report says so."""
+        """A graph from Inductor's cache has its folded values, and the report says so."""
 
         def program(x):
             return x + (torch.arange(24) / 61).long().to("cuda"), (torch.arange(24).half() * 0.1 + 0.3).to("cuda")

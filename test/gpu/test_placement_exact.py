@@ -1,4 +1,7 @@
-"""Programs that mix CPU and GPU, with floating-point numbers left to the CPU; and how near those are that are not."""
+"""Programs that mix CPU and GPU, with floating-point work left on the CPU; and the accuracy of moved work.
+
+Results without rounding must have eager's bits. Moved functions may differ from the CPU's by one number.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 
 import pygraph_trees
 
-# One of each family, and all whose partitions are others than with floating-point numbers moved.
+# One program of each family, and all that are partitioned differently if floating-point work is moved.
 SOME = [p for n, p in enumerate(PROGRAMS) if p.exact or p.family not in [q.family for q in PROGRAMS[:n]]]
 
 
@@ -31,7 +34,7 @@ class TestExactPlacement(PlacementTestCase):
         self.check_family(program, "exact")
 
     def test_bits(self):
-        """Integers, constructors and copies, with which the GPU does at most one thing, that rounds as eager's."""
+        """Integers, constructors and copies, after which the GPU does at most one operation, rounded as in eager."""
         for program in PROGRAMS:
             if not program.rounds:
                 with self.subTest(name_of(program)):
@@ -39,7 +42,7 @@ class TestExactPlacement(PlacementTestCase):
                     self.check_family(program, "exact")
 
     def test_last_place(self):
-        """What the GPU computes instead of the CPU is the same, or the next number to it."""
+        """Values that the GPU computes instead of the CPU are equal, or the next number."""
         functions = {**EQUAL, **NEXT}
 
         def program(x, v):

@@ -1,4 +1,7 @@
-"""Programs that mix the CPU and several GPUs: left alone, and the report says why."""
+"""Programs that mix the CPU and several GPUs stay unchanged, and the report gives the reason.
+
+Results are on eager's devices and have eager's bits, and nothing is recorded. The tests need two GPUs.
+"""
 
 from __future__ import annotations
 

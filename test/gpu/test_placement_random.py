@@ -1,4 +1,8 @@
-"""Random graphs that mix CPU and GPU: rewritten and original agree, as they are and compiled."""
+"""Random graphs that mix CPU and GPU: rewritten and original graphs agree, interpreted and compiled.
+
+Values, devices, types and strides must be equal, and so must sharing of memory. A minimum of the graphs must have moved
+something.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +26,12 @@ ANY = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
 def on_devices(inputs, seed=0):
-    """Copies of the inputs, which lie on the CPU, each where it should."""
+    """Copies of the inputs, which are on the CPU, each on its device."""
     return [(x + seed).to(GPU) if where == "gpu" else x + seed for x, where in inputs]
 
 
 def memory_of(tensors):
-    """Which share their memory, by number; what has none is alone."""
+    """For each value, the number of the memory that it shares; a value without memory is alone."""
     addresses = [t.untyped_storage().data_ptr() or -n for n, t in enumerate(tensors, 1)]
     return [addresses.index(address) for address in addresses]
 
@@ -45,7 +49,7 @@ class TestRandomPlacement(IndirectionTestCase):
         @settings(max_examples=300, **ANY)
         @given(st.data(), st.booleans())
         def check(data, exact):
-            # What rounds is left alone where all results have to be the same to the bit.
+            # Operators that round are drawn only with exact placement, which leaves them on the CPU.
             inputs, steps, outputs = data.draw(programs(rounds=exact))
             before = traced(run_steps(steps, outputs), inputs)
             after = copy.deepcopy(before)
@@ -59,7 +63,7 @@ class TestRandomPlacement(IndirectionTestCase):
         self.assertGreater(sum(map(bool, moved)), 30)
 
     def test_compiled(self):
-        """Three calls each: the second is recorded, the third is a replay."""
+        """Three calls of each graph agree: the second is recorded, the third is a replay."""
         replays = []
 
         @settings(max_examples=15, **ANY)

@@ -1,4 +1,8 @@
-"""Programs as people write them that hand the GPU something of the CPU at each call."""
+"""Realistic programs that pass CPU values to the GPU at each call.
+
+Their results are close to eager's, and each program is in one CUDA graph without a graph break, except one, which has a
+second partition.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +23,11 @@ import pygraph_trees
 class TestRealPrograms(IndirectionTestCase):
     @parametrize("build", REAL, name_fn=lambda build: build.__name__)
     def test_one_graph(self, build):
-        self.enterContext(torch.backends.cudnn.flags(allow_tf32=False))  # else another layout is another result
+        self.enterContext(torch.backends.cudnn.flags(allow_tf32=False))  # otherwise another layout gives another result
         program, inputs = build(self.device, small=True)
         graphed = torch.compile(program, mode="reduce-overhead")
         for call in range(CALLS_EACH):
-            # Those on the CPU are others at each call.
+            # CPU inputs change at each call.
             given_ = [t.flip(0).clone() if t.device.type == "cpu" and call % 2 else t.clone() for t in inputs]
             torch.compiler.cudagraph_mark_step_begin()
             self.assertEqual(graphed(*given_), program(*given_), atol=1e-4, rtol=1e-4)

@@ -1,4 +1,8 @@
-"""The coverage report on a GPU: what it says of functions is what happened to them."""
+"""The report on a GPU: it tells what happened to the functions.
+
+Kernels, partitions, recordings, copied bytes and reasons must be those that occurred, in inference and training, with
+cached artifacts, and with CUDA graphs off.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from pygraph_trees.cuda.driver import driver
 from pygraph_trees.report.summary import clear
 
 DEVICE = "cuda"
-UNPLACED = {"triton.pygraph_placement": "off"}  # what the CPU computes stays there, and splits the graph
+UNPLACED = {"triton.pygraph_placement": "off"}  # CPU work stays on the CPU and splits the graph
 
 
 def compiled(fn, **options):

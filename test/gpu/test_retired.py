@@ -1,5 +1,6 @@
-"""Memory of recordings that are gone: given back to the driver and to the allocator, and not before their launches are
-over.
+"""Memory of recordings that are gone: it returns to the driver and the allocator, but not before their launches end.
+
+The tests drop functions while launches are queued, on one stream or two, with placeholders and with tables.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from user_operators import host_call
 
 from pygraph_trees.indirection import retired
 
-RUNS_ALONE = True  # the memory of the GPU that it looks at is taken by other processes as well
+RUNS_ALONE = True  # it reads the GPU's memory in use, which includes that of other processes
 MIB = 1 << 20
 INPUT_NBYTES = 128 * MIB
-ROOM = 32 * MIB  # for what the allocator and the driver keep besides
+ROOM = 32 * MIB  # for memory that the allocator and the driver keep
 
 
 def summed(x):
-    """Its input is copied: a host node may hide its address."""
+    """A function whose input is copied, because a host node may hide its address."""
     return host_call(x).sum()
 
 
 def many_readers(x, y):
-    """Kernels that take addresses from a table, where there is one."""
+    """Kernels that take addresses from a table if there is one."""
     for _ in range(3):
         x = (x.sin() @ y).softmax(1)
     return x
@@ -37,11 +38,11 @@ def many_readers(x, y):
 class TestRetired(IndirectionTestCase):
     def setUp(self):
         super().setUp()
-        # The module of a graph with partitions holds them, and is kept by Inductor.
+        # Inductor keeps the module of a graph with partitions, which holds them.
         self.enterContext(torch._inductor.config.patch(graph_partition=False))
 
     def used(self, device: int = 0) -> int:
-        """Bytes of the GPU that are in use, once the allocator has given back what it can."""
+        """The GPU's bytes in use after the allocator has freed its cache."""
         gc.collect()
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
@@ -49,7 +50,7 @@ class TestRetired(IndirectionTestCase):
         return total - free
 
     def copied(self, device: int = 0):
-        """A function with replays that copy its input."""
+        """A function after replays that copied its input."""
         graphed = torch.compile(summed, mode="reduce-overhead")
         for call in range(5):
             x = torch.full((INPUT_NBYTES // 4,), float(call % 2), device=f"cuda:{device}")
@@ -59,7 +60,7 @@ class TestRetired(IndirectionTestCase):
         return graphed
 
     def warmed_up(self) -> int:
-        """What is in use after everything was loaded once."""
+        """The bytes in use after everything is loaded."""
         self.copied()
         reset()
         return self.used()
@@ -74,7 +75,7 @@ class TestRetired(IndirectionTestCase):
         self.assertEqual(len(retired._retired), 0)
 
     def test_placeholders_go_with_the_last_function(self):
-        """Nothing is waited for then."""
+        """Placeholders are given back with the last function, without a wait."""
         before = self.warmed_up()
         graphed = self.copied()
         torch.cuda.synchronize()
@@ -97,7 +98,7 @@ class TestRetired(IndirectionTestCase):
             torch._dynamo.reset_code_caches()
             gc.collect()
         self.assertEqual(len(retired._retired), 1)
-        self.assertFalse(torch.cuda.current_stream().query())  # or the test shows nothing
+        self.assertFalse(torch.cuda.current_stream().query())  # otherwise the test proves nothing
         torch._dynamo.reset()
         self.assertEqual(len(retired._retired), 0)
         self.assertEqual(result.item(), 2.0 * x.numel())

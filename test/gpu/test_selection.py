@@ -1,4 +1,8 @@
-"""Trials on a GPU: what is measured is decided by, kept, and given back."""
+"""Trials on a GPU: the measurements decide, decisions are kept, and memory is given back.
+
+The tests cover functions that are chosen after others, in training, with errors in a trial, and with loads and numbers
+that change.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +53,7 @@ class TestTrials(SelectionTestCase):
         self.assertGreater(function.replays, CALLS - Rules().most_calls)
 
     def test_behind_a_trial_replays_are_steady(self):
-        """They go the way of functions without a trial."""
+        """After a trial, replays take the same path as those of functions without a trial."""
         from pygraph_trees.native import tensors
 
         graphed = torch.compile(lambda x: x.sin() + 1, mode="reduce-overhead")
@@ -66,7 +70,7 @@ class TestTrials(SelectionTestCase):
         self.assertEqual((after[0] - before[0], after[1] - before[1]), (10, 10))
 
     def test_a_load_that_changes(self):
-        """It is found by looks at single calls, and measured; whichever way is taken, each call is made once."""
+        """Samples of single calls detect a changed load, which is then measured; each call is made once, in any way."""
         ways = iter([Execution.GRAPHED, Execution.UNGRAPHED, Execution.GRAPHED])
         taken = []
         big = torch.ones(8192, 8192, device=self.device, dtype=torch.bfloat16)
@@ -80,7 +84,7 @@ class TestTrials(SelectionTestCase):
             state.add_(1)
             return x.sin() * 2
 
-        # Whether the GPU is idle is the test's own doing; how long calls take is others' as well.
+        # The test controls whether the GPU is idle; other processes affect the time of calls.
         rules = DriftRules(factor=1e9)
         with (
             mock.patch.object(trial, "decide", decide),
@@ -107,7 +111,7 @@ class TestTrials(SelectionTestCase):
         self.assertEqual(state, torch.full_like(state, 750.0))
 
     def test_recordings_are_given_back(self):
-        """Also where another function, which is graphed, was called before in each step."""
+        """Recordings are given back also if another, graphed function runs earlier in each step."""
         first, second = (torch.compile(fn, mode="reduce-overhead") for fn in (lambda x: x * 2, lambda x: x.cos()))
         x = torch.randn(1 << 20, device=self.device)
         for graphed in ((second,), (first, second)):
@@ -130,7 +134,7 @@ class TestTrials(SelectionTestCase):
             self.assertLessEqual(found, len(graphed) - 1)
 
     def test_the_pool_is_given_back(self):
-        """As soon as nobody holds an output of the last replay."""
+        """The pool is given back as soon as the last replay's outputs are released."""
 
         def in_pools():
             segments = torch.cuda.memory_snapshot()
@@ -174,7 +178,7 @@ class TestTrials(SelectionTestCase):
         self.assertEqual(found, {"graphed", "un-graphed"})
 
     def test_a_backward_that_cannot_be_graphed(self):
-        """It asks for the manager that its forward has made."""
+        """A backward that cannot be graphed asks for the manager that its forward has made."""
 
         class Double(torch.autograd.Function):
             @staticmethod
@@ -193,7 +197,7 @@ class TestTrials(SelectionTestCase):
             self.assertEqual(x.grad, 2 * torch.ones_like(x).cos())
 
     def test_several_graphs_in_a_training_step(self):
-        """Their backwards come in the reverse order."""
+        """With several graphs in a training step, backwards run in reverse order."""
         layers = [torch.nn.Linear(32, 32, device=self.device) for _ in range(2)]
         steps = [torch.compile(layer, mode="reduce-overhead") for layer in layers]
         for _ in range(2 * CALLS):
@@ -228,7 +232,7 @@ class TestTrials(SelectionTestCase):
             self.assertEqual(graphed(x, number % 4 + 2), x * (number % 4 + 2))
 
     def test_what_was_decided_holds_for_the_next_process(self):
-        """But for what is compiled anew: a reset stands for the other process."""
+        """The next process uses the stored decision; here a reset, after which all is compiled again, stands for it."""
         graphed = compiled(lambda x: x.sin() + 1).graphed  # the code depends on flags
         for way in (Execution.UNGRAPHED, Execution.GRAPHED):
             Profiles.default().clear()

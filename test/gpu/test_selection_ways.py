@@ -1,6 +1,6 @@
-"""Whichever way a function goes, in trials and behind them, it gives the bits of un-graphed Inductor.
+"""Graphed or not, in trials and after them, a function gives the bits of un-graphed Inductor.
 
-Which way is better is the machine's; the decision is put in its place.
+Which way is better depends on the machine, so the tests set the decision.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TestBothWays(SelectionTestCase):
 
     @parametrize("way", list(Execution), name_fn=lambda way: way.name.lower())
     def test_training(self, way):
-        """Parameters, statistics and momentum after many steps, and no forward that waits for its backward."""
+        """Parameters, statistics and momentum are equal after many steps, and no forward waits for its backward."""
         results = []
         for side in ("plain", "graphed"):
             torch._dynamo.reset()
@@ -75,7 +75,7 @@ class TestBothWays(SelectionTestCase):
         self.assertEqual({str(f.decision).partition(":")[0] for f in self.functions()}, {way.value})
 
     def test_two_models_one_of_them_ungraphed(self):
-        """Outputs of one are the other's inputs."""
+        """Outputs of a graphed model are inputs of an un-graphed one, and the reverse."""
         first, second = (torch.compile(fn, mode="reduce-overhead") for fn in (lambda x: x * 2 + 1, lambda x: x.sin()))
 
         def decide(compared, standing, rules):

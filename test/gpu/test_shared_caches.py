@@ -1,7 +1,7 @@
-"""Processes that share a folder of caches: with ours as with torch alone, the first one misses and the next ones hit.
+"""Processes that share a folder of caches: with ours as with torch alone, the first one misses, and later ones hit.
 
-Three ways run at the same time, each in a folder of its own: torch alone, ours, and ours with its flags off. Of each,
-three processes run one after another. What they do is in ``cached_programs.py``.
+Three ways run at the same time, each with its own folder: torch alone, ours, and ours with its flags off. Each way runs
+three processes one after another. Their programs are in ``cached_programs.py``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LATE = [
 
 
 def run_way(way: str) -> list[dict[str, Any]]:
-    """What each of the processes found."""
+    """The findings of each process of a way."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYGRAPH_")}
     paths = [str(HERE), str(HERE.parents[1]), *(path for path in sys.path if path)]
     found = []

@@ -1,4 +1,7 @@
-"""Values of the CPU in graphs: one copy for all of them, right in each call, and no wait that the program has not."""
+"""CPU values in graphs: one copy for all of them, right values in each call, and no wait that the program lacks.
+
+Calls are made while the GPU is busy, and with values that are pinned, partly read or needed by later partitions.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from pygraph_trees.cuda.graph_nodes import NodeKind
 from pygraph_trees.selection.decision import Execution
 
 NUMBERS = 48
-SLEEP = 2_000_000_000  # cycles, a second or so
+SLEEP = 2_000_000_000  # cycles, about a second
 DTYPES = (torch.float32, torch.int64, torch.float64, torch.bool, torch.bfloat16, torch.int32)
 
 
@@ -33,7 +36,7 @@ def step():
 
 
 def of_numbers(x, *numbers):
-    """Each number is read by a kernel of its own, of a size of its own."""
+    """A program in which a separate kernel, of its own size, reads each number."""
     return tuple(x[: 64 + position].sin() * number for position, number in enumerate(numbers))
 
 
@@ -42,13 +45,13 @@ def numbers(call):
 
 
 def copies():
-    """How many copies the graph has that was replayed last."""
+    """The number of copies in the graph that was replayed last."""
     manager = cudagraph_trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
     return manager.current_node.live.kinds[NodeKind.MEMCPY]
 
 
 class Busy:
-    """The GPU has work for a second; ``waited`` tells whether somebody waited for it."""
+    """Gives the GPU work for a second; ``waited`` tells whether the code waited for it."""
 
     def __enter__(self):
         torch.cuda.synchronize()
@@ -66,7 +69,7 @@ class Busy:
 
 class TestOneCopy(PlacementTestCase):
     def check_calls(self, fn, make, expected_copies, calls=12, **options):
-        """Calls that are not waited for, each with values of its own; one recording, and a copy for all of them."""
+        """Makes calls without a wait, each with its own values; one recording has one copy for all of them."""
         graphed = torch.compile(fn, mode="reduce-overhead", dynamic=False, **options)
         x = torch.rand(256, device=self.device)
         given = [make(call) for call in range(calls)]
@@ -86,21 +89,21 @@ class TestOneCopy(PlacementTestCase):
         self.assertEqual((facts.recordings, facts.copied_bytes), (1, 0))
 
     def test_48_numbers(self):
-        """Of several types, each read by its own kernel."""
+        """48 numbers of several types, each read by its own kernel, share one copy."""
         self.check_calls(of_numbers, numbers, 1)
         (function,) = pygraph_trees.report().functions
         self.assertGreaterEqual(function.recordings[0].kernels, NUMBERS)
         self.assertEqual(Facts.now().routes.count("stage"), NUMBERS)
 
     def test_two_and_one(self):
-        """The least that can share a copy, and a number alone."""
+        """Two numbers are the fewest that share a copy; one number has a copy of its own."""
         for count in (2, 1):
             with self.subTest(count):
                 reset()
                 self.check_calls(of_numbers, lambda call: numbers(call)[:count], 1)  # noqa: B023
 
     def test_sizes_and_layouts(self):
-        """Vectors, matrices, a transposed one, one with gaps and an expanded one, ids and a mask, up to 320 KiB."""
+        """Vectors, matrices (transposed, with gaps, expanded), ids and a mask, up to 320 KiB, are staged."""
 
         def fn(x, vector, matrix, turned, gaps, wide, ids, mask, large):
             there = vector.to("cuda"), matrix.to("cuda"), turned.to("cuda"), gaps.to("cuda"), wide.to("cuda")
@@ -120,7 +123,7 @@ class TestOneCopy(PlacementTestCase):
         self.check_calls(fn, make, 1)
 
     def test_outputs_in_memory_of_staged_values(self):
-        """Kernels write in place to values that are read no more; each output has a storage of its own all the same."""
+        """Kernels write in place to values that are no longer needed, but each output has its own storage."""
 
         def fn(x, *values):
             return tuple(x * value.to("cuda") + position for position, value in enumerate(values))
@@ -136,7 +139,7 @@ class TestOneCopy(PlacementTestCase):
             self.assertEqual({storage.nbytes() for storage in storages}, {1024})
 
     def test_parts_of_values(self):
-        """Of one value several parts are read, aligned and not, and the whole of it: none is read through another."""
+        """Aligned and unaligned parts of a value, and the whole value, are read without reading one through another."""
 
         def fn(x, v, s):
             whole, first, odd = v.to("cuda"), v[:64].to("cuda"), v[3:67].to("cuda")
@@ -154,7 +157,7 @@ class TestOneCopy(PlacementTestCase):
         self.assertGraphed(Facts.now(), 8)
 
     def test_pinned_memory_has_a_copy_of_its_own(self):
-        """It is read in its own place if the program waits for no copy, and written over by nobody else."""
+        """Pinned memory is read in its own place if the program waits for no copy; no other code overwrites it."""
 
         def fn(x, p, *values):
             return (x * p.to("cuda", non_blocking=True), *(x * value for value in values))
@@ -165,7 +168,7 @@ class TestOneCopy(PlacementTestCase):
         self.check_calls(fn, make, 2)
 
     def test_inputs_that_are_pinned_in_some_calls(self):
-        """Pinned after it was recorded from other memory, and the other way round."""
+        """An input may be pinned after it was recorded from other memory, and the reverse."""
 
         def fn(x, p, s, t):
             return x * p.to("cuda", non_blocking=True), x * s, x + t
@@ -185,7 +188,7 @@ class TestOneCopy(PlacementTestCase):
                     self.assertEqual(one, [x * call, x * call, x - call])
 
     def test_training(self):
-        """Numbers that the forward and the backward read."""
+        """The forward and the backward of a training step read numbers from the CPU."""
 
         def fn(x, w, *values):
             return sum((x * w * value).sin().sum() for value in values)
@@ -201,12 +204,12 @@ class TestOneCopy(PlacementTestCase):
             self.assertEqual(w.grad, own.grad, rtol=1e-4, atol=1e-3)
 
     def test_a_value_that_a_later_partition_reads(self):
-        """It is an output of the first one, with memory of its own."""
+        """A value for a later partition is an output of the first one, with its own memory."""
 
         def fn(x, v, s):
             there = v.to("cuda")
             first = (x * there * s).sin()
-            chosen = first.cpu().sort().values.to("cuda")  # which the CPU does, between the partitions
+            chosen = first.cpu().sort().values.to("cuda")  # the CPU sorts, between the partitions
             return first, chosen * there[0] * s, there + 1
 
         graphed = torch.compile(fn, mode="reduce-overhead", dynamic=False)
@@ -235,10 +238,10 @@ class TestOneCopy(PlacementTestCase):
 
 
 class TestWaits(SelectionTestCase):
-    """Un-graphed code waits for the GPU if the program does, and else not."""
+    """Un-graphed code waits for the GPU only if the program does."""
 
     def test_ungraphed_under_auto(self):
-        """Numbers, vectors that are copied without a wait and such that are not: none needs the GPU to be done."""
+        """Numbers and vectors, copied with or without a wait, do not need the GPU to be idle."""
         programs = {
             "numbers": (of_numbers, numbers),
             "copies": (
@@ -273,7 +276,7 @@ class TestWaits(SelectionTestCase):
                     self.assertEqual(one, fn(x, *values))
 
     def test_ungraphed_memory_may_be_written_to_at_once(self):
-        """Whatever the GPU has still to do: the value of the call is what it was."""
+        """A call's value does not change if its memory is written to at once, whatever work the GPU still has."""
         x, found = torch.ones(1 << 14, device=self.device), []
         with decided(Execution.UNGRAPHED):
             called = torch.compile(lambda x, v: x * v.to("cuda"), mode="reduce-overhead", dynamic=False)
@@ -289,7 +292,7 @@ class TestWaits(SelectionTestCase):
             self.assertEqual((one.min().item(), one.max().item()), (call, call))
 
     def test_never(self):
-        """As ``torch.compile`` has it, which gives numbers to kernels without a wait."""
+        """Under "never", kernels get numbers without a wait, as with ``torch.compile`` alone."""
         x = torch.rand(256, device=self.device)
         with config.patch({"triton.pygraph_selective": "never"}):
             called = torch.compile(of_numbers, mode="reduce-overhead", dynamic=False)
@@ -303,7 +306,7 @@ class TestWaits(SelectionTestCase):
         self.assertEqual([graph.dropped for graph in pygraph_trees.report().graphs], ["pygraph_selective is 'never'"])
 
     def test_never_is_the_code_of_torch_without_graphs(self):
-        """And so are the devices of what it returns, constants and numbers of the CPU included."""
+        """Under "never", code and output devices are those of torch without graphs, CPU constants included."""
 
         def fn(x, v, s):
             table = torch.arange(256).float().sqrt()
@@ -313,7 +316,7 @@ class TestWaits(SelectionTestCase):
 
         def code_of(**how):
             torch._dynamo.reset()
-            # Also after a compilation, which leaves it off.
+            # This also holds after a compilation, which leaves it off.
             with fresh_cache(), config.patch({"deterministic": False}):
                 outputs, codes = run_and_get_code(
                     torch.compile(fn, dynamic=False, **how), x, torch.ones(256), torch.tensor(2.0)
@@ -330,7 +333,7 @@ class TestWaits(SelectionTestCase):
 
 
 def captures(fn):
-    """In a process of its own: torch does not take back all that a failed capture leaves."""
+    """Runs in another process, since torch does not clean up everything after a failed capture."""
 
     def child(ctx):
         x = torch.rand(256, device="cuda")
@@ -356,16 +359,16 @@ captures_number = captures(lambda x, v: x * v[0])
 
 
 class TestGraphsOfThePrograms(PlacementTestCase):
-    """A call inside of a graph that the program captures."""
+    """A call inside a graph that the program captures."""
 
     def test_torch_raises_for_memory_that_nobody_holds(self):
         for name in ("captures_vector", "captures_number"):
-            found = run_isolated("test_staged_values", name, OURS, config=FLAGS_ON)  # which that harness turns off
+            found = run_isolated("test_staged_values", name, OURS, config=FLAGS_ON)  # the harness turns it off
             facts = {path: leaf for path, leaf in found["facts"].items() if path.startswith("note ")}
             self.assertEqual(list(facts.values()), [True] * 6, f"{name}: {facts}, {found['errors']}, {found['lost']}")
 
     def test_pinned_memory_of_the_programs_is_read_at_each_replay(self):
-        """As torch has it: the program's graph reads the program's tensor, and no buffer that other calls write to."""
+        """As with torch, the program's graph reads the program's tensor, not a buffer that other calls write to."""
         x = torch.rand(256, device=self.device)
         graphed = torch.compile(lambda x, v: x * v.to("cuda", non_blocking=True), mode="reduce-overhead", dynamic=False)
         for call in range(5):

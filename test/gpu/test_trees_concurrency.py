@@ -1,4 +1,8 @@
-"""Threads, streams and devices."""
+"""Threads, streams and devices in programs that record and replay.
+
+Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
+facts. Eager is the oracle for values.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def in_thread(work: Callable[[], Any]) -> Any:
-    """What ``work`` returns in a thread of its own, or the error that it raised."""
+    """Runs ``work`` in another thread; returns its result, or the error that it raised."""
     result: list[Any] = []
 
     def target() -> None:
@@ -35,7 +39,7 @@ def in_thread(work: Callable[[], Any]) -> Any:
 
 
 def stash(key: str, value: Any) -> None:
-    """Lets autograd threads find ``value``; torch 2.11 takes a reference for it that it was not given."""
+    """Lets autograd threads find ``value``; adds a reference, since torch 2.11 drops one that it does not own."""
     before = sys.getrefcount(value)
     torch._C._stash_obj_in_tls(key, value)
     if sys.getrefcount(value) == before:
@@ -43,7 +47,7 @@ def stash(key: str, value: Any) -> None:
 
 
 def with_own_manager(work: Callable[[], Any]) -> Callable[[], Any]:
-    """``work`` in a thread that has graph trees of its own, as servers set them up."""
+    """``work`` in a thread with its own graph trees, set up as in servers."""
 
     def run() -> Any:
         import torch._inductor.cudagraph_trees as trees
@@ -65,7 +69,7 @@ class TestTreeConcurrency(ParityTestCase):
         def program(ctx: Context) -> None:
             f = ctx.compile(lambda x: x * 2 + 1)
             x = torch.randn(4, 8, device=ctx.device)
-            # Some versions refuse, others give the thread a manager of its own.
+            # Some versions refuse; others give the thread its own manager.
             for _ in range(4):
                 ctx.fact("result", in_thread(lambda: f(x)))
 

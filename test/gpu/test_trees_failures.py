@@ -1,6 +1,6 @@
 """Errors in the model, in the recording and on the device, and what works after them.
 
-Programs that may lose the device or that exhaust its memory run in a process of their own.
+Programs that may lose the device, or exhaust its memory, run in another process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.testing._internal.common_utils import run_tests
 if TYPE_CHECKING:
     from parity import Context
 
-# What the operators below do when they run; programs set it.
+# The action of the operators below when they run; programs set it.
 MOOD = {"fail": "", "leak": False}
 LEAKED: list[torch.Tensor] = []
 
@@ -122,7 +122,7 @@ def runs_out_of_memory_on_another_branch(ctx: Context) -> None:
             finally:
                 torch.cuda.set_per_process_memory_fraction(1.0)
 
-    # The product takes 1 GiB. What a failed warmup leaves behind is upstream's affair, and to be the same.
+    # The product takes 1 GiB. Memory that a failed warmup leaves must be equal to upstream's.
     for fraction in (None, None, None, 2**29 / total, 2**29 / total, 1.0, 1.0):
         ctx.attempt(step, fraction)
         ctx.tree()

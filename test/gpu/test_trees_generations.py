@@ -1,4 +1,8 @@
-"""Generations: which outputs stay valid how long, what touching an overwritten one says, marks, resets."""
+"""Generations: how long outputs stay valid, the error on reading an overwritten one, step marks, resets.
+
+Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
+facts. Eager is the oracle for values.
+"""
 
 from __future__ import annotations
 
@@ -167,7 +171,7 @@ class TestTreeGenerations(ParityTestCase):
             ctx.record(*held)
 
         parity = self.parity(program)
-        # While outputs of a warmup live, what follows in the same generation runs as a warmup too.
+        # While outputs of a warmup live, later functions of the same generation run as warmups too.
         self.assertEqual(parity.trees["first mark"].recordings, 0)
         self.assertEqual(parity.tree.depth, 4)
 

@@ -1,4 +1,8 @@
-"""Inputs of a recording: parameters that move, marked addresses, alignment, strides, numbers, changing shapes."""
+"""Inputs of a recording: parameters that move, marked addresses, alignment, strides, numbers, changing shapes.
+
+Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
+facts. Eager is the oracle for values.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,7 @@ class TestTreeInputs(ParityTestCase):
                 ctx.record(x.grad, model.weight.grad)
                 model.zero_grad()
 
-        # Up to 2.14 upstream's outputs of earlier trees, which nobody holds, keep their graphs of autograd's, and so x.
+        # Up to 2.14, unreferenced outputs of upstream's earlier trees keep their autograd graphs, and so x.
         parity = self.parity(program, besides=["allocated bytes"])
         more = (parity.upstream.allocated_bytes or 0) - (parity.ours.allocated_bytes or 0)
         self.assertIn(more, (0, 2 * 512))  # the allocator's smallest blocks
@@ -153,7 +157,7 @@ class TestTreeInputs(ParityTestCase):
             for _ in range(4):
                 ctx.record(f(torch.randn(16, device=ctx.device).as_strided((4, 4), (2, 1))))
 
-        # Partitions are given up without a count.
+        # Upstream gives partitions up without counting it.
         self.assertEqual(self.parity(program).counter("cudagraph_skips"), 0)
 
     def test_overlapping_strides_of_the_whole_graph(self) -> None:

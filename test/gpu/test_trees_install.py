@@ -1,4 +1,8 @@
-"""Patches that go on and off while managers and recordings exist."""
+"""Patches that are installed and uninstalled while managers and recordings exist.
+
+Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
+facts. Eager is the oracle for values.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def patched_names() -> dict[str, Any]:
-    """The objects under the names that the drop-in takes over."""
+    """The objects under the names that the drop-in replaces."""
     names = ("CUDAGraphNode", "CUDAGraphTreeManager", "cudagraphify_impl", "cudagraphify", "TreeManagerContainer")
     return {
         **{f"cudagraph_trees.{name}": getattr(trees, name) for name in names},

@@ -1,4 +1,8 @@
-"""Memory of the pool: what recordings share, what a copied input and an intermediate cost, what stays."""
+"""Memory of the pool: sharing between recordings, the cost of copied inputs and intermediates, memory that stays.
+
+Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
+facts. Eager is the oracle for values.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ class TestTreeMemory(ParityTestCase):
 
         tree = self.parity(program).tree
         self.assertEqual(len(tree.roots), 3)
-        # An input and an output of 32 MiB: three recordings take less than two of them would side by side.
+        # An input and an output of 32 MiB: three recordings take less than two without sharing.
         self.assertLess(tree.pool_bytes, 128 * MIB)
 
     def test_branches_share_their_memory(self) -> None:
@@ -52,7 +56,7 @@ class TestTreeMemory(ParityTestCase):
                 ctx.record(f(torch.ones(16384, 512, device=ctx.device), w))
 
         tree = self.parity(program).tree
-        # What is in use between steps is the output, of 2 KiB, and what the library keeps for its work.
+        # Between steps, the output of 2 KiB and the library's workspace are in use.
         self.assertLess(tree.pool_active_bytes, 40 * MIB)
 
     def test_outputs_that_die_make_room(self) -> None:

@@ -1,4 +1,8 @@
-"""Functions that write to their inputs, and custom operators."""
+"""Functions that mutate their inputs, and custom operators that do so.
+
+Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
+facts. Eager is the oracle for values.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Outputs of a recording: aliases of each other, of earlier outputs, of inputs and parameters; nothing, numbers, empty.
 
-Where the kinds of outputs are asserted, partitioning is off: a partition returns each buffer once and leaves views,
+Tests that assert the kinds of outputs turn partitioning off: a partition returns each buffer once, and leaves views,
 numbers and missing gradients to the code around it.
 """
 
@@ -51,7 +51,7 @@ class TestTreeOutputs(ParityTestCase):
     def test_output_aliases_an_output_of_an_earlier_recording(self) -> None:
         def program(ctx: Context) -> None:
             f = ctx.compile(lambda x: x * 2)
-            # The forward of g hands its input on to its backward.
+            # The forward of g passes its input to its backward.
             g = ctx.compile(lambda y, w: (y * w).sin())
             for _ in range(4):
                 torch.compiler.cudagraph_mark_step_begin()
@@ -86,7 +86,7 @@ class TestTreeOutputs(ParityTestCase):
 
     def test_numbers_among_the_outputs(self) -> None:
         def program(ctx: Context) -> None:
-            # The forward hands the symbolic size on to the backward.
+            # The forward passes the symbolic size to the backward.
             @ctx.compile(dynamic=True)
             def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
                 return (x * w).sum(0) * x.size(0)
@@ -248,7 +248,7 @@ class TestTreeOutputs(ParityTestCase):
                 previous = y
 
         parity = self.parity(program)
-        # Replays hand out the tensor of the replay before; the warmup and the recording have their own.
+        # Replays return the tensor of the previous replay; the warmup and the recording have their own.
         self.assertEqual([parity.noted(f"same object {step}") for step in range(6)], [False] * 3 + [True] * 3)
 
     def test_hooks_on_an_output_do_not_stay(self) -> None:

@@ -1,4 +1,8 @@
-"""Functions that upstream splits: operators that cannot be captured, copies between devices, CPU inputs."""
+"""Functions that upstream splits: operators that cannot be captured, copies between devices, CPU inputs.
+
+Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
+facts. Eager is the oracle for values.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Paths through the tree: chains, branches, liveness, several functions in a step, functions that die."""
+"""Paths through the tree: chains, branches, liveness, several functions in a step, functions that die.
+
+Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
+facts. Eager is the oracle for values.
+"""
 
 from __future__ import annotations
 
@@ -255,7 +259,7 @@ class TestTreePaths(ParityTestCase):
                 for step in range(8):
                     ctx.record(compiled[step % 2](torch.randn(4, 8, device=ctx.device)))
 
-        # The guards of one compiled function fit both modules; their parameters lie elsewhere.
+        # The guards of one compiled function fit both modules, whose parameters are at other addresses.
         tree = self.parity(program).tree
         self.assertEqual(tree.shape, ((0, ()), (0, ())))
         self.assertEqual(tree.fail_count, 2)

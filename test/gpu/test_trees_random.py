@@ -1,4 +1,8 @@
-"""Random numbers in captured functions: they move on at each replay, obey seeds and leave the generator as upstream."""
+"""Random numbers in captured functions: replays draw new ones, obey seeds, and advance generators as upstream does.
+
+Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
+facts. Eager is the oracle for values.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def distinct(tensors: list[torch.Tensor]) -> int:
-    """How many of ``tensors`` differ from one another."""
+    """The number of different tensors among ``tensors``."""
     return len({tensor.numpy().tobytes() for tensor in tensors})
 
 

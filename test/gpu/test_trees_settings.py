@@ -1,4 +1,8 @@
-"""The ``cudagraphs`` backend, and upstream's settings of graph trees."""
+"""The ``cudagraphs`` backend, and upstream's settings for graph trees.
+
+Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
+facts. Eager is the oracle for values.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +74,7 @@ class TestCudagraphsBackend(ParityTestCase):
                 x = torch.randn(4, 8, device=ctx.device)
                 ctx.record(f(x), x)
 
-        # The backend keeps the mutation outside of the graph, which it captures.
+        # The backend keeps the mutation outside of the graph that it captures.
         parity = self.parity(program)
         self.assertEqual(parity.counter("cudagraph_skips"), 0)
         self.assertEqual(parity.tree.recordings, 1)
@@ -184,7 +188,7 @@ class TestTreeSettings(ParityTestCase):
                     for _ in range(2):
                         ctx.record(f(torch.randn(4, 8, device=ctx.device)))
 
-        # Where modules are inlined, torch 2.11 has no such limit.
+        # If modules are inlined, torch 2.11 has no such limit.
         parity = self.parity(
             program,
             config={"triton.cudagraph_unexpected_rerecord_limit": 2},

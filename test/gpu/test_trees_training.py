@@ -1,4 +1,8 @@
-"""Forward and backward: gradients, accumulation, pending backwards, inference and training of one module."""
+"""Forward and backward: gradients, accumulation, pending backwards, inference and training of one module.
+
+Each program runs under upstream's trees and under ours with every feature off (``parity.py``), and must show the same
+facts. Eager is the oracle for values.
+"""
 
 from __future__ import annotations
 
@@ -168,7 +172,7 @@ class TestTreeTraining(ParityTestCase):
                 torch.compiler.cudagraph_mark_step_begin()
                 ctx.record(compiled(torch.randn(4, 8, device=ctx.device)))
 
-        # What the last forward saved is held by its output's graph of autograd's, until somebody asks for its memory.
+        # The autograd graph of the last forward's output holds its saved tensors, until other code needs their memory.
         parity = self.parity(program, besides=["recordings 0 (end).current_live"])
         self.assertIn(parity.tree.current_live, (0, 1))
         self.assertEqual([text for _, text in parity.ours.warnings if "fast path" in text], [])
@@ -237,7 +241,7 @@ class TestTreeTraining(ParityTestCase):
         def program(ctx: Context) -> None:
             model = torch.nn.BatchNorm1d(8, device=ctx.device)
             compiled = ctx.compile(model)
-            # Whole numbers, whose sums are exact in any order.
+            # Integers, whose sums are exact in any order.
             weights = (torch.arange(16 * 8, device=ctx.device) % 5).reshape(16, 8).float()
             for _ in range(5):
                 (compiled(torch.randn(16, 8, device=ctx.device)) * weights).sum().backward()
@@ -301,7 +305,7 @@ class TestTreeTraining(ParityTestCase):
                 optimizer.step()
 
             for _ in range(5):
-                # One step for both, else the gradients of the backward are overwritten before the optimizer reads them.
+                # One step for both; otherwise the backward's gradients are overwritten before the optimizer reads them.
                 torch.compiler.cudagraph_mark_step_begin()
                 compiled(torch.randn(4, 8, device=ctx.device)).square().sum().backward()
                 step()

@@ -1,8 +1,8 @@
-"""``pygraph_verify`` and ``pygraph_trees.verify``: right programs pass, a planted fault is found and named, and nothing
-that the caller has is changed.
+"""``pygraph_verify`` and ``pygraph_trees.verify``: correct programs pass, planted faults are found and named, and the
+caller's tensors do not change.
 
-The faults leave or put an address of memory that is mapped, so that no kernel faults: a *stale* one, that of the tensor
-that was recorded, or another input's of the same size.
+A planted fault uses a mapped address, so that no kernel crashes: a *stale* one, of the tensor that was recorded, or
+that of another input of the same size.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _numbers = itertools.count()
 
 @torch.library.custom_op("pygraph_verification_test::numbered", mutates_args=())
 def numbered(x: torch.Tensor) -> torch.Tensor:
-    """Gives other results each time it is called, without random numbers."""
+    """Gives different results at each call, without random numbers."""
     return x + next(_numbers)
 
 
@@ -96,7 +96,7 @@ WRITTEN = [
 
 @contextlib.contextmanager
 def stale(position):
-    """An input, by position among the patched ones, whose address stays that of the first launch."""
+    """Keeps the address of the first launch for an input, given by its position among the patched ones."""
     original = Patches.apply
 
     def apply(patches, addresses, *anew):
@@ -112,7 +112,7 @@ def stale(position):
 
 @contextlib.contextmanager
 def mistaken(placeholder, other):
-    """Nodes that read one input are given the address of another."""
+    """Gives nodes that read one input the address of another."""
     original = inputs_module.scan
 
     def scan(*captured):
@@ -125,7 +125,7 @@ def mistaken(placeholder, other):
 
 
 class VerificationTestCase(IndirectionTestCase):
-    """The flag is on; ``replays`` counts what verification launched, ``checks`` holds whether it left outputs alone."""
+    """Turns the flag on. ``replays`` counts verification's launches; ``checks`` tells if outputs stayed unchanged."""
 
     def setUp(self):
         super().setUp()
@@ -169,7 +169,7 @@ class TestRightPrograms(VerificationTestCase):
     def test_passes(self, program):
         facts = self.check(program, REGIMES[:3])
         self.assertUntouched()
-        # One replay with everything moved, and no search for what is at fault.
+        # One replay with everything moved, and no search for the fault.
         self.assertIn(self.replays, range(1, facts.recordings + 1))
 
     @parametrize("program", WRITTEN, name_fn=by_name)
@@ -179,7 +179,7 @@ class TestRightPrograms(VerificationTestCase):
         self.assertEqual(self.replays, facts.recordings)
 
     def test_several_functions_in_a_row(self):
-        """The later ones read, write to and let die what the earlier ones returned."""
+        """Later functions read, mutate and release the results of earlier ones."""
         functions = [
             lambda x: (x + 1, x.sin()),
             lambda fresh, a, b: (a.mul_(fresh), b.cos()),
@@ -314,7 +314,7 @@ class TestRightPrograms(VerificationTestCase):
 
 class TestFaults(VerificationTestCase):
     def failure(self, function, *arguments):
-        """The error that the recording of a function raises; the first call warms up."""
+        """The error that recording a function raises; the first call warms up."""
         self.step(function, *(a.clone() for a in arguments))
         with self.assertRaises(VerificationFailed) as raised:
             self.step(function, *arguments)
@@ -347,7 +347,7 @@ class TestFaults(VerificationTestCase):
         code = program.__code__
         line = f"{code.co_filename}:{code.co_firstlineno + 1} in program: return x * 2 + y, z.sin()"
         self.assertEqual(at_fault.count(f"read at {line} by "), 1, str(error))
-        # The fault is gone, and so is what it did.
+        # The fault is gone, and so are its effects.
         for _ in range(3):
             x, y, z = (torch.randn(64, 64, device=self.device) for _ in range(3))
             self.assertEqual(list(self.step(graphed, x, y, z)), [x * 2 + y, z.sin()])

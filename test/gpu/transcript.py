@@ -1,11 +1,9 @@
-"""What a program was seen to do, in a form that two runs of it can be compared by.
+"""The findings of one run of a program, in a form in which two runs can be compared.
 
-A :class:`Transcript` holds everything that one run of a program showed: noted values (tensors as bytes on the host),
-errors, counters, warnings, log lines, recordings, memory and the state of the random generators. ``differences`` takes
-two of them and returns one line for each place where they differ; no line means that the runs cannot be told apart.
-
-Nothing in a transcript keeps device memory alive, and texts are normalised when they are noted: addresses, pool
-numbers, process numbers, cache paths and the frames of library code differ from run to run and say nothing.
+A :class:`Transcript` holds noted values (tensors as bytes on the host), errors, counters, warnings, log lines,
+recordings, memory and the state of the random generators. ``differences`` returns one line for each difference between
+two of them. A transcript keeps no device memory alive. Text is normalised, since addresses, numbers of pools and
+processes, cache paths and frames of libraries vary between runs.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     import warnings
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-# Frames of user code stay, so that an error is known to name the right line of the program.
+# Frames of user code stay, to check that an error names the right line of the program.
 _USER_CODE = re.compile(r"/test/(gpu|cpu)/[^/]*$")
 _FRAME = re.compile(r'^\s*File "(?P<path>[^"]*)", line \d+, in ')
 _NORMAL_FORMS = (
@@ -32,27 +30,27 @@ _NORMAL_FORMS = (
     (re.compile(r"pool \(\d+, \d+\)"), "pool <id>"),
     (re.compile(r"[Pp]rocess \d+"), "process <pid>"),
     (re.compile(r"\d+(\.\d+)? (bytes|[KMGT]iB)"), "<bytes>"),
-    (re.compile(r"([Pp]rocess <pid> has <bytes> memory in use\. )+"), ""),  # whoever else uses the GPU
+    (re.compile(r"([Pp]rocess <pid> has <bytes> memory in use\. )+"), ""),  # other processes that use the GPU
     (re.compile(r"\S*torchinductor_[^\s\"']*"), "<cache>"),
     (re.compile(r"File \"[^\"]*/(test/[^\"]*)\""), r'File "\1"'),
 )
 
-# What these count depends on what the process compiled earlier, not on the run.
+# These counts depend on earlier compilations of the process, not on the run.
 _PROCESS_CACHES = re.compile(r"fxgraph_|generated_module_cache|async_compile_cache|triton_bundler|autotune_cache")
 
-# Python's own notices come once a process or depend on import order; they are not the program's.
+# Python's own notices come once per process, or depend on the order of imports, not on the program.
 _NOT_COMPARED = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning, SyntaxWarning)
 
 
 def normalise(text: str) -> str:
-    """Returns ``text`` without what differs between two runs of one program."""
+    """Returns ``text`` without the parts that differ between two runs of the same program."""
     kept: list[str] = []
     in_library = False
     for line in text.split("\n"):
         frame = _FRAME.match(line)
         if frame is not None:
             in_library = not _USER_CODE.search(frame["path"])
-        elif not line.startswith("    "):  # what follows a frame is its source, further in
+        elif not line.startswith("    "):  # a frame's source follows it, indented further
             in_library = False
         if not in_library:
             kept.append(line)
@@ -63,14 +61,14 @@ def normalise(text: str) -> str:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """The bytes of the elements in logical order; equal for two tensors only if they are equal bit for bit."""
+    """The bytes of the elements in logical order, equal only for tensors that are equal bit for bit."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorNote:
-    """A tensor as it was at one moment."""
+    """A snapshot of a tensor."""
 
     value: torch.Tensor  # on the host, not part of the comparison by fields
     dtype: str
@@ -99,7 +97,7 @@ class TensorNote:
 
 @dataclasses.dataclass(frozen=True)
 class ErrorNote:
-    """An exception by its class and its normalised message, with those it was raised from."""
+    """An exception's class and normalised message, and those of its causes."""
 
     type: str
     message: str
@@ -124,7 +122,7 @@ class Note:
 
 @dataclasses.dataclass
 class Transcript:
-    """All that one run of a program showed. ``crash`` is the exception that left the program, if one did."""
+    """All findings of one run of a program. ``crash`` is the exception that left the program, if any."""
 
     side: str
     notes: list[Note] = dataclasses.field(default_factory=list)
@@ -153,11 +151,11 @@ class Transcript:
         return dict(self.trees).get("end")
 
     def noted(self, label: str) -> Any:
-        """The value that was noted under ``label``."""
+        """The value noted under ``label``."""
         return next(note.value for note in self.notes if note.label == label)
 
     def as_json(self) -> dict[str, Any]:
-        """The compared facts as plain data with one entry for each leaf, for a run in a process of its own."""
+        """The compared facts as plain data, with an entry for each leaf, for a run in another process."""
         return {path: leaf if isinstance(leaf, (int, float, str, bool)) else repr(leaf) for path, leaf in self.facts()}
 
     def facts(self) -> Iterator[tuple[str, Any]]:
@@ -176,7 +174,7 @@ class Transcript:
 
 
 def note_of(value: Any) -> Any:
-    """A form of ``value`` that can be kept and compared: tensors and errors as notes, containers member by member."""
+    """A form of ``value`` for keeping and comparing: tensors and errors as notes, containers member by member."""
     if isinstance(value, torch.Tensor):
         return TensorNote.of(value)
     if isinstance(value, BaseException):
@@ -193,7 +191,7 @@ def note_of(value: Any) -> Any:
 
 
 def comparable_counters(counters: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
-    """Torch's counters by group; groups of our own are left out."""
+    """Torch's counters by group, without our groups."""
     result: dict[str, dict[str, int]] = {}
     for group, values in sorted(counters.items()):
         for key, count in values.items():
@@ -212,7 +210,7 @@ def comparable_warnings(caught: Sequence[warnings.WarningMessage]) -> list[tuple
 
 
 class LogLines(logging.Handler):
-    """Keeps warnings and errors that loggers of graph capture, and our own, write."""
+    """Keeps the warnings and errors of our loggers and of those for graph capture."""
 
     _COMPARED = re.compile(r"cudagraph|pygraph|inductor_patches")
 
@@ -220,7 +218,7 @@ class LogLines(logging.Handler):
         super().__init__(logging.WARNING)
         self.lines: list[tuple[str, str]] = []
         self._seen: dict[int, logging.LogRecord] = {}  # holds the records, so that no two have the same id
-        # Registered loggers of torch do not hand their records on to their parents.
+        # Torch's registered loggers do not pass their records on to parents.
         registered = torch._logging._internal.log_registry.get_log_qnames()
         self._watched = sorted({"", "pygraph_trees", "inductor_patches", *registered})
 
@@ -273,7 +271,7 @@ def _describe(leaf: Any) -> str:
 
 
 def differences(expected: Transcript, actual: Transcript, besides: Collection[str] = ()) -> list[str]:
-    """One line for each fact that the two runs do not share; ``besides`` names some that may differ."""
+    """One line for each fact in which the two runs differ; ``besides`` names facts that may differ."""
     ours = {path: leaf for path, leaf in actual.facts() if path not in besides}
     theirs = {path: leaf for path, leaf in expected.facts() if path not in besides}
     lines = [
@@ -287,7 +285,7 @@ def differences(expected: Transcript, actual: Transcript, besides: Collection[st
 
 
 def oracle_differences(eager: Transcript, compiled: Transcript, **tolerance: float) -> list[str]:
-    """One line for each note that the eager run does not confirm, within the usual tolerance of a compiler."""
+    """One line for each note that differs from the eager run by more than a compiler's usual tolerance."""
     expected = [note for note in eager.notes if note.oracle]
     actual = [note for note in compiled.notes if note.oracle]
     if len(expected) != len(actual):

@@ -1,8 +1,8 @@
 """The recordings of a tree manager as plain facts.
 
-``tree_facts`` reads a manager of upstream's class or of any subclass through upstream's own attributes and returns
-what is the same in every run of one program: structure, input kinds, output kinds, liveness, counters and the size of
-the memory pool. Addresses are not among it; which outputs share a block of the pool is.
+``tree_facts`` reads a manager of upstream's class, or of a subclass, through upstream's attributes. It returns facts
+that are equal in every run of a program: structure, kinds of inputs and outputs, liveness, counters, the size of the
+memory pool, and which outputs share a block of the pool, but no addresses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class OutputFacts:
-    """One output of a recording: ``kind`` is how it gets its storage at replay."""
+    """One output of a recording; ``kind`` tells where its storage at a replay comes from."""
 
     kind: str  # "new", "prior (depth, output)", "with output n", "static", "none" or "int n"
     size: tuple[int, ...] = ()
@@ -29,18 +29,18 @@ class OutputFacts:
     storage_offset: int = 0
     dtype: str = ""
     nbytes: int = 0
-    block: int = -1  # outputs with one number share an address
+    block: int = -1  # outputs with the same number share an address
     unaliased: bool = False
     cached: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class NodeFacts:
-    """One recording and those that follow it."""
+    """One recording and its successors."""
 
     function: int
     graph: int
-    static_inputs: tuple[int, ...]  # parameters and the like, and managed inputs
+    static_inputs: tuple[int, ...]  # parameters, similar tensors, and managed inputs
     persistent_inputs: tuple[int, ...]  # static and not managed
     managed_inputs: tuple[int, ...]
     copied_inputs: tuple[int, ...]
@@ -79,14 +79,14 @@ class TreeFacts:
     warmed_up: tuple[int, ...]
     warned: tuple[int, ...]
     warned_mutation: tuple[int, ...]
-    mutation_hints: tuple[Any, ...]  # (node, function, True) where a function runs un-graphed
+    mutation_hints: tuple[Any, ...]  # (node, function, True) for a function that runs un-graphed
     rerecorded: tuple[Any, ...]  # (node, function, count)
     fail_count: int  # recordings made because no existing one fitted
     checkpoint_count: int
     graph_counter: str
     warmup_counter: str
     current: str | None  # class of node and its number
-    current_live: int  # storages of the current path that are alive
+    current_live: int  # number of live storages of the current path
     state: str
     mode: str | None
     pending_backwards: bool
@@ -166,7 +166,7 @@ def tree_facts(manager: Any, container: Any) -> TreeFacts:
 
 
 def _count_of_alive(node: Any) -> int:
-    """Of outputs; a thread of autograd's may hold gradients for a moment after it gave them."""
+    """The number of live outputs. An autograd thread may hold gradients briefly after it returned them."""
     for wait_s in (0.0, 0.01, 0.1):
         time.sleep(wait_s)
         alive = len(list(node.path_live_weakrefs()))
@@ -176,9 +176,9 @@ def _count_of_alive(node: Any) -> int:
 
 
 def _mutation_hints(manager: Any) -> Any:
-    """By node and function, True where the function runs un-graphed; 2.15 renamed the table.
+    """By node and function, True if the function runs un-graphed; torch 2.15 renamed the table.
 
-    That it does not is noted where upstream happens to look.
+    Upstream notes False only when it happens to look.
     """
     renamed = hasattr(manager, "skip_cudagraph")
     table = manager.skip_cudagraph if renamed else manager.non_cudagraph_managed_mutation_hint
@@ -186,7 +186,7 @@ def _mutation_hints(manager: Any) -> Any:
 
 
 def _without_zeros(table: Any) -> Any:
-    """A two-level table that is looked up in more or less often, each time leaving a zero."""
+    """A two-level table without the zeros that each look-up leaves; the number of look-ups varies."""
     return {node: {function: value or None for function, value in values.items()} for node, values in table.items()}
 
 
@@ -268,7 +268,7 @@ def _output(node: Any, index: int, number_of: Any) -> OutputFacts:
 
 
 def class_problems(manager: Any, ours: bool) -> list[str]:
-    """What speaks against the manager and its recordings being of our classes (``ours``) or of upstream's."""
+    """Reasons why the manager and its recordings are not all of our classes (``ours``) or of upstream's."""
     objects = [manager, *tree_nodes(manager)] if manager is not None else []
     wanted = ("pygraph_trees.trees.manager.Manager", "pygraph_trees.trees.recording.Recording")
     problems: list[str] = []
@@ -289,7 +289,7 @@ def device_manager(device_index: int) -> tuple[Any, Any]:
 
 
 def counted(counter: str) -> int:
-    """The next number of an ``itertools.count``, from its repr."""
+    """The next number of an ``itertools.count``, read from its repr."""
     match = re.fullmatch(r"count\((-?\d+)(?:, -?\d+)?\)", counter)
     assert match is not None, counter
     return int(match[1])

@@ -1,4 +1,8 @@
-"""A Triton kernel as users write them. Needs Triton to be imported."""
+"""A Triton kernel of the kind that users write.
+
+Compiled functions launch it, and indirection must find the addresses of its inputs among its parameters. Importing this
+module needs Triton.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ def add_kernel(x_ptr, y_ptr, out_ptr, count, BLOCK: tl.constexpr):
 
 
 def added(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The sum of two contiguous tensors of one shape."""
+    """The sum of two contiguous tensors of the same shape."""
     out = torch.empty_like(x)
     add_kernel[(triton.cdiv(x.numel(), 1024),)](x, y, out, x.numel(), BLOCK=1024)
     return out

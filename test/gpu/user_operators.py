@@ -1,4 +1,7 @@
-"""Operators as users write them, which hide addresses or capture copies and fills. Importing registers them."""
+"""Operators of the kind that users write, which hide addresses, or capture copies and fills.
+
+Importing this module registers them. Indirection must notice that an address is hidden, and patch copies and fills.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 
 @torch.library.custom_op("pygraph_indirection_test::chunk_cat", mutates_args=())
 def chunk_cat(xs: list[torch.Tensor]) -> torch.Tensor:
-    """Hands the addresses of its inputs to its kernel in an array that is uploaded."""
+    """Passes the addresses of its inputs to its kernel in an array that is uploaded."""
     return torch._chunk_cat(xs, 0, 2)
 
 
@@ -30,7 +33,7 @@ def current_stream():
 
 @torch.library.custom_op("pygraph_indirection_test::host_call", mutates_args=())
 def host_call(x: torch.Tensor) -> torch.Tensor:
-    """Lets the host do something in between: nothing, ``free(NULL)``."""
+    """Runs a host function that does nothing, ``free(NULL)``, between two steps."""
     if x.is_cuda:
         free = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)
         call_driver("cuLaunchHostFunc", current_stream(), free, None)

@@ -1,9 +1,9 @@
-"""Builds what a function's table needs while the program runs: the variants of its kernels, and writers.
+"""Builds the variants and writers for a function's table while the program runs.
 
-:func:`begin` starts a build; each :func:`go_on` takes one step of it. A process of its own compiles
-(:mod:`.variant_worker`); after that each step loads one kernel. Once all kernels are loaded, the function's inputs have
-slots, and its next recording has a table. A build that fails is given up with one warning, and is not begun again. A
-step never waits: while another thread takes one, or another function's build has the process, nothing happens.
+:func:`begin` starts a build; each :func:`go_on` takes one step. Another process compiles (:mod:`.variant_worker`), then
+each step loads one kernel. Then the function's inputs have slots, and its next recording has a table. A build that
+fails is given up with one warning and not started again. A step never waits: it does nothing while another thread takes
+one, or while another function's build uses the process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .variant_worker import Job, Worker, WriterJob, job_of
 
 _log = logging.getLogger("pygraph_trees.indirection")
 
-_lock = threading.Lock()  # one function may have recordings in several threads; nobody waits for it
+_lock = threading.Lock()  # a function may have recordings in several threads; no thread waits for the lock
 _builds: weakref.WeakKeyDictionary[Any, _Build] = weakref.WeakKeyDictionary()  # by function
 
 
@@ -42,7 +42,7 @@ def begin(function: Any, device: int) -> None:
 
 
 def go_on(function: Any) -> bool | None:
-    """One step of a build that has begun: None if more are to come, else whether the function's inputs have slots."""
+    """Takes a step of a build. Returns None if more steps follow, else whether the function's inputs have slots."""
     if not _lock.acquire(blocking=False):
         return None
     try:
@@ -65,26 +65,26 @@ def is_over(function: Any) -> bool:
 
 def is_any_under_way() -> bool:
     while True:
-        with contextlib.suppress(RuntimeError):  # another thread has just begun one
+        with contextlib.suppress(RuntimeError):  # another thread has just started a build
             return not all(build.is_over for build in list(_builds.values()))
 
 
 def give_up(function: Any) -> None:
-    """The function has no table from now on, and no build is begun for it again."""
+    """Takes the function's table away, and prevents another build for it."""
     take_no_longer(function)
     build = _builds.setdefault(function, _Build((), 0))
     build.give_up()
 
 
 class _Build:
-    """The kernels of one function: first compiled all together, then loaded one by one."""
+    """The build of one function's kernels: all are compiled together, then loaded one by one."""
 
     def __init__(self, readers: Sequence[Reader], device: int) -> None:
         self._device = device
         self._readers = readers
         self._worker: Worker | None = None
         self._jobs: list[tuple[Reader | int, Job | WriterJob]] = []
-        self._left: list[Reader | int] | None = None  # to be loaded, once known; a number is the width of a writer
+        self._left: list[Reader | int] | None = None  # still to be loaded, once known; a number is a writer's width
         self._taken: set[int] = set()
 
     @property
@@ -109,7 +109,7 @@ class _Build:
                 else:
                     load_writer(self._device, what)
             if len(self._left) == 1 and self._taken:
-                take(function, self._taken)  # all at once: a recording made meanwhile is as the others
+                take(function, self._taken)  # all at once, so that no recording has slots for a part of them
             self._left.pop()
         if self.is_over:
             self._worker = None
@@ -122,9 +122,9 @@ class _Build:
         if not jobs:
             self.give_up()
             return
-        with contextlib.suppress(Exception):  # without a target a writer is compiled when it is needed
+        with contextlib.suppress(Exception):  # without a target, a writer is compiled when a table needs it
             with torch.cuda.device(self._device):
                 target = current_target()
             most = max(widths_for(len({index for reader in self._readers for _, index in reader.inputs})))
-            jobs += [(width, WriterJob(width, target)) for width in WIDTHS if width <= most]  # some may get no slot
+            jobs += [(width, WriterJob(width, target)) for width in WIDTHS if width <= most]  # inputs may get no slot
         self._worker, self._jobs = Worker.start([job for _, job in jobs]), jobs

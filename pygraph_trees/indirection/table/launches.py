@@ -1,17 +1,8 @@
-"""Launches of Inductor's Triton kernels, seen and changed where a table is in use.
+"""Notes and redirects launches of Inductor's Triton kernels while a table is in use, in the thread that enters a scope.
 
-Two scopes, each for the thread that enters it:
-
-- :func:`noting`, around a function's warmup: which kernels are given the addresses of its live inputs, and by which
-  parameters. Behind it the winners of autotuning are known, and their variants can be built.
-- :func:`through`, around its capture: a kernel that is given the address of an input with a slot is launched through
-  its variant, with the address of the slot, and all else as it was. Nothing is compiled or loaded there. Where there is
-  no variant of just these parameters, the one that takes most of them is used, else the kernel is launched as it is;
-  addresses that stay among its parameters are found there like any other.
-
-The launch itself is ``CachingAutotuner.run``, which :func:`watched` wraps. The wrapper is put on with the first scope
-of the process and taken off with the last (:class:`Tap`), so that launches cost nothing more at other times; in between
-other threads pay one look at a variable.
+:func:`noting`, around a warmup, tells which kernels are given the addresses of live inputs, and by which parameters.
+:func:`through`, around a capture, launches a kernel through the variant that takes most of its inputs with slots, or
+unchanged; it compiles and loads nothing. ``CachingAutotuner.run`` is wrapped (:class:`Tap`) only while a scope is open.
 """
 
 from __future__ import annotations
@@ -34,13 +25,13 @@ Run = Callable[..., Any]
 
 
 class SlotTable(Protocol):
-    """What a capture needs of a table."""
+    """The methods of a table that a capture calls."""
 
     def slot(self, address: int) -> torch.Tensor | None:
-        """The slot that holds an address."""
+        """The slot that holds an address; None if no slot does."""
 
     def is_read_by(self, variant: VariantLauncher, address: int) -> None:
-        """A variant was captured that reads an address from its slot; it must live as long as the table."""
+        """Notes that a captured variant reads an address from its slot; the table must keep the variant alive."""
 
 
 class _Watcher(Protocol):
@@ -55,7 +46,7 @@ _here = _Here()
 
 
 class Tap:
-    """Where the wrapper is put on; whoever installs patches offers how."""
+    """Puts the wrapper on while a scope is open. The code that installs patches offers the function that does so."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -68,8 +59,10 @@ class Tap:
         return self._put_on is not None
 
     def offer(self, put_on: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-        """From now on ``put_on``, which returns what undoes it, is called where it is needed; until what is returned
-        is called."""
+        """Offers ``put_on``, which applies the wrapper and returns the function that removes it.
+
+        The returned function withdraws the offer.
+        """
         with self._lock:
             self._put_on = put_on
             self._change()
@@ -111,7 +104,7 @@ def available() -> bool:
 
 
 def watched(upstream: Run) -> Run:
-    """``CachingAutotuner.run`` as the thread's watcher has it."""
+    """Wraps ``CachingAutotuner.run``: the thread's watcher makes the launch if there is one."""
 
     @functools.wraps(upstream)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +128,7 @@ def _watching(watcher: _Watcher) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A kernel, and those of its parameters that were given addresses in one launch or in several alike."""
+    """A kernel, and the parameters that were given addresses, the same ones in one launch or several."""
 
     autotuner: Any
     names: frozenset[str]
@@ -144,7 +137,7 @@ class Reading:
 
 @contextlib.contextmanager
 def noting(addresses: Collection[int]) -> Iterator[list[Reading]]:
-    """Notes which kernels are given one of these addresses by what is run in it; the list is filled behind that."""
+    """Notes which kernels are given one of these addresses inside the scope; the list is filled at its end."""
     notes, found = _Notes(frozenset(addresses)), list[Reading]()
     with _watching(notes):
         yield found
@@ -154,7 +147,7 @@ def noting(addresses: Collection[int]) -> Iterator[list[Reading]]:
 
 @contextlib.contextmanager
 def through(table: SlotTable) -> Iterator[None]:
-    """Launches kernels with the slots of a table in the place of the addresses that these hold."""
+    """Launches kernels with the slots of a table in place of the addresses in the slots."""
     with _watching(_Through(table)):
         yield
 
@@ -162,11 +155,11 @@ def through(table: SlotTable) -> Iterator[None]:
 class _Notes:
     def __init__(self, addresses: frozenset[int]) -> None:
         self._addresses = addresses
-        # By autotuner: sets of parameters, in order, with which of them was given which address.
+        # By autotuner, then by set of parameters: which parameter was given which address.
         self.seen: dict[Any, dict[frozenset[str], set[tuple[str, int]]]] = {}
 
     def launch(self, run: Run, autotuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Before the launch: what is given to it may be gone behind it.
+        # Read before the launch: the arguments may be gone after it.
         given = [value.data_ptr() if isinstance(value, torch.Tensor) else 0 for value in args]
         result = run(autotuner, *args, **kwargs)
         launcher = variant_launchers.sole_launcher(autotuner)
@@ -199,7 +192,7 @@ class _Through:
         return result
 
     def _slots(self, launcher: Any, args: tuple[Any, ...]) -> Mapping[str, tuple[int, torch.Tensor]]:
-        """By parameter that is given an address with a slot: its position, and the slot."""
+        """Position and slot of each parameter that is given an address with a slot."""
         found = {}
         for position, (name, value) in enumerate(zip(variant_launchers.parameters(launcher), args, strict=False)):
             slot = self._table.slot(value.data_ptr()) if isinstance(value, torch.Tensor) else None

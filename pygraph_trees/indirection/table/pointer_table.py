@@ -1,16 +1,9 @@
-"""The table of a recording: a slot of 8 bytes on the GPU for each live input, and the kernel that writes them all.
+"""The table of a recording: 8-byte slots on the GPU for inputs, and the kernels that write them.
 
-The captured graph begins with the writer (:meth:`Table.captured`), which is given the addresses of the inputs by value,
-as 64-bit integers that nothing is known of, and stores each in its slot. Captured at placeholder addresses these are
-relocations like any other: patching them is all that a replay does. Kernels that were captured through their variants
-(:mod:`.launches`) load the addresses from the slots.
-
-The table is ordinary memory of the caching allocator, outside of the graph pool, and holds the variants that read it.
-It must live until no queued replay reads it: whoever drops it waits for the device first. Writers live as long as the
-process. Where one cannot be made, :func:`table_for` says so in the log, and the inputs are patched.
-
-Slots are for inputs that a warmup (:class:`Warmups`) found to be given to a kernel whose variant was built since;
-without any there is no table.
+The captured graph begins with the writers (:meth:`Table.captured`), whose parameters are the addresses; a replay only
+patches these. Inputs get slots if a warmup (:class:`Warmups`) saw them given to a kernel that has a variant by now. A
+table must live until no queued replay reads it. If a writer cannot be made, :func:`table_for` logs a warning, and the
+inputs are patched.
 """
 
 from __future__ import annotations
@@ -40,22 +33,22 @@ if TYPE_CHECKING:
 
     from .variant_launchers import VariantLauncher
 
-WRITER = "pygraph_write_slots"  # with the number of slots behind it, a writer's name
-WIDTHS = (8, 32, 128)  # slots that one writes: 1 KiB of parameters at most, and compiled three times at most
+WRITER = "pygraph_write_slots"  # a writer's name begins so; the number of its slots follows
+WIDTHS = (8, 32, 128)  # slots of a writer: at most 1 KiB of parameters, and at most three compilations
 
-_Writer = Callable[..., None]  # of the table's memory from its first slot on, and an address for each slot
+_Writer = Callable[..., None]  # takes the table's memory from the writer's first slot on, and an address for each slot
 
 _log = logging.getLogger("pygraph_trees.indirection")
 
-_failed: set[tuple[int, int]] = set()  # devices, with the widths of writers that could not be made there
+_failed: set[tuple[int, int]] = set()  # device, and width of a writer that could not be made for it
 
-# By function: the indices of inputs that variants were found to take, and what warmups found that built nothing.
+# By function: the indices of inputs that variants take, and the kernels that warmups noted without building variants.
 _taken: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
 _readers: weakref.WeakKeyDictionary[Any, dict[tuple[Any, frozenset[str]], Reader]] = weakref.WeakKeyDictionary()
 
 
 class Table:
-    """The slots for some addresses, in their order. The constructor compiles, loads, allocates and launches."""
+    """Slots for some addresses, in their order. The constructor compiles, loads, allocates and launches."""
 
     def __init__(self, device: int, addresses: Sequence[int]) -> None:
         widths = widths_for(len(addresses))
@@ -71,7 +64,7 @@ class Table:
                 self._launches.append((writer, memory[begin:], [*given, *[0] * (width - len(given))]))
                 begin += width
             self._slots = {address: memory[i : i + 1] for i, address in enumerate(addresses)}
-            self._write()  # so that nothing of the writers is loaded while capturing
+            self._write()  # loads the writers, which a capture must not do
 
     def _write(self) -> None:
         for writer, memory, addresses in self._launches:
@@ -79,7 +72,7 @@ class Table:
 
     @contextlib.contextmanager
     def captured(self) -> Iterator[None]:
-        """Around all of a capture, on the stream that it begins on: kernels in it read the slots."""
+        """Goes around a whole capture, on the stream on which it begins; kernels in the capture read the slots."""
         self._readers.clear()
         self._write()
         with through(self):
@@ -92,11 +85,11 @@ class Table:
         self._readers.setdefault(address, {})[variant] = None
 
     def readers(self, address: int) -> list[str]:
-        """The names of the kernels that read an address here."""
+        """The names of the kernels that read an address in this table."""
         return list(dict.fromkeys(variant.kernel for variant in self._readers.get(address, ())))
 
     def found(self, driver: Driver, scan: Scan, addresses: Sequence[int]) -> Slots:
-        """What a scan holds of it; ``addresses``: by placeholder, those that have a slot."""
+        """A scan's findings about this table; ``addresses``: of each placeholder, with or without a slot."""
         writers = set()
         for number, node in enumerate(scan.nodes):
             name = driver.function_name(node.function, node.kernel) if isinstance(node, KernelNode) else None
@@ -106,14 +99,14 @@ class Table:
         return Slots(frozenset(writers), read)
 
     def close(self) -> None:
-        """Lets go of the memory and of the variants."""
+        """Releases the memory and the variants."""
         self._launches.clear()
         self._slots.clear()
         self._readers.clear()
 
 
 def widths_for(count: int) -> list[int]:
-    """How many slots each of the writers has that write ``count`` together."""
+    """The number of slots of each writer, for writers that together write ``count`` slots."""
     whole, rest = divmod(count, WIDTHS[-1])
     return [WIDTHS[-1]] * whole + ([min(width for width in WIDTHS if width >= rest)] if rest else [])
 
@@ -125,12 +118,12 @@ def writer_source(width: int) -> str:
 
 
 def writer_function(width: int) -> Any:
-    """What ``triton.jit`` makes of a writer."""
+    """The writer as ``triton.jit`` returns it."""
     import triton
 
     source = writer_source(width)
     path = f"<{WRITER}_{width}>"
-    linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)  # where triton.jit looks
+    linecache.cache[path] = (len(source), None, source.splitlines(keepends=True), path)  # triton.jit reads it there
     names: dict[str, Any] = {"__name__": __name__, "tl": triton.language}
     exec(compile(source, path, "exec", dont_inherit=True), names)
     return triton.jit(names[f"{WRITER}_{width}"])
@@ -141,14 +134,14 @@ def writer_signature(width: int) -> dict[str, str]:
 
 
 def current_target() -> Any:
-    """What Triton compiles for on the current device."""
+    """Triton's target for the current device."""
     import triton
 
     return triton.runtime.driver.active.get_current_target()
 
 
 def compile_writer(width: int, target: Any) -> Any:
-    """What Triton makes of a writer; nothing is loaded."""
+    """Compiles a writer; loads nothing."""
     import triton
     from triton.compiler import ASTSource
 
@@ -158,7 +151,7 @@ def compile_writer(width: int, target: Any) -> Any:
 
 @functools.cache
 def _writer(device: int, width: int) -> _Writer:
-    """Compiled for a device, which is the current one, and loaded there."""
+    """The writer, compiled for ``device``, which is the current one, and loaded there."""
     try:
         return compile_writer(width, current_target())[(1, 1, 1)]
     except Exception:
@@ -167,13 +160,13 @@ def _writer(device: int, width: int) -> _Writer:
 
 
 def load_writer(device: int, width: int) -> None:
-    """Ahead of the first table that needs it. Raises what Triton and the driver do; it is not tried again."""
+    """Loads a writer before a table needs it. If that raises, the error of Triton or the driver, no table uses it."""
     with torch.cuda.device(device):
         _writer(device, width)
 
 
 def table_for(device: int, addresses: Sequence[int]) -> Table | None:
-    """A table for these addresses; None where there are none, or where none can be made.
+    """A table for these addresses; None if there are no addresses, or if no table can be made.
 
     Writers that could not be made are not tried again.
     """
@@ -181,14 +174,14 @@ def table_for(device: int, addresses: Sequence[int]) -> Table | None:
         return None
     try:
         return Table(device, addresses)
-    except Exception as error:  # of Triton, of the driver
+    except Exception as error:  # from Triton or the driver
         _log.warning("there is no table of addresses: %s: %s", type(error).__name__, error)
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A kernel that a warmup of a function launched with addresses of its inputs."""
+    """A kernel that a function's warmup launched with addresses of the function's inputs."""
 
     autotuner: Any
     names: frozenset[str]  # of the parameters
@@ -199,40 +192,40 @@ class Reader:
         return variant_launchers.name_of(self.autotuner)
 
     def build(self) -> set[int]:
-        """Builds its variant: the indices of inputs that it takes from slots.
+        """Builds the variant, and returns the indices of the inputs that it takes from slots.
 
-        That compiles, unless Triton's cache has it, and never raises.
+        It compiles, unless Triton's cache has the variant, and never raises.
         """
         variant = variant_launchers.build(self.autotuner, self.names)
         return set() if variant is None else {index for name, index in self.inputs if name in variant.slots}
 
 
 def take(function: Any, indices: Collection[int]) -> None:
-    """From now on these inputs of a function have slots."""
+    """Gives these inputs of a function slots from now on."""
     _taken.setdefault(function, set()).update(indices)
 
 
 def take_no_longer(function: Any) -> None:
-    """Its inputs have no slots any more."""
+    """Takes the slots of a function's inputs away."""
     _taken.pop(function, None)
 
 
 def taken_by_variants(function: Any) -> Collection[int]:
-    """Which inputs of a function a warmup saw given to a kernel whose variant, built since, takes them from slots."""
+    """The indices of a function's inputs that have slots: variants take them from there."""
     return frozenset(_taken.get(function, ()))
 
 
 def readers_of(function: Any) -> list[Reader]:
-    """The kernels that read inputs of a function which could have slots, as noted by warmups that built nothing."""
+    """The kernels that could read a function's inputs from slots, as noted by warmups that built no variants."""
     return list(_readers.get(function, {}).values())
 
 
 class Warmups:
-    """Which inputs may get a slot, of the functions that one manager warms up."""
+    """Notes which inputs may get a slot, for the functions that one manager warms up."""
 
     def __init__(self) -> None:
         self._step: Any = None
-        self._live: set[int] = set()  # addresses of those of this step
+        self._live: set[int] = set()  # addresses of such inputs in this step
 
     def begin(
         self,
@@ -246,11 +239,11 @@ class Warmups:
         is_backward: bool,
         builds: bool,
     ) -> contextlib.AbstractContextManager[None]:
-        """Around a warmup of a function: notes which kernels read such inputs, and ``builds`` their variants.
+        """Goes around a function's warmup: notes which kernels read live inputs and, if ``builds``, builds variants.
 
-        What a backward is given of its forward's live inputs is static yet, and will be found to be live. Other inputs
-        that turn out to move are recorded once more without a warmup; like all that has none, they are patched.
-        Upstream warms up under its lock of captures where it has one; what earlier recordings left is given back.
+        Live inputs of a forward that its backward takes are still static for the backward, and will be found to be
+        live. If another static input turns out to move, the function is recorded again without a warmup, and the input
+        is patched. Upstream warms up under its capture lock if it has one, so retired memory is given back here.
         """
         release_retired(is_locked=True)
         if not available():
@@ -265,7 +258,7 @@ class Warmups:
                 if index not in static or (is_backward and value.data_ptr() in self._live)
                 if why_not_placeholder(value, device, value.is_cuda and pool.holds(value.data_ptr())) is None
             }
-        except RuntimeError:  # an output that was overwritten; upstream raises where it reads it
+        except RuntimeError:  # an output that was overwritten; upstream raises when it reads it
             return contextlib.nullcontext()
         self._live.update(addresses.values())
         return _noting(function, addresses, builds=builds) if addresses else contextlib.nullcontext()
@@ -273,7 +266,7 @@ class Warmups:
 
 @contextlib.contextmanager
 def _noting(function: Any, addresses: Mapping[int, int], *, builds: bool) -> Iterator[None]:
-    """``addresses``: by index among the function's inputs."""
+    """Notes the kernels that are given these ``addresses``, by index of the input, and may build their variants."""
     with noting(frozenset(addresses.values())) as readings:
         yield
     known = _readers.setdefault(function, {})

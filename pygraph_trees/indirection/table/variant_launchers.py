@@ -1,14 +1,9 @@
-"""Launchers of variants: what Inductor calls to launch a kernel, made for the kernel's variant.
+"""Launchers of variants, with the parameters, grid, warps, stages and options of the launcher that won in autotuning.
 
-An autotuner ends with one launcher, a function of the kernel's arguments and the stream, that computes the grid and
-goes to Triton's own launcher or to torch's static one. :func:`build` compiles the variant as the autotuner compiles a
-configuration, the winner's, and has its launcher made the same way: same parameters, same grid, warps, stages and
-options. It compiles, loads and may take seconds; Triton's cache on disk has it by source from then on. A variant lives
-as long as the launcher of its original, or who else holds it. A user's kernel may have as many blocks as the GPU holds
-at once, and let them wait for each other; so its variant must fit there as often.
-
-:func:`variant_of` finds what is built, at no cost that matters. What cannot have a variant is remembered as such, and
-the log of ``pygraph_trees.indirection`` says why.
+:func:`build` compiles a variant as the autotuner compiles the winner's configuration, and loads it. It may take seconds
+unless Triton's cache on disk has the variant. It never raises: a kernel that cannot have a variant is remembered, and
+the log gives the reason. :func:`variant_of` finds a built variant quickly. A variant lives at least as long as its
+original's launcher.
 """
 
 from __future__ import annotations
@@ -25,29 +20,29 @@ from pygraph_trees.compat import has_plugins, is_for_any_device
 
 from .variants import NoVariant, can_be_slot, with_slots
 
-_REGISTERS = 8  # that a thread is given at once
+_REGISTERS = 8  # a thread is given registers in such units
 
 _log = logging.getLogger("pygraph_trees.indirection")
 
 
 @dataclass(frozen=True, slots=True)
 class VariantLauncher:
-    kernel: str  # its name
+    kernel: str  # name of the original
     slots: frozenset[str]  # the parameters that take the address of a slot
     run: Callable[..., Any]
 
     def launch(self, autotuner: Any, args: Collection[Any], kwargs: dict[str, Any]) -> Any:
-        """Launches it as ``CachingAutotuner.run`` would the original."""
+        """Launches the variant as ``CachingAutotuner.run`` launches the original."""
         _provide_scratch(autotuner)
         return self.run(*args, **{name: value for name, value in kwargs.items() if name != "benchmark_run"})
 
 
-# By the launcher of the original: variants by the parameters that they were asked for; None where there can be none.
+# By the original's launcher: variants by the parameters for which they were built; None if there can be no variant.
 _built: weakref.WeakKeyDictionary[Any, dict[frozenset[str], VariantLauncher | None]] = weakref.WeakKeyDictionary()
 
 
 def sole_launcher(autotuner: Any) -> Any:
-    """The launcher that won, None where none has yet, or where others than this launcher do the launch."""
+    """The launcher that won in autotuning; None if none has won yet, or if this launcher does not do the launch."""
     launchers = autotuner.launchers
     if len(launchers) != 1 or autotuner.triton_interpret or has_plugins(autotuner):
         return None
@@ -55,13 +50,13 @@ def sole_launcher(autotuner: Any) -> Any:
 
 
 def parameters(launcher: Any) -> tuple[str, ...]:
-    """The names of a launcher's parameters, the last is the stream's; none where it is no function of Python."""
+    """The names of a launcher's parameters, of which the last is the stream; empty if it is no Python function."""
     code = getattr(launcher, "__code__", None)
     return () if code is None else code.co_varnames[: code.co_argcount]
 
 
 def variant_of(autotuner: Any, launcher: Any, names: Collection[str]) -> VariantLauncher | None:
-    """The variant that was built for these parameters, else the one for most of them; None where there is none."""
+    """The variant that was built for these parameters, else the one for most of them; None if there is none."""
     built = _built.get(launcher)
     if not built:
         return None
@@ -73,7 +68,7 @@ def variant_of(autotuner: Any, launcher: Any, names: Collection[str]) -> Variant
 
 
 def build(autotuner: Any, names: frozenset[str]) -> VariantLauncher | None:
-    """Makes the variant of a kernel that was launched, for parameters of pointers, once; None where it has none.
+    """Makes the variant of a launched kernel for some pointer parameters, once; None if it cannot have one.
 
     Never raises: a kernel without a variant is launched as it is.
     """
@@ -88,15 +83,15 @@ def build(autotuner: Any, names: frozenset[str]) -> VariantLauncher | None:
         built[names] = _made(autotuner, launcher, names)
     except NoVariant as error:
         _log.info("%s", error)
-    except Exception as error:  # of Triton, of the driver, of another version's Inductor
+    except Exception as error:  # from Triton, from the driver, from another version's Inductor
         _log.warning("%s was not compiled to take pointers from slots: %s", name_of(autotuner), error)
     return built[names]
 
 
 def compile_variant(autotuner: Any, config: Any, names: Collection[str]) -> tuple[Any, frozenset[str]]:
-    """A kernel's variant, compiled for a configuration as Inductor has it, and the parameters that are slots in it.
+    """Compiles a kernel's variant for one of Inductor's configurations; also returns the parameters that are slots.
 
-    Loads nothing. Raises :class:`~.variants.NoVariant`, and whatever the compiler raises.
+    Loads nothing. Raises :class:`~.variants.NoVariant` and the compiler's errors.
     """
     if is_for_any_device(autotuner):
         raise NoVariant(kernel=name_of(autotuner), why="it is compiled for whatever device it is launched on")
@@ -105,7 +100,7 @@ def compile_variant(autotuner: Any, config: Any, names: Collection[str]) -> tupl
     signature, constants, attrs = meta["signature"], meta["constants"], meta["configs"][0]
     slots = frozenset(name for name in names if can_be_slot(fn, name, signature, constants))
     variant = with_slots(fn, signature, constants, attrs, slots, meta)
-    twin = object.__new__(type(autotuner))  # a copy would be one for another process
+    twin = object.__new__(type(autotuner))  # copying an autotuner prepares it for another process
     twin.__dict__.update(autotuner.__dict__)
     twin.fn = variant.fn
     twin.triton_meta = {
@@ -128,7 +123,7 @@ def _made(autotuner: Any, launcher: Any, names: frozenset[str]) -> VariantLaunch
 
 
 def _fits_as_often(run: Any, original: Any) -> bool:
-    """Whether a multiprocessor is known to hold as many blocks of one launcher's kernel as of another's, as large."""
+    """Whether a multiprocessor is known to hold as many blocks of one launcher's kernel as of the original's."""
     needs = [(launcher.n_regs, launcher.shared) for launcher in (run, original)]
     if any(None in need for need in needs):
         return False
@@ -137,7 +132,7 @@ def _fits_as_often(run: Any, original: Any) -> bool:
 
 
 def _with_source(autotuner: Any) -> Any:
-    """What ``triton.jit`` made; where it came from a process that compiles, it left its source there."""
+    """The kernel as ``triton.jit`` made it; one from a compiling process comes without source and is loaded again."""
     fn = autotuner.fn
     reload = getattr(autotuner, "_reload_kernel", None)
     return reload().fn if fn.fn is None and reload is not None else fn
@@ -150,7 +145,7 @@ def _on_its_device(autotuner: Any) -> Any:
 
 
 def _provide_scratch(autotuner: Any) -> None:
-    """As upstream before a launch: kernels that need memory of their launcher get it from torch."""
+    """Lets kernels that need scratch memory get it from torch, as upstream does before a launch."""
     import triton
 
     device = autotuner.device_props.type

@@ -1,13 +1,9 @@
-"""Kernels for a table, compiled by a process of its own, so that the program that will want them does not wait.
+"""Compiles kernels for tables in another process, so that the program does not wait for them.
 
-A variant's text is the same in every process, and so is its key in Triton's cache on disk, as are those of a table's
-writers: what a :class:`Worker` has compiled is found there, and only loaded. The process gets each kernel's file as
-Inductor wrote it, its name, the configuration that won and the parameters that are to be slots (:class:`Job`). It runs
-at a low priority, with our patches off, and ends when it is done; there is one at a time. Its cache is the one that
-this process uses when it begins; what is loaded is looked for there (:meth:`Worker.cache`), whatever is used by then.
-
-What does not work, and why: a thread of the program's own. Triton's front end is Python, and holds the interpreter for
-milliseconds at a time; each call of the program would wait for it.
+A :class:`Worker` takes jobs: the file that Inductor wrote, the kernel's name, its winning configuration and the
+parameters that become slots. It runs at low priority without our patches, compiles into the Triton cache that this
+process uses when it starts, and ends. The program then loads from there (:meth:`Worker.cache`). Only one runs at once.
+A kernel that fails is left out.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ from typing import Any
 from . import pointer_table as table
 from . import variant_launchers
 
-_MOST_S = 600.0  # that it may take
+_MOST_S = 600.0  # time limit of the process
 _NICE = 10
 _CACHE = "TRITON_CACHE_DIR"
 _COMMAND = f"import sys; sys.path[:] = filter(None, sys.path); from {__name__} import main; main()"
@@ -44,8 +40,8 @@ class Job:
     """A kernel's variant."""
 
     path: str  # of the module that Inductor wrote
-    kernel: str  # its name there
-    config: Any  # as Triton has it
+    kernel: str  # name in that module
+    config: Any  # a Triton configuration
     names: frozenset[str]  # of the parameters
 
     def compile(self) -> None:
@@ -61,14 +57,14 @@ class WriterJob:
     """A table's writer."""
 
     width: int  # slots
-    target: Any  # as Triton has it
+    target: Any  # a Triton target
 
     def compile(self) -> None:
         table.compile_writer(self.width, self.target)
 
 
 def job_of(autotuner: Any, names: frozenset[str]) -> Job | None:
-    """What is to be compiled for a kernel; None where another process could not."""
+    """The job for a kernel; None if another process could not compile it."""
     launcher = variant_launchers.sole_launcher(autotuner)
     path = getattr(autotuner, "filename", None)
     if launcher is None or path is None or not Path(path).is_file():
@@ -76,14 +72,14 @@ def job_of(autotuner: Any, names: frozenset[str]) -> Job | None:
     job = Job(path, variant_launchers.name_of(autotuner), launcher.config, names)
     try:
         pickle.dumps(job)
-    except Exception as error:  # a hook of the configuration's, say
+    except Exception as error:  # for example, of a hook in the configuration
         _log.info("%s: %s", job.kernel, error)
         return None
     return job
 
 
 class Worker:
-    """The process. :meth:`start` makes it; it is killed where nobody holds this any longer."""
+    """The process that compiles. :meth:`start` starts it; it is killed when this object is freed."""
 
     def __init__(self, process: subprocess.Popen[bytes], said: Any, cache: str) -> None:
         self._process, self._said, self._cache = process, said, cache
@@ -93,13 +89,16 @@ class Worker:
 
     @staticmethod
     def is_busy() -> bool:
-        """Whether there is one at work."""
+        """Whether a process is compiling."""
         running = None if _newest is None else _newest()
         return running is not None and running.done() is None
 
     @staticmethod
     def start(jobs: Sequence[Job | WriterJob]) -> Worker | None:
-        """None while another one is at work. Raises :class:`OSError`. Not for two threads at once."""
+        """Starts the process; returns None while another one is compiling.
+
+        Raises :class:`OSError` if no process can be started. Two threads must not call it at once.
+        """
         global _newest
         if Worker.is_busy():
             return None
@@ -122,7 +121,7 @@ class Worker:
                     stdout=said,
                     stderr=subprocess.DEVNULL,
                     env={**os.environ, "PYGRAPH_DISABLE": "1", "PYTHONPATH": os.pathsep.join(path), _CACHE: cache},
-                    start_new_session=True,  # an interrupt is the program's
+                    start_new_session=True,  # an interrupt is meant for the program alone
                 )
         except BaseException:
             said.close()
@@ -132,7 +131,7 @@ class Worker:
         return made
 
     def done(self) -> set[int] | None:
-        """The numbers of the jobs that were compiled; None where it is still at work."""
+        """The numbers of the jobs that were compiled; None while the process is compiling."""
         if self._done is not None:
             return self._done
         if self._process.poll() is None and time.monotonic() - self._began < _MOST_S:
@@ -141,7 +140,7 @@ class Worker:
         if code != 0:
             how = "did not end in time" if code is None else f"ended with {code}"
             _log.warning("the process that compiles kernels which read addresses from a table %s", how)
-        if not self._said.closed:  # as it is where this process ends
+        if not self._said.closed:  # it is closed when this process ends
             self._said.seek(0)
             lines = self._said.read().decode(errors="replace").splitlines()
             self._done = {int(line) for line in lines if line.isdecimal()}
@@ -150,7 +149,7 @@ class Worker:
 
     @contextlib.contextmanager
     def cache(self) -> Iterator[None]:
-        """Inside, Triton looks where the process has put what it compiled."""
+        """Inside this scope, Triton uses the cache into which the process compiled."""
         before = os.environ.get(_CACHE)
         if _cache_in_use() == self._cache:
             yield
@@ -176,18 +175,18 @@ def _stop(process: subprocess.Popen[bytes], said: Any) -> None:
 
 
 def _cache_in_use() -> str:
-    """Where Triton of this process looks for what is compiled."""
+    """The folder of Triton's cache in this process."""
     from triton import knobs
 
     return str(knobs.cache.dir)
 
 
 def compile_jobs(jobs: Sequence[Job | WriterJob]) -> Iterator[int]:
-    """Compiles into Triton's cache; the numbers of those that could be, one by one."""
+    """Compiles into Triton's cache; yields the number of each job that compiled."""
     for number, job in enumerate(jobs):
         try:
             job.compile()
-        except Exception as error:  # of Triton; there is none then
+        except Exception as error:  # from Triton; then the kernel has no variant
             _log.info("%s: %s", job, error)
         else:
             yield number
@@ -196,6 +195,6 @@ def compile_jobs(jobs: Sequence[Job | WriterJob]) -> Iterator[int]:
 def main() -> None:
     with contextlib.suppress(OSError):
         os.nice(_NICE)
-    signal.alarm(int(_MOST_S))  # also where nobody is there any more who would end it
+    signal.alarm(int(_MOST_S))  # the process ends even if the program that would kill it is gone
     for number in compile_jobs(pickle.load(sys.stdin.buffer)):
         print(number, flush=True)

@@ -1,19 +1,9 @@
-"""Variants: a Triton kernel once more, that takes some of its pointers from slots.
+"""Variants: Triton kernels that load some of their pointers from slots, 8 bytes of memory that hold an address.
 
-A *slot* is 8 bytes of memory that hold an address. :func:`with_slots` takes a kernel, with what it is compiled with,
-and names of pointer parameters; in the variant each of these is a ``*i64``, the address of a slot, and the first lines
-load the pointer from there. What comes back goes to ``triton.compiler.ASTSource``, with the constants and options of
-the original, and the kernel is launched like the original but for the addresses of slots.
-
-What must hold: a slot is written before the kernel that reads it begins, and what it holds is as aligned as the
-original's argument had to be, by ``tt.divisibility``. The original, its module and its source stay as they are; a
-variant has a copy of its module's names, as they are when it is made. Its text, and so its key in Triton's cache, is
-the same in every process, and never the original's.
-
-What cannot have a variant raises :class:`NoVariant`, and nothing has happened.
-
-What does not work, and why: the hint on the integer before it becomes a pointer, or an assumption about it, loses
-vector loads; a slot of type pointer to pointer does not compile.
+:func:`with_slots` takes a kernel and names of pointer parameters. In the :class:`Variant`, each of these is a
+``*i64``, and the first lines load the pointer. Slots must be written before the kernel starts, and hold addresses as
+aligned as ``tt.divisibility`` says. The original does not change. Every process makes the same text. A kernel without a
+variant raises :class:`NoVariant`.
 """
 
 from __future__ import annotations
@@ -32,7 +22,7 @@ from pygraph_trees.errors import PygraphError
 
 SLOT = "*i64"  # a slot's type in a signature
 
-# Element types by their names in a signature, as Triton's language calls them.
+# Names of element types in Triton's language, by their names in a signature.
 _ELEMENTS = {
     **{f"i{bits}": f"int{bits}" for bits in (1, 8, 16, 32, 64)},
     **{f"u{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
@@ -41,7 +31,7 @@ _ELEMENTS = {
     **{f"fp8{form}": f"float8{form}" for form in ("e4nv", "e4b8", "e4b15", "e5", "e5b16")},
 }
 
-# Options with which a kernel may not load from a slot.
+# Options with which a kernel cannot have a variant.
 _REFUSED_OPTIONS = {
     "launch_cooperative_grid": "its blocks must all fit on the GPU at once, and a variant may need more registers",
     "launch_pdl": "it may begin before the slots are written",
@@ -54,10 +44,10 @@ class NoVariant(PygraphError):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What ``ASTSource`` takes; constants are the original's."""
+    """Arguments for ``ASTSource``; the constants are the original's."""
 
     fn: Any  # JITFunction
-    signature: dict[str, Any]  # by parameter, in the order of the original's
+    signature: dict[str, Any]  # by parameter, in the original's order
     attrs: dict[tuple[int, ...], Any]  # by path to a parameter; slots have none
 
 
@@ -72,9 +62,9 @@ def with_slots(
     """The variant of a kernel in which the parameters named by ``slots`` are slots.
 
     Args:
-        fn: what ``triton.jit`` made.
-        signature, constants, attrs: as ``ASTSource`` takes them for the original.
-        options: what the original is compiled with, where known.
+        fn: the kernel that ``triton.jit`` made.
+        signature, constants, attrs: the original's, as for ``ASTSource``.
+        options: options with which the original is compiled, if known.
 
     Raises :class:`NoVariant`.
     """
@@ -150,33 +140,33 @@ def can_be_slot(fn: Any, name: str, signature: Mapping[str, Any], constants: Map
 
 
 def _element(ty: str) -> str | None:
-    """The name in Triton's language of what a pointer points to; None where ``ty`` is no such pointer."""
+    """The name, in Triton's language, of a pointer's element type; None if ``ty`` is no pointer to numbers."""
     if not ty.startswith("*"):
         return None
     return _ELEMENTS.get(ty[1:].removeprefix("k"))  # k: nothing is stored through it
 
 
 def _divisibility(attributes: Any) -> int | None:
-    """What an argument is known to be a multiple of, None where nothing is known."""
+    """The known divisor of an argument; None if none is known."""
     return next((value for key, value in attributes or () if key == "tt.divisibility"), None)
 
 
 def _left_out_of_keys(fn: Any) -> str | None:
-    """A variable that a kernel or a function that it calls uses, and of whose value their keys in a cache know nothing.
+    """A global that a kernel or a function it calls uses, and whose value is not in their cache keys.
 
-    Those of Triton's own modules are what they are.
+    Globals of Triton's own modules do not count, since they do not change.
     """
     from triton.language import constexpr
     from triton.runtime.jit import JITCallable
 
-    todo = [fn] if isinstance(fn, JITCallable) else []  # what is interpreted has no key
+    todo = [fn] if isinstance(fn, JITCallable) else []  # an interpreted kernel has no key
     seen = set()
     while todo:
         function = todo.pop()
         if id(function) in seen:
             continue
         seen.add(id(function))
-        getattr(function, "cache_key", None)  # finds the variables; those of functions called only if they have theirs
+        getattr(function, "cache_key", None)  # collects the globals; those of called functions only if these have a key
         for (name, _), (value, names) in function.used_global_vals.items():
             if not isinstance(value, constexpr) and not str(names.get("__name__")).startswith("triton."):
                 return str(name)
@@ -187,15 +177,15 @@ def _left_out_of_keys(fn: Any) -> str | None:
 
 
 def _names(function: types.FunctionType) -> dict[str, Any]:
-    """Of its module, and of the functions around it."""
+    """The names of a function's module and of the functions around it."""
     captured = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return function.__globals__ | {name: cell.cell_contents for name, cell in captured}
 
 
 def _definition(fn: Any) -> ast.FunctionDef | None:
-    """A kernel's definition, without decorators; None where it has none that can be read."""
+    """A kernel's definition, without decorators; None if it cannot be read."""
     try:
-        # What triton.jit makes for the interpreter has no source of its own.
+        # A kernel that triton.jit makes for the interpreter has no source of its own.
         source = fn.src if hasattr(fn, "src") else textwrap.dedent(inspect.getsource(fn.fn))
         (tree,) = ast.parse(source).body
     except (OSError, SyntaxError, TypeError, ValueError):
@@ -215,7 +205,7 @@ def _unused_name(wish: str, tree: ast.FunctionDef) -> str:
 
 
 def _load(language: str, slot: str, ty: str, divisibility: int | None) -> ast.stmt:
-    """The statement that replaces a slot's address by the pointer in the slot."""
+    """The statement that replaces a slot's address with the pointer in the slot."""
     pointer = f"{language}.load({slot}).to({language}.pointer_type({language}.{_element(ty)}))"
     if divisibility is not None:
         pointer = f"{language}.multiple_of({pointer}, {divisibility})"
@@ -223,7 +213,7 @@ def _load(language: str, slot: str, ty: str, divisibility: int | None) -> ast.st
 
 
 def _text(tree: ast.FunctionDef, slots: Collection[str], prologue: list[ast.stmt]) -> str:
-    """The variant's source; the docstring stays first, and annotations of slots, which are of another type, go."""
+    """The variant's source. The docstring stays first; slots lose their annotations, since their type is another."""
     for parameter in tree.args.args:
         if parameter.arg in slots:
             parameter.annotation = None
@@ -233,19 +223,19 @@ def _text(tree: ast.FunctionDef, slots: Collection[str], prologue: list[ast.stmt
 
 
 def _rebuilt(fn: Any, text: str, language: str, slots: Collection[str]) -> Any:
-    """What ``triton.jit`` makes of a kernel with another text.
+    """The kernel with another text, as ``triton.jit`` makes it.
 
-    Defaults and annotations are the original's objects: what they were made from may be gone.
+    Defaults and annotations are the original's objects: the names in their source may be gone.
     """
     import triton
 
     original = fn.fn
-    # A key holds the constants that helpers use only where these have their keys already: this gives them theirs, so
-    # that the variant's is the same whether or not the original was compiled in this process.
+    # A key contains the constants that called functions use only if these functions have keys. This makes their keys,
+    # so that the variant's key does not depend on whether this process compiled the original.
     getattr(fn, "cache_key", None)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     path = f"<variant {digest} of {original.__name__}>"
-    # Where triton.jit finds the source; no time of change, so that nobody looks for a file.
+    # triton.jit finds the source here. Without a modification time, linecache does not look for a file.
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
     names = _names(original)
     names[language] = triton.language
@@ -254,14 +244,14 @@ def _rebuilt(fn: Any, text: str, language: str, slots: Collection[str]) -> Any:
     function = types.FunctionType(code, names, original.__name__, original.__defaults__)
     function.__annotations__ = {key: ty for key, ty in inspect.get_annotations(original).items() if key not in slots}
     function.__module__ = original.__module__
-    # Triton finds functions again by module and qualified name, and calls the kernel by what follows the last dot;
-    # Inductor's static launcher looks for a kernel of the function's name.
+    # Triton identifies functions by module and qualified name, and names the kernel by the part after the last dot.
+    # Inductor's static launcher looks for a kernel with the function's name.
     function.__qualname__ = f"{digest}.{original.__name__}"
     return triton.jit(function, **_jit_options(fn))
 
 
 def _jit_options(fn: Any) -> dict[str, Any]:
-    """What ``triton.jit`` was given, without the metadata of a launch: a function of the original's arguments."""
+    """The arguments of ``triton.jit``, without ``launch_metadata``, which is a function of the original's arguments."""
     if hasattr(fn, "kwargs"):
         given = dict(fn.kwargs)
     else:
