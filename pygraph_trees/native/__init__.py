@@ -11,4 +11,4 @@ import torch
 from .location import build_folder
 
 FOLDER = build_folder(torch.__version__)
-__path__.append(str(FOLDER))
+__path__.insert(0, str(FOLDER))

@@ -1,8 +1,8 @@
 /* A fast replay, from the call of a compiled graph to its return: pygraph_trees.native._fast_path.Entry.
 
    Entry(**arguments)(inputs) returns the outputs of a fast replay, which consumes the inputs, or None, and then the
-   inputs are unchanged. It does what the Python callable `by_hand` does, and calls that if anything is unusual: no way
-   is known, no recording of a way fits, or outputs of a step may have to be cloned. trees/fast_path.py makes it. */
+   inputs are unchanged. It does what the Python callable `by_hand` does, and calls that if anything is unusual: no
+   candidates are known, none of them fits, or outputs of a step may have to be cloned. trees/fast_path.py makes it. */
 
 #include "fast_path.h"
 
