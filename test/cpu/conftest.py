@@ -1,8 +1,11 @@
-"""Of the CPU lane: a garbage collection in a test walks what the test made, not all that was imported."""
+"""Of the CPU lane: a garbage collection in a test walks only what the test made, and no test starts a native build."""
 
 from __future__ import annotations
 
 import gc
+import os
+
+os.environ.setdefault("PYGRAPH_BUILD", "0")
 
 
 def pytest_collection_finish() -> None:
