@@ -2,8 +2,8 @@
 
 A :class:`Verification` copies a call's inputs before the function is recorded. :meth:`Verification.check` then runs the
 function un-graphed, replays the recording with inputs at other addresses, and compares outputs and mutated inputs bit
-by bit. It restores all memory and raises :class:`VerificationFailed` with the inputs at fault if they differ. A
-function that is not deterministic is not checked, which the log says.
+by bit. It restores the call's results, and raises :class:`VerificationFailed` with the inputs at fault if they differ.
+A function that is not deterministic is not checked, which the log says.
 """
 
 from __future__ import annotations
