@@ -1,1 +1,5 @@
-"""The drop-in: subclasses of upstream's tree manager and recording, and what hands functions to them."""
+"""The drop-in for torch's CUDA graph trees: subclasses of upstream's tree manager and recording.
+
+``entry_points`` passes functions to them, ``manager`` decides which recording a call replays, and ``recording`` makes
+and replays recordings. README.md has the design.
+"""

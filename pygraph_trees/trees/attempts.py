@@ -1,8 +1,8 @@
-"""The attempts to make one recording, each with fewer means: with a table, with addresses alone, on plain memory.
+"""Attempts to make one recording: first with a table, then with addresses only, then on ordinary memory.
 
-:class:`Attempts` chooses the inputs that are given by address, and keeps what another attempt needs: the inputs, and
-what failed so far. :meth:`Attempts.until_one_works` raises the failure of the last attempt: of the first one if its
-inputs cannot be kept. What was refused holds for the function's later recordings as well.
+:class:`Attempts` chooses the inputs that are given by address. It keeps the inputs and the earlier failures for the
+next attempt. :meth:`Attempts.until_one_works` raises the failure of the last attempt, which is the first one if its
+inputs cannot be kept. Inputs that were refused are also copied in later recordings of the function.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 
 
 class Attempts:
-    """The state of one recording that is being made."""
+    """The state of one recording while it is made."""
 
     __slots__ = ("_function", "_kept", "_left_table", "moving", "refused", "why_copied")
 
     def __init__(self, function: Any, inputs: list[Any]) -> None:
-        """``function``: upstream's record of it; ``inputs``: of the call that is recorded."""
+        """``function``: upstream's ``WrappedFunction``; ``inputs``: the inputs of the recorded call."""
         self._function = function
         self._kept: list[Any] = []  # the inputs, while another attempt may need them
-        self._left_table = False  # whether the last attempt failed with a table, and the next one has none
+        self._left_table = False  # whether the last attempt failed with a table; the next one has none
         model = function.model
         self.refused: dict[int, str] = dict(getattr(model, "refused", ()))  # inputs that get no address, and why
-        # Managed inputs that were found to move, which are live in this recording.
+        # Managed inputs whose addresses changed; they are live inputs of this recording.
         self.moving = {index: inputs[index] for index in getattr(model, "moving", ())}
         self.why_copied: dict[int, str] = {}
 
     def until_one_works(self, attempt: Callable[[], None], inputs: list[Any]) -> None:
-        """Makes attempts until one works or nothing is left to be tried; each has all ``inputs``."""
+        """Makes attempts until one works or nothing else can be tried; each attempt is given all ``inputs``."""
         is_tried_again = False
         while True:
             refused, self._left_table = dict(self.refused), False
@@ -53,13 +53,14 @@ class Attempts:
                 is_another = self._left_table or self.refused != refused
                 if not self._kept or isinstance(error, NotStaged) or not is_another:
                     if not is_tried_again:
-                        # It cannot be tried once more at this call, so the next ones go without placeholders.
+                        # This call cannot try again, so later calls record without placeholders.
                         getattr(self._function.model, "refused", {}).update(self.refused)
                     if isinstance(error, NotStaged):
                         inputs[:], self._kept = self._kept, []
                     raise
                 failure = error
-            # The model or the driver may not bear a table: once more, by address. Or placeholder addresses: on memory.
+            # The model or the driver may not support a table, then addresses are next; or it may not support
+            # placeholder addresses, then ordinary memory is next.
             forget_frames(failure)
             del failure
             inputs[:], self._kept = self._kept, []
@@ -79,16 +80,16 @@ class Attempts:
         *,
         may_be_kept: bool,
     ) -> LiveInputs | None:
-        """The inputs of this attempt that are given by address; None if there are none.
+        """Chooses the inputs that this attempt gives by address; None if no input is chosen.
 
         Args:
-            inputs: their places get the number 0.
-            copied: the indices of inputs that upstream would copy; those of the chosen ones are removed.
-            managed: the indices of managed inputs that move.
+            inputs: each chosen input is replaced by the number 0.
+            copied: the indices of the inputs that upstream would copy; the chosen ones are removed.
+            managed: the indices of managed inputs whose addresses change.
             may_be_kept: whether the inputs may be held while the function is recorded.
         """
         model, sizes = self._function.model, self._function.id  # a function of integers has an id for each value
-        # What is chosen has to be left again if it cannot be recorded, and then the inputs are needed once more.
+        # If a recording with a table fails, the next attempt needs the inputs again.
         may_choose = model.settings.indirection == "auto" and may_be_kept
         may_use = may_use_table(model, sizes) if may_choose else model.settings.indirection == "table"
         live, self.why_copied = choose(
@@ -116,24 +117,25 @@ class Attempts:
         return live
 
     def launched(self) -> None:
-        """The graph was launched and must not be launched twice, so there is no other attempt."""
+        """Ends the attempts: the graph was launched, and a second launch would repeat its effects."""
         self._kept = []
 
     def failed(self, live: LiveInputs, error: BaseException) -> None:
-        """Notes what the next attempt does without."""
+        """Notes after a failure which means the next attempt does not use."""
         model = self._function.model
         self._left_table = live.has_table and model.settings.indirection == "auto"
         if self._left_table and not isinstance(error, NotStaged):
             leave_table(model, self._function.id, error)
             return
         why = f"recording it at a placeholder address failed: {type(error).__name__}: {error}"
-        # Without them it is tried once more; torch does not record what lies on the CPU.
+        # The next attempt does not give these by address. Torch does not record inputs on the CPU, so after NotStaged
+        # only that input is refused.
         refused = [error.fields["index"]] if isinstance(error, NotStaged) else live.in_place
         self.refused |= dict.fromkeys(refused, why)
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Lets go of what was captured: memory of the pool that nobody accounts for."""
+    """Frees captured tensors that the error's frames hold: memory of the pool that no recording accounts for."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__

@@ -1,7 +1,8 @@
-"""The two marks around the code that gathers a compiled function's inputs, which Dynamo makes for the profiler.
+"""Replaces the two profiler marks that Dynamo puts around the code that gathers a compiled function's inputs.
 
-Each call of a compiled function makes them, also if nobody profiles. :func:`enter` and :func:`exit` give functions that
-take the place of upstream's and then do nothing. They are upstream's own where Dynamo wraps them no longer.
+Every call of a compiled function makes these marks, even if no profiler runs. :func:`enter` and :func:`exit` take
+upstream's function and return one that does nothing unless a profiler runs. If Dynamo no longer wraps the marks,
+upstream's function is returned.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def exit(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _uncompiled(upstream: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` such that Dynamo does not compile it."""
+    """Marks ``function`` so that Dynamo does not compile it; returns ``upstream`` if Dynamo does not wrap it."""
     if not are_call_marks_wrapped():
         return upstream
     function.__wrapped__ = upstream  # type: ignore[attr-defined]

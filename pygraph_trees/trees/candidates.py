@@ -1,9 +1,9 @@
 """The recordings that a call of a function may replay on the fast path, in upstream's order.
 
-:class:`Search` finds the :class:`Candidates` of a function after the recording that was replayed last, or at a root,
-and remembers them until its memory is cleared: whenever upstream is asked for anything but a fast replay.
-:meth:`Candidates.first_accepting` gives the first recording that takes a call's inputs. None always means that upstream
-has to be called.
+:class:`Search` finds the :class:`Candidates` of a function after the last replayed recording, or at a root. It
+remembers them until its memory is cleared, which happens whenever upstream's code runs instead of a fast replay.
+:meth:`Candidates.first_accepting` returns the first recording that takes a call's inputs. None always means that
+upstream must be called.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 _EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
 
-# Places remembered of a function; in a program that has more they are found again.
+# Places remembered for each function; after that many, all are forgotten and found again.
 _MOST_PLACES = 1024
-# Calls until a candidate_filter tells recordings apart: to make one takes longer than many calls without it.
+# Calls before a candidate_filter is made: making one takes longer than many calls without it.
 _ASKED_BEFORE = 8
 
 
 class Candidates:
-    """The recordings of one function at one place: after one recording, or where no path is open."""
+    """The recordings of one function at one place: after one recording, or at the roots."""
 
     __slots__ = (
         "_asked",
@@ -47,10 +47,10 @@ class Candidates:
     )
 
     def __init__(self, begins: bool | None, recordings: Sequence[Recording], mode: Any, compile_id: Any):
-        self.begins = begins  # whether a new step must begin here, or must not; None if either will do
+        self.begins = begins  # whether a new step must begin here; None if it may or may not
         self.recordings = recordings
         self.mode, self.compile_id = mode, compile_id
-        # For the part in C++: of the only recording, or of several, with a candidate_filter once there is one.
+        # For the part in C++.
         self.replays = tuple(recording.native for recording in recordings)
         self.replay = self.replays[0] if len(recordings) == 1 else None
         self.candidate_filter: Callable[[int, list[Any]], int] | None = None
@@ -58,12 +58,13 @@ class Candidates:
         self._asked = 0
 
     def first_accepting(self, inputs: list[Any]) -> Recording | None:
+        """The first recording that takes these inputs; its graph then holds their addresses."""
         if len(self.recordings) == 1:
             recording = self.recordings[0]
             return recording if recording.accepts(inputs) else None
         find = self.candidate_filter or self._finder()
         found = self._first_of_several(find, inputs)
-        if found is None and release_unneeded(self.recordings[0].cuda_graphs_pool):  # what was held, and ruled some out
+        if found is None and release_unneeded(self.recordings[0].cuda_graphs_pool):  # outputs now dead may let one fit
             found = self._first_of_several(find, inputs)
         return found
 
@@ -99,19 +100,19 @@ class Searched(Reclaimed, Protocol):
 
 
 class Search:
-    """The candidates of one manager's functions; the manager is given to each search and not kept."""
+    """The candidates of one manager's functions; each search is given the manager, which is not kept."""
 
     __slots__ = ("known",)
 
     def __init__(self) -> None:
-        # By function, and by the recording that was replayed before, None if no path is open. Candidates at the roots
-        # that are good after any recording, if a step begins, are also there by True.
+        # By function, then by the recording that was replayed before, or None if no path is open. Candidates at the
+        # roots that are valid after any recording when a step begins are also stored with the key True.
         self.known: dict[Any, dict[Any, Candidates]] = {}
 
     def find(self, manager: Searched, function_id: Any, begins: bool) -> Candidates | None:
-        """Looks where upstream looks for a function's recordings, which may end the open path.
+        """Searches for a function's recordings in the places where upstream does, which may end the open path.
 
-        None if upstream may do anything but replay a recording that has a fast path.
+        None if upstream might do anything except replay a recording that has a fast path.
         """
         if function_id not in manager.warmed_up_functions:
             return None
@@ -124,7 +125,7 @@ class Search:
         else:
             if manager.path_state is not _EXECUTION or not manager.is_graphed(function_id, node.id):
                 return None
-            # If what is alive is cloned, a new step never continues where the last one ended.
+            # If upstream clones live outputs, a new step never continues the last step's path.
             siblings = None if begins and manager.clones_outputs else node.children.get(function_id)
             if siblings:
                 wanted = False if manager.clones_outputs else None
@@ -139,7 +140,7 @@ class Search:
             siblings = manager.roots.get(function_id)
             if not siblings or not manager.is_graphed(function_id, None):
                 return None
-        # After one that only upstream can ask, upstream asks all.
+        # From the first recording without a fast path on, only upstream can check the inputs.
         fast = list(itertools.takewhile(lambda r: type(r) is Recording and r.has_fast_path, siblings))
         if not fast:
             return None
@@ -151,6 +152,6 @@ class Search:
             found = Candidates(wanted, fast, manager.id_to_mode[function_id], manager.id_to_compile_id[function_id])
             if wanted:
                 places[True] = found
-        if begins or not wanted:  # a path also ends if all of it is dead, which is asked each time
+        if begins or not wanted:  # otherwise the path ended because its outputs are dead, which each call checks
             places[node] = found
         return found

@@ -1,8 +1,8 @@
-"""The graph that a recording captures: one whose nodes can be read, what it holds so far, and what its launch touches.
+"""The graph that a recording captures: its creation, its nodes, and the tensors that its launch uses.
 
-:func:`kept_graph` makes the graph, which we instantiate. :func:`captured_nodes` counts nodes while the capture is under
-way and gives no counts if the driver cannot tell. :func:`surroundings` lists the tensors that a launch reads and writes
-beside the live inputs, for a rehearsal of graphs whose kernels may hide addresses.
+:func:`kept_graph` makes a graph that the package instantiates itself. :func:`captured_nodes` counts nodes during
+capture; the counts are empty if the driver cannot tell. :func:`surroundings` lists the tensors that a launch reads and
+writes besides the live inputs, for test launches of graphs whose kernels may hide addresses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REGISTERS_GENERATORS = compat.registers_generators()
 
 
 def kept_graph(inputs: list[Any]) -> Any:
-    """A graph whose nodes can be read after capture; it is instantiated by us."""
+    """A graph whose nodes can be read after capture; the caller must instantiate it."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     if _REGISTERS_GENERATORS:
         for value in inputs:
@@ -37,7 +37,7 @@ def kept_graph(inputs: list[Any]) -> Any:
 
 
 def captured_nodes() -> Counter[NodeKind]:
-    """What has been captured so far; nothing if the driver cannot tell."""
+    """The nodes captured so far, by kind; empty if the driver cannot tell."""
     api = driver()
     try:
         graph = None if api is None else api.capturing_graph(torch.cuda.current_stream().cuda_stream)
@@ -47,10 +47,10 @@ def captured_nodes() -> Counter[NodeKind]:
 
 
 def surroundings(node: Any, outputs: Sequence[Any], live: LiveInputs, copied: Collection[int]) -> Surroundings:
-    """What a launch reads and writes beside the live inputs, while the outputs of the capture are there.
+    """The tensors that a launch reads and writes besides the live inputs; the captured outputs must still exist.
 
     Args:
-        node: the recording, of which upstream's attributes are read.
+        node: the recording; only upstream's attributes are read.
         copied: the indices of the inputs that upstream copies.
     """
     mutated, own = set(node.wrapped_function.mutated_input_idxs), {item.index for item in live.items}
@@ -59,7 +59,7 @@ def surroundings(node: Any, outputs: Sequence[Any], live: LiveInputs, copied: Co
         found = (node.reconstructed_inputs[index] for index in sorted(indices - own))
         return [value for value in found if is_cuda(value) and _is_plain(value)]
 
-    # In the graph pool, where the graph may put something else as soon as it has read them.
+    # These are in the graph pool, where the graph may overwrite them as soon as it has read them.
     in_pool = {*node.cudagraph_managed_idxs, *copied}
     generators = [value for value in node.reconstructed_inputs if isinstance(value, torch.Generator)]
     return Surroundings(
@@ -75,5 +75,5 @@ def is_cuda(value: Any) -> bool:
 
 
 def _is_plain(value: torch.Tensor) -> bool:
-    """Whether its elements are what lies in memory."""
+    """Whether the tensor is strided and not empty."""
     return value.layout is torch.strided and value.numel() > 0

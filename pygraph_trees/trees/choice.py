@@ -1,12 +1,8 @@
-"""Where a function is chosen by measurement: who is called in its place until it is known, and behind that.
+"""Runs a function graphed or un-graphed as its trial decides, during and after the trial.
 
-Un-graphed, a function is run as Inductor runs a graph without CUDA graphs: inputs that its kernels take to be aligned
-and that are not are copied first, and copied back where they are written to.
-
-If a function does not have trees per thread, upstream looks for a thread's trees when the function is called for the
-first time, and not in later calls, which may come from threads that have none. A trial's first graphed call is a later
-one, and is made with the trees of the thread that called first (:class:`_Trees`). If that has none either, the function
-is not graphed, while upstream has an AssertionError for its first call.
+:func:`chooser` makes a function a member of its graph's trial, if the graph has one. Un-graphed, a function runs as
+Inductor runs graphs without CUDA graphs: misaligned inputs are copied first, and copied back if they are mutated. If
+torch has no trees for the calling thread, nor for the first one, the function is not graphed.
 """
 
 from __future__ import annotations
@@ -35,15 +31,15 @@ if TYPE_CHECKING:
 
     Run = Callable[[list[Any]], Any]
 
-_TREES = ("tree_manager_containers", "tree_manager_locks")  # of a thread, by device
+_TREES = ("tree_manager_containers", "tree_manager_locks")  # dictionaries of each thread, by device
 
 
 def chooser(
     static_input_idxs: Sequence[int], mutated: Collection[int], device: int
 ) -> Callable[[FunctionModel, Run], TrialMember | None]:
-    """What makes a function take part in its graph's trial, if there is one.
+    """Returns a function that makes a function take part in its graph's trial, if the graph has one.
 
-    After the trial the function holds its member weakly, because the member holds what graphs it.
+    After the trial the function refers to its member weakly, because the member holds the function's graphed version.
     """
 
     def choose(function: FunctionModel, graphed: Run) -> TrialMember | None:
@@ -89,7 +85,7 @@ def chooser(
                 return ungraphed(inputs)
             manager = trees.manager() if found.is_in_its_thread() else None
             if isinstance(manager, Manager):
-                manager.give_pool_back()  # somebody may have held what lay there
+                manager.give_pool_back()  # an output in the pool may have been held until now
             return found.sample(inputs)
 
         def began() -> None:
@@ -115,7 +111,7 @@ def chooser(
             sizes = handed_on(manager, function) if isinstance(manager, Manager) else []
             if function.settings.indirection == "off":
                 return Handed(copied=len(sizes), copied_bytes=sum(sizes))
-            return Handed(patched=len(sizes))  # in one kernel each, at least
+            return Handed(patched=len(sizes))  # each in at least one kernel
 
         def has_room() -> bool:
             manager = trees.manager()
@@ -132,9 +128,9 @@ def chooser(
 
 
 def handed_on(manager: Manager, model: FunctionModel) -> list[int]:
-    """What functions that are decided by themselves take of this one's outputs in the pool, in bytes each.
+    """The sizes in bytes of this function's outputs in the pool that functions of other trials take as inputs.
 
-    The newest recordings after the newest one of this function count.
+    Only the newest recordings after the newest recording of this function count.
     """
     own, todo = None, [manager.roots or {}]
     while todo:
@@ -147,7 +143,7 @@ def handed_on(manager: Manager, model: FunctionModel) -> list[int]:
         return []
     depth, taken = len(list(own._path_from_root)) - 1, []
     after = [found[-1] for found in own.children.values() if found]
-    for node in after:  # which grows
+    for node in after:  # the list grows meanwhile
         after += [found[-1] for found in node.children.values() if found]
         if getattr(node.wrapped_function.model, "trial", None) is model.trial:
             continue
@@ -160,7 +156,7 @@ def handed_on(manager: Manager, model: FunctionModel) -> list[int]:
 
 
 def _now_and_then(look: Run, run: Run) -> Run:
-    """``run``, but one call of many is a ``look``."""
+    """Calls ``run``, and ``look`` once every ``LOOK_EVERY`` calls."""
     left = function_module.LOOK_EVERY
 
     def call(inputs: list[Any]) -> Any:
@@ -179,7 +175,7 @@ class _Trees:
 
     def __init__(self, device: int) -> None:
         self._device = device
-        self._first: tuple[Any, ...] | None = None  # of the thread that called first
+        self._first: tuple[Any, ...] | None = None  # the trees of the first thread that called
         self._known: Callable[[], Any] | None = None  # a manager must not outlive its functions
 
     def remember(self) -> None:
@@ -188,7 +184,7 @@ class _Trees:
 
     @contextlib.contextmanager
     def at_hand(self) -> Iterator[bool]:
-        """Whether torch finds trees inside: those of this thread, or else those of the first one."""
+        """Inside, torch finds the trees of this thread, or those of the first one; gives whether either exists."""
         if PER_THREAD or _are_known():
             yield True
         elif self._first is None:
@@ -203,7 +199,7 @@ class _Trees:
                     delattr(cudagraph_trees.local, name)
 
     def manager(self, *, create: bool = False) -> Any:
-        """The manager that a call of this thread has to do with, if there is one."""
+        """The manager that a call from this thread uses; None if none exists and ``create`` is false."""
         if PER_THREAD:
             return cudagraph_trees.get_manager(self._device, create_if_none_exists=create)
         found = None if self._known is None else self._known()
@@ -215,15 +211,15 @@ class _Trees:
 
 
 def _are_known() -> bool:
-    """Whether torch has trees for this thread, and need not make them."""
+    """Whether torch has already made trees for this thread."""
     return all(hasattr(cudagraph_trees.local, name) or torch._C._is_key_in_tls(name) for name in _TREES)
 
 
 def _as_upstream_has_it(run: Run, mode: str, trees: _Trees) -> Run:
-    """``run`` with what upstream's manager is told of a forward or a backward that is not graphed.
+    """``run``, but upstream's manager is told of an un-graphed forward or backward.
 
-    A backward that cannot be graphed expects that its forward has made a manager, and a forward waits for its backward,
-    graphed or not: no step begins in between.
+    An un-graphed backward expects that its forward has made a manager. No step begins between a forward and its
+    backward, graphed or not.
     """
 
     def forward(inputs: list[Any]) -> Any:
@@ -243,7 +239,7 @@ def _as_upstream_has_it(run: Run, mode: str, trees: _Trees) -> Run:
 
 
 def _aligned(function: FunctionModel, static_input_idxs: Sequence[int], mutated: Collection[int]) -> Run:
-    """The compiled code; which inputs have to be aligned is asked at the first call, where there are real ones."""
+    """The compiled code with aligned inputs; the first call, with real inputs, decides which must be aligned."""
     from torch._inductor.compile_fx import get_input_idxs_to_check
     from torch._inductor.utils import align_inputs_from_check_idxs
     from torch.utils._ordered_set import OrderedSet

@@ -1,8 +1,8 @@
-"""Python's garbage collector, off for as long as a graph is captured or a function is warmed up.
+"""Turns Python's garbage collector off while a graph is captured or a function is warmed up.
 
-What the collector frees may run code of the program: a finalizer that launches kernels would have them captured, and
-memory that it allocates would come from the graph pool. :func:`paused` may be entered by several threads, and inside
-of itself; the collector goes on with the last one that leaves, if it was on when the first one came.
+The collector may run finalizers of the program. Kernels that a finalizer launches would be captured, and memory that it
+allocates would come from the graph pool. :func:`paused` may be nested and entered by several threads. When the last one
+leaves, the collector is turned on again if it was on when the first one entered.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _was_on = False
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """No garbage is collected inside, but where the program asks for it."""
+    """Inside, no garbage is collected unless the program calls the collector."""
     global _inside, _was_on
     with _lock:
         if _inside == 0:

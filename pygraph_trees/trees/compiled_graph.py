@@ -1,8 +1,9 @@
-"""What is done around a compiled graph: when it comes from a cache, when it is put to use, and when it is called.
+"""Wraps upstream's methods that load a compiled graph from a cache, put it to use, and call it.
 
-Each function takes a method of upstream's and returns the one that stands in its place: :func:`loading` for
-``wrap_post_compile`` of AOTAutograd's result, :func:`putting_to_use` for ``CompiledFxGraph.post_compile``,
-:func:`calling` for ``CompiledFxGraph.__call__``.
+Each function takes upstream's method and returns its replacement: :func:`loading` for ``wrap_post_compile`` of
+AOTAutograd's result, :func:`putting_to_use` for ``CompiledFxGraph.post_compile``, :func:`calling` for
+``CompiledFxGraph.__call__``. Each replacement calls the method of upstream; only a call that a fast replay answers does
+not.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from .saved_tensors import hooks_were_set, look_after
 
 
 def loading(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """Remembers AOTAutograd's metadata of a program from its cache while its graphs are put to use.
+    """Remembers AOTAutograd's metadata of a program loaded from its cache while the program's graphs are put to use.
 
-    A compilation leaves that in the tracing context. For a program from the cache, only the cache's entry has it, and
-    the context may tell of another part of the same program that was compiled.
+    A compilation leaves the metadata in the tracing context. For a program from the cache, only the cache entry has
+    it; the context may describe another part of the same program, which was compiled.
     """
 
     @functools.wraps(upstream)
@@ -43,7 +44,7 @@ def loading(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def putting_to_use(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """Decides whether a graph is graphed, reports it, and shortens the code around its only partition."""
+    """Decides whether CUDA graphs are used for a graph, reports it, and shortens the code around its only partition."""
 
     @functools.wraps(upstream)
     def post_compile(self: Any, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
@@ -62,8 +63,8 @@ def putting_to_use(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def calling(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes inputs as the graph was compiled for, and skips upstream's call if a fast replay gives the outputs."""
-    if tensors.extension is not None:  # the same in C++
+    """Gives inputs the layout that was compiled for, and skips upstream's call if a fast replay gives the outputs."""
+    if tensors.extension is not None:
         call: Callable[..., Any] = tensors.extension.Call(upstream, vars(profiler), vars(debug), look_after)
         return call
 
@@ -71,7 +72,7 @@ def calling(upstream: Callable[..., Any]) -> Callable[..., Any]:
     def __call__(self: Any, inputs: Any) -> Any:
         if hooks_were_set():
             look_after(self, inputs)
-        # Around a call upstream ends what compiling left open, and notes the call for the profiler and for debugging.
+        # Upstream's call also ends what compilation left open and serves the profiler and debugging.
         fast_call = getattr(self.current_callable, "fast_call", None)
         if fast_call is not None and not profiler._is_profiler_enabled and not debug.RECORD_GRAPH_EXECUTION:
             outputs = fast_call(inputs)

@@ -1,14 +1,8 @@
-"""Tree managers apart from those of the rest of the process.
+"""Tree managers that are separate from those of the rest of the process.
 
-Upstream keeps one manager a device in a thread-local dictionary of containers, so two ways of running a program share
-one, and each ends the other's path. :class:`Trees` holds containers of its own; inside :meth:`Trees.active` they are
-the current thread's, and those of the autograd threads that it starts. Functions stay with the manager that they were
-added to.
-
-What does not work, and why: putting another dictionary in place. Autograd threads find it through
-``torch._C._stash_obj_in_tls``, which takes a reference that it was not given, so the dictionary that is replaced
-there is freed while others still hold it, and a later garbage collection crashes. The dictionary stays; its contents
-are exchanged.
+Upstream keeps one manager per device in a thread-local dictionary of containers. Two ways of running a program would
+share it, and each would end the other's path. :class:`Trees` has its own containers. Inside :meth:`Trees.active`, the
+current thread and the autograd threads that it starts use them. A function stays with the manager that it was added to.
 """
 
 from __future__ import annotations
@@ -22,17 +16,17 @@ class Trees:
     """Containers for tree managers."""
 
     def __init__(self) -> None:
-        self._held: dict[int, Any] = {}  # by device index; while active, what was there before
+        self._held: dict[int, Any] = {}  # containers by device index; while active, the thread's earlier ones
         self._active = False
 
     def managers(self) -> list[Any]:
-        """The tree managers that exist, one a device."""
+        """The tree managers that exist, at most one per device."""
         containers = _containers() if self._active else self._held
         return [c.tree_manager for c in containers.values() if c.tree_manager is not None]
 
     @contextmanager
     def active(self) -> Iterator[Trees]:
-        """Puts these containers in the place of the current thread's; they are not for two threads at a time."""
+        """Replaces the current thread's containers by these; only one thread at a time may do so."""
         assert not self._active, "these trees are active already"
         current = _containers()
         self._exchange(current)
@@ -42,15 +36,16 @@ class Trees:
             self._exchange(current)
 
     def clear(self) -> None:
-        """Shuts the managers down and frees their graphs and pools; their functions cannot be called any more.
+        """Shuts the managers down and frees their graphs and pools; their functions must not be called afterwards.
 
-        Unlike upstream's reset it leaves the other managers of the process as they are.
+        Unlike upstream's reset, this does not change other managers of the process.
         """
         for manager in self.managers():
             manager.shutdown()
         (_containers() if self._active else self._held).clear()
 
     def _exchange(self, current: dict[int, Any]) -> None:
+        # The dictionary itself must stay: replacing it crashes a later garbage collection (README.md).
         before = dict(current)
         current.clear()
         current.update(self._held)

@@ -1,8 +1,9 @@
-"""What takes the place of the functions through which torch reaches its trees.
+"""Wraps the functions through which torch reaches its CUDA graph trees.
 
-Each takes upstream's function and returns the one that is called instead: :func:`cudagraphify` for what Inductor
-compiles, while it compiles; :func:`cudagraphify_impl` at a function's first call, and for ``backend="cudagraphs"``;
-:func:`reset_cudagraph_trees` when all recordings are given up. The trees themselves stay upstream's.
+Each function takes upstream's function and returns its replacement. Torch calls :func:`cudagraphify` while Inductor
+compiles, :func:`cudagraphify_impl` at a function's first call and for ``backend="cudagraphs"``, and
+:func:`reset_cudagraph_trees` when all recordings are dropped. A function that the settings keep un-graphed runs as
+compiled, and its log says why.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .saved_tensors import looked_after
 
 
 def cudagraphify(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """Takes the settings of each function: values given by ``mode=`` and ``options=`` hold while compiling."""
+    """Notes the settings of each function: values from ``mode=`` and ``options=`` are valid only while compiling."""
 
     @functools.wraps(upstream)
     def cudagraphify(model: Any, static_input_idxs: Any = (), *args: Any, **kwargs: Any) -> Any:
@@ -35,20 +36,19 @@ def cudagraphify(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps functions un-graphed if the settings say so, and tells upstream of no input on the CPU."""
+    """Keeps functions un-graphed if the settings say so, and hides inputs on the CPU from upstream."""
 
     @functools.wraps(upstream)
     def cudagraphify_impl(model: Any, inputs: list[Any], static_input_idxs: Any, *args: Any, **kwargs: Any) -> Any:
-        # Functions from Inductor were wrapped when they were compiled; the rest is from backend="cudagraphs".
+        # Functions from Inductor were wrapped when they were compiled; others are from backend="cudagraphs".
         function = FunctionModel.of(model, is_backward=kwargs["is_backward"], is_inference=kwargs["is_inference"])
         reason = why_not_graphed(function.settings)
         if reason is not None:
             function.log.not_graphed(reason)
             return _ungraphed(function, kwargs["device_index"])
         if function.settings.placement != "off":
-            # Inductor takes buffers for static, but a CPU input is staged at each call, whatever its address. And
-            # Inductor names for each partition all that the graph mutates, also CPU inputs that only code outside of
-            # the partition writes to.
+            # Inductor treats buffers as static, but a CPU input is staged at each call, whatever its address. For each
+            # partition, Inductor also names CPU inputs that only code outside of the partition mutates.
             static_input_idxs = [index for index in static_input_idxs if not _is_on_cpu(inputs[index])]
             mutated = kwargs.get("mutated_input_idxs", ())
             kwargs["mutated_input_idxs"] = tuple(index for index in mutated if not _is_on_cpu(inputs[index]))
@@ -57,14 +57,14 @@ def cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
             return run
         mutated = set(kwargs.get("mutated_input_idxs", ()))
         run = entered(function, _keeps_writes(run, static_input_idxs, mutated) if mutated else run)
-        # For a function from Inductor the call of its compiled graph looks after the inputs.
+        # Functions from Inductor do not need this: the call of their compiled graph conforms the inputs.
         return run if function is model else looked_after(run, is_backward=kwargs["is_backward"])
 
     return cudagraphify_impl
 
 
 def reset_cudagraph_trees(upstream: Callable[[], None]) -> Callable[[], None]:
-    """Also gives back the memory of managers that went with their functions and were not shut down."""
+    """Also gives back the memory of managers that were freed with their functions instead of being shut down."""
 
     @functools.wraps(upstream)
     def reset_cudagraph_trees() -> None:
@@ -75,10 +75,10 @@ def reset_cudagraph_trees(upstream: Callable[[], None]) -> Callable[[], None]:
 
 
 def _keeps_writes(run: Any, static_input_idxs: Any, mutated: set[int]) -> Callable[[list[Any]], Any]:
-    """``run`` with misaligned mutated inputs copied back: upstream clones them and loses what is written.
+    """``run``, but misaligned mutated inputs are copied back: upstream clones them and loses the writes.
 
-    Which inputs have to be aligned is asked at the first call with the same integers, as upstream does: before it there
-    may be no real ones.
+    As upstream does, the first call with the same integers decides which inputs must be aligned: before that call,
+    inputs may not be real.
     """
     from torch._inductor.compile_fx import get_input_idxs_to_check
     from torch._inductor.utils import align_inputs_from_check_idxs
@@ -102,7 +102,7 @@ def _is_on_cpu(value: Any) -> bool:
 
 
 def _ungraphed(function: Any, device_index: int) -> Callable[[list[Any]], Any]:
-    # The backend expects the forward to have made a manager when its backward cannot be graphed.
+    # If a backward cannot be graphed, the backend expects that its forward has made a manager.
     cudagraph_trees.get_manager(device_index)
 
     def run(inputs: list[Any]) -> Any:

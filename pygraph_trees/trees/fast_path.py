@@ -1,22 +1,9 @@
-"""A fast replay in C++, from the call of a compiled graph to its return, where that part was built.
+"""The fast path in C++, from the call of a compiled graph to its return, if the native part was built.
 
-The Python code does the same and is what is run elsewhere: ``fast_call`` of a function or of the code around its only
-partition, ``Manager.replay_fast``, ``Recording.accepts`` and ``Recording.replay``. :func:`entry` puts one callable
-in C++ in its place, which looks at the state of the manager itself and asks the recording's :func:`replay` about its
-inputs; wherever anything is not as usual it calls the Python code, before anything is done.
-
-On an H200's host, launches apart, in µs for the same inputs, with single questions in C++ and the rest in Python, and
-with all of it in C++ (another run on another host; upstream's beside each): an MLP 5.9 (47) and 2.0 (41), BERT at
-batch 1 13.6 (94) and 6.5 (78), DLRM 10.4 (280) and 4.6 (195), a training step of BERT 199 (2120) and 80 (1772). On one
-machine without a GPU (torch 2.11), a step of 527 inputs and 521 outputs: 18 and 12 where it is in the caches, 147 and
-91 where other work has filled them. On another, a step of 624 inputs and 521 outputs in C++, 150 of them gradients that
-are views, in and out of the caches: 64 to 133 and 262 to 331 where these are other tensors at each call, 46 to 65 and
-178 to 211 where they are the recording's own (``native/gradients.cpp``); and 87 to 107 and 342 to 395 with other
-tensors before both ends of what is read were loaded ahead. On a third machine, a forward and a backward of 625 inputs,
-522 outputs and 200 edges, the caches emptied before both and partly at each launch: 53 to 61, 48 to 54 since what is
-read of the edges' parameters is loaded ahead, and 44 to 50 in a commit that gave views once for all calls and asked
-nobody. New addresses for 28 inputs of 30 kernels, over a driver that does nothing, in Python and in C++
-(``native/patch.cpp``): 6.2 and 2.6, both with Python's call of it.
+:func:`entry` returns a C++ callable that does the same as ``fast_call``, ``Manager.replay_fast``, ``Recording.accepts``
+and ``Recording.replay``. It reads the manager's state itself and asks the recording's :func:`replay` about the inputs.
+In any unusual case it calls the Python code before it has changed anything. Without the native part, :func:`entry`
+returns the Python callable.
 """
 
 from __future__ import annotations
@@ -46,7 +33,7 @@ MAY_CLONE = clones_live_outputs()
 
 
 class Replayed(Protocol):
-    """What a fast replay is made of: a recording."""
+    """The attributes of a recording that a fast replay uses."""
 
     log: RecordingLog
     graph: Any
@@ -71,19 +58,20 @@ def entry(
     views: Sequence[View] = (),
     own: Sequence[int] = (),
 ) -> FastCall:
-    """Does what ``by_hand`` does for a list of inputs: the outputs of a fast replay, or None.
+    """Returns ``by_hand`` in C++: it takes a list of inputs and gives the outputs of a fast replay, or None.
 
     Args:
-        function: the :class:`~.function.FunctionModel` whose replay it is.
-        runner: of the code around the function, the list of partitions, and the partition that has to be its only one.
-        order: of the inputs, the number of each that the function is given.
+        by_hand: the Python callable, which is called in unusual cases.
+        function: the :class:`~.function.FunctionModel` that is replayed.
+        runner: the list of partitions of the code around the function, and the partition that must be its only one.
+        order: the number of the input that each argument of the function is.
         kept: the numbers of inputs that are returned.
-        picks: what is returned, by number, of the outputs, the kept inputs, the views and the constants one behind
-            another; all outputs as a list where that is None.
-        constants: that are returned.
-        views: of outputs and kept inputs, by number: what Inductor's ``reinterpret_tensor`` takes.
-        own: the numbers of views, each of a gradient that is seen so already, and that is returned itself where nobody
-            sees it (``native/gradients.cpp``).
+        picks: the numbers of the returned values in one row of the outputs, the kept inputs, the views and the
+            constants; if None, all outputs are returned as a list.
+        constants: the returned constants.
+        views: the arguments of Inductor's ``reinterpret_tensor``, with the number of an output or a kept input.
+        own: the numbers of views of gradients that already have that layout. If only autograd uses such a gradient, it
+            is returned itself (``native/gradients.cpp``).
     """
     if tensors.extension is None:
         return by_hand
@@ -108,16 +96,16 @@ def entry(
 
 
 def new_turn() -> Any:
-    """What tells whose turn it is among calls: ``acquire(blocking=False)``, ``release`` and ``locked`` as a lock's."""
+    """A lock that at most one call holds, with ``acquire(blocking=False)``, ``release`` and ``locked``."""
     return threading.Lock() if tensors.extension is None else tensors.extension.Turn()
 
 
 def replay(recording: Replayed, managed: Sequence[int], others: Sequence[Any]) -> Any:
-    """A recording with a fast path's part, where it copies no input at each replay; None without the part in C++.
+    """The C++ part of a recording that has a fast path and copies no input; None without the native part.
 
     Args:
-        managed: the inputs that are let go of.
-        others: by output, what is not cached (see :func:`pygraph_trees.native.tensors.once_more`).
+        managed: the indices of the inputs that are released.
+        others: by output, the value that is not cached (see :func:`pygraph_trees.native.tensors.once_more`).
     """
     if tensors.extension is None or recording.graph is None:
         return None
@@ -139,7 +127,7 @@ def replay(recording: Replayed, managed: Sequence[int], others: Sequence[Any]) -
 
 
 def _returned(live: LiveInputs | None) -> bytes | None:
-    """Inputs that are outputs as they are, and the numbers of both; None where an output is a view of one."""
+    """The numbers of inputs that are returned unchanged, each with its output's; None if an output is a view of one."""
     outputs = {} if live is None else live.outputs
     if any(view is not None for _, view in outputs.values()):
         return None

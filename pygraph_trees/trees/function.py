@@ -1,9 +1,8 @@
-"""A function on its way from Inductor to the tree manager.
+"""The compiled code of a function, with its settings and log, between Inductor and the tree manager.
 
-:class:`FunctionModel` stands for the compiled code that Inductor hands to ``cudagraphify``. It carries the function's
-:class:`~pygraph_trees.settings.Settings` and its log through upstream's code, which calls it to warm up, to record
-and to run un-graphed, and keeps it in ``WrappedFunction.model``. It also knows the manager that replays the function
-on the fast path, if one does.
+:class:`FunctionModel` replaces the compiled code that Inductor passes to ``cudagraphify``. Upstream keeps it in
+``WrappedFunction.model`` and calls it to warm up, to record and to run un-graphed. It also knows the manager that
+replays the function on the fast path. :func:`entered` tries that replay first and otherwise calls upstream's code.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 PER_THREAD = has_trees_per_thread()
 
-# Calls from one that is looked at to the next, where functions are chosen by measurement.
+# If functions are chosen by measurement, one call in so many is sampled.
 LOOK_EVERY = 4096
 
 
@@ -42,7 +41,7 @@ def _nobody() -> None:
 
 
 class FastReplays(Protocol):
-    """A manager that replays functions fast."""
+    """A manager that replays functions on the fast path."""
 
     def replay_fast(self, inputs: list[Any], function_id: Any) -> Any: ...
 
@@ -56,7 +55,7 @@ _loaded = _Loaded()
 
 @contextlib.contextmanager
 def loaded_with(meta: Any) -> Iterator[None]:
-    """Puts a program to use, in this thread, that was compiled earlier; ``meta`` is AOTAutograd's of its forward."""
+    """Inside, this thread puts a program from a cache to use; ``meta`` is AOTAutograd's metadata of its forward."""
     before, _loaded.meta = _loaded.meta, meta
     try:
         yield
@@ -65,10 +64,11 @@ def loaded_with(meta: Any) -> Iterator[None]:
 
 
 def _first_inside(*, is_backward: bool, is_inference: bool) -> int | None:
-    """Which output of a graph that is put to use is the first that a recording has as it is returned; None for none.
+    """The first output that a recording may hold in the layout that is returned; None if no output may be.
 
-    Of a forward those that autograd alone holds; of a backward all, where C++ says who sees them. None where what
-    AOTAutograd knows is not known here, or puts tensors into others of the program's classes.
+    For a forward, these are the outputs that only autograd holds. For a backward, these are all outputs, if C++ can
+    tell whether only autograd uses them. None if AOTAutograd's metadata is not known, or if it wraps tensors in
+    subclasses of the program.
     """
     if is_inference or (is_backward and tensors.extension is None):
         return None
@@ -84,7 +84,7 @@ def _first_inside(*, is_backward: bool, is_inference: bool) -> int | None:
 
 
 class _Counting:
-    """Who may replay a function, but for one call of many, which is looked at."""
+    """Gives the manager that may replay a function; one call in ``LOOK_EVERY`` gets None and is sampled instead."""
 
     __slots__ = ("_function", "_left")
 
@@ -109,7 +109,7 @@ class _Counting:
 class FunctionModel:
     """The compiled code of one function, with its settings and its log."""
 
-    # Slots for what is looked at in each call.
+    # Slots for attributes that each call reads.
     __slots__ = ("__dict__", "__weakref__", "function_id", "instead", "manager", "thread", "was_asked")
 
     def __init__(self, model: Callable[[list[Any]], Any], settings: Settings, log: FunctionLog) -> None:
@@ -117,24 +117,24 @@ class FunctionModel:
         self.settings = settings
         self.log = log
         self.refused: dict[int, str] = {}  # inputs that are copied in every later recording, and why
-        self.moving: set[int] = set()  # managed inputs that were found to move: live ones in every later recording
-        # Who may replay it without a look at what else could be recorded; a manager must not outlive its functions.
+        self.moving: set[int] = set()  # managed inputs whose addresses changed: live ones in every later recording
+        # The manager that may replay it now, by a weak reference: a manager must not outlive its functions.
         self.manager: Callable[[], FastReplays | None] = _nobody
         self.function_id: Any = None
-        self.thread: int | None = None  # in which it may be, where each has its own
-        self.first_inside: int | None = None  # the first output that a recording may have as it is returned
-        self.fast_path_in: Callable[[], FastReplays | None] = _nobody  # the same, while who replays it is kept back
+        self.thread: int | None = None  # the only thread that may replay it, if each thread has its own trees
+        self.first_inside: int | None = None  # the first output that a recording may hold as it is returned
+        self.fast_path_in: Callable[[], FastReplays | None] = _nobody  # the manager, also if it may not replay now
         self._counting = _Counting(self)
-        self.instead: Callable[[list[Any]], Any] | None = None  # called in its place, by who enters it
-        self.trial: Trial | None = None  # which says so
-        self.looked_at: Callable[[list[Any]], Any] | None = None  # called so, a graphed call of many
-        self.as_returned: Callable[[Sequence[Any]], Any] | None = None  # makes the outputs of what the model gives
+        self.instead: Callable[[list[Any]], Any] | None = None  # called instead of the function
+        self.trial: Trial | None = None  # sets ``instead``
+        self.looked_at: Callable[[list[Any]], Any] | None = None  # becomes ``instead`` for one graphed call of many
+        self.as_returned: Callable[[Sequence[Any]], Any] | None = None  # makes outputs from the model's outputs
         self.is_entered = False  # by :func:`entered`
-        self.was_asked = False  # for a fast replay, in vain, by who calls it next
+        self.was_asked = False  # whether this call's caller has tried a fast replay without success
         self._added = 0
         self._of_integers = False
         self._may_replay = False
-        # What stands for it with some values of its integers, and replays it so: see :meth:`add_values`.
+        # By values of its integers, the function with these values and its fast replay: see :meth:`add_values`.
         self._integers: tuple[int, ...] = ()
         self._by_values: dict[tuple[int, ...], tuple[FunctionModel, Callable[[list[Any]], Any]]] = {}
         self._by_number: dict[Any, FunctionModel] = {}
@@ -146,12 +146,12 @@ class FunctionModel:
         return self.ungraphed(inputs)
 
     def ungraphed(self, inputs: list[Any]) -> Any:
-        """The outputs, as the compiled code gives them; no run is counted."""
+        """Runs the compiled code and returns its outputs; no run is counted."""
         outputs = self.model(inputs)
         return outputs if self.as_returned is None else self.as_returned(outputs)
 
     def add(self, *, of_integers: bool) -> None:
-        """It was added to a manager: once, but for a function of integers, which is once for each value of theirs."""
+        """Notes that it was added to a manager: once, or once for each set of values if it takes integers."""
         self._added += 1
         self._of_integers |= of_integers
         self.fast_path_in = _nobody
@@ -159,13 +159,13 @@ class FunctionModel:
 
     @property
     def is_added(self) -> bool:
-        """Whether a manager has it."""
+        """Whether it was added to a manager."""
         return self._added > 0
 
     def add_values(self, function_id: Any, integers: Mapping[int, int]) -> None:
-        """It was added with these values of its integers, by the index of each among the inputs.
+        """Notes that it was added with these values of its integers, by the index of each among the inputs.
 
-        With them it is a function of its own, which a manager knows by ``function_id``.
+        The manager treats it as a separate function for each set of values, with its own ``function_id``.
         """
         self._integers = tuple(integers)
         values = tuple(integers.values())
@@ -175,7 +175,7 @@ class FunctionModel:
         self._by_values[values] = own, entry(own.fast_call, own)
 
     def has_fast_path_in(self, manager: FastReplays, function_id: Any) -> None:
-        """It begins a step there, and replays what it replayed the last time."""
+        """Notes that ``manager`` may replay it on the fast path."""
         if self._of_integers:
             own = self._by_number.get(function_id)
             if own is not None:
@@ -187,28 +187,28 @@ class FunctionModel:
                 self.may_replay(may=True)
 
     def fast_call(self, inputs: list[Any]) -> Any:
-        """The outputs of a fast replay, for which the inputs are consumed; None where there is none."""
+        """The outputs of a fast replay, which consumes the inputs; None if no fast replay is possible."""
         if self._of_integers:
             return self._fast_call_with_values(inputs)
         manager = self.manager() if self.thread is None or self.thread == tensors.thread_id() else None
         return None if manager is None else manager.replay_fast(inputs, self.function_id)
 
     def _fast_call_with_values(self, inputs: list[Any]) -> Any:
-        self.manager()  # nobody; but calls are counted there
+        self.manager()  # only counts calls
         found = self._by_values.get(tuple([inputs[i] for i in self._integers])) if self._may_replay else None
         return None if found is None else found[1](inputs)
 
     def may_replay(self, *, may: bool) -> None:
-        """Whether it may be replayed without a look at what else could be done."""
+        """Sets whether it may be replayed on the fast path."""
         by_whom = self.fast_path_in if self.looked_at is None else self._counting
         self.manager = by_whom if may else _nobody
         self._may_replay = may
 
     @staticmethod
     def of(model: Callable[[list[Any]], Any], *, is_backward: bool, is_inference: bool) -> FunctionModel:
-        """Wraps what is handed to ``cudagraphify`` at compile time, as part of the graph being compiled.
+        """Wraps the model that ``cudagraphify`` is given at compile time, as part of the graph being compiled.
 
-        A model that is wrapped already comes back as it is.
+        A model that is already wrapped is returned unchanged.
         """
         if isinstance(model, FunctionModel):
             return model
@@ -236,13 +236,13 @@ def entered(
     run: Callable[[list[Any]], Any],
     choose: Callable[[FunctionModel, Callable[[list[Any]], Any]], object] | None = None,
 ) -> Callable[[list[Any]], Any]:
-    """``run``, but past it and all that it calls where a fast replay will do.
+    """``run``, but a fast replay is tried first.
 
-    A function is entered in one place, the outermost. What comes back says of which ``function`` it is.
+    A function is entered in one place only, the outermost. The returned callable has the attribute ``function``.
 
     Args:
-        choose: given the function and what graphs it; may set what is called :attr:`~FunctionModel.instead`. What it
-            returns lives as long as what comes back.
+        choose: is given the function and its graphed version, and may set :attr:`~FunctionModel.instead`. Its result
+            lives as long as the returned callable.
     """
     if function.is_entered or function.settings.indirection == "off":
         return run
@@ -258,7 +258,7 @@ def entered(
                 function.may_replay(may=False)
         return run(inputs) if outputs is None else outputs
 
-    # Held by what is handed to torch alone: it holds what is graphed, and while that lives torch holds the function.
+    # Only the returned callable may hold it: it holds the graphed version, which keeps the function alive in torch.
     kept = None if choose is None else choose(function, graphed)
 
     def call(inputs: list[Any]) -> Any:

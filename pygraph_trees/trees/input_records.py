@@ -1,8 +1,8 @@
-"""What the report says of a recording's inputs: kind, device, bytes, route, and why an input is copied.
+"""Describes a recording's inputs for the report: kind, device, bytes, route, and why an input is copied.
 
-:func:`describe` reads a recording that was just made. It yields the fields of one
-:class:`~pygraph_trees.report.records.InputRecord` for each input, in the order of the function's inputs, tensors or
-not. Bytes that each replay copies are counted without what dimensions of stride 0 repeat.
+:func:`describe` reads a recording that was just made. For each input, tensor or not, it yields the fields of one
+:class:`~pygraph_trees.report.records.InputRecord`, in the order of the function's inputs. In the bytes that each replay
+copies, elements that a dimension of stride 0 repeats count once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 def describe(
     node: Any, live: LiveInputs | None, copied: Collection[int], why_copied: Mapping[int, str]
 ) -> Iterator[tuple[Any, ...]]:
-    """The fields of an input's record, for each input.
+    """Yields the fields of each input's record.
 
     Args:
-        node: the recording, of which upstream's attributes are read.
-        live: its live inputs with addresses.
-        copied: the indices of the inputs that upstream copies, and ``why_copied``, by index.
+        node: the recording; only upstream's attributes are read.
+        live: the live inputs that are given by address.
+        copied: the indices of the inputs that upstream copies.
+        why_copied: the reasons, by index.
     """
     placeholders, mutated = node.wrapped_function.placeholders, set(node.wrapped_function.mutated_input_idxs)
     static, managed = set(node.static_input_idxs), set(node.cudagraph_managed_idxs)

@@ -1,8 +1,8 @@
-"""Which calls may be recorded with the inputs that they bring, and which of these inputs are live.
+"""Which calls may be recorded with their inputs, and which of these inputs are live.
 
-:class:`Given` holds one call's inputs and the facts that the rules need. Upstream does not graph a function that writes
-to a live input, and records again if a static input moves; with addresses neither is necessary. A function is not
-recorded if what it writes would be lost, or if an input on the CPU cannot be staged.
+:class:`Given` holds one call's inputs and the facts that the rules need. Upstream does not graph a function that
+mutates a live input, and records again if a static input moves; with inputs given by address, neither is necessary. A
+function is not recorded if its writes would be lost, or if an input on the CPU cannot be staged.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ def uses_addresses(model: Any) -> bool:
     return (
         isinstance(model, FunctionModel)
         and model.settings.indirection != "off"
-        and cudagraph_trees.CUDAGraphNode is Recording  # the patches may be off by now
+        and cudagraph_trees.CUDAGraphNode is Recording  # the patches may have been removed
         and usable_driver() is not None
     )
 
 
 def knows_its_writes(model: FunctionModel) -> bool:
-    """Whether all that a function writes to is known from its graph."""
+    """Whether the function's graph shows all tensors that the function mutates."""
     return model.log.graph is not None and not model.log.graph.rebinds_storage
 
 
 def why_not_staged(model: Any, inputs: list[Any]) -> str | None:
-    """Why an input on the CPU, which torch does not record, cannot be staged either; None if all can."""
+    """Why an input on the CPU cannot be staged; None if all can. Torch itself does not record inputs on the CPU."""
     if not isinstance(model, FunctionModel) or model.settings.placement == "off":
         return None
     on_cpu = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.is_cpu]
@@ -66,21 +66,20 @@ def why_not_staged(model: Any, inputs: list[Any]) -> str | None:
 class Given:
     """The inputs of one call of a function, before it is recorded."""
 
-    function: Any  # upstream's record of it
+    function: Any  # upstream's WrappedFunction
     inputs: list[Any]
     device: int
     pool: PoolRanges
     is_managed: Callable[[torch.Tensor], bool]  # whether a tensor is an output of a recording on the open path
 
     def why_not_recorded(self) -> str | None:
-        """Why the function runs un-graphed in this call; None if it may be recorded."""
+        """Why the function must run un-graphed in this call; None if it may be recorded."""
         return _LOSES_WRITES if self.would_lose_writes() else why_not_staged(self.function.model, self.inputs)
 
     def would_lose_writes(self) -> bool:
-        """Whether an input that is written to, and neither static nor managed, cannot be recorded at a placeholder
-        address.
+        """Whether a mutated input that is neither static nor managed cannot be recorded at a placeholder address.
 
-        A graph else writes to the tensor of each call, or to a copy that is copied back.
+        At such an address, a graph writes to the tensor of each call, or to a copy that is copied back.
         """
         with_addresses = uses_addresses(self.function.model)
         return any(
@@ -90,7 +89,7 @@ class Given:
         )
 
     def is_written_in_place(self, index: int) -> bool:
-        """Whether a graph can be recorded that keeps what it writes to a live input."""
+        """Whether a recorded graph's writes to a live input are kept."""
         if not knows_its_writes(self.function.model):
             return False
         value = self.inputs[index]
@@ -104,7 +103,7 @@ class Given:
     def saved(self, node: Any) -> list[int]:
         """Static inputs of a backward that are live inputs of its forward, whose recording is on the path to ``node``.
 
-        Upstream's forward saves a copy of its own, which stays where it is.
+        They move from call to call. Upstream's forward instead saves its own copy, whose address does not change.
         """
         on_path: list[LiveInputs] = []
         while isinstance(node, cudagraph_trees.CUDAGraphNode):
@@ -121,7 +120,7 @@ class Given:
         ]
 
     def moved_static(self, recorded: Any) -> list[int]:
-        """Static inputs that are not where a recording has them."""
+        """Static inputs whose addresses differ from the recorded ones."""
         return [
             index
             for index in recorded.static_input_idxs
@@ -131,7 +130,7 @@ class Given:
         ]
 
     def moved_managed(self, recorded: Any) -> set[int]:
-        """Managed inputs that are not where a recording has them, unless upstream follows them."""
+        """Managed inputs whose addresses differ from the recorded ones; none if upstream handles this itself."""
         if follows_moved_outputs(recorded):
             return set()
         return {
@@ -143,7 +142,7 @@ class Given:
         }
 
     def without_static(self, indices: Iterable[int]) -> Any:
-        """The function with these inputs live, but for those that are written to and could not be written in place."""
+        """The function with these inputs live, except mutated ones that cannot be written in place."""
         live = {
             index
             for index in indices

@@ -1,9 +1,9 @@
-"""Who holds the outputs of recordings, which lie in a graph pool.
+"""Liveness checks of recorded outputs, which are in a graph pool.
 
-:func:`register` counts a recording among those of its pool once it has outputs, and makes upstream's references see
-what C++ holds. An output that its recording alone holds may still keep others alive, through the graph of a backward
-that never came: :func:`release_unneeded` detaches all such outputs of a pool. :func:`deaths` prepares the question
-whether some outputs on a path are dead.
+:func:`register` adds a recording with outputs to those of its pool, and lets upstream's references notice outputs that
+C++ holds. An output that only its recording holds may keep others alive through the graph of a backward that never ran;
+:func:`release_unneeded` detaches all such outputs of a pool. :func:`deaths` prepares the check whether given outputs on
+a path are dead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class HoldsOutputs(Protocol):
-    """A recording, as far as its outputs go."""
+    """The attributes of a recording that concern its outputs."""
 
     cached_tensor_outputs: Any
     outputs_weakrefs: Any
@@ -34,21 +34,21 @@ class HoldsOutputs(Protocol):
     def _path_from_root(self) -> Iterator[Any]: ...
 
 
-# The recordings that have outputs, by their graph pool: those of one manager, which one thread calls at a time.
+# The recordings that have outputs, by graph pool. One manager uses a pool, and one thread at a time calls it.
 _by_pool: weakref.WeakValueDictionary[Any, weakref.WeakSet[HoldsOutputs]] = weakref.WeakValueDictionary()
 
 
 def register(recording: HoldsOutputs) -> object:
-    """Counts a recording among those of its pool, as long as it holds what is returned.
+    """Adds a recording to those of its pool, as long as it holds the returned object.
 
-    Upstream's references to its cached outputs take an output for dead that autograd alone holds, before torch 2.15;
-    they see it from now on.
+    Before torch 2.15, upstream's references to cached outputs regard an output as dead if only autograd holds it. From
+    now on they regard it as alive.
     """
     held = _by_pool.setdefault(recording.cuda_graphs_pool, weakref.WeakSet())
     held.add(recording)
     if compat.sees_what_autograd_holds(recording):
         return held
-    # Upstream would write over what a backward is to read.
+    # Upstream would overwrite outputs that a backward reads later.
     reference = weakref.ref(recording)
     for number in range(len(recording.cached_tensor_outputs)):
         if recording.cached_tensor_outputs[number] is not None:
@@ -58,9 +58,9 @@ def register(recording: HoldsOutputs) -> object:
 
 
 def release_unneeded(pool: Any) -> bool:
-    """Outputs that nobody holds let go of autograd's graphs, as in torch 2.15; whether any did.
+    """Detaches outputs that only their recordings hold from autograd's graphs, as torch 2.15 does; tells if any was.
 
-    Such a graph may be what holds others: what was saved for it, and what was saved before, of any recording.
+    Such a graph may hold other outputs, of any recording: tensors saved for it, and tensors saved before.
     """
     found, recordings = False, list(_by_pool.get(pool, ()))
     for _ in range(1 + sum(len(recording.cached_tensor_outputs) for recording in recordings)):
@@ -71,14 +71,14 @@ def release_unneeded(pool: Any) -> bool:
 
 
 def deaths(recording: HoldsOutputs, indices: list[tuple[int, int]]) -> Deaths | None:
-    """Asks for outputs on the path to a recording, by depth and number; None if there are none."""
+    """The check whether outputs on the path to a recording are dead, by depth and number; None without outputs."""
     path = list(recording._path_from_root) if indices else []
     places = [(path[d].cached_tensor_outputs, recording.path_weakrefs[d], number) for d, number in indices]
     return Deaths(places, functools.partial(release_unneeded, recording.cuda_graphs_pool)) if places else None
 
 
 def _is_released(recording: Callable[[], Any], number: int, check: Callable[[], bool]) -> bool:
-    """Whether a cached output is held by its recording alone: not in C++, and else as upstream's ``check`` has it."""
+    """Whether only its recording holds a cached output: C++ does not, and upstream's ``check`` says so too."""
     node = recording()
     return (node is None or node.cached_tensor_outputs[number]._use_count() == 1) and check()
 
@@ -86,7 +86,7 @@ def _is_released(recording: Callable[[], Any], number: int, check: Callable[[], 
 def _release_autograd(recording: HoldsOutputs) -> bool:
     outputs, found = recording.cached_tensor_outputs, False
     for i in range(len(outputs)):
-        # Without a name for the output: references are counted, the list's and the argument's.
+        # The output must have no name here: only the references of the list and of the argument may count.
         if (
             outputs[i] is not None
             and outputs[i].grad_fn is not None
@@ -94,7 +94,7 @@ def _release_autograd(recording: HoldsOutputs) -> bool:
             and sys.getrefcount(outputs[i]) == 2
             and not outputs[i]._is_view()
         ):
-            with torch.inference_mode(False):  # where nothing is detached
+            with torch.inference_mode(False):  # inference mode does not detach
                 outputs[i].detach_()
             found = True
     return found

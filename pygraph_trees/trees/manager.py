@@ -1,10 +1,9 @@
-"""Upstream's tree manager, with a log of what it records and why, and with inputs that are given by address.
+"""A tree manager that gives inputs by address and logs each recording with its reason.
 
-:class:`Manager` subclasses the installed ``CUDAGraphTreeManager`` and stands in its place. It decides as upstream does,
-except for functions that write to live inputs and for static inputs that move (:mod:`.input_rules`). A fast replay
-bypasses upstream's code, which would change nothing (:mod:`.candidates`). Recordings and memory that are no longer
-needed are given back (:mod:`.reclaiming`). Functions that were added before the patches have no log and are served all
-the same.
+:class:`Manager` subclasses the installed ``CUDAGraphTreeManager`` and replaces it. It decides as upstream does, except
+for functions that mutate live inputs and for static inputs that move (:mod:`.input_rules`). A fast replay skips
+upstream's code if that would do the same (:mod:`.candidates`). Recordings and memory that are no longer needed are
+given back (:mod:`.reclaiming`). Functions that were added before the patches work too, but have no log.
 """
 
 from __future__ import annotations
@@ -48,30 +47,30 @@ _FORWARD, _BACKWARD = cudagraph_trees.CompilationMode.FORWARD, cudagraph_trees.C
 
 
 class _FunctionID(cudagraph_trees.FunctionID):
-    """Each is made once and handed around, so it is its own key; upstream hashes a tuple, a dozen times a replay."""
+    """An id that is hashed by identity, as each is made once; upstream hashes a tuple, a dozen times per replay."""
 
     __slots__ = ()
     __hash__ = object.__hash__
 
 
 class _GraphID(cudagraph_trees.GraphID):
-    """The same for recordings."""
+    """An id of a recording, hashed by identity."""
 
     __slots__ = ()
     __hash__ = object.__hash__
 
 
-# As logs show them.
+# Upstream's logs show these names.
 _FunctionID.__qualname__, _GraphID.__qualname__ = "FunctionID", "GraphID"
 
 
 class Manager(Upstream):
-    """The recordings of one device, and of one thread if each has trees of its own."""
+    """The recordings of one device, and of one thread if each thread has its own trees."""
 
-    # What a fast replay reads and writes; the part in C++ finds slots at once.
+    # Attributes that a fast replay reads and writes: the part in C++ reaches slots directly.
     __slots__ = (
         "_candidates",
-        "_current_node",  # behind a property
+        "_current_node",  # upstream's property reads it
         "_search",
         "_turn_of",
         "_warmups",
@@ -93,22 +92,22 @@ class Manager(Upstream):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._search = Search()
-        self._candidates = self._search.known  # which a fast replay reads at each call
+        self._candidates = self._search.known  # each fast replay reads it
         self.reclaiming = Reclaiming(functools.partial(type(self), *args, **kwargs), self._candidates)
         self._warmups = Warmups()
-        # Held by the call that is under way, from its first look at the trees until its graph is launched. Nobody waits
-        # for it: what calls meanwhile, from a finalizer, a hook or another thread, is run un-graphed.
+        # A call holds it from before it reads the trees until its graph is launched. No call waits for it: calls that
+        # come meanwhile, from a finalizer, a hook or another thread, run un-graphed.
         self.turn = fast_path.new_turn()
-        self._turn_of: Any = None  # the list of inputs of that call
+        self._turn_of: Any = None  # the list of inputs of the call that holds it
         build.announce()
         super().__init__(*args, **kwargs)
         pools.OWNED.add(self.cuda_graphs_thread_pool)
 
     def add_function(self, model: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> Any:
-        # Its first call consumes them.
+        # Read before the function's first call consumes the inputs.
         integers = {index: value for index, value in enumerate(inputs) if isinstance(value, int)}
         run, outputs = super().add_function(model, inputs, *args, **kwargs)
-        if isinstance(model, FunctionModel):  # not before: where the first call fails there will be another
+        if isinstance(model, FunctionModel):  # not before: if the first call fails, the function is added again
             model.add(of_integers=bool(integers))
             if integers:
                 model.add_values(run.keywords["function_id"], integers)
@@ -116,7 +115,7 @@ class Manager(Upstream):
 
     @property
     def clones_outputs(self) -> bool:
-        """Whether upstream clones outputs that are alive at a new step."""
+        """Whether upstream clones outputs that are alive when a new step begins."""
         return fast_path.MAY_CLONE and self.has_live_user_visible_output_cloning
 
     def _log_of(self, function_id: Any) -> FunctionLog | None:
@@ -130,7 +129,7 @@ class Manager(Upstream):
         return _GraphID(next(self.graph_counter))
 
     def exceed_rerecord_limit(self, node_id: Any, function_id: Any) -> bool:
-        # Most often there was none; upstream reads its configuration all the same.
+        # Upstream reads its configuration even if the function was never recorded again, which is the usual case.
         counts = self.num_rerecord.get(node_id)
         return bool(counts and counts.get(function_id) and super().exceed_rerecord_limit(node_id, function_id))
 
@@ -147,14 +146,14 @@ class Manager(Upstream):
             self.turn.release()
 
     def _run_beside(self, inputs: list[Any], function_id: Any) -> Any:
-        """A call that comes while another one is under way: un-graphed, it leaves graphs and their pool alone."""
+        """Runs a call that comes during another one: un-graphed, so that it does not touch graphs and their pool."""
         model = self.ids_to_funcs[function_id].model
         if isinstance(model, FunctionModel):
             model.log.not_graphed("it was called while another call that uses the same CUDA graph trees was under way")
         return model(inputs)
 
     def replay_fast(self, inputs: list[Any], function_id: Any) -> Any:
-        """What :meth:`run` comes to where it replays a recording with a fast path; None in all other cases."""
+        """The result of :meth:`run` if that would replay a recording with a fast path; else None."""
         if not self.turn.acquire(blocking=False):
             return None
         try:
@@ -163,11 +162,11 @@ class Manager(Upstream):
             self.turn.release()
 
     def _replay_fast(self, inputs: list[Any], function_id: Any) -> Any:
-        """:meth:`replay_fast` while it is this call's turn.
+        """:meth:`replay_fast`, once this call holds :attr:`turn`.
 
-        The recording is the one that upstream takes: the first that fits after the recording that was replayed before,
-        or, if nothing was recorded there, at the begin of a step. What upstream reads from its configuration is left
-        out, and so is its look at each input's alignment: ``accepts`` looks at it if addresses are new.
+        The recording is the one that upstream would replay: the first that fits after the last replayed recording, or
+        at the roots if nothing was recorded there. Upstream's configuration is not read, and alignment is not checked:
+        ``accepts`` checks it if addresses are new.
         """
         if self.graph is None:
             return None
@@ -199,7 +198,9 @@ class Manager(Upstream):
         return outputs
 
     def is_graphed(self, function_id: Any, node_id: Any) -> bool:
-        """Whether it is known that upstream graphs a function at a place; where it writes, this is asked there once."""
+        """Whether upstream is known to graph a function at a place; if the function mutates inputs, upstream decides
+        once per place.
+        """
         skipped = self._skip_table()[node_id].get(function_id)
         if skipped or (skipped is None and self.ids_to_funcs[function_id].mutated_input_idxs):
             return False
@@ -215,7 +216,7 @@ class Manager(Upstream):
         self._candidates.clear()
         self.reclaiming.clear()
         todo = list(itertools.chain.from_iterable((self.roots or {}).values()))
-        while todo:  # each holds the graph as well
+        while todo:  # ``native`` holds the graph too
             node = todo.pop()
             todo += itertools.chain.from_iterable(node.children.values())
             node.native = None
@@ -223,7 +224,7 @@ class Manager(Upstream):
         release_retired()
 
     def forget(self, model: FunctionModel, *, later: bool = False) -> None:
-        """Gives back what a function's recordings hold; see :meth:`.Reclaiming.forget`."""
+        """Gives back a function's recordings; see :meth:`.Reclaiming.forget`."""
         self.reclaiming.forget(self, model, later=later)
 
     def give_pool_back(self) -> bool:
@@ -231,19 +232,19 @@ class Manager(Upstream):
         return self.reclaiming.give_pool_back(self)
 
     def has_room_for_another(self) -> bool:
-        """Whether the GPU has as much memory free as the graph pool takes, and some."""
+        """Whether the GPU has 10% more memory free than the graph pool takes."""
         pool = self._pool.nbytes()
         try:
             free, _ = torch.cuda.mem_get_info(self.device_index)
         except RuntimeError:
             return False
-        # What torch holds in reserve; none of the pool's can be used.
+        # Memory that torch has reserved counts as free, but not the pool's.
         reserve = torch.cuda.memory_reserved(self.device_index) - torch.cuda.memory_allocated(self.device_index)
         return bool(free + max(0, reserve - pool) > 1.1 * pool)
 
     def _run(self, new_inputs: list[Any], function_id: Any) -> Any:
-        # At the begin of a step upstream looks for a child of the last step's recording, finds none, ends the path and
-        # starts over. Where there is none to be found the path is ended at once.
+        # When a step begins, upstream looks for a child of the last step's recording, finds none, ends the path and
+        # starts again. If no child exists, this ends the path at once.
         self._candidates.clear()
         if self.reclaiming.forgotten:
             self.reclaiming.give_back(self)
@@ -258,7 +259,7 @@ class Manager(Upstream):
             self.try_end_curr_execution()
             if self.reclaiming.forgotten:
                 self.reclaiming.give_back(self)
-        # Upstream makes ready for a recording, which changes what is known of the memory, before it asks for one.
+        # This must be known before upstream prepares a recording, which changes the state of the allocator.
         if self.path_state is _EXECUTION and self.current_node is not None and function_id in self.warmed_up_functions:
             why_not = input_rules.why_not_staged(self.ids_to_funcs[function_id].model, new_inputs)
             if why_not is not None:
@@ -278,7 +279,7 @@ class Manager(Upstream):
                 return super().record_function(new_inputs, function_id)
             finally:
                 self._pool.forget()
-        # Asked once more: outputs of the last step were managed when upstream did, before it ended that step's path.
+        # Upstream checked this before it ended the last step's path, when outputs of that step were still managed.
         given = self._given(new_inputs, function_id)
         why_not = given.why_not_recorded()
         if why_not is not None:
@@ -306,7 +307,7 @@ class Manager(Upstream):
             return self._run_ungraphed(new_inputs, function_id, why_not)
         record_s = time.perf_counter() - start
         log = getattr(self.current_node, "log", None)
-        if log is None:  # the patches went off, and upstream's own recording was made
+        if log is None:  # the patches were removed, and upstream's own recording was made
             return outputs
         log.record_s = record_s
         log.reason = reason
@@ -318,7 +319,7 @@ class Manager(Upstream):
         return outputs
 
     def _let_sampler_rerecord(self, recording: Recording, function_id: Any) -> None:
-        """The samples of a recording may lead to one with a table."""
+        """Lets the samples of a recording cause another one, with a table."""
         sampler = None if recording.live is None else recording.live.sampler
         if sampler is None:
             return
@@ -336,11 +337,11 @@ class Manager(Upstream):
         return Given(self.ids_to_funcs[function_id], inputs, self.device_index, self._pool, is_managed)
 
     def _demote(self, given: Given, function_id: Any) -> None:
-        """Makes inputs live from now on: static and managed ones that are elsewhere than in the newest recording here,
-        and what a backward is given of its forward's live inputs.
+        """Makes moved inputs live from now on: static and managed ones whose addresses differ from those in the newest
+        recording here, and a forward's live inputs that its backward is given.
 
-        A recording holds their addresses in places that only a recording at placeholder addresses finds for certain, so
-        they are recorded there once more, and patched from then on.
+        Only a recording at placeholder addresses finds all places that hold their addresses. They are therefore
+        recorded again there, and patched from then on.
         """
         if not given.may_be_live():
             return

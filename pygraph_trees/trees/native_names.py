@@ -1,7 +1,7 @@
-"""Attributes that the part in C++ finds by name: :func:`check` looks for each of them before any is needed.
+"""Checks that the attributes that the part in C++ finds by name exist, before any is needed.
 
-A name that is not there, after a change here or in torch, would be an ``AttributeError`` in a call of the user's. Where
-one is missing the part in C++ is not used, and the log says which.
+A name that is missing, after a change in this package or in torch, would raise ``AttributeError`` in a call of the
+user. If :func:`check` finds one missing, the part in C++ is not used, and the log names it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from pygraph_trees.native import tensors
 from pygraph_trees.report.log import RecordingLog
 
 _OPTIONAL = {"manager.has_live_user_visible_output_cloning"}  # needed only if a manager may clone outputs
-_SET_LATER = {"callable.fast_call"}  # an attribute of functions
+_SET_LATER = {"callable.fast_call"}  # functions get it later, so no class has it
 
 
 def missing(owners: Mapping[str, Any]) -> list[str]:
-    """The names that their owners lack; ``owners``: classes and modules, by the names that C++ has for them."""
+    """The names that their owners lack; ``owners``: classes and modules, by their names in C++."""
     return [name for name in _names() if not _has(owners[name.partition(".")[0]], name.partition(".")[2])]
 
 
 def check(**classes: type) -> None:
-    """Does without the part in C++ where a name is missing; ``classes`` are those that cannot be imported here."""
+    """Turns the part in C++ off if a name is missing; ``classes`` are those that cannot be imported here."""
     if tensors.extension is None:
         return
     found = missing(

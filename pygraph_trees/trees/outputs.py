@@ -1,7 +1,8 @@
-"""Outputs that a graph alone does not give as they are: on live inputs, on the CPU, conjugated or negated.
+"""Prepares outputs that upstream cannot record: outputs on live inputs, on the CPU, conjugated or negated.
 
-An output on a live input is noted in ``live.outputs`` and rebuilt from the input of each call. Upstream, which takes no
-output on the CPU and forgets that a tensor is conjugated or negated, is shown the others as they read.
+An output on a live input is noted in ``live.outputs`` and rebuilt from the input of each call. Upstream takes no output
+on the CPU, so it is given None in its place. Upstream forgets that a tensor is conjugated or negated, so it is given a
+resolved copy.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def is_on_live_input(live: LiveInputs, position: int, output: torch.Tensor) -> bool:
-    """Whether an output lies on a live input; one that does is noted, with how it is seen of the input."""
+    """Whether an output is on a live input; if so, it is noted in ``live.outputs`` with its view of the input."""
     item = live.item_under(output)
     if item is None:
         return False
@@ -29,7 +30,7 @@ def is_on_live_input(live: LiveInputs, position: int, output: torch.Tensor) -> b
 
 
 def without_staged(outputs: Sequence[Any], live: LiveInputs) -> list[Any]:
-    """The outputs for upstream: None for those that lie on staged inputs, which are on the CPU."""
+    """The outputs for upstream, with None for outputs on staged inputs, which are on the CPU."""
     shown = list(outputs)
     for position, output in enumerate(outputs):
         if isinstance(output, torch.Tensor) and output.is_cpu and is_on_live_input(live, position, output):
@@ -38,7 +39,7 @@ def without_staged(outputs: Sequence[Any], live: LiveInputs) -> list[Any]:
 
 
 def as_they_read(outputs: Any) -> Any:
-    """Outputs whose memory is what they read as: resolved if they are conjugated or negated."""
+    """The outputs, resolved if they are conjugated or negated."""
     if isinstance(outputs, torch.Tensor):
         return _as_it_reads(outputs) if _reads_otherwise(outputs) else outputs
     if not any(_reads_otherwise(output) for output in outputs):
@@ -51,7 +52,7 @@ def _reads_otherwise(value: Any) -> bool:
 
 
 def _as_it_reads(tensor: torch.Tensor) -> torch.Tensor:
-    """With the same strides, whatever they are."""
+    """A resolved copy with the same strides."""
     return flat(tensor).resolve_conj().resolve_neg().as_strided(tensor.shape, tensor.stride(), 0)
 
 

@@ -1,5 +1,8 @@
-"""Graph pools: the address ranges of each, one :class:`~pygraph_trees.indirection.pool.PoolRanges` a pool, and which
-of them our managers own."""
+"""The address ranges of graph pools, and which pools this package's managers own.
+
+:func:`ranges_of` returns the one :class:`~pygraph_trees.indirection.pool.PoolRanges` of a pool. The manager that owns
+the pool must call its ``forget`` whenever the pool may have grown; nothing does so for pools outside of :data:`OWNED`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 
 from pygraph_trees.indirection.pool import PoolRanges
 
-OWNED: set[Any] = set()  # the pools of all our managers, which say when a pool grows
+OWNED: set[Any] = set()  # the pools of all managers of this package
 
 
 @functools.cache

@@ -1,9 +1,8 @@
-"""Gives back what a manager no longer needs: recordings of functions that are not graphed any more or are recorded
-again, and the graph pool once nothing is left in it.
+"""Gives back recordings that a manager no longer needs, and the graph pool once it is empty.
 
-Callers name functions; their recordings, and all that follow them, go as soon as no path is open. The pool goes if
-no output of what was recorded in it is alive; while outputs may exist that nobody knows of, it stays. Nothing happens
-while a stream captures or after shutdown. If no new pool can be made, the old one stays and a warning says so.
+Callers name functions that are no longer graphed or must be recorded again. Their recordings, and all that follow
+them, go as soon as no path is open. The pool goes once no output in it may be alive. Nothing happens during capture or
+after shutdown. If no new pool can be made, the old one stays, with a warning.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ class Reclaimed(Protocol):
 
 
 class Reclaiming:
-    """What one manager is to give back, and what may still be held of what it gave back.
+    """The functions whose recordings one manager must give back, and outputs that may outlive their recordings.
 
-    Each method that acts is given the manager, which is not kept: it must be freed with its functions.
+    Methods are given the manager and do not keep it: it must be freed with its functions.
     """
 
     __slots__ = ("__weakref__", "_again", "_candidates", "_is_unknown", "_left", "_remake", "forgotten")
@@ -56,20 +55,20 @@ class Reclaiming:
     def __init__(self, remake: Callable[[], Any], candidates: dict[Any, Any]) -> None:
         """
         Args:
-            remake: makes another manager of the same kind, whose pool is a new one.
-            candidates: what the manager remembers of its recordings; cleared whenever some may go.
+            remake: makes another manager of the same kind, with a new pool.
+            candidates: the manager's known candidates, which are cleared whenever recordings may be given back.
         """
         self._remake = remake
         self._candidates = candidates
         self.forgotten: list[Any] = []  # ids of functions whose recordings are to be given back
         self._again: dict[Any, str] = {}  # why, by id of a function that is to be recorded again
-        self._left: list[Any] | None = None  # references to outputs of what was given back; None if nothing was
-        self._is_unknown = False  # whether somebody may hold an output that is not among them
+        self._left: list[Any] | None = None  # references to outputs of recordings given back; None if none was
+        self._is_unknown = False  # whether an output that is not among them may be alive
 
     def forget(self, manager: Reclaimed, model: FunctionModel, *, later: bool) -> None:
         """Gives back a function's recordings, and those that follow them, as soon as no path is open.
 
-        ``later``: this is not the thread that replays; that one does it at its next call.
+        ``later``: another thread replays them, and gives them back at its next call.
         """
         ids = [id_ for id_, function in list(manager.ids_to_funcs.items()) if function.model is model]
         self.forgotten += ids
@@ -83,13 +82,13 @@ class Reclaiming:
         self.give_back(manager)
 
     def record_again(self, function_id: Any, why: str) -> None:
-        """Has a function recorded again, once its recordings were given back; a call may be under way."""
+        """Lets a function be recorded again after its recordings are given back; may be called during a call."""
         self._again[function_id] = why
         self.forgotten.append(function_id)
         self._candidates.clear()
 
     def why_again(self, function_id: Any) -> str | None:
-        """Why a function is recorded again, told once; None if it is not, or still has its old recordings."""
+        """Why a function is recorded again, returned once; None if it is not, or still has its old recordings."""
         return None if function_id in self.forgotten else self._again.pop(function_id, None)
 
     def give_back(self, manager: Reclaimed) -> None:
@@ -97,7 +96,7 @@ class Reclaiming:
         if manager.current_node is not None or manager.roots is None or torch.cuda.is_current_stream_capturing():
             return
         ids, self.forgotten = self.forgotten, []
-        self._candidates.clear()  # some may have been found since
+        self._candidates.clear()  # some may have been found since ``forget``
         gone: list[Any] = []
         todo = [manager.roots]
         while todo:
@@ -110,7 +109,7 @@ class Reclaiming:
         while gone:
             node = gone.pop()
             gone += itertools.chain.from_iterable(node.children.values())
-            node.remove_node_cached_tensors()  # somebody may still hold one
+            node.remove_node_cached_tensors()  # the program may still hold one
             assert self._left is not None
             self._left += [held for held in (*_older_outputs(node), *node.outputs_weakrefs) if held is not None]
             self._is_unknown |= _makes_new_outputs(node)
@@ -120,17 +119,17 @@ class Reclaiming:
         self.give_pool_back(manager)
 
     def give_pool_back(self, manager: Reclaimed) -> bool:
-        """Gives back the graph pool if recordings were given back and nothing is left in it; whether it did.
+        """Gives back the graph pool if recordings were given back and it is empty; returns whether it did.
 
-        Something is left while somebody holds an output, or might: of outputs that each replay makes, only the newest
-        are known.
+        The pool is not empty while an output is or may be alive. If each replay makes new output tensors, only the
+        newest ones are known.
         """
         if manager.graph is None or torch.cuda.is_current_stream_capturing():  # it was shut down
             return False
         if self.forgotten:
             _end_path(manager)
             if manager.current_node is None:
-                self.give_back(manager)  # which comes back here
+                self.give_back(manager)  # calls this method again
             return False
         is_used = self._again or manager.current_node is not None or any(manager.roots.values())
         if self._left is None or self._is_unknown or is_used:
@@ -138,10 +137,10 @@ class Reclaiming:
         self._left = [held for held in self._left if not held.expired()]
         if self._left:
             return False
-        # Torch keeps a pool as long as a graph uses it, if only the empty one that its manager begins with.
+        # Torch keeps a pool as long as a graph uses it, even the empty graph that its manager begins with.
         try:
             fresh = self._remake()
-        except RuntimeError as error:  # no memory, or somebody captures
+        except RuntimeError as error:  # no memory is free, or another thread captures
             _log.warning("a graph pool could not be given back: %s", error)
             return False
         old = manager.cuda_graphs_thread_pool
@@ -153,12 +152,12 @@ class Reclaiming:
         return True
 
     def clear(self) -> None:
-        """Drops what it noted: the manager is shut down."""
+        """Drops all notes, as the manager is shut down."""
         self.forgotten, self._left = [], None
 
 
 def _end_path(manager: Reclaimed) -> None:
-    """Ends an open path if that takes no tensor from anybody."""
+    """Ends an open path if the program holds no output of it."""
     if manager.path_state is _STATE.EXECUTION:
         manager.try_end_curr_execution()
     elif (
@@ -170,13 +169,13 @@ def _end_path(manager: Reclaimed) -> None:
 
 
 def _older_outputs(node: Any) -> Sequence[Any]:
-    """None of upstream's own recordings, which were made before the patches went on."""
+    """A recording's ``older_outputs``; empty for upstream's own recordings, which were made before the patches."""
     found: Sequence[Any] = getattr(node, "older_outputs", ())
     return found
 
 
 def _makes_new_outputs(node: Any) -> bool:
-    """Whether an output that is neither cached nor static was another tensor at each replay."""
+    """Whether an output that is neither cached nor static was a new tensor at each replay."""
     log = getattr(node, "log", None)
     if log is not None and not log.replays:
         return False

@@ -1,23 +1,9 @@
-"""Upstream's recording of a CUDA graph, with a log, and with live inputs that are given by address.
+"""A recording of a CUDA graph, with a log, whose live inputs are given by address.
 
-:class:`Recording` subclasses the installed ``CUDAGraphNode`` and stands in its place. Where a function's settings say
-so, its live inputs are recorded at placeholder addresses (:mod:`pygraph_trees.indirection.inputs`): upstream is shown
-the number 0 in their places, which it neither allocates, copies nor checks, and the model is shown the placeholder
-tensors. What becomes of each input is decided once the graph is captured; before a replay ``check_invariants`` makes
-the graph hold the addresses of the call, while all inputs are still there, so that whatever fails is a reason to pass
-the recording over. Outputs that lie on a live input are rebuilt on the input of each call.
-
-A recording whose inputs are static, live, or outputs of earlier recordings that stay where they are has a fast path:
-the manager asks :meth:`Recording.accepts` and calls :meth:`Recording.replay` instead of going upstream's way. What
-upstream reads from its configuration at each replay is read when a recording is made, and what it looks up at each
-replay is.
-
-With indirection off it does what upstream does, on the same calls in the same order. While recording it notes what the
-graph holds: inputs by kind, bytes that each replay copies, kernel nodes. A replay counts itself.
-
-Upstream asks ``isinstance(node, CUDAGraphNode)`` by the module's name, which is :class:`Recording` while the patches
-are on. Nodes that were recorded before they went on are upstream's own; they go on being nodes, so :class:`Recording`
-counts them as its instances. To tell the two apart, ask for the type.
+:class:`Recording` subclasses the installed ``CUDAGraphNode`` and replaces it. With indirection on, the live inputs are
+recorded at placeholder addresses. Before a replay, the graph is given the call's addresses; if that fails, the
+recording is passed over. With indirection off, it does what upstream does. Upstream's own nodes also count as
+instances of :class:`Recording`; to tell them apart, compare types.
 """
 
 from __future__ import annotations
@@ -57,7 +43,7 @@ if TYPE_CHECKING:
     from pygraph_trees.cuda.host_reads import HostRead
 
 Upstream: type = cudagraph_trees.CUDAGraphNode
-_IS_RECORDED: Any = cudagraph_trees.CUDAGraphNode._is_cuda_graph_recorded_tensor  # asked twice an input
+_IS_RECORDED: Any = cudagraph_trees.CUDAGraphNode._is_cuda_graph_recorded_tensor  # called twice per input
 _RUN_CHECKS_WHAT_DIED = compat.checks_deaths_after_copies()
 _MISMATCH = cudagraph_trees.CheckInvariantStatus.StaticInputIdxMismatch
 _FITS = cudagraph_trees.CheckInvariantStatus.SUCCESS, lambda: "CheckInvariantStatus.SUCCESS"
@@ -75,12 +61,14 @@ class HeldForTooLong(PygraphError, RuntimeError):
 
 
 class WouldLoseWrites(PygraphError, RuntimeError):
-    """Not to be seen: such a function is not recorded."""
+    """Not expected: such a function is not recorded."""
 
     template = "recording {recording}: input {index} is written to, and what is written to a copy of it would be lost"
 
 
 class _CountsUpstreamNodes(type):
+    # Upstream's isinstance checks use the module's name, which is Recording while the patches are on. They must also
+    # accept nodes that were recorded before.
     def __instancecheck__(cls, instance: object) -> bool:
         return type.__instancecheck__(Upstream if cls is Recording else cls, instance)
 
@@ -88,12 +76,12 @@ class _CountsUpstreamNodes(type):
 class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     """A recording of a function."""
 
-    unfit: str | None = None  # why it could not be given the inputs of a call, the latest time
+    unfit: str | None = None  # why the last ``check_invariants`` could not give it the inputs of a call
     has_fast_path = False
-    native: Any = None  # its part in a fast replay in C++, where it is plain
+    native: Any = None  # its part of a fast replay in C++
     _live: LiveInputs | None = None
     copies = False  # whether a replay copies an input
-    older_outputs: Any = ()  # references to those that others have taken the place of
+    older_outputs: Any = ()  # references to outputs that newer ones have replaced
     _attempts: Attempts | None = None  # while it is made
     graph: Any
     recording_outputs: Any
@@ -121,7 +109,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             if decisions:
                 recorded(wrapped_function.model, wrapped_function.id, reads_table=reads_table)
         self.copies = self.log.copied_bytes > 0
-        # Whether nothing is done around the launch of a replay, but for copies of that call alone.
+        # A plain recording's replay is a launch only, unless this call's inputs must be copied.
         copies_some = self.copies or (self._live is not None and self._live.copies_some)
         done_around = _RUN_CHECKS_WHAT_DIED or copies_some or compat.is_kernel_free(wrapped_function)
         self._is_plain = not (done_around or (self._live is not None and self._live.outputs))
@@ -129,7 +117,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             self.native = fast_path.replay(self, self._dropped, self._constants)
 
     def _prepare_questions(self) -> None:
-        """What is asked of the inputs of each call, and what its outputs are made of."""
+        """Prepares the checks of each call's inputs, and the values that its outputs are made from."""
         checked: Any = self.tensor_static_input_idxs if compat.lists_static_tensors(self) else self.static_input_idxs
         if not self.rerecord_if_static_inputs_change:
             checked = ()
@@ -139,16 +127,16 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             [self.static_input_data_ptrs[index] for index in checked],
             () if live is None else [item.index for item in live.patched],
         )
-        self._find = self.whereabouts.ask  # where the patched inputs lie; None where a static one has moved
+        self._find = self.whereabouts.ask  # gives the addresses of the patched inputs; None if a static one moved
         self._dropped = [i for i in self.cudagraph_managed_idxs if not self.preserved_aliased_inputs[i]]
         self._drop_managed = released(self._dropped) if self._dropped else None
         self.deaths_before = deaths(self, self.expected_dead_indices_before_graph)
         self.deaths_after = deaths(self, self.expected_dead_indices_after_graph)
         self._are_dead_before = None if self.deaths_before is None else self.deaths_before.ask
         self._are_dead_after = None if self.deaths_after is None else self.deaths_after.ask
-        # Whether upstream's check comes down to the addresses of static inputs: nothing managed, nothing to be dead.
+        # Whether upstream's check only compares addresses of static inputs: it has no managed inputs and no deaths.
         self._only_static = not (self.cudagraph_managed_idxs or self._are_dead_before or self._are_dead_after)
-        # By output, where it is not cached: a number or None, or a tensor that lies on a static input.
+        # By output: a number, None, or a tensor on a static input; NotImplemented for other tensors.
         self._constants = [
             made_of if not isinstance(made_of, dict) else NotImplemented if static is None else static
             for made_of, static in zip(self.outputs_metadata, self.static_output_tensors, strict=True)
@@ -170,7 +158,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     def _make(self, attempts: Attempts, record: Callable[[], None], parent: Any) -> None:
         try:
             if parent is not None:
-                release_unneeded(parent.cuda_graphs_pool)  # what is alive now is noted
+                release_unneeded(parent.cuda_graphs_pool)  # upstream notes which outputs are alive now
             record()
             attempts.launched()
             if self._live is not None:
@@ -204,43 +192,43 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         return super()._allocate_and_copy_recording_inputs(inputs)
 
     def _is_cuda_graph_recorded_tensor(self, t: torch.Tensor) -> Any:
-        """As upstream's; while this recording is made, no for the managed inputs that move: they are live ones."""
+        """Upstream's answer, except that managed inputs that move are not recorded tensors while this one is made."""
         attempts = self._attempts
         if attempts is not None and any(t is moving for moving in attempts.moving.values()):
             return False
         return _IS_RECORDED(self, t)
 
     def _managed_and_moving(self, attempts: Attempts) -> set[int]:
-        """The indices of those; that they are alive keeps this recording off their memory."""
+        """The indices of managed inputs that move; because they are alive, this recording does not use their memory."""
         return {index for index, t in attempts.moving.items() if self._is_alias_of_live_recorded_tensor(t) is not None}
 
     def _stays(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is an output that was alive all the while this was recorded: nothing is put in its place."""
+        """Whether a tensor is an output that was alive throughout this recording, so that its memory is not reused."""
         found = self._is_alias_of_live_recorded_tensor(tensor)
-        # The last level of the path are this recording's own outputs, which are.
+        # The last level of the path holds this recording's own outputs, whose memory it does write.
         return found is not None and found[0] < len(self.path_weakrefs) - 1 and found in self.live_indices_after_graph
 
     def _driver_for_addresses(self) -> tuple[Driver | None, str]:
-        """What gives a graph addresses, or why its inputs are copied."""
+        """The driver that gives the graph addresses, or None and why its inputs are copied."""
         model = self.wrapped_function.model
         if not isinstance(model, FunctionModel):
             return None, "it was compiled before the patches went on"
         if model.settings.indirection == "off":
             return None, "pygraph_indirection is 'off'"
-        # Not the manager of this thread: a function may be recorded by another one than added it.
+        # This thread's manager does not tell: another manager than the one that added a function may record it.
         if self.cuda_graphs_pool not in pools.OWNED:
-            # Nobody would say when the graph pool grows.
+            # Upstream's manager does not tell when its graph pool grows.
             return None, "its tree manager was made before the patches went on"
         found = usable_driver()
         return found, "" if found is not None else why_unusable() or "there was no driver to be used"
 
     def _may_be_kept(self, inputs: list[Any]) -> bool:
-        """Whether holding the inputs while recording leaves the graph the same memory of the pool to use."""
+        """Whether the graph has the same memory of the pool to use if the inputs are held while it is recorded."""
         pool = ranges_of(self.device, self.cuda_graphs_pool)
         return not self.cudagraph_managed_idxs and not any(is_cuda(v) and pool.holds(v.data_ptr()) for v in inputs)
 
     def _copied_indices(self) -> list[int]:
-        """The indices of the inputs that upstream copies, as a list that it reads."""
+        """The indices of the inputs that upstream copies; changes of the list change what upstream copies."""
         return self.input_copy_idxs if compat.lists_copied_inputs(self) else self.non_static_input_idx
 
     def _record(self, model: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
@@ -278,16 +266,16 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         if live is None:
             super()._add_first_outputs(outputs, static_input_persistent_storage_ptrs)
             return
-        # Upstream neither frees nor checks what lies on a persistent input.
-        # It asks its references whether they are alive, as the placeholder tensors are.
+        # Upstream neither frees nor checks outputs on a persistent input. It only checks that the input is alive, and
+        # placeholder tensors are.
         persistent = static_input_persistent_storage_ptrs | dict.fromkeys(live.storages, _is_alive)
         super()._add_first_outputs(outputs, persistent)
         for position, output in enumerate(outputs):
             if is_cuda(output) and is_on_live_input(live, position, output):
-                self.static_output_tensors[position] = torch.empty(0)  # rebuilt from the input of each call instead
+                self.static_output_tensors[position] = torch.empty(0)  # the output is rebuilt from each call's input
 
     def _finish_first_call(self, live: LiveInputs) -> None:
-        """Behind the launch that upstream does while it makes a node."""
+        """Completes the call after the launch that upstream does when it makes a node."""
         if live.outputs:
             outputs = list(self.recording_outputs)
             for position, (index, view) in live.outputs.items():
@@ -304,10 +292,10 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
     def check_invariants(self, inputs: list[Any]) -> Any:
         self.unfit = None
-        # Giving a graph addresses is work, so all else is asked before.
+        # Giving a graph addresses is work, so the other checks come first.
         seen = self._find(inputs)
         if seen is None:
-            return super().check_invariants(inputs)  # says which moved
+            return super().check_invariants(inputs)  # tells which input moved
         if self._are_dead_before is not None and not self._are_dead_before():
             return _ALIVE_BEFORE
         live = self._live
@@ -327,7 +315,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         return status, logger
 
     def _why_not_alive(self, live: LiveInputs, inputs: list[Any]) -> str | None:
-        """Where an output lives on that died while this was recorded, upstream raises."""
+        """Why the recording must not be replayed: upstream raises if an output lives that died while recording."""
         for item in live.items:
             if item.managed:
                 found = self._is_alias_of_live_recorded_tensor(inputs[item.index])
@@ -336,9 +324,10 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         return None
 
     def accepts(self, inputs: list[Any]) -> bool:
-        """Whether a recording with a fast path can be replayed with these inputs; its graph holds their addresses then.
+        """Whether a recording with a fast path can be replayed with these inputs; if so, its graph has their addresses.
 
-        Where it can, those that are outputs of earlier recordings are let go of. Raises :class:`HeldForTooLong`.
+        If so, inputs that are outputs of earlier recordings are also released. Raises :class:`HeldForTooLong` if an
+        input is still held that died while recording.
         """
         seen = self._find(inputs)
         if seen is None or (self._are_dead_before is not None and not self._are_dead_before()):
@@ -359,7 +348,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             raise HeldForTooLong(function=self.wrapped_function.model.log.name)
 
     def replay(self, inputs: list[Any]) -> Any:
-        """A recording with a fast path's outputs for the inputs that it takes, which are consumed."""
+        """Replays a recording with a fast path and returns its outputs; consumes the inputs, which it accepted."""
         live = self._live
         if not self._is_plain or (live is not None and live.temporary):
             return self._replay_with_inputs(inputs)
@@ -370,7 +359,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         return outputs
 
     def _replay_with_inputs(self, inputs: list[Any]) -> Any:
-        """Where inputs are copied, or outputs are made of them."""
+        """Replays a recording if its inputs are copied or outputs are made from them."""
         live = self._live
         if self.copies or (live is not None and live.is_copied):
             return self.run(inputs)
@@ -396,7 +385,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         try:
             live.copy_in()
         except BaseException:
-            live.drop()  # nothing of it may be copied back
+            live.drop()  # no input may be copied back
             raise
         try:
             return super().run(new_inputs)
@@ -409,7 +398,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         return self._live
 
     def replay_for_verification(self) -> None:
-        """Launches the graph and nothing else; no call is counted."""
+        """Only launches the graph; no call is counted."""
         super().run_graph()
 
     def run_graph(self) -> None:
@@ -417,8 +406,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         super().run_graph()
 
     def _own_outputs(self) -> Any:
-        """All outputs but those that lie on live inputs."""
-        outputs = self._outputs_once_more() if self.cached_tensor_outputs else None  # made by the first replay
+        """All outputs except those on live inputs."""
+        outputs = self._outputs_once_more() if self.cached_tensor_outputs else None  # the first replay fills the cache
         return super().reconstruct_outputs() if outputs is None else outputs
 
     def reconstruct_outputs(self) -> Any:
@@ -431,7 +420,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
 
 def gives_addresses(*, is_imagined: bool) -> bool:
-    """Whether recordings are given addresses, or would be given them on a GPU that is only imagined."""
+    """Whether recordings are given addresses, or would be on a fake GPU."""
     return cudagraph_trees.CUDAGraphNode is Recording and (is_imagined or usable_driver() is not None)
 
 
@@ -440,6 +429,6 @@ def _is_alive() -> bool:
 
 
 def _is_debugged() -> bool:
-    """Whether upstream is asked to check, wait or warm up at each call."""
+    """Whether upstream's options let it check, wait or warm up at each call."""
     options = torch._inductor.config.triton
     return options.fast_path_cudagraph_asserts or options.force_cudagraph_sync or options.force_cudagraphs_warmup

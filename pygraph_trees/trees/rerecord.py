@@ -1,8 +1,8 @@
-"""Why a function is recorded at this point: :func:`why_recorded`, asked just before upstream records.
+"""The reason for a recording, as one line for its log.
 
-The recordings of the same function at the same position were found not to fit the inputs. The newest of them is
-compared once more, by addresses alone: upstream's own check may change the inputs when it succeeds, so it is not
-asked twice.
+:func:`why_recorded` must be called just before upstream records. At that time, no recording of the function at this
+position fits the inputs. The newest of them is compared with the inputs by address only: upstream's own check may
+change the inputs if it succeeds, so it is not called twice.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _MOST_NAMES = 4
 
 
 class Tree(Protocol):
-    """Where a manager stands among its recordings."""
+    """The attributes of a manager that give its position among its recordings."""
 
     current_node: Any
     roots: Any
 
 
 def why_recorded(tree: Tree, inputs: list[Any], function_id: Any, function: FunctionLog) -> str:
-    """One line: "first call", what moved since the newest recording here, or after which recording this one comes."""
+    """One line: "first call", the inputs that moved since the newest recording here, or the recording before it."""
     node = tree.current_node
     siblings = (tree.roots if node is None else node.children).get(function_id, [])
     if siblings:
@@ -49,14 +49,14 @@ def _difference(recorded: Any, inputs: list[Any]) -> str:
 
 
 def moved(recorded: Any, inputs: list[Any], index: int) -> bool:
-    """Whether an input is not where it was when this was recorded."""
+    """Whether an input's address differs from its recorded one."""
     address = recorded.static_input_data_ptrs[index]
     value = inputs[index]
     if address is None or not isinstance(value, torch.Tensor):
         return False
     try:
         return value.data_ptr() != address
-    except RuntimeError:  # an output that was overwritten; upstream raises where it reads it
+    except RuntimeError:  # an output that was overwritten; upstream raises when it reads it
         return True
 
 

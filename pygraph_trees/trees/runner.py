@@ -1,15 +1,9 @@
-"""What Inductor's code does around a graph's only partition, without that code.
+"""Replaces the code that Inductor puts around a graph's only partition.
 
-Where a graph is one partition, the code around it takes the inputs apart, puts them together in the partition's order,
-calls it, and returns what it returned, some of it seen in another way. :func:`shortened` reads that code and does the
-same: it orders the list of inputs in place. Code that does anything else stays as it is.
-
-What a forward saves, and a gradient, that is returned in one way alone is seen that way by the partition's function
-already, where that is ours: a recording holds it so and gives it again at each replay. To make such views anew took 80
-and 66 µs in forward and backward of a BERT on an H200, in C++: memory is allocated that is in no cache. Nobody sees
-what a forward saves but autograd. A gradient is another tensor at each call, seen in the same way, unless C++ finds
-that nobody but autograd sees it: a hook may keep it, and a user see it otherwise in place, or have it ask for a
-gradient. What else a user is given is seen anew at each call.
+That code reorders the inputs, calls the partition, and returns its outputs, some of them as views. :func:`shortened`
+reads the code and returns a function that does the same, but reorders the list of inputs in place; None if the code
+does anything else. If the partition's function is from this package, it returns some of the views itself, so that a
+recording keeps them.
 """
 
 from __future__ import annotations
@@ -38,20 +32,20 @@ if TYPE_CHECKING:
 
     from .fast_path import View
 
-_VIEW = "reinterpret_tensor"  # of a tensor, with sizes, strides and an offset
+_VIEW = "reinterpret_tensor"  # takes a tensor, sizes, strides and an offset
 _GIVEN = "partition0_args"
 _RESERVED = frozenset({"self", "args", _GIVEN, _VIEW})
 
 
 class _Unknown(Exception):
-    """The code does something else."""
+    """The code does something that is not known here."""
 
 
 def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
-    """Does what ``call`` does, the method of Inductor's ``Runner``; None where that is anything else, or not known.
+    """Returns a function that does what ``call`` does; None if ``call`` is not a known method of Inductor's ``Runner``.
 
-    What comes back may have a function ``fast_call``, which gives the outputs for a list of inputs where a fast replay
-    will do, and else None.
+    The function may have an attribute ``fast_call``, which takes a list of inputs and gives the outputs of a fast
+    replay, or None if no fast replay is possible.
     """
     runner: Any = getattr(call, "__self__", None)
     partitions = getattr(runner, "partitions", None)
@@ -67,7 +61,7 @@ def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
     names: dict[str, Any] = call.__func__.__globals__
     function: Any = getattr(partitions[0], "function", None)
     is_its_own = getattr(getattr(function, "model", None), "__globals__", None) is names
-    own: set[str] = set()  # outputs of which another tensor is given at each call
+    own: set[str] = set()  # outputs for which each call returns a new tensor
     if is_its_own and function.first_inside is not None:
         is_backward = function.log.mode == BACKWARD
         code, function.as_returned, own = _with_views_inside(code, names, function.first_inside, anew=is_backward)
@@ -88,20 +82,20 @@ def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
 
 
 def _source(code: CodeType) -> str:
-    """Of a function, from its file; ``inspect.getsource`` would keep the lines of the whole file."""
+    """The source of a function, from its file; ``inspect.getsource`` would keep the lines of the whole file."""
     lines = Path(code.co_filename).read_text(encoding="utf-8").splitlines(keepends=True)
     return "".join(inspect.getblock(lines[code.co_firstlineno - 1 :]))
 
 
 def _several(indices: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
-    """Gives the items at these indices."""
+    """Returns a function that gives the items at these indices."""
     if len(indices) > 1:
         return operator.itemgetter(*indices)
     return lambda items: [items[index] for index in indices]
 
 
 def _fast_call(runner: Any, code: _Code, finish: _Finish | None, view: Any) -> Callable[[list[Any]], Any] | None:
-    """Gives the outputs if a fast replay of the partition will do, else None and the inputs are as they were."""
+    """Returns a function that gives the outputs of a fast replay, or None with the inputs unchanged."""
     (partition,) = runner.partitions
     function = getattr(partition, "function", None)
     if function is None:
@@ -135,10 +129,11 @@ def _fast_call(runner: Any, code: _Code, finish: _Finish | None, view: Any) -> C
 def _with_views_inside(
     code: _Code, names: dict[str, Any], first: int, *, anew: bool = False
 ) -> tuple[_Code, Callable[[Sequence[Any]], Any] | None, set[str]]:
-    """The code for a partition that gives outputs as they are returned, what makes them so of what it gives, and which.
+    """Moves views of the outputs that are returned from ``first`` on into the partition's function.
 
-    Those that are returned from ``first`` on. Where ``anew``, the code gives another tensor for each at each call; of
-    these the outputs are named.
+    Returns the code without these views, a function that makes them from the partition's outputs (None if there are
+    none), and, if ``anew``, the names of the outputs. If ``anew``, the code still returns a new tensor for each of them
+    at each call.
     """
     uses = Counter(_name_in(value) for value in code.returned)
     ways: dict[str, set[str]] = defaultdict(set)
@@ -155,7 +150,8 @@ def _with_views_inside(
     for value in code.returned:
         name = _name_in(value)
         uses[name] -= 1
-        # Of several that are seen in the same way the last one is given: what a forward saves, and no user holds.
+        # If the same view is returned several times, the last one is the partition's own tensor: a forward saves it,
+        # and no user holds it.
         is_given = not uses[name] and not anew
         returned.append(value if name not in inside else _name(value) if is_given else _seen_so(value))
     given = [inside.get(name, ast.Name(name)) for name in code.outputs]
@@ -165,28 +161,28 @@ def _with_views_inside(
 
 
 def _name(value: ast.expr) -> ast.expr:
-    """What is returned or seen in another way."""
+    """The tensor or constant that is returned, without the view."""
     return value.args[0] if isinstance(value, ast.Call) else value
 
 
 def _name_in(value: ast.expr) -> str:
-    """Its name; "" for a constant."""
+    """The name of the returned tensor; "" for a constant."""
     seen = _name(value)
     return seen.id if isinstance(seen, ast.Name) else ""
 
 
 def _seen_so(value: ast.expr) -> ast.expr:
-    """The same view, of a tensor that is seen so already."""
+    """The same view of a tensor that already has its layout, and therefore offset 0."""
     assert isinstance(value, ast.Call)
     return ast.Call(value.func, [*value.args[:3], ast.Constant(0)], [])
 
 
 @dataclass(frozen=True, slots=True)
 class _Finish:
-    """What is returned of the partition's outputs and of the kept inputs."""
+    """Makes the returned values from the partition's outputs and the kept inputs."""
 
     make: Callable[[Sequence[Any], Sequence[Any]], tuple[Any, ...]]
-    # The same in parts, see :func:`.fast_path.entry`.
+    # What ``make`` does, as arguments of :func:`.fast_path.entry`.
     picks: list[int]
     constants: list[Any]
     views: list[View]
@@ -194,10 +190,11 @@ class _Finish:
 
 
 def _finish(code: _Code, names: dict[str, Any], own: Collection[str] = ()) -> _Finish | None:
-    """None for the outputs as they are. ``own``: those of which a view is the same once more."""
+    """None if the outputs are returned unchanged. ``own``: the outputs that already have the layout of their views."""
     if [ast.unparse(value) for value in code.returned] == code.outputs:
         return None
-    # A training step returns hundreds: they are picked from one row, in which views and constants are the last.
+    # A training step returns hundreds of values, so all are picked at once from one row: outputs, kept inputs, views,
+    # constants.
     tensors = code.outputs + code.kept_names
     views = [value for value in code.returned if isinstance(value, ast.Call)]
     constants = [value.value for value in code.returned if isinstance(value, ast.Constant)]
@@ -229,18 +226,18 @@ class _Code:
     """What a runner's code does."""
 
     count: int  # of inputs
-    given: list[int]  # inputs, to the partition
+    given: list[int]  # inputs, in the partition's order
     outputs: list[str]  # of the partition
-    made: set[str]  # those that are no inputs
-    kept: list[int]  # inputs that are returned, or of which something is
+    made: set[str]  # outputs that are not inputs
+    kept: list[int]  # inputs that are returned, or whose views are
     kept_names: list[str]
-    returned: list[ast.expr]  # names of both, views of them, and constants
+    returned: list[ast.expr]  # names of outputs and kept inputs, views of them, and constants
 
 
 def _read(method: ast.stmt) -> _Code:
     if not isinstance(method, ast.FunctionDef) or [a.arg for a in method.args.args] != ["self", "args"]:
         raise _Unknown
-    numbers: dict[str, int] = {}  # of the inputs, by name
+    numbers: dict[str, int] = {}  # input numbers, by name
     count = 0
     inputs: set[str] = set()  # all names that an input ever had
     given: list[int] | None = None
@@ -295,13 +292,13 @@ def _names(expressions: Sequence[ast.expr]) -> list[str]:
 
 
 def _used(values: list[ast.expr]) -> list[str]:
-    """Each name of a tensor in what is returned, once."""
+    """The name of each returned tensor, once."""
     names: list[str] = []
     for value in values:
         match value:
             case ast.Call(ast.Name(function), [ast.Name(name), *numbers], []) if function == _VIEW:
                 for number in numbers:
-                    ast.literal_eval(number)  # ValueError where it is not one
+                    ast.literal_eval(number)  # raises ValueError if it is not a literal
                 names.append(name)
             case ast.Name(name):
                 names.append(name)

@@ -1,9 +1,8 @@
-"""The inputs of a compiled backward are laid out as it was compiled for, whatever saved-tensor hooks return.
+"""Gives the inputs of a compiled backward the layouts that were compiled for, whatever saved-tensor hooks return.
 
-Hooks may give back what a forward saved with other strides, in another type or on another device, even at the same
-address; neither autograd nor compiled code looks. :func:`attach` notes with a compiled backward how each input should
-be; :func:`conform` puts a copy in the place of one that is otherwise. Calls look only once hooks were set while a
-compiled graph ran (:func:`hooks_were_set`), which stays so for the process.
+Hooks may return a saved tensor with other strides, type or device, even at the same address; neither autograd nor
+compiled code checks. :func:`attach` notes the layouts with a compiled backward; :func:`conform` replaces an input with
+another layout by a copy. Calls check only after hooks were set while a compiled graph ran (:func:`hooks_were_set`).
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ _set = False
 
 
 class Layout(NamedTuple):
-    """How an input should be; it travels through Inductor's caches as a plain tuple."""
+    """The layout that an input must have; Inductor's caches keep it as a plain tuple."""
 
     number: int  # of the input
     dtype: torch.dtype
     device: torch.device
-    sizes: tuple[int, ...] | None  # None where they are symbolic
-    strides: tuple[int, ...]  # where sizes are symbolic those of one example: their order is what counts
+    sizes: tuple[int, ...] | None  # None if they are symbolic
+    strides: tuple[int, ...]  # if sizes are symbolic, those of one example: only their order counts
 
 
 def hooks_were_set() -> bool:
-    """Whether hooks on saved tensors are set in this thread, or were while a compiled graph ran."""
+    """Whether saved-tensor hooks are set in this thread, or were set at an earlier call of this function."""
     global _set
     _set = _set or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     return _set
 
 
 def attach(artifact: Any, graph: Any) -> None:
-    """Notes on a ``CompiledFxGraph`` of a backward how its inputs are laid out in ``graph``, a ``GraphLowering``."""
+    """Notes on the ``CompiledFxGraph`` of a backward the layouts of its inputs in ``graph``, a ``GraphLowering``."""
     if not getattr(graph, "is_backward", False):
         return
     try:
@@ -52,7 +51,7 @@ def attach(artifact: Any, graph: Any) -> None:
 
 
 def noting(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """``CompiledFxGraph.__init__``, and for a graph that is compiled for CUDA graphs :func:`attach`."""
+    """``CompiledFxGraph.__init__`` that also calls :func:`attach` if the graph is compiled for CUDA graphs."""
     from torch._inductor import config
 
     @functools.wraps(upstream)
@@ -65,13 +64,13 @@ def noting(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def leave(artifact: Any) -> None:
-    """Leaves the inputs of a graph that is not graphed to torch."""
+    """Removes the noted layouts, as CUDA graphs are not used for the graph."""
     if hasattr(artifact, ATTRIBUTE):
         setattr(artifact, ATTRIBUTE, None)
 
 
 def _layout(graph: Any, number: int, value: Any) -> Layout | None:
-    """None for a number, and for a tensor of symbolic sizes that has gaps."""
+    """An input's layout; None for a number, and for a tensor of symbolic sizes that has gaps."""
     from torch._inductor.ir import TensorBox
 
     if not isinstance(value, TensorBox):
@@ -86,13 +85,13 @@ def _layout(graph: Any, number: int, value: Any) -> Layout | None:
 
 
 def _hint(sizevars: Any) -> Callable[[Any], int]:
-    """Gives an example of a symbolic number."""
+    """Returns a function that gives an example value of a symbolic number."""
     found: Callable[[Any], int] = sizevars.size_hint if has_size_hint() else sizevars.optimization_hint
     return found
 
 
 def layouts_of(inputs: Sequence[Any]) -> list[Layout]:
-    """How some inputs are laid out, for a backward that is not Inductor's."""
+    """The layouts of some inputs, for a backward that Inductor did not compile."""
     return [
         Layout(number, value.dtype, value.device, tuple(value.shape), value.stride())
         for number, value in enumerate(inputs)
@@ -101,14 +100,14 @@ def layouts_of(inputs: Sequence[Any]) -> list[Layout]:
 
 
 def look_after(artifact: Any, inputs: Any) -> None:
-    """Before a compiled graph runs, once hooks were set: makes its inputs as :func:`attach` noted."""
+    """Gives the inputs of a compiled graph the layouts that :func:`attach` noted; must be called before it runs."""
     layouts = getattr(artifact, ATTRIBUTE, None)
     if layouts and isinstance(inputs, list):
         conform(layouts, inputs)
 
 
 def looked_after(run: Callable[[list[Any]], Any], *, is_backward: bool) -> Callable[[list[Any]], Any]:
-    """``run``, of a function that Inductor did not compile, with inputs that are laid out as in its first call."""
+    """``run`` of a function that Inductor did not compile, with the input layouts of its first call."""
     layouts: list[Layout] | None = None
 
     def call(inputs: list[Any]) -> Any:
@@ -123,9 +122,9 @@ def looked_after(run: Callable[[list[Any]], Any], *, is_backward: bool) -> Calla
 
 
 def conform(layouts: Sequence[tuple[Any, ...]], inputs: list[Any]) -> None:
-    """Puts a copy in the place of each input that is laid out otherwise; what has other sizes stays.
+    """Replaces each input with another layout by a copy; an input of other sizes is not replaced.
 
-    The copy has the same elements, in the type, on the device and with the strides that were compiled for.
+    The copy has the same elements, with the type, device and strides that were compiled for.
     """
     for number, dtype, device, sizes, strides in layouts:
         value: Any = inputs[number] if number < len(inputs) else None
@@ -139,7 +138,7 @@ def conform(layouts: Sequence[tuple[Any, ...]], inputs: list[Any]) -> None:
 
 
 def _has_strides(value: torch.Tensor, strides: Sequence[int]) -> bool:
-    """Whether a tensor has these strides, but for dimensions that have no second element."""
+    """Whether a tensor has these strides, except in dimensions of fewer than two elements."""
     if value.layout is not torch.strided:
         return False
     found = value.stride()
@@ -149,12 +148,12 @@ def _has_strides(value: torch.Tensor, strides: Sequence[int]) -> bool:
 
 
 def _reads_otherwise(value: torch.Tensor) -> bool:
-    """Whether its elements are not those in its memory."""
+    """Whether a tensor's elements differ from those in its memory."""
     return value.is_conj() or value.is_neg() or value._is_zerotensor()
 
 
 def _dense_strides(sizes: Sequence[int], example: Sequence[int]) -> tuple[int, ...]:
-    """Strides without gaps, in the order of the example's."""
+    """Strides without gaps, in the order of the example's strides."""
     strides, step = [0] * len(sizes), 1
     for dim in sorted(range(len(sizes)), key=lambda dim: (example[dim], -dim)):
         strides[dim] = step

@@ -1,16 +1,9 @@
-"""Checks a new recording against the function that it was made of, with inputs at other addresses: ``pygraph_verify``.
+"""Checks a new recording against its function, with inputs at other addresses: ``pygraph_verify``.
 
-A :class:`Verification` copies what a call gives to a function before it is recorded. Behind the recording,
-:meth:`Verification.check` runs the function un-graphed on copies, then the recording once more, given copies at other
-addresses while the tensors of the call are poisoned, and compares outputs and written inputs bit by bit. All that the
-call has left behind is put back. Where they differ the inputs are moved one at a time, to name the one at fault.
-
-Copies lie in memory as the tensors do: equally aligned, with the rest of their storage around them, sharing what they
-share. The caller's tensors are written to by address, so that autograd sees nothing of it; another thread that uses
-them meanwhile would. Nothing is held that belongs to the graph pool: outputs of earlier recordings must be free to die.
-
-A function that draws random numbers draws others the second time, and one whose results depend on the order of atomic
-additions has no right answer: these are not checked, which the log says.
+A :class:`Verification` copies a call's inputs before the function is recorded. :meth:`Verification.check` then runs the
+function un-graphed, replays the recording with inputs at other addresses, and compares outputs and mutated inputs bit
+by bit. It restores the call's results, and raises :class:`VerificationFailed` with the inputs at fault if they differ.
+A function that is not deterministic is not checked, which the log says.
 """
 
 from __future__ import annotations
@@ -32,11 +25,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("pygraph_trees.verification")
 
-_WHOLE_STORAGE = 64 << 20  # bytes up to which a storage is copied as a whole, also around a small view
+_WHOLE_STORAGE = 64 << 20  # a storage of at most so many bytes is copied as a whole, even for a small view
 
 
 class Replayable(Protocol):
-    """What is asked of a recording, upstream's members among it."""
+    """The members of a recording that a check uses, some of them upstream's."""
 
     wrapped_function: Any
     static_input_idxs: Any
@@ -59,12 +52,12 @@ class VerificationFailed(PygraphError):
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The memory from a tensor's first to its last element; does not hold it."""
+    """The memory from a tensor's first to its last element, without a reference to it."""
 
     address: int
     nbytes: int
     device: torch.device
-    poison: int  # a byte: NaN where the elements can be, else 0, which is a valid index
+    poison: int  # a byte that makes elements NaN if their type has it, else 0, which is a valid index
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Place:
@@ -76,18 +69,18 @@ class _Place:
 
 
 class Verification:
-    """What one call gives to a function that is about to be recorded."""
+    """The inputs of one call of a function that is about to be recorded."""
 
     def __init__(self, inputs: Sequence[Any], kept: Collection[int]) -> None:
         """``kept``: the inputs that may be held; others are outputs of earlier recordings and must be free to die."""
         if any(isinstance(value, torch.Tensor) and value.is_cpu and value.is_pinned() for value in inputs):
-            torch.cuda.synchronize()  # the GPU may have still to write it
+            torch.cuda.synchronize()  # the GPU may still write pinned inputs
         self._before = _copies(inputs)
         self._places = {i: _Place.of(value) for i, value in enumerate(inputs) if _is_plain(value)}
         self._given = {i: inputs[i] for i in kept if i in self._places}
 
     def check(self, recording: Replayable, outputs: Sequence[Any], name: str) -> None:
-        """Raises :class:`VerificationFailed` where a replay does something else than the function."""
+        """Raises :class:`VerificationFailed` if the results of a replay differ from the function's."""
         live = recording.live
         if live is None:
             return
@@ -102,7 +95,7 @@ class Verification:
         left = [place.memory().clone() for place in touched]
         copied_so_far = live.extra_copies, live.extra_copied_bytes
         try:
-            # Those on the CPU are staged anew at each launch, wherever they lie.
+            # Inputs on the CPU are staged at each launch, whatever their addresses.
             moved = [item.index for item in live.items if item.index in self._places]
             unfit, wrong = self._replay(recording, outputs, wanted, wanted_inputs, moved)
             if unfit is not None:
@@ -122,14 +115,14 @@ class Verification:
             at_fault = ", ".join(_described(recording, i) for i in alone) or "no single input"
             raise VerificationFailed(function=name, what=wrong[0], detail=wrong[1], inputs=at_fault)
         finally:
-            live.prepare([self._given.get(i, value) for i, value in enumerate(self._before)])  # as it was
+            live.prepare([self._given.get(i, value) for i, value in enumerate(self._before)])  # the call's addresses
             live.drop()
             live.extra_copies, live.extra_copied_bytes = copied_so_far
             for place, content in zip(touched, left, strict=True):
                 place.memory().copy_(content)
 
     def _ungraphed(self, recording: Replayable) -> tuple[list[Any], Sequence[Any]]:
-        """The inputs and the outputs after a call of the function."""
+        """Runs the function on copies; returns these inputs, as they are afterwards, and the outputs."""
         inputs = _copies(self._before)
         with torch.no_grad():
             outputs = recording.wrapped_function.model.ungraphed(list(inputs))
@@ -143,7 +136,7 @@ class Verification:
         wanted_inputs: Sequence[Any],
         moved: Collection[int],
     ) -> tuple[str | None, tuple[str, str] | None]:
-        """Replays with some inputs moved: why that cannot be, or what it gets wrong and how."""
+        """Replays with some inputs moved; returns why that is impossible, or which value differs and how."""
         live = recording.live
         assert live is not None
         stands = {item.index for item in live.items}
@@ -151,7 +144,7 @@ class Verification:
         for i in moved:
             place = self._places[i]
             place.memory().fill_(place.poison)
-        # Behind the poisoning: those that stay may share memory with those that are moved.
+        # After the poisoning, because inputs that stay may share memory with moved ones.
         for i, place in self._places.items():
             if i not in moved:
                 place.memory().copy_(_Place.of(self._before[i]).memory())
@@ -181,7 +174,7 @@ class Verification:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether its elements are what lies in GPU memory."""
+    """Whether the value is a tensor whose elements are stored in GPU memory as they are read."""
     return (
         isinstance(value, torch.Tensor)
         and value.is_cuda
@@ -193,7 +186,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _copies(values: Sequence[Any]) -> list[Any]:
-    """Copies of the tensors; where storages are not much larger than what is seen of them, these are copied."""
+    """Copies of the tensors, with their whole storages if those are small or not much larger than the tensors."""
     blocks: dict[tuple[int, int], torch.Tensor] = {}  # by address and bytes
     return [_copy(value, blocks) for value in values]
 
@@ -215,7 +208,7 @@ def _copy(value: Any, blocks: dict[tuple[int, int], torch.Tensor]) -> Any:
 
 
 def _block(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """A copy of memory, as aligned up to 512 bytes, in multiples of any element's size."""
+    """A copy of memory with the same alignment up to 512 bytes; its size is a multiple of any element's size."""
     whole = -(-nbytes // 16) * 16
     buffer = torch.empty(whole + 512, dtype=torch.uint8, device=device)
     begin = (address - buffer.data_ptr()) % 512
@@ -224,7 +217,7 @@ def _block(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether values are equal bit by bit, NaNs of any payload and zeros of any sign counting as one."""
+    """Whether values are equal bit by bit; all NaNs are equal, and so are both zeros."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return one is other or (type(one) is type(other) and one == other)
     if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
@@ -251,7 +244,7 @@ def _apart(one: Any, other: Any) -> str:
 
 
 def _described(recording: Replayable, index: int) -> str:
-    """An input with where it is read and the kernels that hold its address."""
+    """An input's name, the source line that reads it, and the kernels that hold its address."""
     placeholders = recording.wrapped_function.placeholders
     info = placeholders[index] if index < len(placeholders) else None
     traces = [info.stack_trace, *(user.stack_trace for user in info.users)] if info is not None else []
@@ -273,7 +266,7 @@ def _generators(given: Sequence[torch.Generator]) -> Iterator[Any]:
 
 
 def _random_states(given: Sequence[torch.Generator]) -> list[Any]:
-    """Where each generator stands; ``given`` are those among the inputs."""
+    """The state of each generator; ``given`` are the generators among the inputs."""
     return [g.get_offset() if g.device.type == "cuda" else bytes(g.get_state().numpy()) for g in _generators(given)]
 
 
