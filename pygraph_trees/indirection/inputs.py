@@ -93,7 +93,7 @@ def choose(
 ) -> tuple[LiveInputs | None, dict[int, str]]:
     """The inputs that can be recorded at placeholder addresses; for each other candidate, why it is copied.
 
-    ``inputs`` does not change, and a driver call that fails leaves nothing behind.
+    ``inputs`` does not change. If a driver call fails, all that was allocated is freed.
 
     Args:
         stage: whether copies in the graph read inputs on the CPU, so that these may be staged.
@@ -657,18 +657,18 @@ class LiveInputs:
         """Makes the graph hold the addresses found for these inputs, and those of the staging buffer."""
         patches, sampler = self._patches, self.sampler
         assert patches is not None
-        addresses, anew = self._addresses, list[int]()
+        addresses, forced = self._addresses, list[int]()
         if self._put:
             assert self._staging is not None
             buffers = self._staging.put([inputs[index] for index in self._put])
             if not self._staging.is_fixed:
-                anew = [len(addresses) + number for number in self._staging.in_place]
+                forced = [len(addresses) + number for number in self._staging.in_place]
                 addresses = [*addresses, *buffers]
         moved: list[int] | None = None
         if sampler is not None and sampler.is_due():
             changes = zip(self._patched, addresses, patches.addresses, strict=False)
             moved = [item.index for item, address, before in changes if address != before]
-        count = patches.apply(addresses, anew)
+        count = patches.apply(addresses, forced)
         self._seen = seen
         if self._settles and not self._again:
             self._settled = seen

@@ -133,7 +133,7 @@ class Patches:
                 kernels[number] = node
                 if node.take_from(offset, self._table, entry):
                     continue
-            elif offset != HOST_SOURCE:  # a staging buffer stays where it is; ``anew`` is for the program's own memory
+            elif offset != HOST_SOURCE:  # a staging buffer keeps its address; the program's own memory is in ``forced``
                 self._always.add(number)
             self._words[position].append((_word(node, offset), addend))
         self._has_words = any(self._words)
@@ -200,18 +200,18 @@ class Patches:
         """Whether there are nodes that are set even if nothing changed."""
         return bool(self._always)
 
-    def apply(self, addresses: Sequence[int], anew: Collection[int] = ()) -> int:
+    def apply(self, addresses: Sequence[int], forced: Collection[int] = ()) -> int:
         """Makes the graph hold ``addresses``, by position in ``inputs``; returns how many nodes were set.
 
         Args:
-            anew: positions that are set even if the address is unchanged, since other memory may be there.
+            forced: positions that are set even if the address is unchanged: other memory may have the same address.
 
         Raises :class:`PatchFailed` if the driver refuses, which leaves the graph broken; :class:`ValueError` if there
         is not one address for each input.
         """
         if self.broken:
             raise HalfPatched
-        if addresses == self.addresses and not self._always and not anew:
+        if addresses == self.addresses and not self._always and not forced:
             return 0
         if len(addresses) != len(self.addresses):
             raise ValueError(f"{len(self.addresses)} addresses, not {len(addresses)}")
@@ -219,8 +219,8 @@ class Patches:
         change = self._all_changed
         if not all(map(operator.ne, addresses, self.addresses)):
             moved: Iterable[bool] = map(operator.ne, addresses, self.addresses)
-            if anew:
-                moved = [position in anew or differs for position, differs in enumerate(moved)]
+            if forced:
+                moved = [position in forced or differs for position, differs in enumerate(moved)]
             changed = tuple(itertools.compress(self._positions, moved))
             change = self._changes.get(changed) or self._remember(changed)
             self._write(changed, addresses)

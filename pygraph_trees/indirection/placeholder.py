@@ -2,7 +2,7 @@
 
 :class:`Placeholders` takes size and address modulo 512 of each input's storage, and gives each a mapped range with a
 guard on both sides. Nothing else is ever there, and one piece of physical memory backs all ranges. A constructor that
-raises leaves nothing mapped. :meth:`Placeholders.close` gives back everything; no launched work may still use a
+raises unmaps what it mapped. :meth:`Placeholders.close` gives back everything; no launched work may still use a
 materialised placeholder. README.md explains the addresses.
 """
 
@@ -127,7 +127,7 @@ class Arena:
 class Placeholders:
     """The placeholders of one recording.
 
-    Raises :class:`DriverError` if the driver refuses a call, and then leaves nothing behind.
+    Raises :class:`DriverError` if the driver refuses a call; all that was reserved and mapped is freed then.
     """
 
     placeholders: tuple[Placeholder, ...]  # in the order of the extents
@@ -327,8 +327,8 @@ def _lay_out(extents: Sequence[Extent], granularity: int, frontier: int, budget:
             blocks.append((low + unit.guard, nbytes))
             end = low + nbytes + 2 * unit.guard
         place = low + unit.guard, unit.nbytes
-        for index, (start, nbytes, begin, behind) in unit.members:
-            placeholders[index] = Placeholder(low + start, nbytes, low + begin, low + behind)
+        for index, (start, nbytes, first, last) in unit.members:
+            placeholders[index] = Placeholder(low + start, nbytes, low + first, low + last)
             places[index] = place
             block_of[index] = block
     order = range(len(extents))

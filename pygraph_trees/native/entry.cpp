@@ -359,12 +359,12 @@ Ref viewed(const std::vector<View> &views, bool sees, const Items *rows) {
     Ref tuple(PyTuple_New(static_cast<Py_ssize_t>(views.size())));
     for (size_t i = 0; tuple && i < views.size(); i++) {
         const View &view = views[i];
-        const auto anew = [&] {
+        const auto make_view = [&] {
             const at::Tensor &tensor = THPVariable_Unpack(items[i].get());
             return THPVariable_Wrap(
                 torch::inductor::_reinterpret_tensor(tensor, view.sizes, view.strides, view.offset));
         };
-        PyObject *wrapped = view.is_own && !sees ? items[i].release() : anew();
+        PyObject *wrapped = view.is_own && !sees ? items[i].release() : make_view();
         if (wrapped == nullptr)
             return Ref();
         PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), wrapped);
@@ -380,9 +380,9 @@ Ref returned(const Entry::State *state, const Ref &kept, bool sees, const TakeOu
     Items rows[4]; // taken again after any step that may run other code: a new tuple may collect garbage
     if (!rows[1].take(const_cast<PyObject *>(kept.get())) || !rows[3].take(state->constants))
         return Ref();
-    const bool views_some = !state->views.empty(), views_anew = views_some && (sees || !state->views_are_own);
+    const bool views_some = !state->views.empty(), makes_views = views_some && (sees || !state->views_are_own);
     Ref views;
-    if (views_anew &&
+    if (makes_views &&
         (!take_outputs(&rows[0]) || !(views = viewed(state->views, sees, rows)) || !rows[2].take(views.get())))
         return Ref();
     Ref tuple(PyTuple_New(static_cast<Py_ssize_t>(state->picks.size())));
@@ -392,7 +392,7 @@ Ref returned(const Entry::State *state, const Ref &kept, bool sees, const TakeOu
     const uint64_t behind_views = first_view + state->views.size();
     for (size_t i = 0; i < state->picks.size(); i++) {
         uint64_t number = state->picks[i];
-        if (views_some && !views_anew && number >= first_view) // the row of views is empty
+        if (views_some && !makes_views && number >= first_view) // the row of views is empty
             number = number < behind_views ? state->views[number - first_view].number : number - state->views.size();
         PyObject *item = item_at(rows, 4, number);
         if (item == nullptr)

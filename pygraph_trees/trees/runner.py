@@ -64,7 +64,7 @@ def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
     own: set[str] = set()  # outputs for which each call returns a new tensor
     if is_its_own and function.first_inside is not None:
         is_backward = function.log.mode == BACKWARD
-        code, function.as_returned, own = _with_views_inside(code, names, function.first_inside, anew=is_backward)
+        code, function.as_returned, own = _with_views_inside(code, names, function.first_inside, renewed=is_backward)
     order = chosen(code.given, code.count)
     keep = _several(code.kept)
     finish = _finish(code, names, own)
@@ -127,13 +127,13 @@ def _fast_call(runner: Any, code: _Code, finish: _Finish | None, view: Any) -> C
 
 
 def _with_views_inside(
-    code: _Code, names: dict[str, Any], first: int, *, anew: bool = False
+    code: _Code, names: dict[str, Any], first: int, *, renewed: bool = False
 ) -> tuple[_Code, Callable[[Sequence[Any]], Any] | None, set[str]]:
     """Moves views of the outputs that are returned from ``first`` on into the partition's function.
 
     Returns the code without these views, a function that makes them from the partition's outputs (None if there are
-    none), and, if ``anew``, the names of the outputs. If ``anew``, the code still returns a new tensor for each of them
-    at each call.
+    none), and, if ``renewed``, the names of the outputs, for each of which the code then returns a new tensor at each
+    call.
     """
     uses = Counter(_name_in(value) for value in code.returned)
     ways: dict[str, set[str]] = defaultdict(set)
@@ -144,7 +144,7 @@ def _with_views_inside(
         name = _name_in(value)
         if isinstance(value, ast.Call) and name in code.made and ways[name] == {ast.unparse(value)}:
             inside[name] = value
-    if anew:
+    if renewed:
         inside = {name: value for name, value in inside.items() if uses[name] == 1}
     returned: list[ast.expr] = []
     for value in code.returned:
@@ -152,12 +152,12 @@ def _with_views_inside(
         uses[name] -= 1
         # If the same view is returned several times, the last one is the partition's own tensor: a forward saves it,
         # and no user holds it.
-        is_given = not uses[name] and not anew
+        is_given = not uses[name] and not renewed
         returned.append(value if name not in inside else _name(value) if is_given else _seen_so(value))
     given = [inside.get(name, ast.Name(name)) for name in code.outputs]
     finish = _finish(replace(code, returned=given, kept=[], kept_names=[]), names)
     as_returned = None if finish is None else lambda outputs: finish.make(outputs, ())
-    return replace(code, returned=returned), as_returned, set(inside) if anew else set()
+    return replace(code, returned=returned), as_returned, set(inside) if renewed else set()
 
 
 def _name(value: ast.expr) -> ast.expr:

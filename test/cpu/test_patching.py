@@ -248,7 +248,7 @@ class Patching:
         setup = Setup([kernel(Held(0, 0)), kernel(Held(1, 0)), kernel(Held(0, 8), Held(1, 0))], [0, 1])
         addresses = [0x7000_0000_0000, 0x7000_0001_0000]
         setup.patches.apply(addresses)
-        self.assertEqual([setup.patches.apply(addresses, anew) for anew in ((), [0], [0, 1])], [0, 2, 3])
+        self.assertEqual([setup.patches.apply(addresses, forced) for forced in ((), [0], [0, 1])], [0, 2, 3])
 
     def test_memory_nodes_are_set_every_time(self):
         setup = self.setup([kernel(Held(0, 0)), memcpy(Held(1, 0), Held(0, 0)), memset(Held(1, 0))], [1])

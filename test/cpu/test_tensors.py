@@ -299,7 +299,7 @@ class TestPython(TestCase):
         check()
 
     def test_what_a_sieve_lets_through(self):
-        """By what is alive and by where an input lies, of more than a word of choices; asked anew each time."""
+        """By what is alive and by where an input lies, of more than a word of choices; asked again each time."""
         given_, cached = some_tensors()[:4], [torch.zeros(1) for _ in range(7)]
         shared = [given_[0].data_ptr()]
         references = [Reference(False)] * 7
@@ -430,7 +430,7 @@ class TestPython(TestCase):
         cached[0].requires_grad_().register_hook(lambda gradient: None)
         self.assertIsNone(question())
         cached[0] = None
-        self.assertIsNone(question())  # it is made anew each time
+        self.assertIsNone(question())  # it is made again each time
         cached.clear()
         self.assertIsNone(question())
 

@@ -132,7 +132,7 @@ def user(
     BLOCK: tl.constexpr = 256,
     STEPS: tl.constexpr = 2,
 ):
-    # Names are used anew, also in a loop, and pointers go through functions.
+    # Names are reused, also in a loop, and pointers go through functions.
     first = tl.program_id(0) * BLOCK * STEPS
     x_ptr += first
     y_ptr = y_ptr + first

@@ -99,12 +99,12 @@ def stale(position):
     """Keeps the address of the first launch for an input, given by its position among the patched ones."""
     original = Patches.apply
 
-    def apply(patches, addresses, *anew):
+    def apply(patches, addresses, *forced):
         addresses = list(addresses)
         if not hasattr(patches, "planted"):
             patches.planted = addresses[position]
         addresses[position] = patches.planted
-        return original(patches, addresses, *anew)
+        return original(patches, addresses, *forced)
 
     with mock.patch.object(Patches, "apply", apply):
         yield

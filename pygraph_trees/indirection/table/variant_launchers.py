@@ -50,7 +50,7 @@ def sole_launcher(autotuner: Any) -> Any:
 
 
 def parameters(launcher: Any) -> tuple[str, ...]:
-    """The names of a launcher's parameters, of which the last is the stream; empty if it is no Python function."""
+    """The names of a launcher's parameters; the last is the stream. Empty if it is not a Python function."""
     code = getattr(launcher, "__code__", None)
     return () if code is None else code.co_varnames[: code.co_argcount]
 
