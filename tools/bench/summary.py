@@ -230,7 +230,8 @@ def short_table(summary: Summary) -> str:
         ]
         for w in measured
     ]
-    means = [_times(geometric_mean(summary.ratios("latency_ms", regime))) for regime in REGIMES]
+    ratios = [[r for w in measured if (r := w.ratio("latency_ms", regime)) is not None] for regime in REGIMES]
+    means = [_times(geometric_mean(found)) for found in ratios]
     rows.append([f"geometric mean of {len(measured)}", "", means[0], "", means[1], "", "", ""])
     head = ["workload", "latency, same inputs", "", "latency, fresh inputs", "", "host, same", "host, fresh", "copied"]
     return _table(head, rows)
