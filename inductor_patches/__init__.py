@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FEATURES: dict[str, tuple[str, ...]] = {
     "flags": ("config", "torch_compile"),
     "trees": ("cudagraph_trees", "compile_fx", "output_code", "autograd_cache"),
-    "coverage": ("scheduler", "output_code"),
+    "report": ("scheduler", "output_code"),
     "calls": ("dynamo",),
     "placement": ("post_grad", "compile_fx", "scheduler"),
     "table": ("triton_heuristics",),

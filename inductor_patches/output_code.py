@@ -35,7 +35,7 @@ def _call(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 PATCHES: tuple[Patch, ...] = (
     Rebind(
-        feature="coverage",
+        feature="report",
         module=_MODULE,
         name="CompiledFxGraph.__init__",
         replace=_init,

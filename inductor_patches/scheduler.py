@@ -35,7 +35,7 @@ PATCHES: tuple[Patch, ...] = (
         removable="torch keeps what reads values of the CPU out of CUDA graphs",
     ),
     Rebind(
-        feature="coverage",
+        feature="report",
         module=_MODULE,
         name="Scheduler.graph_partition",
         replace=_graph_partition,

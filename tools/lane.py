@@ -44,7 +44,6 @@ SLOWEST: tuple[str, ...] = (
 )
 PRELOADED = ("torch", "torch._inductor.compile_fx", "torch.testing._internal.common_utils")
 KINDS = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
-FAILURES = ("failed", "error", "died")
 
 
 @dataclass(frozen=True, slots=True)

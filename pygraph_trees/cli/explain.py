@@ -17,6 +17,7 @@ import torch
 
 from pygraph_trees.fake_gpu import ValueNeededError, absent_gpu, lower
 from pygraph_trees.report.compiled import partitions_of
+from pygraph_trees.report.naming import mode_name
 from pygraph_trees.report.records import PLACED, WHY_NOT_PLACED, Partition, PartitionInput
 from pygraph_trees.report.text import cause_line, nbytes, placed_lines, table
 from pygraph_trees.settings import Settings
@@ -100,7 +101,7 @@ def partitions(graph: LoweredGraph) -> Iterator[ExplainedPartition]:
 
 
 def _graph(graph: LoweredGraph, parts: Sequence[ExplainedPartition]) -> str:
-    mode = "backward" if graph.is_backward else "inference" if graph.is_inference else "forward"
+    mode = mode_name(is_backward=graph.is_backward, is_inference=graph.is_inference)
     title = f"{graph.name}, {mode}"
     if graph.disabled_reason:
         kernels = _kernels(sum((Counter(p.partition.kernels) for p in parts), Counter()))

@@ -551,11 +551,9 @@ class LiveInputs:
 
     def kernels_of(self, index: int) -> list[str]:
         """Names of the kernels that hold an input's address or read it in the table, each once."""
-        position = next(p for p, item in enumerate(self.items) if item.index == index)
-        nodes = [self._nodes[relocation.node] for relocation in self._relocations if relocation.input == position]
-        names = [self._driver.function_name(n.function, n.kernel) for n in nodes if isinstance(n, KernelNode)]
-        readers = [] if self._table is None else self._table.readers(self.items[position].recorded)
-        return list(dict.fromkeys([*(name for name in names if name is not None), *readers]))
+        item = next(item for item in self.items if item.index == index)
+        readers = [] if self._table is None else self._table.readers(item.recorded)
+        return list(dict.fromkeys([*filter(None, self.kernels_holding([index])), *readers]))
 
     def _context(self) -> Any:
         with torch.cuda.device(self._device):

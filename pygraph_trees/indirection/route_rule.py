@@ -1,8 +1,9 @@
 """The rule that chooses a recording's route: its inputs are patched unless a table pays.
 
-A table pays if at least 16 kernels with variants hold at least 4 inputs whose addresses change, and if most of the
-first eight sampled replays are host-bound. :func:`choose_route` decides from these :class:`Facts`. A choice is kept for
-a function and its sizes, also if it is recorded again; the function's log gets each choice as a sentence.
+A table pays if at least 16 kernels with variants hold at least 4 inputs whose addresses change in at least a quarter
+of the replays, and if most of the first eight sampled replays are host-bound. :func:`choose_route` decides from these
+:class:`Facts`. A choice is kept for a function and its sizes, also if it is recorded again; the function's log gets
+each choice as a sentence.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from .table.pointer_table import taken_by_variants
 SAMPLES = 8
 LEAST_KERNELS = 16
 LEAST_INPUTS = 4
+LEAST_SHARE = 0.25  # of replays with new addresses; inputs that move less often count as staying
 
 
 class Reason(Enum):
     """What a choice rests on; the value is its phrase in the report, after "inputs are given"."""
 
+    SELDOM = "by address: addresses change in {share:.0%} of replays, fewer than {least_share:.0%}"
     FEW_INPUTS = (
         "by address: the addresses of {inputs} inputs that a table could hold change, fewer than {least_inputs}"
     )
@@ -51,6 +54,7 @@ class Facts:
     kernels: int = 0  # nodes of kernels with variants that hold inputs whose addresses change
     inputs: int = 0  # inputs whose addresses change and that a table could hold
     host_bound: int = 0  # sampled replays before which the GPU was idle
+    share: float = 1.0  # of replays in which addresses change
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +64,13 @@ class Choice:
     error: str = ""
 
     def __str__(self) -> str:
-        more = {"samples": SAMPLES, "least_kernels": LEAST_KERNELS, "least_inputs": LEAST_INPUTS}
-        return self.reason.value.format(**asdict(self.facts), **more, error=self.error)
+        least = {"least_kernels": LEAST_KERNELS, "least_inputs": LEAST_INPUTS, "least_share": LEAST_SHARE}
+        return self.reason.value.format(**asdict(self.facts), **least, samples=SAMPLES, error=self.error)
 
 
 def choose_route(facts: Facts) -> Choice:
+    if facts.share < LEAST_SHARE:
+        return Choice(Reason.SELDOM, facts)
     if facts.inputs < LEAST_INPUTS:
         return Choice(Reason.FEW_INPUTS, facts)
     if facts.kernels < LEAST_KERNELS:

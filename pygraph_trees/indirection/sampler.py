@@ -33,7 +33,6 @@ from .table.pointer_table import readers_of
 
 EVERY = 128  # replays with new addresses from one sample to the next
 
-_LEAST_SHARE = 0.25  # of replays with new addresses; with a smaller share, inputs count as staying where they are
 _PATIENCE = 64  # samples for which a function whose variants are built waits for other functions
 
 _log = logging.getLogger("pygraph_trees.indirection")
@@ -105,9 +104,8 @@ class Sampler:
         self._set_nodes += set_nodes
         if self._samples < SAMPLES:
             return True
-        if self._share(replays, set_calls) < _LEAST_SHARE:
-            self._moved.clear()
-        choice = choose_route(Facts(*_count(function, self._moved, names), self._host_bound))
+        share = self._share(replays, set_calls)
+        choice = choose_route(Facts(*_count(function, self._moved, names), self._host_bound, share))
         take_choice(function, self._sizes, choice)
         if choice.reason is not Reason.TABLE_AWAITED:
             return False

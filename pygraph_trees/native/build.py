@@ -71,9 +71,12 @@ def build() -> Path:
         FOLDER.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(_LOCK, timeout=0), tempfile.TemporaryDirectory(dir=FOLDER.parent, prefix="building-") as made:
             if not is_built():
-                _FAILED.touch()
-                _compile(Path(made))
-                _FAILED.unlink()
+                try:
+                    _compile(Path(made))
+                except BuildFailed:
+                    _FAILED.touch()
+                    raise
+                _FAILED.unlink(missing_ok=True)
                 os.replace(Path(made) / "out", FOLDER)
     except Timeout:
         raise BuildFailed(why="another process is building them") from None

@@ -1,8 +1,8 @@
 """Questions about many tensors at once: their addresses, whether they are still referenced, and operations on lists.
 
 Each function prepares a question that is then asked again and again. The answers come from C++ (``tensors.cpp``) if it
-was built for the torch in use, otherwise from Python and torch; the answers are equal. ``native`` is the module in C++,
-or None, and ``why_without`` tells why a module that is built is not used.
+was built for the torch in use, otherwise from Python and torch; the answers are equal. ``extension`` is the module in
+C++, or None, and ``why_without`` tells why a module that is built is not used.
 """
 
 from __future__ import annotations

@@ -99,6 +99,13 @@ class TestBuild(TestCase):
         build.build()
         self.assertFalse(build.has_failed())
 
+    def test_a_build_that_was_interrupted_is_started_again(self):
+        self.compile.side_effect = KeyboardInterrupt
+        self.assertRaises(KeyboardInterrupt, build.build)
+        self.assertFalse(build.has_failed())
+        build.start()
+        self.popen.assert_called_once()
+
     def test_two_processes_do_not_build_at_once(self):
         self.folder.parent.mkdir()
         with FileLock(build._LOCK):

@@ -131,7 +131,7 @@ class TestTool(TestCase):
                 target.write_text(text.replace("def graph_partition(", "def partition_graph("))
             version, targets = tool().check(changed)
         self.assertEqual(version, torch.__version__)
-        lines = targets["coverage: torch._inductor.scheduler.Scheduler.graph_partition"]
+        lines = targets["report: torch._inductor.scheduler.Scheduler.graph_partition"]
         self.assertIn("torch._inductor.scheduler.Scheduler.graph_partition: not there", lines)
 
     def test_bad_path(self):

@@ -20,8 +20,8 @@ PACKAGES = ("pygraph_trees", "inductor_patches")
 MOST_LINES = 450
 # Files that are longer, with their lines. Numbers only become smaller, and no file is added.
 LONG_FILES = {
-    "pygraph_trees/indirection/inputs.py": 838,
-    "pygraph_trees/native/entry.cpp": 647,
+    "pygraph_trees/indirection/inputs.py": 836,
+    "pygraph_trees/native/entry.cpp": 637,
 }
 NAMES_WITHOUT_A_CONCEPT = {"common", "core", "helpers", "misc", "utils"}
 
@@ -164,6 +164,8 @@ def too_long(root: Path, listed: Mapping[str, int]) -> list[str]:
         most = listed.get(file, MOST_LINES)
         if count > most:
             lines.append(f"{file} has {count} lines, at most {most} are allowed: it holds two concepts")
+        elif file in listed and MOST_LINES < count < most:
+            lines.append(f"{file} has {count} lines: the list of long files still allows {most}")
     for file in sorted(listed):
         if counted.get(file, 0) <= MOST_LINES:
             lines.append(f"{file} is no longer than others: take it from the list of long files")

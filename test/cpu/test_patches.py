@@ -227,7 +227,7 @@ class TestMismatch(TestCase):
             raise AssertionError
 
         with mock.patch.object(scheduler.Scheduler, "graph_partition", graph_partition):
-            with warns(self, FeatureOff, r"coverage stays off on torch .*graph_partition: no longer uses"):
+            with warns(self, FeatureOff, r"report stays off on torch .*graph_partition: no longer uses"):
                 status = inductor_patches.install()
             self.assertEqual([s.state for s in status], ["on", "on", "mismatch", "on", "on", "on"])
             self.assertIs(output_code.CompiledFxGraph.__init__, before["init"])

@@ -1,4 +1,4 @@
-"""The coverage report: logs become records, records become text and JSON."""
+"""The report: logs become records, records become text and JSON."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
         found = pygraph_trees.report()
         self.assertEqual(
             [f.name for f in found.environment.features],
-            ["flags", "trees", "coverage", "calls", "placement", "table"],
+            ["flags", "trees", "report", "calls", "placement", "table"],
         )
         self.assertIsInstance(str(found), str)
 

@@ -355,7 +355,7 @@ class TestCompiledGraph(TestCase):
         self.assertEqual(len(asked), 2)
 
 
-class TestIsolation(TestCase):
+class TestContainers(TestCase):
     def setUp(self):
         super().setUp()
         self.containers = cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers")

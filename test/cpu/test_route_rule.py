@@ -31,7 +31,7 @@ class Function:
 
 
 class TestRule(TestCase):
-    def assertChosen(self, reason: Reason, text: str, **facts: int) -> None:
+    def assertChosen(self, reason: Reason, text: str, **facts: float) -> None:
         choice = choose_route(Facts(**(dict(kernels=16, inputs=4, host_bound=5) | facts)))
         self.assertEqual((choice.reason, str(choice)), (reason, text))
 
@@ -45,6 +45,11 @@ class TestRule(TestCase):
     def test_3_inputs_are_patched(self) -> None:
         text = "by address: the addresses of 3 inputs that a table could hold change, fewer than 4"
         self.assertChosen(Reason.FEW_INPUTS, text, inputs=3)
+
+    def test_inputs_that_move_in_less_than_a_quarter_of_replays_are_patched(self) -> None:
+        text = "by address: addresses change in 24% of replays, fewer than 25%"
+        self.assertChosen(Reason.SELDOM, text, share=0.24)
+        self.assertEqual(choose_route(Facts(16, 4, 5, 0.25)).reason, Reason.TABLE_AWAITED)
 
     def test_half_of_the_samples_are_not_most_of_them(self) -> None:
         text = "by address: the GPU was idle before 4 of 8 sampled replays, which is not most of them"
@@ -160,7 +165,7 @@ class TestSampler(SamplerTestCase):
         for every, reason in (
             (EVERY, Reason.TABLE_AWAITED),
             (4 * EVERY, Reason.TABLE_AWAITED),
-            (8 * EVERY, Reason.FEW_INPUTS),
+            (8 * EVERY, Reason.SELDOM),
         ):
             self.function = Function()
             table._readers[self.function] = self.readers
