@@ -19,11 +19,14 @@ def _move_constructors_to_gpu(upstream: Callable[..., Any]) -> Callable[..., Any
 
 
 def _has_addresses() -> bool:
-    """Whether recordings are given addresses. It imports late, since the patch is applied without these modules."""
-    from pygraph_trees.fake_gpu.presence import is_absent
-    from pygraph_trees.trees.recording import gives_addresses
+    """Whether recordings are given addresses, or would be on a fake GPU; artifacts depend on this rule."""
+    from torch._inductor import cudagraph_trees
 
-    return gives_addresses(is_imagined=is_absent())
+    from pygraph_trees.fake_gpu.presence import is_absent
+    from pygraph_trees.indirection.availability import usable_driver
+    from pygraph_trees.trees.recording import Recording
+
+    return cudagraph_trees.CUDAGraphNode is Recording and (is_absent() or usable_driver() is not None)
 
 
 PATCHES: tuple[Patch, ...] = (

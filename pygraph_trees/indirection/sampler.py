@@ -56,6 +56,7 @@ class Sampler:
         self._next: float = EVERY // 2
         self._patience = _PATIENCE
         self._samples = self._host_bound = 0
+        self._due = 0  # replays at which a sample was due
         self._moved: set[int] = set()
         self._first = (0, 0)  # replays, and nodes set, before the first sample
         self._set_nodes = 0  # in all sampled replays
@@ -92,7 +93,8 @@ class Sampler:
         if function is None:
             return False
         self._next = replays + EVERY // 2
-        if not set_nodes or torch.cuda.is_current_stream_capturing():
+        self._due += 1
+        if not moved or torch.cuda.is_current_stream_capturing():
             return True
         choice = choice_of(function, self._sizes)
         if choice is not None:
@@ -113,9 +115,14 @@ class Sampler:
         return True
 
     def _share(self, replays: int, set_calls: int) -> float:
-        """The share of replays with new addresses since the first sample."""
+        """The share of replays with new addresses.
+
+        C++ leaves only such replays to Python, so the nodes set since the first sample tell the share. If some
+        nodes are set at every replay, Python gets all replays, and the share is that of the due samples.
+        """
         first, set_before = self._first
-        return (set_calls - set_before) / max(1, replays - first) / (self._set_nodes / self._samples)
+        by_nodes = (set_calls - set_before) / max(1, replays - first) / (self._set_nodes / self._samples)
+        return min(by_nodes, self._samples / self._due)
 
     def _go_on(self, function: Any) -> bool:
         is_built = builds.go_on(function)

@@ -31,6 +31,8 @@ _FAILED = FOLDER.with_name(f"{FOLDER.name}.failed")  # exists after a build that
 _LOWEST_PRIORITY = 19
 
 _log = logging.getLogger("pygraph_trees.native")
+_COMMAND = "import sys; from pygraph_trees.__main__ import main; sys.exit(main(['build']))"
+_process: subprocess.Popen[bytes] | None = None  # a build that this process started; nobody waits for it
 _is_prevented = False
 _is_announced = False
 
@@ -127,20 +129,22 @@ def announce() -> None:
 
 def start() -> None:
     """Starts a build in another process unless one is running or has failed; the next process uses its result."""
+    global _process
     if is_built() or has_failed() or is_running():
         return
     with contextlib.suppress(OSError):  # the folder may be read-only
         FOLDER.parent.mkdir(parents=True, exist_ok=True)
         with LOG.open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "pygraph_trees", "build"],
+            _process = subprocess.Popen(
+                [sys.executable, "-c", _COMMAND],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, "PYGRAPH_DISABLE": "1"},
+                # This process may find the package by a path that another one would not have.
+                env={**os.environ, "PYGRAPH_DISABLE": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
-        os.setpriority(os.PRIO_PROCESS, process.pid, _LOWEST_PRIORITY)
+        os.setpriority(os.PRIO_PROCESS, _process.pid, _LOWEST_PRIORITY)
 
 
 def _compile(folder: Path) -> None:

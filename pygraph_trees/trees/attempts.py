@@ -106,14 +106,18 @@ class Attempts:
         )
         if live is None:
             return None
-        is_chosen = live.has_table or not may_choose
-        live.sampler = None if is_chosen else sampler_for(model, sizes, device, log)
-        if (live.has_placeholders or live.has_staged) and may_be_kept:
-            self._kept = list(inputs)
-        live.is_of_backward = model.log.mode == BACKWARD
-        for item in live.items:
-            inputs[item.index] = 0
-            copied.remove(item.index)
+        try:
+            is_chosen = live.has_table or not may_choose
+            live.sampler = None if is_chosen else sampler_for(model, sizes, device, log)
+            if (live.has_placeholders or live.has_staged) and may_be_kept:
+                self._kept = list(inputs)
+            live.is_of_backward = model.log.mode == BACKWARD
+            for item in live.items:
+                inputs[item.index] = 0
+                copied.remove(item.index)
+        except BaseException:
+            live.release()
+            raise
         return live
 
     def launched(self) -> None:

@@ -419,11 +419,6 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         return outputs
 
 
-def gives_addresses(*, is_imagined: bool) -> bool:
-    """Whether recordings are given addresses, or would be on a fake GPU."""
-    return cudagraph_trees.CUDAGraphNode is Recording and (is_imagined or usable_driver() is not None)
-
-
 def _is_alive() -> bool:
     return True
 

@@ -172,6 +172,19 @@ class TestSampler(SamplerTestCase):
             self.samples(self.made(), SAMPLES, every=every)
             self.assertEqual(self.choice, reason, str(every))
 
+    def test_replays_at_which_no_address_changes_are_no_samples(self) -> None:
+        """Nodes may be set all the same, since other memory can be at the same address."""
+        for still, reason in ((8, Reason.TABLE_AWAITED), (100, Reason.SELDOM)):
+            self.function = Function()
+            table._readers[self.function] = self.readers
+            sampler, moved = self.made(), self.moved
+            self.moved = ()
+            self.assertEqual(self.samples(sampler, still), still)
+            self.assertIsNone(self.choice)
+            self.moved = moved
+            self.samples(sampler, SAMPLES)
+            self.assertEqual(self.choice, reason, str(still))
+
     def test_a_recording_made_again_while_a_table_is_built_goes_on_with_it(self) -> None:
         self.samples(self.made(), SAMPLES)
         self.assertEqual((self.samples(self.made(), 100), len(self.reasons)), (2, 1))
