@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -22,12 +23,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import processes
-import pytest
+
+if TYPE_CHECKING:
+    import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_JOBS = 4
@@ -47,11 +51,23 @@ KINDS = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """Result of the files of one process."""
+class Job:
+    """Test files that share a process."""
 
     label: str
+    files: Sequence[Path]
+    arguments: Sequence[str] = ()  # for pytest
+    environment: Mapping[str, str] = field(default_factory=dict)
+    timeout_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of a job."""
+
+    job: Job
     counts: Mapping[str, int]  # by kind of outcome
+    failures: Sequence[str]  # names of tests
     seconds: float
     output: str
     status: int  # exit status of the process; negative: the signal that ended it
@@ -61,47 +77,57 @@ class Outcome:
         return self.status != 0
 
     def __str__(self) -> str:
-        return f"{self.label}: {described(self.counts)} in {self.seconds:.0f} s"
+        return f"{self.job.label}: {described(self.counts)} in {self.seconds:.0f} s"
 
 
 def described(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or "no tests"
 
 
-class _Counter:
-    """A pytest plugin that writes how many tests had which outcome."""
+class _Reporter:
+    """A pytest plugin that writes how many tests had which outcome, and which ones failed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        found = {kind: len(terminalreporter.stats.get(kind, ())) for kind in KINDS}
-        self._path.write_text(json.dumps(found), encoding="utf-8")
+        stats = terminalreporter.stats
+        counts = {kind: len(stats.get(kind, ())) for kind in KINDS}
+        failures = [report.nodeid for kind in ("failed", "error") for report in stats.get(kind, ())]
+        self._path.write_text(json.dumps([counts, failures]), encoding="utf-8")
 
 
 class _Running:
-    """The process of some files: a fork in a session of its own."""
+    """The process of a job: a fork in a session of its own."""
 
-    def __init__(self, files: Sequence[Path], folder: Path) -> None:
-        self._label = label_of(files)
-        self._log, self._counts = folder / "output", folder / "counts"
+    def __init__(self, job: Job, folder: Path) -> None:
+        self._job = job
+        self._log, self._report = folder / "output", folder / "report"
         self._start = time.monotonic()
         fork = multiprocessing.get_context("fork")
-        self._process: BaseProcess = fork.Process(target=self._run, args=([str(file) for file in files],))
+        self._process: BaseProcess = fork.Process(target=self._run)
         self._process.start()
 
     @property
     def sentinel(self) -> int:
         return self._process.sentinel
 
-    def _run(self, files: list[str]) -> None:
+    @property
+    def left_s(self) -> float:
+        """Seconds until the job has taken too long."""
+        return self._start + self._job.timeout_s - time.monotonic()
+
+    def _run(self) -> None:
         os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         log = os.open(self._log, os.O_WRONLY | os.O_CREAT)
         for stream in (sys.stdout, sys.stderr):
             os.dup2(log, stream.fileno())
-        sys.argv[1:] = files
-        sys.exit(int(pytest.main(["-q", "-p", "no:cacheprovider", *files], plugins=[_Counter(self._counts)])))
+        os.environ.update(self._job.environment)
+        sys.argv[1:] = files = [str(file) for file in self._job.files]
+        arguments = ["-q", "-p", "no:cacheprovider", *self._job.arguments, *files]
+        pytest = importlib.import_module("pytest")
+        sys.exit(int(pytest.main(arguments, plugins=[_Reporter(self._report)])))
 
     def end(self) -> None:
         """Ends the process and everything that it has started."""
@@ -111,45 +137,74 @@ class _Running:
         self._process.join()
 
     def outcome(self) -> Outcome:
-        seconds = time.monotonic() - self._start
+        seconds, is_late = time.monotonic() - self._start, self.left_s <= 0
         self.end()
         status = self._process.exitcode or 0
-        counts = json.loads(self._counts.read_text(encoding="utf-8")) if self._counts.exists() else {}
+        report = json.loads(self._report.read_text(encoding="utf-8")) if self._report.exists() else [{}, []]
+        counts, failures = report
         output = self._log.read_text(encoding="utf-8", errors="replace")
         if status not in (0, 1):
+            why = f"no end after {seconds:.0f} s" if is_late else f"the process ended with {processes.cause_of(status)}"
             counts |= {"died": 1}
-            output += f"\nthe process ended with {processes.cause_of(status)}\n"
-        return Outcome(self._label, counts, seconds, output, status)
+            failures.append(f"{self._job.label}: {why}")
+            output += f"\n{why}\n"
+        return Outcome(self._job, counts, failures, seconds, output, status)
 
 
-def label_of(files: Sequence[Path]) -> str:
-    first = files[0].relative_to(ROOT) if files[0].is_relative_to(ROOT) else files[0]
-    return str(first) if len(files) == 1 else f"{first.parent} ({len(files)} files)"
+def run(
+    jobs: Iterable[Job],
+    slots: int | Sequence[Mapping[str, str]],
+    show: Callable[[Outcome], None],
+) -> list[Outcome]:
+    """Runs jobs in order; ``show`` is given each outcome as it comes.
 
-
-def run(groups: Iterable[Sequence[Path]], jobs: int, show: Callable[[Outcome], None]) -> list[Outcome]:
-    """Runs groups of files in order, ``jobs`` at a time; ``show`` is given each outcome as it comes."""
-    waiting, running, outcomes = list(groups), {}, []
+    Args:
+        slots: how many run at a time, or one set of variables for each: a job's environment has those of its slot,
+            unless it sets them itself.
+    """
+    free = [{}] * slots if isinstance(slots, int) else list(slots)
+    waiting, outcomes = list(jobs), list[Outcome]()
+    running: dict[int, tuple[_Running, Mapping[str, str]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
             while waiting or running:
-                while waiting and len(running) < jobs:
-                    own = Path(folder, str(len(outcomes) + len(running)))
-                    own.mkdir()
-                    started = _Running(waiting.pop(0), own)
-                    running[started.sentinel] = started
-                for sentinel in multiprocessing.connection.wait(list(running)):
-                    outcomes.append(running.pop(sentinel).outcome())
+                while waiting and free:
+                    job, slot = waiting.pop(0), free.pop(0)
+                    own = Path(tempfile.mkdtemp(dir=folder))
+                    started = _Running(replace(job, environment={**slot, **job.environment}), own)
+                    running[started.sentinel] = started, slot
+                soonest = min(one.left_s for one, _ in running.values())
+                ended = multiprocessing.connection.wait(list(running), None if soonest == math.inf else max(0, soonest))
+                late = [sentinel for sentinel, (one, _) in running.items() if one.left_s <= 0]
+                for sentinel in dict.fromkeys([*ended, *late]):
+                    one, slot = running.pop(cast("int", sentinel))
+                    free.append(slot)
+                    outcomes.append(one.outcome())
                     show(outcomes[-1])
         finally:
-            for one in running.values():
+            for one, _ in running.values():
                 one.end()
     return outcomes
 
 
+def preload() -> None:
+    """Imports torch, whose modules all forks then have."""
+    # Compile workers and threads of each process would wait for the cores of the others.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    sys.path.insert(0, str(ROOT))
+    for name in PRELOADED:
+        importlib.import_module(name)
+
+
+def job_of(files: Sequence[Path]) -> Job:
+    first = files[0].relative_to(ROOT) if files[0].is_relative_to(ROOT) else files[0]
+    return Job(str(first) if len(files) == 1 else f"{first.parent} ({len(files)} files)", files)
+
+
 def groups_of(files: Iterable[Path]) -> list[list[Path]]:
     """Files that share a process, in the order in which they start: those that need a GPU, then the others."""
-    alone, of_the_gpu = [], []
+    alone: list[Path] = []
+    of_the_gpu: list[Path] = []
     for file in files:
         (of_the_gpu if file.parent.name == "gpu" else alone).append(file)
 
@@ -169,21 +224,18 @@ def main() -> int:
 
     processes.end_on_termination()
     os.chdir(ROOT)
-    # Compile workers and threads of each process would wait for the cores of the others.
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    sys.path.insert(0, str(ROOT))
-    for name in PRELOADED:
-        importlib.import_module(name)
+    preload()
     start = time.monotonic()
-    outcomes = run(groups_of(files), options.jobs, lambda outcome: print(outcome, flush=True))
+    jobs_to_run = [job_of(group) for group in groups_of(files)]
+    outcomes = run(jobs_to_run, options.jobs, lambda outcome: print(outcome, flush=True))
 
     failed = [outcome for outcome in outcomes if outcome.failed]
     for outcome in failed:
-        print(f"\n{'=' * 20} {outcome.label}\n{outcome.output}")
+        print(f"\n{'=' * 20} {outcome.job.label}\n{outcome.output}")
     total = {kind: sum(outcome.counts.get(kind, 0) for outcome in outcomes) for kind in (*KINDS, "died")}
     print(f"{described(total)} in {time.monotonic() - start:.0f} s, {len(outcomes)} processes")
     for outcome in failed:
-        print(f"  failed: {outcome.label}")
+        print(f"  failed: {outcome.job.label}")
     return 1 if failed or not total["passed"] else 0
 
 
