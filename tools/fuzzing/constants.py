@@ -39,7 +39,7 @@ def begin(s: Scope) -> str:
     if dtype not in ("bool", "complex64"):
         forms += [f"torch.arange({count}, {of})", f"torch.arange({count}, {of}) * 3 - {s.one_of(0, 7, 50)}"]
     if kind == "float":
-        # With steps that are rounded, eager's linspace depends on the CPU, and torch.compile computes it in another way.
+        # If steps are rounded, eager's linspace depends on the CPU, and torch.compile computes it in another way.
         forms += [
             f"torch.linspace(-3, {count / 4 - 3.25}, {count}, {of})",
             f"torch.arange(-{count}, {count}, 0.25, {of})",
