@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -16,8 +15,9 @@ from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
+import lane
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.code_hash import artifact_files, artifact_hash, code_hash, covered_files
@@ -204,33 +204,38 @@ class TestEvidence(TestCase):
         shutil.copy(ROOT / "test" / "gpu" / "conftest.py", self.folder)
         file = self.folder / "test_x.py"
         file.write_text("".join(f"def test_{n}(): assert {n} != 4\n" for n in range(7)))
+        outcome = self.outcome(*self.module.parts_of(file, 250))
+        self.assertEqual((outcome.passed, outcome.failed), (6, 1))
+        self.assertRegex(outcome.failures[0], "test_x.py::test_4$")
+
+    def outcome(self, *parts):
+        """The outcome of a file, two of whose parts run at a time."""
         found = {}
         with mock.patch.object(self.module, "ROOT", self.folder):
-            self.module.run_parts(self.module.parts_of(file, 250), 2, 1, found.__setitem__)
+            self.module.run_parts(parts, [{}, {}], found.__setitem__)
         (outcome,) = found.values()
-        self.assertEqual((outcome.passed, outcome.failed, outcome.failures), (6, 1, ["test_x.test_4"]))
+        return outcome
 
     def test_parts_take_turns_among_gpus(self):
-        """But for files with tests that want two; each file is told of once, when all of its parts are done."""
-        seen, told = [], []
-
-        def run(*args, env, **more):
-            seen.append((args[0][-1], env["PYGRAPH_TEST_PART"], env.get("CUDA_VISIBLE_DEVICES")))
-            return subprocess.CompletedProcess(args, 0, "")
-
+        """Files with tests that want two see all; each file is told of once, when all of its parts are done."""
+        self.assertEqual([slot["CUDA_VISIBLE_DEVICES"] for slot in self.module.slots(3, 2)], ["0", "1", "0"])
+        self.assertEqual((len(self.module.slots(1, 2)), self.module.slots(2, 1)), (2, [{}, {}]))
         one, two = self.files("test_one.py", "test_two.py")
         two.write_text("requires_two_gpus")
-        parts = [*self.module.parts_of(one, 350), *self.module.parts_of(two, 100)]
-        environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-        with (
-            mock.patch.object(self.module, "ROOT", self.folder),
-            mock.patch.dict(os.environ, environment, clear=True),
-            mock.patch.object(self.module.subprocess, "run", run),
-        ):
-            self.module.run_parts(parts, 1, 2, lambda path, outcome: told.append(path))
-        self.assertEqual(told, [one, two])
-        of_one = [("test_one.py", f"{n}/4", gpu) for n, gpu in enumerate("0101")]
-        self.assertEqual(seen, [*of_one, ("test_two.py", "0/2", None), ("test_two.py", "1/2", None)])
+        parts, told, seen = [*self.module.parts_of(one, 350), *self.module.parts_of(two, 100)], [], []
+
+        def run(jobs, slots, show):
+            for job in jobs:
+                seen.append({"CUDA_VISIBLE_DEVICES": "0", **job.environment})
+                show(lane.Outcome(job, {"passed": 1}, [], 1.0, "", 0))
+
+        with mock.patch.object(self.module, "ROOT", self.folder), mock.patch.object(self.module.lane, "run", run):
+            self.module.run_parts(parts, [{}], lambda path, outcome: told.append((path, outcome.passed)))
+        self.assertEqual(told, [(one, 4), (two, 2)])
+        numbers = [each["PYGRAPH_TEST_PART"] for each in seen]
+        self.assertEqual(numbers, [*(f"{n}/4" for n in range(4)), "0/2", "1/2"])
+        gpus = [each["CUDA_VISIBLE_DEVICES"].split(",")[:2] for each in seen]
+        self.assertEqual(gpus, [["0"]] * 4 + [["0", "1"]] * 2)
 
     def test_files_that_compile_the_same_run_last(self):
         names = ["test_x_table_a.py", "test_x_table_only.py", "test_x_a.py", "test_x_table.py"]
@@ -256,22 +261,21 @@ class TestEvidence(TestCase):
             "import unittest\nclass T(unittest.TestCase):\n def test_a(self): pass\n"
             " def test_b(self): self.fail('no')\n @unittest.skip('x')\n def test_c(self): pass\n"
         )
-        late = "import atexit, os\natexit.register(os._exit, 9)\ndef test_a(): pass\n"  # after all tests
         cut = (
             "import pytest\ndef test_a(): pass\ndef test_b(): pytest.exit('no', returncode=3)\n"
             "def test_c(): assert False\n"
         )
-        for name, text, counts, failures in (
-            ("test_good", good, (1, 1, 1), ["test_good.T.test_b"]),
-            ("test_bad", "import os\ndef test_a(): os._exit(3)\n", (0, 1, 0), ["test_bad.py: exit status 3"]),
-            ("test_late", late, (1, 1, 0), ["test_late.py: exit status 9"]),
-            ("test_cut", cut, None, ["test_cut.py: exit status 3"]),
+        for name, text, counts, failure in (
+            ("test_good", good, (1, 1, 1), "test_good.py::T::test_b"),
+            ("test_bad", "import os\ndef test_a(): os._exit(3)\n", (0, 1, 0), "test_bad.py: .* exit status 3"),
+            ("test_cut", cut, None, "test_cut.py: .* exit status 3"),
+            ("test_empty", "", (0, 0, 0), None),
         ):
             path = self.folder / f"{name}.py"
             path.write_text(text)
-            with mock.patch.object(self.module, "ROOT", self.folder):
-                outcome = self.module.run_part(self.module.Part(path, 0, 1, 0.0), None)
-            self.assertEqual(outcome.failures, failures)
+            outcome = self.outcome(self.module.Part(path, 0, 1, 0.0))
+            self.assertEqual(len(outcome.failures), failure is not None)
+            self.assertRegex(str(outcome.failures), failure or r"^\[\]$")
             if counts is not None:
                 self.assertEqual((outcome.passed, outcome.failed, outcome.skipped), counts)
 
