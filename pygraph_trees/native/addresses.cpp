@@ -47,10 +47,6 @@ PyObject *as_list(const std::vector<uint64_t> &numbers) {
     return list.release();
 }
 
-bool is_same_pool(const Addresses::State *state) {
-    return reinterpret_cast<const Counter *>(state->pool_changes)->value == state->pool_seen;
-}
-
 /* Finds what the graph is given, and the nodes that hold an address that changes; false if an address is not known. */
 bool find_given(Addresses::State *state, const std::vector<uint64_t> &seen) {
     std::fill(state->is_due.begin(), state->is_due.end(), 0);
@@ -197,7 +193,7 @@ PyObject *note_held(PyObject *self, PyObject *list) {
 PyObject *is_settled(PyObject *self, PyObject *list) {
     std::vector<uint64_t> seen;
     const Addresses::State *state = state_of(self);
-    return take_list(list, state->held.size(), &seen) ? PyBool_FromLong(is_settled_at(state, seen)) : nullptr;
+    return take_list(list, state->held.size(), &seen) ? PyBool_FromLong(is_settled_somewhere(state) && state->seen == seen) : nullptr;
 }
 
 PyObject *patch(PyObject *self, PyObject *list) {
@@ -301,12 +297,12 @@ Addresses::State *pygraph::addresses_in(PyObject *object) {
     return Py_TYPE(object)->tp_dealloc == addresses_dealloc ? reinterpret_cast<Addresses *>(object)->state : nullptr;
 }
 
-bool pygraph::is_settled_at(const Addresses::State *state, const std::vector<uint64_t> &seen) {
-    return state->is_settled && is_same_pool(state) && state->seen == seen;
+bool pygraph::is_settled_somewhere(const Addresses::State *state) {
+    return state->is_settled && reinterpret_cast<const Counter *>(state->pool_changes)->value == state->pool_seen;
 }
 
 bool pygraph::hold(Addresses::State *state, const std::vector<uint64_t> &seen) {
-    if (!state->is_settled || !is_same_pool(state) || state->nodes.empty() || seen.size() != state->held.size())
+    if (!is_settled_somewhere(state) || state->nodes.empty() || seen.size() != state->held.size())
         return false;
     if (state->ask_every != 0 && ++state->calls >= state->ask_every) {
         state->calls = 0;

@@ -55,8 +55,8 @@ struct Addresses {
 /* The state of an Addresses; NULL for any other object. */
 Addresses::State *addresses_in(PyObject *object);
 
-/* Whether the graph holds what it must for inputs at these addresses, without any change. */
-bool is_settled_at(const Addresses::State *state, const std::vector<uint64_t> &seen);
+/* Whether the graph holds what it must for inputs at the addresses `seen`, which are known only then. */
+bool is_settled_somewhere(const Addresses::State *state);
 
 /* Makes the graph hold what it must for inputs at these addresses; false if Python must do that. Runs no Python code. */
 bool hold(Addresses::State *state, const std::vector<uint64_t> &seen);

@@ -234,13 +234,23 @@ Answer find(Replay::State *state, const Inputs &inputs) {
     return Answer::yes;
 }
 
+/* Whether the graph holds what it must for inputs at the addresses that were found. */
+bool is_settled(const Addresses::State *known, const std::vector<Watched> &inputs) {
+    return is_settled_somewhere(known) &&
+           std::equal(inputs.begin(), inputs.end(), known->seen.begin(), known->seen.end(),
+                      [](const Watched &input, uint64_t address) { return input.address == address; });
+}
+
 /* Makes the graph hold the addresses that were found, or asks Python to do so and sets `asked`. */
 Answer prepare(Replay::State *state, Inputs &inputs, bool *is_copied, bool *asked) {
+    Addresses::State *known = addresses_in(state->addresses);
+    if (known != nullptr && is_settled(known, state->asked))
+        return Answer::yes;
     std::vector<uint64_t> addresses; // of this call: making a list may collect garbage, which may call the same graph
+    addresses.reserve(state->asked.size());
     for (const Watched &input : state->asked)
         addresses.push_back(input.address);
-    Addresses::State *known = addresses_in(state->addresses);
-    if (known != nullptr && (is_settled_at(known, addresses) || hold(known, addresses)))
+    if (known != nullptr && hold(known, addresses))
         return Answer::yes;
     *asked = true;
     Ref seen(PyList_New(static_cast<Py_ssize_t>(addresses.size())));
