@@ -77,13 +77,6 @@ class _Change:
 class Patches:
     """The relocations of one instantiated graph, and the addresses they hold."""
 
-    __slots__ = ("__dict__", "__weakref__", "addresses", "broken", "is_stuck", "set_calls")  # C++ reads these
-
-    addresses: list[int]  # what the graph holds now, by position in ``inputs``; meaningless if broken
-    broken: bool  # the graph must not be launched again
-    is_stuck: bool  # broken because the driver refused an address, and then refused to restore the others
-    set_calls: int  # nodes set by all calls of ``apply`` that succeeded
-
     def __init__(
         self,
         driver: Driver,
@@ -105,9 +98,10 @@ class Patches:
         """
         if not len(set(inputs)) == len(inputs) == len(recorded):
             raise ValueError(f"each input once, and an address for each: got {inputs!r} at {recorded!r}")
-        self.addresses = list(recorded)
-        self.broken = self.is_stuck = False
-        self.set_calls = 0
+        self._addresses = list(recorded)
+        self._is_broken = False
+        self._set_calls = 0  # by ``apply``
+        self._native: Any = None  # sets nodes too
         self._inputs = tuple(inputs)
         positions = {index: position for position, index in enumerate(inputs)}
         # By position in inputs and addend: an entry of the table from which most kernels take the address.
@@ -161,39 +155,66 @@ class Patches:
         others = [number for number in nodes if set_kernels is None or number not in self._kernels]
         return _Change(len(nodes), set_kernels, kernels, tuple(others))
 
-    def patcher(self, ask_every: int = 0) -> Any:
-        """The object that gives kernels new addresses in C++ (``native/patch.cpp``).
+    @property
+    def addresses(self) -> list[int]:
+        """What the graph holds now, by position in ``inputs``; meaningless if broken."""
+        if self._native is not None:
+            self._addresses[:] = self._native.held
+        return self._addresses
 
-        None if the graph has other nodes to set, or if the native parts are missing.
+    @property
+    def broken(self) -> bool:
+        """Whether the graph must not be launched again."""
+        return self._is_broken or self.is_stuck
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the driver refused an address on the fast path, and then refused to restore the others."""
+        return self._native is not None and self._native.is_stuck
+
+    @property
+    def set_calls(self) -> int:
+        """The nodes set so far by changes that succeeded."""
+        return self._set_calls + (0 if self._native is None else self._native.set_calls)
+
+    def native(self, pool_changes: Any) -> Any:
+        """The addresses in C++ for the fast path (``native/addresses.cpp``); None without the native parts.
+
+        It sets no node, and so knows only addresses that the graph holds already, if nodes other than kernels hold
+        addresses. All inputs must be patched.
 
         Args:
-            ask_every: leaves one call in so many to Python; 0 leaves none.
+            pool_changes: counts changes of the graph pool; see :func:`.tensors.new_counter`.
         """
+        if tensors.extension is None:
+            return None
         change = self._all_changed
-        if tensors.extension is None or change.others or not change.kernels:
-            return None
         setter, context_getter = self._setter(), self._context_getter()
-        if setter is None or context_getter is None or self._context is None:
-            return None
-        table = ctypes.addressof(self._table)
-        words = [(table + 8 * number, *entry) for number, entry in enumerate(self._entries)]
-        for position, found in enumerate(self._words):
-            words += [(ctypes.addressof(cast("ctypes.c_uint64", word)), position, addend) for word, addend in found]
-        numbers = {node: number for number, node in enumerate(change.kernels)}
-        nodes = [self._kernels[node] for node in change.kernels]
-        holders = [(position, numbers[node]) for position, held in enumerate(self._nodes) for node in sorted(held)]
-        return tensors.extension.Patcher(
-            patches=self,
+        can_set = change.kernels and not change.others and setter and context_getter and self._context is not None
+        words: list[tuple[int, int, int]] = []
+        nodes: list[KernelNode] = []
+        holders: list[tuple[int, int]] = []
+        if can_set:
+            table = ctypes.addressof(self._table)
+            words += [(table + 8 * number, *entry) for number, entry in enumerate(self._entries)]
+            for position, found in enumerate(self._words):
+                words += [(ctypes.addressof(cast("ctypes.c_uint64", word)), position, addend) for word, addend in found]
+            numbers = {node: number for number, node in enumerate(change.kernels)}
+            nodes += [self._kernels[node] for node in change.kernels]
+            holders += [(position, numbers[node]) for position, held in enumerate(self._nodes) for node in sorted(held)]
+        self._native = tensors.extension.Addresses(
+            owner=(self._table, nodes, self._words),
+            pool_changes=pool_changes,
+            held=tensors.packed(self._addresses),
             words=tensors.packed([number % 2**64 for word in words for number in word]),
             nodes=tensors.packed([number for node in nodes for number in (node.handle, node.address)]),
             holders=tensors.packed([number for holder in holders for number in holder]),
-            inputs=len(self.addresses),
             exec=self._exec,
-            set=setter,
-            get_context=context_getter,
-            context=int(self._context),
-            ask_every=ask_every,
+            set=setter or 0,
+            get_context=context_getter or 0,
+            context=int(self._context) if can_set else 0,
         )
+        return self._native
 
     @property
     def sets_always(self) -> bool:
@@ -211,14 +232,15 @@ class Patches:
         """
         if self.broken:
             raise HalfPatched
-        if addresses == self.addresses and not self._always and not forced:
+        held = self.addresses
+        if addresses == held and not self._always and not forced:
             return 0
-        if len(addresses) != len(self.addresses):
-            raise ValueError(f"{len(self.addresses)} addresses, not {len(addresses)}")
-        self.broken = True  # until all is done: an interrupt may come anywhere
+        if len(addresses) != len(held):
+            raise ValueError(f"{len(held)} addresses, not {len(addresses)}")
+        self._is_broken = True  # until all is done: an interrupt may come anywhere
         change = self._all_changed
-        if not all(map(operator.ne, addresses, self.addresses)):
-            moved: Iterable[bool] = map(operator.ne, addresses, self.addresses)
+        if not all(map(operator.ne, addresses, held)):
+            moved: Iterable[bool] = map(operator.ne, addresses, held)
             if forced:
                 moved = [position in forced or differs for position, differs in enumerate(moved)]
             changed = tuple(itertools.compress(self._positions, moved))
@@ -229,9 +251,11 @@ class Patches:
         else:
             self._write(self._positions, addresses)
         self._set(addresses, change)
-        self.addresses[:] = addresses
-        self.set_calls += change.count
-        self.broken = False
+        self._addresses[:] = addresses
+        if self._native is not None:
+            self._native.hold(self._addresses)
+        self._set_calls += change.count
+        self._is_broken = False
         return change.count
 
     def _remember(self, changed: tuple[int, ...]) -> _Change:
@@ -269,7 +293,7 @@ class Patches:
     def _input_of(self, node: int, addresses: Sequence[int]) -> int:
         """An input with a relocation in this node; if possible, one whose address changes."""
         users = [position for position, nodes in enumerate(self._nodes) if node in nodes]
-        changed = [position for position in users if addresses[position] != self.addresses[position]]
+        changed = [position for position in users if addresses[position] != self._addresses[position]]
         return self._inputs[(changed or users or self._positions)[0]]
 
 

@@ -15,12 +15,16 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
+
+import torch
 
 from pygraph_trees.errors import DriverError
 
 if TYPE_CHECKING:
     from pygraph_trees.cuda.driver import Driver
+
+_T = TypeVar("_T")
 
 ALIGNMENT = 512
 SMALL_NBYTES = 1 << 20
@@ -35,6 +39,17 @@ LEAST_HIGH_HALF = 64
 # Addresses cost nothing. The driver chooses them: it ignores hints at other places (driver 580).
 _ARENA_NBYTES = (1 << 40, 1 << 36)  # tried in turn, then only what a recording needs: a process may be limited
 _WINDOW = 1 << 32
+
+
+def with_memory(make: Callable[[], _T]) -> _T:
+    """Calls ``make``; if the driver has no memory, frees what the allocator holds in reserve and calls it again."""
+    try:
+        return make()
+    except DriverError as error:
+        if error.fields["code"] != "CUDA_ERROR_OUT_OF_MEMORY":
+            raise
+    torch.cuda.empty_cache()
+    return make()
 
 
 class Extent(NamedTuple):

@@ -11,6 +11,8 @@ import bisect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from pygraph_trees.native.tensors import new_counter
+
 
 class PoolRanges:
     """The address ranges of one graph pool.
@@ -19,18 +21,23 @@ class PoolRanges:
         snapshot: returns the pool's segments, with ``address`` and ``total_size`` in bytes.
     """
 
-    __slots__ = ("__weakref__", "_ends", "_snapshot", "_starts", "changes")
+    __slots__ = ("__weakref__", "_ends", "_snapshot", "_starts", "counter")
 
     def __init__(self, snapshot: Callable[[], Iterable[dict[str, Any]]]) -> None:
         self._snapshot = snapshot
         self._starts: list[int] | None = None
         self._ends: list[int] = []
-        self.changes = 0  # how often the pool may have changed
+        self.counter = new_counter()  # of possible changes, which C++ reads too
+
+    @property
+    def changes(self) -> int:
+        """How often the pool may have changed."""
+        return self.counter.value
 
     def forget(self) -> None:
         """Drops the snapshot, because the pool may have changed."""
         self._starts = None
-        self.changes += 1
+        self.counter.value += 1
 
     def holds(self, address: int) -> bool:
         starts = self._starts if self._starts is not None else self._look()

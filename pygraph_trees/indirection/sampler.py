@@ -41,7 +41,8 @@ KernelNames = Callable[[Collection[int]], Iterable[str | None]]  # of the nodes 
 
 
 class Counted(Protocol):
-    replays: int
+    @property
+    def replays(self) -> int: ...
 
 
 class Sampler:

@@ -546,7 +546,7 @@ Answer replay_fast(Entry::State *state, PyObject *list, Ref *result) {
             return Answer::error;
     }
     const void *read[] = {found.manager.get(), found.candidates.get(), found.replay.get(), replay,
-                          replay->live,        replay->log,            replay->graph,      state->function};
+                          replay->addresses,   replay->replays,        replay->graph,      state->function};
     std::copy(std::begin(read), std::end(read), state->near);
     state->firsts = std::min(state->first.size(), replay->fixed.size());
     for (size_t i = 0; i < state->firsts; i++)
@@ -628,7 +628,7 @@ bool pygraph::add_fast_path(PyObject *module) {
 #undef NOTE
     if (PyModule_AddObjectRef(module, "NAMES", names.get()) < 0)
         return false;
-    for (PyType_Spec *spec : {&replay_spec, &entry_spec, &call_spec, &patcher_spec, &candidate_filter_spec, &turn_spec}) {
+    for (PyType_Spec *spec : {&replay_spec, &entry_spec, &call_spec, &addresses_spec, &counter_spec, &candidate_filter_spec, &turn_spec}) {
         Ref type(PyType_FromSpec(spec));
         if (!type || PyModule_AddType(module, reinterpret_cast<PyTypeObject *>(type.get())) < 0)
             return false;

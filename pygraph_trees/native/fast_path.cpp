@@ -3,10 +3,10 @@
 
 #include "tensors.cpp"
 
+#include "addresses.cpp"
 #include "attributes.cpp"
 #include "call.cpp"
 #include "candidates.cpp"
 #include "entry.cpp"
 #include "gradients.cpp"
-#include "patch.cpp"
 #include "replay.cpp"

@@ -4,16 +4,12 @@
 
 #pragma once
 
-#include "tensors.h"
-
-#include <torch/csrc/utils/object_ptr.h>
+#include "addresses.h"
 
 #include <array>
 #include <vector>
 
 namespace pygraph {
-
-using Ref = THPObjectPtr; // an owned reference
 
 enum class Answer { no, yes, by_hand, error };
 
@@ -72,10 +68,7 @@ class Attribute {
     each(steps, mark_step_counter)                                                                                    \
     each(generations, generation) each(candidates, begins) each(candidates, replay) each(candidates, mode)            \
     each(candidates, replays) each(candidates, candidate_filter) each(candidates, compile_id)                         \
-    each(live, _settled) each(live, _pool) each(live, _pool_seen) each(live, prepare)                                 \
-    each(live, temporary) each(live, _patcher) each(live, _fitting) each(live, _seen) each(live, _addresses)          \
-    each(patches, addresses) each(patches, broken) each(patches, is_stuck) each(patches, set_calls)                   \
-    each(pool, changes) each(log, replays) each(recording, _check_what_died) each(recording, _own_outputs)            \
+    each(recording, _check_what_died) each(recording, _own_outputs)                                                   \
     each(recording, replay) each(graph, replay) each(compiled, current_callable) each(callable, fast_call)             \
     each(profiler, _is_profiler_enabled) each(debug, RECORD_GRAPH_EXECUTION)
 #define DECLARE(owner, name) Attribute owner##_##name;
@@ -214,8 +207,10 @@ struct Replay {
     };
     struct State {
         PyObject *recording = nullptr; // a weak reference
-        PyObject *live = nullptr;      // or NULL
-        PyObject *log = nullptr, *graph = nullptr;
+        PyObject *prepare = nullptr;   // makes the graph hold other addresses, in Python; NULL without live inputs
+        PyObject *addresses = nullptr; // an Addresses, or None
+        PyObject *replays = nullptr;   // a Counter
+        PyObject *graph = nullptr;
         PyObject *cached = nullptr, *others = nullptr; // the outputs, as for outputs() in native/tensors.cpp
         std::vector<Watched> fixed, asked;
         std::vector<uint64_t> managed; // inputs that are released before the launch
@@ -224,7 +219,7 @@ struct Replay {
         bool in_python = false;        // an output is made from an input in another way
         Mortal before, after;
 
-        std::array<PyObject *, 6> held() const { return {recording, live, log, graph, cached, others}; }
+        std::array<PyObject *, 7> held() const { return {recording, prepare, addresses, replays, graph, cached, others}; }
     } *state;
 };
 
@@ -249,7 +244,7 @@ struct CandidateFilter {
     } *state;
 };
 
-extern PyType_Spec replay_spec, call_spec, patcher_spec, candidate_filter_spec;
+extern PyType_Spec replay_spec, call_spec, candidate_filter_spec;
 
 /* The state of a CandidateFilter; NULL for any other object. */
 CandidateFilter::State *candidate_filter_in(PyObject *object);
@@ -260,14 +255,11 @@ bool sift(const CandidateFilter::State *state, const Inputs &inputs, size_t *pos
 /* The state of a Replay; NULL for any other object. */
 Replay::State *replay_in(PyObject *object);
 
-/* Whether a Patcher made the graph of live inputs hold addresses, given as a list. */
-Answer patch(PyObject *patcher, PyObject *live, PyObject *seen);
-
 /* Does what Recording.accepts does. The answer is by_hand if Python must do it, and then nothing has happened. Sets
    `is_copied` if Python must replay. */
 Answer take(Replay::State *state, Inputs &inputs, bool *is_copied);
 
-/* Launches the graph; false with an exception. */
+/* Counts the replay and launches the graph; false with an exception. */
 bool launch(const Replay::State *replay);
 
 /* Outputs of a recording that exist already, valid until other code runs: cached outputs, substitutes for others, and

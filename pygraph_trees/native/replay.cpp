@@ -137,20 +137,26 @@ bool Mortal::seem_dead() {
 namespace {
 
 PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    static const char *known[] = {"recording", "live",    "log",    "graph", "cached", "others",
+    static const char *known[] = {"recording", "prepare", "addresses", "replays", "graph", "cached", "others",
                                   "places",    "patched", "managed", "returned", "before", "after", nullptr};
-    PyObject *recording, *live, *log, *graph, *cached, *others, *places, *patched, *managed, *returned, *before, *after;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOO!O!OOOOOO", const_cast<char **>(known), &recording, &live,
-                                     &log, &graph, &PyList_Type, &cached, &PyList_Type, &others, &places, &patched,
-                                     &managed, &returned, &before, &after))
+    PyObject *recording, *prepare, *addresses, *replays, *graph, *cached, *others, *places, *patched, *managed, *returned,
+        *before, *after;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOO!O!OOOOOO", const_cast<char **>(known), &recording,
+                                     &prepare, &addresses, &replays, &graph, &PyList_Type, &cached, &PyList_Type, &others,
+                                     &places, &patched, &managed, &returned, &before, &after))
         return nullptr;
+    if ((addresses != Py_None && addresses_in(addresses) == nullptr) || counter_in(replays) == nullptr) {
+        PyErr_SetString(PyExc_TypeError, "expected an Addresses or None, and a Counter");
+        return nullptr;
+    }
     Ref made(type->tp_alloc(type, 0));
     if (!made)
         return nullptr;
     auto *state = reinterpret_cast<Replay *>(made.get())->state = new Replay::State;
     state->recording = Py_NewRef(recording);
-    state->live = live == Py_None ? nullptr : Py_NewRef(live);
-    state->log = Py_NewRef(log);
+    state->prepare = prepare == Py_None ? nullptr : Py_NewRef(prepare);
+    state->addresses = Py_NewRef(addresses);
+    state->replays = Py_NewRef(replays);
     state->graph = Py_NewRef(graph);
     state->cached = Py_NewRef(cached);
     state->others = Py_NewRef(others);
@@ -228,32 +234,25 @@ Answer find(Replay::State *state, const Inputs &inputs) {
     return Answer::yes;
 }
 
-/* Whether the graph holds the addresses that were found, and no other check is needed; -1 with an exception. */
-int is_settled(const Replay::State *state) {
-    Ref settled = the.live__settled.of(state->live);
-    if (!settled)
-        return -1;
-    if (!PyList_Check(settled.get()) || static_cast<size_t>(PyList_GET_SIZE(settled.get())) != state->asked.size())
-        return 0;
-    for (size_t i = 0; i < state->asked.size(); i++) {
-        const uint64_t address = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(settled.get(), static_cast<Py_ssize_t>(i)));
-        if (PyErr_Occurred())
-            return -1;
-        if (address != state->asked[i].address)
-            return 0;
-    }
-    Ref pool, seen, changes;
-    if (!(pool = the.live__pool.of(state->live)) || !(seen = the.live__pool_seen.of(state->live)) ||
-        !(changes = the.pool_changes.of(pool.get())))
-        return -1;
-    return PyObject_RichCompareBool(changes.get(), seen.get(), Py_EQ);
+/* Whether the graph holds what it must for inputs at the addresses that were found. */
+bool is_settled(const Addresses::State *known, const std::vector<Watched> &inputs) {
+    return is_settled_somewhere(known) &&
+           std::equal(inputs.begin(), inputs.end(), known->seen.begin(), known->seen.end(),
+                      [](const Watched &input, uint64_t address) { return input.address == address; });
 }
 
 /* Makes the graph hold the addresses that were found, or asks Python to do so and sets `asked`. */
 Answer prepare(Replay::State *state, Inputs &inputs, bool *is_copied, bool *asked) {
+    Addresses::State *known = addresses_in(state->addresses);
+    if (known != nullptr && is_settled(known, state->asked))
+        return Answer::yes;
     std::vector<uint64_t> addresses; // of this call: making a list may collect garbage, which may call the same graph
+    addresses.reserve(state->asked.size());
     for (const Watched &input : state->asked)
         addresses.push_back(input.address);
+    if (known != nullptr && hold(known, addresses))
+        return Answer::yes;
+    *asked = true;
     Ref seen(PyList_New(static_cast<Py_ssize_t>(addresses.size())));
     for (size_t i = 0; seen && i < addresses.size(); i++) {
         PyObject *number = PyLong_FromUnsignedLongLong(addresses[i]);
@@ -261,25 +260,17 @@ Answer prepare(Replay::State *state, Inputs &inputs, bool *is_copied, bool *aske
             return Answer::error;
         PyList_SET_ITEM(seen.get(), static_cast<Py_ssize_t>(i), number);
     }
-    Ref patcher = seen ? the.live__patcher.of(state->live) : Ref();
-    if (!patcher)
+    if (!seen)
         return Answer::error;
-    const Answer patched = patch(patcher.get(), state->live, seen.get());
-    if (patched != Answer::no)
-        return patched;
-    *asked = true;
     if (!inputs.arrange()) {
         PyErr_SetString(PyExc_IndexError, "the inputs have changed");
         return Answer::error;
     }
-    Ref why_not(PyObject_CallMethodObjArgs(state->live, the.live_prepare.name, inputs.list, seen.get(), nullptr));
-    if (!why_not)
+    Ref copies(PyObject_CallFunctionObjArgs(state->prepare, inputs.list, seen.get(), nullptr));
+    if (!copies)
         return Answer::error;
-    if (why_not.get() != Py_None)
-        return Answer::no;
-    const int copied = the.live_temporary.is_true(state->live);
-    *is_copied = copied > 0;
-    return copied < 0 ? Answer::error : Answer::yes;
+    *is_copied = copies.get() == Py_True;
+    return copies.get() == Py_None ? Answer::no : Answer::yes;
 }
 
 PyType_Slot replay_slots[] = {
@@ -323,15 +314,10 @@ Answer pygraph::take(Replay::State *state, Inputs &inputs, bool *is_copied) {
     const int died = state->before.are_dead(&has_run);
     if (died <= 0)
         return died < 0 ? Answer::error : Answer::no;
-    if (state->live != nullptr) {
-        const int settled = is_settled(state);
-        if (settled < 0)
-            return Answer::error;
-        if (!settled) {
-            const Answer prepared = prepare(state, inputs, is_copied, &has_run);
-            if (prepared != Answer::yes)
-                return prepared;
-        }
+    if (state->prepare != nullptr) {
+        const Answer prepared = prepare(state, inputs, is_copied, &has_run);
+        if (prepared != Answer::yes)
+            return prepared;
     }
     if (!has_run && state->after.died_as(state->fixed)) {
         if (!release_unneeded(inputs, state->lasting))
@@ -358,10 +344,7 @@ Answer pygraph::take(Replay::State *state, Inputs &inputs, bool *is_copied) {
 }
 
 bool pygraph::launch(const Replay::State *replay) {
-    Ref count = the.log_replays.of(replay->log), one(PyLong_FromLong(1));
-    Ref more(count && one ? PyNumber_Add(count.get(), one.get()) : nullptr);
-    if (!more || !the.log_replays.set(replay->log, more.get()))
-        return false;
+    counter_in(replay->replays)->value++;
     return bool(Ref(PyObject_CallMethodNoArgs(replay->graph, the.graph_replay.name)));
 }
 

@@ -62,6 +62,20 @@ def thread_id() -> int:
     return _thread.number if extension is None else int(extension.thread_id())
 
 
+class Counter:
+    """A number that Python and C++ change; the class in C++ if it was built."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
+
+
+def new_counter() -> Counter:
+    found: Counter = Counter() if extension is None else extension.Counter()
+    return found
+
+
 def packed(numbers: Sequence[int]) -> bytes:
     """The numbers as consecutive uint64, the form in which the module in C++ takes them."""
     return struct.pack(f"{len(numbers)}Q", *numbers)

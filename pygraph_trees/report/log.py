@@ -2,9 +2,9 @@
 
 :class:`GraphLog`, :class:`FunctionLog` and :class:`RecordingLog` hold plain data, so they outlive models and tensors.
 The process's logs are in :data:`journal`; ``summary`` turns them into frozen records. A replay only increments
-``replays``. New facts also go to the logger ``pygraph_trees`` (``TORCH_LOGS="+pygraph"``) and, as JSON artifacts
-``pygraph_graph`` and ``pygraph_function``, to torch's structured trace (``TORCH_TRACE``), as tlparse shows them. A
-failed write is ignored.
+its counter, which C++ may share. New facts also go to the logger ``pygraph_trees`` (``TORCH_LOGS="+pygraph"``) and, as
+JSON artifacts ``pygraph_graph`` and ``pygraph_function``, to torch's structured trace (``TORCH_TRACE``), as tlparse
+shows them. A failed write is ignored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Protocol
 
 from torch._guards import CompileId
 from torch._logging import trace_structured
@@ -28,6 +28,15 @@ _FASTER = "it was measured to be faster so"
 _COPIED_BYTES = [f.name for f in fields(InputRecord)].index("copied_bytes")
 
 
+class Counted(Protocol):
+    value: int
+
+
+@dataclass(slots=True)
+class Count:
+    value: int = 0
+
+
 @dataclass(slots=True)
 class RecordingLog:
     number: int = -1
@@ -38,9 +47,13 @@ class RecordingLog:
     other_nodes: int | None = None
     record_s: float = 0.0
     pool_bytes: int = 0
-    replays: int = 0
+    counter: Counted = field(default_factory=Count)  # of replays
     extra_copies: int = 0
     extra_copied_bytes: int = 0
+
+    @property
+    def replays(self) -> int:
+        return self.counter.value
 
     @property
     def copied_bytes(self) -> int:

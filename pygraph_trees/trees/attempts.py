@@ -10,9 +10,11 @@ from __future__ import annotations
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from pygraph_trees.indirection.inputs import LiveInputs, NotStaged, choose
+from pygraph_trees.indirection.choosing import choose
+from pygraph_trees.indirection.inputs import LiveInputs
 from pygraph_trees.indirection.route_rule import leave_table, may_use_table
 from pygraph_trees.indirection.sampler import sampler_for
+from pygraph_trees.indirection.staged_inputs import NotStaged
 from pygraph_trees.indirection.table.pointer_table import taken_by_variants
 from pygraph_trees.report.naming import BACKWARD
 

@@ -112,8 +112,9 @@ def replay(recording: Replayed, managed: Sequence[int], others: Sequence[Any]) -
     live = recording.live
     return tensors.extension.Replay(
         recording=weakref.ref(recording),
-        live=live,
-        log=recording.log,
+        prepare=None if live is None else live.addresses.prepare_fast,
+        addresses=None if live is None else live.addresses.native,
+        replays=recording.log.counter,
         graph=recording.graph,
         cached=recording.cached_tensor_outputs,
         others=list(others),

@@ -15,9 +15,10 @@ import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.compat import follows_moved_outputs, is_kernel_free
+from pygraph_trees.indirection.addresses import CAPTURED
 from pygraph_trees.indirection.availability import usable_driver
-from pygraph_trees.indirection.inputs import CAPTURED, may_be_staged
 from pygraph_trees.indirection.routes import why_not_placeholder
+from pygraph_trees.indirection.staged_inputs import may_be_staged
 
 from .function import FunctionModel
 from .recording import Recording
@@ -115,7 +116,7 @@ class Given:
             index
             for index in self.function.static_input_idxs
             if isinstance(self.inputs[index], torch.Tensor)
-            and any(live.reaches(self.inputs[index].data_ptr()) for live in on_path)
+            and any(live.addresses.reaches(self.inputs[index].data_ptr()) for live in on_path)
             and not self.is_managed(self.inputs[index])
         ]
 

@@ -19,8 +19,8 @@ import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.compat import has_skip_table
-from pygraph_trees.indirection.inputs import NotStaged
 from pygraph_trees.indirection.retired import release_retired
+from pygraph_trees.indirection.staged_inputs import NotStaged
 from pygraph_trees.indirection.table.pointer_table import Warmups
 from pygraph_trees.native import build
 

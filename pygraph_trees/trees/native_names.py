@@ -16,11 +16,7 @@ from torch._inductor import cudagraph_trees, debug
 from torch._inductor.output_code import CompiledFxGraph
 from torch.autograd import profiler
 
-from pygraph_trees.indirection.inputs import LiveInputs
-from pygraph_trees.indirection.patching import Patches
-from pygraph_trees.indirection.pool import PoolRanges
 from pygraph_trees.native import tensors
-from pygraph_trees.report.log import RecordingLog
 
 _OPTIONAL = {"manager.has_live_user_visible_output_cloning"}  # needed only if a manager may clone outputs
 _SET_LATER = {"callable.fast_call"}  # functions get it later, so no class has it
@@ -41,10 +37,6 @@ def check(**classes: type) -> None:
             "debug": debug,
             "generations": GenerationTracker,
             "graph": torch.cuda.CUDAGraph,
-            "live": LiveInputs,
-            "log": RecordingLog,
-            "patches": Patches,
-            "pool": PoolRanges,
             "profiler": profiler,
             "steps": cudagraph_trees.MarkStepBox,
             **classes,

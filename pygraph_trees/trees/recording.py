@@ -23,7 +23,7 @@ from pygraph_trees.indirection.availability import usable_driver, why_unusable
 from pygraph_trees.indirection.inputs import LiveInputs
 from pygraph_trees.indirection.route_rule import recorded
 from pygraph_trees.indirection.routes import Route
-from pygraph_trees.native.tensors import Whereabouts, once_more, released
+from pygraph_trees.native.tensors import Whereabouts, new_counter, once_more, released
 from pygraph_trees.placement.staging import observed
 from pygraph_trees.report.log import RecordingLog
 
@@ -89,7 +89,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     def __init__(
         self, wrapped_function: Any, id: Any, parent: Any, inputs: list[Any], *args: Any, **kwargs: Any
     ) -> None:
-        self.log = RecordingLog(number=id.id, parent=None if parent is None else parent.id.id)
+        self.log = RecordingLog(number=id.id, parent=None if parent is None else parent.id.id, counter=new_counter())
         self._attempts = attempts = Attempts(wrapped_function, inputs)
         record = functools.partial(super().__init__, wrapped_function, id, parent, inputs, *args, **kwargs)
         attempts.until_one_works(functools.partial(self._make, attempts, record, parent), inputs)
@@ -305,7 +305,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 why = live.prepare(inputs, seen, self._stays)
             if why is not None:
                 self.unfit = why
-                self.wrapped_function.model.refused.update(live.refused)
+                self.wrapped_function.model.refused.update(live.addresses.refused)
                 return _MISMATCH, lambda: why
         if self._only_static and self.rerecord_if_static_inputs_change:
             return _FITS
@@ -350,9 +350,9 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     def replay(self, inputs: list[Any]) -> Any:
         """Replays a recording with a fast path and returns its outputs; consumes the inputs, which it accepted."""
         live = self._live
-        if not self._is_plain or (live is not None and live.temporary):
+        if not self._is_plain or (live is not None and live.addresses.temporary):
             return self._replay_with_inputs(inputs)
-        self.log.replays += 1
+        self.log.counter.value += 1
         self.graph.replay()
         outputs = self._own_outputs()
         inputs.clear()
@@ -380,7 +380,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         live = self._live
         if live is None:
             return super().run(new_inputs)
-        self.log.extra_copies, self.log.extra_copied_bytes = live.extra_copies, live.extra_copied_bytes
+        addresses = live.addresses
+        self.log.extra_copies, self.log.extra_copied_bytes = addresses.extra_copies, addresses.extra_copied_bytes
         live.take(new_inputs, only_ours=_RUN_CHECKS_WHAT_DIED)
         try:
             live.copy_in()
@@ -402,7 +403,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         super().run_graph()
 
     def run_graph(self) -> None:
-        self.log.replays += 1
+        self.log.counter.value += 1
         super().run_graph()
 
     def _own_outputs(self) -> Any:

@@ -93,7 +93,8 @@ class Verification:
             return
         touched = [*self._places.values(), *(_Place.of(output) for output in outputs if _is_plain(output))]
         left = [place.memory().clone() for place in touched]
-        copied_so_far = live.extra_copies, live.extra_copied_bytes
+        addresses = live.addresses
+        copied_so_far = addresses.extra_copies, addresses.extra_copied_bytes
         try:
             # Inputs on the CPU are staged at each launch, whatever their addresses.
             moved = [item.index for item in live.items if item.index in self._places]
@@ -117,7 +118,7 @@ class Verification:
         finally:
             live.prepare([self._given.get(i, value) for i, value in enumerate(self._before)])  # the call's addresses
             live.drop()
-            live.extra_copies, live.extra_copied_bytes = copied_so_far
+            addresses.extra_copies, addresses.extra_copied_bytes = copied_so_far
             for place, content in zip(touched, left, strict=True):
                 place.memory().copy_(content)
 

@@ -43,22 +43,41 @@ class Live:
         self.patched = [Plain(index=index) for index in patched]
         self.outputs, self.temporary, self.prepared = dict(outputs), {}, []
         self.answer = lambda: None
-        self._settled, self._pool, self._pool_seen = settled, Plain(changes=3), 3
-        self._patcher = None
+        self.pool_changes, nothing = tensors.new_counter(), tensors.packed([])
+        self.pool_changes.value = 3
+        self.native = tensors.extension and tensors.extension.Addresses(
+            owner=None,
+            pool_changes=self.pool_changes,
+            held=tensors.packed([0] * len(patched)),
+            **dict.fromkeys(("words", "nodes", "holders"), nothing),
+            **dict.fromkeys(("exec", "set", "get_context", "context"), 0),
+        )
+        self.settle(settled)
 
-    def prepare(self, inputs, seen):
+    @property
+    def addresses(self):
+        return self
+
+    def settle(self, addresses):
+        if addresses is None:
+            self.native.unsettle()
+        else:
+            self.native.settle(addresses)
+
+    def prepare_fast(self, inputs, seen):
         self.prepared.append((list(inputs), seen))
-        why_not = self.answer()
-        if why_not is None:
-            self._settled, self._pool_seen = seen, self._pool.changes
-        return why_not
+        if self.answer() is not None:
+            return None
+        self.native.forget()
+        self.native.settle(seen)
+        return bool(self.temporary)
 
 
 class Recording:
     are_held = True
 
     def __init__(self, fixed, cached, *, live=None, before=None, after=None):
-        self.graph, self.log, self.live = Graph(launches=0, at_launch=list), Plain(replays=0), live
+        self.graph, self.log, self.live = Graph(launches=0, at_launch=list), Plain(counter=tensors.new_counter()), live
         self.cached_tensor_outputs, self.own, self.calls = cached, list(cached), []
         self.deaths_before, self.deaths_after = before, after
         patched = [] if live is None else [item.index for item in live.patched]

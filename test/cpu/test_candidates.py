@@ -101,7 +101,7 @@ class Trees:
             "path_weakrefs": path,
             "live_indices_after_graph": [(d, i) for d, held in enumerate(path) for i in range(len(held))],
             "graph": Graph(launches=0),
-            "log": Plain(replays=0),
+            "log": Plain(counter=tensors.new_counter()),
             "has_fast_path": True,
             "_is_plain": True,
         }

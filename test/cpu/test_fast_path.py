@@ -56,7 +56,7 @@ class TestNative(TestCase):
 
     def check_untouched(self, trees, inputs, given_):
         self.assertAreSame(inputs, given_)
-        self.assertEqual((trees.graph.launches, trees.log.replays, trees.recording.calls), (0, 0, []))
+        self.assertEqual((trees.graph.launches, trees.log.counter.value, trees.recording.calls), (0, 0, []))
         self.assertIs(trees.manager._current_node, trees.before)
         self.assertIsNone(trees.manager.mode)
 
@@ -71,7 +71,7 @@ class TestNative(TestCase):
                 self.check_replays(call, given_, cached)
                 state = (m.mode, m.compile_id, m._current_node, m.path_state, m.running_forwards_with_pending_backwards)
                 self.assertAreSame(state, (mode, trees.candidates.compile_id, trees.recording, EXECUTION, pending))
-                counts = m.current_gen, trees.graph.launches, trees.log.replays, *tensors.extension.counts()
+                counts = m.current_gen, trees.graph.launches, trees.log.counter.value, *tensors.extension.counts()
                 self.assertEqual(counts, (GenerationTracker.generation, number, number, asked + 1, were + 1))
             self.assertEqual((trees.handed, trees.recording.calls, trees.function.was_asked), ([], [], False))
 
@@ -199,7 +199,8 @@ class TestNative(TestCase):
 
         trees.graph.at_launch = interrupt  # such as a collection in the launch
         self.assertIsNotNone(call(list(given_)))
-        trees.live.answer, trees.live._settled = interrupt, None  # or where Python is asked
+        trees.live.settle(None)
+        trees.live.answer = interrupt  # or where Python is asked
         self.assertIsNotNone(call(list(given_)))
         self.assertEqual(seen, [(True, trees.answer)] * 3)
         self.assertEqual([inputs for inputs, _ in trees.handed], [inner[0]] * 3)
@@ -340,7 +341,8 @@ class TestNative(TestCase):
                 for call, inputs in itertools.product(calls, (given_, moved, [])):
                     with contextlib.suppress(IndexError):  # of the last call
                         call(list(inputs))
-                    live._settled = None if number % 3 == 0 else live._settled
+                    if number % 3 == 0:
+                        live.settle(None)
                     del live.prepared[:], trees.handed[:]
                 trees.manager._current_node = trees.before
                 if number in (12, 96):  # of the same kind
@@ -402,9 +404,10 @@ class TestNative(TestCase):
             live.answer = lambda: None
             others[1 if order is None else order[1]] = theirs[1]
             cases = [(addresses, 3, given_, False), (addresses, 4, given_, True), (addresses, 4, given_, False)]
-            cases += [(settled, 4, given_, True) for settled in (None, addresses[:1], addresses[::-1], [])]
+            cases += [(settled, 4, given_, True) for settled in (None, addresses[::-1])]
             for settled, changes, inputs, is_prepared in [*cases, (addresses, 4, others, True)]:
-                live._settled, live._pool.changes = settled, changes
+                live.settle(settled)
+                live.pool_changes.value = changes
                 live.prepared.clear()
                 self.check_replays(call, inputs, trees.recording.own)
                 self.assertEqual(len(live.prepared), is_prepared)
@@ -412,7 +415,7 @@ class TestNative(TestCase):
                     self.assertAreSame(found, ordered(inputs, order))
                     self.assertEqual(seen, [found[2].data_ptr(), found[0].data_ptr()])
             self.check_replays(call, others, trees.recording.own)
-            self.assertEqual((len(live.prepared), trees.graph.launches, trees.recording.calls), (1, 9, []))
+            self.assertEqual((len(live.prepared), trees.graph.launches, trees.recording.calls), (1, 7, []))
 
     def several(self, order, lives):
         """Recordings in the place of one, of which the first has its static input elsewhere."""
@@ -435,7 +438,7 @@ class TestNative(TestCase):
             call = trees.entry(order=order)
             for refusing in range(3):  # each leads to the next
                 for number, live in enumerate(lives):
-                    live._settled = None
+                    live.settle(None)
                     live.answer = lambda number=number, refusing=refusing: "why not" if number < refusing else None
                 taken = trees.recordings[1 + refusing]
                 self.check_replays(call, given_, taken.own)
@@ -449,7 +452,8 @@ class TestNative(TestCase):
             self.assertEqual(trees.handed, [])
             trees, given_ = self.several(order, lives)
             for live in lives:
-                live._settled, live.answer = None, lambda: "why not"
+                live.settle(None)
+                live.answer = lambda: "why not"
             self.check_by_hand(trees, trees.entry(order=order), list(given_))
 
     def test_several_that_python_has_to_ask(self):
@@ -526,7 +530,8 @@ class TestNative(TestCase):
         live.answer = live.prepared.clear  # which holds them
         for _ in range(3):
             self.assertIsNotNone(call(inputs()))
-        live._settled, live.answer = None, lambda: live.prepared.clear() or held.append(earlier[0])
+        live.settle(None)
+        live.answer = lambda: live.prepared.clear() or held.append(earlier[0])
         self.assertRaises(Failed, call, inputs())
         self.assertEqual((trees.graph.launches, trees.recording.calls, len(held)), (3, ["check"], 1))
 

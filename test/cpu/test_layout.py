@@ -20,7 +20,6 @@ PACKAGES = ("pygraph_trees", "inductor_patches")
 MOST_LINES = 450
 # Files that are longer, with their lines. Numbers only become smaller, and no file is added.
 LONG_FILES = {
-    "pygraph_trees/indirection/inputs.py": 836,
     "pygraph_trees/native/entry.cpp": 637,
 }
 NAMES_WITHOUT_A_CONCEPT = {"common", "core", "helpers", "misc", "utils"}

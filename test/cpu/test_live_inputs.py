@@ -31,9 +31,10 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.cuda.driver import Driver
 from pygraph_trees.errors import DriverError
+from pygraph_trees.indirection import addresses, choosing, live_input, placeholder_tensors, retired
 from pygraph_trees.indirection import inputs as live_inputs
-from pygraph_trees.indirection import placeholder_tensors, retired
-from pygraph_trees.indirection.inputs import LiveInputs, choose
+from pygraph_trees.indirection.choosing import choose
+from pygraph_trees.indirection.inputs import LiveInputs
 from pygraph_trees.indirection.pool import PoolRanges
 from pygraph_trees.indirection.routes import Route
 
@@ -135,8 +136,8 @@ class LiveInputsTestCase(TestCase):
         self.stream = 0  # the current one
         self.idle: set[int] = set()  # streams on which all launches are over
         for target, name, value in (
-            (live_inputs, "placeholder_tensor", placeholder_tensor),
-            (live_inputs, "why_not_placeholder", lambda tensor, device, in_pool: None),
+            (live_input, "placeholder_tensor", placeholder_tensor),
+            (choosing, "why_not_placeholder", lambda tensor, device, in_pool: None),
             (torch.cuda, "synchronize", self.synchronized.append),
             (torch.cuda, "device", self.enter),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
@@ -255,7 +256,7 @@ class TestAddresses(LiveInputsTestCase):
             for _ in range(3):
                 a, b = at(0), at(0)
                 self.assertEqual(self.call(live, graph, a, b), [[a.data_ptr(), b.data_ptr()]])
-            self.assertEqual((live.extra_copies, graph.instances), (0, 1))
+            self.assertEqual((live.addresses.extra_copies, graph.instances), (0, 1))
             self.api.calls.clear()
             self.pool.forget()
             before = self.snapshots
@@ -291,11 +292,11 @@ class TestAddresses(LiveInputsTestCase):
         # The whole storage counts: what is saved of an input can be another view of it.
         begin, nbytes = first.untyped_storage().data_ptr(), first.untyped_storage().nbytes()
         inside = begin, first.data_ptr(), begin + nbytes - 1, other.data_ptr()
-        self.assertEqual([live.reaches(address) for address in inside], [True] * 4)
-        self.assertEqual([live.reaches(address) for address in (0, begin - 1, begin + nbytes)], [False] * 3)
+        self.assertEqual([live.addresses.reaches(address) for address in inside], [True] * 4)
+        self.assertEqual([live.addresses.reaches(address) for address in (0, begin - 1, begin + nbytes)], [False] * 3)
         live.finish()
         self.call(live, graph, later, other)
-        self.assertEqual([live.reaches(t.data_ptr()) for t in (first, later, other)], [False, True, True])
+        self.assertEqual([live.addresses.reaches(t.data_ptr()) for t in (first, later, other)], [False, True, True])
 
     def test_copies_and_fills_are_set_at_each_replay(self):
         def nodes(addresses):
@@ -328,7 +329,7 @@ class TestAddresses(LiveInputsTestCase):
         self.assertFalse(any(self.api.is_reserved(t.data_ptr()) for t in (a, b)))
         for first, second in ((a, b), (at(0), at(0)), (at(0), at(16))):
             self.begin(live, first, second)
-            start, read = first.data_ptr(), live.temporary.get(1, second).data_ptr()
+            start, read = first.data_ptr(), live.addresses.temporary.get(1, second).data_ptr()
             self.assertEqual(graph.launch(), [[start + 8, OTHER], [read, start], [read + 16]])
             live.finish()
 
@@ -365,7 +366,7 @@ class TestAddresses(LiveInputsTestCase):
         mapped = at(0)
         with mock.patch.object(self.api, "is_reserved", lambda address: address == mapped.data_ptr()):
             self.assertRegex(str(live.prepare([mapped])), f"^{MEMCPY} refused an address of input 0")
-        self.assertEqual(list(live.refused), [0])
+        self.assertEqual(list(live.addresses.refused), [0])
 
     def test_nodes_are_set_in_the_context_of_the_device(self):
         self.record(lambda addresses: [self.api.make_memset(addresses[0], 16)], at(0), device=3)
@@ -494,16 +495,16 @@ class TestCopies(LiveInputsTestCase):
             before = a.clone()
             for count in (1, 2):  # the same address once more: it is copied once more
                 self.begin(live, a)
-                copy = live.temporary[0]
+                copy = live.addresses.temporary[0]
                 self.assertEqual((graph.launch(), copy.data_ptr() % 512), ([[copy.data_ptr()]], 0))
                 self.assertNotEqual(copy.data_ptr(), a.data_ptr())
-                self.assertEqual((copy, live.extra_copies), (a, count))
+                self.assertEqual((copy, live.addresses.extra_copies), (a, count))
                 copy.add_(1)
                 live.finish()
                 self.assertEqual(a, before + count if mutated else before)
             a = at(0)
             self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
-            self.assertEqual((live.extra_copies, live.extra_copied_bytes), (2, 2 * before.nbytes))
+            self.assertEqual((live.addresses.extra_copies, live.addresses.extra_copied_bytes), (2, 2 * before.nbytes))
 
     def test_zeros_without_memory_are_copied_for_the_call(self):
         """They have no address: a kernel that is given 0 reads there."""
@@ -512,11 +513,11 @@ class TestCopies(LiveInputsTestCase):
             for number in range(3):
                 zeros = torch._efficientzerotensor(shape)
                 self.begin(live, zeros if stride is None else zeros.as_strided(shape, stride))
-                copy = live.temporary[0]
+                copy = live.addresses.temporary[0]
                 self.assertEqual((graph.launch(), copy), ([[copy.data_ptr()]], torch.zeros(shape)))
                 self.assertNotEqual(copy.data_ptr(), 0)
                 live.finish()
-                self.assertEqual(live.extra_copies, number + 1)
+                self.assertEqual(live.addresses.extra_copies, number + 1)
                 a = at(0, shape)
                 self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
 
@@ -527,7 +528,7 @@ class TestCopies(LiveInputsTestCase):
             a = at(residue)
             self.begin(live, a)
             first, second = graph.launch()[0]
-            self.assertEqual((second - first, second % 128, live.extra_copies), (112, 0, copies))
+            self.assertEqual((second - first, second % 128, live.addresses.extra_copies), (112, 0, copies))
             self.assertEqual(first == a.data_ptr(), residue % 128 == 16)
             live.finish()
 
@@ -535,7 +536,7 @@ class TestCopies(LiveInputsTestCase):
         """A finalizer can make one; the graph holds what it is believed to hold."""
         live, graph = self.replayable(self.one_kernel(), at(0))
         a, b = at(0), at(0)
-        original, answers = live._why_not, []
+        original, answers = live.addresses._why_not, []
 
         def why_not(inputs):
             if not answers:
@@ -543,7 +544,7 @@ class TestCopies(LiveInputsTestCase):
                 answers[:] = [live.prepare([b])]
             return original(inputs)
 
-        with mock.patch.object(live, "_why_not", why_not):
+        with mock.patch.object(live.addresses, "_why_not", why_not):
             self.assertIsNone(live.prepare([a]))
         self.assertRegex(answers[0], "another call")
         for given_ in (a, a, b):
@@ -554,7 +555,7 @@ class TestCopies(LiveInputsTestCase):
         for residue in (64, 72):
             a = at(residue)
             self.begin(live, a)
-            copy = live.temporary[0]
+            copy = live.addresses.temporary[0]
             self.assertEqual((copy.data_ptr() % 512, copy, graph.launch()), (68, a, [[copy.data_ptr()]]))
             live.finish()
         a = at(132)  # the same modulo 16
@@ -566,11 +567,11 @@ class TestCopies(LiveInputsTestCase):
         self.put_in_pool(h)
         for count in (1, 2):
             self.begin(live, h)
-            copy = live.temporary[0]
-            self.assertEqual((graph.launch(), copy, live.extra_copies), ([[copy.data_ptr()]], h, count))
+            copy = live.addresses.temporary[0]
+            self.assertEqual((graph.launch(), copy, live.addresses.extra_copies), ([[copy.data_ptr()]], h, count))
             self.assertFalse(self.pool.holds(copy.data_ptr()))
             live.finish()
-        self.assertEqual(live.temporary, {})
+        self.assertEqual(live.addresses.temporary, {})
 
     def test_managed_inputs_that_stay_are_patched(self):
         h, g = at(0), at(0)
@@ -585,7 +586,7 @@ class TestCopies(LiveInputsTestCase):
             self.assertEqual(launched == tensor.data_ptr(), stays)
             self.assertEqual(self.pool.holds(launched), stays)
             live.finish()
-        self.assertEqual(live.extra_copies, 2)
+        self.assertEqual(live.addresses.extra_copies, 2)
 
     def test_an_interrupt_leaves_known_addresses(self):
         apply = live_inputs.Patches.apply
@@ -637,14 +638,14 @@ class TestCopies(LiveInputsTestCase):
         """However many there were, in whatever order they come back."""
         live, graph = self.record(self.one_kernel(), at(0), at(16))
         pairs = [(at(0), at(16)) for _ in range(5)]
-        with mock.patch.object(live_inputs, "_MOST_KNOWN", 3), mock.patch.object(live_inputs, "_MOST_FITTING", 2):
+        with mock.patch.object(addresses, "_MOST_KNOWN", 3), mock.patch.object(addresses, "_MOST_FITTING", 2):
             for turn in (0, 1, 0, 1, 2, 3, 4, 3, 0, 4, 4, 2):
                 a, b = pairs[turn]
                 self.assertEqual(self.call(live, graph, a, b), [[a.data_ptr(), b.data_ptr()]])
-                self.assertLessEqual(len(live._known), 3)
+                self.assertLessEqual(len(live.addresses._known), 3)
             a, b = pairs[0][0], pairs[1][1]  # each was there before, never together
             self.assertEqual(self.call(live, graph, a, b), [[a.data_ptr(), b.data_ptr()]])
-        self.assertEqual(live.extra_copies, 0)
+        self.assertEqual(live.addresses.extra_copies, 0)
 
     def test_the_pool_may_grow_to_where_an_input_was(self):
         live, graph = self.record(self.one_kernel(), at(0))
@@ -652,7 +653,7 @@ class TestCopies(LiveInputsTestCase):
         self.assertEqual(self.call(live, graph, x), [[x.data_ptr()]])
         self.put_in_pool(x)
         self.assertNotEqual(self.call(live, graph, x), [[x.data_ptr()]])
-        self.assertEqual(live.extra_copies, 1)
+        self.assertEqual(live.addresses.extra_copies, 1)
 
     def test_a_mutated_input_in_the_pool_is_refused(self):
         """Whether it is patched or copied back, it would write over what the graph put there."""
@@ -662,7 +663,7 @@ class TestCopies(LiveInputsTestCase):
         before = graph.launch()
         self.api.calls.clear()
         self.assertEqual(live.prepare([at(0), h]), IN_POOL)
-        self.assertEqual((graph.launch(), self.api.calls, live.refused), (before, [], {}))
+        self.assertEqual((graph.launch(), self.api.calls, live.addresses.refused), (before, [], {}))
         a, b = at(0), at(0)
         self.assertEqual(self.call(live, graph, a, b), [[a.data_ptr(), b.data_ptr()]])
         copied, _ = self.hidden(at(0), at(0), mutated=[0])
@@ -675,7 +676,7 @@ class TestCopies(LiveInputsTestCase):
             live, graph = self.replayable(self.one_kernel(), at(0), at(0), mutated=mutated)
             a, b = at(16), at(0)
             self.assertIsNone(live.prepare([a, at(0)]))
-            copy = weakref.ref(live.temporary[0])
+            copy = weakref.ref(live.addresses.temporary[0])
             live.drop()
             self.assertIsNone(copy())
             self.assertIsNone(live.prepare([a, at(0)]))
@@ -685,8 +686,8 @@ class TestCopies(LiveInputsTestCase):
             self.assertIsNone(live.prepare([a, at(0)]))
             a.add_(1)  # after the copy for the call that is not made
             self.begin(live, a, b)
-            self.assertEqual(graph.launch(), [[live.temporary[0].data_ptr(), b.data_ptr()]])
-            self.assertEqual(live.temporary[0], a)
+            self.assertEqual(graph.launch(), [[live.addresses.temporary[0].data_ptr(), b.data_ptr()]])
+            self.assertEqual(live.addresses.temporary[0], a)
             live.finish()
 
     def test_inputs_are_released_after_the_launch(self):
@@ -716,7 +717,6 @@ class TestCopies(LiveInputsTestCase):
             mutated=[1],
         )
         live.finish()
-        self.assertEqual(live._patcher is not None, self.native and not with_copy)
         for places in calls:
             inputs = [tensors[place] for place in places]
             if places[1][0] == 3:
@@ -724,7 +724,7 @@ class TestCopies(LiveInputsTestCase):
                 continue
             before = [t.clone() for t in inputs]
             self.begin(live, *inputs)
-            launched, read = graph.launch(), [live.temporary.get(i, inputs[i]) for i in (0, 1)]
+            launched, read = graph.launch(), [live.addresses.temporary.get(i, inputs[i]) for i in (0, 1)]
             for (n, residue), tensor, t in zip(places, inputs, read, strict=False):
                 self.assertEqual(t is tensor, residue == 0 and n != 3)
             self.assertEqual(launched, [[t.data_ptr() for t in read], [read[0].data_ptr(), OTHER]])
@@ -801,7 +801,7 @@ class TestChoice(LiveInputsTestCase):
         live.release()
         self.api.calls.clear()
         self.assertEqual(self.choose(3, at(0), candidates=[0]), (None, {}))
-        with mock.patch.object(live_inputs, "why_not_placeholder", lambda *args: "it has no elements"):
+        with mock.patch.object(choosing, "why_not_placeholder", lambda *args: "it has no elements"):
             self.assertEqual(self.choose(at(0)), (None, {0: "it has no elements"}))
         self.assertEqual([call for call in self.api.calls if call != "cuThreadExchangeStreamCaptureMode"], [])
 
@@ -816,7 +816,7 @@ class TestChoice(LiveInputsTestCase):
             seen.append((index, device, in_pool))
             return why.get(index)
 
-        with mock.patch.object(live_inputs, "why_not_placeholder", rule):
+        with mock.patch.object(choosing, "why_not_placeholder", rule):
             live, reasons = self.choose(*tensors, device=2)
         self.assertEqual(([item.index for item in live.items], reasons), ([1, 3, 4], why))
         self.assertEqual(seen, [(i, 2, i == 3) for i in range(5)])
@@ -1035,7 +1035,7 @@ class TestLifetimes(LiveInputsTestCase):
     def test_a_placeholder_tensor_that_cannot_be_made_leaks_nothing(self):
         for error in (RuntimeError("no"), KeyboardInterrupt()):
             with (
-                mock.patch.object(live_inputs, "placeholder_tensor", side_effect=error),
+                mock.patch.object(live_input, "placeholder_tensor", side_effect=error),
                 self.assertRaises(type(error)),
             ):
                 self.choose(at(0))
@@ -1274,7 +1274,7 @@ class TestFailures(LiveInputsTestCase):
         live, _ = self.record(self.one_kernel(), at(0), at(0))
         self.api.fail(KERNEL, 0, self.code)
         self.assertRegex(live.prepare([at(4), at(0)]) or "", KERNEL)
-        self.assertEqual(live.temporary, {})
+        self.assertEqual(live.addresses.temporary, {})
 
     def test_reasons_name_the_call(self):
         for call, found in (
@@ -1313,7 +1313,7 @@ class TestFailures(LiveInputsTestCase):
                     inputs = self.inputs()
                     why = live.prepare(inputs)
                     self.assertRegex(str(why), f"^{call} refused an address of input .: {self.code.name}$")
-                    ((index, reason),) = live.refused.items()
+                    ((index, reason),) = live.addresses.refused.items()
                     self.assertRegex(reason, f"^the driver refused its address: {call}")
                     # Whatever it is given then: some nodes hold new addresses, and some old ones.
                     self.api.calls.clear()
@@ -1321,11 +1321,11 @@ class TestFailures(LiveInputsTestCase):
                         self.assertEqual(live.prepare(given), "a driver call failed")
                     self.assertEqual(self.api.calls, [])
                     # The next recording does without its address.
-                    again, reasons = self.choose(*inputs, mutated=self.MUTATED, refused=live.refused)
+                    again, reasons = self.choose(*inputs, mutated=self.MUTATED, refused=live.addresses.refused)
                     again.set_up(Graph(self.api, self.nodes(())({i.index: i.recorded for i in again.items})))
-                    expected = dict.fromkeys(range(4)) | live.refused
+                    expected = dict.fromkeys(range(4)) | live.addresses.refused
                     self.assertEqual(reasons | self.routes(again), expected)
-                    self.assertEqual(reasons, {} if index in self.MUTATED else live.refused)
+                    self.assertEqual(reasons, {} if index in self.MUTATED else live.addresses.refused)
 
     def test_the_input_at_fault_is_named(self):
         """By its index among all inputs."""
@@ -1339,7 +1339,7 @@ class TestFailures(LiveInputsTestCase):
             inputs[index] = at(0)
             self.api.fail(KERNEL)
             self.assertIsNotNone(live.prepare(inputs))
-            self.assertEqual(list(live.refused), [index])
+            self.assertEqual(list(live.addresses.refused), [index])
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.indirection import retired
-from pygraph_trees.report.log import RecordingLog
+from pygraph_trees.report.log import Count, RecordingLog
 from pygraph_trees.trees import entry_points, input_rules, pools
 from pygraph_trees.trees import manager as trees_manager
 from pygraph_trees.trees.choice import handed_on
@@ -155,7 +155,7 @@ class TestPool(TestCase):
 
     def node(self):
         node = mock.Mock(children={}, graph="graph", native="in C++", outputs_weakrefs=[], older_outputs=[])
-        node.unaliased_in_all_paths, node.log = [], RecordingLog(replays=3)
+        node.unaliased_in_all_paths, node.log = [], RecordingLog(counter=Count(3))
         return node
 
     def recorded(self, node, kind=Manager, **state):
@@ -213,7 +213,7 @@ class TestPool(TestCase):
 
     def test_the_pool_stays_if_outputs_are_made_at_each_replay(self):
         """Of these only the newest are known, and somebody may hold others; of upstream's recordings, none is known."""
-        for log, is_back in ((RecordingLog(), True), (RecordingLog(replays=5), False), (None, False)):
+        for log, is_back in ((RecordingLog(), True), (RecordingLog(counter=Count(5)), False), (None, False)):
             node = self.node()
             node.outputs_weakrefs = [mock.Mock(expired=lambda: True), None, mock.Mock(expired=lambda: True)]
             node.unaliased_in_all_paths, node.log = [True, False, False], log

@@ -22,6 +22,7 @@ import pygraph_trees
 from pygraph_trees.indirection.route_rule import Choice, Facts, Reason
 from pygraph_trees.report import summary
 from pygraph_trees.report.log import (
+    Count,
     FunctionLog,
     GraphLog,
     Journal,
@@ -55,13 +56,22 @@ def function(**fields):
     )
 
 
-def recording(number, reason="first call", **fields):
+def recording(number, reason="first call", replays=0, **fields):
     inputs = (
         (0, "arg0_1", "static", "cuda:0", 4096, 0, False),
         (1, "arg1_1", "live", "cuda:0", 2048, 2048, False),
         (2, "s0", "value", None, 0, 0, False),
     )
-    return RecordingLog(number=number, reason=reason, inputs=inputs, kernels=12, other_nodes=1, record_s=0.25, **fields)
+    return RecordingLog(
+        number=number,
+        reason=reason,
+        inputs=inputs,
+        kernels=12,
+        other_nodes=1,
+        record_s=0.25,
+        counter=Count(replays),
+        **fields,
+    )
 
 
 class TestLogs(TestCase):

@@ -17,7 +17,7 @@ from test_live_inputs import LiveInputsTestCase, at
 from test_patcher import requires_cpp
 from torch.testing._internal.common_utils import run_tests
 
-from pygraph_trees.indirection.inputs import LiveInputs
+from pygraph_trees.indirection.addresses import Addresses
 from pygraph_trees.indirection.route_rule import SAMPLES
 from pygraph_trees.indirection.sampler import EVERY
 
@@ -34,7 +34,7 @@ class TestLiveInputs(LiveInputsTestCase):
         samples: list[Any] = []
 
         def sample(moved: Any, set_nodes: int, set_calls: int, names: Any) -> bool:
-            self.assertEqual(live._seen, [t.data_ptr() for t in self.given])  # after the graph was patched
+            self.assertEqual(live.addresses._seen, [t.data_ptr() for t in self.given])  # after the graph was patched
             samples.append((list(moved), set_nodes, len(list(names(moved)))))
             return len(samples) < wanted
 
@@ -57,7 +57,7 @@ class TestLiveInputs(LiveInputsTestCase):
         live, graph, sets, samples = self.sampled(5)
         self.replay(live, graph, sets, 20 * EVERY)
         self.assertEqual(samples, [([0, 1], 3, 3)] * 5)
-        self.assertIsNone(live.sampler)
+        self.assertIsNone(live.addresses.sampler)
 
     def test_replays_that_change_nothing_are_not_sampled(self) -> None:
         live, graph, sets, samples = self.sampled(5)
@@ -67,7 +67,7 @@ class TestLiveInputs(LiveInputsTestCase):
     def test_nothing_is_sampled_if_no_table_can_pay(self) -> None:
         live, graph, sets, samples = self.sampled(5, can_choose=False)
         self.replay(live, graph, sets, 2 * EVERY)
-        self.assertEqual((samples, live.sampler), ([], None))
+        self.assertEqual((samples, live.addresses.sampler), ([], None))
 
 
 @requires_cpp
@@ -90,9 +90,9 @@ class TestLiveInputsNative(TestLiveInputs):
                 self.assertEqual(graph.launch()[0][:3], [t.data_ptr() for t in self.given])
 
         replays((SAMPLES + 2) * EVERY)
-        self.assertEqual((len(samples), live.sampler), (SAMPLES, None))
+        self.assertEqual((len(samples), live.addresses.sampler), (SAMPLES, None))
         python = mock.Mock(side_effect=AssertionError("C++ does it"))
-        with mock.patch.object(LiveInputs, "prepare", python):
+        with mock.patch.object(Addresses, "prepare", python):
             replays(4 * EVERY)
         self.assertEqual(trees.handed, [])
 

@@ -22,10 +22,11 @@ from test_live_inputs import LiveInputsTestCase, at
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.cuda.host_reads import HostRead
-from pygraph_trees.indirection import inputs as live_inputs
-from pygraph_trees.indirection import staging
-from pygraph_trees.indirection.inputs import CAPTURED, NotStaged, choose
+from pygraph_trees.indirection import choosing, staging
+from pygraph_trees.indirection.addresses import CAPTURED
+from pygraph_trees.indirection.choosing import choose
 from pygraph_trees.indirection.routes import Route
+from pygraph_trees.indirection.staged_inputs import NotStaged
 from pygraph_trees.indirection.staging import MOST_BUFFERS, Staging
 from pygraph_trees.placement import staging as operator
 from pygraph_trees.trees.outputs import without_staged
@@ -570,7 +571,8 @@ class TestLiveInputs(StagingTestCase):
             *((starts[2] + 12, HostRead.AT_ONCE), (1, HostRead.LATER)),
         ]
         expected = {0: HostRead.LATER, 1: HostRead.IN_ORDER, 2: HostRead.AT_ONCE}
-        self.assertEqual(live._by_number(reads), expected)
+        live._staged.note_reads(reads)
+        self.assertEqual(live._staged._reads, expected)
 
     def copies(self, addresses):
         return [self.api.make_memcpy(a, TARGET + 4096 * n, 16, "HOST") for n, a in enumerate(addresses)]
@@ -663,7 +665,7 @@ class TestLiveInputs(StagingTestCase):
     def test_staged_inputs_and_patched_ones_go_together(self):
         """A kernel may hold one of these as far from its first parameter as a copy's source is noted."""
         x, s, t = at(0), torch.tensor(1.0), torch.tensor(2.0)
-        on_cpu = mock.patch.object(live_inputs, "may_be_staged", lambda tensor: tensor.dim() == 0)
+        on_cpu = mock.patch.object(choosing, "may_be_staged", lambda tensor: tensor.dim() == 0)
         with on_cpu:
             live, _ = choose(self.driver, 0, [x, s, t], range(3), set(), self.pool, {}, stage=True)
         block = self.blocks[0]
@@ -736,7 +738,7 @@ class TestLiveInputs(StagingTestCase):
         self.live.finish()
         self.api.fail(CALL, 0, CUresult.CUDA_ERROR_INVALID_VALUE)
         self.assertRegex(self.live.prepare(numbers(1)), "refused an address")
-        self.assertEqual(list(self.live.refused), list(range(NUMBERS)))
+        self.assertEqual(list(self.live.addresses.refused), list(range(NUMBERS)))
 
     def test_a_graph_of_the_programs_own_takes_no_replay(self):
         """Its replays would read the buffer after later calls have written to it; and nothing is waited for."""
@@ -776,7 +778,7 @@ class TestLiveInputs(StagingTestCase):
         live.finish()
         self.api.fail(CALL, 1, CUresult.CUDA_ERROR_INVALID_VALUE)
         self.assertRegex(live.prepare([torch.ones(4), torch.zeros(4)]), "refused an address")
-        self.assertEqual(list(live.refused), [0, 1])
+        self.assertEqual(list(live.addresses.refused), [0, 1])
 
     def test_one_buffer_is_used_if_the_graph_cannot_be_read(self):
         """The graph reads one buffer always: a call waits until the launch before has read it."""

@@ -30,7 +30,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pygraph_trees.indirection import retired
-from pygraph_trees.indirection.inputs import LiveInputs, choose
+from pygraph_trees.indirection.choosing import choose
+from pygraph_trees.indirection.inputs import LiveInputs
 from pygraph_trees.indirection.routes import Route
 from pygraph_trees.indirection.table import launches, variant_launchers
 from pygraph_trees.indirection.table import pointer_table as tables

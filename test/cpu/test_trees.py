@@ -24,7 +24,7 @@ from torch._inductor.utils import BoxedBool
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 import pygraph_trees
-from pygraph_trees.indirection.inputs import CAPTURED
+from pygraph_trees.indirection.addresses import CAPTURED
 from pygraph_trees.native.tensors import Whereabouts, released
 from pygraph_trees.report import compiled
 from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journal
@@ -1183,7 +1183,10 @@ class TestFastPath(TestCase):
     def test_inputs_of_a_forward_are_live_in_its_backward(self):
         saved, weight, managed, tangent = (torch.ones(4) for _ in range(4))
         reached = {saved.data_ptr(), managed.data_ptr(), tangent.data_ptr()}
-        forward = self.node(_live=SimpleNamespace(reaches=lambda address: address in reached), _parent=lambda: None)
+        forward = self.node(
+            _live=SimpleNamespace(addresses=SimpleNamespace(reaches=lambda address: address in reached)),
+            _parent=lambda: None,
+        )
         later = self.node(_live=None, _parent=lambda: forward)
 
         @dataclasses.dataclass(frozen=True)

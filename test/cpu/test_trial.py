@@ -33,7 +33,7 @@ from traced import artifacts
 
 from pygraph_trees import selection
 from pygraph_trees.native import tensors
-from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journal
+from pygraph_trees.report.log import Count, FunctionLog, GraphLog, RecordingLog, journal
 from pygraph_trees.report.naming import compile_id
 from pygraph_trees.selection import measurements
 from pygraph_trees.selection import trial as trials
@@ -115,11 +115,11 @@ class Function:
             self.log.runs += 1
             self.world.work(1e4, 1e3)
         elif self.graphed_calls == 2:
-            self.log.recordings.append(RecordingLog(number=0, kernels=self.kernels, other_nodes=0, replays=1))
+            self.log.recordings.append(RecordingLog(number=0, kernels=self.kernels, other_nodes=0, counter=Count(1)))
             self.log.runs += 1
             self.world.work(1e5, 1e3)
         else:
-            self.log.recordings[-1].replays += 1
+            self.log.recordings[-1].counter.value += 1
             self.world.work(*self.times[Execution.GRAPHED])
         return self.outputs(inputs)
 
@@ -339,7 +339,7 @@ class TestTrial(TrialTestCase):
             trial, function = self.one(memory)
 
             def again(inputs, function=function, record_us=record_us):
-                function.log.recordings.append(RecordingLog(number=1, kernels=4, other_nodes=0, replays=1))
+                function.log.recordings.append(RecordingLog(number=1, kernels=4, other_nodes=0, counter=Count(1)))
                 self.world.work(record_us, 50.0)
                 return function.outputs(inputs)
 
@@ -891,7 +891,7 @@ class TestChoice(TrialTestCase):
 
         def replay(inputs, function_id):
             calls.append("fast")
-            model.log.recordings[0].replays += 1
+            model.log.recordings[0].counter.value += 1
             self.world.work(5.0, 5.0)
             return ["fast"]
 
@@ -976,7 +976,7 @@ class TestChoice(TrialTestCase):
             def run(self, inputs, model):
                 log = model().log
                 log.recordings = log.recordings or [RecordingLog(number=0, kernels=1, other_nodes=0)]
-                log.recordings[0].replays += 1
+                log.recordings[0].counter.value += 1
                 return [x * 2 for x in inputs]
 
         upstream = inspect.unwrap(cudagraph_trees.cudagraphify_impl)

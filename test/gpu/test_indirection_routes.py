@@ -17,8 +17,7 @@ from test_indirection_table import thirty
 from torch.testing._internal.common_utils import run_tests
 
 import pygraph_trees
-from pygraph_trees.indirection import inputs as live_inputs
-from pygraph_trees.indirection import sampler
+from pygraph_trees.indirection import addresses, sampler
 from pygraph_trees.indirection.route_rule import LEAST_KERNELS, SAMPLES
 from pygraph_trees.indirection.sampler import Sampler
 from pygraph_trees.indirection.table import variant_launchers
@@ -70,7 +69,7 @@ class TestRouteChoice(IndirectionTestCase):
 
         for module, name, value in (
             (sampler, "EVERY", OFTEN),
-            (live_inputs, "EVERY", OFTEN),
+            (addresses, "EVERY", OFTEN),
             (Sampler, "sample", counted),
             (variant_launchers, "_built", weakref.WeakKeyDictionary()),  # kernels live on from test to test
             (Worker, "start", Here),

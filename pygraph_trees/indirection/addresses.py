@@ -1,0 +1,307 @@
+"""The addresses that an instantiated graph holds for its live inputs, and those that each replay makes it hold.
+
+:meth:`Addresses.prepare` gives the graph the addresses of a call before anything of the call is consumed, or returns
+the reason if it cannot. Addresses that fitted once are remembered while the graph pool stays the same. With the native
+parts, :attr:`Addresses.native` holds the same facts for the fast path, which then patches without Python; this module
+patches for the slow path and reports to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from pygraph_trees.cuda.extent import extent
+
+from .patching import PatchFailed
+from .placeholder_tensors import copy_at
+from .routes import fits
+from .sampler import EVERY
+
+if TYPE_CHECKING:
+    from .live_input import Item
+    from .patching import Patches
+    from .pool import PoolRanges
+    from .sampler import KernelNames, Sampler
+    from .staged_inputs import StagedInputs
+
+_MOST_FITTING = 256  # addresses remembered for one input: more than an allocator uses in turn
+_MOST_KNOWN = 64  # sets of addresses remembered for all inputs: more than a program's buffers in turn
+
+# Each replay of the program's graph would read a staging buffer that belongs to later calls by then, and a wait for a
+# buffer ends the capture. Such a call runs without our graphs.
+CAPTURED = "the program captures the call in a graph of its own, and an input is on the CPU"
+
+_MUTATED_IN_POOL = "a mutated input lies in the graph pool"
+
+
+def nothing_stays(tensor: torch.Tensor) -> bool:
+    return False
+
+
+def _no_names(indices: Collection[int]) -> tuple[str, ...]:
+    return ()
+
+
+def _is_signed(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+class Addresses:
+    """The addresses of one instantiated graph.
+
+    Args:
+        patches: the graph's relocations of ``items``, then those of the staging buffer.
+        items: the inputs that are given by address.
+        aligned: for each of them, the alignment in bytes of the pointers that kernels hold.
+        first: the number of the first staging buffer in the relocations.
+        numbers: the number of each item in the relocations.
+        copied_back: inputs that are copied, and copied back after the launch.
+        is_of_backward: whether inputs may be tangents: nothing guards that these are not negated.
+    """
+
+    def __init__(
+        self,
+        patches: Patches,
+        items: Sequence[Item],
+        aligned: Sequence[int],
+        pool: PoolRanges,
+        staged: StagedInputs | None,
+        *,
+        first: int,
+        numbers: Sequence[int],
+        copied_back: Sequence[Item],
+        is_of_backward: bool,
+    ) -> None:
+        self._patches, self._items, self._aligned, self._pool = patches, tuple(items), tuple(aligned), pool
+        self._staged, self._first, self._numbers = staged, first, dict(zip(numbers, items, strict=True))
+        self._copied_back = tuple(copied_back)
+        # An address does not tell if an input is conjugated or negated.
+        self._complex = tuple(item.index for item in items if item.placeholder_tensor.is_complex())
+        signed = (item.index for item in items if _is_signed(item.placeholder_tensor))
+        self._tangents = tuple(signed) if is_of_backward else ()
+        has_managed = any(item.managed for item in items)
+        # Whether addresses that fitted once fit again.
+        self._is_simple = not (self._copied_back or self._complex or has_managed)
+        # Whether a graph that holds such addresses needs nothing more.
+        self._settles = self._is_simple and not (patches.sets_always or staged is not None)
+        self._seen: list[int] = []  # of the inputs of the latest call
+        self._settled: list[int] | None = None  # addresses of inputs at which a call needs no further check
+        # By position: addresses that fit, and what the graph is given for them. Valid for one state of the pool.
+        self._fitting: tuple[dict[int, int], ...] = tuple({} for _ in items)
+        self._known: dict[tuple[int, ...], list[int]] = {}  # by the addresses of all inputs: what the graph is given
+        self._pool_seen = pool.changes
+        self._given = patches.addresses[: len(items)]  # what the graph is given next
+        self._again = has_managed  # whether the latest call's addresses must be found again at the next call
+        self._is_preparing = False
+        self.sampler: Sampler | None = None  # until the route is chosen
+        self._kernels_holding: KernelNames = _no_names
+        self.temporary: dict[int, torch.Tensor] = {}  # by index: copies for the call that was prepared
+        self.refused: dict[int, str] = {}  # by index: inputs whose address the driver refused at a replay
+        self.extra_copies = self.extra_copied_bytes = 0  # so far, of inputs that did not fit a patch
+        self.native = patches.native(pool.counter) if items and self._settles else None
+
+    @property
+    def set_calls(self) -> int:
+        """Nodes that were set so far."""
+        return self._patches.set_calls
+
+    def point(self, inputs: Any) -> None:
+        """Gives the graph the addresses of the first call's inputs."""
+        seen = [inputs[item.index].data_ptr() for item in self._items]
+        self._given = [address - item.lead for address, item in zip(seen, self._items, strict=True)]
+        self._hold(seen, inputs)
+
+    def begin_sampling(self, sampler: Sampler, kernels_holding: KernelNames) -> None:
+        """Lets replays with new addresses be sampled, unless no route has to be chosen."""
+        if sampler.can_choose([item.index for item in self._items], kernels_holding):
+            self.sampler, self._kernels_holding = sampler, kernels_holding
+            if self.native is not None:
+                self.native.ask_every = EVERY
+
+    def _end_sampling(self) -> None:
+        self.sampler, self._kernels_holding = None, _no_names
+        if self.native is not None:
+            self.native.ask_every = 0
+
+    def reaches(self, address: int) -> bool:
+        """Whether an address is in the memory that was an input at the latest call, copies not counted."""
+        seen = self._seen if self.native is None else self.native.seen or self._seen
+        for item, start in zip(self._items, seen, strict=False):  # there are no addresses if that call failed
+            if 0 <= address - (start - item.lead) < item.nbytes:
+                return True
+        return False
+
+    def prepare(
+        self,
+        inputs: Sequence[Any],
+        seen: list[int] | None = None,
+        stays: Callable[[torch.Tensor], bool] = nothing_stays,
+    ) -> str | None:
+        """Makes the graph hold the addresses of ``inputs``, or returns why this recording cannot take them.
+
+        Args:
+            seen: the addresses of the inputs that are given by address, in their order, if they are known.
+            stays: whether the graph preserves a tensor that is in the graph pool.
+        """
+        if seen is None:
+            seen = [inputs[item.index].data_ptr() for item in self._items]
+        if self._staged is not None and self._staged.put_indices and torch.cuda.is_current_stream_capturing():
+            return CAPTURED
+        for index in self._tangents:
+            if inputs[index].is_neg():
+                return "an input is a negated view"
+        same_pool = self._pool.changes == self._pool_seen
+        if same_pool and (seen == self._settled if self.native is None else self.native.is_settled(seen)):
+            return None
+        if self._patches.broken:
+            if self._patches.is_stuck:
+                self.refused = {item.index: "the driver refused an address of these inputs" for item in self._items}
+            return "a driver call failed"
+        if self._is_preparing:
+            return "it is being made ready for another call"
+        self._is_preparing = True
+        self._unsettle()
+        try:
+            return self._prepare(inputs, seen, stays, same_pool=same_pool)
+        finally:
+            self._is_preparing = False
+
+    def prepare_fast(self, inputs: Sequence[Any], seen: list[int]) -> bool | None:
+        """As :meth:`prepare`, but returns None if the inputs cannot be taken, else whether some are copied."""
+        return None if self.prepare(inputs, seen) is not None else bool(self.temporary)
+
+    def drop(self) -> None:
+        """Releases the copies of a call that is over or is not launched."""
+        self.temporary = {}
+
+    def _unsettle(self) -> None:
+        self._settled = None
+        if self.native is not None:
+            self.native.unsettle()
+
+    def _prepare(
+        self, inputs: Sequence[Any], seen: list[int], stays: Callable[[torch.Tensor], bool], *, same_pool: bool
+    ) -> str | None:
+        """Prepares a graph that may hold other addresses. ``_is_preparing`` keeps out other calls, as of finalizers."""
+        known = self._known.get(tuple(seen)) if same_pool and self._is_simple else None
+        if known is not None:
+            self._seen = []  # until the graph holds these addresses: an interrupt may come anywhere
+            self._given, self.temporary, self._again = known, {}, False
+        else:
+            why = self._why_not(inputs)
+            if why is None and (seen != self._seen or self._again or not same_pool):
+                self._seen = []
+                why = self._find_all(seen, inputs, stays)
+            if why is not None:
+                return why
+        try:
+            self._hold(seen, inputs)
+        except PatchFailed as error:
+            self.temporary, self._again = {}, False
+            refused = dict.fromkeys(self._indices_at(error.fields["index"]), f"the driver refused its address: {error}")
+            self.refused.update(refused)
+            return str(error)
+        return None
+
+    def _indices_at(self, number: int) -> list[int]:
+        """The inputs whose address has a number in the relocations; several if they are staged in the same memory."""
+        if number < self._first or self._staged is None:
+            return [self._numbers[number].index]
+        return self._staged.indices_at(number - self._first)
+
+    def _why_not(self, inputs: Sequence[Any]) -> str | None:
+        """Why these inputs cannot be taken: one that is copied back is in the pool, or one is a conjugate view."""
+        for item in self._copied_back:
+            if self._pool.holds(inputs[item.index].data_ptr()):
+                return _MUTATED_IN_POOL
+        for index in self._complex:
+            if inputs[index].is_conj():  # a tangent may be conjugated at one call and not at the next
+                return "an input is a conjugate view"
+        return None
+
+    def _hold(self, seen: list[int], inputs: Any) -> None:
+        """Makes the graph hold the addresses found for these inputs, and those of the staging buffer."""
+        patches, sampler = self._patches, self.sampler
+        addresses, forced = self._given, list[int]()
+        if self._staged is not None and self._staged.put_indices:
+            buffers, in_place = self._staged.put(inputs)
+            forced = [len(addresses) + number for number in in_place]
+            addresses = [*addresses, *buffers]
+        moved: list[int] | None = None
+        if sampler is not None and sampler.is_due():
+            changes = zip(self._items, addresses, patches.addresses, strict=False)
+            moved = [item.index for item, address, before in changes if address != before]
+        count = patches.apply(addresses, forced)
+        self._seen = seen
+        if self._settles and not self._again:
+            if self.native is None:
+                self._settled = seen
+            else:
+                self.native.settle(seen)
+        if sampler is None or moved is None:
+            return
+        if not sampler.sample(moved, count, self.set_calls, self._kernels_holding):
+            self._end_sampling()
+
+    def _find_all(self, seen: list[int], inputs: Sequence[Any], stays: Callable[[torch.Tensor], bool]) -> str | None:
+        if self._pool.changes != self._pool_seen:
+            for fitting in self._fitting:
+                fitting.clear()
+            self._known.clear()
+            self._pool_seen = self._pool.changes
+            if self.native is not None:
+                self.native.forget()
+        known = self._known.get(tuple(seen))
+        if known is not None:
+            self._given, self.temporary, self._again = known, {}, False
+            return None
+        addresses = [fitting.get(address) for fitting, address in zip(self._fitting, seen, strict=True)]
+        temporary: dict[int, torch.Tensor] = {}
+        if None in addresses:
+            for position, address in enumerate(addresses):
+                if address is None:
+                    found = self._find(position, seen[position], inputs, temporary, stays)
+                    if isinstance(found, str):
+                        return found
+                    addresses[position] = found
+        self._given = cast("list[int]", addresses)
+        # Whether an input in the pool stays must be asked at each call.
+        self.temporary, self._again = temporary, bool(temporary) or any(item.managed for item in self._items)
+        if not self._again:
+            if len(self._known) == _MOST_KNOWN:
+                self._known.clear()
+            self._known[tuple(seen)] = self._given
+        return None
+
+    def _find(
+        self,
+        position: int,
+        address: int,
+        inputs: Sequence[Any],
+        temporary: dict[int, torch.Tensor],
+        stays: Callable[[torch.Tensor], bool],
+    ) -> int | str:
+        """The address that the graph is given for an input: its own or a copy's. A string is the reason for none."""
+        item = self._items[position]
+        in_pool = self._pool.holds(address)
+        if in_pool and item.mutated:
+            return _MUTATED_IN_POOL
+        fit = address != 0 and fits(address, item.recorded, self._aligned[position])  # a tensor of zeros may be at 0
+        if in_pool and fit and item.managed and stays(inputs[item.index]):
+            return address - item.lead
+        if in_pool or not fit:
+            copy = copy_at(inputs[item.index], item.recorded % 512)
+            temporary[item.index] = copy
+            self.extra_copies += 1
+            self.extra_copied_bytes += extent(copy) * copy.element_size()
+            return copy.data_ptr() - item.lead
+        fitting = self._fitting[position]
+        if len(fitting) == _MOST_FITTING:
+            fitting.clear()
+        fitting[address] = address - item.lead
+        if self.native is not None:
+            self.native.accept(position, address, address - item.lead)
+        return address - item.lead

@@ -1,0 +1,87 @@
+"""Which inputs of a function are recorded at placeholder addresses, in memory of their own, or in a staging buffer.
+
+:func:`choose` makes the :class:`.inputs.LiveInputs` of a recording, and gives the reason for each candidate that is
+copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pygraph_trees.errors import DriverError
+
+from .inputs import LiveInputs
+from .placeholder import with_memory
+from .retired import release_retired
+from .routes import why_not_placeholder
+from .staged_inputs import may_be_staged
+
+if TYPE_CHECKING:
+    from pygraph_trees.cuda.driver import Driver
+
+    from .pool import PoolRanges
+
+
+def choose(
+    driver: Driver,
+    device: int,
+    inputs: list[Any],
+    candidates: Sequence[int],
+    mutated: Collection[int],
+    pool: PoolRanges,
+    refused: Mapping[int, str],
+    managed: Collection[int] = (),
+    *,
+    stage: bool = False,
+    tabled: Collection[int] = (),
+) -> tuple[LiveInputs | None, dict[int, str]]:
+    """The inputs that can be recorded at placeholder addresses; for each other candidate, why it is copied.
+
+    ``inputs`` does not change. If a driver call fails, all that was allocated is freed.
+
+    Args:
+        stage: whether copies in the graph read inputs on the CPU, so that these may be staged.
+        managed: inputs that may be in the graph pool, because they are alive while the function is recorded.
+        tabled: inputs that get a slot in a table if they are at placeholder addresses.
+
+    Upstream records, and so calls this, under its capture lock if it has one.
+    """
+    release_retired(is_locked=True)
+    reasons: dict[int, str] = {}
+    chosen: dict[int, torch.Tensor] = {}
+    held: dict[int, tuple[torch.Tensor, str]] = {}  # mutated inputs without a placeholder
+    staged: dict[int, torch.Tensor] = {}
+    for index in candidates:
+        value = inputs[index]
+        if not isinstance(value, torch.Tensor):
+            continue
+        if stage and index not in refused and may_be_staged(value):
+            staged[index] = value
+            continue
+        in_pool = index not in managed and value.is_cuda and pool.holds(value.data_ptr())
+        why = refused.get(index) if stage and value.device.type == "cpu" else None
+        why = why or why_not_placeholder(value, device, in_pool)
+        if why is not None:
+            reasons[index] = why
+        elif index not in refused:
+            chosen[index] = value
+        elif index in mutated:
+            held[index] = value, refused[index]
+        else:
+            reasons[index] = refused[index]
+    try:
+        some = chosen or held or staged
+
+        def made() -> LiveInputs:
+            return LiveInputs(driver, device, chosen, mutated, pool, held, managed, staged, tabled)
+
+        live = with_memory(made) if some else None
+    except DriverError as error:
+        why = f"no addresses could be reserved: {error}"
+        reasons |= {index: why for index in chosen if index not in mutated}
+        held |= {index: (value, why) for index, value in chosen.items() if index in mutated}
+        live = LiveInputs(driver, device, {}, mutated, pool, held, (), staged) if held or staged else None
+    return live, reasons

@@ -1,0 +1,135 @@
+"""The inputs of one recording that are on the CPU, and that nodes of its graph copy from staging buffers.
+
+:class:`StagedInputs` knows when the program reads each of them, checks that the captured graph copies all of them, and
+fills the buffers at each replay. An input's *number* is its position among the staged inputs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pygraph_trees.cuda.host_reads import HostRead
+from pygraph_trees.errors import PygraphError
+
+from .live_input import Item, in_staging_buffer
+from .relocations import Scan
+from .staging import Staging
+
+_MOST_NBYTES = 16 << 20  # torch copies larger CPU inputs
+
+
+class NotStaged(PygraphError, RuntimeError):
+    template = "input {index} lies on the CPU, and no node of the graph reads it from there"
+
+
+def may_be_staged(tensor: torch.Tensor) -> bool:
+    """Whether an input is on the CPU and a copy of it to the GPU is one row of bytes."""
+    return tensor.is_cpu and tensor.layout is torch.strided and 0 < tensor.nbytes <= _MOST_NBYTES
+
+
+class StagedInputs:
+    """The staged inputs of one recording.
+
+    Args:
+        tensors: the tensors of the call that is recorded, by index of the input; at least one.
+    """
+
+    def __init__(self, tensors: Mapping[int, torch.Tensor], device: int) -> None:
+        self.indices = list(tensors)
+        self._device = device
+        self._staging = Staging(list(tensors.values()), device)
+        self.items: tuple[Item, ...] = tuple(map(in_staging_buffer, self.indices, self._staging.placeholder_tensors))
+        self._reads: dict[int, HostRead] = {}  # by number
+        self.put_indices: tuple[int, ...] = ()  # of the inputs that the instantiated graph copies
+
+    @property
+    def sources(self) -> list[tuple[int, int]]:
+        """Address and size in bytes of the memory that each captured copy reads."""
+        return list(self._staging.recorded)
+
+    @property
+    def together(self) -> torch.Tensor | None:
+        """The memory that a single copy in the graph may take to the GPU."""
+        return self._staging.together
+
+    def note_reads(self, reads: Iterable[tuple[int, HostRead]]) -> None:
+        """``reads``: addresses in staging buffers, and when the program reads there.
+
+        An input whose parts are read at different times is read in order.
+        """
+        found: dict[int, HostRead] = {}
+        for address, read in reads:
+            for number, item in enumerate(self.items):
+                if item.recorded <= address < item.recorded + item.nbytes:
+                    found[number] = read if found.get(number, read) is read else HostRead.IN_ORDER
+        self._reads = found
+
+    def check(self, found: Scan, first: int, returned: Collection[int], copied: Iterable[int]) -> None:
+        """Raises :class:`NotStaged` if the graph does not read an input, or if a captured copy was not found.
+
+        An input that the graph does not read may have been read during the recording, and its value be fixed in the
+        graph. One that is returned without being read is needed by a later partition. Every copy must be found to be
+        given other addresses; several may read the same memory.
+
+        Args:
+            first: the number of the first staging buffer in the scan's relocations.
+            returned: indices of inputs that the function returns.
+            copied: the addresses at which the captured copies begin.
+        """
+        recorded = self._staging.recorded
+        held = Counter(
+            recorded[relocation.input - first][0] + relocation.addend
+            for relocation in found.relocations
+            if relocation.input >= first
+        )
+        for address in Counter(copied) - held:
+            on_it = (item.index for item in self.items if 0 <= address - item.recorded < item.nbytes)
+            raise NotStaged(index=next(on_it, self.indices[0]))
+        read = self._read_by(found, first)
+        for number, index in enumerate(self.indices):
+            if number not in read and index not in returned:
+                raise NotStaged(index=index)
+
+    def _read_by(self, found: Scan, first: int) -> list[int]:
+        """The numbers of the inputs that were staged during the capture and that a node of the graph copies."""
+        copied = {relocation.input - first for relocation in found.relocations}
+        return [n for n in range(len(self.indices)) if n in self._reads and self._staging.source_of(n) in copied]
+
+    def take(self, found: Scan | None, first: int) -> dict[int, int]:
+        """Prepares replays of the instantiated graph.
+
+        Returns the recorded addresses that replays replace, by number in the scan's relocations. No node reads the
+        memory of an input that is only returned.
+
+        Args:
+            found: None if the graph could not be read; it then reads all inputs, at their recorded addresses.
+        """
+        numbers = list(range(len(self.indices))) if found is None else self._read_by(found, first)
+        sources = [] if found is None else sorted({self._staging.source_of(number) for number in numbers})
+        self.put_indices = tuple(self.indices[number] for number in numbers)
+        self._staging.take(numbers, self._reads, sources)
+        self._staging.is_fixed = found is None
+        recorded = self._staging.recorded
+        return {first + source: recorded[source][0] for source in sources}
+
+    def put(self, inputs: Any) -> tuple[Sequence[int], Sequence[int]]:
+        """Stages a call's inputs; returns the buffers' addresses, and the numbers of those that must be set again.
+
+        Both are empty if the buffers are fixed.
+        """
+        buffers = self._staging.put([inputs[index] for index in self.put_indices])
+        return ((), ()) if self._staging.is_fixed else (buffers, self._staging.in_place)
+
+    def launched(self) -> None:
+        """Notes that the graph was launched on the current stream."""
+        if self.put_indices:
+            self._staging.launched(torch.cuda.current_stream(self._device))
+
+    def indices_at(self, source: int) -> list[int]:
+        """The inputs that are staged in the same memory."""
+        numbers = self._staging.sources[source].numbers
+        return [self.indices[n] for n in numbers if self.indices[n] in self.put_indices]

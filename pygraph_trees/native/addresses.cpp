@@ -1,0 +1,324 @@
+/* The addresses of one instantiated graph: pygraph_trees.native._fast_path.Addresses, and Counter.
+
+   The slow path reports which addresses fit (`accept`), and when the graph holds all that a call needs (`settle`). The
+   fast path then gives the graph addresses that fit by itself, if only kernels hold them. native/DESIGN.md describes the
+   arguments. */
+
+#include "addresses.h"
+
+#include <structmember.h>
+
+using namespace pygraph;
+
+namespace {
+
+constexpr size_t MOST_ACCEPTED = 256; // addresses of one input: more than an allocator uses in turn
+
+struct Holder {
+    uint64_t position, node;
+};
+
+/* Takes the numbers of a list of `count` items; false with an exception. */
+bool take_list(PyObject *list, size_t count, std::vector<uint64_t> *numbers) {
+    Items items;
+    if (!items.take(list))
+        return false;
+    if (static_cast<size_t>(items.count) != count) {
+        PyErr_SetString(PyExc_ValueError, "expected an address for each input");
+        return false;
+    }
+    std::vector<uint64_t> found;
+    for (Py_ssize_t i = 0; i < items.count; i++)
+        found.push_back(PyLong_AsUnsignedLongLong(items.at[i]));
+    if (PyErr_Occurred())
+        return false;
+    *numbers = std::move(found);
+    return true;
+}
+
+PyObject *as_list(const std::vector<uint64_t> &numbers) {
+    Ref list(PyList_New(static_cast<Py_ssize_t>(numbers.size())));
+    for (size_t i = 0; list && i < numbers.size(); i++) {
+        PyObject *number = PyLong_FromUnsignedLongLong(numbers[i]);
+        if (number == nullptr)
+            return nullptr;
+        PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), number);
+    }
+    return list.release();
+}
+
+/* Finds what the graph is given, and the nodes that hold an address that changes; false if an address is not known. */
+bool find_given(Addresses::State *state, const std::vector<uint64_t> &seen) {
+    std::fill(state->is_due.begin(), state->is_due.end(), 0);
+    for (size_t i = 0; i < seen.size(); i++) {
+        const auto found = state->accepted[i].find(seen[i]);
+        if (found == state->accepted[i].end())
+            return false;
+        state->given[i] = found->second;
+        if (found->second != state->held[i])
+            for (const size_t node : state->holders[i])
+                state->is_due[node] = 1;
+    }
+    return true;
+}
+
+/* Writes addresses and sets the due nodes among the first ones; returns how many nodes it passed before a refusal. */
+size_t set(const Addresses::State *state, const std::vector<uint64_t> &addresses, size_t first) {
+    for (const Addresses::Word &word : state->words) {
+        const uint64_t value = addresses[word.position] + word.addend;
+        std::memcpy(reinterpret_cast<void *>(word.address), &value, sizeof value); // a parameter may be unaligned
+    }
+    for (size_t i = 0; i < first; i++) {
+        const Addresses::Node &node = state->nodes[i];
+        if (state->is_due[i] && state->set(state->exec, reinterpret_cast<void *>(node.handle),
+                                           reinterpret_cast<const void *>(node.parameters)) != 0)
+            return i;
+    }
+    return first;
+}
+
+/* Not tracked by the collector: what an Addresses holds is in no cycle. */
+PyObject *make_addresses(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    static const char *known[] = {"owner", "pool_changes", "held", "words", "nodes", "holders",
+                                  "exec", "set", "get_context", "context", nullptr};
+    PyObject *owner, *pool_changes, *held, *words, *nodes, *holders;
+    unsigned long long exec, set, get_context, context;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOKKKK", const_cast<char **>(known), &owner, &pool_changes,
+                                     &held, &words, &nodes, &holders, &exec, &set, &get_context, &context))
+        return nullptr;
+    Packed<uint64_t> addresses;
+    Packed<Addresses::Word> written;
+    Packed<Addresses::Node> all;
+    Packed<Holder> held_by;
+    if (!addresses.take(held) || !written.take(words) || !all.take(nodes) || !held_by.take(holders))
+        return nullptr;
+    if (counter_in(pool_changes) == nullptr) {
+        PyErr_SetString(PyExc_TypeError, "expected a Counter");
+        return nullptr;
+    }
+    Ref made(type->tp_alloc(type, 0));
+    if (!made)
+        return nullptr;
+    auto *state = reinterpret_cast<Addresses *>(made.get())->state = new Addresses::State;
+    state->owner = Py_NewRef(owner);
+    state->pool_changes = Py_NewRef(pool_changes);
+    state->pool_seen = counter_in(pool_changes)->value;
+    state->exec = reinterpret_cast<void *>(exec);
+    state->set = reinterpret_cast<int (*)(void *, void *, const void *)>(set);
+    state->get_context = reinterpret_cast<int (*)(void **)>(get_context);
+    state->context = reinterpret_cast<void *>(context);
+    const auto count = static_cast<size_t>(addresses.count);
+    for (Py_ssize_t i = 0; i < addresses.count; i++)
+        state->held.push_back(addresses[i]);
+    state->given.resize(count);
+    state->accepted.resize(count);
+    state->holders.resize(count);
+    for (Py_ssize_t i = 0; i < all.count; i++)
+        state->nodes.push_back(all[i]);
+    state->is_due.resize(state->nodes.size());
+    bool fits = state->nodes.empty() || (exec != 0 && set != 0 && get_context != 0 && context != 0);
+    for (Py_ssize_t i = 0; i < written.count; i++) {
+        state->words.push_back(written[i]);
+        fits = fits && written[i].position < count && written[i].address != 0;
+    }
+    for (Py_ssize_t i = 0; i < held_by.count; i++) {
+        fits = fits && held_by[i].position < count && held_by[i].node < state->nodes.size();
+        if (fits)
+            state->holders[held_by[i].position].push_back(held_by[i].node);
+    }
+    if (!fits) {
+        PyErr_SetString(PyExc_ValueError, "expected numbers of inputs and nodes that there are, and addresses");
+        return nullptr;
+    }
+    return made.release();
+}
+
+void addresses_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    const auto *state = reinterpret_cast<Addresses *>(self)->state;
+    if (state != nullptr) {
+        Py_XDECREF(state->owner);
+        Py_XDECREF(state->pool_changes);
+    }
+    delete state;
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+Addresses::State *state_of(PyObject *self) { return reinterpret_cast<Addresses *>(self)->state; }
+
+PyObject *accept(PyObject *self, PyObject *arguments) {
+    unsigned long long position, address, given;
+    if (!PyArg_ParseTuple(arguments, "KKK", &position, &address, &given))
+        return nullptr;
+    Addresses::State *state = state_of(self);
+    if (position >= state->accepted.size())
+        return PyErr_Format(PyExc_IndexError, "there is no input %llu", position);
+    auto &accepted = state->accepted[position];
+    if (accepted.size() >= MOST_ACCEPTED)
+        accepted.clear();
+    accepted[address] = given;
+    Py_RETURN_NONE;
+}
+
+PyObject *forget(PyObject *self, PyObject *) {
+    Addresses::State *state = state_of(self);
+    for (auto &accepted : state->accepted)
+        accepted.clear();
+    state->is_settled = false;
+    state->pool_seen = reinterpret_cast<const Counter *>(state->pool_changes)->value;
+    Py_RETURN_NONE;
+}
+
+PyObject *settle(PyObject *self, PyObject *list) {
+    Addresses::State *state = state_of(self);
+    if (!take_list(list, state->held.size(), &state->seen))
+        return nullptr;
+    state->is_settled = true;
+    Py_RETURN_NONE;
+}
+
+PyObject *unsettle(PyObject *self, PyObject *) {
+    state_of(self)->is_settled = false;
+    Py_RETURN_NONE;
+}
+
+PyObject *note_held(PyObject *self, PyObject *list) {
+    Addresses::State *state = state_of(self);
+    if (!take_list(list, state->held.size(), &state->held))
+        return nullptr;
+    Py_RETURN_NONE;
+}
+
+PyObject *is_settled(PyObject *self, PyObject *list) {
+    std::vector<uint64_t> seen;
+    const Addresses::State *state = state_of(self);
+    return take_list(list, state->held.size(), &seen) ? PyBool_FromLong(is_settled_somewhere(state) && state->seen == seen) : nullptr;
+}
+
+PyObject *patch(PyObject *self, PyObject *list) {
+    std::vector<uint64_t> seen;
+    Addresses::State *state = state_of(self);
+    return take_list(list, state->held.size(), &seen) ? PyBool_FromLong(hold(state, seen)) : nullptr;
+}
+
+/* Calls a method and turns C++ exceptions into Python's. */
+template <PyObject *(*method)(PyObject *, PyObject *)> PyObject *safely(PyObject *self, PyObject *argument) {
+    return translated([&] { return method(self, argument); });
+}
+
+PyObject *get_held(PyObject *self, void *) { return as_list(state_of(self)->held); }
+
+PyObject *get_seen(PyObject *self, void *) {
+    return state_of(self)->is_settled ? as_list(state_of(self)->seen) : Py_NewRef(Py_None);
+}
+
+PyObject *get_set_calls(PyObject *self, void *) { return PyLong_FromUnsignedLongLong(state_of(self)->set_calls); }
+
+PyObject *get_is_stuck(PyObject *self, void *) { return PyBool_FromLong(state_of(self)->is_stuck); }
+
+PyObject *get_ask_every(PyObject *self, void *) { return PyLong_FromUnsignedLongLong(state_of(self)->ask_every); }
+
+int set_ask_every(PyObject *self, PyObject *value, void *) {
+    const unsigned long long number = value == nullptr ? 0 : PyLong_AsUnsignedLongLong(value);
+    if (PyErr_Occurred())
+        return -1;
+    state_of(self)->ask_every = number;
+    return 0;
+}
+
+PyMethodDef addresses_methods[] = {
+    {"accept", safely<accept>, METH_VARARGS, "The graph can be given `given` if an input is at an address."},
+    {"forget", safely<forget>, METH_NOARGS, "No address is known to fit, until the pool changes again."},
+    {"settle", safely<settle>, METH_O, "The graph holds all that it needs for inputs at these addresses."},
+    {"unsettle", safely<unsettle>, METH_NOARGS, "Python changes what the graph holds."},
+    {"hold", safely<note_held>, METH_O, "The graph holds these addresses."},
+    {"is_settled", safely<is_settled>, METH_O, "Whether the graph needs no change for inputs at these addresses."},
+    {"patch", safely<patch>, METH_O, "Gives the graph addresses as a fast replay does; false if Python must."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyGetSetDef addresses_fields[] = {
+    {"held", get_held, nullptr, "The addresses that the graph holds.", nullptr},
+    {"seen", get_seen, nullptr, "The addresses of the inputs of the latest call; None unless the graph is settled.", nullptr},
+    {"set_calls", get_set_calls, nullptr, "How many nodes fast replays have set.", nullptr},
+    {"is_stuck", get_is_stuck, nullptr, "Whether the graph must not be launched again.", nullptr},
+    {"ask_every", get_ask_every, set_ask_every, "One change in so many is left to Python; 0 for none.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+PyType_Slot addresses_slots[] = {
+    {Py_tp_doc, const_cast<char *>("The addresses of one instantiated graph; see the source.")},
+    {Py_tp_new, reinterpret_cast<void *>(+[](PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+         return translated([&] { return make_addresses(type, arguments, keywords); });
+     })},
+    {Py_tp_dealloc, reinterpret_cast<void *>(addresses_dealloc)},
+    {Py_tp_methods, addresses_methods},
+    {Py_tp_getset, addresses_fields},
+    {0, nullptr},
+};
+
+PyMemberDef counter_members[] = {
+    {"value", T_ULONGLONG, offsetof(Counter, value), 0, "The number."},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyObject *make_counter(PyTypeObject *type, PyObject *, PyObject *) { return type->tp_alloc(type, 0); }
+
+void counter_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+PyType_Slot counter_slots[] = {
+    {Py_tp_doc, const_cast<char *>("A number that Python and C++ change.")},
+    {Py_tp_new, reinterpret_cast<void *>(make_counter)},
+    {Py_tp_dealloc, reinterpret_cast<void *>(counter_dealloc)},
+    {Py_tp_members, counter_members},
+    {0, nullptr},
+};
+
+} // namespace
+
+PyType_Spec pygraph::addresses_spec = {
+    "pygraph_trees.native._fast_path.Addresses", sizeof(Addresses), 0, Py_TPFLAGS_DEFAULT, addresses_slots,
+};
+
+PyType_Spec pygraph::counter_spec = {
+    "pygraph_trees.native._fast_path.Counter", sizeof(Counter), 0, Py_TPFLAGS_DEFAULT, counter_slots,
+};
+
+Counter *pygraph::counter_in(PyObject *object) {
+    return Py_TYPE(object)->tp_dealloc == counter_dealloc ? reinterpret_cast<Counter *>(object) : nullptr;
+}
+
+Addresses::State *pygraph::addresses_in(PyObject *object) {
+    return Py_TYPE(object)->tp_dealloc == addresses_dealloc ? reinterpret_cast<Addresses *>(object)->state : nullptr;
+}
+
+bool pygraph::is_settled_somewhere(const Addresses::State *state) {
+    return state->is_settled && reinterpret_cast<const Counter *>(state->pool_changes)->value == state->pool_seen;
+}
+
+bool pygraph::hold(Addresses::State *state, const std::vector<uint64_t> &seen) {
+    if (!is_settled_somewhere(state) || state->nodes.empty() || seen.size() != state->held.size())
+        return false;
+    if (state->ask_every != 0 && ++state->calls >= state->ask_every) {
+        state->calls = 0;
+        return false;
+    }
+    void *context = nullptr; // may be another device's, or none in a thread that has not used the GPU yet
+    if (state->get_context(&context) != 0 || context != state->context || !find_given(state, seen))
+        return false;
+    const size_t all = state->nodes.size(), done = set(state, state->given, all);
+    if (done < all) {
+        state->is_settled = false;
+        state->is_stuck = set(state, state->held, done) != done;
+        return false;
+    }
+    state->held = state->given;
+    state->seen = seen;
+    state->set_calls += static_cast<unsigned long long>(std::count(state->is_due.begin(), state->is_due.end(), 1));
+    return true;
+}

@@ -1,0 +1,66 @@
+/* The addresses that one instantiated graph holds, and counters that Python and C++ share. */
+
+#pragma once
+
+#include "tensors.h"
+
+#include <torch/csrc/utils/object_ptr.h>
+
+#include <unordered_map>
+#include <vector>
+
+namespace pygraph {
+
+using Ref = THPObjectPtr; // an owned reference
+
+/* A number that Python reads and writes as `value`. */
+struct Counter {
+    PyObject_HEAD
+    unsigned long long value;
+};
+
+/* NULL for any other object. */
+Counter *counter_in(PyObject *object);
+
+struct Addresses {
+    PyObject_HEAD
+    struct Word {
+        uint64_t address, position, addend;
+    };
+    struct Node {
+        uint64_t handle, parameters;
+    };
+    struct State {
+        PyObject *owner = nullptr; // keeps the memory of nodes and words alive
+        PyObject *pool_changes = nullptr;
+        unsigned long long pool_seen = 0;
+        std::vector<Word> words;
+        std::vector<Node> nodes;
+        std::vector<std::vector<size_t>> holders; // by position of the input: its nodes
+        void *exec = nullptr;
+        int (*set)(void *exec, void *node, const void *parameters) = nullptr;
+        int (*get_context)(void **context) = nullptr;
+        void *context = nullptr; // in which nodes are set
+        std::vector<std::unordered_map<uint64_t, uint64_t>> accepted; // by position: addresses that fit, and what is given
+        std::vector<uint64_t> held;     // by the graph
+        std::vector<uint64_t> seen;     // addresses of the inputs at which the graph needs nothing more, if settled
+        std::vector<uint64_t> given;    // of one call
+        std::vector<char> is_due;       // by node, in one call
+        bool is_settled = false, is_stuck = false;
+        unsigned long long set_calls = 0;
+        unsigned long long ask_every = 0, calls = 0; // calls since the last one that was left to Python
+    } *state;
+};
+
+/* The state of an Addresses; NULL for any other object. */
+Addresses::State *addresses_in(PyObject *object);
+
+/* Whether the graph holds what it must for inputs at the addresses `seen`, which are known only then. */
+bool is_settled_somewhere(const Addresses::State *state);
+
+/* Makes the graph hold what it must for inputs at these addresses; false if Python must do that. Runs no Python code. */
+bool hold(Addresses::State *state, const std::vector<uint64_t> &seen);
+
+extern PyType_Spec addresses_spec, counter_spec;
+
+} // namespace pygraph
