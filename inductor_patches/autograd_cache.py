@@ -6,24 +6,14 @@ The replacement keeps it while the program's graphs are put to use.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from .patch import Patch, Rebind
-
-
-def _wrap_post_compile(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    from pygraph_trees.trees.compiled_graph import loading
-
-    return loading(upstream)
-
+from .patch import Patch, Rebind, made_by
 
 PATCHES: tuple[Patch, ...] = (
     Rebind(
         feature="trees",
         module="torch._functorch._aot_autograd.aot_autograd_result",
         name="GenericAOTAutogradResult.wrap_post_compile",
-        replace=_wrap_post_compile,
+        replace=made_by("pygraph_trees.trees.compiled_graph", "loading"),
         removable="the tracing context tells the same of a program that comes from the cache",
     ),
 )

@@ -7,30 +7,9 @@ if the flags say so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from .patch import Patch, Rebind
+from .patch import Patch, Rebind, made_by
 
 _MODULE = "torch._inductor.compile_fx"
-
-
-def _cudagraphify(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    from pygraph_trees.trees.entry_points import cudagraphify
-
-    return cudagraphify(upstream)
-
-
-def _compile_fx(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    from pygraph_trees.selection import leaving_graphs_out
-
-    return leaving_graphs_out(upstream)
-
-
-def _recursive_post_grad_passes(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    from pygraph_trees.placement import counting_depth
-
-    return counting_depth(upstream)
 
 
 PATCHES: tuple[Patch, ...] = (
@@ -38,21 +17,21 @@ PATCHES: tuple[Patch, ...] = (
         feature="placement",
         module=_MODULE,
         name="_recursive_post_grad_passes",
-        replace=_recursive_post_grad_passes,
+        replace=made_by("pygraph_trees.placement", "counting_depth"),
         removable="torch moves what the CPU computes for the GPU, and leaves what is returned where it is",
     ),
     Rebind(
         feature="placement",
         module=_MODULE,
         name="compile_fx",
-        replace=_compile_fx,
+        replace=made_by("pygraph_trees.selection", "leaving_graphs_out"),
         removable="never: torch has no flag that takes CUDA graphs from a program that asks for them",
     ),
     Rebind(
         feature="trees",
         module=_MODULE,
         name="cudagraphify",
-        replace=_cudagraphify,
+        replace=made_by("pygraph_trees.trees.entry_points", "cudagraphify"),
         removable="never: this is the drop-in",
     ),
 )

@@ -6,10 +6,7 @@ liveness and pool rules, and additions of a torch version, stay upstream's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from .patch import Patch, Rebind
+from .patch import Patch, Rebind, made_by
 
 _MODULE = "torch._inductor.cudagraph_trees"
 
@@ -24,18 +21,6 @@ def _manager(upstream: type) -> type:
     from pygraph_trees.trees.manager import Manager
 
     return Manager
-
-
-def _cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    from pygraph_trees.trees.entry_points import cudagraphify_impl
-
-    return cudagraphify_impl(upstream)
-
-
-def _reset_cudagraph_trees(upstream: Callable[[], None]) -> Callable[[], None]:
-    from pygraph_trees.trees.entry_points import reset_cudagraph_trees
-
-    return reset_cudagraph_trees(upstream)
 
 
 PATCHES: tuple[Patch, ...] = (
@@ -57,14 +42,14 @@ PATCHES: tuple[Patch, ...] = (
         feature="trees",
         module=_MODULE,
         name="cudagraphify_impl",
-        replace=_cudagraphify_impl,
+        replace=made_by("pygraph_trees.trees.entry_points", "cudagraphify_impl"),
         removable="never: this is the drop-in",
     ),
     Rebind(
         feature="trees",
         module=_MODULE,
         name="reset_cudagraph_trees",
-        replace=_reset_cudagraph_trees,
+        replace=made_by("pygraph_trees.trees.entry_points", "reset_cudagraph_trees"),
         removable="never: memory of recordings that are gone is given back there",
     ),
 )

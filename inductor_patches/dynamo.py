@@ -6,24 +6,9 @@ longer wraps the marks in ``torch._dynamo.disable``, so they stay upstream's the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from .patch import Patch, Rebind
+from .patch import Patch, Rebind, made_by
 
 _MODULE = "torch._dynamo.utils"
-
-
-def _enter(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    from pygraph_trees.trees import call_marks
-
-    return call_marks.enter(upstream)
-
-
-def _exit(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    from pygraph_trees.trees import call_marks
-
-    return call_marks.exit(upstream)
 
 
 PATCHES: tuple[Patch, ...] = (
@@ -31,14 +16,14 @@ PATCHES: tuple[Patch, ...] = (
         feature="calls",
         module=_MODULE,
         name="record_pregraph_bytecode_enter",
-        replace=_enter,
+        replace=made_by("pygraph_trees.trees.call_marks", "enter"),
         removable="torch 2.15 does without the wrapper",
     ),
     Rebind(
         feature="calls",
         module=_MODULE,
         name="record_pregraph_bytecode_exit",
-        replace=_exit,
+        replace=made_by("pygraph_trees.trees.call_marks", "exit"),
         removable="torch 2.15 does without the wrapper",
     ),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .patch import Patch, Rebind
+from .patch import Patch, Rebind, made_by
 
 _MODULE = "torch._inductor.output_code"
 
@@ -19,18 +19,6 @@ def _init(upstream: Callable[..., Any]) -> Callable[..., Any]:
     from pygraph_trees.trees.saved_tensors import noting
 
     return noting(describing(upstream))
-
-
-def _post_compile(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    from pygraph_trees.trees.compiled_graph import putting_to_use
-
-    return putting_to_use(upstream)
-
-
-def _call(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    from pygraph_trees.trees.compiled_graph import calling
-
-    return calling(upstream)
 
 
 PATCHES: tuple[Patch, ...] = (
@@ -45,14 +33,14 @@ PATCHES: tuple[Patch, ...] = (
         feature="trees",
         module=_MODULE,
         name="CompiledFxGraph.post_compile",
-        replace=_post_compile,
+        replace=made_by("pygraph_trees.trees.compiled_graph", "putting_to_use"),
         removable="never: this is the drop-in",
     ),
     Rebind(
         feature="trees",
         module=_MODULE,
         name="CompiledFxGraph.__call__",
-        replace=_call,
+        replace=made_by("pygraph_trees.trees.compiled_graph", "calling"),
         removable="never: this is the drop-in",
     ),
 )

@@ -155,3 +155,8 @@ class Rebind(Patch):
                 warnings.warn(PatchOverwritten(target=self.target), stacklevel=3)
 
         return undo
+
+
+def made_by(module: str, name: str) -> Callable[[Any], Any]:
+    """For :attr:`Rebind.replace`: the function ``name``, whose module is imported only when the patch is applied."""
+    return lambda original: getattr(importlib.import_module(module), name)(original)

@@ -6,24 +6,9 @@ keeps the kernels that read CPU values out of CUDA graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from .patch import Patch, Rebind
+from .patch import Patch, Rebind, made_by
 
 _MODULE = "torch._inductor.scheduler"
-
-
-def _graph_partition(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    from pygraph_trees.report.compiled import describing_partitions
-
-    return describing_partitions(upstream)
-
-
-def _should_partition(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    from pygraph_trees.placement.scheduled import keeping_outside
-
-    return keeping_outside(upstream)
 
 
 PATCHES: tuple[Patch, ...] = (
@@ -31,14 +16,14 @@ PATCHES: tuple[Patch, ...] = (
         feature="placement",
         module=_MODULE,
         name="Scheduler.should_partition",
-        replace=_should_partition,
+        replace=made_by("pygraph_trees.placement.scheduled", "keeping_outside"),
         removable="torch keeps what reads values of the CPU out of CUDA graphs",
     ),
     Rebind(
         feature="report",
         module=_MODULE,
         name="Scheduler.graph_partition",
-        replace=_graph_partition,
+        replace=made_by("pygraph_trees.report.compiled", "describing_partitions"),
         removable="torch reports why it splits a graph as data",
     ),
 )

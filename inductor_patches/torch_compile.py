@@ -6,24 +6,14 @@ function's first call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from .patch import Patch, Rebind
-
-
-def _apply_options(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    from pygraph_trees.settings import checking_options
-
-    return checking_options(upstream)
-
+from .patch import Patch, Rebind, made_by
 
 PATCHES: tuple[Patch, ...] = (
     Rebind(
         feature="flags",
         module="torch",
         name="_TorchCompileInductorWrapper.apply_options",
-        replace=_apply_options,
+        replace=made_by("pygraph_trees.settings", "checking_options"),
         removable="torch has a way to register config entries from outside",
     ),
 )

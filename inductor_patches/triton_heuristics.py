@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from .patch import Patch, Rebind
+from .patch import Patch, Rebind, made_by
 
 _MODULE = "torch._inductor.runtime.triton_heuristics"
 
@@ -26,12 +25,6 @@ class OnDemand(Rebind):
         return self.offer(functools.partial(Rebind.apply, self))
 
 
-def _run(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    from pygraph_trees.indirection.table.launches import watched
-
-    return watched(upstream)
-
-
 def _offer(put_on: Callable[[], Callable[[], None]]) -> Callable[[], None]:
     from pygraph_trees.indirection.table.launches import tap
 
@@ -43,7 +36,7 @@ PATCHES: tuple[Patch, ...] = (
         feature="table",
         module=_MODULE,
         name="CachingAutotuner.run",
-        replace=_run,
+        replace=made_by("pygraph_trees.indirection.table.launches", "watched"),
         offer=_offer,
         removable="never: torch has no indirect kernels",
     ),

@@ -134,15 +134,11 @@ class Settings:
 
         Placement is off if nothing is graphed.
         """
-        config = sys.modules.get("torch._inductor.config")
-        values = {f.name.removeprefix("pygraph_"): getattr(_triton(config), f.name, f.default) for f in FLAGS}
+        triton = getattr(sys.modules.get("torch._inductor.config"), "triton", None)
+        values = {f.name.removeprefix("pygraph_"): getattr(triton, f.name, f.default) for f in FLAGS}
         if values["selective"] == "never":
             values["placement"] = "off"
         return Settings(**values)
-
-
-def _triton(config: Any) -> Any:
-    return None if config is None else config.triton
 
 
 def flags_table() -> str:

@@ -1,3 +1,14 @@
-"""The version of the package; part of Inductor's cache keys while the patches are on."""
+"""The version of the package, part of Inductor's cache keys while the patches are on; the version of Triton."""
+
+from __future__ import annotations
 
 __version__ = "0.1.0"
+
+
+def triton_version() -> str | None:
+    """The version of the installed Triton; None without one."""
+    try:
+        import triton
+    except ImportError:
+        return None
+    return str(triton.__version__)

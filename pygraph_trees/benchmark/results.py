@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from pygraph_trees.errors import PygraphError
+from pygraph_trees.version import triton_version
 
 from .trace import Span
 
@@ -139,17 +140,11 @@ class Results:
 
 def here(code_hash: str, rounds: int) -> Results:
     """An empty result file for this machine and time."""
-    try:
-        import triton
-
-        triton_version = str(triton.__version__)
-    except ImportError:
-        triton_version = "none"
     return Results(
         gpu=torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
         driver=_driver(),
         torch=str(torch.__version__),
-        triton=triton_version,
+        triton=triton_version() or "none",
         python=platform.python_version(),
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         code_hash=code_hash,

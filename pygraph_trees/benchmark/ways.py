@@ -97,33 +97,24 @@ def wake_compiler(device: torch.device) -> None:
     """Compiles something small, so the first way's compile time does not include one-time work of the process."""
     with _patches(False), contextlib.suppress(Exception):  # a way that cannot compile reports that itself
         x = torch.ones(64, device=device)
-        _optimize(OwnInductor(None), _small)(x)
-
-
-def _small(x: torch.Tensor) -> torch.Tensor:
-    return x * 2 + 1
+        _optimize(OwnInductor(None), lambda x: x * 2 + 1)(x)
 
 
 def _optimize(backend: OwnInductor, fn: Callable[..., Any]) -> Callable[..., Any]:
-    compiled = torch._dynamo.optimize(backend=backend, nopython=False, dynamic=None, disable=False)(fn)
-    return compiled
+    return torch._dynamo.optimize(backend=backend, nopython=False, dynamic=None, disable=False)(fn)
 
 
 def _make(program: Program, name: str) -> Way:
+    from pygraph_trees.trees.containers import Trees
+
     if name == "eager":
         return Way(name, program.fn, patched=False, trees=None)
     kind = name.partition(":")[0]
     with _patches(kind == "ours"):
         backend = OwnInductor(None if name == "compile" else "reduce-overhead")
         compiled = _optimize(backend, program.fn)
-    trees = None if name == "compile" else _trees()
+    trees = None if name == "compile" else Trees()
     return Way(name, compiled, patched=kind == "ours", trees=trees, flags=_FLAGS.get(name, {}))
-
-
-def _trees() -> Trees:
-    from pygraph_trees.trees.containers import Trees
-
-    return Trees()
 
 
 @contextlib.contextmanager

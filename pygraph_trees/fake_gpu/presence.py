@@ -13,6 +13,7 @@ import importlib
 import sys
 import threading
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,62 +87,34 @@ _MEMOISED = {
 }
 
 
-class _TritonUtils:
-    """``driver.utils`` of Triton's CUDA driver, as far as compiling (not loading) a kernel needs it."""
-
-    def __init__(self, properties: DeviceProperties) -> None:
-        self._properties = properties
-
-    def get_device_properties(self, _device: int) -> dict[str, int]:
-        p = self._properties
-        return {
-            "max_shared_mem": p.shared_memory_per_block_optin,
-            "max_num_regs": p.regs_per_multiprocessor,
-            "multiprocessor_count": p.multi_processor_count,
-            "warpSize": p.warp_size,
-        }
-
-
-class _TritonDriver:
-    """Triton's active driver for the fake GPU: it knows the target and launches nothing."""
-
-    def __init__(self, properties: DeviceProperties) -> None:
-        self._properties = properties
-        self.utils = _TritonUtils(properties)
-
-    @classmethod
-    def is_active(cls) -> bool:
-        return True
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self._properties.major * 10 + self._properties.minor, self._properties.warp_size)
-
-    def get_device_capability(self, _device: Any = None) -> tuple[int, int]:
-        return self._properties.capability
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cuda", 0)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def set_current_device(self, _device: int) -> None:
-        return None
-
-    def get_current_stream(self, _device: Any = None) -> int:
-        return 0
-
-    def get_device_interface(self) -> Any:
-        return torch.cuda
-
-
 def _always(value: Any) -> Callable[..., Any]:
     def answer(*_args: Any, **_kwargs: Any) -> Any:
         return value
 
     return answer
+
+
+def _triton_driver(properties: DeviceProperties) -> SimpleNamespace:
+    """Triton's active driver for the fake GPU, as far as compiling (not loading) a kernel needs it."""
+    from triton.backends.compiler import GPUTarget
+
+    limits = {
+        "max_shared_mem": properties.shared_memory_per_block_optin,
+        "max_num_regs": properties.regs_per_multiprocessor,
+        "multiprocessor_count": properties.multi_processor_count,
+        "warpSize": properties.warp_size,
+    }
+    return SimpleNamespace(
+        utils=SimpleNamespace(get_device_properties=_always(limits)),
+        is_active=_always(True),
+        get_current_target=_always(GPUTarget("cuda", properties.major * 10 + properties.minor, properties.warp_size)),
+        get_device_capability=_always(properties.capability),
+        get_active_torch_device=_always(torch.device("cuda", 0)),
+        get_current_device=_always(0),
+        set_current_device=_always(None),
+        get_current_stream=_always(0),
+        get_device_interface=_always(torch.cuda),
+    )
 
 
 def _rng_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
@@ -159,7 +132,7 @@ def _replacements(properties: DeviceProperties) -> list[tuple[Any, str, Any]]:
     # Triton's package attribute of this name is the object, not the module. Before 3.5 it had no underscores.
     triton_driver = importlib.import_module("triton.runtime.driver").driver
     underscore = "_" if "_active" in vars(triton_driver) else ""
-    driver = _TritonDriver(properties)
+    driver = _triton_driver(properties)
 
     nothing, zero, one = _always(None), _always(0), _always(1)
     the_properties = _always(properties)

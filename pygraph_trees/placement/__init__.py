@@ -18,14 +18,14 @@ from pygraph_trees.report.records import PLACED, WHY_NOT_PLACED
 from pygraph_trees.settings import Settings
 
 from .moves import place
-from .plan import Move, Placed, Stay
+from .plan import Placed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import fx
 
-__all__ = ["Move", "Placed", "Stay", "counting_depth", "one_graph_deeper", "place", "place_for_graphs", "placing"]
+__all__ = ["Placed", "counting_depth", "one_graph_deeper", "place", "place_for_graphs", "placing"]
 
 _log = logging.getLogger("pygraph_trees.placement")
 _depth: ContextVar[int] = ContextVar("pygraph_placement_depth", default=0)  # 2 or more: in a branch or loop

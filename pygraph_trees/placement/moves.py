@@ -39,12 +39,11 @@ from .nodes import (
     is_view,
     nbytes_of,
     prims,
-    source_of,
     takes_from_gpu,
     tensors_of,
 )
 from .operators import may_wait
-from .plan import MOST_STAGED_NBYTES, How, Move, Placed, Plan, needs, stay
+from .plan import MOST_STAGED_NBYTES, How, Placed, Plan, Value, needs
 from .rounding import lower_rounding, rounded_product, rounded_quotient, rounded_to
 from .staging import staged
 
@@ -105,7 +104,7 @@ class _Rewriting:
         there = self._on_gpu(source)
         wanted = copy.meta["val"]
         if wanted.stride() != there.meta["val"].stride():
-            self._placed.stays.append(stay(copy, "its copy has other strides"))
+            self._placed.stays.append(Value.of(copy, How.COPIED, "its copy has other strides"))
             return
         with self._graph.inserting_before(copy):
             if wanted.dtype != there.meta["val"].dtype:
@@ -135,9 +134,9 @@ class _Rewriting:
         why_not_staged = None if how is not How.COPIED else self._why_not_staged(node)
         if how is How.COPIED:
             why = self._plan.why[node] + (f", and {why_not_staged}" if why_not_staged else "")
-            self._placed.stays.append(stay(node, why, How.COPIED if why_not_staged else How.STAGED))
+            self._placed.stays.append(Value.of(node, How.COPIED if why_not_staged else How.STAGED, why))
         else:
-            self._placed.moves.append(Move(node.name, how, source_of(node)))
+            self._placed.moves.append(Value.of(node, how))
         if how is How.MADE:
             return self._made_there(node)
         if how is How.KEPT:

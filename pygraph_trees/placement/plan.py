@@ -56,38 +56,31 @@ class How(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """A value for which the GPU no longer waits for the CPU."""
+class Value:
+    """A CPU value that the GPU needs."""
 
     node: str
     how: How
+    why: str | None  # why the CPU still computes it, or why it is copied at each call; None for a move
     source: str | None  # a line of the user's code
 
-
-@dataclass(frozen=True, slots=True)
-class Stay:
-    """A value that the GPU needs and the CPU still computes, or that is copied at each call."""
-
-    node: str
-    why: str
-    source: str | None
-    how: How = How.COPIED  # or STAGED
+    @staticmethod
+    def of(node: fx.Node, how: How, why: str | None = None) -> Value:
+        return Value(node.name, how, why, source_of(node))
 
 
 @dataclass(slots=True)
 class Placed:
     """The result of placement for one graph."""
 
-    moves: list[Move] = field(default_factory=list)
-    stays: list[Stay] = field(default_factory=list)
+    moves: list[Value] = field(default_factory=list)  # for which the GPU no longer waits for the CPU
+    stays: list[Value] = field(default_factory=list)
     why_not: str | None = None  # set if the graph was left alone
 
     def records(self) -> Iterator[records.Placed]:
         """The records of the report."""
-        for move in self.moves:
-            yield records.Placed(move.node, move.how.value, None, move.source)
-        for stay in self.stays:
-            yield records.Placed(stay.node, stay.how.value, stay.why, stay.source)
+        for value in (*self.moves, *self.stays):
+            yield records.Placed(value.node, value.how.value, value.why, value.source)
 
 
 class Plan:
@@ -225,7 +218,3 @@ def may_be_anywhere(node: fx.Node, source: fx.Node) -> bool:
     if target in _INDEX:
         return True
     return torch.Tag.pointwise in target.tags and source.meta["val"].dim() == 0
-
-
-def stay(node: fx.Node, why: str, how: How = How.COPIED) -> Stay:
-    return Stay(node.name, why, source_of(node), how)

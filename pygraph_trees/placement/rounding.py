@@ -17,14 +17,10 @@ _library = torch.library.Library("pygraph_trees", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 
-def _rounded_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.to(dtype)
-
-
 for _name, _schema, _fn in (
     ("rounded_product", "(Tensor one, Tensor other) -> Tensor", torch.mul),
     ("rounded_quotient", "(Tensor one, Tensor other) -> Tensor", torch.div),
-    ("rounded_to", "(Tensor x, ScalarType dtype) -> Tensor", _rounded_to),
+    ("rounded_to", "(Tensor x, ScalarType dtype) -> Tensor", torch.Tensor.to),
 ):
     _library.define(_name + _schema, tags=_TAGS)
     _library.impl(_name, _fn, "CompositeExplicitAutograd")

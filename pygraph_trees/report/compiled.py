@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from . import partitions
-from .log import GraphLog, journal, partition_from_json, partition_to_json
+from .log import GraphLog, journal, partition_from_json
 from .naming import compile_id, mode_name, program_name
 from .records import PLACED, WHY_NOT_PLACED, Placed
 
@@ -78,7 +78,7 @@ def attach(artifact: Any, graph: Any, gm: torch.fx.GraphModule) -> None:
         found = () if scheduler is None else partitions_of(scheduler)
         known = {
             "model": partitions.model_name(gm),
-            "partitions": [partition_to_json(p) for p in found],
+            "partitions": [asdict(p) for p in found],
             "placed": [asdict(placed) for placed in gm.meta.get(PLACED, ())],
             "why_not_placed": gm.meta.get(WHY_NOT_PLACED),
             "code": _code(getattr(artifact, "source_code", "")),

@@ -61,19 +61,8 @@ class RecordingLog:
         return sum(given[_COPIED_BYTES] for given in self.inputs)
 
     def record(self) -> RecordingRecord:
-        return RecordingRecord(
-            number=self.number,
-            parent=self.parent,
-            reason=self.reason,
-            inputs=tuple(InputRecord(*given) for given in self.inputs),
-            kernels=self.kernels,
-            other_nodes=self.other_nodes,
-            record_s=self.record_s,
-            pool_bytes=self.pool_bytes,
-            replays=self.replays,
-            extra_copies=self.extra_copies,
-            extra_copied_bytes=self.extra_copied_bytes,
-        )
+        facts = {f.name: getattr(self, f.name) for f in fields(self)}
+        return RecordingRecord(**facts | {"inputs": tuple(InputRecord(*given) for given in self.inputs)})
 
 
 @dataclass(slots=True)
@@ -277,12 +266,8 @@ class Journal:
 journal = Journal()
 
 
-def partition_to_json(partition: Partition) -> dict[str, object]:
-    return asdict(partition)
-
-
 def partition_from_json(data: dict[str, object]) -> Partition:
-    """The inverse of :func:`partition_to_json`."""
+    """The inverse of :func:`dataclasses.asdict`."""
     found: dict[str, object] = dict(data)
     found["causes"] = tuple(Cause(**c) for c in found["causes"])  # type: ignore[attr-defined]
     found["outputs"] = tuple(found["outputs"])  # type: ignore[arg-type]

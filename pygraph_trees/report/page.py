@@ -16,7 +16,7 @@ from pathlib import Path
 from .markup import Section, counted, escaped, link, opened, table
 from .recorded_tree import facts, function_anchor, recorded_tree, recording_anchor
 from .records import FunctionRecord, GraphRecord, InputRecord, Partition, PartitionInput, RecordingRecord, Snapshot
-from .text import called, cause_line, kernels, nbytes, title
+from .text import called, cause_line, environment_lines, kernels, mode_and_part, nbytes, title
 
 _MOST_ROWS = 400  # of one table of inputs
 _MOST_STEPS = 8  # paths through the trees
@@ -64,16 +64,8 @@ def page(
 
 
 def _environment(report: Snapshot) -> str:
-    found = report.environment
-    on = ", ".join(f.name for f in found.features if f.state == "on") or "none"
-    lines = [
-        f"pygraph_trees {found.pygraph_trees}, torch {found.torch}, triton {found.triton or 'none'}, "
-        f"{found.gpu or 'no GPU'}; patches on: {on}; native: {found.native}"
-    ]
-    lines += [
-        f"patches {f.state}: {f.name}{f', {f.reason}' if f.reason else ''}" for f in found.features if f.state != "on"
-    ]
-    return "".join(f'<p class="quiet">{escaped(line)}</p>' for line in lines)
+    versions, patches, *off = environment_lines(report.environment)
+    return "".join(f'<p class="quiet">{escaped(line)}</p>' for line in (f"{versions}; {patches}", *off))
 
 
 def _facts(report: Snapshot) -> str:
@@ -102,10 +94,9 @@ def _functions(functions: Sequence[FunctionRecord]) -> str:
 
 
 def _function(index: int, function: FunctionRecord) -> str:
-    part = f", partition {function.partition} of {function.partitions}" if function.partitions > 1 else ""
     last = function.recordings[-1] if function.recordings else None
     summary = (
-        f"<strong>{escaped(title(function))}</strong> {function.mode}{part} "
+        f"<strong>{escaped(title(function))}</strong> {mode_and_part(function)} "
         f'<span class="quiet">{counted(len(function.recordings), "recording")}, {counted(function.replays, "replay")}'
     )
     if last is not None:

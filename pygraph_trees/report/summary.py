@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pygraph_trees.version import __version__
+from pygraph_trees.version import __version__, triton_version
 
 from .log import journal
 from .naming import source_line
@@ -80,14 +80,10 @@ def _breaks() -> Iterator[GraphBreak]:
 def _environment() -> Environment:
     import torch
 
-    try:
-        import triton
-
-        triton_version: str | None = triton.__version__
-    except ImportError:
-        triton_version = None
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return Environment(__version__, torch.__version__, triton_version, gpu, tuple(_features()), _native() or "unknown")
+    return Environment(
+        __version__, torch.__version__, triton_version(), gpu, tuple(_features()), _native() or "unknown"
+    )
 
 
 _features: Callable[[], Iterable[FeatureState]] = tuple

@@ -47,7 +47,7 @@ def render(
     width: int,
     breaks: Sequence[GraphBreak] = (),
 ) -> str:
-    parts = [_head(environment)]
+    parts = ["\n".join(environment_lines(environment))]
     if not functions and not graphs:
         parts.append('Nothing was compiled for CUDA graphs yet. Use torch.compile(model, mode="reduce-overhead").')
     if functions:
@@ -59,19 +59,19 @@ def render(
     return "\n\n".join(part for part in parts if part)
 
 
-def _head(environment: Environment) -> str:
+def environment_lines(environment: Environment) -> list[str]:
+    """The versions; the patches that are on; a line for each feature that is off."""
     on = [f.name for f in environment.features if f.state == "on"]
-    lines = [
+    return [
         f"pygraph_trees {environment.pygraph_trees}, torch {environment.torch}, triton {environment.triton or 'none'}, "
         f"{environment.gpu or 'no GPU'}",
         f"patches on: {', '.join(on) or 'none'}; native: {environment.native}",
+        *(
+            f"patches {f.state}: {f.name}{f', {f.reason}' if f.reason else ''}"
+            for f in environment.features
+            if f.state != "on"
+        ),
     ]
-    lines += [
-        f"patches {f.state}: {f.name}{f', {f.reason}' if f.reason else ''}"
-        for f in environment.features
-        if f.state != "on"
-    ]
-    return "\n".join(lines)
 
 
 def _functions(functions: Sequence[FunctionRecord], width: int) -> str:
@@ -115,8 +115,12 @@ def title(record: FunctionRecord | GraphRecord) -> str:
 
 def called(function: FunctionRecord) -> str:
     """A name for a function: ``Net 0/0 forward, partition 2 of 3``."""
+    return f"{title(function)} {mode_and_part(function)}"
+
+
+def mode_and_part(function: FunctionRecord) -> str:
     part = f", partition {function.partition} of {function.partitions}" if function.partitions > 1 else ""
-    return f"{title(function)} {function.mode}{part}"
+    return function.mode + part
 
 
 def _function_notes(functions: Sequence[FunctionRecord]) -> Iterator[str]:
@@ -154,8 +158,7 @@ def _copies(function: FunctionRecord) -> Iterator[str]:
 
 
 def _place(function: FunctionRecord) -> str:
-    part = f", partition {function.partition} of {function.partitions}" if function.partitions > 1 else ""
-    return f"{title(function)}, {function.mode}{part}"
+    return f"{title(function)}, {mode_and_part(function)}"
 
 
 def _graph_notes(graphs: Sequence[GraphRecord]) -> Iterator[str]:

@@ -7,25 +7,11 @@ later, when the GPU has reached the end mark.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-
-class Device(Protocol):
-    def is_idle(self) -> bool:
-        """Whether the GPU has finished the stream's work."""
-
-    def mark(self) -> Any:
-        """Marks a place in the stream."""
-
-    def us_between(self, begin: Any, end: Any) -> float | None:
-        """GPU time between two marks; None if the GPU has not reached the second one."""
-
-    def make_room(self) -> None:
-        """Frees cached memory of un-graphed calls, which graph warm-up would not reclaim, and the other way round."""
+from typing import Any
 
 
 class CudaDevice:
-    """A :class:`Device` for the CUDA device with this index."""
+    """The CUDA device with this index, and its current stream."""
 
     def __init__(self, index: int) -> None:
         import torch
@@ -33,18 +19,22 @@ class CudaDevice:
         self._cuda, self._index = torch.cuda, index
 
     def is_idle(self) -> bool:
+        """Whether the GPU has finished the stream's work."""
         idle: bool = self._cuda.current_stream(self._index).query()
         return idle
 
     def mark(self) -> Any:
+        """Marks a place in the stream."""
         event = self._cuda.Event(enable_timing=True)
         event.record(self._cuda.current_stream(self._index))
         return event
 
     def us_between(self, begin: Any, end: Any) -> float | None:
+        """GPU time between two marks; None if the GPU has not reached the second one."""
         return begin.elapsed_time(end) * 1e3 if end.query() else None
 
     def make_room(self) -> None:
+        """Frees cached memory of un-graphed calls, which graph warm-up would not reclaim, and the other way round."""
         self._cuda.empty_cache()
 
 
@@ -58,6 +48,6 @@ class TimedCall:
     end: Any  # None for a graphed call that was no plain replay
     used_graphs: bool  # whether it warmed up, recorded or replayed anything
 
-    def gpu_us(self, device: Device) -> float | None:
+    def gpu_us(self, device: CudaDevice) -> float | None:
         """None if the GPU has not finished the call."""
         return device.us_between(self.begin, self.end)

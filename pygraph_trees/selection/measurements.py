@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from pygraph_trees.report.log import FunctionLog
 
-    from .device import Device
+    from .device import CudaDevice
 
     Run = Callable[[list[Any]], Any]
 
@@ -37,12 +37,9 @@ class _Calls:
     host_us: list[float] = field(default_factory=list)
     gpu_us: list[float] = field(default_factory=list)
 
-    def timings(self, launches: int) -> Timings:
-        return Timings.of(self.host_us, self.gpu_us, launches)
-
 
 class Measurements:
-    def __init__(self, log: FunctionLog, device: Device) -> None:
+    def __init__(self, log: FunctionLog, device: CudaDevice) -> None:
         self._log, self._device = log, device
         self.start_over()
 
@@ -118,6 +115,9 @@ class Measurements:
         """The function's part of a comparison; both ways must have finished calls."""
         last = self._log.recordings[-1]
         launches = (last.kernels or 0) + (last.other_nodes or 0)
-        graphed = self._calls[Execution.GRAPHED].timings(1)
-        ungraphed = self._calls[Execution.UNGRAPHED].timings(max(1, launches)).without_waits(graphed.gpu_us)
+        graphed = self._timings(Execution.GRAPHED, 1)
+        ungraphed = self._timings(Execution.UNGRAPHED, max(1, launches)).without_waits(graphed.gpu_us)
         return Part(ungraphed, graphed, handed, last.kernels or 0, last.copied_bytes)
+
+    def _timings(self, way: Execution, launches: int) -> Timings:
+        return Timings.of(self._calls[way].host_us, self._calls[way].gpu_us, launches)

@@ -28,7 +28,7 @@ import torch
 
 from pygraph_trees.cuda.driver import driver
 from pygraph_trees.errors import PygraphError, PygraphWarning
-from pygraph_trees.version import __version__
+from pygraph_trees.version import __version__, triton_version
 
 from .decision import Decision
 
@@ -85,15 +85,11 @@ class Machine:
     @staticmethod
     def current(device: int) -> Machine:
         """The machine of the CUDA device with this index."""
-        try:
-            import triton
-
-            triton_version = triton.__version__
-        except ImportError:
-            triton_version = "none"
         api = driver()
         version = "unknown" if api is None else str(api.version())
-        return Machine(torch.cuda.get_device_name(device), version, str(torch.__version__), triton_version, __version__)
+        return Machine(
+            torch.cuda.get_device_name(device), version, str(torch.__version__), triton_version() or "none", __version__
+        )
 
 
 @dataclass(frozen=True, slots=True)

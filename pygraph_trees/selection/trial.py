@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch.autograd import profiler
 
@@ -39,8 +39,8 @@ from .measurements import Measurements
 if TYPE_CHECKING:
     from pygraph_trees.report.log import FunctionLog
 
-    from .device import Device, TimedCall
-    from .profiles import Profile
+    from .device import CudaDevice, TimedCall
+    from .profiles import Kept
 
     Run = Callable[[list[Any]], Any]
 
@@ -48,16 +48,6 @@ _log = logging.getLogger("pygraph_trees.selection")
 
 _MOST_STEPS = 100  # with the measured integers, in a trial; also the limit of consecutive steps with others
 _MOST_RESTARTS = 3  # of a trial
-
-
-class Memory(Protocol):
-    """Decisions about the graph from earlier processes."""
-
-    def find(self, inputs: Sequence[object]) -> Profile | None:
-        """The stored decision for such inputs of the function that is called first."""
-
-    def store(self, decision: Decision) -> None:
-        """Stores a decision for the inputs of the last :meth:`find`."""
 
 
 class TrialMember:
@@ -72,7 +62,7 @@ class TrialMember:
         log: FunctionLog,
         graphed: Run,
         ungraphed: Run,
-        device: Device,
+        device: CudaDevice,
         ended: Callable[[Execution], None],
         restarted: Callable[[], None] = lambda: None,
         handed: Callable[[], Handed] = Handed,
@@ -166,7 +156,7 @@ class Trial:
         self,
         objective: Objective,
         *,
-        memory: Memory | None = None,
+        memory: Kept | None = None,
         rules: Rules = Rules(),  # noqa: B008
         graph: object = None,
     ) -> None:

@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 import unittest
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -28,7 +28,6 @@ from pygraph_trees.report.log import (
     Journal,
     RecordingLog,
     partition_from_json,
-    partition_to_json,
 )
 from pygraph_trees.report.naming import program_name, source_line
 from pygraph_trees.report.records import Cause, Environment, FeatureState, Partition, PartitionInput
@@ -127,7 +126,7 @@ class TestLogs(TestCase):
 
     def test_partitions_travel_as_json(self):
         for partition in SPLIT:
-            self.assertEqual(partition_from_json(json.loads(json.dumps(partition_to_json(partition)))), partition)
+            self.assertEqual(partition_from_json(json.loads(json.dumps(asdict(partition)))), partition)
 
 
 class TestCopies(TestCase):
