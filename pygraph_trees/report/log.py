@@ -61,7 +61,7 @@ class RecordingLog:
         return sum(given[_COPIED_BYTES] for given in self.inputs)
 
     def record(self) -> RecordingRecord:
-        facts = {f.name: getattr(self, f.name) for f in fields(self)}
+        facts = {f.name: getattr(self, f.name) for f in fields(RecordingRecord)}
         return RecordingRecord(**facts | {"inputs": tuple(InputRecord(*given) for given in self.inputs)})
 
 

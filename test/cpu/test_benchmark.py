@@ -558,7 +558,7 @@ class TestInspection(TestCase):
         manager = SimpleNamespace(roots={0: [node]}, cuda_graphs_thread_pool=(0, 1))
 
         def replayed(x: torch.Tensor) -> torch.Tensor:
-            node.log.replays += 1
+            node.log.counter.value += 1
             node.log.extra_copied_bytes += 7
             return x * 2
 
