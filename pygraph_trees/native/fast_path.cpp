@@ -10,3 +10,5 @@
 #include "entry.cpp"
 #include "gradients.cpp"
 #include "replay.cpp"
+#include "results.cpp"
+#include "tree.cpp"

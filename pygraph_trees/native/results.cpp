@@ -1,0 +1,164 @@
+/* Makes what a call returns from a recording's outputs, see results.h. */
+
+#include "results.h"
+
+#include <torch/csrc/inductor/inductor_ops.h>
+
+#include <utility>
+
+namespace {
+
+using namespace pygraph;
+
+bool take_numbers(PyObject *tuple, std::vector<int64_t> *numbers) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); i++)
+        numbers->push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i)));
+    return PyErr_Occurred() == nullptr;
+}
+
+bool take_views(PyObject *sequence, std::vector<View> *views) {
+    Items given;
+    if (!given.take(sequence))
+        return false;
+    for (Py_ssize_t i = 0; i < given.count; i++) {
+        PyObject *sizes, *strides;
+        unsigned long long number = 0;
+        long long offset = 0;
+        View view;
+        if (!is_tuple(given.at[i]) ||
+            !PyArg_ParseTuple(given.at[i], "KO!O!L", &number, &PyTuple_Type, &sizes, &PyTuple_Type, &strides, &offset) ||
+            !take_numbers(sizes, &view.sizes) || !take_numbers(strides, &view.strides))
+            return false;
+        view.number = number;
+        view.offset = offset;
+        views->push_back(std::move(view));
+    }
+    return true;
+}
+
+/* An object by its number, counted through consecutive rows; NULL with an exception. */
+PyObject *item_at(const Items *rows, size_t count, uint64_t number) {
+    for (const Items *row = rows; row < rows + count; row++) {
+        if (number < static_cast<uint64_t>(row->count))
+            return row->at[number];
+        number -= static_cast<uint64_t>(row->count);
+    }
+    PyErr_SetString(PyExc_IndexError, "a graph returns what it has not");
+    return nullptr;
+}
+
+/* The views as a tuple, or for own views that other code does not see, their bases; NULL with an exception. */
+Ref viewed(const std::vector<View> &views, bool sees, const Items *rows) {
+    std::vector<Ref> items; // owned, since making a view may collect garbage
+    for (const View &view : views) {
+        PyObject *item = item_at(rows, 2, view.number);
+        if (item == nullptr || tensor_of(item) == nullptr)
+            return Ref();
+        items.push_back(Ref::dup(item));
+    }
+    Ref tuple(PyTuple_New(static_cast<Py_ssize_t>(views.size())));
+    for (size_t i = 0; tuple && i < views.size(); i++) {
+        const View &view = views[i];
+        const auto make_view = [&] {
+            const at::Tensor &tensor = THPVariable_Unpack(items[i].get());
+            return THPVariable_Wrap(
+                torch::inductor::_reinterpret_tensor(tensor, view.sizes, view.strides, view.offset));
+        };
+        PyObject *wrapped = view.is_own && !sees ? items[i].release() : make_view();
+        if (wrapped == nullptr)
+            return Ref();
+        PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), wrapped);
+    }
+    return tuple;
+}
+
+/* The tuple that the call returns: outputs, as `take_outputs` gives them, kept inputs, views of both, and constants.
+   Unless other code `sees` the gradients, own views are replaced by their bases. If `take_outputs` returns false, the
+   result is NULL without an exception. */
+template <typename TakeOutputs>
+Ref returned(const Results *state, const Ref &kept, bool sees, const TakeOutputs &take_outputs) {
+    Items rows[4]; // taken again after any step that may run other code: a new tuple may collect garbage
+    if (!rows[1].take(const_cast<PyObject *>(kept.get())) || !rows[3].take(state->constants))
+        return Ref();
+    const bool views_some = !state->views.empty(), makes_views = views_some && (sees || !state->views_are_own);
+    Ref views;
+    if (makes_views &&
+        (!take_outputs(&rows[0]) || !(views = viewed(state->views, sees, rows)) || !rows[2].take(views.get())))
+        return Ref();
+    Ref tuple(PyTuple_New(static_cast<Py_ssize_t>(state->picks.size())));
+    if (!tuple || !take_outputs(&rows[0]))
+        return Ref();
+    const uint64_t first_view = static_cast<uint64_t>(rows[0].count) + static_cast<uint64_t>(rows[1].count);
+    const uint64_t behind_views = first_view + state->views.size();
+    for (size_t i = 0; i < state->picks.size(); i++) {
+        uint64_t number = state->picks[i];
+        if (views_some && !makes_views && number >= first_view) // the row of views is empty
+            number = number < behind_views ? state->views[number - first_view].number : number - state->views.size();
+        PyObject *item = item_at(rows, 4, number);
+        if (item == nullptr)
+            return Ref();
+        PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(i), Py_NewRef(item));
+    }
+    return tuple;
+}
+
+/* The outputs as a list; NULL if they are not at hand, possibly with an exception. */
+Ref list_at_hand(Results *state, const Replay::State *replay, PyObject *given) {
+    Ref list(PyList_New(PyList_GET_SIZE(replay->others)));
+    if (!list || !at_hand(replay, given, &state->outputs) ||
+        static_cast<size_t>(PyList_GET_SIZE(list.get())) != state->outputs.size())
+        return Ref();
+    for (size_t i = 0; i < state->outputs.size(); i++)
+        PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), Py_NewRef(state->outputs[i]));
+    return list;
+}
+
+} // namespace
+
+bool pygraph::Results::take(PyObject *kept_inputs, PyObject *picked, PyObject *tuple, PyObject *viewed_so, PyObject *own) {
+    constants = Py_NewRef(tuple);
+    picks_some = picked != Py_None;
+    std::vector<uint64_t> own_views;
+    if (!unpack(kept_inputs, &kept) || !take_views(viewed_so, &views) || (picks_some && !unpack(picked, &picks)) ||
+        !unpack(own, &own_views))
+        return false;
+    for (const uint64_t number : own_views) {
+        if (number >= views.size()) {
+            PyErr_SetString(PyExc_ValueError, "expected numbers of views");
+            return false;
+        }
+        views[number].is_own = true;
+    }
+    views_are_own = std::all_of(views.begin(), views.end(), [](const View &view) { return view.is_own; });
+    has_own = !own_views.empty();
+    return true;
+}
+
+Ref pygraph::kept_inputs(const Results *state, PyObject *list) {
+    Ref kept(PyTuple_New(static_cast<Py_ssize_t>(state->kept.size())));
+    for (size_t i = 0; kept && i < state->kept.size(); i++) {
+        if (state->kept[i] >= static_cast<uint64_t>(PyList_GET_SIZE(list)))
+            return Ref();
+        PyObject *item = PyList_GET_ITEM(list, static_cast<Py_ssize_t>(state->kept[i]));
+        PyTuple_SET_ITEM(kept.get(), static_cast<Py_ssize_t>(i), Py_NewRef(item));
+    }
+    return kept;
+}
+
+Ref pygraph::of_list(const Results *state, const Ref &kept, Ref &outputs) {
+    if (!state->picks_some)
+        return std::move(outputs);
+    return returned(state, kept, true, [&](Items *row) { return row->take(outputs.get()); });
+}
+
+Ref pygraph::result_at_hand(Results *state, const Replay::State *replay, const Ref &kept, PyObject *given) {
+    if (!state->picks_some)
+        return list_at_hand(state, replay, given);
+    const bool sees = !state->has_own || !are_only_accumulated(&state->parameters);
+    return returned(state, kept, sees, [&](Items *row) {
+        const bool found = at_hand(replay, given, &state->outputs);
+        *row = Items{state->outputs.data(), static_cast<Py_ssize_t>(state->outputs.size())};
+        return found;
+    });
+}
+
