@@ -106,7 +106,7 @@ class SamplerTestCase(TestCase):
     def samples(self, sampler: Sampler, count: int, *, every: int = EVERY, nodes: int = 22) -> int:
         """How many are taken of so many, where each of ``every`` replays sets nodes, until no more are wanted."""
         for number in range(count):
-            self.log.replays += EVERY
+            self.log.counter.value += EVERY
             set_calls = self.log.replays // (every // EVERY or 1) * nodes
             self.assertTrue(sampler.is_due())
             if not sampler.sample(self.moved, nodes, set_calls, self.names):
