@@ -8,7 +8,8 @@ patches for the slow path and reports to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -41,8 +42,8 @@ def nothing_stays(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _no_names(indices: Collection[int]) -> tuple[str, ...]:
-    return ()
+def _no_names() -> None:
+    return None
 
 
 def _is_signed(tensor: torch.Tensor) -> bool:
@@ -97,7 +98,9 @@ class Addresses:
         self._again = has_managed  # whether the latest call's addresses must be found again at the next call
         self._is_preparing = False
         self.sampler: Sampler | None = None  # until the route is chosen
-        self._kernels_holding: KernelNames = _no_names
+        self._kernels_holding: Callable[[], KernelNames | None] = (
+            _no_names  # a weak reference: it holds the live inputs
+        )
         self.temporary: dict[int, torch.Tensor] = {}  # by index: copies for the call that was prepared
         self.refused: dict[int, str] = {}  # by index: inputs whose address the driver refused at a replay
         self.extra_copies = self.extra_copied_bytes = 0  # so far, of inputs that did not fit a patch
@@ -117,7 +120,7 @@ class Addresses:
     def begin_sampling(self, sampler: Sampler, kernels_holding: KernelNames) -> None:
         """Lets replays with new addresses be sampled, unless no route has to be chosen."""
         if sampler.can_choose([item.index for item in self._items], kernels_holding):
-            self.sampler, self._kernels_holding = sampler, kernels_holding
+            self.sampler, self._kernels_holding = sampler, weakref.WeakMethod(kernels_holding)
             if self.native is not None:
                 self.native.ask_every = EVERY
 
@@ -243,7 +246,8 @@ class Addresses:
                 self.native.settle(seen)
         if sampler is None or moved is None:
             return
-        if not sampler.sample(moved, count, self.set_calls, self._kernels_holding):
+        names = self._kernels_holding()
+        if names is None or not sampler.sample(moved, count, self.set_calls, names):
             self._end_sampling()
 
     def _find_all(self, seen: list[int], inputs: Sequence[Any], stays: Callable[[torch.Tensor], bool]) -> str | None:

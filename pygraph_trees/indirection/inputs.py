@@ -112,7 +112,7 @@ class LiveInputs:
         self.patched: tuple[Item, ...] = ()  # the inputs given by address
         self._copied: dict[int, Item] = {}  # by index
         self._copied_back: tuple[Item, ...] = ()
-        self.sampler: Sampler | None = None  # for replays, if a route is to be chosen; assigned before ``set_up``
+        self.sampler: Sampler | None = None  # passed on by ``set_up``
         self.is_of_backward = False  # whether inputs may be tangents; assigned before ``set_up``
         self._launches = LastLaunches()  # of a graph that reads copies
         self.outputs: dict[int, tuple[int, tuple[Any, ...] | None]] = {}  # by output: its input, and the view of it
@@ -208,7 +208,7 @@ class LiveInputs:
             give_back(self._placeholders.close)
         if self.sampler is not None:
             self.addresses.begin_sampling(self.sampler, self.kernels_holding)
-            self.sampler = self.addresses.sampler
+            self.sampler = None
         self.copy_in()
 
     def _read(self, graph: Any, returned: Collection[int]) -> tuple[Scan, list[Decision]]:

@@ -320,7 +320,7 @@ class Manager(Upstream):
 
     def _let_sampler_rerecord(self, recording: Recording, function_id: Any) -> None:
         """Lets the samples of a recording cause another one, with a table."""
-        sampler = None if recording.live is None else recording.live.sampler
+        sampler = None if recording.live is None else recording.live.addresses.sampler
         if sampler is None:
             return
         reclaiming = weakref.ref(self.reclaiming)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,6 +70,17 @@ class TestLiveInputs(LiveInputsTestCase):
         live, graph, sets, samples = self.sampled(5, can_choose=False)
         self.replay(live, graph, sets, 2 * EVERY)
         self.assertEqual((samples, live.addresses.sampler), ([], None))
+
+    def test_live_inputs_that_are_sampled_are_freed_without_the_collector(self) -> None:
+        live, graph, sets, _ = self.sampled(5)
+        self.replay(live, graph, sets, 3)
+        live.addresses.sampler.sample = None  # this test's function refers to them
+        gone = weakref.ref(live)
+        gc.collect()
+        gc.disable()
+        self.addCleanup(gc.enable)
+        del live, graph
+        self.assertIsNone(gone())
 
 
 @requires_cpp
