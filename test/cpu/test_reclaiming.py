@@ -134,7 +134,8 @@ class TestForgotten(TestCase):
 
     def test_samples_have_a_function_recorded_again_and_do_not_keep_the_manager(self):
         sampler = SimpleNamespace(ready=None)
-        for live in (None, SimpleNamespace(sampler=None), SimpleNamespace(sampler=sampler)):
+        lives = [SimpleNamespace(addresses=SimpleNamespace(sampler=found)) for found in (None, sampler)]
+        for live in (None, *lives):
             self.manager._let_sampler_rerecord(SimpleNamespace(live=live), 2)
         sampler.ready("of the test")
         self.assertEqual(self.manager.reclaiming.forgotten, [2])
