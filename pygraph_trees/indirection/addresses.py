@@ -38,7 +38,7 @@ CAPTURED = "the program captures the call in a graph of its own, and an input is
 _MUTATED_IN_POOL = "a mutated input lies in the graph pool"
 
 
-def nothing_stays(tensor: torch.Tensor) -> bool:
+def _nothing_stays(tensor: torch.Tensor) -> bool:
     return False
 
 
@@ -141,7 +141,7 @@ class Addresses:
         self,
         inputs: Sequence[Any],
         seen: list[int] | None = None,
-        stays: Callable[[torch.Tensor], bool] = nothing_stays,
+        stays: Callable[[torch.Tensor], bool] = _nothing_stays,
     ) -> str | None:
         """Makes the graph hold the addresses of ``inputs``, or returns why this recording cannot take them.
 

@@ -20,7 +20,7 @@ from pygraph_trees.cuda.extent import flat
 from pygraph_trees.cuda.graph_nodes import KernelNode
 from pygraph_trees.errors import DriverError
 
-from .addresses import Addresses, nothing_stays
+from .addresses import Addresses
 from .hidden_addresses import Rehearsal, Surroundings, listed, why_not_launched
 from .live_input import Item, at_placeholder, in_memory
 from .patching import CapturedCopies, Patches, PatchFailed
@@ -354,15 +354,6 @@ class LiveInputs:
             give_back(self._placeholders.close)
 
     # -- replaying
-
-    def prepare(
-        self,
-        inputs: Sequence[Any],
-        seen: list[int] | None = None,
-        stays: Callable[[torch.Tensor], bool] = nothing_stays,
-    ) -> str | None:
-        """Makes the graph hold the addresses of ``inputs``; see :meth:`.Addresses.prepare`."""
-        return self.addresses.prepare(inputs, seen, stays)
 
     @property
     def copies_some(self) -> bool:

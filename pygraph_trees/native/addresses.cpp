@@ -47,7 +47,7 @@ PyObject *as_list(const std::vector<uint64_t> &numbers) {
     return list.release();
 }
 
-/* Finds what the graph is given, and the nodes that hold an address that changes; false if an address is not known. */
+/* Finds the next addresses in the graph, and the nodes to set; false if an input's address is not known to fit. */
 bool find_given(Addresses::State *state, const std::vector<uint64_t> &seen) {
     std::fill(state->is_due.begin(), state->is_due.end(), 0);
     for (size_t i = 0; i < seen.size(); i++) {
@@ -193,13 +193,13 @@ PyObject *note_held(PyObject *self, PyObject *list) {
 PyObject *is_settled(PyObject *self, PyObject *list) {
     std::vector<uint64_t> seen;
     const Addresses::State *state = state_of(self);
-    return take_list(list, state->held.size(), &seen) ? PyBool_FromLong(is_settled_somewhere(state) && state->seen == seen) : nullptr;
+    return take_list(list, state->held.size(), &seen) ? PyBool_FromLong(has_settled(state) && state->seen == seen) : nullptr;
 }
 
-PyObject *patch(PyObject *self, PyObject *list) {
+PyObject *try_patch(PyObject *self, PyObject *list) {
     std::vector<uint64_t> seen;
     Addresses::State *state = state_of(self);
-    return take_list(list, state->held.size(), &seen) ? PyBool_FromLong(hold(state, seen)) : nullptr;
+    return take_list(list, state->held.size(), &seen) ? PyBool_FromLong(pygraph::patch(state, seen)) : nullptr;
 }
 
 /* Calls a method and turns C++ exceptions into Python's. */
@@ -234,7 +234,7 @@ PyMethodDef addresses_methods[] = {
     {"unsettle", safely<unsettle>, METH_NOARGS, "Python changes what the graph holds."},
     {"hold", safely<note_held>, METH_O, "The graph holds these addresses."},
     {"is_settled", safely<is_settled>, METH_O, "Whether the graph needs no change for inputs at these addresses."},
-    {"patch", safely<patch>, METH_O, "Gives the graph addresses as a fast replay does; false if Python must."},
+    {"patch", safely<try_patch>, METH_O, "Gives the graph addresses as a fast replay does; false if Python must."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -297,12 +297,12 @@ Addresses::State *pygraph::addresses_in(PyObject *object) {
     return Py_TYPE(object)->tp_dealloc == addresses_dealloc ? reinterpret_cast<Addresses *>(object)->state : nullptr;
 }
 
-bool pygraph::is_settled_somewhere(const Addresses::State *state) {
+bool pygraph::has_settled(const Addresses::State *state) {
     return state->is_settled && reinterpret_cast<const Counter *>(state->pool_changes)->value == state->pool_seen;
 }
 
-bool pygraph::hold(Addresses::State *state, const std::vector<uint64_t> &seen) {
-    if (!is_settled_somewhere(state) || state->nodes.empty() || seen.size() != state->held.size())
+bool pygraph::patch(Addresses::State *state, const std::vector<uint64_t> &seen) {
+    if (!has_settled(state) || state->nodes.empty() || seen.size() != state->held.size())
         return false;
     if (state->ask_every != 0 && ++state->calls >= state->ask_every) {
         state->calls = 0;

@@ -41,11 +41,12 @@ struct Addresses {
         int (*set)(void *exec, void *node, const void *parameters) = nullptr;
         int (*get_context)(void **context) = nullptr;
         void *context = nullptr; // in which nodes are set
-        std::vector<std::unordered_map<uint64_t, uint64_t>> accepted; // by position: addresses that fit, and what is given
-        std::vector<uint64_t> held;     // by the graph
-        std::vector<uint64_t> seen;     // addresses of the inputs at which the graph needs nothing more, if settled
-        std::vector<uint64_t> given;    // of one call
-        std::vector<char> is_due;       // by node, in one call
+        // By position: each address of the input that fits, with the address that the graph then gets.
+        std::vector<std::unordered_map<uint64_t, uint64_t>> accepted;
+        std::vector<uint64_t> held;  // the addresses in the graph
+        std::vector<uint64_t> seen;  // the inputs' addresses for which the graph holds these, if it is settled
+        std::vector<uint64_t> given; // the next addresses in the graph, during one call
+        std::vector<char> is_due;    // by node: whether this call sets it
         bool is_settled = false, is_stuck = false;
         unsigned long long set_calls = 0;
         unsigned long long ask_every = 0, calls = 0; // calls since the last one that was left to Python
@@ -55,11 +56,11 @@ struct Addresses {
 /* The state of an Addresses; NULL for any other object. */
 Addresses::State *addresses_in(PyObject *object);
 
-/* Whether the graph holds what it must for inputs at the addresses `seen`, which are known only then. */
-bool is_settled_somewhere(const Addresses::State *state);
+/* Whether the graph needs no change for inputs at the addresses `seen` of the state. */
+bool has_settled(const Addresses::State *state);
 
-/* Makes the graph hold what it must for inputs at these addresses; false if Python must do that. Runs no Python code. */
-bool hold(Addresses::State *state, const std::vector<uint64_t> &seen);
+/* Changes the graph for inputs at these addresses; false if Python must do that. Runs no Python code. */
+bool patch(Addresses::State *state, const std::vector<uint64_t> &seen);
 
 extern PyType_Spec addresses_spec, counter_spec;
 

@@ -234,9 +234,9 @@ Answer find(Replay::State *state, const Inputs &inputs) {
     return Answer::yes;
 }
 
-/* Whether the graph holds what it must for inputs at the addresses that were found. */
+/* Whether the graph needs no change for inputs at the addresses that were found. */
 bool is_settled(const Addresses::State *known, const std::vector<Watched> &inputs) {
-    return is_settled_somewhere(known) &&
+    return has_settled(known) &&
            std::equal(inputs.begin(), inputs.end(), known->seen.begin(), known->seen.end(),
                       [](const Watched &input, uint64_t address) { return input.address == address; });
 }
@@ -250,7 +250,7 @@ Answer prepare(Replay::State *state, Inputs &inputs, bool *is_copied, bool *aske
     addresses.reserve(state->asked.size());
     for (const Watched &input : state->asked)
         addresses.push_back(input.address);
-    if (known != nullptr && hold(known, addresses))
+    if (known != nullptr && patch(known, addresses))
         return Answer::yes;
     *asked = true;
     Ref seen(PyList_New(static_cast<Py_ssize_t>(addresses.size())));

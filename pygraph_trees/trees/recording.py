@@ -302,7 +302,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         if live is not None:
             why = self._why_not_alive(live, inputs) if self._has_moving else None
             if why is None:
-                why = live.prepare(inputs, seen, self._stays)
+                why = live.addresses.prepare(inputs, seen, self._stays)
             if why is not None:
                 self.unfit = why
                 self.wrapped_function.model.refused.update(live.addresses.refused)
@@ -333,7 +333,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         if seen is None or (self._are_dead_before is not None and not self._are_dead_before()):
             return False
         live = self._live
-        if live is not None and live.prepare(inputs, seen) is not None:
+        if live is not None and live.addresses.prepare(inputs, seen) is not None:
             return False
         if self._drop_managed is not None:
             self._drop_managed(inputs)

@@ -116,7 +116,9 @@ class Verification:
             at_fault = ", ".join(_described(recording, i) for i in alone) or "no single input"
             raise VerificationFailed(function=name, what=wrong[0], detail=wrong[1], inputs=at_fault)
         finally:
-            live.prepare([self._given.get(i, value) for i, value in enumerate(self._before)])  # the call's addresses
+            addresses.prepare(
+                [self._given.get(i, value) for i, value in enumerate(self._before)]
+            )  # the call's addresses
             live.drop()
             addresses.extra_copies, addresses.extra_copied_bytes = copied_so_far
             for place, content in zip(touched, left, strict=True):
@@ -154,7 +156,7 @@ class Verification:
         for i in recording.static_input_idxs:
             given[i] = None
         replayed = list(given)
-        unfit = live.prepare(given)
+        unfit = live.addresses.prepare(given)
         if unfit is not None:
             return unfit, None
         live.take(given)

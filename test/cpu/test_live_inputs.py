@@ -218,7 +218,7 @@ class LiveInputsTestCase(TestCase):
 
     def begin(self, live: LiveInputs, *inputs: Any) -> None:
         """A call up to its launch."""
-        self.assertIsNone(live.prepare(inputs))
+        self.assertIsNone(live.addresses.prepare(inputs))
         taken = list(inputs)
         live.take(taken)
         taken.clear()  # as upstream does
@@ -283,8 +283,8 @@ class TestAddresses(LiveInputsTestCase):
         live, _ = self.replayable(self.one_kernel(), at(0), at(0))
         for _ in range(2):  # C++ leaves it to Python, which asks again
             self.api.fail("cuCtxGetCurrent")
-        self.assertIn("cuCtxGetCurrent", live.prepare([at(0), at(0)]))
-        self.assertEqual(live.prepare([at(0), at(0)]), "a driver call failed")
+        self.assertIn("cuCtxGetCurrent", live.addresses.prepare([at(0), at(0)]))
+        self.assertEqual(live.addresses.prepare([at(0), at(0)]), "a driver call failed")
 
     def test_an_address_in_the_storage_of_a_current_input_is_reached(self):
         first, later, other = at(0)[:8], at(0), at(0)
@@ -365,7 +365,7 @@ class TestAddresses(LiveInputsTestCase):
         live, _ = self.replayable(lambda found: [self.api.make_memcpy(found[0], OTHER, 8)], at(0))
         mapped = at(0)
         with mock.patch.object(self.api, "is_reserved", lambda address: address == mapped.data_ptr()):
-            self.assertRegex(str(live.prepare([mapped])), f"^{MEMCPY} refused an address of input 0")
+            self.assertRegex(str(live.addresses.prepare([mapped])), f"^{MEMCPY} refused an address of input 0")
         self.assertEqual(list(live.addresses.refused), [0])
 
     def test_nodes_are_set_in_the_context_of_the_device(self):
@@ -541,11 +541,11 @@ class TestCopies(LiveInputsTestCase):
         def why_not(inputs):
             if not answers:
                 answers.append(None)
-                answers[:] = [live.prepare([b])]
+                answers[:] = [live.addresses.prepare([b])]
             return original(inputs)
 
         with mock.patch.object(live.addresses, "_why_not", why_not):
-            self.assertIsNone(live.prepare([a]))
+            self.assertIsNone(live.addresses.prepare([a]))
         self.assertRegex(answers[0], "another call")
         for given_ in (a, a, b):
             self.assertEqual(self.call(live, graph, given_), [[given_.data_ptr()]])
@@ -580,7 +580,7 @@ class TestCopies(LiveInputsTestCase):
         self.assertEqual(graph.launch()[0], [h.data_ptr()])
         live.finish()
         for tensor, stays in ((h, True), (g, True), (g, False), (g, True), (h, False)):
-            self.assertIsNone(live.prepare([tensor], stays=lambda t, answer=stays: answer))
+            self.assertIsNone(live.addresses.prepare([tensor], stays=lambda t, answer=stays: answer))
             live.take([tensor])
             ((launched,),) = graph.launch()
             self.assertEqual(launched == tensor.data_ptr(), stays)
@@ -603,7 +603,7 @@ class TestCopies(LiveInputsTestCase):
             live, graph = self.replayable(self.one_kernel(), a)
             self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
             with mock.patch.object(live_inputs.Patches, "apply", interrupted), self.assertRaises(KeyboardInterrupt):
-                live.prepare([b])
+                live.addresses.prepare([b])
             self.assertEqual(self.call(live, graph, a), [[a.data_ptr()]])
 
     def test_a_negated_tangent_or_a_conjugate_view_is_passed_over(self):
@@ -621,13 +621,13 @@ class TestCopies(LiveInputsTestCase):
             live.finish()
             for _ in range(2):  # also once it is settled
                 self.assertEqual(self.call(live, graph, plain), [[plain.data_ptr()]])
-                self.assertEqual(live.prepare([view]), expected)
+                self.assertEqual(live.addresses.prepare([view]), expected)
 
     def test_an_input_that_was_copied_for_a_call_can_die_before_the_launch(self):
         live, _ = self.replayable(self.one_kernel(), at(0), at(0))
         inputs = [at(0), at(68), None]  # the second is copied for the call
         kept, gone = weakref.ref(inputs[0]), weakref.ref(inputs[1])
-        self.assertIsNone(live.prepare(inputs))
+        self.assertIsNone(live.addresses.prepare(inputs))
         live.take(inputs, only_ours=True)
         self.assertEqual(inputs, [None] * 3)
         self.assertEqual((kept() is None, gone() is None), (False, True))
@@ -662,28 +662,28 @@ class TestCopies(LiveInputsTestCase):
         self.put_in_pool(h)
         before = graph.launch()
         self.api.calls.clear()
-        self.assertEqual(live.prepare([at(0), h]), IN_POOL)
+        self.assertEqual(live.addresses.prepare([at(0), h]), IN_POOL)
         self.assertEqual((graph.launch(), self.api.calls, live.addresses.refused), (before, [], {}))
         a, b = at(0), at(0)
         self.assertEqual(self.call(live, graph, a, b), [[a.data_ptr(), b.data_ptr()]])
         copied, _ = self.hidden(at(0), at(0), mutated=[0])
         copied.finish()
-        self.assertEqual(copied.prepare([h, at(0)]), IN_POOL)
-        self.assertIsNone(copied.prepare([at(0), h]))
+        self.assertEqual(copied.addresses.prepare([h, at(0)]), IN_POOL)
+        self.assertIsNone(copied.addresses.prepare([at(0), h]))
 
     def test_a_call_that_is_prepared_and_not_made_leaves_no_trace(self):
         for mutated in ((), (0,)):
             live, graph = self.replayable(self.one_kernel(), at(0), at(0), mutated=mutated)
             a, b = at(16), at(0)
-            self.assertIsNone(live.prepare([a, at(0)]))
+            self.assertIsNone(live.addresses.prepare([a, at(0)]))
             copy = weakref.ref(live.addresses.temporary[0])
             live.drop()
             self.assertIsNone(copy())
-            self.assertIsNone(live.prepare([a, at(0)]))
+            self.assertIsNone(live.addresses.prepare([a, at(0)]))
             c = at(0)
             expected = c.clone()
             self.assertEqual((self.call(live, graph, c, b), c), ([[c.data_ptr(), b.data_ptr()]], expected))
-            self.assertIsNone(live.prepare([a, at(0)]))
+            self.assertIsNone(live.addresses.prepare([a, at(0)]))
             a.add_(1)  # after the copy for the call that is not made
             self.begin(live, a, b)
             self.assertEqual(graph.launch(), [[live.addresses.temporary[0].data_ptr(), b.data_ptr()]])
@@ -720,7 +720,7 @@ class TestCopies(LiveInputsTestCase):
         for places in calls:
             inputs = [tensors[place] for place in places]
             if places[1][0] == 3:
-                self.assertEqual(live.prepare(inputs), IN_POOL)
+                self.assertEqual(live.addresses.prepare(inputs), IN_POOL)
                 continue
             before = [t.clone() for t in inputs]
             self.begin(live, *inputs)
@@ -1273,7 +1273,7 @@ class TestFailures(LiveInputsTestCase):
     def test_copies_of_a_call_that_fails_are_released(self):
         live, _ = self.record(self.one_kernel(), at(0), at(0))
         self.api.fail(KERNEL, 0, self.code)
-        self.assertRegex(live.prepare([at(4), at(0)]) or "", KERNEL)
+        self.assertRegex(live.addresses.prepare([at(4), at(0)]) or "", KERNEL)
         self.assertEqual(live.addresses.temporary, {})
 
     def test_reasons_name_the_call(self):
@@ -1302,7 +1302,7 @@ class TestFailures(LiveInputsTestCase):
             return live, graph
 
         live, _ = recorded()
-        self.assertIsNone(live.prepare(self.inputs()))
+        self.assertIsNone(live.addresses.prepare(self.inputs()))
         calls = Counter(self.api.calls)
         self.assertEqual(calls, Counter([KERNEL, KERNEL, MEMCPY, MEMSET]))
         for call, count in calls.items():
@@ -1311,14 +1311,14 @@ class TestFailures(LiveInputsTestCase):
                     live, _ = recorded()
                     self.api.fail(call, after, self.code)
                     inputs = self.inputs()
-                    why = live.prepare(inputs)
+                    why = live.addresses.prepare(inputs)
                     self.assertRegex(str(why), f"^{call} refused an address of input .: {self.code.name}$")
                     ((index, reason),) = live.addresses.refused.items()
                     self.assertRegex(reason, f"^the driver refused its address: {call}")
                     # Whatever it is given then: some nodes hold new addresses, and some old ones.
                     self.api.calls.clear()
                     for given in (inputs, self.inputs()):
-                        self.assertEqual(live.prepare(given), "a driver call failed")
+                        self.assertEqual(live.addresses.prepare(given), "a driver call failed")
                     self.assertEqual(self.api.calls, [])
                     # The next recording does without its address.
                     again, reasons = self.choose(*inputs, mutated=self.MUTATED, refused=live.addresses.refused)
@@ -1335,10 +1335,10 @@ class TestFailures(LiveInputsTestCase):
                 lambda found: [self.api.make_kernel([a]) for a in found], *inputs, candidates=[1, 2, 3]
             )
             live.finish()
-            self.assertIsNone(live.prepare(inputs))
+            self.assertIsNone(live.addresses.prepare(inputs))
             inputs[index] = at(0)
             self.api.fail(KERNEL)
-            self.assertIsNotNone(live.prepare(inputs))
+            self.assertIsNotNone(live.addresses.prepare(inputs))
             self.assertEqual(list(live.addresses.refused), [index])
 
 

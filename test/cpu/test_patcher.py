@@ -136,7 +136,7 @@ class TestPatcher(LiveInputsTestCase):
             self.assertEqual(int(self.driver.context()), int(other))
             self.assertEqual(self.holds(graph, inputs), [True])
         self.api.fail("cuGraphExecKernelNodeSetParams")
-        self.assertIsNotNone(live.prepare(sets[1]))
+        self.assertIsNotNone(live.addresses.prepare(sets[1]))
         self.assertEqual(int(self.driver.context()), int(other))
 
     def test_only_nodes_that_hold_what_changed_are_set(self):
@@ -189,7 +189,7 @@ class TestPatcher(LiveInputsTestCase):
         self.pool.forget()
         self.assertFalse(live.addresses.native.patch([t.data_ptr() for t in sets[1]]))
         self.put_in_pool(sets[1][0])
-        self.assertIsNone(live.prepare(sets[1]))
+        self.assertIsNone(live.addresses.prepare(sets[1]))
         self.assertEqual(list(live.addresses.temporary), [0])
 
     def test_behind_a_call_with_copies_python_is_asked(self):
@@ -224,7 +224,7 @@ class TestPatcher(LiveInputsTestCase):
             return (CUresult.CUDA_ERROR_INVALID_VALUE,) if int(node) == refused else original(exec_, node, params)
 
         with mock.patch.object(self.api, "cuGraphExecKernelNodeSetParams", refuse):
-            self.assertRegex(str(live.prepare(sets[1])), "refused an address of input 0")
+            self.assertRegex(str(live.addresses.prepare(sets[1])), "refused an address of input 0")
         self.assertEqual(list(live.addresses.refused), [0])
         self.assertTrue(live.addresses._patches.broken)
 
@@ -235,17 +235,17 @@ class TestPatcher(LiveInputsTestCase):
         self.assertFalse(live.addresses.native.patch([t.data_ptr() for t in sets[1]]))
         self.assertTrue(live.addresses._patches.broken)
         for inputs in sets:
-            self.assertEqual(live.prepare(inputs), "a driver call failed")
+            self.assertEqual(live.addresses.prepare(inputs), "a driver call failed")
         self.assertEqual(list(live.addresses.refused), [0, 1])  # they will be copied
 
     def test_a_graph_that_is_broken_stays_so(self):
         live, _, sets = self.recorded()
         refuse = mock.Mock(return_value=(CUresult.CUDA_ERROR_INVALID_VALUE,))
         with mock.patch.object(self.api, "cuGraphExecKernelNodeSetParams", refuse):
-            self.assertIsNotNone(live.prepare(sets[1]))
+            self.assertIsNotNone(live.addresses.prepare(sets[1]))
         for inputs in sets:
             self.assertFalse(live.addresses.native.patch([t.data_ptr() for t in inputs]))
-            self.assertEqual(live.prepare(inputs), "a driver call failed")
+            self.assertEqual(live.addresses.prepare(inputs), "a driver call failed")
 
     def test_what_cpp_does_not_set(self):
         """Other nodes than kernels, and all nodes if the driver's calls have no addresses."""

@@ -605,7 +605,7 @@ class TestLiveInputs(StagingTestCase):
         self.assertEqual(self.read(graph.launch()), [[1.0] * 4])
         live.finish()
         other = torch.full((4,), 7.0)
-        self.assertIsNone(live.prepare([a.mul_(2), other]))
+        self.assertIsNone(live.addresses.prepare([a.mul_(2), other]))
         live.take([a, other])
         self.assertIs(live.output(*live.outputs[0]), other)
         self.assertEqual(self.read(graph.launch()), [[2.0] * 4])
@@ -737,7 +737,7 @@ class TestLiveInputs(StagingTestCase):
         self.queue.queued += 1
         self.live.finish()
         self.api.fail(CALL, 0, CUresult.CUDA_ERROR_INVALID_VALUE)
-        self.assertRegex(self.live.prepare(numbers(1)), "refused an address")
+        self.assertRegex(self.live.addresses.prepare(numbers(1)), "refused an address")
         self.assertEqual(list(self.live.addresses.refused), list(range(NUMBERS)))
 
     def test_a_graph_of_the_programs_own_takes_no_replay(self):
@@ -750,7 +750,7 @@ class TestLiveInputs(StagingTestCase):
         before = [block.clone() for block in self.blocks]
         self.is_capturing = True
         with mock.patch.object(Event, "query", side_effect=AssertionError):
-            self.assertEqual(live.prepare([a * 2, b]), CAPTURED)
+            self.assertEqual(live.addresses.prepare([a * 2, b]), CAPTURED)
         self.assertEqual((self.blocks, self.queue.waits), (before, 0))
         self.is_capturing = False
         self.assertEqual(self.read(self.call(live, graph, a * 2, b)), [[2.0] * 4, [0.0] * 4])
@@ -758,7 +758,7 @@ class TestLiveInputs(StagingTestCase):
         live, graph = self.record(lambda addresses: [], a, returned=[0], unread=[0])
         live.finish()
         self.is_capturing = True
-        self.assertIsNone(live.prepare([a]))
+        self.assertIsNone(live.addresses.prepare([a]))
 
     def test_no_node_is_set_if_the_gpu_keeps_up(self):
         live, graph = self.record(self.copies, torch.zeros(4), torch.zeros(4))
@@ -777,7 +777,7 @@ class TestLiveInputs(StagingTestCase):
         self.queue.queued += 1
         live.finish()
         self.api.fail(CALL, 1, CUresult.CUDA_ERROR_INVALID_VALUE)
-        self.assertRegex(live.prepare([torch.ones(4), torch.zeros(4)]), "refused an address")
+        self.assertRegex(live.addresses.prepare([torch.ones(4), torch.zeros(4)]), "refused an address")
         self.assertEqual(list(live.addresses.refused), [0, 1])
 
     def test_one_buffer_is_used_if_the_graph_cannot_be_read(self):

@@ -1237,7 +1237,7 @@ class TestTakes(TestCase):
         return node
 
     def test_inputs_fit_by_address_and_by_what_is_dead(self):
-        refuses = SimpleNamespace(prepare=lambda inputs, seen: "less aligned", is_copied=False)
+        refuses = SimpleNamespace(addresses=SimpleNamespace(prepare=lambda *_: "less aligned"), is_copied=False)
         for attributes, where, fits in (
             ({}, "there", True),
             ({}, "elsewhere", False),
@@ -1260,7 +1260,8 @@ class TestTakes(TestCase):
     def test_since_2_15_the_replay_asks_what_died(self):
         """As upstream does; if copies are made, upstream itself asks after them."""
         dropped = []
-        live = SimpleNamespace(prepare=lambda inputs, seen: None, is_copied=False, drop=lambda: dropped.append(1))
+        addresses = SimpleNamespace(prepare=lambda *_: None)
+        live = SimpleNamespace(addresses=addresses, is_copied=False, drop=lambda: dropped.append(1))
         recording = self.recording(_live=live, _are_dead_after=lambda: False, run=lambda inputs: ["upstream's way"])
         with mock.patch.object(recording_module, "_RUN_CHECKS_WHAT_DIED", True):
             self.assertTrue(recording.accepts(["there"]))
