@@ -13,12 +13,12 @@ from unittest import mock
 import torch
 from indirection import Facts, IndirectionTestCase, Program, assert_same_bits, compiled, run, tensor
 from parity import BOTH_SIDES
+from test_indirection_addresses import nodes_set, recorded_addresses
 from torch.testing._internal.common_utils import run_tests
 from user_kernels import added
 
 import pygraph_trees
 from pygraph_trees.indirection import inputs as live_inputs
-from pygraph_trees.indirection.patching import Patches
 from pygraph_trees.indirection.table import variant_launchers
 from pygraph_trees.indirection.table.pointer_table import WRITER
 
@@ -29,11 +29,6 @@ def thirty(x):
     for _ in range(30):
         total = (total @ total).softmax(1) + x
     return total
-
-
-def in_python():
-    """Only ``Patches.apply`` gives new addresses to recordings made in this scope."""
-    return mock.patch.object(Patches, "patcher", lambda *_: None)
 
 
 class TestTable(IndirectionTestCase):
@@ -59,19 +54,12 @@ class TestTable(IndirectionTestCase):
     def test_one_node_is_set(self):
         ways = compiled(thirty)
         program = Program("thirty", thirty, (tensor(64, 64, values="unit"),))
-        counts, apply = [], Patches.apply
-
-        def counting(patches, *given):
-            counts.append(apply(patches, *given))
-            return counts[-1]
-
-        with in_python():
+        with recorded_addresses() as made:
             run(program, ways, self.device)
-            with mock.patch.object(Patches, "apply", counting):
-                run(program, ways, self.device, ("fresh",), calls=5)
+            before = nodes_set(made)
+            run(program, ways, self.device, ("fresh",), calls=5)
         # The first matmul's kernel holds the address itself.
-        self.assertTrue(counts)
-        self.assertTrue(all(count <= 3 for count in counts) and any(counts), str(counts))
+        self.assertIn(nodes_set(made) - before, range(1, 3 * 5 + 1))
         self.assertEqual(Facts.now().routes, ("table",))
 
     def test_matmul_and_pointwise(self):
@@ -227,13 +215,14 @@ class TestTable(IndirectionTestCase):
     def test_the_same_inputs_set_nothing(self):
         graphed = compiled(lambda x: x.sin() + 1).graphed
         x = torch.randn(64, device=self.device)
-        with in_python():
+        with recorded_addresses() as made:
             for _ in range(4):
                 torch.compiler.cudagraph_mark_step_begin()
                 graphed(x)
-        with mock.patch.object(Patches, "apply", side_effect=AssertionError("nothing moved")):
-            torch.compiler.cudagraph_mark_step_begin()
-            self.assertEqual(graphed(x), x.sin() + 1)
+        before = nodes_set(made)
+        torch.compiler.cudagraph_mark_step_begin()
+        self.assertEqual(graphed(x), x.sin() + 1)
+        self.assertEqual((len(made), nodes_set(made)), (1, before))
 
     def test_the_names_of_writers(self):
         """The names of writers distinguish them from the graph's other kernels."""
