@@ -3,7 +3,7 @@
    Call(upstream, profiler, debug, look_after) is a method of the class. It returns the result of the attribute
    `fast_call` of the object's current_callable. If that is missing or returns None, or while torch profiles or records
    graphs for debugging, it returns the result of the function `upstream`. Once a call had hooks on saved tensors,
-   `look_after` gets object and inputs first. trees/compiled_graph.py does the same in Python. */
+   `look_after` gets object and inputs first. */
 
 #include "fast_path.h"
 
@@ -30,8 +30,8 @@ bool hooks_were_set() {
 }
 
 /* Whether a variable of a module is true; -1 with an exception. */
-int is_set(PyObject *module, const Attribute &variable) {
-    PyObject *value = PyDict_GetItemWithError(module, variable.name);
+int is_set(PyObject *module, PyObject *variable) {
+    PyObject *value = PyDict_GetItemWithError(module, variable);
     if (value == nullptr)
         return PyErr_Occurred() ? -1 : 0;
     return PyObject_IsTrue(value);
@@ -39,14 +39,14 @@ int is_set(PyObject *module, const Attribute &variable) {
 
 /* The callable that replays on the fast path for an object; NULL if there is none, or with an exception. */
 Ref fast_call_of(const Call *call, PyObject *object) {
-    Ref callable = the.compiled_current_callable.of(object);
+    Ref callable(PyObject_GetAttr(object, names.current_callable));
     if (!callable || !PyFunction_Check(callable.get()))
         return Ref();
     PyObject *attributes = reinterpret_cast<PyFunctionObject *>(callable.get())->func_dict;
     PyObject *found = attributes == nullptr ? nullptr
-                                            : PyDict_GetItemWithError(attributes, the.callable_fast_call.name);
-    if (found == nullptr || found == Py_None || is_set(call->profiler, the.profiler__is_profiler_enabled) != 0 ||
-        is_set(call->debug, the.debug_RECORD_GRAPH_EXECUTION) != 0)
+                                            : PyDict_GetItemWithError(attributes, names.fast_call);
+    if (found == nullptr || found == Py_None || is_set(call->profiler, names._is_profiler_enabled) != 0 ||
+        is_set(call->debug, names.RECORD_GRAPH_EXECUTION) != 0)
         return Ref();
     return Ref::dup(found);
 }

@@ -1,8 +1,7 @@
 /* A fast replay, from the call of a compiled graph to its return: pygraph_trees.native._fast_path.Entry.
 
    Entry(**arguments)(inputs) returns the outputs of a fast replay, which consumes the inputs, or None, and then the
-   inputs are unchanged. It does what the Python callable `by_hand` does, and calls that if anything is unusual: no
-   candidates are known, none of them fits, or outputs of a step may have to be cloned. trees/fast_path.py makes it. */
+   inputs are unchanged. trees/fast_path.py makes it. */
 
 #include "results.h"
 #include "tree.h"
@@ -15,12 +14,12 @@ using namespace pygraph;
 
 struct {
     unsigned long long asked = 0, fast = 0;
-} counted; // calls that were not left to Python
+} counted; // calls that asked for a fast replay, and those that got one
 
 struct Entry {
     PyObject_HEAD
     struct State {
-        PyObject *by_hand = nullptr, *function = nullptr;
+        PyObject *function = nullptr; // a FunctionState
         PyObject *partitions = nullptr, *partition = nullptr; // of the code around the function, or NULL
         Counters counters;
         PyObject *execution = nullptr, *forward = nullptr, *backward = nullptr;
@@ -32,31 +31,33 @@ struct Entry {
         size_t firsts = 0;
 
         std::vector<PyObject **> held() {
-            return {&by_hand,        &function,             &partitions, &partition, &results.constants,
-                    &counters.steps, &counters.generations, &execution,  &forward,   &backward};
+            return {&function,       &partitions,           &partition, &results.constants, &counters.steps,
+                    &counters.generations, &execution, &forward,   &backward};
         }
+
+        FunctionState *own() const { return reinterpret_cast<FunctionState *>(function); }
     } *state;
 };
 
 PyObject *make_entry(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    static const char *known[] = {"by_hand",   "function", "runner",      "order",     "kept",    "picks",    "constants",
-                                  "views", "steps", "generations", "execution", "forward", "backward",
-                                  "clones", "own", nullptr};
-    PyObject *by_hand, *function, *runner, *order, *kept, *picks, *constants, *views, *steps, *generations, *execution,
+    static const char *known[] = {"function", "runner", "order", "kept", "picks", "constants", "views", "steps",
+                                  "generations", "execution", "forward", "backward", "clones", "own", nullptr};
+    PyObject *function, *runner, *order, *kept, *picks, *constants, *views, *steps, *generations, *execution,
         *forward, *backward, *own, *partitions = nullptr, *partition = nullptr;
     int clones = 0;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOO!OO!OOOOpO", const_cast<char **>(known), &by_hand,
-                                     &function, &runner, &order, &kept, &picks, &PyTuple_Type, &constants, &views,
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOO!OO!OOOOpO", const_cast<char **>(known), &function,
+                                     &runner, &order, &kept, &picks, &PyTuple_Type, &constants, &views,
                                      &PyType_Type, &steps, &generations, &execution, &forward, &backward, &clones,
                                      &own) ||
         (runner != Py_None && !is_tuple(runner)) ||
         (runner != Py_None && !PyArg_ParseTuple(runner, "O!O", &PyList_Type, &partitions, &partition)))
         return nullptr;
+    if (function_state_in(function) == nullptr)
+        return PyErr_Format(PyExc_TypeError, "expected a FunctionState");
     Ref made(type->tp_alloc(type, 0));
     if (!made)
         return nullptr;
     auto *state = reinterpret_cast<Entry *>(made.get())->state = new Entry::State;
-    state->by_hand = Py_NewRef(by_hand);
     state->function = Py_NewRef(function);
     state->partitions = Py_XNewRef(partitions);
     state->partition = Py_XNewRef(partition);
@@ -151,68 +152,89 @@ Ref replayed(Entry::State *state, Found &found, Replay::State *replay, const Inp
     return result;
 }
 
-/* Lets Python replay the recording, if inputs are copied for this call or outputs are views of inputs. */
-Ref replayed_in_python(const Entry::State *state, Found &found, Inputs &inputs, const Ref &kept) {
+/* Lets Python replay the recording, if inputs are copied or outputs are views of inputs. */
+Ref replayed_in_python(const Entry::State *state, Found &found, const Replay::State *replay, Inputs &inputs,
+                       const Ref &kept) {
     if (!inputs.arrange()) {
         PyErr_SetString(PyExc_IndexError, "the inputs have changed");
         return Ref();
     }
-    Ref outputs(
-        PyObject_CallMethodObjArgs(found.recording.get(), the.recording_replay.name, inputs.list, nullptr));
+    Ref outputs(PyObject_CallFunctionObjArgs(replay->run, found.recording.get(), inputs.list, nullptr));
     return outputs ? of_list(&state->results, kept, outputs) : Ref();
 }
 
-PyObject *by_hand(const Entry::State *state, PyObject *inputs) { return PyObject_CallOneArg(state->by_hand, inputs); }
+/* Leaves a call to the entry for the values of the function's integers. */
+Answer replay_for_values(const Entry::State *state, PyObject *list, Ref *result) {
+    const FunctionState *function = state->own();
+    const std::vector<uint64_t> *order = state->order.empty() ? nullptr : &state->order;
+    Inputs inputs{list, order};
+    Items integers;
+    if (function->integers == nullptr || !integers.take(function->integers))
+        return PyErr_Occurred() ? Answer::error : Answer::no;
+    Ref values(PyTuple_New(integers.count));
+    for (Py_ssize_t i = 0; values && i < integers.count; i++) {
+        PyObject *value = inputs.at(PyLong_AsUnsignedLongLong(integers.at[i]));
+        if (PyErr_Occurred())
+            return Answer::error;
+        if (value == nullptr)
+            return Answer::no;
+        PyTuple_SET_ITEM(values.get(), i, Py_NewRef(value));
+    }
+    if (!values || !PyDict_Check(function->by_values))
+        return PyErr_Occurred() ? Answer::error : Answer::no;
+    Ref entry = Ref::dup(PyDict_GetItemWithError(function->by_values, values.get()));
+    if (!entry)
+        return PyErr_Occurred() ? Answer::error : Answer::no;
+    Ref kept = kept_inputs(&state->results, list);
+    if (!kept || !inputs.arrange())
+        return PyErr_Occurred() ? Answer::error : Answer::no;
+    Ref outputs(PyObject_CallOneArg(entry.get(), list));
+    if (outputs.get() == Py_None) {
+        if (order != nullptr)
+            inputs.arrange_back(order);
+        return Answer::no;
+    }
+    *result = outputs ? of_list(&state->results, kept, outputs) : Ref();
+    return *result ? Answer::yes : Answer::error;
+}
 
-/* Makes a fast replay. With no (there is none) or by_hand (Python must look), nothing has happened. */
+/* Makes a fast replay. */
 Answer replay_fast(Entry::State *state, PyObject *list, Ref *result) {
+    FunctionState *function = state->own();
+    if (function->manager == nullptr)
+        return Answer::no;
     OwnTurn turn;
     Found found;
-    if (const Answer answer = find_candidates(state->function, state->counters, &turn, &found); answer != Answer::yes)
+    if (!(found.manager = Ref(PyObject_CallNoArgs(function->manager))))
+        return Answer::error;
+    if (tree_state_in(found.manager.get()) == nullptr) // usually None
+        return Answer::no;
+    if (function->by_values != nullptr)
+        return replay_for_values(state, list, result);
+    if (const Answer answer = find_candidates(function, state->counters, &turn, &found); answer != Answer::yes)
         return answer;
-    const CandidateFilter::State *candidate_filter = found.candidate_filter ? candidate_filter_in(found.candidate_filter.get()) : nullptr;
-    Replay::State *replay = replay_in(found.replay.get());
-    if (replay == nullptr && candidate_filter == nullptr)
-        return Answer::by_hand;
+    counted.asked++;
     Ref kept = kept_inputs(&state->results, list);
     if (!kept)
-        return PyErr_Occurred() ? Answer::error : Answer::by_hand;
-    Ref mode = the.candidates_mode.of(found.candidates.get());
-    if (!mode)
-        return Answer::error;
-
+        return PyErr_Occurred() ? Answer::error : Answer::no;
     const std::vector<uint64_t> *order = state->order.empty() ? nullptr : &state->order;
     Inputs inputs{list, order};
     bool is_copied = false;
-    Answer taken = Answer::no;
-    for (size_t position = 0; taken == Answer::no; position++) {
-        if (candidate_filter != nullptr)
-            replay = find_next(&found, candidate_filter, inputs, &position) ? replay_in(found.replay.get()) : nullptr;
-        found.recording = replay == nullptr ? Ref() : Ref(PyObject_CallNoArgs(replay->recording));
-        if (replay != nullptr && !found.recording)
-            return Answer::error;
-        taken = found.recording && found.recording.get() != Py_None ? take(replay, inputs, &is_copied) : Answer::by_hand;
-        if (candidate_filter == nullptr)
-            break;
-    }
-    counted.asked += taken == Answer::yes || taken == Answer::no;
-    counted.fast += taken == Answer::yes;
-    if (taken != Answer::yes) {
+    if (const Answer taken = take_first(&found, inputs, &is_copied); taken != Answer::yes) {
         if (order != nullptr)
             inputs.arrange_back(order);
         return taken;
     }
-    if (!go_on_from(found, mode.get(), state->execution))
-        return Answer::error;
-    *result = is_copied || replay->in_python ? replayed_in_python(state, found, inputs, kept)
+    counted.fast++;
+    go_on_from(&found, state->execution);
+    Replay::State *replay = replay_in(found.replay.get());
+    *result = is_copied || replay->in_python ? replayed_in_python(state, found, replay, inputs, kept)
                                              : replayed(state, found, replay, inputs, kept);
     if (!*result)
         return Answer::error;
-    if (mode.get() == state->forward || mode.get() == state->backward) {
-        PyObject *pending = mode.get() == state->forward ? Py_True : Py_False;
-        if (!the.manager_running_forwards_with_pending_backwards.set(found.manager.get(), pending))
-            return Answer::error;
-    }
+    PyObject *mode = found.all()->mode;
+    if (mode == state->forward || mode == state->backward)
+        assign(&found.trees()->pending, mode == state->forward ? Py_True : Py_False);
     const void *read[] = {found.manager.get(), found.candidates.get(), found.replay.get(), replay,
                           replay->addresses,   replay->replays,        replay->graph,      state->function};
     std::copy(std::begin(read), std::end(read), state->near);
@@ -227,19 +249,15 @@ PyObject *entry_fast_call(Entry::State *state, PyObject *list) {
         Known::ahead(object, 0), Known::ahead(object, 64);
     for (size_t i = 0; i < state->firsts; i++)
         state->first[i].load();
-    Answer answer = Answer::by_hand;
+    if (!PyList_CheckExact(list) ||
+        !(state->order.empty() || static_cast<size_t>(PyList_GET_SIZE(list)) == state->order.size()) ||
+        !(state->partitions == nullptr || (PyList_GET_SIZE(state->partitions) == 1 &&
+                                           PyList_GET_ITEM(state->partitions, 0) == state->partition)))
+        Py_RETURN_NONE;
     Ref result;
-    if (PyList_CheckExact(list) &&
-        (state->order.empty() || static_cast<size_t>(PyList_GET_SIZE(list)) == state->order.size()) &&
-        (state->partitions == nullptr || (PyList_GET_SIZE(state->partitions) == 1 &&
-                                          PyList_GET_ITEM(state->partitions, 0) == state->partition)))
-        answer = replay_fast(state, list, &result);
-    switch (answer) {
-    case Answer::by_hand:
-        return by_hand(state, list);
+    switch (replay_fast(state, list, &result)) {
     case Answer::no:
-        if (state->partitions != nullptr && !the.function_was_asked.set(state->function, Py_True))
-            return nullptr;
+        state->own()->was_asked = state->partitions != nullptr;
         Py_RETURN_NONE;
     case Answer::yes: // the turn is free again, since releasing the inputs may run other code
         return PyList_SetSlice(list, 0, PyList_GET_SIZE(list), nullptr) < 0 ? nullptr : result.release();
@@ -273,33 +291,8 @@ PyType_Slot entry_slots[] = {
     {0, nullptr},
 };
 
-PyType_Spec entry_spec = {
-    "pygraph_trees.native._fast_path.Entry", sizeof(Entry), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, entry_slots,
-};
-
 } // namespace
 
-PyObject *pygraph::fast_path_counts() { return Py_BuildValue("KK", counted.asked, counted.fast); }
-
-bool pygraph::add_fast_path(PyObject *module) {
-#define INTERN(owner, attribute)                                                                                       \
-    if ((the.owner##_##attribute.name = PyUnicode_InternFromString(#attribute)) == nullptr)                            \
-        return false;
-    ATTRIBUTES(INTERN)
-#undef INTERN
-    Ref names(PyList_New(0));
-#define NOTE(owner, attribute)                                                                                         \
-    if (Ref name(names ? PyUnicode_FromString(#owner "." #attribute) : nullptr);                                      \
-        !name || PyList_Append(names.get(), name.get()) < 0)                                                           \
-        return false;
-    ATTRIBUTES(NOTE)
-#undef NOTE
-    if (PyModule_AddObjectRef(module, "NAMES", names.get()) < 0)
-        return false;
-    for (PyType_Spec *spec : {&replay_spec, &entry_spec, &call_spec, &addresses_spec, &counter_spec, &candidate_filter_spec, &turn_spec}) {
-        Ref type(PyType_FromSpec(spec));
-        if (!type || PyModule_AddType(module, reinterpret_cast<PyTypeObject *>(type.get())) < 0)
-            return false;
-    }
-    return true;
-}
+PyType_Spec pygraph::entry_spec = {
+    "pygraph_trees.native._fast_path.Entry", sizeof(Entry), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, entry_slots,
+};

@@ -1,10 +1,9 @@
-/* The unit of compilation of the module _fast_path. It includes the other C++ files, since torch's headers take nearly
-   all of the compiler's time and are then read only once. */
+/* The module pygraph_trees.native._fast_path, and its only unit of compilation. It includes the other C++ files, since
+   torch's headers take nearly all of the compiler's time and are then read only once.
 
-#include "tensors.cpp"
+   Must only be used with the torch for which it was compiled: see native/location.py. */
 
 #include "addresses.cpp"
-#include "attributes.cpp"
 #include "call.cpp"
 #include "candidates.cpp"
 #include "entry.cpp"
@@ -12,3 +11,71 @@
 #include "replay.cpp"
 #include "results.cpp"
 #include "tree.cpp"
+
+pygraph::Names pygraph::names;
+pygraph::Types pygraph::types;
+
+namespace {
+
+using namespace pygraph;
+
+PyObject *counts(PyObject *, PyObject *) { return Py_BuildValue("KK", counted.asked, counted.fast); }
+
+PyObject *thread_id(PyObject *, PyObject *) {
+    return PyLong_FromUnsignedLongLong(PyThreadState_GetID(PyThreadState_Get()));
+}
+
+PyMethodDef methods[] = {
+    {"counts", counts, METH_NOARGS, "How many calls asked for a fast replay, and how many got one."},
+    {"thread_id", thread_id, METH_NOARGS, "A number that identifies this thread among all, also those that have ended."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "pygraph_trees.native._fast_path", "The fast path.", 0, methods, nullptr, nullptr, nullptr,
+    nullptr,
+};
+
+/* Interns the names, and adds those of torch to the module as `NAMES`, with their owners; false with an exception. */
+bool add_names(PyObject *module) {
+    Ref list(PyList_New(0));
+#define ADD(owner, name)                                                                                               \
+    if (Ref full(list ? PyUnicode_FromString(#owner "." #name) : nullptr);                                             \
+        !full || (names.name = PyUnicode_InternFromString(#name)) == nullptr ||                                        \
+        PyList_Append(list.get(), full.get()) < 0)                                                                     \
+        return false;
+    TORCH_NAMES(ADD)
+#undef ADD
+    names.fast_call = PyUnicode_InternFromString("fast_call");
+    return names.fast_call != nullptr && PyModule_AddObjectRef(module, "NAMES", list.get()) == 0;
+}
+
+bool add_types(PyObject *module) {
+    PyTypeObject *other = nullptr;
+    const std::pair<PyType_Spec *, PyTypeObject **> all[] = {
+        {&replay_spec, &other},
+        {&entry_spec, &other},
+        {&call_spec, &other},
+        {&addresses_spec, &other},
+        {&counter_spec, &other},
+        {&candidate_filter_spec, &other},
+        {&candidates_spec, &types.candidates},
+        {&tree_state_spec, &types.tree_state},
+        {&function_state_spec, &types.function_state},
+    };
+    for (const auto &[spec, type] : all) {
+        *type = reinterpret_cast<PyTypeObject *>(PyType_FromSpec(spec)); // never freed, since the module is not either
+        if (*type == nullptr || PyModule_AddType(module, *type) < 0)
+            return false;
+    }
+    return true;
+}
+
+} // namespace
+
+PyMODINIT_FUNC PyInit__fast_path(void) {
+    PyObject *module = PyModule_Create(&definition);
+    if (module != nullptr && !(add_names(module) && add_types(module)))
+        Py_CLEAR(module);
+    return module;
+}

@@ -1,4 +1,4 @@
-/* The types that the files of the fast path share, and ATTRIBUTES, the Python attributes that they read and write.
+/* The types that the files of the fast path share, and TORCH_NAMES, the attributes of torch that they read by name.
 
    trees/native_names.py checks at import that each of these attributes exists. */
 
@@ -7,76 +7,25 @@
 #include "addresses.h"
 
 #include <array>
+#include <utility>
 #include <vector>
 
 namespace pygraph {
 
-enum class Answer { no, yes, by_hand, error };
+/* With no (there is no fast replay), nothing has happened, except that unneeded outputs may have been released. */
+enum class Answer { no, yes, error };
 
-/* A Python attribute. Hot attributes of our classes are slots; their offset in the type asked last is remembered. */
-class Attribute {
-  public:
-    PyObject *name = nullptr; // interned
-
-    /* NULL with an exception. */
-    Ref of(PyObject *object) {
-        if (Py_TYPE(object) != type && Py_TYPE(object) != without)
-            find(Py_TYPE(object));
-        if (Py_TYPE(object) == type) {
-            PyObject *value = *slot(object);
-            if (value != nullptr)
-                return Ref(Py_NewRef(value));
-        }
-        return Ref(PyObject_GetAttr(object, name));
-    }
-
-    /* False with an exception. */
-    bool set(PyObject *object, PyObject *value) {
-        if (Py_TYPE(object) != type && Py_TYPE(object) != without)
-            find(Py_TYPE(object));
-        if (Py_TYPE(object) != type)
-            return PyObject_SetAttr(object, name, value) == 0;
-        if (*slot(object) == value)
-            return true;
-        Ref before(*slot(object));
-        *slot(object) = Py_NewRef(value);
-        return true;
-    }
-
-    /* Whether the attribute is true; -1 with an exception. */
-    int is_true(PyObject *object) {
-        Ref value = of(object);
-        return value ? PyObject_IsTrue(value.get()) : -1;
-    }
-
-  private:
-    PyTypeObject *type = nullptr, *without = nullptr; // owned: the last type with such a slot, and the last without
-    Py_ssize_t offset = 0;
-
-    PyObject **slot(PyObject *object) const {
-        return reinterpret_cast<PyObject **>(reinterpret_cast<char *>(object) + offset);
-    }
-
-    void find(PyTypeObject *asked);
-};
-
-#define ATTRIBUTES(each)                                                                                              \
-    each(function, manager) each(function, function_id) each(function, thread) each(function, was_asked)              \
-    each(manager, graph) each(manager, _current_node) each(manager, current_gen) each(manager, _candidates)           \
-    each(manager, running_forwards_with_pending_backwards) each(manager, has_live_user_visible_output_cloning)        \
-    each(manager, mode) each(manager, compile_id) each(manager, path_state) each(manager, turn)                       \
-    each(steps, mark_step_counter)                                                                                    \
-    each(generations, generation) each(candidates, begins) each(candidates, replay) each(candidates, mode)            \
-    each(candidates, replays) each(candidates, candidate_filter) each(candidates, compile_id)                         \
-    each(recording, _check_what_died) each(recording, _own_outputs)                                                   \
-    each(recording, replay) each(graph, replay) each(compiled, current_callable) each(callable, fast_call)             \
-    each(profiler, _is_profiler_enabled) each(debug, RECORD_GRAPH_EXECUTION)
-#define DECLARE(owner, name) Attribute owner##_##name;
-struct Attributes {
-    ATTRIBUTES(DECLARE)
+#define TORCH_NAMES(each)                                                                                             \
+    each(steps, mark_step_counter) each(generations, generation) each(graph, replay)                                  \
+    each(manager, has_live_user_visible_output_cloning) each(manager, try_end_curr_execution)                         \
+    each(compiled, current_callable) each(profiler, _is_profiler_enabled) each(debug, RECORD_GRAPH_EXECUTION)
+#define DECLARE(owner, name) PyObject *name = nullptr;
+struct Names {
+    TORCH_NAMES(DECLARE)
+    PyObject *fast_call = nullptr; // of ours, on the functions that torch calls
 };
 #undef DECLARE
-extern Attributes the;
+extern Names names; // interned
 
 /* Where a tensor's object, implementation and storage were at the last call. */
 struct Known {
@@ -166,9 +115,6 @@ inline bool is_tuple(PyObject *object) {
     return PyTuple_Check(object);
 }
 
-/* Appends numbers that are packed as bytes; false with an exception. */
-bool unpack(PyObject *bytes, std::vector<uint64_t> *numbers);
-
 /* Outputs that must be dead. */
 struct Mortal {
     struct Run {
@@ -211,15 +157,19 @@ struct Replay {
         PyObject *addresses = nullptr; // an Addresses, or None
         PyObject *replays = nullptr;   // a Counter
         PyObject *graph = nullptr;
-        PyObject *cached = nullptr, *others = nullptr; // the outputs, as for outputs() in native/tensors.cpp
+        PyObject *cached = nullptr, *others = nullptr; // the cached outputs, and the values of the others
+        // Functions in Python that take the recording: they check what died, make all outputs, and replay for inputs.
+        PyObject *check = nullptr, *make = nullptr, *run = nullptr;
         std::vector<Watched> fixed, asked;
         std::vector<uint64_t> managed; // inputs that are released before the launch
         std::vector<uint64_t> lasting; // managed inputs that need not be seen to die
         std::vector<Returned> returned; // inputs that are outputs, unchanged
-        bool in_python = false;        // an output is made from an input in another way
+        bool in_python = false;        // inputs are copied, or an output is made from an input in another way
         Mortal before, after;
 
-        std::array<PyObject *, 7> held() const { return {recording, prepare, addresses, replays, graph, cached, others}; }
+        std::array<PyObject **, 10> held() {
+            return {&recording, &prepare, &addresses, &replays, &graph, &cached, &others, &check, &make, &run};
+        }
     } *state;
 };
 
@@ -244,7 +194,7 @@ struct CandidateFilter {
     } *state;
 };
 
-extern PyType_Spec replay_spec, call_spec, candidate_filter_spec;
+extern PyType_Spec replay_spec, entry_spec, call_spec, candidate_filter_spec;
 
 /* The state of a CandidateFilter; NULL for any other object. */
 CandidateFilter::State *candidate_filter_in(PyObject *object);
@@ -255,8 +205,8 @@ bool sift(const CandidateFilter::State *state, const Inputs &inputs, size_t *pos
 /* The state of a Replay; NULL for any other object. */
 Replay::State *replay_in(PyObject *object);
 
-/* Does what Recording.accepts does. The answer is by_hand if Python must do it, and then nothing has happened. Sets
-   `is_copied` if Python must replay. */
+/* Decides whether a recording takes the inputs of a call; if so, its graph holds their addresses, and inputs that must be
+   dead are released. Sets `is_copied` if inputs were copied for this call, so that Python must replay. */
 Answer take(Replay::State *state, Inputs &inputs, bool *is_copied);
 
 /* Counts the replay and launches the graph; false with an exception. */
@@ -266,7 +216,7 @@ bool launch(const Replay::State *replay);
    inputs that are outputs. False if an output must be made. */
 bool at_hand(const Replay::State *replay, PyObject *returned, std::vector<PyObject *> *outputs);
 
-/* The outputs of a recording as a list; NULL with an exception. */
+/* The outputs of a recording as a list, made in Python; NULL with an exception. */
 Ref outputs_of(PyObject *recording, const Replay::State *replay, PyObject *returned);
 
 /* Where a parameter was at the last call. */
@@ -277,6 +227,34 @@ struct Parameter {
 /* Whether all gradients of the current backward are accumulated, and no other code sees them; see native/gradients.cpp.
    It notes the parameters' places, which are loaded ahead the next time. */
 bool are_only_accumulated(std::vector<Parameter> *parameters);
+
+/* Replaces a reference that an object owns. */
+inline void assign(PyObject **place, PyObject *value) {
+    if (*place != value)
+        Ref before(std::exchange(*place, Py_NewRef(value)));
+}
+
+/* Visits, clears and frees an object whose method `held` gives the places of all references that it owns. */
+template <typename Object> int held_traverse(PyObject *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE(self));
+    for (PyObject **held : reinterpret_cast<Object *>(self)->held())
+        Py_VISIT(*held);
+    return 0;
+}
+
+template <typename Object> int held_clear(PyObject *self) {
+    for (PyObject **held : reinterpret_cast<Object *>(self)->held())
+        Py_CLEAR(*held);
+    return 0;
+}
+
+template <typename Object> void held_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    held_clear<Object>(self);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
 
 /* Wraps a function that makes an object, for use as tp_new. */
 template <PyObject *(*make)(PyTypeObject *, PyObject *, PyObject *)>

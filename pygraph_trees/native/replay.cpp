@@ -1,8 +1,8 @@
 /* One recording's part in a fast replay: pygraph_trees.native._fast_path.Replay.
 
    It knows which inputs must be at which addresses, which inputs have addresses that the graph is given, which tensors
-   must be dead, and what is returned. `take` does what Recording.accepts does; it asks Python about new addresses, and
-   about outputs that do not seem dead. trees/fast_path.py makes it. */
+   must be dead, and what is returned. It asks Python about new addresses, and about outputs that do not seem dead.
+   trees/fast_path.py makes it. */
 
 #include "fast_path.h"
 
@@ -138,12 +138,13 @@ namespace {
 
 PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static const char *known[] = {"recording", "prepare", "addresses", "replays", "graph", "cached", "others",
-                                  "places",    "patched", "managed", "returned", "before", "after", nullptr};
+                                  "places",    "patched", "managed", "returned", "before", "after", "check", "make",
+                                  "run", nullptr};
     PyObject *recording, *prepare, *addresses, *replays, *graph, *cached, *others, *places, *patched, *managed, *returned,
-        *before, *after;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOO!O!OOOOOO", const_cast<char **>(known), &recording,
+        *before, *after, *check, *make, *run;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOO!O!OOOOOOOOO", const_cast<char **>(known), &recording,
                                      &prepare, &addresses, &replays, &graph, &PyList_Type, &cached, &PyList_Type, &others,
-                                     &places, &patched, &managed, &returned, &before, &after))
+                                     &places, &patched, &managed, &returned, &before, &after, &check, &make, &run))
         return nullptr;
     if ((addresses != Py_None && addresses_in(addresses) == nullptr) || counter_in(replays) == nullptr) {
         PyErr_SetString(PyExc_TypeError, "expected an Addresses or None, and a Counter");
@@ -160,6 +161,9 @@ PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keyword
     state->graph = Py_NewRef(graph);
     state->cached = Py_NewRef(cached);
     state->others = Py_NewRef(others);
+    state->check = Py_NewRef(check);
+    state->make = Py_NewRef(make);
+    state->run = Py_NewRef(run);
     Packed<Place> fixed;
     Packed<Replay::Returned> unchanged;
     std::vector<uint64_t> asked;
@@ -179,12 +183,12 @@ PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keyword
 }
 
 int replay_traverse(PyObject *self, visitproc visit, void *arg) {
-    const auto *state = reinterpret_cast<Replay *>(self)->state;
+    auto *state = reinterpret_cast<Replay *>(self)->state;
     Py_VISIT(Py_TYPE(self));
     if (state == nullptr)
         return 0;
-    for (PyObject *held : state->held())
-        Py_VISIT(held);
+    for (PyObject **held : state->held())
+        Py_VISIT(*held);
     const int found = state->before.visit(visit, arg);
     return found != 0 ? found : state->after.visit(visit, arg);
 }
@@ -195,8 +199,8 @@ int replay_clear(PyObject *self) {
     if (state != nullptr) {
         state->before.clear();
         state->after.clear();
-        for (PyObject *held : state->held())
-            Py_XDECREF(held);
+        for (PyObject **held : state->held())
+            Py_CLEAR(*held);
     }
     delete state;
     return 0;
@@ -218,12 +222,12 @@ Answer find(Replay::State *state, const Inputs &inputs) {
             Watched &input = (*all)[i];
             PyObject *object = inputs.at(input.index);
             if (object == nullptr || !is_tensor(object))
-                return Answer::by_hand; // Python raises the error
+                return Answer::no; // the slow path raises the error
             const at::Tensor &tensor = THPVariable_Unpack(object);
             const uint64_t address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
             if (all == &state->asked) {
                 if (tensor.is_neg())
-                    return Answer::by_hand; // a tangent may be negated at one call and not at the next
+                    return Answer::no; // a tangent may be negated at one call and not at the next
                 input.address = address;
             } else if (address != input.address)
                 return Answer::no;
@@ -337,7 +341,7 @@ Answer pygraph::take(Replay::State *state, Inputs &inputs, bool *is_copied) {
     }
     if (dead == 0) {
         Ref recording(PyObject_CallNoArgs(state->recording));
-        Ref checked(recording ? PyObject_CallMethodNoArgs(recording.get(), the.recording__check_what_died.name) : nullptr);
+        Ref checked(recording ? PyObject_CallOneArg(state->check, recording.get()) : nullptr);
         return checked ? Answer::yes : Answer::error;
     }
     return dead < 0 ? Answer::error : Answer::yes;
@@ -345,7 +349,7 @@ Answer pygraph::take(Replay::State *state, Inputs &inputs, bool *is_copied) {
 
 bool pygraph::launch(const Replay::State *replay) {
     counter_in(replay->replays)->value++;
-    return bool(Ref(PyObject_CallMethodNoArgs(replay->graph, the.graph_replay.name)));
+    return bool(Ref(PyObject_CallMethodNoArgs(replay->graph, names.replay)));
 }
 
 bool pygraph::at_hand(const Replay::State *replay, PyObject *returned, std::vector<PyObject *> *outputs) {
@@ -375,7 +379,7 @@ bool pygraph::at_hand(const Replay::State *replay, PyObject *returned, std::vect
 }
 
 Ref pygraph::outputs_of(PyObject *recording, const Replay::State *replay, PyObject *returned) {
-    Ref outputs(PyObject_CallMethodNoArgs(recording, the.recording__own_outputs.name));
+    Ref outputs(PyObject_CallOneArg(replay->make, recording));
     for (size_t i = 0; outputs && i < replay->returned.size(); i++) {
         PyObject *input = PyTuple_GET_ITEM(returned, static_cast<Py_ssize_t>(i));
         if (PySequence_SetItem(outputs.get(), static_cast<Py_ssize_t>(replay->returned[i].output), input) < 0)

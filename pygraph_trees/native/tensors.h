@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <vector>
 
 namespace pygraph {
 
@@ -17,10 +18,6 @@ namespace pygraph {
 struct Items {
     PyObject **at = nullptr;
     Py_ssize_t count = 0;
-
-    PyObject *get(uint64_t index) const {
-        return index < static_cast<uint64_t>(count) ? at[index] : nullptr;
-    }
 
     /* False with an exception. */
     bool take(PyObject *sequence) {
@@ -57,6 +54,16 @@ template <typename Record> struct Packed {
     }
 };
 
+/* Appends numbers that are packed as bytes; false with an exception. */
+inline bool unpack(PyObject *bytes, std::vector<uint64_t> *numbers) {
+    Packed<uint64_t> packed;
+    if (!packed.take(bytes))
+        return false;
+    for (Py_ssize_t i = 0; i < packed.count; i++)
+        numbers->push_back(packed[i]);
+    return true;
+}
+
 inline bool is_tensor(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object), *tensor = reinterpret_cast<PyTypeObject *>(THPVariableClass);
     return type == tensor || PyType_IsSubtype(type, tensor);
@@ -69,39 +76,6 @@ inline const at::Tensor *tensor_of(PyObject *object) {
         return nullptr;
     }
     return &THPVariable_Unpack(object);
-}
-
-/* Begins to load the fields of many tensors that are read next. Between two calls of a model they have left the caches.
-   Each of three reads leads to the next, so reading one tensor after another would wait for memory three times each. */
-template <typename ObjectAt> void load_ahead(Py_ssize_t count, ObjectAt object_at) {
-    constexpr Py_ssize_t few = 8, at_once = 64;
-    // Loads only the fields that are read, whatever the boundaries of cache lines: the start of each object, and the
-    // last fields of a tensor. A wrong offset only costs time.
-    const auto load = [](const void *begin, size_t offset) {
-        __builtin_prefetch(static_cast<const char *>(begin) + offset);
-    };
-    PyObject *objects[at_once];
-    const c10::TensorImpl *tensors[at_once];
-    for (Py_ssize_t begin = 0; count >= few && begin < count; begin += at_once) {
-        const Py_ssize_t end = std::min(count - begin, at_once);
-        for (Py_ssize_t i = 0; i < end; i++) {
-            objects[i] = object_at(begin + i);
-            if (objects[i] != nullptr)
-                load(objects[i], 0), load(objects[i], 31);
-        }
-        Py_ssize_t found = 0;
-        for (Py_ssize_t i = 0; i < end; i++)
-            if (objects[i] != nullptr && is_tensor(objects[i])) {
-                tensors[found] = THPVariable_Unpack(objects[i]).unsafeGetTensorImpl();
-                load(tensors[found], 8), load(tensors[found], 31);
-                load(tensors[found], sizeof(c10::TensorImpl) - 32);
-                load(tensors[found++], sizeof(c10::TensorImpl) - 1);
-            }
-        for (Py_ssize_t i = 0; i < found; i++) {
-            const void *storage = tensors[i]->unsafe_storage().unsafeGetStorageImpl();
-            load(storage, 8), load(storage, 31);
-        }
-    }
 }
 
 struct Place {
@@ -134,11 +108,5 @@ template <typename Function> PyObject *translated(const Function &function) {
     }
     return nullptr;
 }
-
-/* The number of calls that asked for a fast replay in C++, and of those that were replayed so. */
-PyObject *fast_path_counts();
-
-/* Adds the types of all C++ files to the module; false with an exception. */
-bool add_fast_path(PyObject *module);
 
 } // namespace pygraph

@@ -2,166 +2,258 @@
 
 #include "tree.h"
 
+#include <structmember.h>
+
 #include <utility>
 
 namespace {
 
 using namespace pygraph;
 
+constexpr int ASKED_BEFORE = 8; // calls before a filter is made: making one takes longer than many calls without it
+
 /* An attribute of a class that changes at each step, so the interpreter does not cache it; NULL with an exception. */
-Ref of_class(PyObject *type, Attribute &attribute) {
+Ref of_class(PyObject *type, PyObject *name) {
     if (!PyType_Check(type)) // the counter of generations is an object since torch 2.15
-        return attribute.of(type);
-    PyObject *value = PyDict_GetItemWithError(reinterpret_cast<PyTypeObject *>(type)->tp_dict, attribute.name);
-    return value == nullptr && !PyErr_Occurred() ? Ref(PyObject_GetAttr(type, attribute.name)) : Ref::dup(value);
+        return Ref(PyObject_GetAttr(type, name));
+    PyObject *value = PyDict_GetItemWithError(reinterpret_cast<PyTypeObject *>(type)->tp_dict, name);
+    return value == nullptr && !PyErr_Occurred() ? Ref(PyObject_GetAttr(type, name)) : Ref::dup(value);
 }
 
-/* Held by the current call, see trees/manager.py. No code waits for it, so it is no lock; the GIL protects it. */
-struct Turn {
-    PyObject_HEAD
-    bool is_taken;
-};
-
-PyObject *make_turn(PyTypeObject *type, PyObject *, PyObject *) { return type->tp_alloc(type, 0); }
-
-void turn_dealloc(PyObject *self) {
-    PyTypeObject *type = Py_TYPE(self);
-    type->tp_free(self);
-    Py_DECREF(type);
+PyObject *take_turn(PyObject *self, PyObject *) {
+    return PyBool_FromLong(!std::exchange(reinterpret_cast<TreeState *>(self)->is_taken, true));
 }
 
-PyObject *turn_acquire(PyObject *self, PyObject *, PyObject *) {
-    auto *turn = reinterpret_cast<Turn *>(self);
-    return PyBool_FromLong(!std::exchange(turn->is_taken, true));
-}
-
-PyObject *turn_release(PyObject *self, PyObject *) {
-    auto *turn = reinterpret_cast<Turn *>(self);
-    if (!std::exchange(turn->is_taken, false))
-        return PyErr_Format(PyExc_RuntimeError, "it is nobody's turn");
+PyObject *end_turn(PyObject *self, PyObject *) {
+    if (!std::exchange(reinterpret_cast<TreeState *>(self)->is_taken, false))
+        return PyErr_Format(PyExc_RuntimeError, "no call has the turn");
     Py_RETURN_NONE;
 }
 
-PyObject *turn_locked(PyObject *self, PyObject *) {
-    return PyBool_FromLong(reinterpret_cast<Turn *>(self)->is_taken);
-}
-
-PyMethodDef turn_methods[] = {
-    {"acquire", reinterpret_cast<PyCFunction>(reinterpret_cast<void *>(turn_acquire)), METH_VARARGS | METH_KEYWORDS,
-     "Whether it was nobody's; as a lock's, which does not block."},
-    {"release", turn_release, METH_NOARGS, "It is nobody's any more."},
-    {"locked", turn_locked, METH_NOARGS, "Whether it is somebody's."},
+PyMethodDef tree_state_methods[] = {
+    {"take_turn", take_turn, METH_NOARGS, "Takes the turn and returns True, unless another call has it."},
+    {"end_turn", end_turn, METH_NOARGS, "Gives the turn back."},
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyType_Slot turn_slots[] = {
-    {Py_tp_doc, const_cast<char *>("Whose turn it is among calls that go through the same trees; see the source.")},
-    {Py_tp_new, reinterpret_cast<void *>(make_turn)},
-    {Py_tp_dealloc, reinterpret_cast<void *>(turn_dealloc)},
-    {Py_tp_methods, turn_methods},
+PyMemberDef tree_state_members[] = {
+    {"graph", T_OBJECT_EX, offsetof(TreeState, graph), 0, nullptr},
+    {"_current_node", T_OBJECT_EX, offsetof(TreeState, current_node), 0, nullptr},
+    {"path_state", T_OBJECT_EX, offsetof(TreeState, path_state), 0, nullptr},
+    {"mode", T_OBJECT_EX, offsetof(TreeState, mode), 0, nullptr},
+    {"compile_id", T_OBJECT_EX, offsetof(TreeState, compile_id), 0, nullptr},
+    {"current_gen", T_OBJECT_EX, offsetof(TreeState, generation), 0, nullptr},
+    {"running_forwards_with_pending_backwards", T_OBJECT_EX, offsetof(TreeState, pending), 0, nullptr},
+    {"_candidates", T_OBJECT_EX, offsetof(TreeState, candidates), 0, nullptr},
+    {"_find", T_OBJECT_EX, offsetof(TreeState, find), 0, nullptr},
+    {"is_taken", T_BOOL, offsetof(TreeState, is_taken), READONLY, "Whether a call has the turn."},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyType_Slot tree_state_slots[] = {
+    {Py_tp_doc, const_cast<char *>("The state of a manager that replays read and write; see the source.")},
+    {Py_tp_new, reinterpret_cast<void *>(PyType_GenericNew)},
+    {Py_tp_dealloc, reinterpret_cast<void *>(held_dealloc<TreeState>)},
+    {Py_tp_traverse, reinterpret_cast<void *>(held_traverse<TreeState>)},
+    {Py_tp_clear, reinterpret_cast<void *>(held_clear<TreeState>)},
+    {Py_tp_methods, tree_state_methods},
+    {Py_tp_members, tree_state_members},
     {0, nullptr},
 };
 
-} // namespace
-
-PyType_Spec pygraph::turn_spec = {
-    "pygraph_trees.native._fast_path.Turn", sizeof(Turn), 0, Py_TPFLAGS_DEFAULT, turn_slots,
+PyMemberDef function_state_members[] = {
+    {"manager", T_OBJECT_EX, offsetof(FunctionState, manager), 0, nullptr},
+    {"function_id", T_OBJECT_EX, offsetof(FunctionState, function_id), 0, nullptr},
+    {"integers", T_OBJECT_EX, offsetof(FunctionState, integers), 0, nullptr},
+    {"by_values", T_OBJECT_EX, offsetof(FunctionState, by_values), 0, nullptr},
+    {"thread", T_ULONGLONG, offsetof(FunctionState, thread), 0, nullptr},
+    {"was_asked", T_BOOL, offsetof(FunctionState, was_asked), 0, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
 };
 
-pygraph::OwnTurn::~OwnTurn() {
-    if (turn)
-        reinterpret_cast<Turn *>(turn.get())->is_taken = false;
-}
+PyType_Slot function_state_slots[] = {
+    {Py_tp_doc, const_cast<char *>("The state of a function that replays read; see the source.")},
+    {Py_tp_new, reinterpret_cast<void *>(PyType_GenericNew)},
+    {Py_tp_dealloc, reinterpret_cast<void *>(held_dealloc<FunctionState>)},
+    {Py_tp_traverse, reinterpret_cast<void *>(held_traverse<FunctionState>)},
+    {Py_tp_clear, reinterpret_cast<void *>(held_clear<FunctionState>)},
+    {Py_tp_members, function_state_members},
+    {0, nullptr},
+};
 
-Answer pygraph::OwnTurn::take(PyObject *manager) {
-    Ref found = the.manager_turn.of(manager);
-    if (!found)
-        return Answer::error;
-    if (Py_TYPE(found.get())->tp_dealloc != turn_dealloc ||
-        std::exchange(reinterpret_cast<Turn *>(found.get())->is_taken, true))
-        return Answer::by_hand;
-    turn = std::move(found);
-    return Answer::yes;
-}
-
-Answer pygraph::find_candidates(PyObject *function, const Counters &counters, OwnTurn *turn, Found *found) {
-    Ref reference = the.function_manager.of(function);
-    if (!reference || !(found->manager = Ref(PyObject_CallNoArgs(reference.get()))))
-        return Answer::error;
-    PyObject *manager = found->manager.get();
-    if (manager == Py_None)
-        return Answer::by_hand;
-    Ref thread = the.function_thread.of(function);
-    if (!thread)
-        return Answer::error;
-    if (thread.get() != Py_None) {
-        const uint64_t number = PyLong_AsUnsignedLongLong(thread.get());
-        if (PyErr_Occurred())
-            return Answer::error;
-        if (number != PyThreadState_GetID(PyThreadState_Get()))
-            return Answer::by_hand;
+PyObject *make_candidates(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
+    static const char *known[] = {"begins", "mode", "compile_id", "replays", "make_filter", "release", nullptr};
+    PyObject *begins, *mode, *compile_id, *replays, *make_filter, *release;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOO!OO", const_cast<char **>(known), &begins, &mode,
+                                     &compile_id, &PyTuple_Type, &replays, &make_filter, &release))
+        return nullptr;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(replays); i++)
+        if (replay_in(PyTuple_GET_ITEM(replays, i)) == nullptr)
+            return PyErr_Format(PyExc_TypeError, "expected a tuple of Replay objects");
+    PyObject *made = type->tp_alloc(type, 0);
+    if (made != nullptr) {
+        auto *candidates = reinterpret_cast<Candidates *>(made);
+        candidates->begins = begins == Py_None ? -1 : begins == Py_True;
+        candidates->mode = Py_NewRef(mode);
+        candidates->compile_id = Py_NewRef(compile_id);
+        candidates->replays = Py_NewRef(replays);
+        candidates->make_filter = Py_NewRef(make_filter);
+        candidates->release = Py_NewRef(release);
     }
-    const Answer taken = turn->take(manager);
-    if (taken != Answer::yes)
-        return taken;
-    Ref graph, node, current, places, steps, function_id, wanted;
-    if (!(graph = the.manager_graph.of(manager)) || !(node = the.manager__current_node.of(manager)) ||
-        !(current = the.manager_current_gen.of(manager)) || !(places = the.manager__candidates.of(manager)) ||
-        !(steps = of_class(counters.steps, the.steps_mark_step_counter)) ||
-        !(function_id = the.function_function_id.of(function)))
-        return Answer::error;
-    if (graph.get() == Py_None || !PyDict_Check(places.get()))
-        return Answer::by_hand;
-    places = Ref::dup(PyDict_GetItemWithError(places.get(), function_id.get()));
-    if (!places || !PyDict_Check(places.get()))
-        return PyErr_Occurred() ? Answer::error : Answer::by_hand;
-    found->candidates = Ref::dup(PyDict_GetItemWithError(places.get(), node.get()));
-    if (!found->candidates)
-        return PyErr_Occurred() ? Answer::error : Answer::by_hand;
+    return made;
+}
 
-    const int marked = PyObject_IsTrue(steps.get());
+PyMemberDef candidates_members[] = {
+    {"replays", T_OBJECT_EX, offsetof(Candidates, replays), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyType_Slot candidates_slots[] = {
+    {Py_tp_doc, const_cast<char *>("The recordings of one function at one place; see the source.")},
+    {Py_tp_new, reinterpret_cast<void *>(translate<make_candidates>)},
+    {Py_tp_dealloc, reinterpret_cast<void *>(held_dealloc<Candidates>)},
+    {Py_tp_traverse, reinterpret_cast<void *>(held_traverse<Candidates>)},
+    {Py_tp_clear, reinterpret_cast<void *>(held_clear<Candidates>)},
+    {Py_tp_members, candidates_members},
+    {0, nullptr},
+};
+
+bool is_candidates(PyObject *object) { return Py_TYPE(object) == types.candidates; }
+
+/* Whether a new step begins with this call; -1 with an exception. Finds the number of its step. */
+int begins_step(const TreeState *trees, const Counters &counters, Ref *generation) {
+    Ref steps = of_class(counters.steps, names.mark_step_counter);
+    const int marked = steps ? PyObject_IsTrue(steps.get()) : -1;
     if (marked < 0)
-        return Answer::error;
-    found->generation = marked ? Ref::dup(steps.get()) : of_class(counters.generations, the.generations_generation);
-    if (!found->generation)
-        return Answer::error;
-    int begins = PyObject_RichCompareBool(current.get(), found->generation.get(), Py_NE);
-    if (begins > 0 && !marked) {
-        const int pending = the.manager_running_forwards_with_pending_backwards.is_true(manager);
-        begins = pending < 0 ? -1 : !pending;
-    }
-    if (begins < 0)
-        return Answer::error;
-    if (begins && counters.clones) {
-        const int clones = the.manager_has_live_user_visible_output_cloning.is_true(manager);
-        if (clones)
-            return clones < 0 ? Answer::error : Answer::by_hand;
-    }
-    PyObject *candidates = found->candidates.get();
-    if (!(wanted = the.candidates_begins.of(candidates)) || !(found->replay = the.candidates_replay.of(candidates)))
-        return Answer::error;
-    if (found->replay.get() == Py_None &&
-        (!(found->candidate_filter = the.candidates_candidate_filter.of(candidates)) ||
-         !(found->replays = the.candidates_replays.of(candidates))))
-        return Answer::error;
-    return wanted.get() == Py_None || wanted.get() == (begins ? Py_True : Py_False) ? Answer::yes : Answer::by_hand;
+        return -1;
+    *generation = marked ? std::move(steps) : of_class(counters.generations, names.generation);
+    if (!*generation)
+        return -1;
+    const int differs = PyObject_RichCompareBool(trees->generation, generation->get(), Py_NE);
+    if (differs <= 0 || marked)
+        return differs;
+    const int pending = PyObject_IsTrue(trees->pending);
+    return pending < 0 ? -1 : !pending;
 }
 
-bool pygraph::find_next(Found *found, const CandidateFilter::State *candidate_filter, const Inputs &inputs, size_t *position) {
-    PyObject *replays = found->replays.get();
-    if (!PyTuple_Check(replays) || static_cast<size_t>(PyTuple_GET_SIZE(replays)) != candidate_filter->count ||
-        !sift(candidate_filter, inputs, position) || *position >= candidate_filter->count)
+} // namespace
+
+PyType_Spec pygraph::tree_state_spec = {
+    "pygraph_trees.native._fast_path.TreeState", sizeof(TreeState), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, tree_state_slots,
+};
+
+PyType_Spec pygraph::function_state_spec = {
+    "pygraph_trees.native._fast_path.FunctionState", sizeof(FunctionState), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, function_state_slots,
+};
+
+PyType_Spec pygraph::candidates_spec = {
+    "pygraph_trees.native._fast_path.Candidates", sizeof(Candidates), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    candidates_slots,
+};
+
+TreeState *pygraph::tree_state_in(PyObject *object) {
+    return PyObject_TypeCheck(object, types.tree_state) ? reinterpret_cast<TreeState *>(object) : nullptr;
+}
+
+FunctionState *pygraph::function_state_in(PyObject *object) {
+    return PyObject_TypeCheck(object, types.function_state) ? reinterpret_cast<FunctionState *>(object) : nullptr;
+}
+
+pygraph::OwnTurn::~OwnTurn() {
+    if (owner)
+        reinterpret_cast<TreeState *>(owner.get())->is_taken = false;
+}
+
+bool pygraph::OwnTurn::take(TreeState *trees) {
+    if (std::exchange(trees->is_taken, true))
         return false;
-    found->replay = Ref(Py_NewRef(PyTuple_GET_ITEM(replays, static_cast<Py_ssize_t>(*position))));
+    owner = Ref::dup(reinterpret_cast<PyObject *>(trees));
     return true;
 }
 
-bool pygraph::go_on_from(Found &found, PyObject *mode, PyObject *execution) {
-    PyObject *manager = found.manager.get();
-    Ref compile_id = the.candidates_compile_id.of(found.candidates.get());
-    return compile_id && the.manager_mode.set(manager, mode) &&
-           the.manager_compile_id.set(manager, compile_id.get()) &&
-           the.manager__current_node.set(manager, found.recording.get()) &&
-           the.manager_path_state.set(manager, execution) &&
-           the.manager_current_gen.set(manager, found.generation.get());
+Answer pygraph::find_candidates(const FunctionState *function, const Counters &counters, OwnTurn *turn, Found *found) {
+    if (function->thread != 0 && function->thread != PyThreadState_GetID(PyThreadState_Get()))
+        return Answer::no;
+    TreeState *trees = found->trees();
+    if (!turn->take(trees))
+        return Answer::no;
+    for (PyObject **held : trees->held()) // upstream's names may change, and managers are shut down
+        if (*held == nullptr && held != &trees->mode && held != &trees->compile_id)
+            return Answer::no;
+    if (trees->graph == Py_None || !PyDict_Check(trees->candidates) || function->function_id == nullptr)
+        return Answer::no;
+    const int begins = begins_step(trees, counters, &found->generation);
+    if (begins < 0)
+        return Answer::error;
+    PyObject *places = PyDict_GetItemWithError(trees->candidates, function->function_id);
+    PyObject *known = places != nullptr && PyDict_Check(places)
+                          ? PyDict_GetItemWithError(places, trees->current_node)
+                          : nullptr;
+    if (PyErr_Occurred())
+        return Answer::error;
+    const int wanted = known != nullptr && is_candidates(known) ? reinterpret_cast<Candidates *>(known)->begins : begins + 1;
+    if (wanted >= 0 && wanted != begins) {
+        found->candidates = Ref(PyObject_CallFunctionObjArgs(trees->find, found->manager.get(), function->function_id,
+                                                             begins ? Py_True : Py_False, nullptr));
+        if (!found->candidates)
+            return Answer::error;
+        return is_candidates(found->candidates.get()) ? Answer::yes : Answer::no;
+    }
+    found->candidates = Ref::dup(known);
+    if (!begins || !counters.clones)
+        return Answer::yes;
+    Ref clones(PyObject_GetAttr(found->manager.get(), names.has_live_user_visible_output_cloning));
+    const int clones_now = clones ? PyObject_IsTrue(clones.get()) : -1;
+    if (clones_now > 0 && !Ref(PyObject_CallMethodNoArgs(found->manager.get(), names.try_end_curr_execution)))
+        return Answer::error;
+    return clones_now < 0 ? Answer::error : Answer::yes;
+}
+
+Answer pygraph::take_first(Found *found, Inputs &inputs, bool *is_copied) {
+    Candidates *candidates = found->all();
+    const auto count = static_cast<size_t>(PyTuple_GET_SIZE(candidates->replays));
+    if (count > 1 && candidates->filter == nullptr && ++candidates->asked > ASKED_BEFORE) {
+        PyObject *made = PyObject_CallNoArgs(candidates->make_filter);
+        if (made == nullptr)
+            return Answer::error;
+        Py_XSETREF(candidates->filter, made);
+    }
+    const CandidateFilter::State *filter =
+        candidates->filter == nullptr ? nullptr : candidate_filter_in(candidates->filter);
+    if (filter != nullptr && filter->count != count)
+        filter = nullptr;
+    for (bool is_last = count <= 1;; is_last = true) {
+        for (size_t position = 0; position < count; position++) {
+            if (filter != nullptr && (!sift(filter, inputs, &position) || position >= count))
+                break;
+            found->replay = Ref::dup(PyTuple_GET_ITEM(candidates->replays, static_cast<Py_ssize_t>(position)));
+            Replay::State *replay = replay_in(found->replay.get());
+            if (replay == nullptr)
+                continue;
+            found->recording = Ref(PyObject_CallNoArgs(replay->recording));
+            if (!found->recording)
+                return Answer::error;
+            const Answer taken = found->recording.get() == Py_None ? Answer::no : take(replay, inputs, is_copied);
+            if (taken != Answer::no)
+                return taken;
+        }
+        if (is_last)
+            return Answer::no;
+        Ref released(PyObject_CallNoArgs(candidates->release)); // then one may fit
+        const int any = released ? PyObject_IsTrue(released.get()) : -1;
+        if (any <= 0)
+            return any < 0 ? Answer::error : Answer::no;
+    }
+}
+
+void pygraph::go_on_from(Found *found, PyObject *path_state) {
+    TreeState *trees = found->trees();
+    const Candidates *candidates = found->all();
+    assign(&trees->mode, candidates->mode);
+    assign(&trees->compile_id, candidates->compile_id);
+    assign(&trees->current_node, found->recording.get());
+    assign(&trees->path_state, path_state);
+    assign(&trees->generation, found->generation.get());
 }

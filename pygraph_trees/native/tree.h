@@ -1,4 +1,4 @@
-/* Where in the tree of recordings a call begins: the turn, the step, and the recordings that the call may replay. */
+/* Where in the tree of recordings a call begins: the state of the trees and of a function, and the candidates. */
 
 #pragma once
 
@@ -6,7 +6,60 @@
 
 namespace pygraph {
 
-extern PyType_Spec turn_spec;
+/* The part of a manager's state that each replay reads and writes; trees/manager.py derives the manager from it. Its
+   attributes have upstream's names. */
+struct TreeState {
+    PyObject_HEAD
+    PyObject *graph, *current_node, *path_state, *mode, *compile_id, *generation, *pending; // upstream's
+    PyObject *candidates; // by function, then by the recording that was replayed before: Candidates
+    PyObject *find;       // finds candidates that are not known yet, in Python; does not hold the manager
+    /* Whether a call has the turn. No code waits for it, so it is no lock; the GIL protects it. */
+    char is_taken;
+
+    std::array<PyObject **, 9> held() {
+        return {&graph, &current_node, &path_state, &mode, &compile_id, &generation, &pending, &candidates, &find};
+    }
+};
+
+/* The part of a function's state that each replay reads; trees/function.py derives from it. */
+struct FunctionState {
+    PyObject_HEAD
+    PyObject *manager;     // gives the manager that may replay the function now, or None
+    PyObject *function_id; // the manager's id of it
+    PyObject *integers;    // the indices of its integers
+    PyObject *by_values;   // by values of its integers, the entry; NULL for a function without integers
+    unsigned long long thread; // the only thread that may replay it; 0 if each may
+    char was_asked;            // whether this call's caller has tried a fast replay without success
+
+    std::array<PyObject **, 4> held() { return {&manager, &function_id, &integers, &by_values}; }
+};
+
+/* The recordings of one function at one place, in upstream's order. */
+struct Candidates {
+    PyObject_HEAD
+    PyObject *mode, *compile_id;
+    PyObject *replays;     // a tuple
+    PyObject *filter;      // a CandidateFilter once the candidates were asked often, if there are several
+    PyObject *make_filter; // makes it
+    PyObject *release;     // releases unneeded outputs, and tells whether there were any
+    int begins; // whether a new step must begin here; negative if it may or may not
+    int asked;
+
+    std::array<PyObject **, 6> held() {
+        return {&mode, &compile_id, &replays, &filter, &make_filter, &release};
+    }
+};
+
+extern PyType_Spec tree_state_spec, function_state_spec, candidates_spec;
+
+/* The types made of these. */
+extern struct Types {
+    PyTypeObject *tree_state = nullptr, *function_state = nullptr, *candidates = nullptr;
+} types;
+
+/* NULL for any other object. */
+TreeState *tree_state_in(PyObject *object);
+FunctionState *function_state_in(PyObject *object);
 
 /* The turn of this call, which its destructor gives back. */
 class OwnTurn {
@@ -16,11 +69,11 @@ class OwnTurn {
     OwnTurn(const OwnTurn &) = delete;
     OwnTurn &operator=(const OwnTurn &) = delete;
 
-    /* by_hand if another call has the turn. */
-    Answer take(PyObject *manager);
+    /* False if another call has it. */
+    bool take(TreeState *trees);
 
   private:
-    Ref turn;
+    Ref owner;
 };
 
 /* The classes of torch that count steps, owned by the entry, and whether outputs may be cloned when a step begins. */
@@ -31,17 +84,19 @@ struct Counters {
 
 /* A function's fast replay, and the state of the trees in which it was found. */
 struct Found {
-    Ref manager, candidates, recording, generation;
-    Ref replay, candidate_filter, replays; // of the recording, or a filter and the replays of several
+    Ref manager, generation, candidates, replay, recording;
+
+    TreeState *trees() { return reinterpret_cast<TreeState *>(manager.get()); }
+    Candidates *all() { return reinterpret_cast<Candidates *>(candidates.get()); }
 };
 
-/* Takes the turn and checks what Manager.replay_fast checks; by_hand if Python must. */
-Answer find_candidates(PyObject *function, const Counters &counters, OwnTurn *turn, Found *found);
+/* Takes the turn and finds the candidates of a call whose manager was found. */
+Answer find_candidates(const FunctionState *function, const Counters &counters, OwnTurn *turn, Found *found);
 
-/* Finds the first of several recordings, from `position` on, that may fit; false if Python must look. */
-bool find_next(Found *found, const CandidateFilter::State *candidate_filter, const Inputs &inputs, size_t *position);
+/* Finds the first candidate that takes the inputs; see `take`. */
+Answer take_first(Found *found, Inputs &inputs, bool *is_copied);
 
-/* Sets the state of the trees once the recording is chosen; false with an exception. */
-bool go_on_from(Found &found, PyObject *mode, PyObject *execution);
+/* Sets the state of the trees once the recording is chosen. */
+void go_on_from(Found *found, PyObject *path_state);
 
 } // namespace pygraph

@@ -1,88 +1,78 @@
 """The recordings that a call of a function may replay on the fast path, in upstream's order.
 
-:class:`Search` finds the :class:`Candidates` of a function after the last replayed recording, or at a root. It
-remembers them until its memory is cleared, which happens whenever upstream's code runs instead of a fast replay.
-:meth:`Candidates.first_accepting` returns the first recording that takes a call's inputs. None always means that
-upstream must be called.
+:class:`Search` finds the candidates of a function after the last replayed recording, or at a root, for the part in C++,
+which asks them in turn. It remembers them until its memory is cleared, which happens whenever upstream's code runs
+instead of a fast replay. None always means that upstream must be called.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch._inductor import cudagraph_trees
 
-from pygraph_trees.native.tensors import candidate_filter, first_fit
+from pygraph_trees.native import tensors
 
 from .liveness import release_unneeded
 from .reclaiming import Reclaimed, Reclaiming
 from .recording import Recording
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 _EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
 
 # Places remembered for each function; after that many, all are forgotten and found again.
 _MOST_PLACES = 1024
-# Calls before a candidate_filter is made: making one takes longer than many calls without it.
-_ASKED_BEFORE = 8
 
 
-class Candidates:
-    """The recordings of one function at one place: after one recording, or at the roots."""
+def candidates_of(begins: bool | None, recordings: Sequence[Recording], mode: Any, compile_id: Any) -> Any:
+    """The recordings of one function at one place, after one recording or at the roots, as C++ takes them.
 
-    __slots__ = (
-        "_asked",
-        "_choices",
-        "_find",
-        "begins",
-        "candidate_filter",
-        "compile_id",
-        "mode",
-        "recordings",
-        "replay",
-        "replays",
+    ``begins``: whether a new step must begin here; None if it may or may not.
+    """
+    facts = [(recording.fixed, recording.deaths_before) for recording in recordings]
+    return tensors.extension.Candidates(
+        begins=begins,
+        mode=mode,
+        compile_id=compile_id,
+        replays=tuple(recording.native for recording in recordings),
+        make_filter=functools.partial(candidate_filter, facts),
+        release=functools.partial(release_unneeded, recordings[0].cuda_graphs_pool),
     )
 
-    def __init__(self, begins: bool | None, recordings: Sequence[Recording], mode: Any, compile_id: Any):
-        self.begins = begins  # whether a new step must begin here; None if it may or may not
-        self.recordings = recordings
-        self.mode, self.compile_id = mode, compile_id
-        # For the part in C++.
-        self.replays = tuple(recording.native for recording in recordings)
-        self.replay = self.replays[0] if len(recordings) == 1 else None
-        self.candidate_filter: Callable[[int, list[Any]], int] | None = None
-        self._choices = [(recording.whereabouts, recording.deaths_before) for recording in recordings]
-        self._asked = 0
 
-    def first_accepting(self, inputs: list[Any]) -> Recording | None:
-        """The first recording that takes these inputs; its graph then holds their addresses."""
-        if len(self.recordings) == 1:
-            recording = self.recordings[0]
-            return recording if recording.accepts(inputs) else None
-        find = self.candidate_filter or self._finder()
-        found = self._first_of_several(find, inputs)
-        if found is None and release_unneeded(self.recordings[0].cuda_graphs_pool):  # outputs now dead may let one fit
-            found = self._first_of_several(find, inputs)
-        return found
+def candidate_filter(facts: Sequence[tuple[Sequence[tuple[int, int]], Any]]) -> Any:
+    """What rules most of several recordings out: addresses of static inputs, and outputs that must be dead.
 
-    def _finder(self) -> Callable[[int, list[Any]], int]:
-        self._asked += 1
-        if self._asked == 1:
-            self._find: Callable[[int, list[Any]], int] = first_fit(self._choices)
-        if self._asked > _ASKED_BEFORE:
-            self.candidate_filter = self._find = candidate_filter(self._choices)
-        return self._find
+    Args:
+        facts: for each recording, the index and address of each static input, and its ``deaths_before``.
+    """
+    count, size = len(facts), (len(facts) + 63) // 64 * 8
+    held: dict[tuple[int, int], tuple[list[Any], int]] = {}  # by list and index: bits of the recordings ruled out
+    places: defaultdict[int, defaultdict[int, int]] = defaultdict(lambda: defaultdict(int))  # by index, address: bits
+    for number, (fixed, deaths) in enumerate(facts):
+        for index, address in fixed:
+            places[index][address] |= 1 << number
+        for cached, _, index in () if deaths is None else deaths.places:
+            _, before = held.get((id(cached), index), (cached, 0))
+            held[id(cached), index] = cached, before | 1 << number
 
-    def _first_of_several(self, find: Callable[[int, list[Any]], int], inputs: list[Any]) -> Recording | None:
-        position = find(0, inputs)
-        while position < len(self.recordings):
-            if self.recordings[position].accepts(inputs):
-                return self.recordings[position]
-            position = find(position + 1, inputs)
-        return None
+    def row(those: int) -> bytes:
+        return those.to_bytes(size, "little")
+
+    # An input that all recordings need at the same address distinguishes none of them.
+    inputs = [
+        (index, row(functools.reduce(operator.or_, by.values())), {at: row(those) for at, those in by.items()})
+        for index, by in places.items()
+        if set(by.values()) != {(1 << count) - 1}
+    ]
+    outputs = [(cached, index, row(those)) for (_, index), (cached, those) in held.items()]
+    return tensors.extension.CandidateFilter(count, outputs, inputs)
 
 
 class Searched(Reclaimed, Protocol):
@@ -107,9 +97,9 @@ class Search:
     def __init__(self) -> None:
         # By function, then by the recording that was replayed before, or None if no path is open. Candidates at the
         # roots that are valid after any recording when a step begins are also stored with the key True.
-        self.known: dict[Any, dict[Any, Candidates]] = {}
+        self.known: dict[Any, dict[Any, Any]] = {}
 
-    def find(self, manager: Searched, function_id: Any, begins: bool) -> Candidates | None:
+    def find(self, manager: Searched, function_id: Any, begins: bool) -> Any:
         """Searches for a function's recordings in the places where upstream does, which may end the open path.
 
         None if upstream might do anything except replay a recording that has a fast path.
@@ -141,7 +131,7 @@ class Search:
             if not siblings or not manager.is_graphed(function_id, None):
                 return None
         # From the first recording without a fast path on, only upstream can check the inputs.
-        fast = list(itertools.takewhile(lambda r: type(r) is Recording and r.has_fast_path, siblings))
+        fast = list(itertools.takewhile(lambda r: type(r) is Recording and r.native is not None, siblings))
         if not fast:
             return None
         places = self.known.setdefault(function_id, {})
@@ -149,7 +139,7 @@ class Search:
             places.clear()
         found = places.get(True) if wanted else None
         if found is None:
-            found = Candidates(wanted, fast, manager.id_to_mode[function_id], manager.id_to_compile_id[function_id])
+            found = candidates_of(wanted, fast, manager.id_to_mode[function_id], manager.id_to_compile_id[function_id])
             if wanted:
                 places[True] = found
         if begins or not wanted:  # otherwise the path ended because its outputs are dead, which each call checks

@@ -72,12 +72,6 @@ def calling(upstream: Callable[..., Any]) -> Callable[..., Any]:
     def __call__(self: Any, inputs: Any) -> Any:
         if hooks_were_set():
             look_after(self, inputs)
-        # Upstream's call also ends what compilation left open and serves the profiler and debugging.
-        fast_call = getattr(self.current_callable, "fast_call", None)
-        if fast_call is not None and not profiler._is_profiler_enabled and not debug.RECORD_GRAPH_EXECUTION:
-            outputs = fast_call(inputs)
-            if outputs is not None:
-                return outputs
         return upstream(self, inputs)
 
     return __call__

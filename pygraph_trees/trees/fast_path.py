@@ -1,14 +1,12 @@
 """The fast path in C++, from the call of a compiled graph to its return, if the native part was built.
 
-:func:`entry` returns a C++ callable that does the same as ``fast_call``, ``Manager.replay_fast``, ``Recording.accepts``
-and ``Recording.replay``. It reads the manager's state itself and asks the recording's :func:`replay` about the inputs.
-In any unusual case it calls the Python code before it has changed anything. Without the native part, :func:`entry`
-returns the Python callable.
+:func:`entry` returns a C++ callable that replays a function; :func:`replay` gives it a recording's part. The manager and
+the functions derive from :data:`TreeState` and :data:`FunctionState`, whose attributes a replay reads and writes
+without Python. Without the native part no replay is fast, and upstream's code replays.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,11 +17,15 @@ from pygraph_trees.compat import clones_live_outputs
 from pygraph_trees.native import tensors
 from pygraph_trees.native.tensors import packed
 
+from . import native_names
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pygraph_trees.indirection.inputs import LiveInputs
     from pygraph_trees.report.log import RecordingLog
+
+    from .liveness import Deaths
 
     FastCall = Callable[[list[Any]], Any]
     View = tuple[int, tuple[int, ...], tuple[int, ...], int]  # number, sizes, strides, offset
@@ -32,22 +34,49 @@ _MODE = cudagraph_trees.CompilationMode
 MAY_CLONE = clones_live_outputs()
 
 
+class _TreeState:
+    """The turn of calls that use the same trees, without C++: at most one call has it."""
+
+    is_taken = False
+
+    def take_turn(self) -> bool:
+        """Takes the turn and returns True, unless another call has it."""
+        was_taken, self.is_taken = self.is_taken, True
+        return not was_taken
+
+    def end_turn(self) -> None:
+        """Gives the turn back."""
+        self.is_taken = False
+
+
+class _FunctionState: ...
+
+
+native_names.check()
+TreeState: Any = _TreeState if tensors.extension is None else tensors.extension.TreeState
+FunctionState: Any = _FunctionState if tensors.extension is None else tensors.extension.FunctionState
+
+
 class Replayed(Protocol):
     """The attributes of a recording that a fast replay uses."""
 
     log: RecordingLog
     graph: Any
     cached_tensor_outputs: Any  # upstream's
-    whereabouts: tensors.Whereabouts
-    deaths_before: tensors.Deaths | None
-    deaths_after: tensors.Deaths | None
+    fixed: Sequence[tuple[int, int]]
+    deaths_before: Deaths | None
 
     @property
     def live(self) -> LiveInputs | None: ...
 
+    def check_what_died(self) -> None: ...
+
+    def own_outputs(self) -> Any: ...
+
+    def replay(self, inputs: list[Any]) -> Any: ...
+
 
 def entry(
-    by_hand: FastCall,
     function: object,
     *,
     runner: tuple[list[Any], Any] | None = None,
@@ -57,11 +86,13 @@ def entry(
     constants: Sequence[Any] = (),
     views: Sequence[View] = (),
     own: Sequence[int] = (),
-) -> FastCall:
-    """Returns ``by_hand`` in C++: it takes a list of inputs and gives the outputs of a fast replay, or None.
+) -> FastCall | None:
+    """Returns a callable that gives the outputs of a fast replay for a list of inputs; None without C++.
+
+    A replay consumes the inputs. If no fast replay is possible, the callable returns None and leaves the inputs as they
+    are.
 
     Args:
-        by_hand: the Python callable, which is called in unusual cases.
         function: the :class:`~.function.FunctionModel` that is replayed.
         runner: the list of partitions of the code around the function, and the partition that must be its only one.
         order: the number of the input that each argument of the function is.
@@ -74,9 +105,8 @@ def entry(
             is returned itself (``native/gradients.cpp``).
     """
     if tensors.extension is None:
-        return by_hand
+        return None
     made: FastCall = tensors.extension.Entry(
-        by_hand=by_hand,
         function=function,
         runner=runner,
         order=None if order is None else packed(order),
@@ -95,21 +125,20 @@ def entry(
     return made
 
 
-def new_turn() -> Any:
-    """A lock that at most one call holds, with ``acquire(blocking=False)``, ``release`` and ``locked``."""
-    return threading.Lock() if tensors.extension is None else tensors.extension.Turn()
-
-
-def replay(recording: Replayed, managed: Sequence[int], others: Sequence[Any]) -> Any:
-    """The C++ part of a recording that has a fast path and copies no input; None without the native part.
+def replay(
+    recording: Replayed, managed: Sequence[int], others: Sequence[Any], after: Deaths | None, *, in_python: bool = False
+) -> Any:
+    """The C++ part of a recording that has a fast path; None without C++.
 
     Args:
         managed: the indices of the inputs that are released.
-        others: by output, the value that is not cached (see :func:`pygraph_trees.native.tensors.once_more`).
+        others: by output, the value that is not cached, or ``NotImplemented`` if there is no such value.
+        after: outputs that must be dead once the inputs are released.
+        in_python: whether ``recording.replay`` launches the graph.
     """
-    if tensors.extension is None or recording.graph is None:
+    if tensors.extension is None:
         return None
-    live = recording.live
+    live, kind = recording.live, type(recording)
     return tensors.extension.Replay(
         recording=weakref.ref(recording),
         prepare=None if live is None else live.addresses.prepare_fast,
@@ -118,12 +147,15 @@ def replay(recording: Replayed, managed: Sequence[int], others: Sequence[Any]) -
         graph=recording.graph,
         cached=recording.cached_tensor_outputs,
         others=list(others),
-        places=recording.whereabouts.places,
+        places=packed([number for place in recording.fixed for number in place]),
         patched=packed([] if live is None else [item.index for item in live.patched]),
         managed=packed(managed),
-        returned=_returned(live),
+        returned=None if in_python else _returned(live),
         before=_to_ask(recording.deaths_before),
-        after=_to_ask(recording.deaths_after),
+        after=_to_ask(after),
+        check=kind.check_what_died,
+        make=kind.own_outputs,
+        run=kind.replay,
     )
 
 
@@ -135,5 +167,5 @@ def _returned(live: LiveInputs | None) -> bytes | None:
     return packed([number for position, (index, _) in outputs.items() for number in (index, position)])
 
 
-def _to_ask(deaths: tensors.Deaths | None) -> tuple[Any, Any] | None:
+def _to_ask(deaths: Deaths | None) -> tuple[Any, Any] | None:
     return None if deaths is None else (deaths.groups, deaths.ask)

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import weakref
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch._guards import TracingContext
@@ -22,13 +22,14 @@ from pygraph_trees.report.log import FunctionLog, journal
 from pygraph_trees.report.naming import compile_id, mode_name, program_name
 from pygraph_trees.settings import Settings
 
-from .fast_path import entry
+from .fast_path import FunctionState, entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from pygraph_trees.selection.trial import Trial
 
+    from .manager import Manager
 
 PER_THREAD = has_trees_per_thread()
 
@@ -38,12 +39,6 @@ LOOK_EVERY = 4096
 
 def _nobody() -> None:
     return None
-
-
-class FastReplays(Protocol):
-    """A manager that replays functions on the fast path."""
-
-    def replay_fast(self, inputs: list[Any], function_id: Any) -> Any: ...
 
 
 class _Loaded(threading.local):
@@ -92,7 +87,7 @@ class _Counting:
         self._function = weakref.ref(function)
         self._left = LOOK_EVERY
 
-    def __call__(self) -> FastReplays | None:
+    def __call__(self) -> Manager | None:
         function = self._function()
         if function is None:
             return None
@@ -106,11 +101,14 @@ class _Counting:
         return None
 
 
-class FunctionModel:
+class FunctionModel(FunctionState):
     """The compiled code of one function, with its settings and its log."""
 
-    # Slots for attributes that each call reads.
-    __slots__ = ("__dict__", "__weakref__", "function_id", "instead", "manager", "thread", "was_asked")
+    __slots__ = ("__dict__", "__weakref__", "instead")  # each call reads the last one
+    was_asked: bool  # whether this call's caller has tried a fast replay without success
+    thread: int  # the only thread that may replay it, if each thread has its own trees; 0 otherwise
+    integers: tuple[int, ...]  # the indices of its integers, once it was added with some
+    by_values: dict[tuple[int, ...], Any]  # by their values, the entry of the function with these values
 
     def __init__(self, model: Callable[[list[Any]], Any], settings: Settings, log: FunctionLog) -> None:
         self.model = model
@@ -119,24 +117,21 @@ class FunctionModel:
         self.refused: dict[int, str] = {}  # inputs that are copied in every later recording, and why
         self.moving: set[int] = set()  # managed inputs whose addresses changed: live ones in every later recording
         # The manager that may replay it now, by a weak reference: a manager must not outlive its functions.
-        self.manager: Callable[[], FastReplays | None] = _nobody
+        self.manager: Callable[[], Manager | None] = _nobody
         self.function_id: Any = None
-        self.thread: int | None = None  # the only thread that may replay it, if each thread has its own trees
+        self.thread, self.was_asked = 0, False
         self.first_inside: int | None = None  # the first output that a recording may hold as it is returned
-        self.fast_path_in: Callable[[], FastReplays | None] = _nobody  # the manager, also if it may not replay now
+        self.fast_path_in: Callable[[], Manager | None] = _nobody  # the manager, also if it may not replay now
         self._counting = _Counting(self)
         self.instead: Callable[[list[Any]], Any] | None = None  # called instead of the function
         self.trial: Trial | None = None  # sets ``instead``
         self.looked_at: Callable[[list[Any]], Any] | None = None  # becomes ``instead`` for one graphed call of many
         self.as_returned: Callable[[Sequence[Any]], Any] | None = None  # makes outputs from the model's outputs
         self.is_entered = False  # by :func:`entered`
-        self.was_asked = False  # whether this call's caller has tried a fast replay without success
         self._added = 0
         self._of_integers = False
-        self._may_replay = False
-        # By values of its integers, the function with these values and its fast replay: see :meth:`add_values`.
-        self._integers: tuple[int, ...] = ()
-        self._by_values: dict[tuple[int, ...], tuple[FunctionModel, Callable[[list[Any]], Any]]] = {}
+        # The function with certain values of its integers, by these and by the manager's id: see :meth:`add_values`.
+        self._with_values: dict[tuple[int, ...], FunctionModel] = {}
         self._by_number: dict[Any, FunctionModel] = {}
         if hasattr(model, "__name__"):
             self.__name__ = model.__name__
@@ -167,42 +162,30 @@ class FunctionModel:
 
         The manager treats it as a separate function for each set of values, with its own ``function_id``.
         """
-        self._integers = tuple(integers)
-        values = tuple(integers.values())
-        own, _ = self._by_values.get(values) or (FunctionModel(self.model, self.settings, self.log), None)
+        self.integers, values = tuple(integers), tuple(integers.values())
+        own = self._with_values.setdefault(values, FunctionModel(self.model, self.settings, self.log))
         own.add(of_integers=False)
         self._by_number[function_id] = own
-        self._by_values[values] = own, entry(own.fast_call, own)
+        self.by_values = {known: entry(function) for known, function in self._with_values.items()}
 
-    def has_fast_path_in(self, manager: FastReplays, function_id: Any) -> None:
+    def has_fast_path_in(self, manager: Manager, function_id: Any) -> None:
         """Notes that ``manager`` may replay it on the fast path."""
         if self._of_integers:
             own = self._by_number.get(function_id)
-            if own is not None:
-                own.has_fast_path_in(manager, function_id)
-        elif self._added == 1 and self.settings.indirection != "off":
-            self.fast_path_in, self.function_id = weakref.ref(manager), function_id
-            self.thread = tensors.thread_id() if PER_THREAD else None
-            if self.instead is None:
-                self.may_replay(may=True)
-
-    def fast_call(self, inputs: list[Any]) -> Any:
-        """The outputs of a fast replay, which consumes the inputs; None if no fast replay is possible."""
-        if self._of_integers:
-            return self._fast_call_with_values(inputs)
-        manager = self.manager() if self.thread is None or self.thread == tensors.thread_id() else None
-        return None if manager is None else manager.replay_fast(inputs, self.function_id)
-
-    def _fast_call_with_values(self, inputs: list[Any]) -> Any:
-        self.manager()  # only counts calls
-        found = self._by_values.get(tuple([inputs[i] for i in self._integers])) if self._may_replay else None
-        return None if found is None else found[1](inputs)
+            if own is None:
+                return
+            own.has_fast_path_in(manager, function_id)
+        elif self._added != 1 or self.settings.indirection == "off":
+            return
+        self.fast_path_in, self.function_id = weakref.ref(manager), function_id
+        self.thread = tensors.thread_id() if PER_THREAD and not self._of_integers else 0
+        if self.instead is None:
+            self.may_replay(may=True)
 
     def may_replay(self, *, may: bool) -> None:
         """Sets whether it may be replayed on the fast path."""
         by_whom = self.fast_path_in if self.looked_at is None else self._counting
         self.manager = by_whom if may else _nobody
-        self._may_replay = may
 
     @staticmethod
     def of(model: Callable[[list[Any]], Any], *, is_backward: bool, is_inference: bool) -> FunctionModel:
@@ -247,9 +230,11 @@ def entered(
     if function.is_entered or function.settings.indirection == "off":
         return run
     function.is_entered = True
-    fast_call = entry(function.fast_call, function)
+    fast_call = entry(function)
 
     def graphed(inputs: list[Any]) -> Any:
+        if fast_call is None:
+            return run(inputs)
         function.may_replay(may=True)
         try:
             outputs = fast_call(inputs)
@@ -268,7 +253,7 @@ def entered(
             return instead(inputs)
         if function.was_asked:
             function.was_asked = False
-        else:
+        elif fast_call is not None:
             outputs = fast_call(inputs)
             if outputs is not None:
                 return outputs

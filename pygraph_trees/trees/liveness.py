@@ -9,6 +9,7 @@ a path are dead.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from pygraph_trees import compat
-from pygraph_trees.native.tensors import Deaths
+from pygraph_trees.native.tensors import packed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 
 class HoldsOutputs(Protocol):
@@ -32,6 +33,28 @@ class HoldsOutputs(Protocol):
 
     @property
     def _path_from_root(self) -> Iterator[Any]: ...
+
+
+class Deaths:
+    """The check whether some outputs are all dead.
+
+    A place has the list of its recording's cached outputs, the list of torch's weak references to all of its outputs,
+    and the output's index in both.
+    """
+
+    def __init__(self, places: Sequence[tuple[list[Any], list[Any], int]], release: Callable[[], bool]) -> None:
+        """``release``: drops unneeded references to such outputs, and returns whether there were any."""
+        self.places, self._release = tuple(places), release
+        # Runs of outputs of the same recording, the form in which C++ takes them.
+        runs = [list(run) for _, run in itertools.groupby(self.places, key=lambda place: id(place[0]))]
+        self.groups = tuple((run[0][0], packed([index for _, _, index in run])) for run in runs)
+
+    def ask(self) -> bool:
+        """Whether all are dead; C++ asks if that is not obvious."""
+        return self._are_dead() or (self._release() and self._are_dead())
+
+    def _are_dead(self) -> bool:
+        return all(references[index]() is None for _, references, index in self.places)
 
 
 # The recordings that have outputs, by graph pool. One manager uses a pool, and one thread at a time calls it.

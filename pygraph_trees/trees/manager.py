@@ -24,9 +24,9 @@ from pygraph_trees.indirection.staged_inputs import NotStaged
 from pygraph_trees.indirection.table.pointer_table import Warmups
 from pygraph_trees.native import build
 
-from . import fast_path, input_rules, native_names, pools
+from . import fast_path, input_rules, pools
 from .attempts import forget_frames
-from .candidates import Candidates, Search
+from .candidates import Search
 from .collector import paused
 from .function import FunctionModel
 from .input_rules import Given
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 Upstream: type = cudagraph_trees.CUDAGraphTreeManager
 _EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
 _SKIP_TABLE = "skip_cudagraph" if has_skip_table() else "non_cudagraph_managed_mutation_hint"
-_FORWARD, _BACKWARD = cudagraph_trees.CompilationMode.FORWARD, cudagraph_trees.CompilationMode.BACKWARD
+_BACKWARD = cudagraph_trees.CompilationMode.BACKWARD
 
 
 class _FunctionID(cudagraph_trees.FunctionID):
@@ -64,41 +64,21 @@ class _GraphID(cudagraph_trees.GraphID):
 _FunctionID.__qualname__, _GraphID.__qualname__ = "FunctionID", "GraphID"
 
 
-class Manager(Upstream):
+class Manager(fast_path.TreeState, Upstream):
     """The recordings of one device, and of one thread if each thread has its own trees."""
 
-    # Attributes that a fast replay reads and writes: the part in C++ reaches slots directly.
-    __slots__ = (
-        "_candidates",
-        "_current_node",  # upstream's property reads it
-        "_search",
-        "_turn_of",
-        "_warmups",
-        "compile_id",
-        "current_gen",
-        "graph",
-        "mode",
-        "path_state",
-        "reclaiming",
-        "running_forwards_with_pending_backwards",
-        "turn",
-    )
     cuda_graphs_thread_pool: Any
     current_node: Any
-    current_gen: int
-    graph: Any
     path_state: Any
-    running_forwards_with_pending_backwards: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._search = Search()
-        self._candidates = self._search.known  # each fast replay reads it
+        search = Search()
+        self._candidates, self._find = search.known, search.find  # a fast replay reads them
         self.reclaiming = Reclaiming(functools.partial(type(self), *args, **kwargs), self._candidates)
         self._warmups = Warmups()
-        # A call holds it from before it reads the trees until its graph is launched. No call waits for it: calls that
-        # come meanwhile, from a finalizer, a hook or another thread, run un-graphed.
-        self.turn = fast_path.new_turn()
-        self._turn_of: Any = None  # the list of inputs of the call that holds it
+        # A call has the turn from before it reads the trees until its graph is launched. No call waits for it: calls
+        # that come meanwhile, from a finalizer, a hook or another thread, run un-graphed.
+        self._turn_of: Any = None  # the list of inputs of the call that has it
         build.announce()
         super().__init__(*args, **kwargs)
         pools.OWNED.add(self.cuda_graphs_thread_pool)
@@ -136,14 +116,14 @@ class Manager(Upstream):
     def run(self, new_inputs: list[Any], function_id: Any) -> Any:
         if new_inputs is self._turn_of:  # upstream begins again, at a root
             return super().run(new_inputs, function_id)
-        if not self.turn.acquire(blocking=False):
+        if not self.take_turn():
             return self._run_beside(new_inputs, function_id)
         try:
             self._turn_of = new_inputs
             return super().run(new_inputs, function_id)
         finally:
             self._turn_of = None
-            self.turn.release()
+            self.end_turn()
 
     def _run_beside(self, inputs: list[Any], function_id: Any) -> Any:
         """Runs a call that comes during another one: un-graphed, so that it does not touch graphs and their pool."""
@@ -151,51 +131,6 @@ class Manager(Upstream):
         if isinstance(model, FunctionModel):
             model.log.not_graphed("it was called while another call that uses the same CUDA graph trees was under way")
         return model(inputs)
-
-    def replay_fast(self, inputs: list[Any], function_id: Any) -> Any:
-        """The result of :meth:`run` if that would replay a recording with a fast path; else None."""
-        if not self.turn.acquire(blocking=False):
-            return None
-        try:
-            return self._replay_fast(inputs, function_id)
-        finally:
-            self.turn.release()
-
-    def _replay_fast(self, inputs: list[Any], function_id: Any) -> Any:
-        """:meth:`replay_fast`, once this call holds :attr:`turn`.
-
-        The recording is the one that upstream would replay: the first that fits after the last replayed recording, or
-        at the roots if nothing was recorded there. Upstream's configuration is not read, and alignment is not checked:
-        ``accepts`` checks it if addresses are new.
-        """
-        if self.graph is None:
-            return None
-        generation = self.get_curr_generation()
-        begins = self.current_gen != generation and (
-            not self.running_forwards_with_pending_backwards or self.user_invoked_mark_step()
-        )
-        places = self._candidates.get(function_id)
-        found = None if places is None else places.get(self.current_node)
-        if found is None or (found.begins is not None and found.begins is not begins):
-            found = self._search.find(self, function_id, begins)
-            if found is None:
-                return None
-        elif begins and self.clones_outputs:
-            self.try_end_curr_execution()
-        recording = found.first_accepting(inputs)
-        if recording is None:
-            return None
-        self.mode = mode = found.mode
-        self.compile_id = found.compile_id
-        self.current_node = recording
-        self.path_state = _EXECUTION
-        self.current_gen = generation
-        outputs = recording.replay(inputs)
-        if mode is _FORWARD:
-            self.running_forwards_with_pending_backwards = True
-        elif mode is _BACKWARD:
-            self.running_forwards_with_pending_backwards = False
-        return outputs
 
     def is_graphed(self, function_id: Any, node_id: Any) -> bool:
         """Whether upstream is known to graph a function at a place; if the function mutates inputs, upstream decides
@@ -408,5 +343,3 @@ class Manager(Upstream):
     def _skip_table(self) -> Any:
         return getattr(self, _SKIP_TABLE)
 
-
-native_names.check(manager=Manager, candidates=Candidates, recording=Recording, function=FunctionModel)

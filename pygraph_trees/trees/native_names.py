@@ -1,12 +1,12 @@
-"""Checks that the attributes that the part in C++ finds by name exist, before any is needed.
+"""Checks that the attributes of torch that the part in C++ finds by name exist, before any is needed.
 
-A name that is missing, after a change in this package or in torch, would raise ``AttributeError`` in a call of the
-user. If :func:`check` finds one missing, the part in C++ is not used, and the log names it.
+A missing name would raise ``AttributeError`` in a call of the user. If :func:`check` finds one, the part in C++ is not
+used, and the log names it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -19,35 +19,28 @@ from torch.autograd import profiler
 from pygraph_trees.native import tensors
 
 _OPTIONAL = {"manager.has_live_user_visible_output_cloning"}  # needed only if a manager may clone outputs
-_SET_LATER = {"callable.fast_call"}  # functions get it later, so no class has it
+_OWNERS: Mapping[str, Any] = {
+    "compiled": CompiledFxGraph,
+    "debug": debug,
+    "generations": GenerationTracker,
+    "graph": torch.cuda.CUDAGraph,
+    "manager": cudagraph_trees.CUDAGraphTreeManager,
+    "profiler": profiler,
+    "steps": cudagraph_trees.MarkStepBox,
+}
 
 
-def missing(owners: Mapping[str, Any]) -> list[str]:
+def missing(owners: Mapping[str, Any] = _OWNERS) -> list[str]:
     """The names that their owners lack; ``owners``: classes and modules, by their names in C++."""
-    return [name for name in _names() if not _has(owners[name.partition(".")[0]], name.partition(".")[2])]
+    names = (name for name in tensors.extension.NAMES if name not in _OPTIONAL)
+    return [name for name in names if not _has(owners[name.partition(".")[0]], name.partition(".")[2])]
 
 
-def check(**classes: type) -> None:
-    """Turns the part in C++ off if a name is missing; ``classes`` are those that cannot be imported here."""
-    if tensors.extension is None:
-        return
-    found = missing(
-        {
-            "compiled": CompiledFxGraph,
-            "debug": debug,
-            "generations": GenerationTracker,
-            "graph": torch.cuda.CUDAGraph,
-            "profiler": profiler,
-            "steps": cudagraph_trees.MarkStepBox,
-            **classes,
-        }
-    )
+def check() -> None:
+    """Turns the part in C++ off if a name is missing."""
+    found = missing() if tensors.extension is not None else []
     if found:
         tensors.do_without_extension(f"it needs attributes that are missing: {', '.join(found)}")
-
-
-def _names() -> Iterator[str]:
-    return (name for name in tensors.extension.NAMES if name not in _OPTIONAL | _SET_LATER)
 
 
 def _has(owner: Any, name: str) -> bool:

@@ -23,7 +23,7 @@ from pygraph_trees.indirection.availability import usable_driver, why_unusable
 from pygraph_trees.indirection.inputs import LiveInputs
 from pygraph_trees.indirection.route_rule import recorded
 from pygraph_trees.indirection.routes import Route
-from pygraph_trees.native.tensors import Whereabouts, new_counter, once_more, released
+from pygraph_trees.native.tensors import new_counter
 from pygraph_trees.placement.staging import observed
 from pygraph_trees.report.log import RecordingLog
 
@@ -95,7 +95,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         attempts.until_one_works(functools.partial(self._make, attempts, record, parent), inputs)
         self._attempts = None
         self._has_moving = self._live is not None and any(item.managed for item in self._live.items)
-        self._prepare_questions()
+        self._prepare_checks()
         self.has_fast_path = (
             isinstance(wrapped_function.model, FunctionModel)
             and self.rerecord_if_static_inputs_change
@@ -109,39 +109,29 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             if decisions:
                 recorded(wrapped_function.model, wrapped_function.id, reads_table=reads_table)
         self.copies = self.log.copied_bytes > 0
-        # A plain recording's replay is a launch only, unless this call's inputs must be copied.
         copies_some = self.copies or (self._live is not None and self._live.copies_some)
-        done_around = _RUN_CHECKS_WHAT_DIED or copies_some or compat.is_kernel_free(wrapped_function)
-        self._is_plain = not (done_around or (self._live is not None and self._live.outputs))
-        if self.has_fast_path and not done_around:
-            self.native = fast_path.replay(self, self._dropped, self._constants)
+        in_python = _RUN_CHECKS_WHAT_DIED or copies_some or compat.is_kernel_free(wrapped_function)
+        if self.has_fast_path:
+            self.native = self._native(in_python=in_python)
 
-    def _prepare_questions(self) -> None:
-        """Prepares the checks of each call's inputs, and the values that its outputs are made from."""
+    def _prepare_checks(self) -> None:
+        """Prepares the checks of each call's inputs."""
         checked: Any = self.tensor_static_input_idxs if compat.lists_static_tensors(self) else self.static_input_idxs
         if not self.rerecord_if_static_inputs_change:
             checked = ()
-        live = self._live
-        self.whereabouts = Whereabouts(
-            checked,
-            [self.static_input_data_ptrs[index] for index in checked],
-            () if live is None else [item.index for item in live.patched],
-        )
-        self._find = self.whereabouts.ask  # gives the addresses of the patched inputs; None if a static one moved
-        self._dropped = [i for i in self.cudagraph_managed_idxs if not self.preserved_aliased_inputs[i]]
-        self._drop_managed = released(self._dropped) if self._dropped else None
+        self.fixed = [(index, self.static_input_data_ptrs[index]) for index in checked]  # and their addresses
         self.deaths_before = deaths(self, self.expected_dead_indices_before_graph)
         self.deaths_after = deaths(self, self.expected_dead_indices_after_graph)
-        self._are_dead_before = None if self.deaths_before is None else self.deaths_before.ask
-        self._are_dead_after = None if self.deaths_after is None else self.deaths_after.ask
-        # Whether upstream's check only compares addresses of static inputs: it has no managed inputs and no deaths.
-        self._only_static = not (self.cudagraph_managed_idxs or self._are_dead_before or self._are_dead_after)
+
+    def _native(self, *, in_python: bool) -> Any:
+        dropped = [i for i in self.cudagraph_managed_idxs if not self.preserved_aliased_inputs[i]]
         # By output: a number, None, or a tensor on a static input; NotImplemented for other tensors.
-        self._constants = [
+        others = [
             made_of if not isinstance(made_of, dict) else NotImplemented if static is None else static
             for made_of, static in zip(self.outputs_metadata, self.static_output_tensors, strict=True)
         ]
-        self._outputs_once_more = once_more(self.cached_tensor_outputs, self._constants)
+        after = None if _RUN_CHECKS_WHAT_DIED else self.deaths_after
+        return fast_path.replay(self, dropped, others, after, in_python=in_python)
 
     def _initialize_cached_tensors(self) -> None:
         known = (*self.older_outputs, *self.outputs_weakrefs)
@@ -293,21 +283,23 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     def check_invariants(self, inputs: list[Any]) -> Any:
         self.unfit = None
         # Giving a graph addresses is work, so the other checks come first.
-        seen = self._find(inputs)
-        if seen is None:
+        if any(inputs[index].data_ptr() != address for index, address in self.fixed):
             return super().check_invariants(inputs)  # tells which input moved
-        if self._are_dead_before is not None and not self._are_dead_before():
+        if self.deaths_before is not None and not self.deaths_before.ask():
             return _ALIVE_BEFORE
         live = self._live
         if live is not None:
             why = self._why_not_alive(live, inputs) if self._has_moving else None
             if why is None:
-                why = live.addresses.prepare(inputs, seen, self._stays)
+                why = live.addresses.prepare(inputs, stays=self._stays)
             if why is not None:
                 self.unfit = why
                 self.wrapped_function.model.refused.update(live.addresses.refused)
                 return _MISMATCH, lambda: why
-        if self._only_static and self.rerecord_if_static_inputs_change:
+        # Upstream's check only compares addresses of static inputs if there are no managed inputs and no deaths.
+        if self.rerecord_if_static_inputs_change and not (
+            self.cudagraph_managed_idxs or self.deaths_before or self.deaths_after
+        ):
             return _FITS
         status, logger = super().check_invariants(inputs)
         if status != cudagraph_trees.CheckInvariantStatus.SUCCESS and live is not None:
@@ -323,48 +315,23 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                     return "an input was an output that is expected to be gone"
         return None
 
-    def accepts(self, inputs: list[Any]) -> bool:
-        """Whether a recording with a fast path can be replayed with these inputs; if so, its graph has their addresses.
-
-        If so, inputs that are outputs of earlier recordings are also released. Raises :class:`HeldForTooLong` if an
-        input is still held that died while recording.
-        """
-        seen = self._find(inputs)
-        if seen is None or (self._are_dead_before is not None and not self._are_dead_before()):
-            return False
-        live = self._live
-        if live is not None and live.addresses.prepare(inputs, seen) is not None:
-            return False
-        if self._drop_managed is not None:
-            self._drop_managed(inputs)
-        if self._are_dead_after is not None and not _RUN_CHECKS_WHAT_DIED:
-            self._check_what_died()
-        return True
-
-    def _check_what_died(self) -> None:
-        if self._are_dead_after is not None and not self._are_dead_after():
+    def check_what_died(self) -> None:
+        """Raises :class:`HeldForTooLong` if an input is still held that died while recording."""
+        if self.deaths_after is not None and not self.deaths_after.ask():
             if self._live is not None:
                 self._live.drop()
             raise HeldForTooLong(function=self.wrapped_function.model.log.name)
 
     def replay(self, inputs: list[Any]) -> Any:
-        """Replays a recording with a fast path and returns its outputs; consumes the inputs, which it accepted."""
-        live = self._live
-        if not self._is_plain or (live is not None and live.addresses.temporary):
-            return self._replay_with_inputs(inputs)
-        self.log.counter.value += 1
-        self.graph.replay()
-        outputs = self._own_outputs()
-        inputs.clear()
-        return outputs
+        """Replays the graph, which has the inputs' addresses, and returns the outputs; consumes the inputs.
 
-    def _replay_with_inputs(self, inputs: list[Any]) -> Any:
-        """Replays a recording if its inputs are copied or outputs are made from them."""
+        For a fast replay whose inputs are copied or whose outputs are made from them.
+        """
         live = self._live
         if self.copies or (live is not None and live.is_copied):
             return self.run(inputs)
         if _RUN_CHECKS_WHAT_DIED:
-            self._check_what_died()
+            self.check_what_died()
         if live is not None:
             live.take_returned(inputs)
         try:
@@ -406,13 +373,12 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         self.log.counter.value += 1
         super().run_graph()
 
-    def _own_outputs(self) -> Any:
+    def own_outputs(self) -> Any:
         """All outputs except those on live inputs."""
-        outputs = self._outputs_once_more() if self.cached_tensor_outputs else None  # the first replay fills the cache
-        return super().reconstruct_outputs() if outputs is None else outputs
+        return super().reconstruct_outputs()
 
     def reconstruct_outputs(self) -> Any:
-        outputs = self._own_outputs()
+        outputs = self.own_outputs()
         live = self._live
         if live is not None:
             for position, (index, view) in live.outputs.items():

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pygraph_trees.native.tensors import chosen
 from pygraph_trees.report.naming import BACKWARD
 
 from .fast_path import entry
@@ -65,14 +64,14 @@ def shortened(call: Any) -> Callable[[list[Any]], Any] | None:
     if is_its_own and function.first_inside is not None:
         is_backward = function.log.mode == BACKWARD
         code, function.as_returned, own = _with_views_inside(code, names, function.first_inside, renewed=is_backward)
-    order = chosen(code.given, code.count)
-    keep = _several(code.kept)
+    is_in_order = code.given == list(range(code.count))
+    keep, give = _several(code.kept), _several(code.given)
     finish = _finish(code, names, own)
 
     def run(inputs: list[Any]) -> Any:
         kept = keep(inputs)
-        if order is not None:
-            order(inputs)
+        if not is_in_order:
+            inputs[:] = give(inputs)
         outputs = runner.partitions[0](inputs)
         return outputs if finish is None else finish.make(outputs, kept)
 
@@ -98,32 +97,12 @@ def _fast_call(runner: Any, code: _Code, finish: _Finish | None, view: Any) -> C
     """Returns a function that gives the outputs of a fast replay, or None with the inputs unchanged."""
     (partition,) = runner.partitions
     function = getattr(partition, "function", None)
-    if function is None:
+    is_known = finish is None or not finish.views or view is torch._C._dynamo.guards._reinterpret_tensor
+    if function is None or not is_known:
         return None
-    keep, order = _several(code.kept), chosen(code.given, code.count)
-    back = chosen([code.given.index(index) for index in range(code.count)], code.count)
-
-    def fast_call(inputs: list[Any]) -> Any:
-        if runner.partitions[0] is not partition:
-            return None
-        kept = keep(inputs)
-        if order is not None:
-            order(inputs)
-        outputs = function.fast_call(inputs)
-        if outputs is None:
-            function.was_asked = True
-            if back is not None:
-                back(inputs)
-            return None
-        return outputs if finish is None else finish.make(outputs, kept)
-
-    if finish is not None and finish.views and view is not torch._C._dynamo.guards._reinterpret_tensor:
-        return fast_call
     where = {} if finish is None else {field.name: getattr(finish, field.name) for field in fields(finish)[1:]}
-    around = (runner.partitions, partition)
-    return entry(
-        fast_call, function, runner=around, order=None if order is None else code.given, kept=code.kept, **where
-    )
+    order = None if code.given == list(range(code.count)) else code.given
+    return entry(function, runner=(runner.partitions, partition), order=order, kept=code.kept, **where)
 
 
 def _with_views_inside(

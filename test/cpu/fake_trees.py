@@ -9,7 +9,8 @@ from torch._inductor import cudagraph_trees
 
 from pygraph_trees.native import tensors
 from pygraph_trees.trees import fast_path
-from pygraph_trees.trees import manager as trees_manager
+from pygraph_trees.trees.candidates import candidate_filter
+from pygraph_trees.trees.liveness import Deaths
 
 MODE = cudagraph_trees.CompilationMode
 MAY_CLONE = fast_path.MAY_CLONE
@@ -26,8 +27,17 @@ class Plain:
         self.__dict__.update(attributes)
 
 
-class Slotted:  # of a manager
-    __slots__ = (*trees_manager.Manager.__slots__, "__weakref__", "has_live_user_visible_output_cloning")
+class FakeManager(fast_path.TreeState):
+    """Notes when it is asked to end a path."""
+
+    __slots__ = ("__weakref__", "ended", "has_live_user_visible_output_cloning")
+
+    def try_end_curr_execution(self):
+        self.ended += 1
+
+
+class FakeFunction(fast_path.FunctionState):
+    __slots__ = ("__dict__", "__weakref__")
 
 
 class Graph(Plain):
@@ -76,57 +86,74 @@ class Live:
 class Recording:
     are_held = True
 
-    def __init__(self, fixed, cached, *, live=None, before=None, after=None):
+    def __init__(self, fixed, cached, *, live=None, before=None):
         self.graph, self.log, self.live = Graph(launches=0, at_launch=list), Plain(counter=tensors.new_counter()), live
         self.cached_tensor_outputs, self.own, self.calls = cached, list(cached), []
-        self.deaths_before, self.deaths_after = before, after
-        patched = [] if live is None else [item.index for item in live.patched]
-        self.whereabouts = tensors.Whereabouts(list(fixed), [t.data_ptr() for t in fixed.values()], patched)
+        self.deaths_before = before
+        self.fixed = [(index, tensor.data_ptr()) for index, tensor in fixed.items()]
 
     def replay(self, inputs):
         self.calls.append(list(inputs))
         inputs.clear()
         return list(self.own)
 
-    def _own_outputs(self):
+    def own_outputs(self):
         self.calls.append("own outputs")
         return list(self.own)
 
-    def _check_what_died(self):
+    def check_what_died(self):
         self.calls.append("check")
         if self.are_held:
             raise Failed
 
 
 class Trees:
-    """The state of the trees in which one recording is replayed, behind the same one each time."""
+    """The state of the trees in which recordings are replayed, usually one, behind the same one each time."""
 
-    def __init__(self, fixed, cached, *, manager=Slotted, managed=(), others=None, mode=MODE.INFERENCE, **recording):
+    def __init__(
+        self, fixed, cached, *, managed=(), others=None, mode=MODE.INFERENCE, after=None, in_python=False, **recording
+    ):
         self.recording = Recording(fixed, cached, **recording)
         self.graph, self.log, self.live = self.recording.graph, self.recording.log, self.recording.live
-        native = fast_path.replay(self.recording, managed, [NotImplemented] * len(cached) if others is None else others)
-        self.before, self.answer, self.partition = Plain(), Plain(), Plain()
-        self.candidates = Plain(
-            begins=None, replay=native, mode=mode, compile_id=Plain(), candidate_filter=None, replays=()
-        )
-        self.manager, self.partitions, self.handed = manager(), [self.partition], []
-        self.manager.turn = fast_path.new_turn()
-        self.manager.graph, self.manager.current_gen = Plain(), -5
-        self.manager._candidates = {7: {self.before: self.candidates}}
+        others = [NotImplemented] * len(cached) if others is None else others
+        self.native = fast_path.replay(self.recording, managed, others, after, in_python=in_python)
+        self.before, self.partition, self.compile_id, self.mode, self.after = Plain(), Plain(), Plain(), mode, after
+        self.manager, self.partitions = FakeManager(), [self.partition]
+        self.searched, self.answer, self.released = [], None, []  # what Python was asked, and says
+        self.manager.ended = 0
+        self.manager.graph, self.manager.current_gen, self.manager._find = Plain(), -5, self.find
         self.manager.mode = self.manager.compile_id = self.manager.path_state = None
         self.manager.running_forwards_with_pending_backwards = None
+        self.put(self.candidates(self.native))
         if MAY_CLONE:
             self.manager.has_live_user_visible_output_cloning = False
-        self.function = Plain(manager=lambda: self.manager, function_id=7, thread=None, was_asked=False)
+        self.function = FakeFunction()
+        self.function.manager, self.function.function_id = lambda: self.manager, 7
+        self.function.was_asked = False
 
-    def by_hand(self, inputs):
-        self.handed.append((inputs, list(inputs) if isinstance(inputs, (list, tuple)) else []))
+    def candidates(self, *replays, begins=None, facts=()):
+        return tensors.extension.Candidates(
+            begins=begins,
+            mode=self.mode,
+            compile_id=self.compile_id,
+            replays=replays,
+            make_filter=lambda: candidate_filter(facts),
+            release=lambda: self.released.pop() if self.released else False,
+        )
+
+    def put(self, candidates):
+        """Lets these be known where the next call comes from."""
+        self.manager._candidates = {7: {self.before: candidates}}
+
+    def find(self, manager, function_id, begins):
+        assert manager is self.manager
+        self.searched.append((function_id, begins))
         return self.answer
 
     def entry(self, *, around=False, **arguments):
         """What it gives for inputs, behind the same recording each time."""
         runner = (self.partitions, self.partition) if around else None
-        made = fast_path.entry(self.by_hand, self.function, runner=runner, **arguments)
+        made = fast_path.entry(self.function, runner=runner, **arguments)
 
         def call(inputs):
             self.manager._current_node = self.before
@@ -148,4 +175,4 @@ def ordered(items, order):
 
 def deaths(cached, *indices):
     """Of torch's references each says that its output is held: those that C++ sees to be dead are not asked."""
-    return tensors.Deaths([(cached, [lambda: 7] * len(cached), index) for index in indices])
+    return Deaths([(cached, [lambda: 7] * len(cached), index) for index in indices], lambda: False)

@@ -14,7 +14,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from fake_trees import MAY_CLONE, MODE, Failed, Live, Plain, Recording, Slotted, Trees, deaths, fail, ordered, some
+from fake_trees import MAY_CLONE, MODE, Failed, FakeFunction, Live, Plain, Recording, Trees, deaths, fail, ordered, some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.mutation_guard import GenerationTracker
@@ -23,6 +23,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.native import tensors
 from pygraph_trees.trees import fast_path
+from pygraph_trees.trees.liveness import Deaths
 
 EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
 ORDERS = (None, [2, 0, 1])  # no inverse of its own
@@ -30,10 +31,17 @@ ORDERS = (None, [2, 0, 1])  # no inverse of its own
 
 class TestPython(TestCase):
     def test_without_the_part_in_cpp(self):
-        recording = Recording({}, some(1))
         with mock.patch.object(tensors, "extension", None):
-            self.assertIs(fast_path.entry(fail, object(), order=[1, 0]), fail)
-            self.assertIsNone(fast_path.replay(recording, (), [NotImplemented]))
+            self.assertIsNone(fast_path.entry(object(), order=[1, 0]))
+            self.assertIsNone(fast_path.replay(Recording({}, some(1)), (), [NotImplemented], None))
+
+    def test_one_call_has_the_turn(self):
+        for kind in {fast_path.TreeState, fast_path._TreeState}:
+            trees = kind()
+            self.assertEqual((trees.is_taken, trees.take_turn(), trees.take_turn()), (False, True, False))
+            self.assertTrue(trees.is_taken)
+            trees.end_turn()
+            self.assertEqual((trees.is_taken, trees.take_turn()), (False, True))
 
 
 @unittest.skipIf(tensors.extension is None, "not built for this torch")
@@ -52,7 +60,7 @@ class TestNative(TestCase):
         inputs = list(given_)
         self.assertIsNone(call(inputs))
         self.check_untouched(trees, inputs, given_)
-        self.assertEqual((trees.function.was_asked, trees.handed), (was_asked, []))
+        self.assertEqual((trees.function.was_asked, trees.searched), (was_asked, []))
 
     def check_untouched(self, trees, inputs, given_):
         self.assertAreSame(inputs, given_)
@@ -60,20 +68,19 @@ class TestNative(TestCase):
         self.assertIs(trees.manager._current_node, trees.before)
         self.assertIsNone(trees.manager.mode)
 
-    def test_a_steady_call(self):
-        modes = ((MODE.FORWARD, True), (MODE.BACKWARD, False), (MODE.INFERENCE, None))
-        for manager, (mode, pending) in itertools.product((Slotted, Plain), modes):
+    def test_a_fast_call(self):
+        for mode, pending in ((MODE.FORWARD, True), (MODE.BACKWARD, False), (MODE.INFERENCE, None)):
             given_, cached = some(2), some(3)
-            trees = Trees(dict(enumerate(given_)), cached, manager=manager, mode=mode)
+            trees = Trees(dict(enumerate(given_)), cached, mode=mode)
             call, m = trees.entry(), trees.manager
             for number in range(1, 4):
                 asked, were = tensors.extension.counts()
                 self.check_replays(call, given_, cached)
                 state = (m.mode, m.compile_id, m._current_node, m.path_state, m.running_forwards_with_pending_backwards)
-                self.assertAreSame(state, (mode, trees.candidates.compile_id, trees.recording, EXECUTION, pending))
+                self.assertAreSame(state, (mode, trees.compile_id, trees.recording, EXECUTION, pending))
                 counts = m.current_gen, trees.graph.launches, trees.log.counter.value, *tensors.extension.counts()
                 self.assertEqual(counts, (GenerationTracker.generation, number, number, asked + 1, were + 1))
-            self.assertEqual((trees.handed, trees.recording.calls, trees.function.was_asked), ([], [], False))
+            self.assertEqual((trees.searched, trees.recording.calls, trees.function.was_asked), ([], [], False))
 
     def test_what_is_returned(self):
         """The same as of a row of outputs, kept inputs, views of both, and constants."""
@@ -125,86 +132,117 @@ class TestNative(TestCase):
                         self.assertIs(one, found[picks.index(picks[position])])  # made once
             is_made |= spoilt == "hook" and any(one is kinds[0][0] for one in cached)
             expected = (3, [], ["own outputs"] * 3 * is_made)
-            self.assertEqual((trees.graph.launches, trees.handed, trees.recording.calls), expected)
+            self.assertEqual((trees.graph.launches, trees.searched, trees.recording.calls), expected)
 
         check()
 
     def test_what_is_replayed_in_python(self):
-        """Outputs that are something else of inputs, and inputs that are copied for this call."""
-        for order, picks, is_copied in itertools.product(ORDERS, (None, [1, 2]), (False, True)):
+        """Outputs that are something else of inputs, inputs that are copied at this call, and at each call."""
+        for order, picks, why in itertools.product(ORDERS, (None, [1, 2]), ("views", "copied", "always")):
             given_, views = some(3), {0: (1, None), 1: (1, "a view")}
-            trees = Trees({}, some(2), live=Live([2], None) if is_copied else Live([], [], views))
-            trees.live.temporary = {2: "a copy"} if is_copied else {}
+            live = Live([], [], views) if why == "views" else Live([2], None)
+            trees = Trees({}, some(2), live=live, in_python=why == "always")
+            trees.live.temporary = {2: "a copy"} if why == "copied" else {}
             call = trees.entry(order=order, kept=[0], picks=picks)
             self.check_replays(call, given_, ordered([*trees.recording.own, given_[0]], picks or [0, 1]))
             self.assertAreSame(trees.recording.calls[0], ordered(given_, order))
             self.assertEqual((len(trees.recording.calls), trees.graph.launches), (1, 0))
             self.assertIs(trees.manager._current_node, trees.recording)
 
-    def check_by_hand(self, trees, call, inputs):
-        asked, before = tensors.extension.counts(), list(inputs) if isinstance(inputs, (list, tuple)) else []
-        self.assertIs(call(inputs), trees.answer)
-        ((handed, seen),) = trees.handed
-        self.assertIs(handed, inputs)
-        self.check_untouched(trees, seen, before)
-        self.assertEqual((trees.function.was_asked, tensors.extension.counts()), (False, asked))
+    def check_missed(self, trees, call, inputs, *searched, was_asked=False):
+        """None is replayed, after Python was asked to search for candidates so often."""
+        before = list(inputs) if isinstance(inputs, (list, tuple)) else []
+        self.assertIsNone(call(inputs))
+        self.check_untouched(trees, list(inputs) if isinstance(inputs, (list, tuple)) else [], before)
+        self.assertEqual((trees.searched, trees.function.was_asked), (list(searched), was_asked))
 
-    def test_who_is_asked_by_hand(self):
-        cases = [
-            ("function", "manager", lambda: None),
-            ("manager", "graph", None),
-            ("candidates", "replay", None),
-            ("candidates", "replay", 3),
-        ]
-        cases += [
-            ("manager", "_candidates", places) for places in (None, {}, {7: {}}, {7: None}, {7: {object(): "another"}})
-        ]
-        cases.append(("candidates", "replay", fast_path.replay(Recording({}, []), (), [])))  # the recording is gone
-        for (owner, name, value), manager in itertools.product(cases, (Slotted, Plain)):
+    def test_when_nothing_can_be_replayed(self):
+        cases = [("function", "manager", lambda: None), ("function", "manager", lambda: Plain()), ("manager", "graph", None)]
+        cases += [("manager", name, delattr) for name in ("graph", "current_gen", "_candidates", "_find")]
+        cases += [("function", name, delattr) for name in ("manager", "function_id")]
+        cases.append(("manager", "_candidates", None))
+        for owner, name, value in cases:
             with self.subTest(owner=owner, name=name, value=value):
-                trees = Trees({}, some(1), manager=manager)
+                trees = Trees({}, some(1))
                 call = trees.entry(around=True, order=[1, 0], kept=[1], picks=[0, 1])
-                setattr(getattr(trees, owner), name, value)
-                self.check_by_hand(trees, call, some(2))
+                if value is delattr:
+                    delattr(getattr(trees, owner), name)
+                else:
+                    setattr(getattr(trees, owner), name, value)
+                self.check_missed(trees, call, some(2), was_asked=True)
 
-    def test_a_missing_attribute_is_an_error_and_no_reason_to_go_another_way(self):
-        cases = [("manager", name) for name in ("graph", "_candidates", "current_gen", "turn")]
-        cases += [
-            ("function", "function_id"),
-            ("function", "manager"),
-            ("candidates", "begins"),
-            ("candidates", "mode"),
-        ]
-        for (owner, name), manager in itertools.product(cases, (Slotted, Plain)):
-            with self.subTest(owner=owner, name=name):
-                trees, given_ = Trees({}, some(1), manager=manager), some(2)
-                call, inputs = trees.entry(order=[1, 0], kept=[1], picks=[0, 1]), list(given_)
-                delattr(getattr(trees, owner), name)
-                self.assertRaises(AttributeError, call, inputs)
-                self.check_untouched(trees, inputs, given_)
-                self.assertEqual(trees.handed, [])
+    def test_candidates_that_are_not_known_are_searched(self):
+        gone = fast_path.replay(Recording({}, []), (), [], None)
+        for places in ({}, {7: {}}, {7: None}, {7: {object(): "another"}}, {7: {None: None}}, "gone"):
+            trees, given_ = Trees({}, some(1)), some(2)
+            candidates = trees.candidates(trees.native)
+            call = trees.entry(around=True, order=[1, 0], kept=[1], picks=[0])
+            if places == "gone":
+                trees.put(trees.candidates(gone))
+                self.check_missed(trees, call, given_, was_asked=True)
+                continue
+            trees.manager._candidates = places
+            for answer in (None, 3):
+                trees.answer = answer
+                self.check_missed(trees, call, given_, (7, True), was_asked=True)
+                del trees.searched[:]
+            trees.manager._find = fail
+            self.assertRaises(Failed, call, list(given_))
+            trees.manager._find, trees.answer = trees.find, candidates
+            self.check_replays(call, given_, trees.recording.own)
+            self.assertEqual((trees.searched, trees.manager.is_taken), ([(7, True)], False))
 
-    def test_a_call_beside_another_one_is_left_to_python(self):
-        """Whoever holds the turn: a call that Python has, or one in C++ that a hook or a finalizer has interrupted."""
+    def test_a_function_of_integers(self):
+        """The entry for the values of its integers is called; without one, nothing is replayed."""
+        for order in ORDERS:
+            x, outputs = torch.ones(2), some(2)
+            trees, calls = Trees({}, some(1)), []
+            theirs = lambda inputs, order=order: ordered(inputs, order)  # noqa: E731
+            first, second = (3, x, 5), (4, x, 5)
+            index = theirs(range(3)).index
+
+            def replay(inputs, calls=calls, outputs=outputs):
+                calls.append(list(inputs))
+                inputs.clear()
+                return list(outputs)
+
+            trees.function.integers = (index(0), index(2))
+            trees.function.by_values = {(3, 5): replay, (4, 5): lambda inputs: None}
+            call = trees.entry(order=order, kept=[1], picks=[2, 0], around=True)
+            inputs = list(first)
+            self.assertAreSame(call(inputs), [x, outputs[0]])
+            self.assertEqual(inputs, [])
+            self.assertAreSame(calls.pop(), theirs(first))
+            for given_ in (second, (6, x, 5), (3, x, x)):
+                self.check_missed(trees, call, list(given_), was_asked=True)
+            trees.function.by_values[3, 5] = fail
+            self.assertRaises(Failed, call, list(first))
+            trees.function.integers = (7,)
+            self.check_missed(trees, call, list(first), was_asked=True)
+            trees.function.manager = lambda: None
+            self.check_missed(trees, call, list(first), was_asked=True)
+
+    def test_a_call_beside_another_one(self):
+        """Whoever has the turn: a call that Python has, or one in C++ that a hook or a finalizer has interrupted."""
         trees = Trees({}, some(1), live=Live([0], None))
-        call, given_, turn = trees.entry(), some(1), trees.manager.turn
-        turn.acquire(blocking=False)
-        self.check_by_hand(trees, call, given_)
-        turn.release()
-        del trees.handed[:]
-        inner, seen = [some(1)], []
+        call, given_, manager = trees.entry(), some(1), trees.manager
+        manager.take_turn()
+        self.check_missed(trees, call, given_)
+        manager.end_turn()
+        self.assertRaises(RuntimeError, manager.end_turn)
+        inner, seen = some(1), []
 
         def interrupt():
-            seen.append((turn.locked(), call(inner[-1])))
+            inputs = list(inner)
+            seen.append((manager.is_taken, call(inputs), len(inputs)))
 
         trees.graph.at_launch = interrupt  # such as a collection in the launch
         self.assertIsNotNone(call(list(given_)))
         trees.live.settle(None)
         trees.live.answer = interrupt  # or where Python is asked
         self.assertIsNotNone(call(list(given_)))
-        self.assertEqual(seen, [(True, trees.answer)] * 3)
-        self.assertEqual([inputs for inputs, _ in trees.handed], [inner[0]] * 3)
-        self.assertEqual((trees.graph.launches, turn.locked()), (2, False))
+        self.assertEqual(seen, [(True, None, 1)] * 3)
+        self.assertEqual((trees.graph.launches, manager.is_taken), (2, False))
 
     def test_the_turn_is_given_back_whatever_happens(self):
         for owner, name in (("graph", "at_launch"), ("live", "answer")):
@@ -212,31 +250,31 @@ class TestNative(TestCase):
             call = trees.entry()
             setattr(getattr(trees, owner), name, fail)
             self.assertRaises(Failed, call, list(given_))
-            self.assertFalse(trees.manager.turn.locked())
+            self.assertFalse(trees.manager.is_taken)
             setattr(getattr(trees, owner), name, lambda: None)
             self.assertIsNotNone(call(list(given_)))
 
     def test_inputs_are_released_once_it_is_anybodys_turn(self):
         trees, seen = Trees({}, some(1)), []
         given_ = some(1)
-        weakref.finalize(given_[0], lambda: seen.append(trees.manager.turn.locked()))
+        weakref.finalize(given_[0], lambda: seen.append(trees.manager.is_taken))
         self.assertIsNotNone(trees.entry()(given_))
         self.assertEqual((seen, given_), ([False], []))
 
-    def test_inputs_that_python_has_to_see(self):
+    def test_inputs_that_are_not_as_expected(self):
         a, b = some(2)
         subclass = type("List", (list,), {})([a, b])
         for inputs in ((a, b), [a], [a, b, a], [], [a, 3], [a, None], 3, subclass):
             trees = Trees({0: b, 1: a}, some(1))
-            self.check_by_hand(trees, trees.entry(order=[1, 0], picks=[0]), inputs)
+            self.check_missed(trees, trees.entry(order=[1, 0], picks=[0]), inputs)
         for arguments, fixed in (({"kept": [5]}, {}), ({}, {5: a})):  # without an order their number is not known
             trees = Trees(fixed, some(1))
-            self.check_by_hand(trees, trees.entry(**arguments), [a])
+            self.check_missed(trees, trees.entry(**arguments), [a])
         for partitions in ([a], [a, a], []):
             trees = Trees({}, some(1))
             call = trees.entry(around=True)
             trees.partitions[:] = partitions
-            self.check_by_hand(trees, call, [])
+            self.check_missed(trees, call, [])
 
     def test_when_a_step_begins(self):
         generation = GenerationTracker.generation
@@ -248,27 +286,31 @@ class TestNative(TestCase):
             cudagraph_trees.MarkStepBox.mark_step_counter = marked
             with self.subTest(step=step, begins=begins), mock.patch.object(fast_path, "MAY_CLONE", clones is not None):
                 trees = Trees({}, some(1))
-                trees.candidates.begins, trees.manager.current_gen = begins, current
+                trees.put(trees.candidates(trees.native, begins=begins))
+                trees.manager.current_gen = current
                 trees.manager.running_forwards_with_pending_backwards = pending
                 if clones is not fail:
                     trees.manager.has_live_user_visible_output_cloning = clones is not False
                 elif MAY_CLONE:
                     del trees.manager.has_live_user_visible_output_cloning
                 call = trees.entry()
-                if clones is fail and expected:
+                if begins not in (None, expected):
+                    self.check_missed(trees, call, [], (7, expected))
+                elif clones is fail and expected:
                     self.assertRaises(AttributeError, call, [])
-                elif begins in (None, expected) and not (clones and expected):
+                else:
                     self.check_replays(call, [], trees.recording.own)
                     self.assertEqual(trees.manager.current_gen, marked or generation)
-                else:
-                    self.check_by_hand(trees, call, [])
+                    self.assertEqual(trees.manager.ended, bool(clones and expected))
 
     def test_it_raises(self):
-        for owner, name in (("graph", "at_launch"), ("recording", "_own_outputs"), ("function", "manager")):
+        for owner, name in (("graph", "at_launch"), ("function", "manager")):
             trees = Trees({}, [])
             setattr(getattr(trees, owner), name, fail)
             self.assertRaises(Failed, trees.entry(), [])
-            self.assertEqual(trees.handed, [])
+            self.assertEqual((trees.searched, trees.manager.is_taken), ([], False))
+        with mock.patch.object(Recording, "own_outputs", fail):
+            self.assertRaises(Failed, Trees({}, []).entry(), [])
         self.assertRaises(RuntimeError, Trees({0: some(1)[0]}, []).entry(), [torch.eye(3).to_sparse()])
         one = (1,), (1,), 0
         cases = [(IndexError, [2]), (IndexError, [0], (2, *one)), (TypeError, [0], (1, *one))]
@@ -304,21 +346,24 @@ class TestNative(TestCase):
     def test_bad_arguments(self):
         recording, native = Recording({}, some(1)), tensors.extension
         with mock.patch.object(tensors, "extension", Plain(Entry=dict, Replay=dict)):
-            entry = fast_path.entry(fail, object(), order=[1, 0], picks=[0])
-            replay = fast_path.replay(recording, (), [NotImplemented])
+            entry = fast_path.entry(FakeFunction(), order=[1, 0], picks=[0])
+            replay = fast_path.replay(recording, (), [NotImplemented], None)
         of_entry = {
             "order": (b"1", 3, bytes([2, *bytes(15)]), bytes(16)),
             "kept": (None, b"1"),
             "picks": (3, b"1"),
             "more": (3,),
         }
-        of_entry |= {"constants": ([],), "runner": (3, ((), 3), ([],))}
+        of_entry |= {"constants": ([],), "runner": (3, ((), 3), ([],)), "function": (None, Plain())}
         of_entry["own"] = (None, b"1", bytes(8))
         of_entry["views"] = (3, [3], [()], [(0, [1], (1,), 0)], [(0, ("1",), (1,), 0)], [("0", (), (), 0)])
         of_replay = {"cached": ((), None), "others": ((), None), "places": (bytes(8), 3), "patched": (b"1", None)}
         of_replay |= {"managed": (b"1",), "returned": (bytes(8),), "before": (3, (), ([], 3), ((3,), 3)), "more": (3,)}
         of_replay["after"] = (((((), b""),), 3), (([],), 3), ((([], 3),), 3))
-        for make, good, bad in ((native.Entry, entry, of_entry), (native.Replay, replay, of_replay)):
+        candidates = dict.fromkeys(("begins", "mode", "compile_id", "make_filter", "release")) | {"replays": ()}
+        of_candidates = {"replays": ([], (None,)), "more": (3,)}
+        kinds = [(native.Entry, entry, of_entry), (native.Replay, replay, of_replay)]
+        for make, good, bad in [*kinds, (native.Candidates, candidates, of_candidates)]:
             for name, values in bad.items():
                 for value in values:
                     with self.subTest(name=name, value=value), self.assertRaises((TypeError, ValueError)):
@@ -334,7 +379,7 @@ class TestNative(TestCase):
             trees = Trees({1: ordered(given_, order)[1]}, cached, live=live, before=deaths(earlier, 0), managed=[0])
             more = {"constants": constants, "views": [(0, (2,), (1,), 1), (2, (1,), (1,), 0)]}
             calls = [trees.entry(order=order, kept=[1], picks=picks, **more) for picks in (None, range(6), [9])]
-            things = [*given_, *cached, *moved, *constants, *vars(trees).values(), trees.candidates.compile_id, earlier]
+            things = [*given_, *cached, *moved, *constants, *vars(trees).values(), earlier]
             counted = []
             for number in range(100):
                 live.answer = (lambda: "no") if number % 4 == 0 else lambda: None
@@ -343,7 +388,7 @@ class TestNative(TestCase):
                         call(list(inputs))
                     if number % 3 == 0:
                         live.settle(None)
-                    del live.prepared[:], trees.handed[:]
+                    del live.prepared[:], trees.searched[:]
                 trees.manager._current_node = trees.before
                 if number in (12, 96):  # of the same kind
                     counted.append([sys.getrefcount(thing) for thing in things])
@@ -353,17 +398,16 @@ class TestNative(TestCase):
     def test_garbage(self):
         for calls in (0, 3):
             trees = Trees({}, some(1), live=Live([0], None), after=deaths(some(1), 0))
-            trees.entry = entry = fast_path.entry(
-                trees.by_hand, trees.function, runner=(trees.partitions, 3), picks=[0]
-            )
+            trees.entry = entry = fast_path.entry(trees.function, runner=(trees.partitions, 3), picks=[0])
             trees.partitions[:] = [3]
-            trees.live.entry = trees.graph.entry = trees.log.entry = trees.recording.deaths_after.entry = entry
+            trees.live.entry = trees.graph.entry = trees.log.entry = trees.after.entry = trees.before.entry = entry
             trees.function.entry = entry
             for _ in range(calls):
                 trees.manager._current_node = trees.before
                 entry(some(1))
             self.assertEqual(trees.graph.launches, calls)
-            watched = [weakref.ref(part) for part in vars(trees).values() if type(part).__module__ == Plain.__module__]
+            kinds = Plain, FakeFunction, type(trees.manager), Recording, Live, Deaths
+            watched = [weakref.ref(part) for part in vars(trees).values() if isinstance(part, kinds)]
             self.assertEqual(len(watched), 10)
             del trees, entry
             gc.collect()
@@ -375,13 +419,8 @@ class TestNative(TestCase):
             given_ = some(3)
             trees, here = Trees({}, some(1)), tensors.thread_id()
             call = trees.entry(order=order)
-            for other in (here + 1, 0):
-                trees.function.thread, inputs = other, list(given_)
-                self.assertIs(call(inputs), trees.answer)
-                self.check_untouched(trees, inputs, given_)
-            trees.function.thread, inputs = "a", list(given_)
-            self.assertRaises(TypeError, call, inputs)
-            self.check_untouched(trees, inputs, given_)
+            trees.function.thread = here + 1
+            self.check_missed(trees, call, given_)
             trees.function.thread = here
             self.check_replays(call, given_, trees.recording.own)
 
@@ -424,18 +463,21 @@ class TestNative(TestCase):
         where = [torch.zeros(1), *[theirs[1]] * len(lives)]
         found = [Recording({1: t}, some(1), live=live) for t, live in zip(where, [None, *lives], strict=True)]
         trees = Trees({}, some(1))
-        trees.candidates.replay, trees.recordings = None, found
-        trees.candidates.replays = tuple(fast_path.replay(recording, (), [NotImplemented]) for recording in found)
-        trees.candidates.candidate_filter = tensors.candidate_filter(
-            [(recording.whereabouts, None) for recording in found]
-        )
+        trees.recordings = found
+        replays = [fast_path.replay(recording, (), [NotImplemented], None) for recording in found]
+        trees.put(trees.candidates(*replays, facts=[(recording.fixed, None) for recording in found]))
         return trees, given_
 
     def test_the_first_of_several(self):
-        for order in ORDERS:
+        """Before they are told apart by a filter, and then."""
+        for order, before in itertools.product(ORDERS, (0, 9)):
             lives = [Live([2, 0], None) for _ in range(3)]
             trees, given_ = self.several(order, lives)
             call = trees.entry(order=order)
+            for _ in range(before):
+                call(list(given_))
+            for recording in trees.recordings:
+                recording.graph.launches = 0
             for refusing in range(3):  # each leads to the next
                 for number, live in enumerate(lives):
                     live.settle(None)
@@ -449,32 +491,28 @@ class TestNative(TestCase):
                 self.assertTrue(
                     all(found[1] is ordered(given_, order)[1] for live in lives for found, _ in live.prepared)
                 )
-            self.assertEqual(trees.handed, [])
-            trees, given_ = self.several(order, lives)
-            for live in lives:
-                live.settle(None)
-                live.answer = lambda: "why not"
-            self.check_by_hand(trees, trees.entry(order=order), list(given_))
+            self.assertEqual(trees.searched, [])
 
-    def test_several_that_python_has_to_ask(self):
-        cases = [
-            ("candidate_filter", None),
-            ("candidate_filter", 3),
-            ("replays", None),
-            ("replays", (3, 3)),
-        ]
-        cases += [("replays", (None, None)), ("replays", (3,)), ("replays", [])]
-        for order, (name, value) in itertools.product(ORDERS, cases):
-            with self.subTest(name=name, value=value):
-                trees, given_ = self.several(order, [None])
-                setattr(trees.candidates, name, value)
-                self.check_by_hand(trees, trees.entry(order=order), list(given_))
-        for inputs in ([3, 3, 3], [torch.zeros(1)] * 3):
-            trees, _ = self.several(None, [None, None])
-            self.check_by_hand(trees, trees.entry(), inputs)
-        trees, given_ = self.several(None, [None])
-        del trees.recordings[:]  # they are gone
-        self.check_by_hand(trees, trees.entry(), given_)
+    def test_none_of_several(self):
+        """Then unneeded outputs are released, and if there were any, all are asked once more."""
+        for order, before in itertools.product(ORDERS, (0, 9)):
+            lives = [Live([2, 0], None) for _ in range(3)]
+            trees, given_ = self.several(order, lives)
+            call = trees.entry(order=order)
+            for live in lives:
+                live.answer = lambda: "why not"
+            for _ in range(before):
+                self.check_missed(trees, call, list(given_))
+            for released, asked in (([], 1), ([True], 2), ([False], 1)):
+                for live in lives:
+                    live.prepared.clear()
+                trees.released = released
+                self.check_missed(trees, call, list(given_))
+                self.assertEqual(([len(live.prepared) for live in lives], trees.released), ([asked] * 3, []))
+            for inputs in ([3, 3, 3], [torch.zeros(1)] * 3):
+                self.check_missed(trees, call, inputs)
+            del trees.recordings[:]  # they are gone
+            self.check_missed(trees, call, given_)
 
     def dying(self, order=None, live=None):
         """Two cached outputs of another recording are inputs, and all three have to be dead."""
@@ -561,7 +599,7 @@ class TestNative(TestCase):
     def test_an_input_that_is_taken_while_python_is_asked(self):
         """Behind the inputs were looked at, and seen to die."""
         earlier, held, taken = some(1), [], [False]
-        before = tensors.Deaths([([None], [lambda: None], 0)])
+        before = Deaths([([None], [lambda: None], 0)], fail)
         before.ask = lambda: (held.append(earlier[0]) if taken[0] else None) or True
         trees = Trees({0: earlier[0]}, some(1), managed=[0], before=before, after=deaths(earlier, 0))
         call = trees.entry()
