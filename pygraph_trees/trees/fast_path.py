@@ -1,8 +1,8 @@
 """The fast path in C++, from the call of a compiled graph to its return, if the native part was built.
 
-:func:`entry` returns a C++ callable that replays a function; :func:`replay` gives it a recording's part. The manager and
-the functions derive from :data:`TreeState` and :data:`FunctionState`, whose attributes a replay reads and writes
-without Python. Without the native part no replay is fast, and upstream's code replays.
+:func:`entry` returns a C++ callable that replays a function; :func:`replay` returns a recording's part of it. Managers
+and functions derive from :data:`TreeState` and :data:`FunctionState`, whose attributes C++ reads and writes directly.
+Without the native part no replay is fast, and upstream's code replays.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class _TreeState:
         self.is_taken = False
 
 
-class _FunctionState: ...
+class _FunctionState:
+    __slots__ = ()
 
 
 native_names.check()

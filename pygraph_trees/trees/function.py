@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from pygraph_trees.selection.trial import Trial
 
-    from .manager import Manager
-
 PER_THREAD = has_trees_per_thread()
 
 # If functions are chosen by measurement, one call in so many is sampled.
@@ -87,7 +85,7 @@ class _Counting:
         self._function = weakref.ref(function)
         self._left = LOOK_EVERY
 
-    def __call__(self) -> Manager | None:
+    def __call__(self) -> Any:
         function = self._function()
         if function is None:
             return None
@@ -117,11 +115,11 @@ class FunctionModel(FunctionState):
         self.refused: dict[int, str] = {}  # inputs that are copied in every later recording, and why
         self.moving: set[int] = set()  # managed inputs whose addresses changed: live ones in every later recording
         # The manager that may replay it now, by a weak reference: a manager must not outlive its functions.
-        self.manager: Callable[[], Manager | None] = _nobody
+        self.manager: Callable[[], Any] = _nobody
         self.function_id: Any = None
         self.thread, self.was_asked = 0, False
         self.first_inside: int | None = None  # the first output that a recording may hold as it is returned
-        self.fast_path_in: Callable[[], Manager | None] = _nobody  # the manager, also if it may not replay now
+        self.fast_path_in: Callable[[], Any] = _nobody  # the manager, also if it may not replay now
         self._counting = _Counting(self)
         self.instead: Callable[[list[Any]], Any] | None = None  # called instead of the function
         self.trial: Trial | None = None  # sets ``instead``
@@ -168,7 +166,7 @@ class FunctionModel(FunctionState):
         self._by_number[function_id] = own
         self.by_values = {known: entry(function) for known, function in self._with_values.items()}
 
-    def has_fast_path_in(self, manager: Manager, function_id: Any) -> None:
+    def has_fast_path_in(self, manager: Any, function_id: Any) -> None:
         """Notes that ``manager`` may replay it on the fast path."""
         if self._of_integers:
             own = self._by_number.get(function_id)
@@ -253,7 +251,9 @@ def entered(
             return instead(inputs)
         if function.was_asked:
             function.was_asked = False
-        elif fast_call is not None:
+        elif fast_call is None:
+            function.manager()  # counts the call
+        else:
             outputs = fast_call(inputs)
             if outputs is not None:
                 return outputs

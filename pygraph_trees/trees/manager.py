@@ -342,4 +342,3 @@ class Manager(fast_path.TreeState, Upstream):
 
     def _skip_table(self) -> Any:
         return getattr(self, _SKIP_TABLE)
-

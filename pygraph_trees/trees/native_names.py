@@ -18,6 +18,8 @@ from torch.autograd import profiler
 
 from pygraph_trees.native import tensors
 
+# The state of a manager that C++ reads and writes. Upstream's constructor sets it.
+_STATE = ("graph", "path_state", "current_gen", "running_forwards_with_pending_backwards")
 _OPTIONAL = {"manager.has_live_user_visible_output_cloning"}  # needed only if a manager may clone outputs
 _OWNERS: Mapping[str, Any] = {
     "compiled": CompiledFxGraph,
@@ -33,7 +35,9 @@ _OWNERS: Mapping[str, Any] = {
 def missing(owners: Mapping[str, Any] = _OWNERS) -> list[str]:
     """The names that their owners lack; ``owners``: classes and modules, by their names in C++."""
     names = (name for name in tensors.extension.NAMES if name not in _OPTIONAL)
-    return [name for name in names if not _has(owners[name.partition(".")[0]], name.partition(".")[2])]
+    found = [name for name in names if not _has(owners[name.partition(".")[0]], name.partition(".")[2])]
+    known = owners["manager"].__init__.__code__.co_names
+    return found + [f"manager.{name}" for name in _STATE if name not in known]
 
 
 def check() -> None:

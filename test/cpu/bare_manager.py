@@ -9,7 +9,6 @@ from torch._inductor.cudagraph_trees import CompilationMode, ExecutionState
 
 from pygraph_trees.compat import has_skip_table
 from pygraph_trees.trees.candidates import Search
-from pygraph_trees.trees.fast_path import new_turn
 from pygraph_trees.trees.manager import Manager
 from pygraph_trees.trees.reclaiming import Reclaiming
 
@@ -38,10 +37,9 @@ def bare_manager(kind: type[Manager] = Manager, **state: Any) -> Manager:
         "warmed_up_functions": set(),
         "num_rerecord": {},
         SKIPPED: collections.defaultdict(dict),
-        "turn": new_turn(),
         "_turn_of": None,
-        "_search": search,
         "_candidates": search.known,
+        "_find": search.find,
         "reclaiming": Reclaiming(lambda: kind(0), search.known),
     }
     for name, value in (known | state).items():

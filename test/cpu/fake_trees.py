@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest
 from unittest import mock
 
 import torch
@@ -30,14 +31,11 @@ class Plain:
 class FakeManager(fast_path.TreeState):
     """Notes when it is asked to end a path."""
 
-    __slots__ = ("__weakref__", "ended", "has_live_user_visible_output_cloning")
-
     def try_end_curr_execution(self):
         self.ended += 1
 
 
-class FakeFunction(fast_path.FunctionState):
-    __slots__ = ("__dict__", "__weakref__")
+class FakeFunction(fast_path.FunctionState): ...
 
 
 class Graph(Plain):
@@ -160,6 +158,46 @@ class Trees:
             return made(inputs)
 
         return call
+
+
+class _InPython:
+    """A recording of a function, whose replay is a function of inputs and the function's id; its None refuses them."""
+
+    def __init__(self, replay, function_id):
+        self.result, self.graph, self.log = None, None, Plain(counter=tensors.new_counter())
+        self.fixed, self.deaths_before, self.cached_tensor_outputs = (), None, []
+
+        def prepare(inputs, _):
+            self.result = replay(inputs, function_id)
+            return None if self.result is None else False
+
+        self.live = Plain(addresses=Plain(prepare_fast=prepare, native=None), patched=(), outputs={})
+
+    def replay(self, inputs):
+        inputs.clear()
+        return self.result
+
+    check_what_died = own_outputs = fail
+
+
+def replaying(replay):
+    """A manager with one recording of each function; skips the test without C++."""
+    if tensors.extension is None:
+        raise unittest.SkipTest("not built for this torch")
+    manager, kept = FakeManager(), []
+    manager.graph, manager._candidates, manager.current_gen = Plain(), {}, -5
+    manager._current_node = manager.path_state = None
+    manager.running_forwards_with_pending_backwards = manager.has_live_user_visible_output_cloning = False
+
+    def find(_, function_id, begins):
+        kept.append(_InPython(replay, function_id))
+        replays = (fast_path.replay(kept[-1], (), [], None, in_python=True),)
+        return tensors.extension.Candidates(
+            begins=None, mode=MODE.INFERENCE, compile_id=None, replays=replays, make_filter=None, release=None
+        )
+
+    manager._find = find
+    return manager
 
 
 def some(count):

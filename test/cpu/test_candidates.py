@@ -1,4 +1,4 @@
-"""Which recording a call replays if its function has several: the same in Python and in C++."""
+"""Which recording a call replays if its function has several."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
-import torch
 from bare_manager import bare_manager
 from fake_trees import Graph, Plain, some
 from torch._inductor import cudagraph_trees
@@ -25,17 +24,11 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.native import tensors
 from pygraph_trees.trees import candidates as candidates_module
 from pygraph_trees.trees import fast_path
-from pygraph_trees.trees.candidates import Search
 from pygraph_trees.trees.function import PER_THREAD, FunctionModel
 from pygraph_trees.trees.manager import Upstream
 from pygraph_trees.trees.recording import Recording
 
 MODE, EXECUTION = cudagraph_trees.CompilationMode, cudagraph_trees.ExecutionState.EXECUTION
-
-
-def in_python(found, addresses, indices):
-    """As torch's own, which builds for a GPU alone have."""
-    return all(found[index].data_ptr() == addresses[index] for index in indices)
 
 
 class Reference:
@@ -56,7 +49,7 @@ class Trees:
     """A manager of functions; their recordings ask and replay as all do, and their graphs do nothing."""
 
     def __init__(self):
-        self.roots, self.wrapped, self.replayed, self.by_hand = {}, {}, [], 0
+        self.roots, self.wrapped, self.replayed = {}, {}, []
         self.manager = bare_manager(roots=self.roots, warmed_up_functions=self.wrapped, ids_to_funcs=self.wrapped)
 
     def function(self):
@@ -67,12 +60,7 @@ class Trees:
         number = len(self.wrapped)
         self.wrapped[number] = SimpleNamespace(id=number, model=model, mutated_input_idxs=())
         model.has_fast_path_in(self.manager, number)
-
-        def by_hand(inputs):
-            self.by_hand += 1
-            return model.fast_call(inputs)
-
-        return number, fast_path.entry(by_hand, model)
+        return number, fast_path.entry(model)
 
     def recording(self, number, parent=None, *, static=(), outputs=1, dead=()):
         """The newest of a function after another: of static inputs, and of outputs on the path that are to be dead."""
@@ -103,14 +91,11 @@ class Trees:
             "graph": Graph(launches=0),
             "log": Plain(counter=tensors.new_counter()),
             "has_fast_path": True,
-            "_is_plain": True,
         }
         for name, value in own.items():
             setattr(node, name, value)
-        node._prepare_questions()
-        if tensors.extension is None:
-            node._outputs_once_more = lambda: list(cached)  # which torch would make
-        node.native = fast_path.replay(node, node._dropped, node._constants)
+        node._prepare_checks()
+        node.native = node._native(in_python=False)
         name = id(node)
         node.graph.at_launch = lambda: replayed.append(name)
         (self.roots if parent is None else parent.children).setdefault(number, []).append(node)
@@ -123,17 +108,10 @@ class Trees:
         self.manager.current_node = None
 
 
-class Cases:
-    """For both parts."""
-
-    in_cpp = False
-
+@unittest.skipIf(tensors.extension is None, "not built for this torch")
+class TestCandidates(TestCase):
     def setUp(self):
         super().setUp()
-        if not self.in_cpp:
-            self.enterContext(mock.patch.object(tensors, "extension", None))
-            name = "_tensors_data_ptrs_at_indices_equal"
-            self.enterContext(mock.patch.object(torch._C, name, in_python, create=True))
         self.enterContext(mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", -1))
         self.trees = Trees()
         self.steps = itertools.count(2)
@@ -160,13 +138,13 @@ class Cases:
 
     @contextlib.contextmanager
     def looked_for(self, count):
-        """How often candidates are searched; with the part in C++ no other call is Python's."""
-        by_hand = self.trees.by_hand
-        with mock.patch.object(Search, "find", autospec=True, side_effect=Search.find) as found:
-            yield
+        """How often candidates are searched."""
+        search = self.trees.manager._find
+        found = mock.Mock(side_effect=search)
+        self.trees.manager._find = found
+        yield
+        self.trees.manager._find = search
         self.assertEqual(found.call_count, count)
-        if self.in_cpp:
-            self.assertEqual(self.trees.by_hand - by_hand, count)
 
     def test_a_function_may_be_called_three_times_a_step(self):
         number, call = self.trees.function()
@@ -230,13 +208,25 @@ class Cases:
         for _ in range(2):
             for kept in range(50):
                 run(kept, kept)
-        accepts = Recording.accepts
-        with self.looked_for(0), mock.patch.object(Recording, "accepts", autospec=True, side_effect=accepts) as asked:
+        with self.looked_for(0):
             for kept in (*range(50), 49, 0, 31, 7, 7):
                 run(kept, kept)
-        self.assertEqual(asked.call_count, 0 if self.in_cpp else 2 * 55)
         for kept, expected in ((51, None), (50, None), (62, None), (48, 48)):  # for which there is none, and once more
             run(kept, expected)
+
+    def test_outputs_that_nothing_needs_rule_out_no_recording(self):
+        (first, call_first), (second, call_second) = self.trees.function(), self.trees.function()
+        root = self.trees.recording(first, outputs=2)
+        weights = some(2)
+        behind = [self.trees.recording(second, root, static=[weight], dead=[(0, 1)]) for weight in weights]
+        held = [root.cached_tensor_outputs[1]]
+        pools = []
+        release = lambda pool: pools.append(pool) or (bool(held) and held.pop() is not None)  # noqa: E731
+        with mock.patch.object(candidates_module, "release_unneeded", release):
+            self.step()
+            self.check(call_first, [], root)
+            self.check(call_second, weights[1:], behind[1])
+        self.assertEqual((held, pools), ([], [root.cuda_graphs_pool]))
 
     def test_the_first_of_several_that_accept_is_replayed(self):
         """Where more than one fits, in upstream's order."""
@@ -266,17 +256,11 @@ class Cases:
         number, call = self.trees.function()
         shared, *own = some(71)
         nodes = [self.trees.recording(number, static=[shared, weight]) for weight in own]
-        accepts = Recording.accepts
         for times in range(3):
-            with (
-                self.looked_for(70 * (not times)) if times != 1 else contextlib.nullcontext(),
-                mock.patch.object(Recording, "accepts", autospec=True, side_effect=accepts) as asked,
-            ):
+            with self.looked_for(70 * (not times)) if times != 1 else contextlib.nullcontext():
                 for weight, node in zip(own, nodes, strict=True):
                     self.step()
                     self.check(call, [shared, weight], node)
-            if not self.in_cpp:
-                self.assertEqual(asked.call_count, 70)  # none is asked whose inputs are elsewhere
         for inputs in ([shared, *some(1)], [own[0], own[1]], [own[1], shared]):
             self.step()
             self.check_none(call, inputs)
@@ -343,6 +327,8 @@ class Cases:
                 self.assertEqual({None, *nodes} - {None, *manager._candidates[number]}, set())
                 what()
                 self.assertEqual(manager._candidates, {})
+                if what is end:
+                    continue
                 self.step()
                 with self.looked_for(2):
                     for node in nodes:
@@ -417,14 +403,6 @@ class Cases:
             self.assertIs(self.trees.manager.current_node, nodes[1])
             with self.looked_for(0):
                 self.check(call, [], nodes[0])
-
-
-class TestInPython(Cases, TestCase): ...
-
-
-@unittest.skipIf(tensors.extension is None, "not built for this torch")
-class TestInCpp(Cases, TestCase):
-    in_cpp = True
 
 
 if __name__ == "__main__":

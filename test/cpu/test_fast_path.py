@@ -157,10 +157,10 @@ class TestNative(TestCase):
         self.assertEqual((trees.searched, trees.function.was_asked), (list(searched), was_asked))
 
     def test_when_nothing_can_be_replayed(self):
-        cases = [("function", "manager", lambda: None), ("function", "manager", lambda: Plain()), ("manager", "graph", None)]
+        cases = [("function", "manager", lambda found=found: found) for found in (None, Plain())]
+        cases += [("manager", "graph", None), ("manager", "_candidates", None)]
         cases += [("manager", name, delattr) for name in ("graph", "current_gen", "_candidates", "_find")]
         cases += [("function", name, delattr) for name in ("manager", "function_id")]
-        cases.append(("manager", "_candidates", None))
         for owner, name, value in cases:
             with self.subTest(owner=owner, name=name, value=value):
                 trees = Trees({}, some(1))

@@ -112,7 +112,7 @@ class TestGradients(TestCase):
                         if parameter.grad.data_ptr() in addresses:
                             self.assertEqual(name, "behind it")  # where torch has let it be taken over before
                     del handle
-        self.assertEqual(self.trees.handed, [])
+        self.assertEqual(self.trees.searched, [])
 
     def test_a_gradient_is_taken_over_without_a_copy(self):
         parameters, y = self.step()

@@ -306,7 +306,7 @@ class TestFastPath(LiveInputsTestCase):
                 self.assertEqual(len(outputs), 1)
                 first, second, third = (t.data_ptr() for t in inputs)
                 self.assertEqual(graph.launch(), [[third, 5, first], [second]])
-        self.assertEqual((trees.graph.launches, trees.handed), (len(calls), []))
+        self.assertEqual((trees.graph.launches, trees.searched), (len(calls), []))
 
 
 @requires_cpp

@@ -92,7 +92,7 @@ class TestForgotten(TestCase):
             mock.patch.object(Manager, "is_graphed", lambda *_: True),
             mock.patch("pygraph_trees.trees.reclaiming.release_retired"),
         ):
-            self.assertIsNone(self.manager._search.find(self.manager, 2, True))
+            self.assertIsNone(self.manager._find(self.manager, 2, True))
         self.assertEqual((self.manager.roots, self.first.graph, self.below.graph), ({}, None, None))
         self.assertIsNone(self.manager.current_node)
 
@@ -128,7 +128,7 @@ class TestForgotten(TestCase):
                     mock.patch.object(Manager, "is_graphed", lambda *_: True),
                     mock.patch("pygraph_trees.trees.reclaiming.release_retired", calls),
                 ):
-                    self.manager._search.find(self.manager, 2, False)
+                    self.manager._find(self.manager, 2, False)
                 self.assertEqual((self.manager.reclaiming.forgotten, self.first.children), ([], {}))
                 self.assertNotIn(1, self.manager._candidates)
 

@@ -16,6 +16,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+from fake_trees import FakeFunction, replaying
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -367,9 +368,10 @@ class TestViewsInside(RunnerTestCase):
         self.assertIs(buf0, partition.outputs[0])
         self.assertEqual((buf1.shape, buf1.storage_offset()), ((2, 3), 8))
         self.assertEqual(model.ungraphed(tensors_numbered(3))[1].shape, (2, 3))
-        model.fast_call = lambda inputs: given_
         given_ = [object(), object()]
+        manager = replaying(lambda inputs, _: list(given_))
         for returned in (found, found.fast_call):
+            model.manager = (lambda: None) if returned is found else lambda: manager
             with mock.patch.object(FunctionModel, "ungraphed", lambda self, inputs: given_):
                 self.assertEqual(returned(tensors_numbered(3)), (given_[1], given_[0], None))
 
@@ -496,7 +498,7 @@ class TestViewsInside(RunnerTestCase):
 
 
 class TestShortened(RunnerTestCase):
-    def check_any_program(self):
+    def test_any_program(self):
         @EXAMPLES
         @given(programs())
         def check(program):
@@ -507,13 +509,6 @@ class TestShortened(RunnerTestCase):
             self.assertEqual(found is partition.given, are_returned)
 
         check()
-
-    def test_any_program(self):
-        self.check_any_program()
-
-    def test_any_program_without_the_native_module(self):
-        with mock.patch.object(tensors, "extension", None):
-            self.check_any_program()
 
     def test_inputs_are_released(self):
         """The partition gets the only list, and of an input that it does not get nothing is kept."""
@@ -581,16 +576,8 @@ class TestShortened(RunnerTestCase):
             del found
             self.assertEqual(alive.pop(), [False, True, False])
 
-    def check_fast_path(self):
+    def test_fast_path(self):
         """What the partition's function gives is given on; where it has nothing, the inputs are as they were."""
-
-        class Function:
-            was_asked, manager = False, staticmethod(lambda: None)
-            answers = True
-
-            def fast_call(self, inputs):
-                return partition(inputs) if self.answers else None
-
         for call, outputs in (
             (CALL, [torch.zeros(64), torch.zeros(64)]),
             (CALL.replace("[arg2_1, arg0_1, arg1_1]", "[arg0_1, arg1_1, arg2_1]"), [torch.zeros(64), 1]),
@@ -598,8 +585,12 @@ class TestShortened(RunnerTestCase):
         ):
             partition = Partition(outputs)
             runner = self.runner(call, partition)
-            self.assertIsNone(shortened(runner.call).fast_call)  # nobody to ask
-            partition.function = function = Function()
+            self.assertIsNone(shortened(runner.call).fast_call)  # no function of ours
+            answers = [True]
+            replay = lambda inputs, _, partition=partition, answers=answers: partition(inputs) if answers[0] else None  # noqa: E731
+            manager, function = replaying(replay), FakeFunction()
+            function.manager, function.function_id, function.was_asked = lambda manager=manager: manager, 7, False
+            partition.function = function
             short = shortened(runner.call)
             given_ = tensors_numbered(3)
             expected = runner.call(list(given_))
@@ -608,21 +599,21 @@ class TestShortened(RunnerTestCase):
             self.assertEqual(inputs, [])
             self.assertTrue(all(a is b for a, b in zip(partition.seen[-1], partition.seen[-2], strict=True)))
             self.assertFalse(function.was_asked)
-            function.answers = False
+            answers[0] = False
             inputs = list(given_)
             self.assertIsNone(short.fast_call(inputs))
             self.assertTrue(all(a is b for a, b in zip(inputs, given_, strict=True)))
             self.assertTrue(function.was_asked)
-            function.answers = True
-            runner.partitions = [Partition(outputs)]
+            answers[0] = True
+            runner.partitions[0] = Partition(outputs)
             self.assertIsNone(short.fast_call(inputs))
 
-    def test_fast_path(self):
-        self.check_fast_path()
-
-    def test_fast_path_without_the_native_module(self):
+    def test_without_the_native_module_there_is_no_fast_path(self):
+        partition = Partition([torch.zeros(64), torch.zeros(64)])
+        runner = self.runner(CALL, partition)
+        partition.function = object()
         with mock.patch.object(tensors, "extension", None):
-            self.check_fast_path()
+            self.assertIsNone(self.check(runner, 3, partition).fast_call)
 
     def test_a_partition_that_is_not_given_all_inputs_has_no_fast_path(self):
         """What was left out could not be put back."""

@@ -107,7 +107,7 @@ class TestLiveInputsNative(TestLiveInputs):
         python = mock.Mock(side_effect=AssertionError("C++ does it"))
         with mock.patch.object(Addresses, "prepare", python):
             replays(4 * EVERY)
-        self.assertEqual(trees.handed, [])
+        self.assertEqual(trees.searched, [])
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 import torch
 from bare_manager import SKIPPED, bare_manager
+from fake_trees import replaying
 from torch._inductor import compile_fx, config, cudagraph_trees
 from torch._inductor.cudagraph_utils import FunctionID, PlaceholderInfo, WrappedFunction
 from torch._inductor.utils import BoxedBool
@@ -25,16 +26,14 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 import pygraph_trees
 from pygraph_trees.indirection.addresses import CAPTURED
-from pygraph_trees.native.tensors import Whereabouts, released
+from pygraph_trees.native import tensors
 from pygraph_trees.report import compiled
 from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journal
 from pygraph_trees.report.summary import clear
 from pygraph_trees.selection import why_not_graphed
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees import attempts, compiled_graph, fast_path, input_rules, liveness, pools
-from pygraph_trees.trees import candidates as candidates_module
 from pygraph_trees.trees import recording as recording_module
-from pygraph_trees.trees.candidates import Candidates
 from pygraph_trees.trees.collector import paused
 from pygraph_trees.trees.containers import Trees
 from pygraph_trees.trees.function import FunctionModel, entered
@@ -43,21 +42,6 @@ from pygraph_trees.trees.manager import Manager, Upstream
 from pygraph_trees.trees.outputs import as_they_read
 from pygraph_trees.trees.recording import Recording
 from pygraph_trees.trees.rerecord import why_recorded
-
-UPSTREAM = "_tensors_data_ptrs_at_indices_equal"  # torch without CUDA lacks it
-
-
-def in_python(tensors, addresses, indices):
-    """As torch's own, which builds for a GPU alone have."""
-    return all(tensors[index].data_ptr() == addresses[index] for index in indices)
-
-
-def without_graphs(replay_fast):
-    """A manager whose replays C++ leaves to Python."""
-
-    class Found(SimpleNamespace): ...  # which can be referred to weakly
-
-    return Found(replay_fast=replay_fast, turn=None)
 
 
 def double(inputs):
@@ -105,49 +89,48 @@ class TestFunction(TestCase):
 
     def test_each_value_of_its_integers_is_replayed_by_itself(self):
         function = FunctionModel.of(double, is_backward=False, is_inference=True)
-        manager = without_graphs(lambda inputs, function_id: [function_id] if inputs[0] == "x" else None)
+        manager = replaying(lambda inputs, function_id: [function_id] if inputs[0] == "x" else None)
         function.settings = dataclasses.replace(function.settings, indirection="auto")
         call = entered(function, lambda inputs: ["the wrappers", *inputs])
         for function_id, values in ((7, (3, 4)), (8, (3, 5))):
             function.add(of_integers=True)
             function.add_values(function_id, {1: values[0], 3: values[1]})
         first, second, unknown = ["x", 3, "y", 4], ["x", 3, "y", 5], ["x", 4, "y", 4]
-        self.assertEqual(call(first), ["the wrappers", *first])
+        self.assertEqual(call([*first]), ["the wrappers", *first])
         function.has_fast_path_in(manager, 7)
         self.assertEqual(
-            [call(i) for i in (first, second, unknown)], [[7], *(["the wrappers", *i] for i in (second, unknown))]
+            [call([*i]) for i in (first, second, unknown)], [[7], *(["the wrappers", *i] for i in (second, unknown))]
         )
         function.has_fast_path_in(manager, 8)
         function.has_fast_path_in(manager, 9)  # of another function
-        self.assertEqual([call(first), call(second)], [[7], [8]])
+        self.assertEqual([call([*first]), call([*second])], [[7], [8]])
         self.assertEqual(call(["z", 3, "y", 4]), ["the wrappers", "z", 3, "y", 4])
-        self.assertIsNone(function.manager())  # it cannot say with which values
 
         function.may_replay(may=False)
-        self.assertEqual(call(first), ["the wrappers", *first])
+        self.assertEqual(call([*first]), ["the wrappers", *first])
         function.may_replay(may=True)
-        self.assertEqual(call(first), [7])
+        self.assertEqual(call([*first]), [7])
         function.instead = lambda inputs: ["chosen"]
-        self.assertEqual(call(first), ["chosen"])
+        self.assertEqual(call([*first]), ["chosen"])
         function.instead, function.looked_at = None, lambda inputs: ["looked at"]
         function.may_replay(may=True)
         function._counting._left = 4
-        self.assertIn(["looked at"], [call(first) for _ in range(5)])  # one call of many
+        self.assertIn(["looked at"], [call([*first]) for _ in range(5)])  # one call of many
         function.instead = function.looked_at = None
         function.may_replay(may=True)
         function.add(of_integers=True)  # in another thread, or once more: those values take torch's way
         function.add_values(10, {1: 3, 3: 4})
         function.has_fast_path_in(manager, 10)
-        self.assertEqual([call(first), call(second)], [["the wrappers", *first], [8]])
+        self.assertEqual([call([*first]), call([*second])], [["the wrappers", *first], [8]])
         del manager
-        self.assertEqual(call(second), ["the wrappers", *second])
+        self.assertEqual(call([*second]), ["the wrappers", *second])
 
     def test_calls_go_past_the_wrappers_where_they_can(self):
         function = FunctionModel.of(double, is_backward=False, is_inference=True)
         function.settings = dataclasses.replace(function.settings, indirection="auto")
         call = entered(function, lambda inputs: ["the wrappers", *inputs])
         self.assertEqual(call([1]), ["the wrappers", 1])
-        manager = without_graphs(lambda inputs, function_id: [function_id] if inputs == [1] else None)
+        manager = replaying(lambda inputs, function_id: [function_id] if inputs == [1] else None)
         function.manager, function.function_id = lambda: manager, 7
         self.assertEqual((call([1]), call([2])), ([7], ["the wrappers", 2]))
         function.was_asked = True  # further out, and in vain
@@ -344,6 +327,8 @@ class TestCompiledGraph(TestCase):
         self.assertEqual(call(graph, [1]), ["upstream's", 1])
         run.fast_call = None
         self.assertEqual(call(graph, [1]), ["upstream's", 1])
+        if tensors.extension is None:
+            return
         run.fast_call = fast_call
         self.assertEqual((call(graph, [1]), call(graph, [2])), (["fast"], ["upstream's", 2]))
         for owner, watches in (
@@ -425,9 +410,11 @@ class TestTurns(TestCase):
         self.manager = bare_manager(ids_to_funcs={self.id: SimpleNamespace(model=self.model)})
         run = mock.patch.object(Upstream, "run", autospec=True, side_effect=lambda *given: self.run_by_upstream(*given))
         self.upstream = self.enterContext(run)
+        self.model.manager = lambda: self.manager
+        self.fast_call = fast_path.entry(self.model) or (lambda inputs: None)
 
     def run_by_upstream(self, manager, inputs, function_id):
-        self.assertTrue(manager.turn.locked())
+        self.assertTrue(manager.is_taken)
         return ["graphed"]
 
     def runs(self):
@@ -437,7 +424,7 @@ class TestTurns(TestCase):
         """From a hook, a finalizer, or an operator of the program's own."""
 
         def interrupted(manager, inputs, function_id):
-            found = manager.run([torch.ones(1)], function_id), manager.replay_fast([torch.ones(1)], function_id)
+            found = manager.run([torch.ones(1)], function_id), self.fast_call([torch.ones(1)])
             return [*found, *inputs]
 
         self.run_by_upstream = interrupted
@@ -448,14 +435,14 @@ class TestTurns(TestCase):
 
     def test_a_call_of_another_thread_is_ungraphed_meanwhile(self):
         for replays in (False, True):
-            self.assertTrue(self.manager.turn.acquire(blocking=False))
+            self.assertTrue(self.manager.take_turn())
             with ThreadPoolExecutor(1) as pool:
                 if replays:
-                    self.assertIsNone(pool.submit(self.manager.replay_fast, [torch.ones(1)], self.id).result(60))
+                    self.assertIsNone(pool.submit(self.fast_call, [torch.ones(1)]).result(60))
                 else:
                     outputs = pool.submit(self.manager.run, [torch.ones(1)], self.id).result(60)
                     self.assertEqual(outputs, [torch.full((1,), 2.0)])
-            self.manager.turn.release()
+            self.manager.end_turn()
         self.assertEqual(self.runs(), (1, 0))
         self.assertEqual(self.manager.run([], self.id), ["graphed"])
 
@@ -471,9 +458,7 @@ class TestTurns(TestCase):
         self.run_by_upstream = mock.Mock(side_effect=KeyboardInterrupt)
         for _ in range(2):
             self.assertRaises(KeyboardInterrupt, self.manager.run, [], self.id)
-        with mock.patch.object(Manager, "_replay_fast", side_effect=KeyboardInterrupt):
-            self.assertRaises(KeyboardInterrupt, self.manager.replay_fast, [], self.id)
-        self.assertFalse(self.manager.turn.locked())
+        self.assertFalse(self.manager.is_taken)
 
     def test_the_collector_waits_for_the_last_recording(self):
         """No finalizer launches what would be captured; afterwards the collector is as the program had it."""
@@ -629,7 +614,6 @@ class TestWhoHoldsOutputs(TestCase):
 
     def setUp(self):
         super().setUp()
-        self.enterContext(mock.patch.object(torch._C, UPSTREAM, in_python, create=True))
         torch._C._set_cached_tensors_enabled(True)
         self.addCleanup(torch._C._set_cached_tensors_enabled, False)
         self.weight = torch.ones(3, requires_grad=True)
@@ -762,29 +746,6 @@ class TestWhoHoldsOutputs(TestCase):
         outputs = [*first.cached_tensor_outputs, *left.cached_tensor_outputs]
         self.assertEqual([output.grad_fn for output in outputs], [None] * 4)
 
-    def test_a_function_with_several_recordings(self):
-        """What nobody holds, but a backward that never comes, rules out none of them."""
-        first = self.recording(2)
-        given_ = [torch.zeros(3) for _ in range(2)]
-        asked = liveness.deaths(first, [(0, 1)])
-
-        def behind(moved):
-            where = Whereabouts([0], [moved.data_ptr()], [])
-            found = SimpleNamespace(whereabouts=where, deaths_before=asked, native=None, cuda_graphs_pool=self.pool)
-            found.accepts = lambda inputs: where.ask(inputs) is not None and asked.ask()
-            return found
-
-        recordings = [behind(t) for t in given_]
-        candidates = Candidates(None, recordings, None, None)
-        self.assertIs(candidates.first_accepting(given_[1:]), recordings[1])
-        held = [first.cached_tensor_outputs[1]]  # as in 2.13 what is saved for a backward holds it
-        self.assertIsNone(candidates.first_accepting(given_[1:]))
-        with mock.patch.object(
-            candidates_module, "release_unneeded", lambda pool: pool is self.pool and held.pop() is not None
-        ):
-            self.assertIs(candidates.first_accepting(given_[1:]), recordings[1])
-        self.assertEqual(held, [])
-
     def test_outputs_of_another_manager_are_not_released(self):
         """Another one's thread may be about to give its outputs."""
         x, (node,) = self.forward(1, (1,))
@@ -811,10 +772,10 @@ class TestFastPath(TestCase):
 
     def setUp(self):
         super().setUp()
-        self.enterContext(mock.patch.object(torch._C, UPSTREAM, in_python, create=True))
         self.enterContext(mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", 0))  # nobody marks steps
         self.replayed = []
-        self.recording = self.node(accepts=lambda inputs: inputs != ["elsewhere"], replay=self.replay)
+        self.x = torch.ones(1)
+        self.recording = self.node()
         self.recording.wrapped_function = SimpleNamespace(mutated_input_idxs=(), model=None)
         self.manager = bare_manager(
             roots={self.FUNCTION: [self.recording]},
@@ -822,13 +783,24 @@ class TestFastPath(TestCase):
             ids_to_funcs={self.FUNCTION: self.recording.wrapped_function},
         )
         self.skipped = getattr(self.manager, SKIPPED)
+        self.function = fast_path.FunctionState()
+        self.function.manager, self.function.function_id = lambda: self.manager, self.FUNCTION
 
-    def node(self, **attributes):
+    def node(self, *, has_fast_path=True, **attributes):
         node = Recording.__new__(Recording)
-        own = {"children": {}, "has_fast_path": True, "id": object(), "path_live_weakrefs": lambda: ()}
-        own |= {"all_outputs_are_dead": lambda: False, "whereabouts": Whereabouts((), ()), "deaths_before": None}
+        own = {"children": {}, "has_fast_path": has_fast_path, "id": object(), "path_live_weakrefs": lambda: ()}
+        own |= {"all_outputs_are_dead": lambda: False, "fixed": [], "deaths_before": None, "cuda_graphs_pool": (0, 1)}
+        own |= {"copies": True, "run": self.replay, "graph": None, "cached_tensor_outputs": []}
+        own["log"] = SimpleNamespace(counter=tensors.new_counter())
         vars(node).update(own | attributes)
+        if has_fast_path:
+            node.native = fast_path.replay(node, (), [], None, in_python=True)
         return node
+
+    def fast_call(self, inputs):
+        if tensors.extension is None:
+            self.skipTest("not built for this torch")
+        return fast_path.entry(self.function)(inputs)
 
     def replay(self, inputs):
         self.replayed.append(list(inputs))
@@ -844,7 +816,7 @@ class TestFastPath(TestCase):
 
     def call(self, *inputs):
         inputs = list(inputs)
-        outputs = self.manager.replay_fast(inputs, self.FUNCTION)
+        outputs = self.fast_call(inputs)
         if outputs is not None:
             self.assertEqual(inputs, [])
             self.assertIs(self.manager.current_node, self.recording)
@@ -869,25 +841,24 @@ class TestFastPath(TestCase):
                 self.assertIs(self.manager.current_node, self.recording if replays else node)
 
     def child(self, **attributes):
-        child = self.node(accepts=lambda inputs: inputs != ["elsewhere"], replay=self.replay, **attributes)
+        child = self.node(**attributes)
         child.wrapped_function = SimpleNamespace(mutated_input_idxs=())
         return child
 
     def test_the_first_recording_that_fits_is_replayed(self):
-        first, second = self.child(), self.child()
-        vars(first)["accepts"] = lambda inputs: inputs == ["x"]
-        for others, inputs, expected in (
-            ([first, second], "x", first),
-            ([first, second], "y", second),
-            ([second, first], "x", second),
-            ([first], "y", None),
-            ([self.child(has_fast_path=False), first], "x", None),  # only upstream can ask that one
-            ([object(), first], "x", None),
-            ([first, object()], "x", first),
+        x, y = self.x, torch.ones(1)
+        first, second = self.child(fixed=[(0, x.data_ptr())]), self.child()
+        for others, given_, expected in (
+            ([first, second], x, first),
+            ([first, second], y, second),
+            ([second, first], x, second),
+            ([first], y, None),
+            ([self.child(has_fast_path=False), first], x, None),  # only upstream can ask that one
+            ([object(), first], x, None),
+            ([first, object()], x, first),
         ):
             self.behind(self.node(children={self.FUNCTION: others}), new_step=False)
-            outputs = self.manager.replay_fast([inputs], self.FUNCTION)
-            self.assertEqual(outputs is not None, expected is not None)
+            self.assertEqual(self.fast_call([given_]) is not None, expected is not None)
             if expected is not None:
                 self.assertIs(self.manager.current_node, expected)
 
@@ -901,7 +872,7 @@ class TestFastPath(TestCase):
         child = self.child()
         for new_step, current, ends in ((True, self.recording, 1), (False, child, 1)):
             self.behind(self.node(children={self.FUNCTION: [child]}), new_step=new_step)
-            self.assertIsNotNone(self.manager.replay_fast(["x"], self.FUNCTION))
+            self.assertIsNotNone(self.fast_call(["x"]))
             self.assertIs(self.manager.current_node, current)
             self.assertEqual(len(ended), ends)
         # Once more by the same way, where the path is ended as well.
@@ -928,10 +899,9 @@ class TestFastPath(TestCase):
         self.assertIsNone(self.call("x"))
 
     def test_calls_that_are_left_to_upstream(self):
-        inputs = ["elsewhere"]
-        self.assertIsNone(self.manager.replay_fast(inputs, self.FUNCTION))
-        self.assertEqual((inputs, self.replayed), (["elsewhere"], []))
-        self.assertIsNone(self.manager.replay_fast(["x"], self.FUNCTION + 1))  # it was never recorded
+        self.function.function_id = self.FUNCTION + 1  # it was never recorded
+        self.assertIsNone(self.call("x"))
+        self.function.function_id = self.FUNCTION
         for state in ("WARMUP", "RECORDING"):  # of others
             self.behind(self.node(), new_step=True)
             self.manager.path_state = cudagraph_trees.ExecutionState[state]
@@ -1060,7 +1030,7 @@ class TestFastPath(TestCase):
                 self.subTest(flag=flag, outcomes=outcomes),
                 mock.patch.object(recording_module.Upstream, "__init__", make),
                 mock.patch.object(Recording, "_finish_first_call", lambda *_: None),
-                mock.patch.object(Recording, "_prepare_questions", side_effect=Done),
+                mock.patch.object(Recording, "_prepare_checks", side_effect=Done),
                 mock.patch.object(attempts, "leave_table", leave_table),
                 self.assertRaises(Done if wanted is not None else RuntimeError),
             ):
@@ -1157,9 +1127,9 @@ class TestFastPath(TestCase):
             self.assertEqual(model._added, 0)
             self.assertEqual(self.manager.add_function(model, [7])[1], ["outputs"])
         self.assertEqual((model._added, model._of_integers), (1, True))
-        self.manager.replay_fast = lambda inputs, function_id: [*inputs, function_id]
         model.has_fast_path_in(self.manager, self.FUNCTION)
-        self.assertEqual((model.fast_call([7]), model.fast_call([8])), ([7, self.FUNCTION], None))
+        self.function = model
+        self.assertEqual((self.call(7), self.call(8), self.replayed), ([1], None, [[7]]))
 
     def test_a_function_that_would_lose_its_writes_is_not_recorded(self):
         model = FunctionModel.of(double, is_backward=False, is_inference=True)
@@ -1184,10 +1154,11 @@ class TestFastPath(TestCase):
         saved, weight, managed, tangent = (torch.ones(4) for _ in range(4))
         reached = {saved.data_ptr(), managed.data_ptr(), tangent.data_ptr()}
         forward = self.node(
+            has_fast_path=False,
             _live=SimpleNamespace(addresses=SimpleNamespace(reaches=lambda address: address in reached)),
             _parent=lambda: None,
         )
-        later = self.node(_live=None, _parent=lambda: forward)
+        later = self.node(has_fast_path=False, _live=None, _parent=lambda: forward)
 
         @dataclasses.dataclass(frozen=True)
         class Wrapped:
@@ -1219,62 +1190,34 @@ class TestFastPath(TestCase):
                 self.assertEqual(self.manager.ids_to_funcs[self.FUNCTION].static_input_idxs, static)
 
 
-class TestTakes(TestCase):
-    """What is asked of the inputs of a recording that may be replayed on the fast path."""
+class TestReplay(TestCase):
+    """The part of a fast replay that Python has."""
 
     def recording(self, **attributes):
         node = Recording.__new__(Recording)
-        own = {
-            "_find": lambda inputs: None if inputs[0] == "elsewhere" else [],
-            "_is_plain": False,
-            "copies": False,
-            "_are_dead_before": None,
-            "_are_dead_after": None,
-            "_drop_managed": None,
-            "wrapped_function": SimpleNamespace(model=SimpleNamespace(log=SimpleNamespace(name="step 0/0"))),
-        }
-        vars(node).update(own | attributes)
+        model = SimpleNamespace(log=SimpleNamespace(name="step 0/0"))
+        held = SimpleNamespace(ask=lambda: False)
+        vars(node).update({"deaths_after": held, "wrapped_function": SimpleNamespace(model=model)} | attributes)
         return node
 
-    def test_inputs_fit_by_address_and_by_what_is_dead(self):
-        refuses = SimpleNamespace(addresses=SimpleNamespace(prepare=lambda *_: "less aligned"), is_copied=False)
-        for attributes, where, fits in (
-            ({}, "there", True),
-            ({}, "elsewhere", False),
-            ({"_live": refuses}, "there", False),
-            ({"_are_dead_before": lambda: True}, "there", True),
-            ({"_are_dead_before": lambda: False, "_drop_managed": released([1])}, "there", False),
-        ):
-            inputs = [where, "managed"]
-            self.assertEqual(self.recording(**attributes).accepts(inputs), fits)
-            self.assertEqual(inputs, [where, "managed"])
-
     def test_an_input_that_is_still_held_after_it_died_is_an_error(self):
-        inputs = ["there", "managed", "kept"]
-        recording = self.recording(_drop_managed=released([1]), _are_dead_after=lambda: inputs[1] is None)
-        self.assertTrue(recording.accepts(inputs))
-        self.assertEqual(inputs, ["there", None, "kept"])
-        with self.assertRaisesRegex(RuntimeError, "step 0/0: an input that died .* is still held"):
-            self.recording(_are_dead_after=lambda: False).accepts(["there"])
+        dropped = []
+        for live in (None, SimpleNamespace(drop=lambda: dropped.append(1))):
+            with self.assertRaisesRegex(RuntimeError, "step 0/0: an input that died .* is still held"):
+                self.recording(_live=live).check_what_died()
+        self.assertEqual(dropped, [1])
+        for deaths_after in (None, SimpleNamespace(ask=lambda: True)):
+            self.recording(deaths_after=deaths_after).check_what_died()
 
     def test_since_2_15_the_replay_asks_what_died(self):
         """As upstream does; if copies are made, upstream itself asks after them."""
-        dropped = []
-        addresses = SimpleNamespace(prepare=lambda *_: None)
-        live = SimpleNamespace(addresses=addresses, is_copied=False, drop=lambda: dropped.append(1))
-        recording = self.recording(_live=live, _are_dead_after=lambda: False, run=lambda inputs: ["upstream's way"])
+        live = SimpleNamespace(is_copied=False, drop=lambda: None)
+        recording = self.recording(_live=live, run=lambda inputs: ["upstream's way"])
         with mock.patch.object(recording_module, "_RUN_CHECKS_WHAT_DIED", True):
-            self.assertTrue(recording.accepts(["there"]))
             with self.assertRaises(recording_module.HeldForTooLong):
                 recording.replay(["there"])
             live.is_copied = True
             self.assertEqual(recording.replay(["there"]), ["upstream's way"])
-        with (
-            mock.patch.object(recording_module, "_RUN_CHECKS_WHAT_DIED", False),
-            self.assertRaises(recording_module.HeldForTooLong),
-        ):
-            recording.accepts(["there"])
-        self.assertEqual(len(dropped), 2)
 
 
 if __name__ == "__main__":
