@@ -211,9 +211,9 @@ Answer replay_fast(Entry::State *state, PyObject *list, Ref *result) {
         return Answer::no;
     if (function->by_values != nullptr)
         return replay_for_values(state, list, result);
+    counted.asked++;
     if (const Answer answer = find_candidates(function, state->counters, &turn, &found); answer != Answer::yes)
         return answer;
-    counted.asked++;
     Ref kept = kept_inputs(&state->results, list);
     if (!kept)
         return PyErr_Occurred() ? Answer::error : Answer::no;

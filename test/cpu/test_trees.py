@@ -18,7 +18,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 import torch
 from bare_manager import SKIPPED, bare_manager
-from fake_trees import replaying
+from fake_trees import FakeFunction, replaying
 from torch._inductor import compile_fx, config, cudagraph_trees
 from torch._inductor.cudagraph_utils import FunctionID, PlaceholderInfo, WrappedFunction
 from torch._inductor.utils import BoxedBool
@@ -783,7 +783,7 @@ class TestFastPath(TestCase):
             ids_to_funcs={self.FUNCTION: self.recording.wrapped_function},
         )
         self.skipped = getattr(self.manager, SKIPPED)
-        self.function = fast_path.FunctionState()
+        self.function = FakeFunction()
         self.function.manager, self.function.function_id = lambda: self.manager, self.FUNCTION
 
     def node(self, *, has_fast_path=True, **attributes):
