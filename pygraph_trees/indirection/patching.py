@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from pygraph_trees.cuda.driver import SetRefused
 from pygraph_trees.cuda.graph_nodes import CopyNode, GraphNode, KernelNode, MemcpyNode
 from pygraph_trees.errors import DriverError, PygraphError
-from pygraph_trees.native import tensors
+from pygraph_trees.native import binding
 
 from .relocations import HOST_SOURCE, SOURCE
 
@@ -184,9 +184,9 @@ class Patches:
         addresses. All inputs must be patched.
 
         Args:
-            pool_changes: counts changes of the graph pool; see :func:`.tensors.new_counter`.
+            pool_changes: counts changes of the graph pool; see :func:`.binding.new_counter`.
         """
-        if tensors.extension is None:
+        if binding.extension is None:
             return None
         change = self._all_changed
         setter, context_getter = self._setter(), self._context_getter()
@@ -202,13 +202,13 @@ class Patches:
             numbers = {node: number for number, node in enumerate(change.kernels)}
             nodes += [self._kernels[node] for node in change.kernels]
             holders += [(position, numbers[node]) for position, held in enumerate(self._nodes) for node in sorted(held)]
-        self._native = tensors.extension.Addresses(
+        self._native = binding.extension.Addresses(
             owner=(self._table, nodes, self._words),
             pool_changes=pool_changes,
-            held=tensors.packed(self._addresses),
-            words=tensors.packed([number % 2**64 for word in words for number in word]),
-            nodes=tensors.packed([number for node in nodes for number in (node.handle, node.address)]),
-            holders=tensors.packed([number for holder in holders for number in holder]),
+            held=binding.packed(self._addresses),
+            words=binding.packed([number % 2**64 for word in words for number in word]),
+            nodes=binding.packed([number for node in nodes for number in (node.handle, node.address)]),
+            holders=binding.packed([number for holder in holders for number in holder]),
             exec=self._exec,
             set=setter or 0,
             get_context=context_getter or 0,

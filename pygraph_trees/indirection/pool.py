@@ -11,7 +11,7 @@ import bisect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from pygraph_trees.native.tensors import new_counter
+from pygraph_trees.native.binding import new_counter
 
 
 class PoolRanges:

@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 
 from pygraph_trees.errors import PygraphError
 
-from . import FOLDER, tensors
+from . import FOLDER, binding
 from .location import SOURCES
 
 _LOCK = FOLDER.with_name(f"{FOLDER.name}.lock")
@@ -95,10 +95,10 @@ def prevent() -> None:
 
 def why_missing() -> str | None:
     """Why this process runs without the built modules, as a phrase that follows "because"; None if it has them."""
-    if tensors.extension is not None:
+    if binding.extension is not None:
         return None
-    if tensors.why_without is not None:
-        return tensors.why_without
+    if binding.why_without is not None:
+        return binding.why_without
     if is_built():
         return "it was built after this process began; the next one uses it"
     if is_running():
@@ -122,9 +122,9 @@ def announce() -> None:
     if _is_announced:
         return
     _is_announced = True
-    if tensors.extension is None and not _is_prevented:
+    if binding.extension is None and not _is_prevented:
         start()
-    _log.log(logging.INFO if tensors.extension is not None else logging.WARNING, "native: %s", status())
+    _log.log(logging.INFO if binding.extension is not None else logging.WARNING, "native: %s", status())
 
 
 def start() -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch._inductor import cudagraph_trees
 
-from pygraph_trees.native import tensors
+from pygraph_trees.native import binding
 
 from .liveness import release_unneeded
 from .reclaiming import Reclaimed, Reclaiming
@@ -36,7 +36,7 @@ def candidates_of(begins: bool | None, recordings: Sequence[Recording], mode: An
     ``begins``: whether a new step must begin here; None if it may or may not.
     """
     facts = [(recording.fixed, recording.deaths_before) for recording in recordings]
-    return tensors.extension.Candidates(
+    return binding.extension.Candidates(
         begins=begins,
         mode=mode,
         compile_id=compile_id,
@@ -72,7 +72,7 @@ def candidate_filter(facts: Sequence[tuple[Sequence[tuple[int, int]], Any]]) -> 
         if set(by.values()) != {(1 << count) - 1}
     ]
     outputs = [(cached, index, row(those)) for (_, index), (cached, those) in held.items()]
-    return tensors.extension.CandidateFilter(count, outputs, inputs)
+    return binding.extension.CandidateFilter(count, outputs, inputs)
 
 
 class Searched(Reclaimed, Protocol):

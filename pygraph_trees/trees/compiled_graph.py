@@ -16,7 +16,7 @@ from torch._inductor import debug
 from torch._inductor.utils import BoxedBool
 from torch.autograd import profiler
 
-from pygraph_trees.native import tensors
+from pygraph_trees.native import binding
 from pygraph_trees.report import compiled
 from pygraph_trees.selection import are_graphs_left_out, why_not_graphed
 from pygraph_trees.settings import Settings
@@ -64,8 +64,8 @@ def putting_to_use(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 def calling(upstream: Callable[..., Any]) -> Callable[..., Any]:
     """Gives inputs the layout that was compiled for, and skips upstream's call if a fast replay gives the outputs."""
-    if tensors.extension is not None:
-        call: Callable[..., Any] = tensors.extension.Call(upstream, vars(profiler), vars(debug), look_after)
+    if binding.extension is not None:
+        call: Callable[..., Any] = binding.extension.Call(upstream, vars(profiler), vars(debug), look_after)
         return call
 
     @functools.wraps(upstream)

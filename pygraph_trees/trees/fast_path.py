@@ -14,8 +14,8 @@ from torch._dynamo.mutation_guard import GenerationTracker
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.compat import clones_live_outputs
-from pygraph_trees.native import tensors
-from pygraph_trees.native.tensors import packed
+from pygraph_trees.native import binding
+from pygraph_trees.native.binding import packed
 
 from . import native_names
 
@@ -54,8 +54,8 @@ class _FunctionState:
 
 
 native_names.check()
-TreeState: Any = _TreeState if tensors.extension is None else tensors.extension.TreeState
-FunctionState: Any = _FunctionState if tensors.extension is None else tensors.extension.FunctionState
+TreeState: Any = _TreeState if binding.extension is None else binding.extension.TreeState
+FunctionState: Any = _FunctionState if binding.extension is None else binding.extension.FunctionState
 
 
 class Replayed(Protocol):
@@ -105,9 +105,9 @@ def entry(
         own: the numbers of views of gradients that already have that layout. If only autograd uses such a gradient, it
             is returned itself (``native/gradients.cpp``).
     """
-    if tensors.extension is None:
+    if binding.extension is None:
         return None
-    made: FastCall = tensors.extension.Entry(
+    made: FastCall = binding.extension.Entry(
         function=function,
         runner=runner,
         order=None if order is None else packed(order),
@@ -137,10 +137,10 @@ def replay(
         after: outputs that must be dead once the inputs are released.
         in_python: whether ``recording.replay`` launches the graph.
     """
-    if tensors.extension is None:
+    if binding.extension is None:
         return None
     live, kind = recording.live, type(recording)
-    return tensors.extension.Replay(
+    return binding.extension.Replay(
         recording=weakref.ref(recording),
         prepare=None if live is None else live.addresses.prepare_fast,
         addresses=None if live is None else live.addresses.native,

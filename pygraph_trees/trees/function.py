@@ -17,7 +17,7 @@ from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch._guards import TracingContext
 
 from pygraph_trees.compat import has_trees_per_thread
-from pygraph_trees.native import tensors
+from pygraph_trees.native import binding
 from pygraph_trees.report.log import FunctionLog, journal
 from pygraph_trees.report.naming import compile_id, mode_name, program_name
 from pygraph_trees.settings import Settings
@@ -63,7 +63,7 @@ def _first_inside(*, is_backward: bool, is_inference: bool) -> int | None:
     tell whether only autograd uses them. None if AOTAutograd's metadata is not known, or if it wraps tensors in
     subclasses of the program.
     """
-    if is_inference or (is_backward and tensors.extension is None):
+    if is_inference or (is_backward and binding.extension is None):
         return None
     context = TracingContext.try_get()
     meta = _loaded.meta
@@ -176,7 +176,7 @@ class FunctionModel(FunctionState):
         elif self._added != 1 or self.settings.indirection == "off":
             return
         self.fast_path_in, self.function_id = weakref.ref(manager), function_id
-        self.thread = tensors.thread_id() if PER_THREAD and not self._of_integers else 0
+        self.thread = binding.thread_id() if PER_THREAD and not self._of_integers else 0
         if self.instead is None:
             self.may_replay(may=True)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from pygraph_trees import compat
-from pygraph_trees.native.tensors import packed
+from pygraph_trees.native.binding import packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

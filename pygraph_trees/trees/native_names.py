@@ -16,7 +16,7 @@ from torch._inductor import cudagraph_trees, debug
 from torch._inductor.output_code import CompiledFxGraph
 from torch.autograd import profiler
 
-from pygraph_trees.native import tensors
+from pygraph_trees.native import binding
 
 # The state of a manager that C++ reads and writes. Upstream's constructor sets it.
 _STATE = ("graph", "path_state", "current_gen", "running_forwards_with_pending_backwards")
@@ -34,7 +34,7 @@ _OWNERS: Mapping[str, Any] = {
 
 def missing(owners: Mapping[str, Any] = _OWNERS) -> list[str]:
     """The names that their owners lack; ``owners``: classes and modules, by their names in C++."""
-    names = (name for name in tensors.extension.NAMES if name not in _OPTIONAL)
+    names = (name for name in binding.extension.NAMES if name not in _OPTIONAL)
     found = [name for name in names if not _has(owners[name.partition(".")[0]], name.partition(".")[2])]
     known = owners["manager"].__init__.__code__.co_names
     return found + [f"manager.{name}" for name in _STATE if name not in known]
@@ -42,9 +42,9 @@ def missing(owners: Mapping[str, Any] = _OWNERS) -> list[str]:
 
 def check() -> None:
     """Turns the part in C++ off if a name is missing."""
-    found = missing() if tensors.extension is not None else []
+    found = missing() if binding.extension is not None else []
     if found:
-        tensors.do_without_extension(f"it needs attributes that are missing: {', '.join(found)}")
+        binding.do_without_extension(f"it needs attributes that are missing: {', '.join(found)}")
 
 
 def _has(owner: Any, name: str) -> bool:

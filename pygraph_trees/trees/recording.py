@@ -23,7 +23,7 @@ from pygraph_trees.indirection.availability import usable_driver, why_unusable
 from pygraph_trees.indirection.inputs import LiveInputs
 from pygraph_trees.indirection.route_rule import recorded
 from pygraph_trees.indirection.routes import Route
-from pygraph_trees.native.tensors import new_counter
+from pygraph_trees.native.binding import new_counter
 from pygraph_trees.placement.staging import observed
 from pygraph_trees.report.log import RecordingLog
 

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from torch._inductor import cudagraph_trees
 
-from pygraph_trees.native import tensors
+from pygraph_trees.native import binding
 from pygraph_trees.trees import fast_path
 from pygraph_trees.trees.candidates import candidate_filter
 from pygraph_trees.trees.liveness import Deaths
@@ -51,12 +51,12 @@ class Live:
         self.patched = [Plain(index=index) for index in patched]
         self.outputs, self.temporary, self.prepared = dict(outputs), {}, []
         self.answer = lambda: None
-        self.pool_changes, nothing = tensors.new_counter(), tensors.packed([])
+        self.pool_changes, nothing = binding.new_counter(), binding.packed([])
         self.pool_changes.value = 3
-        self.native = tensors.extension and tensors.extension.Addresses(
+        self.native = binding.extension and binding.extension.Addresses(
             owner=None,
             pool_changes=self.pool_changes,
-            held=tensors.packed([0] * len(patched)),
+            held=binding.packed([0] * len(patched)),
             **dict.fromkeys(("words", "nodes", "holders"), nothing),
             **dict.fromkeys(("exec", "set", "get_context", "context"), 0),
         )
@@ -85,7 +85,7 @@ class Recording:
     are_held = True
 
     def __init__(self, fixed, cached, *, live=None, before=None):
-        self.graph, self.log, self.live = Graph(launches=0, at_launch=list), Plain(counter=tensors.new_counter()), live
+        self.graph, self.log, self.live = Graph(launches=0, at_launch=list), Plain(counter=binding.new_counter()), live
         self.cached_tensor_outputs, self.own, self.calls = cached, list(cached), []
         self.deaths_before = before
         self.fixed = [(index, tensor.data_ptr()) for index, tensor in fixed.items()]
@@ -130,7 +130,7 @@ class Trees:
         self.function.was_asked = False
 
     def candidates(self, *replays, begins=None, facts=()):
-        return tensors.extension.Candidates(
+        return binding.extension.Candidates(
             begins=begins,
             mode=self.mode,
             compile_id=self.compile_id,
@@ -164,7 +164,7 @@ class _InPython:
     """A recording of a function, whose replay is a function of inputs and the function's id; its None refuses them."""
 
     def __init__(self, replay, function_id):
-        self.result, self.graph, self.log = None, None, Plain(counter=tensors.new_counter())
+        self.result, self.graph, self.log = None, None, Plain(counter=binding.new_counter())
         self.fixed, self.deaths_before, self.cached_tensor_outputs = (), None, []
 
         def prepare(inputs, _):
@@ -182,7 +182,7 @@ class _InPython:
 
 def replaying(replay):
     """A manager with one recording of each function; skips the test without C++."""
-    if tensors.extension is None:
+    if binding.extension is None:
         raise unittest.SkipTest("not built for this torch")
     manager, kept = FakeManager(), []
     manager.graph, manager._candidates, manager.current_gen = Plain(), {}, -5
@@ -192,7 +192,7 @@ def replaying(replay):
     def find(_, function_id, begins):
         kept.append(_InPython(replay, function_id))
         replays = (fast_path.replay(kept[-1], (), [], None, in_python=True),)
-        return tensors.extension.Candidates(
+        return binding.extension.Candidates(
             begins=None, mode=MODE.INFERENCE, compile_id=None, replays=replays, make_filter=None, release=None
         )
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 from filelock import FileLock
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.native import build, location, tensors
+from pygraph_trees.native import binding, build, location
 
 
 class TestLocation(TestCase):
@@ -69,8 +69,8 @@ class TestBuild(TestCase):
             stack.enter_context(mock.patch.object(build, name, self.folder.with_name(f"key{suffix}")))
         stack.enter_context(mock.patch.object(build, "_is_prevented", False))
         stack.enter_context(mock.patch.object(build, "_is_announced", False))
-        stack.enter_context(mock.patch.object(tensors, "extension", None))
-        stack.enter_context(mock.patch.object(tensors, "why_without", None))
+        stack.enter_context(mock.patch.object(binding, "extension", None))
+        stack.enter_context(mock.patch.object(binding, "why_without", None))
         self.compile = stack.enter_context(mock.patch.object(build, "_compile", side_effect=self.compiled))
         self.popen = stack.enter_context(mock.patch.object(build.subprocess, "Popen"))
         stack.enter_context(mock.patch.object(build.os, "setpriority"))
@@ -139,16 +139,16 @@ class TestBuild(TestCase):
         self.assertIn("PYGRAPH_BUILD is off", logs.output[0])
 
     def test_what_is_used_is_told(self):
-        with mock.patch.object(tensors, "extension", object()):
+        with mock.patch.object(binding, "extension", object()):
             self.assertEqual(build.status(), "yes")
             with self.assertLogs("pygraph_trees.native", "INFO") as logs:
                 build.announce()
             self.popen.assert_not_called()
-            tensors.do_without_extension("it needs attributes that are missing: x")
+            binding.do_without_extension("it needs attributes that are missing: x")
             self.assertEqual(build.status(), "no, because it needs attributes that are missing: x")
         self.assertEqual(logs.output, ["INFO:pygraph_trees.native:native: yes"])
         build.build()
-        tensors.why_without = None
+        binding.why_without = None
         self.assertIn("after this process began", build.status())
 
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.native import tensors
+from pygraph_trees.native import binding
 from pygraph_trees.trees.candidates import candidate_filter
 from pygraph_trees.trees.liveness import Deaths
 
@@ -100,7 +100,7 @@ class TestDeaths(TestCase):
         self.assertEqual((deaths.ask(), deaths.ask(), len(released)), (True, True, 2))
 
 
-@unittest.skipIf(tensors.extension is None, "not built for this torch")
+@unittest.skipIf(binding.extension is None, "not built for this torch")
 class TestCandidateFilter(TestCase):
     def test_no_recording_that_fits_is_passed_over(self):
         """A recording that the filter names may not fit: at most one that is left is not asked for more."""
@@ -173,8 +173,8 @@ class TestCandidateFilter(TestCase):
         for name, values in bad.items():
             for value in values:
                 with self.subTest(name=name, value=value), self.assertRaises((TypeError, ValueError, OverflowError)):
-                    tensors.extension.CandidateFilter(**(good | {name: value}))
-        find = tensors.extension.CandidateFilter(2, [], [(1, b"\3" + bytes(7), {})])
+                    binding.extension.CandidateFilter(**(good | {name: value}))
+        find = binding.extension.CandidateFilter(2, [], [(1, b"\3" + bytes(7), {})])
         for arguments in ((), (0,), (0, ()), ("0", x), (0, x, x), (0, x), (0, [3, 3])):
             self.assertRaises(TypeError, find, *arguments)
         self.assertRaises(TypeError, find, 0, x, more=3)

@@ -21,7 +21,7 @@ from fake_trees import Graph, Plain, some
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.native import tensors
+from pygraph_trees.native import binding
 from pygraph_trees.trees import candidates as candidates_module
 from pygraph_trees.trees import fast_path
 from pygraph_trees.trees.function import PER_THREAD, FunctionModel
@@ -89,7 +89,7 @@ class Trees:
             "path_weakrefs": path,
             "live_indices_after_graph": [(d, i) for d, held in enumerate(path) for i in range(len(held))],
             "graph": Graph(launches=0),
-            "log": Plain(counter=tensors.new_counter()),
+            "log": Plain(counter=binding.new_counter()),
             "has_fast_path": True,
         }
         for name, value in own.items():
@@ -108,7 +108,7 @@ class Trees:
         self.manager.current_node = None
 
 
-@unittest.skipIf(tensors.extension is None, "not built for this torch")
+@unittest.skipIf(binding.extension is None, "not built for this torch")
 class TestCandidates(TestCase):
     def setUp(self):
         super().setUp()

@@ -21,7 +21,7 @@ from torch._dynamo.mutation_guard import GenerationTracker
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.native import tensors
+from pygraph_trees.native import binding
 from pygraph_trees.trees import fast_path
 from pygraph_trees.trees.liveness import Deaths
 
@@ -31,7 +31,7 @@ ORDERS = (None, [2, 0, 1])  # no inverse of its own
 
 class TestPython(TestCase):
     def test_without_the_part_in_cpp(self):
-        with mock.patch.object(tensors, "extension", None):
+        with mock.patch.object(binding, "extension", None):
             self.assertIsNone(fast_path.entry(object(), order=[1, 0]))
             self.assertIsNone(fast_path.replay(Recording({}, some(1)), (), [NotImplemented], None))
 
@@ -44,7 +44,7 @@ class TestPython(TestCase):
             self.assertEqual((trees.is_taken, trees.take_turn()), (False, True))
 
 
-@unittest.skipIf(tensors.extension is None, "not built for this torch")
+@unittest.skipIf(binding.extension is None, "not built for this torch")
 @mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", 0)
 class TestNative(TestCase):
     def assertAreSame(self, found, expected):
@@ -74,11 +74,11 @@ class TestNative(TestCase):
             trees = Trees(dict(enumerate(given_)), cached, mode=mode)
             call, m = trees.entry(), trees.manager
             for number in range(1, 4):
-                asked, were = tensors.extension.counts()
+                asked, were = binding.extension.counts()
                 self.check_replays(call, given_, cached)
                 state = (m.mode, m.compile_id, m._current_node, m.path_state, m.running_forwards_with_pending_backwards)
                 self.assertAreSame(state, (mode, trees.compile_id, trees.recording, EXECUTION, pending))
-                counts = m.current_gen, trees.graph.launches, trees.log.counter.value, *tensors.extension.counts()
+                counts = m.current_gen, trees.graph.launches, trees.log.counter.value, *binding.extension.counts()
                 self.assertEqual(counts, (GenerationTracker.generation, number, number, asked + 1, were + 1))
             self.assertEqual((trees.searched, trees.recording.calls, trees.function.was_asked), ([], [], False))
 
@@ -344,8 +344,8 @@ class TestNative(TestCase):
             self.assertEqual([sys.getrefcount(tensor) for tensor in cached], seen[0])
 
     def test_bad_arguments(self):
-        recording, native = Recording({}, some(1)), tensors.extension
-        with mock.patch.object(tensors, "extension", Plain(Entry=dict, Replay=dict)):
+        recording, native = Recording({}, some(1)), binding.extension
+        with mock.patch.object(binding, "extension", Plain(Entry=dict, Replay=dict)):
             entry = fast_path.entry(FakeFunction(), order=[1, 0], picks=[0])
             replay = fast_path.replay(recording, (), [NotImplemented], None)
         of_entry = {
@@ -417,7 +417,7 @@ class TestNative(TestCase):
         """Where each has trees of its own."""
         for order in ORDERS:
             given_ = some(3)
-            trees, here = Trees({}, some(1)), tensors.thread_id()
+            trees, here = Trees({}, some(1)), binding.thread_id()
             call = trees.entry(order=order)
             trees.function.thread = here + 1
             self.check_missed(trees, call, given_)
@@ -430,11 +430,11 @@ class TestNative(TestCase):
             theirs, others = ordered(given_, order), [t.clone() for t in given_]
             addresses = [theirs[2].data_ptr(), theirs[0].data_ptr()]
             trees = Trees({1: theirs[1]}, some(1), live=Live([2, 0], None))
-            call, live, (asked, were) = trees.entry(order=order), trees.live, tensors.extension.counts()
+            call, live, (asked, were) = trees.entry(order=order), trees.live, binding.extension.counts()
             self.check_none(trees, call, others, False)
             self.check_none(trees, trees.entry(order=order, around=True, kept=[0], picks=[0]), others, True)
             trees.function.was_asked = False
-            self.assertEqual((tensors.extension.counts(), live.prepared), ((asked + 2, were), []))
+            self.assertEqual((binding.extension.counts(), live.prepared), ((asked + 2, were), []))
             live.answer = lambda: "why not"
             self.check_none(trees, call, given_, False)
             live.answer, inputs = fail, list(given_)

@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.native import tensors
+from pygraph_trees.native import binding
 
 
 class CompiledFunction(torch.autograd.Function):
@@ -65,7 +65,7 @@ UNSEEN = {
 }
 
 
-@unittest.skipIf(tensors.extension is None, "not built for this torch")
+@unittest.skipIf(binding.extension is None, "not built for this torch")
 @mock.patch.object(cudagraph_trees.MarkStepBox, "mark_step_counter", 0)
 class TestGradients(TestCase):
     """A recording's gradients are given themselves where nobody sees them, and else other tensors on their memory."""

@@ -28,9 +28,9 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.cuda.driver import Driver
 from pygraph_trees.indirection.addresses import Addresses
 from pygraph_trees.indirection.patching import Patches
-from pygraph_trees.native import tensors
+from pygraph_trees.native import binding
 
-requires_cpp = unittest.skipIf(tensors.extension is None, "the part in C++ was not built")
+requires_cpp = unittest.skipIf(binding.extension is None, "the part in C++ was not built")
 
 
 @requires_cpp
@@ -254,7 +254,7 @@ class TestPatcher(LiveInputsTestCase):
         recordings = [self.record(nodes, copy)]
         self.driver = Driver(self.api)
         recordings.append(self.record(self.one_kernel(), copy))
-        with mock.patch.object(tensors, "extension", None):
+        with mock.patch.object(binding, "extension", None):
             recordings.append(self.record(self.one_kernel(), copy))
         for number, (live, graph) in enumerate(recordings):
             live.finish()
@@ -312,14 +312,14 @@ class TestFastPath(LiveInputsTestCase):
 @requires_cpp
 class TestBadArguments(TestCase):
     def make(self, **more):
-        packed = tensors.packed
-        arguments = dict(owner=None, pool_changes=tensors.new_counter(), held=packed([5]), words=packed([8, 0, 0]))
+        packed = binding.packed
+        arguments = dict(owner=None, pool_changes=binding.new_counter(), held=packed([5]), words=packed([8, 0, 0]))
         arguments |= dict(nodes=packed([1, 1]), holders=packed([0, 0]), exec=1, set=1, get_context=1, context=1)
-        return tensors.extension.Addresses(**(arguments | more))
+        return binding.extension.Addresses(**(arguments | more))
 
     def test_numbers_that_do_not_exist(self):
         self.make()
-        packed = tensors.packed
+        packed = binding.packed
         for wrong in (
             {"words": packed([8, 1, 0])},
             {"words": packed([0, 0, 0])},

@@ -25,7 +25,7 @@ from torch._inductor.utils import fresh_cache
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.fake_gpu import lower
-from pygraph_trees.native import tensors
+from pygraph_trees.native import binding
 from pygraph_trees.trees import function as trees_function
 from pygraph_trees.trees import runner as trees_runner
 from pygraph_trees.trees.function import FunctionModel, entered
@@ -299,7 +299,7 @@ class RunnerTestCase(TestCase):
         self.assertIsNone(shortened(runner.call))
 
 
-OF_GRADIENTS = None if tensors.extension is None else 0  # C++ finds whether somebody sees them
+OF_GRADIENTS = None if binding.extension is None else 0  # C++ finds whether somebody sees them
 
 
 class TestViewsInside(RunnerTestCase):
@@ -429,7 +429,7 @@ class TestViewsInside(RunnerTestCase):
                     self.assertIsNone(model.first_inside)
         with (
             mock.patch.object(trees_function.TracingContext, "try_get", lambda: context),
-            mock.patch.object(tensors, "extension", None),
+            mock.patch.object(binding, "extension", None),
         ):
             self.assertIsNone(FunctionModel.of(len, is_backward=True, is_inference=False).first_inside)
 
@@ -612,7 +612,7 @@ class TestShortened(RunnerTestCase):
         partition = Partition([torch.zeros(64), torch.zeros(64)])
         runner = self.runner(CALL, partition)
         partition.function = object()
-        with mock.patch.object(tensors, "extension", None):
+        with mock.patch.object(binding, "extension", None):
             self.assertIsNone(self.check(runner, 3, partition).fast_call)
 
     def test_a_partition_that_is_not_given_all_inputs_has_no_fast_path(self):

@@ -19,7 +19,7 @@ from torch._inductor import config
 from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.native import tensors
+from pygraph_trees.native import binding
 from pygraph_trees.trees import saved_tensors
 from pygraph_trees.trees.saved_tensors import conform, layouts_of, looked_after
 
@@ -172,9 +172,9 @@ class TestCalls(TestCase):
             import sys
             from unittest import mock
             import torch
-            from pygraph_trees.native import tensors
+            from pygraph_trees.native import binding
             if not {native}:
-                tensors.extension = None
+                binding.extension = None
             from pygraph_trees.trees.compiled_graph import calling
             from types import SimpleNamespace
             from torch.autograd.graph import saved_tensors_hooks
@@ -198,11 +198,11 @@ class TestCalls(TestCase):
             forward([saved.contiguous()])
             rows, nhwc = saved.contiguous().stride(), saved.stride()
             assert seen == [rows, nhwc, nhwc, rows, nhwc, rows], seen
-            assert (tensors.extension is None) != {native}
+            assert (binding.extension is None) != {native}
         """
         subprocess.run([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, check=True, timeout=300)
 
-    @unittest.skipIf(tensors.extension is None, "the part in C++ was not built")
+    @unittest.skipIf(binding.extension is None, "the part in C++ was not built")
     def test_calls_after_hooks_conform_their_inputs_in_cpp(self):
         self.check(native=True)
 

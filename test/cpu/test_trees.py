@@ -26,7 +26,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 import pygraph_trees
 from pygraph_trees.indirection.addresses import CAPTURED
-from pygraph_trees.native import tensors
+from pygraph_trees.native import binding
 from pygraph_trees.report import compiled
 from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journal
 from pygraph_trees.report.summary import clear
@@ -327,7 +327,7 @@ class TestCompiledGraph(TestCase):
         self.assertEqual(call(graph, [1]), ["upstream's", 1])
         run.fast_call = None
         self.assertEqual(call(graph, [1]), ["upstream's", 1])
-        if tensors.extension is None:
+        if binding.extension is None:
             return
         run.fast_call = fast_call
         self.assertEqual((call(graph, [1]), call(graph, [2])), (["fast"], ["upstream's", 2]))
@@ -791,14 +791,14 @@ class TestFastPath(TestCase):
         own = {"children": {}, "has_fast_path": has_fast_path, "id": object(), "path_live_weakrefs": lambda: ()}
         own |= {"all_outputs_are_dead": lambda: False, "fixed": [], "deaths_before": None, "cuda_graphs_pool": (0, 1)}
         own |= {"copies": True, "run": self.replay, "graph": None, "cached_tensor_outputs": []}
-        own["log"] = SimpleNamespace(counter=tensors.new_counter())
+        own["log"] = SimpleNamespace(counter=binding.new_counter())
         vars(node).update(own | attributes)
         if has_fast_path:
             node.native = fast_path.replay(node, (), [], None, in_python=True)
         return node
 
     def fast_call(self, inputs):
-        if tensors.extension is None:
+        if binding.extension is None:
             self.skipTest("not built for this torch")
         return fast_path.entry(self.function)(inputs)
 

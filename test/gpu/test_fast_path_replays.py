@@ -27,7 +27,7 @@ from indirection import tensor as given
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
-from pygraph_trees.native import tensors
+from pygraph_trees.native import binding
 from pygraph_trees.trees.candidates import Search
 from pygraph_trees.trees.function import FunctionModel
 
@@ -50,14 +50,14 @@ PROGRAMS = [
 @contextlib.contextmanager
 def counted():
     """The number of calls that tried the fast path, and of those that took it."""
-    counts, native = {"asked": 0, "fast": 0}, tensors.extension
+    counts, native = {"asked": 0, "fast": 0}, binding.extension
     before = native.counts()
     yield counts
     for name, since, now in zip(counts, before, native.counts(), strict=True):
         counts[name] = now - since
 
 
-@unittest.skipIf(tensors.extension is None, "not built for this torch")
+@unittest.skipIf(binding.extension is None, "not built for this torch")
 class TestFastPath(IndirectionTestCase):
     @parametrize("program", PROGRAMS, name_fn=by_name)
     def test_every_call_behind_the_first_replay(self, program):
@@ -485,7 +485,7 @@ class TestFastPath(IndirectionTestCase):
 
     def test_without_the_part_in_cpp(self):
         """Upstream's code replays: the results are the same, and no more is copied."""
-        with counted() as counts, mock.patch.object(tensors, "extension", None):
+        with counted() as counts, mock.patch.object(binding, "extension", None):
             for program in PROGRAMS:
                 reset()
                 self.check(program, KEPT if program.name == "written to" else REGIMES, CALLS)

@@ -54,19 +54,19 @@ class TestTrials(SelectionTestCase):
 
     def test_behind_a_trial_replays_are_steady(self):
         """After a trial, replays take the same path as those of functions without a trial."""
-        from pygraph_trees.native import tensors
+        from pygraph_trees.native import binding
 
         graphed = torch.compile(lambda x: x.sin() + 1, mode="reduce-overhead")
         x = torch.randn(64, device=self.device)
         with decided(Execution.GRAPHED):
             for _ in range(CALLS):
                 graphed(x)
-        if tensors.extension is None:
+        if binding.extension is None:
             self.skipTest("the part in C++ was not built")
-        before = tensors.extension.counts()
+        before = binding.extension.counts()
         for _ in range(10):
             graphed(x)
-        after = tensors.extension.counts()
+        after = binding.extension.counts()
         self.assertEqual((after[0] - before[0], after[1] - before[1]), (10, 10))
 
     def test_a_load_that_changes(self):

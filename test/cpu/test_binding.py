@@ -12,40 +12,40 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.native import build, tensors
+from pygraph_trees.native import binding, build
 from pygraph_trees.trees import function as trees_function
 from pygraph_trees.trees import native_names
 
 
-@unittest.skipIf(tensors.extension is None, "not built for this torch")
+@unittest.skipIf(binding.extension is None, "not built for this torch")
 class TestNames(TestCase):
     def test_every_name_that_it_looks_for_is_there(self):
         """In the torch that is installed."""
-        self.assertGreater(len(tensors.extension.NAMES), 5)
+        self.assertGreater(len(binding.extension.NAMES), 5)
         self.assertEqual(native_names.missing(), [])
-        extension = tensors.extension
+        extension = binding.extension
         with self.assertNoLogs("pygraph_trees.native"):
             native_names.check()
-        self.assertIs(tensors.extension, extension)
+        self.assertIs(binding.extension, extension)
 
     def test_a_name_that_is_missing_turns_it_off_and_the_status_says_which(self):
-        native = tensors.extension
+        native = binding.extension
         for owner, name in (("manager", "turn"), ("graph", "replay"), ("debug", "RECORD")):
             with (
                 mock.patch.object(native, "NAMES", [*native.NAMES, f"{owner}.{name}_by_another_name"]),
-                mock.patch.object(tensors, "extension", native),
-                mock.patch.object(tensors, "why_without", None),
+                mock.patch.object(binding, "extension", native),
+                mock.patch.object(binding, "why_without", None),
             ):
                 native_names.check()
-                self.assertIsNone(tensors.extension)
+                self.assertIsNone(binding.extension)
                 self.assertIn(f"{owner}.{name}_by_another_name", build.status())
 
     def test_state_that_upstream_names_otherwise_turns_it_off(self):
         """Upstream would set attributes that no replay reads."""
         with (
             mock.patch.object(native_names, "_STATE", (*native_names._STATE, "by_another_name")),
-            mock.patch.object(tensors, "extension", tensors.extension),
-            mock.patch.object(tensors, "why_without", None),
+            mock.patch.object(binding, "extension", binding.extension),
+            mock.patch.object(binding, "why_without", None),
         ):
             native_names.check()
             self.assertIn("manager.by_another_name", build.status())
@@ -54,10 +54,10 @@ class TestNames(TestCase):
 class TestThreads(TestCase):
     def check(self):
         """Each that ever was has a number of its own."""
-        found = [tensors.thread_id(), tensors.thread_id()]
+        found = [binding.thread_id(), binding.thread_id()]
         self.assertEqual(found[0], found[1])
         for _ in range(20):
-            thread = threading.Thread(target=lambda: found.append(tensors.thread_id()))
+            thread = threading.Thread(target=lambda: found.append(binding.thread_id()))
             thread.start()
             thread.join()
         self.assertEqual(len(set(found)), 21)
@@ -66,7 +66,7 @@ class TestThreads(TestCase):
         self.check()
 
     def test_in_python(self):
-        with mock.patch.object(tensors, "extension", None):
+        with mock.patch.object(binding, "extension", None):
             self.check()
 
     def test_a_function_has_a_fast_path_in_one(self):
@@ -76,7 +76,7 @@ class TestThreads(TestCase):
                 model = trees_function.FunctionModel.of(len, is_backward=False, is_inference=True)
                 model.add(of_integers=False)
                 model.has_fast_path_in(mock.Mock(), 7)
-            self.assertEqual(model.thread, tensors.thread_id() if per_thread else 0)
+            self.assertEqual(model.thread, binding.thread_id() if per_thread else 0)
 
 
 if __name__ == "__main__":
