@@ -165,6 +165,7 @@ struct Replay {
         std::vector<uint64_t> lasting; // managed inputs that need not be seen to die
         std::vector<Returned> returned; // inputs that are outputs, unchanged
         bool in_python = false;        // inputs are copied, or an output is made from an input in another way
+        bool python_checks = false;    // where Python replays, it also checks what died
         Mortal before, after;
 
         std::array<PyObject **, 10> held() {

@@ -139,12 +139,14 @@ namespace {
 PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static const char *known[] = {"recording", "prepare", "addresses", "replays", "graph", "cached", "others",
                                   "places",    "patched", "managed", "returned", "before", "after", "check", "make",
-                                  "run", nullptr};
+                                  "run", "python_checks", nullptr};
     PyObject *recording, *prepare, *addresses, *replays, *graph, *cached, *others, *places, *patched, *managed, *returned,
         *before, *after, *check, *make, *run;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOO!O!OOOOOOOOO", const_cast<char **>(known), &recording,
+    int python_checks = 0;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOO!O!OOOOOOOOOp", const_cast<char **>(known), &recording,
                                      &prepare, &addresses, &replays, &graph, &PyList_Type, &cached, &PyList_Type, &others,
-                                     &places, &patched, &managed, &returned, &before, &after, &check, &make, &run))
+                                     &places, &patched, &managed, &returned, &before, &after, &check, &make, &run,
+                                     &python_checks))
         return nullptr;
     if ((addresses != Py_None && addresses_in(addresses) == nullptr) || counter_in(replays) == nullptr) {
         PyErr_SetString(PyExc_TypeError, "expected an Addresses or None, and a Counter");
@@ -177,6 +179,7 @@ PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keyword
     for (const uint64_t index : asked)
         state->asked.push_back({index, 0, {}});
     state->in_python = returned == Py_None;
+    state->python_checks = python_checks != 0;
     for (Py_ssize_t i = 0; i < unchanged.count; i++)
         state->returned.push_back(unchanged[i]);
     return made.release();
@@ -323,6 +326,8 @@ Answer pygraph::take(Replay::State *state, Inputs &inputs, bool *is_copied) {
         if (prepared != Answer::yes)
             return prepared;
     }
+    if (state->python_checks && (*is_copied || state->in_python))
+        return release_unneeded(inputs, state->managed) ? Answer::yes : Answer::error;
     if (!has_run && state->after.died_as(state->fixed)) {
         if (!release_unneeded(inputs, state->lasting))
             return Answer::error;

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch._dynamo.mutation_guard import GenerationTracker
 from torch._inductor import cudagraph_trees
 
-from pygraph_trees.compat import clones_live_outputs
+from pygraph_trees.compat import checks_deaths_after_copies, clones_live_outputs
 from pygraph_trees.native import binding
 from pygraph_trees.native.binding import packed
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _MODE = cudagraph_trees.CompilationMode
 MAY_CLONE = clones_live_outputs()
+CHECKS_LATE = checks_deaths_after_copies()  # upstream checks what died only after copies are made
 
 
 class _TreeState:
@@ -66,6 +67,7 @@ class Replayed(Protocol):
     cached_tensor_outputs: Any  # upstream's
     fixed: Sequence[tuple[int, int]]
     deaths_before: Deaths | None
+    deaths_after: Deaths | None
 
     @property
     def live(self) -> LiveInputs | None: ...
@@ -126,15 +128,12 @@ def entry(
     return made
 
 
-def replay(
-    recording: Replayed, managed: Sequence[int], others: Sequence[Any], after: Deaths | None, *, in_python: bool = False
-) -> Any:
+def replay(recording: Replayed, managed: Sequence[int], others: Sequence[Any], *, in_python: bool = False) -> Any:
     """The C++ part of a recording that has a fast path; None without C++.
 
     Args:
         managed: the indices of the inputs that are released.
         others: by output, the value that is not cached, or ``NotImplemented`` if there is no such value.
-        after: outputs that must be dead once the inputs are released.
         in_python: whether ``recording.replay`` launches the graph.
     """
     if binding.extension is None:
@@ -153,10 +152,11 @@ def replay(
         managed=packed(managed),
         returned=None if in_python else _returned(live),
         before=_to_ask(recording.deaths_before),
-        after=_to_ask(after),
+        after=_to_ask(recording.deaths_after),
         check=kind.check_what_died,
         make=kind.own_outputs,
         run=kind.replay,
+        python_checks=CHECKS_LATE,
     )
 
 

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 Upstream: type = cudagraph_trees.CUDAGraphNode
 _IS_RECORDED: Any = cudagraph_trees.CUDAGraphNode._is_cuda_graph_recorded_tensor  # called twice per input
-_RUN_CHECKS_WHAT_DIED = compat.checks_deaths_after_copies()
 _MISMATCH = cudagraph_trees.CheckInvariantStatus.StaticInputIdxMismatch
 _FITS = cudagraph_trees.CheckInvariantStatus.SUCCESS, lambda: "CheckInvariantStatus.SUCCESS"
 _ALIVE_BEFORE = (
@@ -110,9 +109,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                 recorded(wrapped_function.model, wrapped_function.id, reads_table=reads_table)
         self.copies = self.log.copied_bytes > 0
         copies_some = self.copies or (self._live is not None and self._live.copies_some)
-        in_python = _RUN_CHECKS_WHAT_DIED or copies_some or compat.is_kernel_free(wrapped_function)
         if self.has_fast_path:
-            self.native = self._native(in_python=in_python)
+            self.native = self._native(in_python=copies_some or compat.is_kernel_free(wrapped_function))
 
     def _prepare_checks(self) -> None:
         """Prepares the checks of each call's inputs."""
@@ -130,8 +128,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             made_of if not isinstance(made_of, dict) else NotImplemented if static is None else static
             for made_of, static in zip(self.outputs_metadata, self.static_output_tensors, strict=True)
         ]
-        after = None if _RUN_CHECKS_WHAT_DIED else self.deaths_after
-        return fast_path.replay(self, dropped, others, after, in_python=in_python)
+        return fast_path.replay(self, dropped, others, in_python=in_python)
 
     def _initialize_cached_tensors(self) -> None:
         known = (*self.older_outputs, *self.outputs_weakrefs)
@@ -330,7 +327,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         live = self._live
         if self.copies or (live is not None and live.is_copied):
             return self.run(inputs)
-        if _RUN_CHECKS_WHAT_DIED:
+        if fast_path.CHECKS_LATE:
             self.check_what_died()
         if live is not None:
             live.take_returned(inputs)
@@ -349,7 +346,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             return super().run(new_inputs)
         addresses = live.addresses
         self.log.extra_copies, self.log.extra_copied_bytes = addresses.extra_copies, addresses.extra_copied_bytes
-        live.take(new_inputs, only_ours=_RUN_CHECKS_WHAT_DIED)
+        live.take(new_inputs, only_ours=fast_path.CHECKS_LATE)
         try:
             live.copy_in()
         except BaseException:

@@ -84,10 +84,10 @@ class Live:
 class Recording:
     are_held = True
 
-    def __init__(self, fixed, cached, *, live=None, before=None):
+    def __init__(self, fixed, cached, *, live=None, before=None, after=None):
         self.graph, self.log, self.live = Graph(launches=0, at_launch=list), Plain(counter=binding.new_counter()), live
         self.cached_tensor_outputs, self.own, self.calls = cached, list(cached), []
-        self.deaths_before = before
+        self.deaths_before, self.deaths_after = before, after
         self.fixed = [(index, tensor.data_ptr()) for index, tensor in fixed.items()]
 
     def replay(self, inputs):
@@ -108,14 +108,12 @@ class Recording:
 class Trees:
     """The state of the trees in which recordings are replayed, usually one, behind the same one each time."""
 
-    def __init__(
-        self, fixed, cached, *, managed=(), others=None, mode=MODE.INFERENCE, after=None, in_python=False, **recording
-    ):
+    def __init__(self, fixed, cached, *, managed=(), others=None, mode=MODE.INFERENCE, in_python=False, **recording):
         self.recording = Recording(fixed, cached, **recording)
         self.graph, self.log, self.live = self.recording.graph, self.recording.log, self.recording.live
         others = [NotImplemented] * len(cached) if others is None else others
-        self.native = fast_path.replay(self.recording, managed, others, after, in_python=in_python)
-        self.before, self.partition, self.compile_id, self.mode, self.after = Plain(), Plain(), Plain(), mode, after
+        self.native = fast_path.replay(self.recording, managed, others, in_python=in_python)
+        self.before, self.partition, self.compile_id, self.mode = Plain(), Plain(), Plain(), mode
         self.manager, self.partitions = FakeManager(), [self.partition]
         self.searched, self.answer, self.released = [], None, []  # what Python was asked, and says
         self.manager.ended = 0
@@ -165,7 +163,8 @@ class _InPython:
 
     def __init__(self, replay, function_id):
         self.result, self.graph, self.log = None, None, Plain(counter=binding.new_counter())
-        self.fixed, self.deaths_before, self.cached_tensor_outputs = (), None, []
+        self.fixed, self.cached_tensor_outputs = (), []
+        self.deaths_before = self.deaths_after = None
 
         def prepare(inputs, _):
             self.result = replay(inputs, function_id)
@@ -191,7 +190,7 @@ def replaying(replay):
 
     def find(_, function_id, begins):
         kept.append(_InPython(replay, function_id))
-        replays = (fast_path.replay(kept[-1], (), [], None, in_python=True),)
+        replays = (fast_path.replay(kept[-1], (), [], in_python=True),)
         return binding.extension.Candidates(
             begins=None, mode=MODE.INFERENCE, compile_id=None, replays=replays, make_filter=None, release=None
         )

@@ -33,7 +33,7 @@ class TestPython(TestCase):
     def test_without_the_part_in_cpp(self):
         with mock.patch.object(binding, "extension", None):
             self.assertIsNone(fast_path.entry(object(), order=[1, 0]))
-            self.assertIsNone(fast_path.replay(Recording({}, some(1)), (), [NotImplemented], None))
+            self.assertIsNone(fast_path.replay(Recording({}, some(1)), (), [NotImplemented]))
 
     def test_one_call_has_the_turn(self):
         for kind in {fast_path.TreeState, fast_path._TreeState}:
@@ -172,7 +172,7 @@ class TestNative(TestCase):
                 self.check_missed(trees, call, some(2), was_asked=True)
 
     def test_candidates_that_are_not_known_are_searched(self):
-        gone = fast_path.replay(Recording({}, []), (), [], None)
+        gone = fast_path.replay(Recording({}, []), (), [])
         for places in ({}, {7: {}}, {7: None}, {7: {object(): "another"}}, {7: {None: None}}, "gone"):
             trees, given_ = Trees({}, some(1)), some(2)
             candidates = trees.candidates(trees.native)
@@ -347,7 +347,7 @@ class TestNative(TestCase):
         recording, native = Recording({}, some(1)), binding.extension
         with mock.patch.object(binding, "extension", Plain(Entry=dict, Replay=dict)):
             entry = fast_path.entry(FakeFunction(), order=[1, 0], picks=[0])
-            replay = fast_path.replay(recording, (), [NotImplemented], None)
+            replay = fast_path.replay(recording, (), [NotImplemented])
         of_entry = {
             "order": (b"1", 3, bytes([2, *bytes(15)]), bytes(16)),
             "kept": (None, b"1"),
@@ -400,7 +400,9 @@ class TestNative(TestCase):
             trees = Trees({}, some(1), live=Live([0], None), after=deaths(some(1), 0))
             trees.entry = entry = fast_path.entry(trees.function, runner=(trees.partitions, 3), picks=[0])
             trees.partitions[:] = [3]
-            trees.live.entry = trees.graph.entry = trees.log.entry = trees.after.entry = trees.before.entry = entry
+            trees.live.entry = trees.graph.entry = trees.log.entry = trees.recording.deaths_after.entry = (
+                trees.before.entry
+            ) = entry
             trees.function.entry = entry
             for _ in range(calls):
                 trees.manager._current_node = trees.before
@@ -464,7 +466,7 @@ class TestNative(TestCase):
         found = [Recording({1: t}, some(1), live=live) for t, live in zip(where, [None, *lives], strict=True)]
         trees = Trees({}, some(1))
         trees.recordings = found
-        replays = [fast_path.replay(recording, (), [NotImplemented], None) for recording in found]
+        replays = [fast_path.replay(recording, (), [NotImplemented]) for recording in found]
         trees.put(trees.candidates(*replays, facts=[(recording.fixed, None) for recording in found]))
         return trees, given_
 
@@ -595,6 +597,32 @@ class TestNative(TestCase):
             earlier[:] = cached
             self.assertIsNone(call(list(given_)))
         self.assertEqual(trees.graph.launches, 1)
+
+    def test_where_python_replays_it_may_check_what_died(self):
+        """Since torch 2.15, after it has made copies: an input may be held until then."""
+        for late, why in itertools.product((False, True), ("plain", "copied", "always", "views")):
+            earlier, static = some(1), torch.zeros(1)
+            views = {0: (1, "a view")} if why == "views" else {}
+            live = Live([1], None, views) if why in ("copied", "views") else None
+            with mock.patch.object(fast_path, "CHECKS_LATE", late):
+                trees = Trees(
+                    {0: earlier[0]},
+                    some(1),
+                    managed=[0],
+                    live=live,
+                    after=deaths(earlier, 0),
+                    in_python=why == "always",
+                )
+            if why == "copied":
+                live.temporary = {1: "a copy"}
+            call, held = trees.entry(), earlier[0].view(2, 2)
+            if late and why != "plain":
+                self.assertIsNotNone(call([earlier[0], static]))
+                self.assertEqual(trees.recording.calls, [[None, static]])
+            else:
+                self.assertRaises(Failed, call, [earlier[0], static])
+                self.assertEqual(trees.recording.calls, ["check"])
+            del held
 
     def test_an_input_that_is_taken_while_python_is_asked(self):
         """Behind the inputs were looked at, and seen to die."""

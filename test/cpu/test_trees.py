@@ -789,12 +789,18 @@ class TestFastPath(TestCase):
     def node(self, *, has_fast_path=True, **attributes):
         node = Recording.__new__(Recording)
         own = {"children": {}, "has_fast_path": has_fast_path, "id": object(), "path_live_weakrefs": lambda: ()}
-        own |= {"all_outputs_are_dead": lambda: False, "fixed": [], "deaths_before": None, "cuda_graphs_pool": (0, 1)}
+        own |= {
+            "all_outputs_are_dead": lambda: False,
+            "fixed": [],
+            "deaths_before": None,
+            "deaths_after": None,
+            "cuda_graphs_pool": (0, 1),
+        }
         own |= {"copies": True, "run": self.replay, "graph": None, "cached_tensor_outputs": []}
         own["log"] = SimpleNamespace(counter=binding.new_counter())
         vars(node).update(own | attributes)
         if has_fast_path:
-            node.native = fast_path.replay(node, (), [], None, in_python=True)
+            node.native = fast_path.replay(node, (), [], in_python=True)
         return node
 
     def fast_call(self, inputs):
@@ -1213,7 +1219,7 @@ class TestReplay(TestCase):
         """As upstream does; if copies are made, upstream itself asks after them."""
         live = SimpleNamespace(is_copied=False, drop=lambda: None)
         recording = self.recording(_live=live, run=lambda inputs: ["upstream's way"])
-        with mock.patch.object(recording_module, "_RUN_CHECKS_WHAT_DIED", True):
+        with mock.patch.object(fast_path, "CHECKS_LATE", True):
             with self.assertRaises(recording_module.HeldForTooLong):
                 recording.replay(["there"])
             live.is_copied = True
