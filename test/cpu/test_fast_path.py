@@ -400,10 +400,9 @@ class TestNative(TestCase):
             trees = Trees({}, some(1), live=Live([0], None), after=deaths(some(1), 0))
             trees.entry = entry = fast_path.entry(trees.function, runner=(trees.partitions, 3), picks=[0])
             trees.partitions[:] = [3]
-            trees.live.entry = trees.graph.entry = trees.log.entry = trees.recording.deaths_after.entry = (
-                trees.before.entry
-            ) = entry
-            trees.function.entry = entry
+            trees.after = trees.recording.deaths_after
+            for part in (trees.live, trees.graph, trees.log, trees.after, trees.before, trees.function):
+                part.entry = entry
             for _ in range(calls):
                 trees.manager._current_node = trees.before
                 entry(some(1))
@@ -411,7 +410,7 @@ class TestNative(TestCase):
             kinds = Plain, FakeFunction, type(trees.manager), Recording, Live, Deaths
             watched = [weakref.ref(part) for part in vars(trees).values() if isinstance(part, kinds)]
             self.assertEqual(len(watched), 10)
-            del trees, entry
+            del trees, entry, part
             gc.collect()
             self.assertEqual([reference() for reference in watched], [None] * len(watched))
 
