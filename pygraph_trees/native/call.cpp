@@ -1,9 +1,9 @@
 /* CompiledFxGraph.__call__ with a fast replay first: pygraph_trees.native._fast_path.Call.
 
-   Call(upstream, profiler, debug, look_after) is a method of the class. It returns the result of the attribute
+   Call(upstream, profiler, debug, conform_inputs) is a method of the class. It returns the result of the attribute
    `fast_call` of the object's current_callable. If that is missing or returns None, or while torch profiles or records
    graphs for debugging, it returns the result of the function `upstream`. Once a call had hooks on saved tensors,
-   `look_after` gets object and inputs first. */
+   `conform_inputs` gets object and inputs first. */
 
 #include "fast_path.h"
 
@@ -18,7 +18,7 @@ namespace {
 struct Call {
     PyObject_HEAD
     vectorcallfunc vectorcall;
-    PyObject *upstream, *profiler, *debug, *look_after;
+    PyObject *upstream, *profiler, *debug, *conform_inputs;
 };
 
 /* Whether hooks on saved tensors are set in this thread, or were set at an earlier call. */
@@ -55,7 +55,7 @@ PyObject *call_vectorcall(PyObject *self, PyObject *const *arguments, size_t fla
     const auto *call = reinterpret_cast<Call *>(self);
     if (PyVectorcall_NARGS(flags) == 2 && keywords == nullptr) {
         if (hooks_were_set() &&
-            !Ref(PyObject_CallFunctionObjArgs(call->look_after, arguments[0], arguments[1], nullptr)))
+            !Ref(PyObject_CallFunctionObjArgs(call->conform_inputs, arguments[0], arguments[1], nullptr)))
             return nullptr;
         Ref fast_call = fast_call_of(call, arguments[0]);
         if (!fast_call && PyErr_Occurred())
@@ -68,10 +68,10 @@ PyObject *call_vectorcall(PyObject *self, PyObject *const *arguments, size_t fla
 }
 
 PyObject *make_call(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
-    static const char *known[] = {"upstream", "profiler", "debug", "look_after", nullptr};
-    PyObject *upstream, *profiler, *debug, *look_after;
+    static const char *known[] = {"upstream", "profiler", "debug", "conform_inputs", nullptr};
+    PyObject *upstream, *profiler, *debug, *conform_inputs;
     if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!O!O", const_cast<char **>(known), &upstream, &PyDict_Type,
-                                     &profiler, &PyDict_Type, &debug, &look_after))
+                                     &profiler, &PyDict_Type, &debug, &conform_inputs))
         return nullptr;
     PyObject *made = type->tp_alloc(type, 0);
     if (made != nullptr) {
@@ -80,7 +80,7 @@ PyObject *make_call(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
         call->upstream = Py_NewRef(upstream);
         call->profiler = Py_NewRef(profiler);
         call->debug = Py_NewRef(debug);
-        call->look_after = Py_NewRef(look_after);
+        call->conform_inputs = Py_NewRef(conform_inputs);
     }
     return made;
 }
@@ -91,7 +91,7 @@ int call_traverse(PyObject *self, visitproc visit, void *arg) {
     Py_VISIT(call->upstream);
     Py_VISIT(call->profiler);
     Py_VISIT(call->debug);
-    Py_VISIT(call->look_after);
+    Py_VISIT(call->conform_inputs);
     return 0;
 }
 
@@ -100,7 +100,7 @@ int call_clear(PyObject *self) {
     Py_CLEAR(call->upstream);
     Py_CLEAR(call->profiler);
     Py_CLEAR(call->debug);
-    Py_CLEAR(call->look_after);
+    Py_CLEAR(call->conform_inputs);
     return 0;
 }
 

@@ -20,8 +20,8 @@ from pygraph_trees.selection.decision import Execution, Handed
 from pygraph_trees.selection.device import CudaDevice
 from pygraph_trees.selection.trial import TrialMember
 
-from . import function as function_module
-from .function import PER_THREAD
+from . import dispatch as dispatch_module
+from .dispatch import PER_THREAD, Way
 from .manager import Manager
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def chooser(
     """
 
     def choose(function: FunctionModel, graphed: Run) -> TrialMember | None:
-        log = function.log
+        log, dispatch = function.log, function.dispatch
         trial = trial_of(log, function.settings, device)
         if trial is None:
             return None
@@ -64,22 +64,20 @@ def chooser(
 
         def until_added(inputs: list[Any]) -> Any:
             outputs = first_graphed(inputs)
-            if function.is_added:
-                function.instead = None
-                function.may_replay(may=True)
+            if dispatch.is_added:
+                dispatch.go_on()
             return outputs
 
-        def looked_at(inputs: list[Any]) -> Any:
+        def sample(inputs: list[Any]) -> Any:
             found = member()
-            if function.instead is looked_at:
-                function.instead = None
+            dispatch.sampling()
             try:
                 return ungraphed(inputs) if found is None else found.sample(inputs)
             finally:
-                if function.instead is None:
-                    function.may_replay(may=True)
+                if dispatch.way is Way.REPLAYED:
+                    dispatch.go_on()
 
-        def looked_at_ungraphed(inputs: list[Any]) -> Any:
+        def sample_ungraphed(inputs: list[Any]) -> Any:
             found = member()
             if found is None:
                 return ungraphed(inputs)
@@ -89,17 +87,17 @@ def chooser(
             return found.sample(inputs)
 
         def began() -> None:
-            function.instead, function.looked_at = member(), None
-            function.may_replay(may=False)
+            dispatch.go(Way.MEASURED, member())
 
         def ended(way: Execution) -> None:
             if way is Execution.GRAPHED:
-                function.instead = None if PER_THREAD or function.is_added else until_added
-                function.looked_at = looked_at if trial.may_restart() else None
-                function.may_replay(may=True)
+                samples = sample if trial.may_restart() else None
+                if PER_THREAD or dispatch.is_added:
+                    dispatch.go(Way.REPLAYED, sample=samples)
+                else:
+                    dispatch.go(Way.FIRST_GRAPHED, until_added, sample=samples)
             else:
-                function.instead = _now_and_then(looked_at_ungraphed, ungraphed)
-                function.may_replay(may=False)
+                dispatch.go(Way.UNGRAPHED, _now_and_then(sample_ungraphed, ungraphed))
                 manager = trees.manager()
                 if isinstance(manager, Manager):
                     manager.forget(function, later=trial.is_elsewhere)
@@ -120,7 +118,7 @@ def chooser(
         told = ended, began, handed, has_room
         made = TrialMember(trial, log, first_graphed, first_ungraphed, CudaDevice(device), *told)
         member = weakref.ref(made)
-        function.instead = made
+        dispatch.go(Way.MEASURED, made)
         trial.join(made)
         return made
 
@@ -155,17 +153,17 @@ def handed_on(manager: Manager, model: FunctionModel) -> list[int]:
     return taken
 
 
-def _now_and_then(look: Run, run: Run) -> Run:
-    """Calls ``run``, and ``look`` once every ``LOOK_EVERY`` calls."""
-    left = function_module.LOOK_EVERY
+def _now_and_then(sample: Run, run: Run) -> Run:
+    """Calls ``run``, and ``sample`` once every ``SAMPLE_EVERY`` calls."""
+    left = dispatch_module.SAMPLE_EVERY
 
     def call(inputs: list[Any]) -> Any:
         nonlocal left
         left -= 1
         if left > 0:
             return run(inputs)
-        left = function_module.LOOK_EVERY
-        return look(inputs)
+        left = dispatch_module.SAMPLE_EVERY
+        return sample(inputs)
 
     return call
 

@@ -24,7 +24,7 @@ from pygraph_trees.settings import Settings
 from . import saved_tensors
 from .function import loaded_with
 from .runner import shortened
-from .saved_tensors import hooks_were_set, look_after
+from .saved_tensors import hooks_were_set, conform_inputs
 
 
 def loading(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,13 +65,13 @@ def putting_to_use(upstream: Callable[..., Any]) -> Callable[..., Any]:
 def calling(upstream: Callable[..., Any]) -> Callable[..., Any]:
     """Gives inputs the layout that was compiled for, and skips upstream's call if a fast replay gives the outputs."""
     if binding.extension is not None:
-        call: Callable[..., Any] = binding.extension.Call(upstream, vars(profiler), vars(debug), look_after)
+        call: Callable[..., Any] = binding.extension.Call(upstream, vars(profiler), vars(debug), conform_inputs)
         return call
 
     @functools.wraps(upstream)
     def __call__(self: Any, inputs: Any) -> Any:
         if hooks_were_set():
-            look_after(self, inputs)
+            conform_inputs(self, inputs)
         return upstream(self, inputs)
 
     return __call__

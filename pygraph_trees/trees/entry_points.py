@@ -20,7 +20,7 @@ from pygraph_trees.selection import why_not_graphed
 
 from .choice import chooser
 from .function import FunctionModel, entered
-from .saved_tensors import looked_after
+from .saved_tensors import conforming
 
 
 def cudagraphify(upstream: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,7 +58,7 @@ def cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
         mutated = set(kwargs.get("mutated_input_idxs", ()))
         run = entered(function, _keeps_writes(run, static_input_idxs, mutated) if mutated else run)
         # Functions from Inductor do not need this: the call of their compiled graph conforms the inputs.
-        return run if function is model else looked_after(run, is_backward=kwargs["is_backward"])
+        return run if function is model else conforming(run, is_backward=kwargs["is_backward"])
 
     return cudagraphify_impl
 

@@ -96,7 +96,7 @@ def entry(
     are.
 
     Args:
-        function: the :class:`~.function.FunctionModel` that is replayed.
+        function: the :class:`~.dispatch.Dispatch` of the function that is replayed.
         runner: the list of partitions of the code around the function, and the partition that must be its only one.
         order: the number of the input that each argument of the function is.
         kept: the numbers of inputs that are returned.

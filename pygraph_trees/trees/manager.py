@@ -88,9 +88,9 @@ class Manager(fast_path.TreeState, Upstream):
         integers = {index: value for index, value in enumerate(inputs) if isinstance(value, int)}
         run, outputs = super().add_function(model, inputs, *args, **kwargs)
         if isinstance(model, FunctionModel):  # not before: if the first call fails, the function is added again
-            model.add(of_integers=bool(integers))
+            model.dispatch.add(of_integers=bool(integers))
             if integers:
-                model.add_values(run.keywords["function_id"], integers)
+                model.dispatch.add_values(run.keywords["function_id"], integers)
         return run, outputs
 
     @property
@@ -144,7 +144,7 @@ class Manager(fast_path.TreeState, Upstream):
     def execute_node(self, node: Any, new_inputs: list[Any]) -> Any:
         outputs = super().execute_node(node, new_inputs)
         if getattr(node, "has_fast_path", False):
-            node.wrapped_function.model.has_fast_path_in(self, node.wrapped_function.id)
+            node.wrapped_function.model.dispatch.may_be_replayed_by(self, node.wrapped_function.id)
         return outputs
 
     def shutdown(self) -> None:

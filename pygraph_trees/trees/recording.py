@@ -97,6 +97,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         self._prepare_checks()
         self.has_fast_path = (
             isinstance(wrapped_function.model, FunctionModel)
+            and wrapped_function.model.settings.indirection != "off"
             and self.rerecord_if_static_inputs_change
             and not self._has_moving
             and not _is_debugged()

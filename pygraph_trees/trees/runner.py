@@ -102,7 +102,7 @@ def _fast_call(runner: Any, code: _Code, finish: _Finish | None, view: Any) -> C
         return None
     where = {} if finish is None else {field.name: getattr(finish, field.name) for field in fields(finish)[1:]}
     order = None if code.given == list(range(code.count)) else code.given
-    return entry(function, runner=(runner.partitions, partition), order=order, kept=code.kept, **where)
+    return entry(function.dispatch, runner=(runner.partitions, partition), order=order, kept=code.kept, **where)
 
 
 def _with_views_inside(

@@ -99,14 +99,14 @@ def layouts_of(inputs: Sequence[Any]) -> list[Layout]:
     ]
 
 
-def look_after(artifact: Any, inputs: Any) -> None:
+def conform_inputs(artifact: Any, inputs: Any) -> None:
     """Gives the inputs of a compiled graph the layouts that :func:`attach` noted; must be called before it runs."""
     layouts = getattr(artifact, ATTRIBUTE, None)
     if layouts and isinstance(inputs, list):
         conform(layouts, inputs)
 
 
-def looked_after(run: Callable[[list[Any]], Any], *, is_backward: bool) -> Callable[[list[Any]], Any]:
+def conforming(run: Callable[[list[Any]], Any], *, is_backward: bool) -> Callable[[list[Any]], Any]:
     """``run`` of a function that Inductor did not compile, with the input layouts of its first call."""
     layouts: list[Layout] | None = None
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.native import binding, build
-from pygraph_trees.trees import function as trees_function
+from pygraph_trees.trees import dispatch as dispatch_module
 from pygraph_trees.trees import native_names
 
 
@@ -72,11 +72,11 @@ class TestThreads(TestCase):
     def test_a_function_has_a_fast_path_in_one(self):
         """The one that recorded it, if each thread has its own trees."""
         for per_thread in (True, False):
-            with mock.patch.object(trees_function, "PER_THREAD", per_thread):
-                model = trees_function.FunctionModel.of(len, is_backward=False, is_inference=True)
-                model.add(of_integers=False)
-                model.has_fast_path_in(mock.Mock(), 7)
-            self.assertEqual(model.thread, binding.thread_id() if per_thread else 0)
+            with mock.patch.object(dispatch_module, "PER_THREAD", per_thread):
+                dispatch = dispatch_module.Dispatch()
+                dispatch.add(of_integers=False)
+                dispatch.may_be_replayed_by(mock.Mock(), 7)
+            self.assertEqual(dispatch.thread, binding.thread_id() if per_thread else 0)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.native import binding
 from pygraph_trees.trees import candidates as candidates_module
 from pygraph_trees.trees import fast_path
-from pygraph_trees.trees.function import PER_THREAD, FunctionModel
+from pygraph_trees.trees.dispatch import PER_THREAD
+from pygraph_trees.trees.function import FunctionModel
 from pygraph_trees.trees.manager import Upstream
 from pygraph_trees.trees.recording import Recording
 
@@ -56,11 +57,11 @@ class Trees:
         """A function's number, and its entry."""
         model = FunctionModel.of(lambda inputs: inputs, is_backward=False, is_inference=True)
         model.settings = dataclasses.replace(model.settings, indirection="auto")
-        model.add(of_integers=False)
+        model.dispatch.add(of_integers=False)
         number = len(self.wrapped)
         self.wrapped[number] = SimpleNamespace(id=number, model=model, mutated_input_idxs=())
-        model.has_fast_path_in(self.manager, number)
-        return number, fast_path.entry(model)
+        model.dispatch.may_be_replayed_by(self.manager, number)
+        return number, fast_path.entry(model.dispatch)
 
     def recording(self, number, parent=None, *, static=(), outputs=1, dead=()):
         """The newest of a function after another: of static inputs, and of outputs on the path that are to be dead."""

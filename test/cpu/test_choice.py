@@ -17,7 +17,8 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.selection.decision import Execution
 from pygraph_trees.trees import choice
-from pygraph_trees.trees.function import PER_THREAD, FunctionModel, entered
+from pygraph_trees.trees.dispatch import PER_THREAD
+from pygraph_trees.trees.function import FunctionModel, entered
 
 
 def in_thread(fn):
@@ -55,7 +56,7 @@ class FakeManager:
 
         cudagraph_trees.get_container(0).add_strong_reference(fn)
         outputs = fn(inputs)
-        model.add(of_integers=False)
+        model.dispatch.add(of_integers=False)
         return fn, outputs
 
 
@@ -142,7 +143,7 @@ class TestThreads(ChoiceTestCase):
             served = in_thread(lambda run=run: [run([self.x]) for _ in range(3)])
             self.assertEqual(served, [self.doubled] * 3)
             self.assertEqual(run([self.x]), self.doubled)
-            self.assertIsNone(run.function.instead)
+            self.assertIsNone(run.function.dispatch.call)
 
     def before_2_13(self):
         """A function, and what calls it: upstream asks for trees where it is called for the first time."""
@@ -167,7 +168,7 @@ class TestThreads(ChoiceTestCase):
         self.assertTrue(function.trial.is_over)
         self.assertEqual(self.manager().calls, 1)
         in_thread(call)
-        self.assertIsNone(function.instead)
+        self.assertIsNone(function.dispatch.call)
         call()
         self.assertEqual(self.manager().calls, 3)
 
@@ -201,7 +202,7 @@ class TestThreads(ChoiceTestCase):
 
     def test_a_thread_without_trees_may_decide_against_graphs(self):
         function, call = self.before_2_13()
-        in_thread(lambda: function.instead._ended(Execution.UNGRAPHED))
+        in_thread(lambda: function.dispatch.call._ended(Execution.UNGRAPHED))
         call()
         self.assertIsNone(self.manager())
 

@@ -371,7 +371,7 @@ class TestViewsInside(RunnerTestCase):
         given_ = [object(), object()]
         manager = replaying(lambda inputs, _: list(given_))
         for returned in (found, found.fast_call):
-            model.manager = (lambda: None) if returned is found else lambda: manager
+            model.dispatch.manager = (lambda: None) if returned is found else lambda: manager
             with mock.patch.object(FunctionModel, "ungraphed", lambda self, inputs: given_):
                 self.assertEqual(returned(tensors_numbered(3)), (given_[1], given_[0], None))
 
@@ -590,7 +590,7 @@ class TestShortened(RunnerTestCase):
             replay = lambda inputs, _, partition=partition, answers=answers: partition(inputs) if answers[0] else None  # noqa: E731
             manager, function = replaying(replay), FakeFunction()
             function.manager, function.function_id, function.was_asked = lambda manager=manager: manager, 7, False
-            partition.function = function
+            partition.function = SimpleNamespace(dispatch=function)
             short = shortened(runner.call)
             given_ = tensors_numbered(3)
             expected = runner.call(list(given_))
@@ -611,7 +611,7 @@ class TestShortened(RunnerTestCase):
     def test_without_the_native_module_there_is_no_fast_path(self):
         partition = Partition([torch.zeros(64), torch.zeros(64)])
         runner = self.runner(CALL, partition)
-        partition.function = object()
+        partition.function = SimpleNamespace(dispatch=None)
         with mock.patch.object(binding, "extension", None):
             self.assertIsNone(self.check(runner, 3, partition).fast_call)
 

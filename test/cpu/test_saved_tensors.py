@@ -21,7 +21,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.native import binding
 from pygraph_trees.trees import saved_tensors
-from pygraph_trees.trees.saved_tensors import conform, layouts_of, looked_after
+from pygraph_trees.trees.saved_tensors import conform, layouts_of, conforming
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -212,8 +212,8 @@ class TestCalls(TestCase):
     def test_a_function_of_another_compiler_keeps_its_first_layout(self):
         seen = []
         with mock.patch.object(saved_tensors, "_set", False):
-            backward = looked_after(lambda inputs: seen.append(inputs[0].stride()), is_backward=True)
-            forward = looked_after(lambda inputs: seen.append(inputs[0].stride()), is_backward=False)
+            backward = conforming(lambda inputs: seen.append(inputs[0].stride()), is_backward=True)
+            forward = conforming(lambda inputs: seen.append(inputs[0].stride()), is_backward=False)
             value = torch.randn(3, 4)
             other = value.t().contiguous().t()
             for call in (backward, forward):

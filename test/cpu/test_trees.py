@@ -65,75 +65,15 @@ class TestFunction(TestCase):
             hasattr(FunctionModel.of(mock.Mock(spec=[]), is_backward=True, is_inference=False), "__name__")
         )
 
-    def test_a_fast_path_needs_addresses_and_a_single_function(self):
-        class Manager: ...
-
-        for indirection, added, known in (
-            ("auto", [False], True),
-            ("off", [False], False),
-            ("auto", [True], False),  # another number is another function
-            ("auto", [False, False], False),
-            ("auto", [], False),
-        ):
-            with self.subTest(indirection=indirection, added=added):
-                function = FunctionModel.of(double, is_backward=False, is_inference=True)
-                function.settings = dataclasses.replace(function.settings, indirection=indirection)
-                for of_integers in added:
-                    function.add(of_integers=of_integers)
-                    self.assertIsNone(function.manager())
-                manager = Manager()
-                function.has_fast_path_in(manager, 7)
-                self.assertEqual((function.manager() is manager, function.function_id == 7), (known, known))
-                del manager
-                self.assertIsNone(function.manager())
-
-    def test_each_value_of_its_integers_is_replayed_by_itself(self):
-        function = FunctionModel.of(double, is_backward=False, is_inference=True)
-        manager = replaying(lambda inputs, function_id: [function_id] if inputs[0] == "x" else None)
-        function.settings = dataclasses.replace(function.settings, indirection="auto")
-        call = entered(function, lambda inputs: ["the wrappers", *inputs])
-        for function_id, values in ((7, (3, 4)), (8, (3, 5))):
-            function.add(of_integers=True)
-            function.add_values(function_id, {1: values[0], 3: values[1]})
-        first, second, unknown = ["x", 3, "y", 4], ["x", 3, "y", 5], ["x", 4, "y", 4]
-        self.assertEqual(call([*first]), ["the wrappers", *first])
-        function.has_fast_path_in(manager, 7)
-        self.assertEqual(
-            [call([*i]) for i in (first, second, unknown)], [[7], *(["the wrappers", *i] for i in (second, unknown))]
-        )
-        function.has_fast_path_in(manager, 8)
-        function.has_fast_path_in(manager, 9)  # of another function
-        self.assertEqual([call([*first]), call([*second])], [[7], [8]])
-        self.assertEqual(call(["z", 3, "y", 4]), ["the wrappers", "z", 3, "y", 4])
-
-        function.may_replay(may=False)
-        self.assertEqual(call([*first]), ["the wrappers", *first])
-        function.may_replay(may=True)
-        self.assertEqual(call([*first]), [7])
-        function.instead = lambda inputs: ["chosen"]
-        self.assertEqual(call([*first]), ["chosen"])
-        function.instead, function.looked_at = None, lambda inputs: ["looked at"]
-        function.may_replay(may=True)
-        function._counting._left = 4
-        self.assertIn(["looked at"], [call([*first]) for _ in range(5)])  # one call of many
-        function.instead = function.looked_at = None
-        function.may_replay(may=True)
-        function.add(of_integers=True)  # in another thread, or once more: those values take torch's way
-        function.add_values(10, {1: 3, 3: 4})
-        function.has_fast_path_in(manager, 10)
-        self.assertEqual([call([*first]), call([*second])], [["the wrappers", *first], [8]])
-        del manager
-        self.assertEqual(call([*second]), ["the wrappers", *second])
-
-    def test_calls_go_past_the_wrappers_where_they_can(self):
+    def test_a_call_goes_past_the_wrappers_if_it_can(self):
         function = FunctionModel.of(double, is_backward=False, is_inference=True)
         function.settings = dataclasses.replace(function.settings, indirection="auto")
-        call = entered(function, lambda inputs: ["the wrappers", *inputs])
+        call, dispatch = entered(function, lambda inputs: ["the wrappers", *inputs]), function.dispatch
         self.assertEqual(call([1]), ["the wrappers", 1])
         manager = replaying(lambda inputs, function_id: [function_id] if inputs == [1] else None)
-        function.manager, function.function_id = lambda: manager, 7
+        dispatch.manager, dispatch.function_id = lambda: manager, 7
         self.assertEqual((call([1]), call([2])), ([7], ["the wrappers", 2]))
-        function.was_asked = True  # further out, and in vain
+        dispatch.was_asked = True  # further out, and in vain
         self.assertEqual((call([1]), call([1])), (["the wrappers", 1], [7]))
         self.assertIs(call.function, function)
 
@@ -410,8 +350,8 @@ class TestTurns(TestCase):
         self.manager = bare_manager(ids_to_funcs={self.id: SimpleNamespace(model=self.model)})
         run = mock.patch.object(Upstream, "run", autospec=True, side_effect=lambda *given: self.run_by_upstream(*given))
         self.upstream = self.enterContext(run)
-        self.model.manager = lambda: self.manager
-        self.fast_call = fast_path.entry(self.model) or (lambda inputs: None)
+        self.model.dispatch.manager = lambda: self.manager
+        self.fast_call = fast_path.entry(self.model.dispatch) or (lambda inputs: None)
 
     def run_by_upstream(self, manager, inputs, function_id):
         self.assertTrue(manager.is_taken)
@@ -957,11 +897,11 @@ class TestFastPath(TestCase):
         for fast in (False, True):
             model = FunctionModel.of(double, is_backward=False, is_inference=True)
             model.settings = dataclasses.replace(model.settings, indirection="auto")
-            model.add(of_integers=False)
+            model.dispatch.add(of_integers=False)
             node = self.node(has_fast_path=fast, run=lambda inputs: [0])
             node.wrapped_function = SimpleNamespace(id=self.FUNCTION, model=model)
             self.assertEqual(self.manager.execute_node(node, ["x"]), [0])
-            self.assertEqual(model.manager() is self.manager, fast)
+            self.assertEqual(model.dispatch.manager() is self.manager, fast)
 
     def test_a_manager_takes_the_arguments_of_upstream_s(self):
         """And makes another one with the same arguments, for its pool."""
@@ -1130,11 +1070,11 @@ class TestFastPath(TestCase):
         with mock.patch.object(Upstream, "add_function", add_function):
             with self.assertRaises(MemoryError):
                 self.manager.add_function(model, ["fails"])
-            self.assertEqual(model._added, 0)
+            self.assertFalse(model.dispatch.is_added)
             self.assertEqual(self.manager.add_function(model, [7])[1], ["outputs"])
-        self.assertEqual((model._added, model._of_integers), (1, True))
-        model.has_fast_path_in(self.manager, self.FUNCTION)
-        self.function = model
+        self.assertTrue(model.dispatch.is_added)
+        model.dispatch.may_be_replayed_by(self.manager, self.FUNCTION)
+        self.function = model.dispatch
         self.assertEqual((self.call(7), self.call(8), self.replayed), ([1], None, [[7]]))
 
     def test_a_function_that_would_lose_its_writes_is_not_recorded(self):

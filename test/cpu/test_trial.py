@@ -43,7 +43,7 @@ from pygraph_trees.selection.profiles import Profile
 from pygraph_trees.selection.trial import Trial, TrialMember
 from pygraph_trees.settings import InvalidFlag, Settings
 from pygraph_trees.trees import choice
-from pygraph_trees.trees import function as function_module
+from pygraph_trees.trees import dispatch as dispatch_module
 from pygraph_trees.trees.function import FunctionModel, entered
 from pygraph_trees.trees.manager import Manager
 
@@ -879,7 +879,7 @@ class TestChoice(TrialTestCase):
         model = self.model()
         model.settings = replace(model.settings, selective="always")
         run = self.enter(model, lambda inputs: ["graphed"])
-        self.assertIsNone(model.instead)
+        self.assertIsNone(model.dispatch.call)
         self.assertEqual(run([torch.ones(2)]), ["graphed"])
 
     def test_from_the_first_call_to_steady_replays(self):
@@ -901,8 +901,8 @@ class TestChoice(TrialTestCase):
             calls.append("run")
             if len(calls) == 2:  # recorded, and on the fast path from now on
                 model.log.recordings.append(RecordingLog(number=0, kernels=1, other_nodes=0))
-                model.add(of_integers=False)
-                model.has_fast_path_in(manager, 3)
+                model.dispatch.add(of_integers=False)
+                model.dispatch.may_be_replayed_by(manager, 3)
             return ["graphed"]
 
         call = self.enter(model, run)
@@ -911,12 +911,12 @@ class TestChoice(TrialTestCase):
             self.assertEqual(call([x]), [x * 2])
             self.world.wait()
         self.assertEqual((call([x]), call([x])), (["graphed"], ["graphed"]))
-        self.assertIsNone(model.manager())  # kept back from callers elsewhere
+        self.assertIsNone(model.dispatch.manager())  # kept back from callers elsewhere
         for _ in range(30):
             self.assertEqual(call([x]), ["fast"])
             self.world.wait()
-        self.assertIsNone(model.instead)
-        self.assertIs(model.manager(), manager)
+        self.assertIsNone(model.dispatch.call)
+        self.assertIs(model.dispatch.manager(), manager)
         self.assertEqual(calls.count("run"), 2)
 
     def test_decided_functions_are_sampled(self):
@@ -926,14 +926,14 @@ class TestChoice(TrialTestCase):
             manager = mock.Mock(spec=Manager)
             with (
                 self.subTest(way=way.value),
-                mock.patch.object(function_module, "LOOK_EVERY", 10),
+                mock.patch.object(dispatch_module, "SAMPLE_EVERY", 10),
                 mock.patch.object(cudagraph_trees, "get_manager", lambda *args, **kwargs: manager),  # noqa: B023
             ):
-                model._counting._left = 10
+                model.dispatch._counted.left = 10
                 call = self.enter(model, lambda inputs: ["graphed"])
-                member, trial = model.instead, model.trial
-                model.add(of_integers=False)
-                self.assertIsNone(model.manager())
+                member, trial = model.dispatch.call, model.trial
+                model.dispatch.add(of_integers=False)
+                self.assertIsNone(model.dispatch.manager())
                 with mock.patch.object(TrialMember, "sample", lambda _, x: samples.append(x) or ["sample"]):  # noqa: B023
                     trial._end(way, Decision(way, mock.Mock()), "why")
                     found = [call([torch.ones(2)]) for _ in range(95)]
@@ -941,8 +941,8 @@ class TestChoice(TrialTestCase):
                 self.assertEqual(len(samples), found.count(["sample"]))
                 # If calls have changed, they come to the member.
                 trial.restart()
-                self.assertIs(model.instead, member)
-                self.assertIsNone(model.manager())
+                self.assertIs(model.dispatch.call, member)
+                self.assertIsNone(model.dispatch.manager())
                 trial._end(way, None, None)  # for good
                 with mock.patch.object(self.world, "mark", side_effect=AssertionError("there is no decision")):
                     for _ in range(50):
@@ -965,7 +965,7 @@ class TestChoice(TrialTestCase):
                 self.ids_to_funcs[len(self.ids_to_funcs)] = SimpleNamespace(model=model)
                 fn = functools.partial(self.run, model=weakref.ref(model))
                 cudagraph_trees.get_container(self.device).add_strong_reference(fn)
-                model.add(of_integers=False)
+                model.dispatch.add(of_integers=False)
                 return fn, fn(inputs)
 
             def run(self, inputs, model):
@@ -1003,7 +1003,7 @@ class TestChoice(TrialTestCase):
         call = self.enter(model, lambda inputs: self.fail("graphed"))
         manager = mock.Mock(spec=Manager)
         with mock.patch.object(cudagraph_trees, "get_manager", lambda *args, **kwargs: manager):
-            model.instead.end(Execution.UNGRAPHED, None)
+            model.dispatch.call.end(Execution.UNGRAPHED, None)
         x = torch.ones(2)
         self.assertEqual(call([x]), [x * 2])
         manager.forget.assert_called_once_with(model, later=False)

@@ -22,7 +22,7 @@ from torch._inductor import cudagraph_trees
 from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
-from pygraph_trees.trees.function import PER_THREAD
+from pygraph_trees.trees.dispatch import PER_THREAD
 
 if TYPE_CHECKING:
     from collections.abc import Callable

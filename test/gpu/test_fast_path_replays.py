@@ -29,7 +29,7 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 
 from pygraph_trees.native import binding
 from pygraph_trees.trees.candidates import Search
-from pygraph_trees.trees.function import FunctionModel
+from pygraph_trees.trees.manager import Manager
 
 X, Y = given(64, 33), given(64, 33)
 CALLS = 4  # in each regime
@@ -304,13 +304,13 @@ class TestFastPath(IndirectionTestCase):
 
         for fn in (alone, beside):
             ways, same, finished = compiled(fn), [], set()
-            note = FunctionModel.has_fast_path_in
+            execute = Manager.execute_node
 
-            def noted(self, *args, note=note, finished=finished):
-                finished.add(self.as_returned is not None)
-                note(self, *args)
+            def watched(self, node, inputs, execute=execute, finished=finished):
+                finished.add(node.wrapped_function.model.as_returned is not None)
+                return execute(self, node, inputs)
 
-            with mock.patch.object(FunctionModel, "has_fast_path_in", noted):
+            with mock.patch.object(Manager, "execute_node", watched):
                 for call in range(7):
                     x = torch.randn(4, 6, device=self.device)
                     torch.compiler.cudagraph_mark_step_begin()

@@ -21,7 +21,7 @@ from pygraph_trees.selection import trial
 from pygraph_trees.selection.decision import Decision, Execution, Rules
 from pygraph_trees.selection.drift import Drift, DriftRules
 from pygraph_trees.selection.profiles import Profiles
-from pygraph_trees.trees import function as function_module
+from pygraph_trees.trees import dispatch as dispatch_module
 
 
 @torch.library.custom_op("pygraph_selection_test::at_home", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -89,7 +89,7 @@ class TestTrials(SelectionTestCase):
         with (
             mock.patch.object(trial, "decide", decide),
             mock.patch.object(trial, "Drift", lambda: Drift(rules)),
-            mock.patch.object(function_module, "LOOK_EVERY", 5),
+            mock.patch.object(dispatch_module, "SAMPLE_EVERY", 5),
         ):
             graphed = torch.compile(program, mode="reduce-overhead")
             for phase in range(3):
@@ -148,7 +148,7 @@ class TestTrials(SelectionTestCase):
             graphed = torch.compile(lambda x: (x.sin() @ x, x.cos()), mode="reduce-overhead")
             x = torch.randn(2048, 2048, device=self.device)
             outputs, most = (), 0
-            with decided(Execution.UNGRAPHED), mock.patch.object(function_module, "LOOK_EVERY", 5):
+            with decided(Execution.UNGRAPHED), mock.patch.object(dispatch_module, "SAMPLE_EVERY", 5):
                 for number in range(CALLS):
                     if not is_held:
                         outputs = ()
@@ -169,7 +169,7 @@ class TestTrials(SelectionTestCase):
         ways = iter([Execution.GRAPHED, Execution.UNGRAPHED])
         with (
             mock.patch.object(trial, "decide", lambda compared, standing, rules: Decision(next(ways), compared)),
-            mock.patch.object(function_module, "LOOK_EVERY", 5),
+            mock.patch.object(dispatch_module, "SAMPLE_EVERY", 5),
         ):
             for _ in range(2 * CALLS):
                 torch.compiler.cudagraph_mark_step_begin()

@@ -1,0 +1,163 @@
+"""Which way the calls of a function go, and which manager may replay them on the fast path.
+
+A function has a :class:`Dispatch`, whose :class:`Way` a trial changes. A replay in C++ reads its manager, its id, and
+its thread. The entry of a function of integers is chosen by their values: torch treats the function as another one
+for each set of values.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from pygraph_trees.compat import has_trees_per_thread
+from pygraph_trees.native import binding
+
+from .fast_path import FunctionState, entry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    Call = Callable[[list[Any]], Any]
+
+PER_THREAD = has_trees_per_thread()
+SAMPLE_EVERY = 4096  # if functions are chosen by measurement, one call in so many is sampled
+
+
+class Way(enum.Enum):
+    """The way of a function's next calls."""
+
+    REPLAYED = enum.auto()  # on the fast path if that is possible, otherwise by upstream's code
+    MEASURED = enum.auto()  # as the trial decides for each call
+    FIRST_GRAPHED = enum.auto()  # graphed, but not yet known to a manager
+    SAMPLED = enum.auto()  # the next call is a sample of those that are replayed
+    UNGRAPHED = enum.auto()
+
+
+def _nobody() -> None:
+    return None
+
+
+class _Counted:
+    """Gives the manager that may replay a function; one call in ``SAMPLE_EVERY`` gets None and the next is sampled."""
+
+    __slots__ = ("_dispatch", "left")
+
+    def __init__(self, dispatch: Dispatch) -> None:
+        self._dispatch = weakref.ref(dispatch)
+        self.left = SAMPLE_EVERY
+
+    def __call__(self) -> Any:
+        dispatch = self._dispatch()
+        if dispatch is None:
+            return None
+        self.left -= 1
+        if self.left > 0:
+            return dispatch.replayer()
+        self.left = SAMPLE_EVERY
+        dispatch.sample_next()
+        return None
+
+
+class Dispatch(FunctionState):
+    """The way of a function's calls. ``call`` makes a call on any way but ``REPLAYED``."""
+
+    __slots__ = ("__dict__", "__weakref__", "call")  # each call reads the last one
+    manager: Callable[[], Any]  # the manager that may replay the function now, or None
+    was_asked: bool  # whether this call's caller has tried a fast replay without success
+    thread: int  # the only thread that may replay it, if each thread has its own trees; 0 otherwise
+    integers: tuple[int, ...]  # the indices of its integers, once it was added with some
+    by_values: dict[tuple[int, ...], Call | None]  # by their values, the entry of the function with these values
+
+    def __init__(self) -> None:
+        self.way = Way.REPLAYED
+        self.call: Call | None = None
+        self.manager, self.function_id = _nobody, None
+        self.thread, self.was_asked = 0, False
+        # The manager that may replay it, if the way allows that. A manager must not outlive its functions.
+        self.replayer: Callable[[], Any] = _nobody
+        self._counted = _Counted(self)
+        self._sample: Call | None = None  # makes one replayed call in many
+        self._added = 0
+        self._of_integers = False
+        self._with_values: dict[tuple[int, ...], Dispatch] = {}
+        self._by_id: dict[Any, Dispatch] = {}
+
+    def go(self, way: Way, call: Call | None = None, *, sample: Call | None = None) -> None:
+        """Lets the next calls go another way.
+
+        Args:
+            call: makes a call on any way but ``REPLAYED``.
+            sample: makes one replayed call in ``SAMPLE_EVERY``; it must call :meth:`sampling`.
+        """
+        self.way, self.call, self._sample = way, call, sample
+        self._update()
+
+    def go_on(self) -> None:
+        """Lets the next calls be replayed; samples are taken as before."""
+        self.go(Way.REPLAYED, sample=self._sample)
+
+    def sample_next(self) -> None:
+        """Lets the next call be sampled, if calls are replayed and samples are taken."""
+        if self.way is Way.REPLAYED and self._sample is not None:
+            self.way, self.call = Way.SAMPLED, self._sample
+            self._update()
+
+    def sampling(self) -> None:
+        """Ends ``SAMPLED`` when the sample begins; :meth:`go_on` lets later calls be replayed."""
+        if self.way is Way.SAMPLED:
+            self.way, self.call = Way.REPLAYED, None
+
+    def replay(self, fast_call: Call, inputs: list[Any]) -> Any:
+        """Makes a fast replay on any way; None if that is not possible."""
+        self._let_replay()
+        try:
+            return fast_call(inputs)
+        finally:
+            self._update()
+
+    def _let_replay(self) -> None:
+        self.manager = self.replayer if self._sample is None else self._counted
+
+    def _update(self) -> None:
+        if self.way is Way.REPLAYED:
+            self._let_replay()
+        else:
+            self.manager = _nobody
+
+    def add(self, *, of_integers: bool) -> None:
+        """Notes that it was added to a manager: once, or once for each set of values if it takes integers."""
+        self._added += 1
+        self._of_integers |= of_integers
+        self.replayer = _nobody
+        self._update()
+
+    @property
+    def is_added(self) -> bool:
+        """Whether it was added to a manager."""
+        return self._added > 0
+
+    def add_values(self, function_id: Any, integers: Mapping[int, int]) -> None:
+        """Notes that it was added with these values of its integers, by the index of each among the inputs.
+
+        The manager treats it as a separate function for each set of values, with its own ``function_id``.
+        """
+        self.integers, values = tuple(integers), tuple(integers.values())
+        own = self._with_values.setdefault(values, Dispatch())
+        own.add(of_integers=False)
+        self._by_id[function_id] = own
+        self.by_values = {known: entry(dispatch) for known, dispatch in self._with_values.items()}
+
+    def may_be_replayed_by(self, manager: Any, function_id: Any) -> None:
+        """Notes that ``manager`` has a recording with a fast path."""
+        if self._of_integers:
+            own = self._by_id.get(function_id)
+            if own is None:
+                return
+            own.may_be_replayed_by(manager, function_id)
+        elif self._added != 1:
+            return
+        self.replayer, self.function_id = weakref.ref(manager), function_id
+        self.thread = binding.thread_id() if PER_THREAD and not self._of_integers else 0
+        self._update()
