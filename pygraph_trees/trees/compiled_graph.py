@@ -24,7 +24,7 @@ from pygraph_trees.settings import Settings
 from . import saved_tensors
 from .function import loaded_with
 from .runner import shortened
-from .saved_tensors import hooks_were_set, conform_inputs
+from .saved_tensors import conform_inputs, hooks_were_set
 
 
 def loading(upstream: Callable[..., Any]) -> Callable[..., Any]:

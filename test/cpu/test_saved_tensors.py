@@ -21,7 +21,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.native import binding
 from pygraph_trees.trees import saved_tensors
-from pygraph_trees.trees.saved_tensors import conform, layouts_of, conforming
+from pygraph_trees.trees.saved_tensors import conform, conforming, layouts_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
