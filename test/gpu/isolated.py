@@ -1,7 +1,7 @@
 """Runs a program in another process, for failures that a process does not survive: lost contexts, exhausted memory.
 
 ``run_isolated`` names the program by module and function, so that the child can import it, and returns the child's
-findings as plain data. The child takes only the import path from its parent.
+findings as plain data. The child takes only the environment and the import path from its parent.
 
     {"facts": {path: leaf}, "errors": [[type, message]], "lost": [type, message] or None}
 """
@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,30 +25,61 @@ from parity import OURS, UPSTREAM, ParityError, run_side
 from transcript import ErrorNote
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from parity import Context
     from transcript import Transcript
 
 HERE = Path(__file__).resolve().parent
+# Children are forks of one process that has imported this module and has not used the GPU.
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["isolated"])
+_starting = threading.Lock()
+_ASKS_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"  # with it, asking for GPUs does not start CUDA, which cannot be forked
 
 
 def run_isolated(module: str, program: str, side: str, *, timeout_s: float = 240, **options: Any) -> dict[str, Any]:
     """The findings of ``program`` of ``module`` on one side in a new process; options are those of ``run_side``."""
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
+        result, log = Path(folder) / "result.json", Path(folder) / "log"
         request = json.dumps([module, program, side, options, str(result)])
-        paths = [str(HERE), str(HERE.parents[1]), *(path for path in sys.path if path)]
-        child = subprocess.run(
-            [sys.executable, "-c", "import sys, isolated; isolated.answer(sys.argv[1])", request],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        child = _SERVER.Process(target=_child, args=(request, str(log), dict(os.environ)))
+        with _starting, _variables():
+            child.start()
+        child.join(timeout_s)
+        if child.is_alive():
+            child.kill()
+            child.join()
+            raise ParityError(f"{side}: no end after {timeout_s:g} s:\n{log.read_text()[-4000:]}")
         if not result.exists():
-            raise ParityError(f"{side}: the process ended with {child.returncode}:\n{child.stderr[-4000:]}")
+            raise ParityError(f"{side}: the process ended with {child.exitcode}:\n{log.read_text()[-4000:]}")
         answer: dict[str, Any] = json.loads(result.read_text())
         return answer
+
+
+@contextmanager
+def _variables() -> Iterator[None]:
+    """Sets the environment in which the server starts, with the first child."""
+    before = {name: os.environ.get(name) for name in (_ASKS_NVML, "PYTHONPATH")}
+    paths = [str(HERE), str(HERE.parents[1]), *(path for path in sys.path if path)]
+    os.environ |= {_ASKS_NVML: "1", "PYTHONPATH": os.pathsep.join(paths)}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _child(request: str, log: str, environment: dict[str, str]) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    answer(request)
 
 
 def compare_isolated(module: str, program: str, **options: Any) -> dict[str, Any]:
