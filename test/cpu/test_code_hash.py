@@ -197,8 +197,9 @@ class TestEvidence(TestCase):
             parts = self.module.parts_of(file, seconds)
             self.assertEqual([(part.first, part.count) for part in parts], [(n, count) for n in range(count)])
             self.assertEqual(sum(part.seconds for part in parts), seconds)
-        file.write_text("\nRUNS_ALONE = True\n")
-        self.assertEqual(len(self.module.parts_of(file, 9000)), 1)
+        for mark in ("RUNS_ALONE", "RUNS_WHOLE"):
+            file.write_text(f"\n{mark} = True\n")
+            self.assertEqual(len(self.module.parts_of(file, 9000)), 1)
 
     def test_parts_of_a_file_run_each_test_once(self):
         shutil.copy(ROOT / "test" / "gpu" / "conftest.py", self.folder)
