@@ -1,7 +1,7 @@
-"""The module in C++, if it was built for the torch in use, and what Python and C++ share.
+"""The C++ module, if it was built for the torch in use, and what Python and C++ share.
 
-``extension`` is the module, or None, and ``why_without`` tells why a module that is built is not used. Without it, no
-replay is fast, and this module's replacements serve the slow path.
+``extension`` is the module or None; ``why_without`` is the reason if it was built and is not used. Without it no replay
+is fast, and the Python versions here serve the slow path.
 """
 
 from __future__ import annotations

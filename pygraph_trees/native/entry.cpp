@@ -52,7 +52,7 @@ PyObject *make_entry(PyTypeObject *type, PyObject *arguments, PyObject *keywords
         (runner != Py_None && !is_tuple(runner)) ||
         (runner != Py_None && !PyArg_ParseTuple(runner, "O!O", &PyList_Type, &partitions, &partition)))
         return nullptr;
-    if (function_state_in(function) == nullptr)
+    if (!is_function_state(function))
         return PyErr_Format(PyExc_TypeError, "expected a FunctionState");
     Ref made(type->tp_alloc(type, 0));
     if (!made)
@@ -134,7 +134,7 @@ Ref given_back(const Replay::State *replay, const Inputs &inputs) {
     return given;
 }
 
-/* Launches the graph for inputs that the recording has taken, and returns the call's result. The result is made before
+/* Launches the graph for inputs that the recording has accepted, and returns the call's result. The result is made before
    the launch, which fills the caches with other data: the outputs were just read to see whether they are dead. */
 Ref replayed(Entry::State *state, Found &found, Replay::State *replay, const Inputs &inputs, const Ref &kept) {
     Ref given, result;
@@ -163,7 +163,7 @@ Ref replayed_in_python(const Entry::State *state, Found &found, const Replay::St
     return outputs ? of_list(&state->results, kept, outputs) : Ref();
 }
 
-/* Leaves a call to the entry for the values of the function's integers. */
+/* Calls the entry for the values that the function's integers have at this call. */
 Answer replay_for_values(const Entry::State *state, PyObject *list, Ref *result) {
     const FunctionState *function = state->own();
     const std::vector<uint64_t> *order = state->order.empty() ? nullptr : &state->order;
@@ -207,7 +207,7 @@ Answer replay_fast(Entry::State *state, PyObject *list, Ref *result) {
     Found found;
     if (!(found.manager = Ref(PyObject_CallNoArgs(function->manager))))
         return Answer::error;
-    if (tree_state_in(found.manager.get()) == nullptr) // usually None
+    if (!is_tree_state(found.manager.get())) // None, if no manager may replay it now
         return Answer::no;
     if (function->by_values != nullptr)
         return replay_for_values(state, list, result);
@@ -220,10 +220,10 @@ Answer replay_fast(Entry::State *state, PyObject *list, Ref *result) {
     const std::vector<uint64_t> *order = state->order.empty() ? nullptr : &state->order;
     Inputs inputs{list, order};
     bool is_copied = false;
-    if (const Answer taken = take_first(&found, inputs, &is_copied); taken != Answer::yes) {
+    if (const Answer accepted = first_accepting(&found, inputs, &is_copied); accepted != Answer::yes) {
         if (order != nullptr)
             inputs.arrange_back(order);
-        return taken;
+        return accepted;
     }
     counted.fast++;
     go_on_from(&found, state->execution);

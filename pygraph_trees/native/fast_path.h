@@ -12,7 +12,7 @@
 
 namespace pygraph {
 
-/* With no (there is no fast replay), nothing has happened, except that unneeded outputs may have been released. */
+/* Whether a replay is fast. With `no`, nothing has happened, except that unneeded outputs may have been released. */
 enum class Answer { no, yes, error };
 
 #define TORCH_NAMES(each)                                                                                             \
@@ -158,14 +158,14 @@ struct Replay {
         PyObject *replays = nullptr;   // a Counter
         PyObject *graph = nullptr;
         PyObject *cached = nullptr, *others = nullptr; // the cached outputs, and the values of the others
-        // Functions in Python that take the recording: they check what died, make all outputs, and replay for inputs.
+        // Python functions of the recording: check which tensors died, make all outputs, replay with inputs.
         PyObject *check = nullptr, *make = nullptr, *run = nullptr;
         std::vector<Watched> fixed, asked;
         std::vector<uint64_t> managed; // inputs that are released before the launch
         std::vector<uint64_t> lasting; // managed inputs that need not be seen to die
         std::vector<Returned> returned; // inputs that are outputs, unchanged
         bool in_python = false;        // inputs are copied, or an output is made from an input in another way
-        bool python_checks = false;    // where Python replays, it also checks what died
+        bool python_checks = false;    // if Python replays, it also checks which tensors have died
         Mortal before, after;
 
         std::array<PyObject **, 10> held() {
@@ -206,9 +206,9 @@ bool sift(const CandidateFilter::State *state, const Inputs &inputs, size_t *pos
 /* The state of a Replay; NULL for any other object. */
 Replay::State *replay_in(PyObject *object);
 
-/* Decides whether a recording takes the inputs of a call; if so, its graph holds their addresses, and inputs that must be
-   dead are released. Sets `is_copied` if inputs were copied for this call, so that Python must replay. */
-Answer take(Replay::State *state, Inputs &inputs, bool *is_copied);
+/* Whether a recording accepts the inputs of a call. If so, its graph holds their addresses, and inputs that must be dead
+   are released. Sets `is_copied` if inputs were copied for this call, so that Python must replay. */
+Answer accept(Replay::State *state, Inputs &inputs, bool *is_copied);
 
 /* Counts the replay and launches the graph; false with an exception. */
 bool launch(const Replay::State *replay);

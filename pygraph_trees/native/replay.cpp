@@ -1,7 +1,7 @@
 /* One recording's part in a fast replay: pygraph_trees.native._fast_path.Replay.
 
-   It knows which inputs must be at which addresses, which inputs have addresses that the graph is given, which tensors
-   must be dead, and what is returned. It asks Python about new addresses, and about outputs that do not seem dead.
+   It holds the required addresses of static inputs, the inputs whose addresses the graph is given, the outputs that must
+   be dead, and what a call returns. Python decides about unknown addresses, and about outputs that do not seem dead.
    trees/fast_path.py makes it. */
 
 #include "fast_path.h"
@@ -313,7 +313,7 @@ static bool release_unneeded(const Inputs &inputs, const std::vector<uint64_t> &
     return true;
 }
 
-Answer pygraph::take(Replay::State *state, Inputs &inputs, bool *is_copied) {
+Answer pygraph::accept(Replay::State *state, Inputs &inputs, bool *is_copied) {
     const Answer found = find(state, inputs);
     if (found != Answer::yes)
         return found;

@@ -36,48 +36,51 @@ PyMethodDef tree_state_methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
+#define ATTRIBUTE(owner, name, field) {name, T_OBJECT_EX, offsetof(owner, field), 0, nullptr}
+/* The slots of a type whose objects have a method `held`. */
+#define OBJECT_SLOTS(owner)                                                                                            \
+    {Py_tp_dealloc, reinterpret_cast<void *>(held_dealloc<owner>)},                                                    \
+        {Py_tp_traverse, reinterpret_cast<void *>(held_traverse<owner>)},                                              \
+        {Py_tp_clear, reinterpret_cast<void *>(held_clear<owner>)}
+
 PyMemberDef tree_state_members[] = {
-    {"graph", T_OBJECT_EX, offsetof(TreeState, graph), 0, nullptr},
-    {"_current_node", T_OBJECT_EX, offsetof(TreeState, current_node), 0, nullptr},
-    {"path_state", T_OBJECT_EX, offsetof(TreeState, path_state), 0, nullptr},
-    {"mode", T_OBJECT_EX, offsetof(TreeState, mode), 0, nullptr},
-    {"compile_id", T_OBJECT_EX, offsetof(TreeState, compile_id), 0, nullptr},
-    {"current_gen", T_OBJECT_EX, offsetof(TreeState, generation), 0, nullptr},
-    {"running_forwards_with_pending_backwards", T_OBJECT_EX, offsetof(TreeState, pending), 0, nullptr},
-    {"_candidates", T_OBJECT_EX, offsetof(TreeState, candidates), 0, nullptr},
-    {"_find", T_OBJECT_EX, offsetof(TreeState, find), 0, nullptr},
+    ATTRIBUTE(TreeState, "graph", graph),
+    ATTRIBUTE(TreeState, "_current_node", current_node),
+    ATTRIBUTE(TreeState, "path_state", path_state),
+    ATTRIBUTE(TreeState, "mode", mode),
+    ATTRIBUTE(TreeState, "compile_id", compile_id),
+    ATTRIBUTE(TreeState, "current_gen", generation),
+    ATTRIBUTE(TreeState, "running_forwards_with_pending_backwards", pending),
+    ATTRIBUTE(TreeState, "_candidates", candidates),
+    ATTRIBUTE(TreeState, "_find", find),
     {"is_taken", T_BOOL, offsetof(TreeState, is_taken), READONLY, "Whether a call has the turn."},
     {nullptr, 0, 0, 0, nullptr},
 };
 
 PyType_Slot tree_state_slots[] = {
-    {Py_tp_doc, const_cast<char *>("The state of a manager that replays read and write; see the source.")},
+    {Py_tp_doc, const_cast<char *>("The part of a manager's state that each replay reads and writes.")},
     {Py_tp_new, reinterpret_cast<void *>(PyType_GenericNew)},
-    {Py_tp_dealloc, reinterpret_cast<void *>(held_dealloc<TreeState>)},
-    {Py_tp_traverse, reinterpret_cast<void *>(held_traverse<TreeState>)},
-    {Py_tp_clear, reinterpret_cast<void *>(held_clear<TreeState>)},
     {Py_tp_methods, tree_state_methods},
     {Py_tp_members, tree_state_members},
+    OBJECT_SLOTS(TreeState),
     {0, nullptr},
 };
 
 PyMemberDef function_state_members[] = {
-    {"manager", T_OBJECT_EX, offsetof(FunctionState, manager), 0, nullptr},
-    {"function_id", T_OBJECT_EX, offsetof(FunctionState, function_id), 0, nullptr},
-    {"integers", T_OBJECT_EX, offsetof(FunctionState, integers), 0, nullptr},
-    {"by_values", T_OBJECT_EX, offsetof(FunctionState, by_values), 0, nullptr},
+    ATTRIBUTE(FunctionState, "manager", manager),
+    ATTRIBUTE(FunctionState, "function_id", function_id),
+    ATTRIBUTE(FunctionState, "integers", integers),
+    ATTRIBUTE(FunctionState, "by_values", by_values),
     {"thread", T_ULONGLONG, offsetof(FunctionState, thread), 0, nullptr},
     {"was_asked", T_BOOL, offsetof(FunctionState, was_asked), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
 
 PyType_Slot function_state_slots[] = {
-    {Py_tp_doc, const_cast<char *>("The state of a function that replays read; see the source.")},
+    {Py_tp_doc, const_cast<char *>("The part of a function's state that each replay reads.")},
     {Py_tp_new, reinterpret_cast<void *>(PyType_GenericNew)},
-    {Py_tp_dealloc, reinterpret_cast<void *>(held_dealloc<FunctionState>)},
-    {Py_tp_traverse, reinterpret_cast<void *>(held_traverse<FunctionState>)},
-    {Py_tp_clear, reinterpret_cast<void *>(held_clear<FunctionState>)},
     {Py_tp_members, function_state_members},
+    OBJECT_SLOTS(FunctionState),
     {0, nullptr},
 };
 
@@ -103,22 +106,20 @@ PyObject *make_candidates(PyTypeObject *type, PyObject *arguments, PyObject *key
     return made;
 }
 
-PyMemberDef candidates_members[] = {
-    {"replays", T_OBJECT_EX, offsetof(Candidates, replays), READONLY, nullptr},
-    {nullptr, 0, 0, 0, nullptr},
-};
-
 PyType_Slot candidates_slots[] = {
     {Py_tp_doc, const_cast<char *>("The recordings of one function at one place; see the source.")},
     {Py_tp_new, reinterpret_cast<void *>(translate<make_candidates>)},
-    {Py_tp_dealloc, reinterpret_cast<void *>(held_dealloc<Candidates>)},
-    {Py_tp_traverse, reinterpret_cast<void *>(held_traverse<Candidates>)},
-    {Py_tp_clear, reinterpret_cast<void *>(held_clear<Candidates>)},
-    {Py_tp_members, candidates_members},
+    OBJECT_SLOTS(Candidates),
     {0, nullptr},
 };
 
-bool is_candidates(PyObject *object) { return Py_TYPE(object) == types.candidates; }
+#undef ATTRIBUTE
+#undef OBJECT_SLOTS
+
+/* NULL for any other object, and for NULL. */
+Candidates *candidates_in(PyObject *object) {
+    return object != nullptr && Py_IS_TYPE(object, types.candidates) ? reinterpret_cast<Candidates *>(object) : nullptr;
+}
 
 /* Whether a new step begins with this call; -1 with an exception. Finds the number of its step. */
 int begins_step(const TreeState *trees, const Counters &counters, Ref *generation) {
@@ -153,13 +154,9 @@ PyType_Spec pygraph::candidates_spec = {
     candidates_slots,
 };
 
-TreeState *pygraph::tree_state_in(PyObject *object) {
-    return PyObject_TypeCheck(object, types.tree_state) ? reinterpret_cast<TreeState *>(object) : nullptr;
-}
+bool pygraph::is_tree_state(PyObject *object) { return PyObject_TypeCheck(object, types.tree_state); }
 
-FunctionState *pygraph::function_state_in(PyObject *object) {
-    return PyObject_TypeCheck(object, types.function_state) ? reinterpret_cast<FunctionState *>(object) : nullptr;
-}
+bool pygraph::is_function_state(PyObject *object) { return PyObject_TypeCheck(object, types.function_state); }
 
 pygraph::OwnTurn::~OwnTurn() {
     if (owner)
@@ -179,7 +176,7 @@ Answer pygraph::find_candidates(const FunctionState *function, const Counters &c
     TreeState *trees = found->trees();
     if (!turn->take(trees))
         return Answer::no;
-    for (PyObject **held : trees->held()) // upstream's names may change, and managers are shut down
+    for (PyObject **held : trees->held()) // unset, if upstream names its state otherwise
         if (*held == nullptr && held != &trees->mode && held != &trees->compile_id)
             return Answer::no;
     if (trees->graph == Py_None || !PyDict_Check(trees->candidates) || function->function_id == nullptr)
@@ -193,13 +190,13 @@ Answer pygraph::find_candidates(const FunctionState *function, const Counters &c
                           : nullptr;
     if (PyErr_Occurred())
         return Answer::error;
-    const int wanted = known != nullptr && is_candidates(known) ? reinterpret_cast<Candidates *>(known)->begins : begins + 1;
-    if (wanted >= 0 && wanted != begins) {
+    const Candidates *candidates = candidates_in(known);
+    if (candidates == nullptr || (candidates->begins >= 0 && candidates->begins != begins)) {
         found->candidates = Ref(PyObject_CallFunctionObjArgs(trees->find, found->manager.get(), function->function_id,
                                                              begins ? Py_True : Py_False, nullptr));
         if (!found->candidates)
             return Answer::error;
-        return is_candidates(found->candidates.get()) ? Answer::yes : Answer::no;
+        return candidates_in(found->candidates.get()) != nullptr ? Answer::yes : Answer::no;
     }
     found->candidates = Ref::dup(known);
     if (!begins || !counters.clones)
@@ -211,7 +208,7 @@ Answer pygraph::find_candidates(const FunctionState *function, const Counters &c
     return clones_now < 0 ? Answer::error : Answer::yes;
 }
 
-Answer pygraph::take_first(Found *found, Inputs &inputs, bool *is_copied) {
+Answer pygraph::first_accepting(Found *found, Inputs &inputs, bool *is_copied) {
     Candidates *candidates = found->all();
     const auto count = static_cast<size_t>(PyTuple_GET_SIZE(candidates->replays));
     if (count > 1 && candidates->filter == nullptr && ++candidates->asked > ASKED_BEFORE) {
@@ -235,13 +232,13 @@ Answer pygraph::take_first(Found *found, Inputs &inputs, bool *is_copied) {
             found->recording = Ref(PyObject_CallNoArgs(replay->recording));
             if (!found->recording)
                 return Answer::error;
-            const Answer taken = found->recording.get() == Py_None ? Answer::no : take(replay, inputs, is_copied);
-            if (taken != Answer::no)
-                return taken;
+            const Answer accepted = found->recording.get() == Py_None ? Answer::no : accept(replay, inputs, is_copied);
+            if (accepted != Answer::no)
+                return accepted;
         }
         if (is_last)
             return Answer::no;
-        Ref released(PyObject_CallNoArgs(candidates->release)); // then one may fit
+        Ref released(PyObject_CallNoArgs(candidates->release)); // one may fit once unneeded outputs are dead
         const int any = released ? PyObject_IsTrue(released.get()) : -1;
         if (any <= 0)
             return any < 0 ? Answer::error : Answer::no;

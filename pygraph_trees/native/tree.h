@@ -12,7 +12,7 @@ struct TreeState {
     PyObject_HEAD
     PyObject *graph, *current_node, *path_state, *mode, *compile_id, *generation, *pending; // upstream's
     PyObject *candidates; // by function, then by the recording that was replayed before: Candidates
-    PyObject *find;       // finds candidates that are not known yet, in Python; does not hold the manager
+    PyObject *find;       // a Python callable that finds unknown candidates; it does not hold the manager
     /* Whether a call has the turn. No code waits for it, so it is no lock; the GIL protects it. */
     char is_taken;
 
@@ -21,14 +21,14 @@ struct TreeState {
     }
 };
 
-/* The part of a function's state that each replay reads; trees/function.py derives from it. */
+/* The part of a function's state that each replay reads; trees/dispatch.py derives from it. */
 struct FunctionState {
     PyObject_HEAD
-    PyObject *manager;     // gives the manager that may replay the function now, or None
-    PyObject *function_id; // the manager's id of it
+    PyObject *manager;     // returns the manager that may replay the function now, or None
+    PyObject *function_id; // its id in the manager
     PyObject *integers;    // the indices of its integers
-    PyObject *by_values;   // by values of its integers, the entry; NULL for a function without integers
-    unsigned long long thread; // the only thread that may replay it; 0 if each may
+    PyObject *by_values;   // the entry for each set of values of its integers; NULL for a function without integers
+    unsigned long long thread; // the only thread that may replay it; 0 if any thread may
     char was_asked;            // whether this call's caller has tried a fast replay without success
 
     std::array<PyObject **, 4> held() { return {&manager, &function_id, &integers, &by_values}; }
@@ -39,9 +39,9 @@ struct Candidates {
     PyObject_HEAD
     PyObject *mode, *compile_id;
     PyObject *replays;     // a tuple
-    PyObject *filter;      // a CandidateFilter once the candidates were asked often, if there are several
+    PyObject *filter;      // a CandidateFilter, once several candidates have been asked often
     PyObject *make_filter; // makes it
-    PyObject *release;     // releases unneeded outputs, and tells whether there were any
+    PyObject *release;     // releases unneeded outputs and returns whether there were any
     int begins; // whether a new step must begin here; negative if it may or may not
     int asked;
 
@@ -52,14 +52,13 @@ struct Candidates {
 
 extern PyType_Spec tree_state_spec, function_state_spec, candidates_spec;
 
-/* The types made of these. */
+/* The Python types of these structs, set when the module is loaded. */
 extern struct Types {
     PyTypeObject *tree_state = nullptr, *function_state = nullptr, *candidates = nullptr;
 } types;
 
-/* NULL for any other object. */
-TreeState *tree_state_in(PyObject *object);
-FunctionState *function_state_in(PyObject *object);
+bool is_tree_state(PyObject *object);
+bool is_function_state(PyObject *object);
 
 /* The turn of this call, which its destructor gives back. */
 class OwnTurn {
@@ -93,8 +92,8 @@ struct Found {
 /* Takes the turn and finds the candidates of a call whose manager was found. */
 Answer find_candidates(const FunctionState *function, const Counters &counters, OwnTurn *turn, Found *found);
 
-/* Finds the first candidate that takes the inputs; see `take`. */
-Answer take_first(Found *found, Inputs &inputs, bool *is_copied);
+/* Finds the first candidate that accepts the inputs; see `accept`. */
+Answer first_accepting(Found *found, Inputs &inputs, bool *is_copied);
 
 /* Sets the state of the trees once the recording is chosen. */
 void go_on_from(Found *found, PyObject *path_state);

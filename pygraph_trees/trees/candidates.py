@@ -1,8 +1,8 @@
 """The recordings that a call of a function may replay on the fast path, in upstream's order.
 
-:class:`Search` finds the candidates of a function after the last replayed recording, or at a root, for the part in C++,
-which asks them in turn. It remembers them until its memory is cleared, which happens whenever upstream's code runs
-instead of a fast replay. None always means that upstream must be called.
+:class:`Search` finds the candidates of a function after the last replayed recording, or at a root, for C++, which
+tries them in turn. It remembers them until its memory is cleared, which happens whenever upstream's code runs instead
+of a fast replay. None always means that upstream must be called.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MOST_PLACES = 1024
 
 
 def candidates_of(begins: bool | None, recordings: Sequence[Recording], mode: Any, compile_id: Any) -> Any:
-    """The recordings of one function at one place, after one recording or at the roots, as C++ takes them.
+    """Returns the C++ object for the recordings of one function at one place: after one recording, or at the roots.
 
     ``begins``: whether a new step must begin here; None if it may or may not.
     """
@@ -47,7 +47,9 @@ def candidates_of(begins: bool | None, recordings: Sequence[Recording], mode: An
 
 
 def candidate_filter(facts: Sequence[tuple[Sequence[tuple[int, int]], Any]]) -> Any:
-    """What rules most of several recordings out: addresses of static inputs, and outputs that must be dead.
+    """Returns a filter that rules out most of several recordings for the inputs of a call.
+
+    It compares addresses of static inputs, and looks for references to outputs that must be dead.
 
     Args:
         facts: for each recording, the index and address of each static input, and its ``deaths_before``.

@@ -1,8 +1,8 @@
 """Which way the calls of a function go, and which manager may replay them on the fast path.
 
-A function has a :class:`Dispatch`, whose :class:`Way` a trial changes. A replay in C++ reads its manager, its id, and
-its thread. The entry of a function of integers is chosen by their values: torch treats the function as another one
-for each set of values.
+A function has a :class:`Dispatch`; a trial changes its :class:`Way`. C++ reads the manager, the function's id and the
+thread. Torch treats a function of integers as a separate function for each set of their values, so each set has a
+dispatch and an entry of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Way(enum.Enum):
     REPLAYED = enum.auto()  # on the fast path if that is possible, otherwise by upstream's code
     MEASURED = enum.auto()  # as the trial decides for each call
     FIRST_GRAPHED = enum.auto()  # graphed, but not yet known to a manager
-    SAMPLED = enum.auto()  # the next call is a sample of those that are replayed
+    SAMPLED = enum.auto()  # the next call is measured, as a sample of the replayed ones
     UNGRAPHED = enum.auto()
 
 
@@ -40,7 +40,7 @@ def _nobody() -> None:
 
 
 class _Counted:
-    """Gives the manager that may replay a function; one call in ``SAMPLE_EVERY`` gets None and the next is sampled."""
+    """Returns the manager that may replay a function; once in ``SAMPLE_EVERY`` times None, to sample the next call."""
 
     __slots__ = ("_dispatch", "left")
 
@@ -61,9 +61,9 @@ class _Counted:
 
 
 class Dispatch(FunctionState):
-    """The way of a function's calls. ``call`` makes a call on any way but ``REPLAYED``."""
+    """The state of one function. ``call`` makes its calls unless the way is ``REPLAYED``."""
 
-    __slots__ = ("__dict__", "__weakref__", "call")  # each call reads the last one
+    __slots__ = ("__dict__", "__weakref__", "call")  # a slot for what each call reads
     manager: Callable[[], Any]  # the manager that may replay the function now, or None
     was_asked: bool  # whether this call's caller has tried a fast replay without success
     thread: int  # the only thread that may replay it, if each thread has its own trees; 0 otherwise
@@ -78,7 +78,7 @@ class Dispatch(FunctionState):
         # The manager that may replay it, if the way allows that. A manager must not outlive its functions.
         self.replayer: Callable[[], Any] = _nobody
         self._counted = _Counted(self)
-        self._sample: Call | None = None  # makes one replayed call in many
+        self._sample: Call | None = None  # makes one call in many instead of a replay
         self._added = 0
         self._of_integers = False
         self._with_values: dict[tuple[int, ...], Dispatch] = {}
@@ -88,8 +88,8 @@ class Dispatch(FunctionState):
         """Lets the next calls go another way.
 
         Args:
-            call: makes a call on any way but ``REPLAYED``.
-            sample: makes one replayed call in ``SAMPLE_EVERY``; it must call :meth:`sampling`.
+            call: makes the calls; None if they are replayed.
+            sample: makes one call in ``SAMPLE_EVERY`` instead of a replay; it must call :meth:`sampling`.
         """
         self.way, self.call, self._sample = way, call, sample
         self._update()
@@ -110,7 +110,7 @@ class Dispatch(FunctionState):
             self.way, self.call = Way.REPLAYED, None
 
     def replay(self, fast_call: Call, inputs: list[Any]) -> Any:
-        """Makes a fast replay on any way; None if that is not possible."""
+        """Makes a fast replay, whatever the way; returns None if that is not possible."""
         self._let_replay()
         try:
             return fast_call(inputs)
@@ -144,10 +144,14 @@ class Dispatch(FunctionState):
         The manager treats it as a separate function for each set of values, with its own ``function_id``.
         """
         self.integers, values = tuple(integers), tuple(integers.values())
-        own = self._with_values.setdefault(values, Dispatch())
+        if not self._with_values:
+            self.by_values = {}
+        own = self._with_values.get(values)
+        if own is None:
+            own = self._with_values[values] = Dispatch()
+            self.by_values[values] = entry(own)
         own.add(of_integers=False)
         self._by_id[function_id] = own
-        self.by_values = {known: entry(dispatch) for known, dispatch in self._with_values.items()}
 
     def may_be_replayed_by(self, manager: Any, function_id: Any) -> None:
         """Notes that ``manager`` has a recording with a fast path."""

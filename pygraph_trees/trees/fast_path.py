@@ -7,6 +7,7 @@ Without the native part no replay is fast, and upstream's code replays.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,22 +33,31 @@ if TYPE_CHECKING:
 
 _MODE = cudagraph_trees.CompilationMode
 MAY_CLONE = clones_live_outputs()
-CHECKS_LATE = checks_deaths_after_copies()  # upstream checks what died only after copies are made
+CHECKS_LATE = checks_deaths_after_copies()  # whether upstream checks which tensors died after it has made copies
 
 
 class _TreeState:
-    """The turn of calls that use the same trees, without C++: at most one call has it."""
+    """The base of managers without C++: at most one call at a time has the turn."""
 
-    is_taken = False
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__new__(cls)
+        made._turn = threading.Lock()
+        return made
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a call has the turn."""
+        return self._turn.locked()
 
     def take_turn(self) -> bool:
         """Takes the turn and returns True, unless another call has it."""
-        was_taken, self.is_taken = self.is_taken, True
-        return not was_taken
+        return self._turn.acquire(blocking=False)
 
     def end_turn(self) -> None:
         """Gives the turn back."""
-        self.is_taken = False
+        self._turn.release()
+
+    _turn: threading.Lock
 
 
 class _FunctionState:
@@ -65,7 +75,7 @@ class Replayed(Protocol):
     log: RecordingLog
     graph: Any
     cached_tensor_outputs: Any  # upstream's
-    fixed: Sequence[tuple[int, int]]
+    fixed: Sequence[tuple[int, int]]  # index and address of each static input
     deaths_before: Deaths | None
     deaths_after: Deaths | None
 

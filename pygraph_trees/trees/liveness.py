@@ -50,7 +50,7 @@ class Deaths:
         self.groups = tuple((run[0][0], packed([index for _, _, index in run])) for run in runs)
 
     def ask(self) -> bool:
-        """Whether all are dead; C++ asks if that is not obvious."""
+        """Whether all are dead. C++ calls this if it sees a reference to one of them."""
         return self._are_dead() or (self._release() and self._are_dead())
 
     def _are_dead(self) -> bool:

@@ -18,7 +18,7 @@ from torch.autograd import profiler
 
 from pygraph_trees.native import binding
 
-# The state of a manager that C++ reads and writes. Upstream's constructor sets it.
+# State of a manager that C++ reads and writes, and that upstream's constructor sets.
 _STATE = ("graph", "path_state", "current_gen", "running_forwards_with_pending_backwards")
 _OPTIONAL = {"manager.has_live_user_visible_output_cloning"}  # needed only if a manager may clone outputs
 _OWNERS: Mapping[str, Any] = {
@@ -32,11 +32,11 @@ _OWNERS: Mapping[str, Any] = {
 }
 
 
-def missing(owners: Mapping[str, Any] = _OWNERS) -> list[str]:
-    """The names that their owners lack; ``owners``: classes and modules, by their names in C++."""
+def missing() -> list[str]:
+    """The names that their owners lack, each with its owner's name in C++."""
     names = (name for name in binding.extension.NAMES if name not in _OPTIONAL)
-    found = [name for name in names if not _has(owners[name.partition(".")[0]], name.partition(".")[2])]
-    known = owners["manager"].__init__.__code__.co_names
+    found = [name for name in names if not _has(_OWNERS[name.partition(".")[0]], name.partition(".")[2])]
+    known = _OWNERS["manager"].__init__.__code__.co_names
     return found + [f"manager.{name}" for name in _STATE if name not in known]
 
 

@@ -29,7 +29,7 @@ class Plain:
 
 
 class FakeManager(fast_path.TreeState):
-    """Notes when it is asked to end a path."""
+    """Counts how often it is asked to end a path."""
 
     def try_end_curr_execution(self):
         self.ended += 1
@@ -106,7 +106,7 @@ class Recording:
 
 
 class Trees:
-    """The state of the trees in which recordings are replayed, usually one, behind the same one each time."""
+    """Trees in which a call always follows the same recording. It usually has one candidate."""
 
     def __init__(self, fixed, cached, *, managed=(), others=None, mode=MODE.INFERENCE, in_python=False, **recording):
         self.recording = Recording(fixed, cached, **recording)
@@ -115,7 +115,11 @@ class Trees:
         self.native = fast_path.replay(self.recording, managed, others, in_python=in_python)
         self.before, self.partition, self.compile_id, self.mode = Plain(), Plain(), Plain(), mode
         self.manager, self.partitions = FakeManager(), [self.partition]
-        self.searched, self.answer, self.released = [], None, []  # what Python was asked, and says
+        self.searched, self.answer, self.released = (
+            [],
+            None,
+            [],
+        )  # searches for candidates, their result, and results of releases
         self.manager.ended = 0
         self.manager.graph, self.manager.current_gen, self.manager._find = Plain(), -5, self.find
         self.manager.mode = self.manager.compile_id = self.manager.path_state = None
@@ -138,7 +142,7 @@ class Trees:
         )
 
     def put(self, candidates):
-        """Lets these be known where the next call comes from."""
+        """Makes them the known candidates of the next call."""
         self.manager._candidates = {7: {self.before: candidates}}
 
     def find(self, manager, function_id, begins):
@@ -147,7 +151,7 @@ class Trees:
         return self.answer
 
     def entry(self, *, around=False, **arguments):
-        """What it gives for inputs, behind the same recording each time."""
+        """An entry that starts each call after the same recording."""
         runner = (self.partitions, self.partition) if around else None
         made = fast_path.entry(self.function, runner=runner, **arguments)
 
@@ -159,7 +163,7 @@ class Trees:
 
 
 class _InPython:
-    """A recording of a function, whose replay is a function of inputs and the function's id; its None refuses them."""
+    """A recording that calls ``replay`` with inputs and the function's id, and refuses the inputs if that returns None."""
 
     def __init__(self, replay, function_id):
         self.result, self.graph, self.log = None, None, Plain(counter=binding.new_counter())
@@ -180,7 +184,7 @@ class _InPython:
 
 
 def replaying(replay):
-    """A manager with one recording of each function; skips the test without C++."""
+    """A manager with one recording of each function, which calls ``replay``. Skips the test without C++."""
     if binding.extension is None:
         raise unittest.SkipTest("not built for this torch")
     manager, kept = FakeManager(), []
@@ -211,5 +215,5 @@ def ordered(items, order):
 
 
 def deaths(cached, *indices):
-    """Of torch's references each says that its output is held: those that C++ sees to be dead are not asked."""
+    """The check of some outputs. Torch's references say that all are alive, so C++ must find the dead ones itself."""
     return Deaths([(cached, [lambda: 7] * len(cached), index) for index in indices], lambda: False)

@@ -1,4 +1,4 @@
-"""The module in C++ as a whole: whether it is used, and what Python has in its place."""
+"""Whether the C++ module is used, and what replaces it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from pygraph_trees.trees import native_names
 
 @unittest.skipIf(binding.extension is None, "not built for this torch")
 class TestNames(TestCase):
-    def test_every_name_that_it_looks_for_is_there(self):
-        """In the torch that is installed."""
+    def test_the_installed_torch_has_every_name(self):
         self.assertGreater(len(binding.extension.NAMES), 5)
         self.assertEqual(native_names.missing(), [])
         extension = binding.extension
@@ -28,7 +27,7 @@ class TestNames(TestCase):
             native_names.check()
         self.assertIs(binding.extension, extension)
 
-    def test_a_name_that_is_missing_turns_it_off_and_the_status_says_which(self):
+    def test_a_missing_name_turns_the_module_off_and_is_in_the_status(self):
         native = binding.extension
         for owner, name in (("manager", "turn"), ("graph", "replay"), ("debug", "RECORD")):
             with (
@@ -40,8 +39,8 @@ class TestNames(TestCase):
                 self.assertIsNone(binding.extension)
                 self.assertIn(f"{owner}.{name}_by_another_name", build.status())
 
-    def test_state_that_upstream_names_otherwise_turns_it_off(self):
-        """Upstream would set attributes that no replay reads."""
+    def test_renamed_state_of_upstream_turns_the_module_off(self):
+        """Otherwise upstream would set attributes that no replay reads."""
         with (
             mock.patch.object(native_names, "_STATE", (*native_names._STATE, "by_another_name")),
             mock.patch.object(binding, "extension", binding.extension),
@@ -53,7 +52,7 @@ class TestNames(TestCase):
 
 class TestThreads(TestCase):
     def check(self):
-        """Each that ever was has a number of its own."""
+        """No two threads ever have the same number."""
         found = [binding.thread_id(), binding.thread_id()]
         self.assertEqual(found[0], found[1])
         for _ in range(20):
@@ -69,8 +68,8 @@ class TestThreads(TestCase):
         with mock.patch.object(binding, "extension", None):
             self.check()
 
-    def test_a_function_has_a_fast_path_in_one(self):
-        """The one that recorded it, if each thread has its own trees."""
+    def test_a_function_is_replayed_in_one_thread(self):
+        """Only the thread that recorded it may replay it if each thread has its own trees."""
         for per_thread in (True, False):
             with mock.patch.object(dispatch_module, "PER_THREAD", per_thread):
                 dispatch = dispatch_module.Dispatch()

@@ -1,4 +1,4 @@
-"""Which of many recordings may fit, as the filter in C++ rules out the others, and whether outputs are dead."""
+"""The filter in C++ that rules out recordings, and the check whether outputs are dead."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXAMPLES = settings(max_examples=200, deadline=None)
 COUNT = 10  # tensors
 KINDS = st.sampled_from(["held", "held in C++", "cached", "not cached", "list cleared"])
 OUTPUTS = st.lists(st.tuples(KINDS, st.booleans()), max_size=5)
-# The inputs that are static, whether the last of them has moved, and outputs that should be dead.
+# For each recording: its static inputs, whether the last one has moved, and outputs that must be dead.
 CHOICES = st.lists(
     st.tuples(st.lists(st.integers(0, COUNT - 1), max_size=12, unique=True), st.booleans(), st.none() | OUTPUTS),
     max_size=6,
@@ -33,7 +33,7 @@ CHOICES = st.lists(
 
 
 class Reference:
-    """A weak reference of torch's to an output's storage; it counts how often it is asked."""
+    """Stands for torch's weak reference to an output, and counts its calls."""
 
     def __init__(self, dead):
         self.dead, self.asked = dead, 0
@@ -44,7 +44,7 @@ class Reference:
 
 
 class Outputs:
-    """Cached outputs of one recording, of the kinds that are drawn."""
+    """Cached outputs of one recording, of the given kinds."""
 
     def __init__(self, drawn):
         self.holders = []
@@ -72,7 +72,7 @@ def references_to(items):
 
 class TestDeaths(TestCase):
     def test_all_outputs_must_be_dead(self):
-        """As torch's references say, and in runs for C++."""
+        """Torch's references decide. C++ gets the outputs in runs of the same recording."""
 
         @EXAMPLES
         @given(OUTPUTS)
@@ -96,14 +96,14 @@ class TestDeaths(TestCase):
             return len(released) > 1
 
         deaths = Deaths([([None] * 2, references, n) for n in range(2)], release)
-        self.assertEqual((deaths.ask(), len(released)), (False, 1))  # there were none
+        self.assertEqual((deaths.ask(), len(released)), (False, 1))  # nothing was released
         self.assertEqual((deaths.ask(), deaths.ask(), len(released)), (True, True, 2))
 
 
 @unittest.skipIf(binding.extension is None, "not built for this torch")
 class TestCandidateFilter(TestCase):
     def test_no_recording_that_fits_is_passed_over(self):
-        """A recording that the filter names may not fit: at most one that is left is not asked for more."""
+        """The recording that the filter names need not fit: the filter stops once at most one is left."""
 
         @EXAMPLES
         @given(CHOICES, st.integers(0, 8), st.sampled_from([1, 30]))
@@ -133,7 +133,7 @@ class TestCandidateFilter(TestCase):
         check()
 
     def test_outputs_and_addresses_rule_recordings_out(self):
-        """Of more than a word of recordings; asked again each time, and without a question to torch."""
+        """There are more recordings than bits in a word. Each call looks again; torch's references are not called."""
         given_, cached = some_tensors()[:4], [torch.zeros(1) for _ in range(7)]
         references = [Reference(False)] * 7
         choices = [
@@ -148,16 +148,16 @@ class TestCandidateFilter(TestCase):
             held = [cached[n] for n in range(7) if kept >> n & 1]
             self.assertEqual(find(0, given_), kept)
             held.append(cached[6])
-            self.assertGreaterEqual(find(0, given_), 127)  # the last one that is left is not asked
+            self.assertGreaterEqual(find(0, given_), 127)  # the filter does not check the last one that is left
             del held
         self.assertEqual([find(n, given_) for n in (63, 64, 127, 128, 200)], [63, 128, 127, 128, 128])
         moved = torch.zeros(9)[1:]
         self.assertEqual([find(n, [given_[0], moved]) for n in (0, 126, 127)], [128, 128, 127])
-        held = cached[6].detach()  # of which Python has no reference
+        held = cached[6].detach()  # a reference in C++ alone
         self.assertEqual(find(5, given_), 5)
         held = list(cached)
         cached.clear()
-        self.assertEqual(find(5, given_), 5)  # it can no longer be told
+        self.assertEqual(find(5, given_), 5)  # outputs that are gone rule out nothing
         del held
         self.assertEqual({reference.asked for reference in references}, {0})
         self.assertEqual([candidate_filter([])(n, []) for n in (0, 3)], [0, 0])

@@ -1,4 +1,4 @@
-"""Which recording a call replays if its function has several."""
+"""The recording that is replayed if a function has several."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class TestCandidates(TestCase):
 
     @contextlib.contextmanager
     def looked_for(self, count):
-        """How often candidates are searched."""
+        """Asserts how often candidates are searched."""
         search = self.trees.manager._find
         found = mock.Mock(side_effect=search)
         self.trees.manager._find = found
@@ -167,12 +167,12 @@ class TestCandidates(TestCase):
         """A function of several positions, each time after the same one or another."""
         (first, call_first), (second, call_second) = self.trees.function(), self.trees.function()
         root, others = self.trees.recording(first), self.trees.recording(second)
-        behind = [self.trees.recording(second, root), self.trees.recording(second, others)]
-        inner = self.trees.recording(first, behind[0])
+        children = [self.trees.recording(second, root), self.trees.recording(second, others)]
+        inner = self.trees.recording(first, children[0])
         paths = [
-            [(call_first, root), (call_second, behind[0]), (call_first, inner)],
-            [(call_second, others), (call_second, behind[1])],
-            [(call_first, root), (call_second, behind[0])],
+            [(call_first, root), (call_second, children[0]), (call_first, inner)],
+            [(call_second, others), (call_second, children[1])],
+            [(call_first, root), (call_second, children[0])],
             [(call_second, others)],
         ]
         for times in range(4):
@@ -186,10 +186,10 @@ class TestCandidates(TestCase):
         """A function after another, with a recording for each set of the other's outputs that are kept."""
         (first, call_first), (second, call_second) = self.trees.function(), self.trees.function()
         root = self.trees.recording(first, outputs=6)
-        behind = []
+        children = []
         for kept in range(50):
             dead = [(0, n) for n in range(6) if not kept >> n & 1]
-            behind.append(self.trees.recording(second, root, dead=dead))
+            children.append(self.trees.recording(second, root, dead=dead))
 
         def run(kept, expected):
             self.step()
@@ -198,10 +198,10 @@ class TestCandidates(TestCase):
             if expected is None:
                 self.check_none(call_second, [])
             else:
-                self.check(call_second, [], behind[expected])
+                self.check(call_second, [], children[expected])
             del held
 
-        return root, behind, run
+        return root, children, run
 
     def test_each_of_fifty_recordings_is_found_by_what_is_alive(self):
         """Each is found by what is alive, and once they are told apart no other one is asked."""
@@ -219,20 +219,24 @@ class TestCandidates(TestCase):
         (first, call_first), (second, call_second) = self.trees.function(), self.trees.function()
         root = self.trees.recording(first, outputs=2)
         weights = some(2)
-        behind = [self.trees.recording(second, root, static=[weight], dead=[(0, 1)]) for weight in weights]
+        children = [self.trees.recording(second, root, static=[weight], dead=[(0, 1)]) for weight in weights]
         held = [root.cached_tensor_outputs[1]]
         pools = []
-        release = lambda pool: pools.append(pool) or (bool(held) and held.pop() is not None)  # noqa: E731
+
+        def release(pool):
+            pools.append(pool)
+            return bool(held) and held.pop() is not None
+
         with mock.patch.object(candidates_module, "release_unneeded", release):
             self.step()
             self.check(call_first, [], root)
-            self.check(call_second, weights[1:], behind[1])
+            self.check(call_second, weights[1:], children[1])
         self.assertEqual((held, pools), ([], [root.cuda_graphs_pool]))
 
     def test_the_first_of_several_that_accept_is_replayed(self):
         """Where more than one fits, in upstream's order."""
-        root, behind, run = self.fifty()
-        behind.reverse()
+        root, children, run = self.fifty()
+        children.reverse()
         root.children[1].reverse()
         for times in range(6):
             with self.looked_for(0) if times > 4 else contextlib.nullcontext():
@@ -288,8 +292,8 @@ class TestCandidates(TestCase):
     def test_forwards_wait_for_their_backwards(self):
         (forward, call_forward), (backward, call_backward) = self.trees.function(), self.trees.function()
         root = self.trees.recording(forward)
-        behind = self.trees.recording(forward, root)
-        nodes = [root, behind, *(self.trees.recording(backward, node) for node in (root, behind))]
+        children = self.trees.recording(forward, root)
+        nodes = [root, children, *(self.trees.recording(backward, node) for node in (root, children))]
         self.trees.manager.id_to_mode |= {forward: MODE.FORWARD, backward: MODE.BACKWARD}
         for count in (2, 1, 0):
             self.step()
@@ -371,10 +375,10 @@ class TestCandidates(TestCase):
     def test_remembered_places_are_not_too_many(self):
         (first, call_first), *others = [self.trees.function() for _ in range(7)]
         root = self.trees.recording(first)
-        behind = [(call, self.trees.recording(number, root)) for number, call in others]
+        children = [(call, self.trees.recording(number, root)) for number, call in others]
 
         def run():
-            for call, node in behind:
+            for call, node in children:
                 self.step()
                 self.check(call_first, [], root)
                 self.check(call, [], node)

@@ -33,7 +33,7 @@ class TestManagers(TestCase):
     def test_a_function_is_replayed_if_it_was_added_once(self):
         for added, is_replayed in (
             ([False], True),
-            ([True], False),  # another number is another function
+            ([True], False),  # each set of values is a function of its own
             ([False, False], False),
             ([], False),
         ):
@@ -61,7 +61,7 @@ class TestManagers(TestCase):
         dispatch.may_be_replayed_by(manager, 7)
         self.assertEqual([fast_call([*i]) for i in (first, second, unknown)], [[7], None, None])
         dispatch.may_be_replayed_by(manager, 8)
-        dispatch.may_be_replayed_by(manager, 9)  # of another function
+        dispatch.may_be_replayed_by(manager, 9)  # the id of another function
         self.assertEqual([fast_call([*first]), fast_call([*second])], [[7], [8]])
         self.assertIsNone(fast_call(["z", 3, "y", 4]))
 
@@ -69,7 +69,7 @@ class TestManagers(TestCase):
         self.assertIsNone(fast_call([*first]))
         dispatch.go(Way.REPLAYED)
         self.assertEqual(fast_call([*first]), [7])
-        dispatch.add(of_integers=True)  # in another thread, or once more: those values take torch's way
+        dispatch.add(of_integers=True)  # from another thread: calls with those values are no longer fast
         dispatch.add_values(10, {1: 3, 3: 4})
         dispatch.may_be_replayed_by(manager, 10)
         self.assertEqual([fast_call([*first]), fast_call([*second])], [None, [8]])
@@ -122,7 +122,7 @@ class TestWays(TestCase):
             dispatch.sample_next()
             self.assertEqual((dispatch.way, dispatch.call), (Way.UNGRAPHED, len))
             dispatch.go_on()
-            self.assertEqual([dispatch.manager() for _ in range(9)], [manager] * 9)  # that took no samples
+            self.assertEqual([dispatch.manager() for _ in range(9)], [manager] * 9)  # no samples are taken on from here
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ class TestNative(TestCase):
         check()
 
     def test_what_is_replayed_in_python(self):
-        """Outputs that are something else of inputs, inputs that are copied at this call, and at each call."""
+        """Outputs that are views of inputs, and inputs that are copied for one call or at each call."""
         for order, picks, why in itertools.product(ORDERS, (None, [1, 2]), ("views", "copied", "always")):
             given_, views = some(3), {0: (1, None), 1: (1, "a view")}
             live = Live([], [], views) if why == "views" else Live([2], None)
@@ -150,7 +150,7 @@ class TestNative(TestCase):
             self.assertIs(trees.manager._current_node, trees.recording)
 
     def check_missed(self, trees, call, inputs, *searched, was_asked=False):
-        """None is replayed, after Python was asked to search for candidates so often."""
+        """The call returns None and changes nothing; ``searched`` are the searches for candidates that it causes."""
         before = list(inputs) if isinstance(inputs, (list, tuple)) else []
         self.assertIsNone(call(inputs))
         self.check_untouched(trees, list(inputs) if isinstance(inputs, (list, tuple)) else [], before)
@@ -193,7 +193,7 @@ class TestNative(TestCase):
             self.assertEqual((trees.searched, trees.manager.is_taken), ([(7, True)], False))
 
     def test_a_function_of_integers(self):
-        """The entry for the values of its integers is called; without one, nothing is replayed."""
+        """The entry for the values of its integers replays it. If there is none, nothing is replayed."""
         for order in ORDERS:
             x, outputs = torch.ones(2), some(2)
             trees, calls = Trees({}, some(1)), []
@@ -223,7 +223,7 @@ class TestNative(TestCase):
             self.check_missed(trees, call, list(first), was_asked=True)
 
     def test_a_call_beside_another_one(self):
-        """Whoever has the turn: a call that Python has, or one in C++ that a hook or a finalizer has interrupted."""
+        """Another call has the turn: one in Python, or one in C++ that was interrupted by a hook or a finalizer."""
         trees = Trees({}, some(1), live=Live([0], None))
         call, given_, manager = trees.entry(), some(1), trees.manager
         manager.take_turn()
@@ -236,10 +236,10 @@ class TestNative(TestCase):
             inputs = list(inner)
             seen.append((manager.is_taken, call(inputs), len(inputs)))
 
-        trees.graph.at_launch = interrupt  # such as a collection in the launch
+        trees.graph.at_launch = interrupt  # as a collection during the launch would
         self.assertIsNotNone(call(list(given_)))
         trees.live.settle(None)
-        trees.live.answer = interrupt  # or where Python is asked
+        trees.live.answer = interrupt  # or while Python prepares addresses
         self.assertIsNotNone(call(list(given_)))
         self.assertEqual(seen, [(True, None, 1)] * 3)
         self.assertEqual((trees.graph.launches, manager.is_taken), (2, False))
@@ -470,7 +470,7 @@ class TestNative(TestCase):
         return trees, given_
 
     def test_the_first_of_several(self):
-        """Before they are told apart by a filter, and then."""
+        """With the filter and without it."""
         for order, before in itertools.product(ORDERS, (0, 9)):
             lives = [Live([2, 0], None) for _ in range(3)]
             trees, given_ = self.several(order, lives)
@@ -495,7 +495,7 @@ class TestNative(TestCase):
             self.assertEqual(trees.searched, [])
 
     def test_none_of_several(self):
-        """Then unneeded outputs are released, and if there were any, all are asked once more."""
+        """Unneeded outputs are released; if there were any, all candidates are tried once more."""
         for order, before in itertools.product(ORDERS, (0, 9)):
             lives = [Live([2, 0], None) for _ in range(3)]
             trees, given_ = self.several(order, lives)
@@ -512,7 +512,7 @@ class TestNative(TestCase):
                 self.assertEqual(([len(live.prepared) for live in lives], trees.released), ([asked] * 3, []))
             for inputs in ([3, 3, 3], [torch.zeros(1)] * 3):
                 self.check_missed(trees, call, inputs)
-            del trees.recordings[:]  # they are gone
+            del trees.recordings[:]  # and with them the objects that the replays refer to weakly
             self.check_missed(trees, call, given_)
 
     def dying(self, order=None, live=None):
@@ -597,8 +597,8 @@ class TestNative(TestCase):
             self.assertIsNone(call(list(given_)))
         self.assertEqual(trees.graph.launches, 1)
 
-    def test_where_python_replays_it_may_check_what_died(self):
-        """Since torch 2.15, after it has made copies: an input may be held until then."""
+    def test_if_python_replays_it_may_check_which_tensors_died(self):
+        """With torch 2.15, Python checks this after it has made copies: until then an input may be alive."""
         for late, why in itertools.product((False, True), ("plain", "copied", "always", "views")):
             earlier, static = some(1), torch.zeros(1)
             views = {0: (1, "a view")} if why == "views" else {}

@@ -577,7 +577,7 @@ class TestShortened(RunnerTestCase):
             self.assertEqual(alive.pop(), [False, True, False])
 
     def test_fast_path(self):
-        """What the partition's function gives is given on; where it has nothing, the inputs are as they were."""
+        """The outputs of the partition's function are returned; if it has none, the inputs are left as they were."""
         for call, outputs in (
             (CALL, [torch.zeros(64), torch.zeros(64)]),
             (CALL.replace("[arg2_1, arg0_1, arg1_1]", "[arg0_1, arg1_1, arg2_1]"), [torch.zeros(64), 1]),

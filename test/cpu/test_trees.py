@@ -73,7 +73,7 @@ class TestFunction(TestCase):
         manager = replaying(lambda inputs, function_id: [function_id] if inputs == [1] else None)
         dispatch.manager, dispatch.function_id = lambda: manager, 7
         self.assertEqual((call([1]), call([2])), ([7], ["the wrappers", 2]))
-        dispatch.was_asked = True  # further out, and in vain
+        dispatch.was_asked = True  # the caller has tried it without success
         self.assertEqual((call([1]), call([1])), (["the wrappers", 1], [7]))
         self.assertIs(call.function, function)
 
@@ -1137,7 +1137,7 @@ class TestFastPath(TestCase):
 
 
 class TestReplay(TestCase):
-    """The part of a fast replay that Python has."""
+    """The parts of a fast replay that are in Python."""
 
     def recording(self, **attributes):
         node = Recording.__new__(Recording)
@@ -1155,8 +1155,8 @@ class TestReplay(TestCase):
         for deaths_after in (None, SimpleNamespace(ask=lambda: True)):
             self.recording(deaths_after=deaths_after).check_what_died()
 
-    def test_since_2_15_the_replay_asks_what_died(self):
-        """As upstream does; if copies are made, upstream itself asks after them."""
+    def test_with_torch_2_15_the_replay_checks_which_inputs_died(self):
+        """As upstream does. If inputs are copied, upstream's own code checks it after the copies."""
         live = SimpleNamespace(is_copied=False, drop=lambda: None)
         recording = self.recording(_live=live, run=lambda inputs: ["upstream's way"])
         with mock.patch.object(fast_path, "CHECKS_LATE", True):

@@ -34,7 +34,7 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 from pygraph_trees.indirection import inputs as live_inputs
 from pygraph_trees.indirection.hidden_addresses import Rehearsal
 
-RUNS_WHOLE = True  # its tests share what other processes find
+RUNS_WHOLE = True  # its tests share the findings of the same processes
 HIDDEN = "may hide its address"
 X = tensor(64, 33)
 INDEX = tensor(500, dtype="int64", values="below 100")

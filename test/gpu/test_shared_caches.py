@@ -21,7 +21,7 @@ from cached_programs import CALLS, PROGRAMS, TRAINED
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 HERE = Path(__file__).resolve().parent
-RUNS_WHOLE = True  # its tests share what other processes find
+RUNS_WHOLE = True  # its tests share the findings of the same processes
 WAYS = ("torch", "ours", "off")
 OFF = {"PYGRAPH_PLACEMENT": "off", "PYGRAPH_INDIRECTION": "off", "PYGRAPH_SELECTIVE": "always"}
 PROCESSES = 3
