@@ -98,9 +98,8 @@ class Addresses:
         self._again = has_managed  # whether the latest call's addresses must be found again at the next call
         self._is_preparing = False
         self.sampler: Sampler | None = None  # until the route is chosen
-        self._kernels_holding: Callable[[], KernelNames | None] = (
-            _no_names  # a weak reference: it holds the live inputs
-        )
+        # A weak reference: the method holds the live inputs, which hold this object.
+        self._kernels_holding: Callable[[], KernelNames | None] = _no_names
         self.temporary: dict[int, torch.Tensor] = {}  # by index: copies for the call that was prepared
         self.refused: dict[int, str] = {}  # by index: inputs whose address the driver refused at a replay
         self.extra_copies = self.extra_copied_bytes = 0  # so far, of inputs that did not fit a patch

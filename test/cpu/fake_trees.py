@@ -115,11 +115,8 @@ class Trees:
         self.native = fast_path.replay(self.recording, managed, others, in_python=in_python)
         self.before, self.partition, self.compile_id, self.mode = Plain(), Plain(), Plain(), mode
         self.manager, self.partitions = FakeManager(), [self.partition]
-        self.searched, self.answer, self.released = (
-            [],
-            None,
-            [],
-        )  # searches for candidates, their result, and results of releases
+        self.searched, self.answer = [], None  # searches for candidates, and their result
+        self.released = []  # results of releases
         self.manager.ended = 0
         self.manager.graph, self.manager.current_gen, self.manager._find = Plain(), -5, self.find
         self.manager.mode = self.manager.compile_id = self.manager.path_state = None
@@ -163,7 +160,7 @@ class Trees:
 
 
 class _InPython:
-    """A recording that calls ``replay`` with inputs and the function's id, and refuses the inputs if that returns None."""
+    """A recording that calls ``replay`` with inputs and the function's id, and refuses them if that returns None."""
 
     def __init__(self, replay, function_id):
         self.result, self.graph, self.log = None, None, Plain(counter=binding.new_counter())

@@ -43,9 +43,10 @@ def run_isolated(module: str, program: str, side: str, *, timeout_s: float = 240
     with tempfile.TemporaryDirectory() as folder:
         result, log = Path(folder) / "result.json", Path(folder) / "log"
         request = json.dumps([module, program, side, options, str(result)])
-        child = _SERVER.Process(target=_child, args=(request, str(log), dict(os.environ)))
-        with _starting, _variables():
-            child.start()
+        with _starting:  # the environment is that of the process
+            child = _SERVER.Process(target=_child, args=(request, str(log), dict(os.environ)))
+            with _variables():
+                child.start()
         child.join(timeout_s)
         if child.is_alive():
             child.kill()
