@@ -89,6 +89,11 @@ class Folding:
         value = self._values[node]
         return value if isinstance(value, torch.Tensor) else None
 
+    def loses_bits(self, node: fx.Node) -> bool:
+        """Whether Inductor would write the value of a constant into a kernel as numbers that lose bits."""
+        value = self.value(node)
+        return value is not None and _is_written_as_literals(value) and not _literals_keep_bits(value)
+
     def held(self, node: fx.Node, mode: FakeTensorMode | None) -> fx.Node:
         """Adds a node that names the value, which becomes a buffer of the graph's module.
 

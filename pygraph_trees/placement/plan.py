@@ -117,7 +117,12 @@ class Plan:
 
     def _without_inputs(self, node: fx.Node) -> How | None:
         if node.op == "get_attr" or (node.target is aten.lift_fresh_copy.default and node.args[0].op == "get_attr"):
-            return How.CONSTANT
+            if not self.folding.loses_bits(node):
+                return How.CONSTANT
+            if self._folds and self.folding.why_not(node) is None:
+                return How.FOLDED
+            self.why[node] = "a kernel would hold its numbers with other bits"
+            return How.COPIED
         if node.op == "placeholder":
             self.why[node] = "it is an input"
             return How.COPIED

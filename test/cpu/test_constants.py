@@ -148,11 +148,23 @@ class TestLoweredConstants(TestCase):
             lambda _: (-torch.arange(2) * 0.0)[0],
             lambda _: torch.arange(4) * torch.tensor([1e38, -1e38, 0.0, 1.0]) * 1e10,
             lambda _: 1 / (torch.arange(2) * -0.0),
+            lambda _: torch.tensor([1.5, -0.0]),
+            lambda _: torch.tensor([1.5, -0.0], dtype=torch.float16).double(),
         ):
             lowered = Lowered(value)
             self.assertTrue(same_bits(lowered.values[0], value(0)))
             self.assertIn("_folded_constant0_cuda0", lowered.graph.source_code)
-        self.assertNotIn("_folded_constant0_cuda0", Lowered(lambda _: (torch.arange(3) / 7).exp()).graph.source_code)
+        for value in (lambda _: (torch.arange(3) / 7).exp(), lambda _: torch.tensor([1.5, 0.0])):
+            self.assertNotIn("_folded_constant0_cuda0", Lowered(value).graph.source_code)
+
+    def test_small_values_that_lose_bits_are_copied_in_branches(self):
+        def program(x):
+            branches = (lambda x: x + torch.tensor([-0.0, 1.0]).to("cuda"), lambda x: x - 1)
+            return torch.cond(x.sum() > 0, *branches, (x,))
+
+        torch._dynamo.reset()
+        (graph,) = lower(program, (torch.empty(2, device="meta"),))
+        self.assertNotIn("tl.full([1], -0.0", graph.source_code)
 
     def test_a_value_that_is_returned_too_stays_on_the_cpu(self):
         def program(x):

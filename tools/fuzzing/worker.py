@@ -122,6 +122,7 @@ class Worker:
             for name in uses(case):
                 self.counts.uses[name] = self.counts.uses.get(name, 0) + 1
             self.counts.torch_differs += verdict.torch_differs is not None
+            self._end_if_poisoned(POISONED)  # by what runs when the way is closed
         finally:
             self._write_counts()
         return None
