@@ -176,6 +176,14 @@ def tires(graph, inputs):
         return g(*args)
     return _wrong(graph, change)
 
+all_calls = []
+def worn(graph, inputs):
+    """Gives a wrong result from the twentieth call of the process on."""
+    def change(g, args):
+        all_calls.append(None)
+        return tuple(o * 2 for o in g(*args)) if len(all_calls) > 20 else g(*args)
+    return _wrong(graph, change)
+
 def deadly(graph, inputs):
     if "softmax" in graph.code or " + " in graph.code:
         os._exit(9)
@@ -759,12 +767,20 @@ class TestConstants(WithWrongBackends):
 
     def test_moved_constants_are_compared_bit_by_bit(self) -> None:
         check(self.CASE, CPU, under_test="aot_eager")
-        for backend in ("positive_zeros", "last_place"):
+        for backend, ungraphed in (("positive_zeros", "last_place"), ("last_place", "positive_zeros")):
             wrong = f"wrong_backends:{backend}"
-            with self.assertRaisesRegex(
+            with mock.patch("fuzzing.check.UNGRAPHED", f"wrong_backends:{ungraphed}"), self.assertRaisesRegex(
                 InexactConstant, r"\['output'\]\[1\] is a constant, and has other bits: element \d is"
-            ):
+            ):  # fmt: skip
                 check(self.CASE, CPU, under_test=wrong, control=wrong)
+
+    def test_bits_of_ungraphed_code_are_torchs_doing(self) -> None:
+        wrong = "wrong_backends:positive_zeros"
+        with mock.patch("fuzzing.check.UNGRAPHED", wrong), mock.patch("fuzzing.check.ROUNDING", (wrong,)):
+            for control in (wrong, "aot_eager"):
+                with mock.patch("fuzzing.check.ROUNDING", ()):
+                    found = check(self.CASE, CPU, under_test=wrong, control=control)
+                self.assertRegex(str(found.torch_differs), "is a constant, and has other bits: element 1 is 0.0")
 
     def test_ways_that_may_round_are_not_held_to_it(self) -> None:
         with mock.patch("fuzzing.check.ROUNDING", ("wrong_backends:last_place",)):
@@ -942,6 +958,11 @@ class TestCampaign(TestCase):
         self.assertLessEqual(len(outcome.failure.case.body), 3, outcome.failure.case.text())
         self.assertLessEqual(outcome.failure.case.calls, 3)  # an index can leave things where they are
 
+    def test_a_failure_that_needs_what_ran_before_says_so(self) -> None:
+        outcome, _ = self._run("wrong_backends:worn")
+        assert outcome.failure is not None
+        self.assertIn("(but not in a process of its own)", outcome.failure.message)
+
     def test_a_dead_process(self) -> None:
         with mock.patch.object(campaign, "_MOST_TRIES", 2):
             outcome, _ = self._run("wrong_backends:deadly", most_cases=100)
@@ -958,6 +979,8 @@ class TestCampaign(TestCase):
                 self.assertIsNotNone(worker.cause)
                 self.assertTrue(campaign._control_dies(plan, worker))
                 self.assertFalse(campaign._control_dies(replace(plan, control="aot_eager"), worker))
+                with mock.patch.object(campaign, "UNGRAPHED", deadly):
+                    self.assertTrue(campaign._control_dies(replace(plan, control="aot_eager"), worker))
                 self.assertFalse(campaign._control_dies(replace(plan, control=None), worker))
 
     def test_counts_add_up(self) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from processes import end, how_it_ended
 
 from .case import Case, read
+from .check import UNGRAPHED
 from .reduction import reduce
 from .uses import USES
 
@@ -47,6 +48,7 @@ class Campaign:
     seed: int
     most_cases: int | None = None
     jobs: int = 1  # worker processes at a time
+    compares: bool = True  # False: a case only runs in the way under test, for what that does to the process
 
 
 @dataclass(slots=True)
@@ -138,12 +140,15 @@ def run(campaign: Campaign, progress: Callable[[float, float, str], None]) -> Ou
 
 
 def _control_dies(campaign: Campaign, worker: _Worker) -> bool:
-    """Whether the case that killed a worker also kills one that runs only the control."""
+    """Whether the case that killed a worker also kills one that runs only the control, or only un-graphed code."""
     case = worker.last_case() if worker.cause is not None else None
     if case is None or campaign.control is None:
         return False
-    with _alone(replace(campaign, under_test=campaign.control, control=None, exactly=None), case) as single:
-        return single.cause is not None
+    for way in dict.fromkeys((campaign.control, UNGRAPHED)):
+        with _alone(replace(campaign, under_test=way, compares=False), case) as single:
+            if single.cause is not None:
+                return True
+    return False
 
 
 @contextlib.contextmanager
@@ -158,7 +163,13 @@ def _alone(campaign: Campaign, case: Case) -> Iterator[_Worker]:
 def _failure(campaign: Campaign, worker: _Worker) -> Failure | None:
     """The failure of a worker that has ended, if any."""
     if worker.cause is None:
-        return worker.failure()
+        failure = worker.failure()
+        if failure is None:
+            return None
+        with _alone(campaign, failure.case) as single:
+            if single.cause is None and single.failure() is None:
+                return replace(failure, message=f"{failure.message} (but not in a process of its own)")
+        return failure
     case = worker.last_case()
     if case is None:
         raise RuntimeError(f"the worker died before its first case: {worker.cause}")
