@@ -1,21 +1,25 @@
 """The patches that change torch; no other code changes it.
 
-:func:`install` applies the patches, feature by feature, and :func:`uninstall` restores torch. If a patch of a feature
-does not fit the installed torch, none of that feature's patches is applied, and one warning says so. With
-``PYGRAPH_DISABLE=1`` none is applied. Importing this package changes nothing and needs neither torch nor
-``pygraph_trees``, whose import installs the patches.
+:func:`install` applies the patches, feature by feature, :func:`install_when_loaded` does so once torch's compiler is
+imported, and :func:`uninstall` restores torch. If a patch of a feature does not fit the installed torch, none of that
+feature's patches is applied, and one warning says so. With ``PYGRAPH_DISABLE=1`` none is applied. Importing this
+package changes nothing and needs neither torch nor ``pygraph_trees``.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .environment import disabled
+from .import_hook import ImportHook, is_loaded
+from .torch_logs import register
 
 if TYPE_CHECKING:
     from .patch import Patch
@@ -36,7 +40,9 @@ class Status:
     """The state of a feature."""
 
     feature: str
-    state: str  # "on", "off", "disabled" (by PYGRAPH_DISABLE) or "mismatch" (does not fit this torch)
+    # "on", "waiting" (for torch's compiler to be imported), "off", "disabled" (by PYGRAPH_DISABLE) or "mismatch" (does
+    # not fit this torch)
+    state: str
     targets: tuple[str, ...]  # what its patches change
     mismatches: tuple[str, ...] = ()  # why it does not fit, a line each
 
@@ -45,6 +51,12 @@ _lock = threading.RLock()
 _undo: dict[str, list[Callable[[], None]]] = {}  # by feature that is on, in the order of application
 _mismatches: dict[str, tuple[str, ...]] = {}  # by feature that was checked; torch does not change in a process
 _busy = False
+_hook = ImportHook()
+_waits = False  # for torch's compiler
+
+_LOGS = "torch._logging._registrations"
+_FLAGS = "torch._inductor.config"
+_COMPILER = ("torch._inductor.compile_fx", "torch._inductor.cudagraph_trees")
 
 
 def patches(feature: str) -> tuple[Patch, ...]:
@@ -54,19 +66,60 @@ def patches(feature: str) -> tuple[Patch, ...]:
 
 
 def install() -> tuple[Status, ...]:
-    """Applies every feature that fits and is not on yet; a second call does nothing."""
-    global _busy
+    """Imports torch's compiler and applies every feature that fits and is not on yet; a second call does nothing."""
+    if not disabled():
+        # Before the lock is taken: another thread may be importing this module, and want the lock after it.
+        importlib.import_module(_COMPILER[0])
+        _install(FEATURES)
+    return status()
+
+
+def install_when_loaded() -> None:
+    """Applies the patches as soon as the modules that they change are imported; at once if they are.
+
+    The name in ``TORCH_LOGS`` is registered before torch reads the variable, the flags are there once
+    ``torch._inductor.config`` is, and everything else is applied before a program can be compiled.
+    """
+    global _waits
+    if disabled():
+        _hook.watch({_LOGS: register})
+        return
+    _waits = True
+    _hook.watch(
+        {
+            _LOGS: register,
+            _FLAGS: _install_flags,
+            **{name: functools.partial(_install_after, name) for name in _COMPILER},
+        }
+    )
+
+
+def _install_flags() -> None:
+    if is_loaded("torch"):  # otherwise they are applied with the other features
+        _install(["flags"])
+
+
+def _install_after(module: str) -> None:
+    # Either module imports the other; if the other one has begun, it is patched at its end.
+    if all(is_loaded(other) for other in _COMPILER if other != module and other in sys.modules):
+        install()
+
+
+def _install(features: Iterable[str]) -> None:
+    global _busy, _waits
     with _lock:
-        # Importing the replacements imports pygraph_trees, which calls this function: the inner call has nothing to do.
-        if not _busy and not disabled():
-            _busy = True
-            try:
-                for feature in FEATURES:
-                    if feature not in _undo:
-                        _put_on(feature)
-            finally:
-                _busy = False
-        return status()
+        # Importing the replacements may import pygraph_trees, and torch's modules that are waited for: the inner call
+        # has nothing to do.
+        if _busy:
+            return
+        _busy = True
+        try:
+            for feature in features:
+                if feature not in _undo:
+                    _put_on(feature)
+            _waits = _waits and features is not FEATURES  # some are waited for
+        finally:
+            _busy = False
 
 
 def _put_on(feature: str) -> None:
@@ -106,7 +159,10 @@ def _take_off(undo: list[Callable[[], None]]) -> None:
 
 def uninstall() -> tuple[Status, ...]:
     """Undoes all patches in reverse order; programs that are already compiled and recorded keep working."""
+    global _waits
     with _lock:
+        _waits = False
+        _hook.stop()
         for feature in reversed(FEATURES):
             _take_off(_undo.pop(feature, []))
         return status()
@@ -124,6 +180,8 @@ def _status(feature: str) -> Status:
         state = "on"
     elif disabled():
         state = "disabled"
+    elif mismatches:
+        state = "mismatch"
     else:
-        state = "mismatch" if mismatches else "off"
+        state = "waiting" if _waits else "off"
     return Status(feature, state, tuple(patch.target for patch in patches(feature)), mismatches)

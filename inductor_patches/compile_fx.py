@@ -24,7 +24,7 @@ PATCHES: tuple[Patch, ...] = (
         feature="placement",
         module=_MODULE,
         name="compile_fx",
-        replace=made_by("pygraph_trees.selection", "leaving_graphs_out"),
+        replace=made_by("pygraph_trees.selection.functions", "leaving_graphs_out"),
         removable="never: torch has no flag that takes CUDA graphs from a program that asks for them",
     ),
     Rebind(

@@ -62,7 +62,7 @@ def _entry(flag: Flag) -> Any:
 def _from_environment(flag: Flag) -> Any:
     """The flag's entry, with the value that the environment gives it."""
     entry = _entry(flag)
-    wanted = environment.choice(flag.environment, flag.values, f"The default {flag.default!r} stays in force.")
+    wanted = environment.value_of(flag.environment, flag.values, flag.default)
     if wanted is not None:
         entry.env_value_default = wanted
     return entry
@@ -132,7 +132,6 @@ class Flags(Patch):
 
         from pygraph_trees.settings import FLAGS, Flag
 
-        environment.warn_of_unknown(flag.environment for flag in FLAGS)
         known = _version()
         version = Flag("pygraph_version", (known,), known, changes_artifacts=True, help="")
         entries = {_PREFIX + flag.name: _from_environment(flag) for flag in FLAGS}

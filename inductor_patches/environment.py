@@ -43,6 +43,23 @@ def builds() -> bool:
     return choice(BUILD, ("off", "on"), "They are built.") != "off"
 
 
+def check(flags: Iterable[tuple[str, Sequence[str], str]]) -> None:
+    """Warns of invalid values of variables, and of unknown ones.
+
+    Args:
+        flags: variables with their values and their defaults.
+    """
+    known = list(flags)
+    for variable, values, default in known:
+        value_of(variable, values, default)
+    _warn_of_unknown(variable for variable, _, _ in known)
+
+
+def value_of(variable: str, values: Sequence[str], default: str) -> str | None:
+    """As :func:`choice`, for the variable of a flag."""
+    return choice(variable, values, f"The default {default!r} stays in force.")
+
+
 def choice(variable: str, values: Sequence[str], instead: str) -> str | None:
     """The one of ``values`` that a variable names; None if it is unset, or after a warning if it names none.
 
@@ -64,7 +81,7 @@ def choice(variable: str, values: Sequence[str], instead: str) -> str | None:
     return None
 
 
-def warn_of_unknown(known: Iterable[str]) -> None:
+def _warn_of_unknown(known: Iterable[str]) -> None:
     """Warns of each ``PYGRAPH_`` variable that is neither in ``known`` nor named in this module."""
     names = {name.removeprefix(PREFIX): name for name in (DISABLE, BUILD, *known, *_OTHERS)}
     for variable, value in sorted(os.environ.items()):

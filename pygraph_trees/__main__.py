@@ -16,17 +16,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import torch
-
-from pygraph_trees.cli.progress import Progress
+from typing import TYPE_CHECKING, Any
 
 from . import report
-from .cli import destination, target
+from .cli.target_names import DEFAULT
 from .errors import PygraphError
-from .native import build
-from .settings import Settings
 from .version import __version__
 
 if TYPE_CHECKING:
@@ -48,11 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pygraph_trees", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--version",
-        action="version",
-        version=f"pygraph_trees {__version__}, torch {torch.__version__}, native: {build.status()}",
-    )
+    parser.add_argument("--version", action=_Version, help="show versions, and whether the native parts are built")
     commands = parser.add_subparsers(title="commands", required=True)
     help_target = (
         "file.py:function or package.module:function returning (model, args, kwargs) or (callable, args), "
@@ -60,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     compare = commands.add_parser("compare", help="run a target as eager, compile, upstream and ours, and measure")
-    compare.add_argument("target", nargs="?", default=target.DEFAULT, metavar="TARGET", help=help_target)
+    compare.add_argument("target", nargs="?", default=DEFAULT, metavar="TARGET", help=help_target)
     compare.add_argument("--rounds", type=_positive, default=5, help="rounds over the ways (default 5)")
     compare.add_argument(
         "--ways",
@@ -72,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.set_defaults(command=_compare)
 
     explain = commands.add_parser("explain", help="show partitions, their causes and the inputs; needs no GPU")
-    explain.add_argument("target", nargs="?", default=target.DEFAULT, metavar="TARGET", help=help_target)
+    explain.add_argument("target", nargs="?", default=DEFAULT, metavar="TARGET", help=help_target)
     _add_arch(explain)
     explain.set_defaults(command=_explain)
     _add_arch(compare)
@@ -84,6 +74,20 @@ def _parser() -> argparse.ArgumentParser:
     profiles.add_argument("--clear", action="store_true", help="remove all of it, so that functions are measured again")
     profiles.set_defaults(command=_profiles)
     return parser
+
+
+class _Version(argparse.Action):
+    """As argparse's own, but the text is made when it is asked for."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given, nargs=0)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from .native import build
+        from .native.location import torch_version
+
+        print(f"pygraph_trees {__version__}, torch {torch_version()}, native: {build.status()}")
+        parser.exit()
 
 
 def _add_arch(parser: argparse.ArgumentParser) -> None:
@@ -98,10 +102,17 @@ def _positive(text: str) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
+    from .cli import destination
+
     destination.check({"--json": options.json, "--html": options.html})
+    import torch
+
     from pygraph_trees.benchmark.verify import NO_GPU, NothingVerified
 
     from .benchmark import WAYS, Effort, compare, text_table
+    from .cli import target
+    from .cli.progress import Progress
+    from .settings import Settings
 
     verifies = Settings.current().verify == "on"
     if not torch.cuda.is_available():
@@ -145,7 +156,10 @@ def _agreement(measurements: Sequence[Measurement]) -> str:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from pygraph_trees.cli.explain import explain
+    import torch
+
+    from .cli import target
+    from .cli.explain import explain
 
     program = target.resolve(options.target, torch.device("meta"))
     print(explain(program, options.arch))
@@ -153,6 +167,8 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _build(options: argparse.Namespace) -> int:
+    from .native import build
+
     print(f"built in {build.build()}")
     return 0
 

@@ -1,9 +1,9 @@
 """Turns a TARGET, given as text, into a :class:`~.benchmark.program.Program`.
 
-A target is ``file.py:function`` or ``package.module:function``, the name of a workload of ``tools/bench`` in a
-checkout, or empty for :data:`DEFAULT`. The function returns ``(model, args, kwargs)`` or ``(callable, args)``, and may
-take ``device``: ``cuda`` to run, ``meta`` to explain. A ``meta`` tensor or a parameter then represents one on the GPU.
-A target that cannot be built raises :class:`TargetError`.
+A target is ``file.py:function`` or ``package.module:function``, or the name of a workload of ``tools/bench`` in a
+checkout. The function returns ``(model, args, kwargs)`` or ``(callable, args)``, and may take ``device``: ``cuda`` to
+run, ``meta`` to explain. A ``meta`` tensor or a parameter then represents one on the GPU. A target that cannot be built
+raises :class:`TargetError`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import torch
 from pygraph_trees.benchmark.program import Program
 from pygraph_trees.errors import PygraphError
 
-DEFAULT = "pygraph_trees.cli.default_target:bert_reads_text"
 _WORKLOADS = Path(__file__).resolve().parents[2] / "tools" / "bench" / "workloads" / "__init__.py"
 _EXPECTED = (
     "file.py:function, package.module:function (returning (model, args, kwargs) or (callable, args)), or a workload"

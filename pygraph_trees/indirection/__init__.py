@@ -4,3 +4,7 @@ A function is recorded with its live inputs at placeholder addresses, where noth
 graph inside a placeholder is therefore a relocation. Each input is given to replays by address, through a table, or by
 copy, with the reason for each copy. README.md says how, and lists the files.
 """
+
+from __future__ import annotations
+
+from torch._inductor import compile_fx  # noqa: F401  the patches, which import this package, go on with it

@@ -6,9 +6,7 @@ torch in use. If they are missing, Python does the same, more slowly, and :func:
 
 from __future__ import annotations
 
-import torch
+from .location import build_folder, torch_version
 
-from .location import build_folder
-
-FOLDER = build_folder(torch.__version__)
+FOLDER = build_folder(torch_version())
 __path__.insert(0, str(FOLDER))

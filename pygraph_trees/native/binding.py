@@ -19,6 +19,8 @@ why_without: str | None = None  # why the module in C++ is not used although it 
 def _load() -> Any:
     """The module in C++; None if it is not built for this torch, or cannot be loaded."""
     global why_without
+    import torch  # noqa: F401  the module needs its libraries
+
     try:
         return importlib.import_module("pygraph_trees.native._fast_path")
     except ModuleNotFoundError:

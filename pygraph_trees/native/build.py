@@ -16,13 +16,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-from filelock import FileLock, Timeout
-
 from pygraph_trees.errors import PygraphError
 
-from . import FOLDER, binding
-from .location import SOURCES
+from . import FOLDER
+from .location import SOURCES, torch_folder
 
 _LOCK = FOLDER.with_name(f"{FOLDER.name}.lock")
 LOG = FOLDER.with_name(f"{FOLDER.name}.log")  # output of builds that were started automatically
@@ -49,6 +46,8 @@ def is_running() -> bool:
     """Whether a process is building now."""
     if not _LOCK.exists():
         return False
+    from filelock import FileLock, Timeout
+
     try:
         with FileLock(_LOCK, timeout=0):
             return False
@@ -69,6 +68,8 @@ def build() -> Path:
     """
     if is_built():
         return FOLDER
+    from filelock import FileLock, Timeout
+
     try:
         FOLDER.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(_LOCK, timeout=0), tempfile.TemporaryDirectory(dir=FOLDER.parent, prefix="building-") as made:
@@ -95,10 +96,13 @@ def prevent() -> None:
 
 def why_missing() -> str | None:
     """Why this process runs without the built modules, as a phrase that follows "because"; None if it has them."""
-    if binding.extension is not None:
+    if "torch" not in sys.modules and is_built():
+        return None  # as far as can be told: the module in C++ needs torch's libraries
+    has_extension, why_without = _loaded()
+    if has_extension:
         return None
-    if binding.why_without is not None:
-        return binding.why_without
+    if why_without is not None:
+        return why_without
     if is_built():
         return "it was built after this process began; the next one uses it"
     if is_running():
@@ -108,6 +112,15 @@ def why_missing() -> str | None:
     if _is_prevented:
         return "PYGRAPH_BUILD is off, and it is not built: run python -m pygraph_trees build"
     return "it is not built: run python -m pygraph_trees build"
+
+
+def _loaded() -> tuple[bool, str | None]:
+    """Whether this process uses the module in C++, and why not if it is built; loads it, unless torch is not loaded."""
+    if "torch" not in sys.modules:
+        return False, None
+    from . import binding
+
+    return binding.extension is not None, binding.why_without
 
 
 def status() -> str:
@@ -122,9 +135,10 @@ def announce() -> None:
     if _is_announced:
         return
     _is_announced = True
-    if binding.extension is None and not _is_prevented:
+    has_extension, _ = _loaded()
+    if not has_extension and not _is_prevented:
         start()
-    _log.log(logging.INFO if binding.extension is not None else logging.WARNING, "native: %s", status())
+    _log.log(logging.INFO if has_extension else logging.WARNING, "native: %s", status())
 
 
 def start() -> None:
@@ -154,8 +168,10 @@ def _compile(folder: Path) -> None:
         from setuptools.errors import BaseError, CCompilerError
     except ImportError:
         raise BuildFailed(why="setuptools is missing: pip install setuptools") from None
-    torch_folder = Path(torch.__file__).resolve().parent
-    include = torch_folder / "include"
+    folder_of_torch = torch_folder()
+    if folder_of_torch is None:
+        raise BuildFailed(why="there is no torch: pip install torch")
+    include = folder_of_torch / "include"
     sources = folder / "sources"  # a copy, since objects may be written next to them
     shutil.copytree(
         SOURCES, sources, ignore=lambda _, names: [n for n in names if not n.endswith((".c", ".cpp", ".h"))]
@@ -166,7 +182,7 @@ def _compile(folder: Path) -> None:
             "_fast_path",
             [str(sources / "fast_path.cpp")],
             include_dirs=[str(include), str(include / "torch" / "csrc" / "api" / "include")],
-            library_dirs=[str(torch_folder / "lib")],
+            library_dirs=[str(folder_of_torch / "lib")],
             libraries=["torch_python", "torch_cpu", "c10"],  # torch has loaded these before the module is imported
             extra_compile_args=["-std=c++20", "-g0"],
             language="c++",

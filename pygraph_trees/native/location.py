@@ -8,7 +8,9 @@ from the package.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -21,6 +23,25 @@ def sources_hash(folder: Path = SOURCES) -> str:
     for path in sorted(path for path in folder.iterdir() if path.suffix in (".c", ".cpp", ".h")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+def torch_folder() -> Path | None:
+    """The folder of the installed torch, which is not imported; None without one."""
+    found = importlib.util.find_spec("torch")
+    return None if found is None or found.origin is None else Path(found.origin).resolve().parent
+
+
+def torch_version() -> str:
+    """The version of the installed torch, such as ``"2.13.0+cpu"``; "none" without one. Does not import torch."""
+    if "torch" in sys.modules:
+        return str(sys.modules["torch"].__version__)
+    folder = torch_folder()
+    try:
+        text = "" if folder is None else (folder / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        text = ""
+    found = re.search(r"^__version__ = ['\"]([^'\"]+)", text, re.M)
+    return "none" if found is None else found[1]
 
 
 def build_folder(torch_version: str) -> Path:

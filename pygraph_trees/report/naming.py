@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 
-import torch
-
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(?P<name>.+)_at_(?P<line>\d+)$")
 FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
 def compile_id() -> str | None:
     """Dynamo's id of the current compilation."""
+    import torch
+
     current = torch._guards.CompileContext.current_compile_id()
     return None if current is None else str(current)
 
@@ -32,6 +32,7 @@ def program_name() -> str | None:
 
     After a graph break, Dynamo continues in a function of its own. Its name then has the line: ``forward:31``.
     """
+    import torch
     from torch._dynamo import symbolic_convert
 
     tracer = getattr(symbolic_convert.tls, "current_tx", None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -63,8 +64,10 @@ _breaks_before: Counter[str] = Counter()  # excluded from a new report
 
 
 def _counted_breaks() -> Counter[str]:
-    from torch._dynamo.utils import counters
-
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None:
+        return Counter()
+    counters = dynamo.counters
     # Only the second counter has what a compiler could not do.
     return Counter(counters["graph_break"]) | Counter(counters["unimplemented"])
 

@@ -62,14 +62,16 @@ def render(
 def environment_lines(environment: Environment) -> list[str]:
     """The versions; the patches that are on; a line for each feature that is off."""
     on = [f.name for f in environment.features if f.state == "on"]
+    waiting = [f.name for f in environment.features if f.state == "waiting"]
     return [
         f"pygraph_trees {environment.pygraph_trees}, torch {environment.torch}, triton {environment.triton or 'none'}, "
         f"{environment.gpu or 'no GPU'}",
         f"patches on: {', '.join(on) or 'none'}; native: {environment.native}",
+        *([f"patches that wait for torch's compiler to be imported: {', '.join(waiting)}"] if waiting else []),
         *(
             f"patches {f.state}: {f.name}{f', {f.reason}' if f.reason else ''}"
             for f in environment.features
-            if f.state != "on"
+            if f.state not in ("on", "waiting")
         ),
     ]
 

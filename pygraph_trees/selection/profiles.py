@@ -11,11 +11,15 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import getpass
 import hashlib
 import json
 import logging
 import os
+import re
 import secrets
+import sys
+import tempfile
 import time
 import typing
 import warnings
@@ -24,9 +28,6 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from pygraph_trees.cuda.driver import driver
 from pygraph_trees.errors import PygraphError, PygraphWarning
 from pygraph_trees.version import __version__, triton_version
 
@@ -85,6 +86,10 @@ class Machine:
     @staticmethod
     def current(device: int) -> Machine:
         """The machine of the CUDA device with this index."""
+        import torch
+
+        from pygraph_trees.cuda.driver import driver
+
         api = driver()
         version = "unknown" if api is None else str(api.version())
         return Machine(
@@ -108,8 +113,21 @@ class Subject:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
+def _inductors_folder() -> str:
+    """Where Inductor's cache is, or would be."""
+    if (folder := os.environ.get("TORCHINDUCTOR_CACHE_DIR")) is not None:
+        return os.path.abspath(folder)
+    try:
+        user = getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):
+        user = f"uid_{os.getuid()}"
+    return os.path.join(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
+
+
 def describe(value: object) -> str:
     """An input's dtype and shape, ``float32[8, 16]``; otherwise its type, and its value if it is an int."""
+    import torch
+
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return f"int {value}" if type(value) is int else type(value).__name__
@@ -140,17 +158,17 @@ class Profiles:
 
     @staticmethod
     def default() -> Profiles:
-        """The profiles next to Inductor's current cache.
+        """The profiles next to Inductor's current cache; does not import torch.
 
         Raises:
             NoCacheFolder: the folder does not exist, and Inductor cannot create it.
         """
-        from torch._inductor.runtime.cache_dir_utils import cache_dir
-
+        inductors = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
         try:
-            return Profiles(Path(cache_dir()) / "pygraph_trees")
+            folder = _inductors_folder() if inductors is None else inductors.cache_dir()
         except OSError as error:
             raise NoCacheFolder(folder=error.filename, why=error.strerror) from error
+        return Profiles(Path(folder) / "pygraph_trees")
 
     def use(self, key: str) -> Profile | None:
         """The profile for a key, which counts as a use; None if there is none."""

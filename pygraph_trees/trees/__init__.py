@@ -3,3 +3,7 @@
 ``entry_points`` passes functions to them, ``manager`` decides which recording a call replays, and ``recording`` makes
 and replays recordings. README.md has the design.
 """
+
+from __future__ import annotations
+
+from torch._inductor import compile_fx  # noqa: F401  the patches, which import this package, go on with it

@@ -15,9 +15,9 @@ import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.report.naming import BACKWARD
-from pygraph_trees.selection import trial_of
 from pygraph_trees.selection.decision import Execution, Handed
 from pygraph_trees.selection.device import CudaDevice
+from pygraph_trees.selection.functions import trial_of
 from pygraph_trees.selection.trial import TrialMember
 
 from . import dispatch as dispatch_module

@@ -18,7 +18,7 @@ from torch.autograd import profiler
 
 from pygraph_trees.native import binding
 from pygraph_trees.report import compiled
-from pygraph_trees.selection import are_graphs_left_out, why_not_graphed
+from pygraph_trees.selection.functions import are_graphs_left_out, why_not_graphed
 from pygraph_trees.settings import Settings
 
 from . import saved_tensors

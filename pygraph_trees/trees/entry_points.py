@@ -16,7 +16,7 @@ import torch
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.indirection.retired import release_retired
-from pygraph_trees.selection import why_not_graphed
+from pygraph_trees.selection.functions import why_not_graphed
 
 from .choice import chooser
 from .function import FunctionModel, entered

@@ -30,6 +30,7 @@ from pygraph_trees.benchmark.ways import Way
 from pygraph_trees.cli import target
 from pygraph_trees.cli.default_target import masked_rows
 from pygraph_trees.cli.progress import Progress
+from pygraph_trees.cli.target_names import DEFAULT
 from pygraph_trees.errors import PygraphError
 from pygraph_trees.report.records import Environment
 from pygraph_trees.report.summary import clear
@@ -116,7 +117,7 @@ class TestTarget(Folder):
             import transformers  # noqa: F401
         except ImportError:
             self.skipTest("needs transformers")
-        program = target.resolve(target.DEFAULT, META)
+        program = target.resolve(DEFAULT, META)
         ids = program.kwargs["input_ids"]
         self.assertEqual((ids.shape, ids.dtype, ids.device), ((4, 256), torch.int64, META))
         self.assertGreater(sum(p.numel() for p in program.fn.parameters()), 80_000_000)

@@ -31,7 +31,7 @@ from inductor_patches import environment
 from pygraph_trees.code_hash import artifact_hash
 from pygraph_trees.report import compiled
 from pygraph_trees.report.summary import clear
-from pygraph_trees.selection import are_graphs_left_out, compiling_without_graphs
+from pygraph_trees.selection.functions import are_graphs_left_out, compiling_without_graphs
 from pygraph_trees.settings import FLAGS, Flag, InvalidFlag, Settings, flags_table
 from pygraph_trees.trees.compiled_graph import putting_to_use
 
@@ -177,6 +177,11 @@ class TestFlags(TestCase):
             self.assertEqual({name: getattr(found, name) for name in flags}, flags)
 
 
+def check_environment():
+    """As ``import pygraph_trees`` does."""
+    environment.check((flag.environment, flag.values, flag.default) for flag in FLAGS)
+
+
 class TestEnvironment(TestCase):
     """What variables say, how they are misread, and that no value stops an import."""
 
@@ -200,6 +205,7 @@ class TestEnvironment(TestCase):
 
         def again():
             inductor_patches.uninstall()
+            check_environment()
             inductor_patches.install()
             return Settings.current()
 
@@ -267,10 +273,10 @@ class TestEnvironment(TestCase):
 
     def test_a_warning_comes_once(self):
         def twice():
-            inductor_patches.uninstall()
-            inductor_patches.install()
-            inductor_patches.uninstall()
-            inductor_patches.install()
+            for _ in range(2):
+                inductor_patches.uninstall()
+                check_environment()
+                inductor_patches.install()
             return inductor_patches.status()
 
         _, told = self.found(twice, PYGRAPH_VERFY="1", PYGRAPH_VERIFY="x", PYGRAPH_DISABLE="x")
@@ -289,8 +295,8 @@ class TestEnvironment(TestCase):
 
     def test_no_value_stops_an_import(self):
         code = (
-            "import pygraph_trees, inductor_patches as p; from pygraph_trees.settings import Settings; "
-            "print(Settings.current(), {s.state for s in p.status()})"
+            "import pygraph_trees, torch._inductor.compile_fx, inductor_patches as p; "
+            "from pygraph_trees.settings import Settings; print(Settings.current(), {s.state for s in p.status()})"
         )
         for written, selective, verify, state, ignored in (
             (("never", "1", "false"), "never", "on", "on", 0),

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees import __main__ as command_line
+from pygraph_trees.cuda import driver as driver_module
 from pygraph_trees.cuda.driver import Driver
 from pygraph_trees.selection import profiles as module
 from pygraph_trees.selection.decision import Comparison, Decision, Execution, Objective
@@ -142,13 +143,13 @@ class TestKey(TestCase):
     def test_machine(self):
         with (
             mock.patch.object(torch.cuda, "get_device_name", lambda device: f"GPU {device}"),
-            mock.patch.object(module, "driver", lambda: Driver(FakeApi())),
+            mock.patch.object(driver_module, "driver", lambda: Driver(FakeApi())),
         ):
             found = Machine.current(1)
             self.assertEqual((found.gpu, found.driver, found.torch), ("GPU 1", "13000", torch.__version__))
             with mock.patch.dict(sys.modules, triton=None):
                 self.assertEqual(Machine.current(0).triton, "none")
-            with mock.patch.object(module, "driver", lambda: None):
+            with mock.patch.object(driver_module, "driver", lambda: None):
                 self.assertEqual(Machine.current(0).driver, "unknown")
 
 

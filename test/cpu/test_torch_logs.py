@@ -30,8 +30,8 @@ class TestTorchLogs(TestCase):
     def test_the_short_name_works_if_the_package_is_imported_first(self):
         """Also beside other names; the variable stays as it is."""
         self.check("import pygraph_trees, torch", "+pygraph", info=True, debug=True)
-        self.check("import pygraph_trees", "pygraph", info=True, debug=False)
-        show = "import pygraph_trees, os; print(os.environ['TORCH_LOGS'])"
+        self.check("import pygraph_trees, torch", "pygraph", info=True, debug=False)
+        show = "import pygraph_trees, torch, os; print(os.environ['TORCH_LOGS'])"
         shown = self.check(show, "+pygraph, graph_breaks", info=True, debug=True)
         self.assertEqual(shown, "+pygraph, graph_breaks")
 
@@ -39,7 +39,7 @@ class TestTorchLogs(TestCase):
         self.check("import torch, pygraph_trees", "+pygraph_trees", info=True, debug=True)
 
     def test_logs_are_off_by_default(self):
-        self.check("import pygraph_trees", "recompiles", info=False, debug=False)
+        self.check("import pygraph_trees, torch", "recompiles", info=False, debug=False)
 
     def test_entry_point_installs_nothing(self):
         code = (

@@ -30,7 +30,7 @@ from pygraph_trees.native import binding
 from pygraph_trees.report import compiled
 from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journal
 from pygraph_trees.report.summary import clear
-from pygraph_trees.selection import why_not_graphed
+from pygraph_trees.selection.functions import why_not_graphed
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees import attempts, compiled_graph, fast_path, input_rules, liveness, pools
 from pygraph_trees.trees import recording as recording_module

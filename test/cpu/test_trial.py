@@ -32,9 +32,9 @@ from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 from traced import artifacts
 
-from pygraph_trees import selection
 from pygraph_trees.report.log import Count, FunctionLog, GraphLog, RecordingLog, journal
 from pygraph_trees.report.naming import compile_id
+from pygraph_trees.selection import functions as selection
 from pygraph_trees.selection import measurements
 from pygraph_trees.selection import trial as trials
 from pygraph_trees.selection.decision import Comparison, Decision, Execution, Handed, Objective, Rules

@@ -1,0 +1,83 @@
+"""Runs a function right after a module is imported for the first time.
+
+:class:`ImportHook` is a finder of the import system. For a module that it watches, it lets the other finders find the
+module and adds the function to the end of its execution, in the importing thread. It changes nothing else of the
+module, and watches each one once. A function whose module is loaded already runs at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+class ImportHook(importlib.abc.MetaPathFinder):
+    """Watches for modules; a watch that :meth:`stop` ended runs nothing more."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, Callable[[], None]] = {}
+
+    def watch(self, actions: Mapping[str, Callable[[], None]]) -> None:
+        """Runs each action once its module, the key, is loaded; for loaded ones now, in the given order."""
+        self._waiting.update(actions)
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+        for name in actions:
+            if name in sys.modules:
+                importlib.import_module(name)  # waits if another thread is importing it
+            if is_loaded(name):
+                self._run(name)
+
+    def stop(self) -> None:
+        self._waiting.clear()
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self._waiting:
+            return None
+        for finder in sys.meta_path:
+            found = None if finder is self else finder.find_spec(fullname, path, target)
+            if found is not None:
+                if found.loader is not None:
+                    found.loader = _Loader(found.loader, lambda: self._run(fullname))
+                return found
+        return None
+
+    def _run(self, name: str) -> None:
+        action = self._waiting.pop(name, None)
+        if not self._waiting:
+            self.stop()
+        if action is not None:
+            action()
+
+
+class _Loader(importlib.abc.Loader):
+    """A module's own loader, and a function that runs after it."""
+
+    def __init__(self, loader: Any, action: Callable[[], None]) -> None:
+        self._loader, self._action = loader, action
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        found: ModuleType | None = self._loader.create_module(spec)
+        return found
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._action()
+
+
+def is_loaded(name: str) -> bool:
+    """Whether a module has been executed to its end."""
+    module = sys.modules.get(name)
+    return module is not None and not getattr(module.__spec__, "_initializing", False)

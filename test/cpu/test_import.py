@@ -1,0 +1,234 @@
+"""`import pygraph_trees` is quick and needs no torch; the patches go on when torch's compiler is imported."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+
+from inductor_patches import FEATURES
+from inductor_patches.import_hook import ImportHook
+from pygraph_trees.selection.profiles import _inductors_folder
+
+STATES = "import inductor_patches as p; print(*(s.state for s in p.status()))"
+ON = " ".join(["on"] * len(FEATURES))
+WAITING = " ".join(["waiting"] * len(FEATURES))
+
+
+def run_python(*lines, **environment):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, "-W", "error::inductor_patches.patch.PatchWarning", "-c", "\n".join(lines)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+class TestImport(TestCase):
+    def check(self, *lines, states, **environment):
+        done = run_python(*lines, STATES, **environment)
+        self.assertEqual((done.returncode, done.stdout.splitlines()[-1:]), (0, [states]), done.stderr)
+        return done.stdout.splitlines()[:-1]
+
+    def test_it_needs_no_torch(self):
+        shown = self.check("import pygraph_trees, sys", "print('torch' in sys.modules)", states=WAITING)
+        self.assertEqual(shown, ["False"])
+
+    def test_it_does_not_import_the_compiler(self):
+        shown = self.check(
+            "import torch, pygraph_trees, sys", "print('torch._inductor' in sys.modules)", states=WAITING
+        )
+        self.assertEqual(shown, ["False"])
+        self.check("import pygraph_trees, torch", states=WAITING)
+
+    def test_the_report_waits_too(self):
+        done = run_python("import pygraph_trees, sys", "print(pygraph_trees.report(), 'torch._dynamo' in sys.modules)")
+        self.assertIn("patches that wait for torch's compiler to be imported: flags, trees", done.stdout, done.stderr)
+        self.assertTrue(done.stdout.endswith("False\n"), done.stdout)
+
+    def test_flags_are_there_with_torchs_config(self):
+        states = "on " + " ".join(["waiting"] * (len(FEATURES) - 1))
+        for first in ("import pygraph_trees, torch", "import torch, pygraph_trees"):
+            found = self.check(first, "print(torch._inductor.config.triton.pygraph_selective)", states=states)
+            self.assertEqual(found, ["always"])
+        refused = run_python(
+            "import pygraph_trees, torch", "torch._inductor.config.triton.pygraph_selective = 'sometimes'"
+        )
+        self.assertIn("pygraph_selective must be one of", refused.stderr)
+
+    @parametrize(
+        "first",
+        [
+            "torch._inductor.cudagraph_trees",
+            "torch._inductor.output_code",
+            "inductor_patches.config",
+            "pygraph_trees.trees.manager",
+            "pygraph_trees.indirection.retired",
+            "pygraph_trees.fake_gpu",
+        ],
+    )
+    def test_any_module_may_be_first(self, first):
+        """Whatever is imported first, before or after the package, all patches are on when a program is compiled."""
+        for lines in ((f"import {first}", "import pygraph_trees"), ("import pygraph_trees", f"import {first}")):
+            self.check(*lines, "import torch._inductor.compile_fx", states=ON)
+
+    def test_compiling_is_enough(self):
+        program = "print(torch.compile(lambda x: x + 1, mode='reduce-overhead')(torch.ones(2)).tolist())"
+        for first in ("import pygraph_trees, torch", "import torch, pygraph_trees"):
+            self.assertEqual(self.check(first, program, states=ON), ["[2.0, 2.0]"])
+
+    def test_threads_that_import_at_once(self):
+        self.check(
+            "import pygraph_trees, torch, threading, importlib",
+            "import torch._dynamo, torch._inductor.output_code  # torch's modules import each other",
+            "names = ['cudagraph_trees', 'compile_fx'] * 3",
+            "work = [lambda n=n: importlib.import_module('torch._inductor.' + n) for n in names] + [",
+            "    lambda: __import__('inductor_patches').install()]",
+            "threads = [threading.Thread(target=one) for one in work]",
+            "[t.start() for t in threads]; [t.join() for t in threads]",
+            states=ON,
+        )
+
+    def test_none_wait_if_they_are_disabled(self):
+        states = " ".join(["disabled"] * len(FEATURES))
+        self.check("import pygraph_trees, torch._inductor.compile_fx", states=states, PYGRAPH_DISABLE="1")
+
+    def test_uninstall_ends_the_wait(self):
+        lines = ("import pygraph_trees, inductor_patches", "inductor_patches.uninstall()")
+        self.check(*lines, "import torch._inductor.compile_fx", states=" ".join(["off"] * len(FEATURES)))
+        self.check(*lines, "inductor_patches.install()", states=ON)
+
+    def test_the_compiler_is_left_as_it_is_found(self):
+        """Its loader and specification are torch's own, so that its source can be read."""
+        shown = self.check(
+            "import pygraph_trees, torch._inductor.compile_fx as c, inspect",
+            "print(type(c.__loader__).__name__, type(c.__spec__.loader).__name__, len(inspect.getsource(c)) > 1000)",
+            states=ON,
+        )
+        self.assertEqual(shown, ["SourceFileLoader SourceFileLoader True"])
+
+
+class TestTimes(TestCase):
+    """Measured times have a wide margin here: an import takes 5 ms, and a command 0.2 s."""
+
+    def test_an_import_after_torch(self):
+        code = (
+            "import time, torch; begin = time.perf_counter(); import pygraph_trees; print(time.perf_counter() - begin)"
+        )
+        took = [float(run_python(code).stdout) for _ in range(3)]
+        self.assertLess(statistics.median(took), 0.3)
+
+    @parametrize("command", ["--help", "--version", "profiles"])
+    def test_commands_that_need_no_torch(self, command):
+        with tempfile.TemporaryDirectory() as folder:
+            env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": folder}
+            took = []
+            for _ in range(3):
+                begin = time.perf_counter()
+                done = subprocess.run(
+                    [sys.executable, "-X", "importtime", "-m", "pygraph_trees", command],
+                    env=env, capture_output=True, text=True, timeout=60,
+                )  # fmt: skip
+                took.append(time.perf_counter() - begin)
+                self.assertEqual(done.returncode, 0, done.stderr)
+                imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+                self.assertNotIn("torch", imported)
+        self.assertLess(statistics.median(took), 2.0)
+
+
+class TestInductorsFolder(TestCase):
+    def test_it_is_inductors(self):
+        from torch._inductor.runtime import cache_dir_utils
+
+        with mock.patch.dict(os.environ):
+            os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+            self.assertEqual(_inductors_folder(), cache_dir_utils.default_cache_dir())
+            with mock.patch("getpass.getuser", lambda: r"a\b:c"):
+                self.assertEqual(_inductors_folder(), cache_dir_utils.default_cache_dir())
+            with mock.patch("getpass.getuser", side_effect=KeyError):
+                self.assertEqual(_inductors_folder(), cache_dir_utils.default_cache_dir())
+        with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR="somewhere"):
+            self.assertEqual(_inductors_folder(), os.path.abspath("somewhere"))
+
+
+class TestImportHook(TestCase):
+    def setUp(self):
+        super().setUp()
+        folder = self.enterContext(tempfile.TemporaryDirectory())
+        self.folder = Path(folder)
+        self.enterContext(mock.patch.object(sys, "path", [folder, *sys.path]))
+        self.enterContext(mock.patch.dict(sys.modules))
+        self.hook = ImportHook()
+        self.addCleanup(self.hook.stop)
+        self.ran = []
+
+    def module(self, name, text=""):
+        (self.folder / f"{name}.py").write_text(text)
+        importlib.invalidate_caches()
+
+    def watch(self, *names):
+        self.hook.watch({name: lambda name=name: self.ran.append(name) for name in names})
+
+    def test_each_module_once_and_after_its_own_code(self):
+        self.module("watched_one", "import sys; value = 1")
+        self.module("other")
+        self.hook.watch({"watched_one": lambda: self.ran.append(sys.modules["watched_one"].value)})
+        importlib.import_module("other")
+        self.assertEqual(self.ran, [])
+        importlib.import_module("watched_one")
+        importlib.reload(importlib.import_module("watched_one"))
+        self.assertEqual(self.ran, [1])
+        self.assertNotIn(self.hook, sys.meta_path)
+
+    def test_loaded_modules_at_once_in_the_given_order(self):
+        for name in ("first", "second"):
+            self.module(name)
+        importlib.import_module("second")
+        importlib.import_module("first")
+        self.watch("first", "missing", "second")
+        self.assertEqual(self.ran, ["first", "second"])
+
+    def test_a_module_that_raises_is_watched_on(self):
+        self.module("faulty", "raise ValueError")
+        self.watch("faulty")
+        self.assertRaises(ValueError, importlib.import_module, "faulty")
+        self.assertEqual(self.ran, [])
+        self.module("faulty", "value = 1  # mended")
+        importlib.import_module("faulty")
+        self.assertEqual(self.ran, ["faulty"])
+
+    def test_an_action_that_raises_fails_the_import(self):
+        self.module("watched_two")
+
+        def fail():
+            raise RuntimeError("no")
+
+        self.hook.watch({"watched_two": fail})
+        self.assertRaisesRegex(RuntimeError, "no", importlib.import_module, "watched_two")
+        self.assertNotIn("watched_two", sys.modules)
+
+    def test_a_module_that_another_thread_is_importing_is_waited_for(self):
+        self.module("slow", "import time; time.sleep(0.5); value = 1")
+        thread = threading.Thread(target=importlib.import_module, args=("slow",))
+        thread.start()
+        while "slow" not in sys.modules:
+            time.sleep(0.01)
+        self.hook.watch({"slow": lambda: self.ran.append(sys.modules["slow"].value)})
+        thread.join()
+        self.assertEqual(self.ran, [1])
+
+
+instantiate_parametrized_tests(TestImport)
+instantiate_parametrized_tests(TestTimes)
+
+if __name__ == "__main__":
+    run_tests()
