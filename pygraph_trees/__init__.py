@@ -18,6 +18,9 @@ from .settings import FLAGS
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .benchmark.outcome import Outcome
+    from .benchmark.program import Program
+    from .cli.explanation import Explanation
     from .report.records import FeatureState
     from .report.summary import Report
 
@@ -57,6 +60,61 @@ def verify(fn: Callable[..., Any], *args: Any, calls: int = 5, **kwargs: Any) ->
     compare(fn, *args, calls=calls, **kwargs)
 
 
+def explain(fn: Callable[..., Any], *args: Any, arch: str | None = None, **kwargs: Any) -> Explanation:
+    """Explains how a module or function would run with CUDA graphs; needs no GPU and runs nothing.
+
+    Args:
+        args: arguments of ``fn``, as are ``kwargs``. A tensor on ``meta`` stands for one on the GPU; parameters of
+            ``fn`` count as on the GPU. A module in training mode is explained with its backward.
+        arch: the architecture of the GPU, such as ``sm_90``; by default that of the current one, or ``sm_90``.
+
+    Returns:
+        An object that prints as text, with ``to_json()`` and ``to_html(path)``.
+    """
+    import torch
+
+    from .cli.explain import explain as explained
+
+    if arch is None:
+        is_there = torch.cuda.is_available()
+        arch = "sm_{}{}".format(*torch.cuda.get_device_capability()) if is_there else "sm_90"
+    return explained(_program(fn, args, kwargs), arch)
+
+
+def compare(fn: Callable[..., Any], *args: Any, rounds: int = 5, **kwargs: Any) -> Outcome:
+    """Measures a module or function on the GPU: eager, ``torch.compile``, upstream's CUDA graphs, and these.
+
+    Args:
+        args: arguments of ``fn``, as are ``kwargs``. A module in training mode is trained: forward, loss and backward.
+        rounds: in which all ways take turns.
+
+    Returns:
+        An object that prints as tables with a verdict, with ``to_json()`` and ``to_html(path)``.
+
+    Raises:
+        NeedsGpu: torch can use no GPU.
+    """
+    import torch
+
+    from .benchmark import Effort
+    from .benchmark import compare as measured
+    from .benchmark.outcome import NeedsGpu, Outcome
+
+    if not torch.cuda.is_available():
+        raise NeedsGpu
+    found = measured(_program(fn, args, kwargs), effort=Effort(rounds=rounds))
+    return Outcome(tuple(found), report())
+
+
+def _program(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+    from .cli.target import program_of
+
+    program = program_of((fn, args, kwargs), getattr(fn, "__name__", type(fn).__name__))
+    if program is None:
+        raise TypeError(f"expected a module or a function, got {type(fn).__name__}")
+    return program
+
+
 def __getattr__(name: str) -> Any:
     if name == "Report":
         from .report.summary import Report
@@ -65,4 +123,4 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["Report", "__version__", "report", "verify"]
+__all__ = ["Report", "__version__", "compare", "explain", "report", "verify"]

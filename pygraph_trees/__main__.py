@@ -2,19 +2,18 @@
 
 ``compare`` runs a target four ways and prints times, costs and the report; ``explain`` shows, without a GPU, how a
 target is split and what each input costs; ``build`` compiles the parts in C and C++; ``profiles`` lists or removes the
-decisions kept on disk. Exit status: 0; 1 if a way failed or its outputs differ from eager's; 2 for a command that
-cannot be carried out as given.
+decisions kept on disk. Exit status: 0; 1 if a way failed, its outputs differ from eager's, or it is slower than the
+baseline; 2 for a command that cannot be carried out as given.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,9 @@ from .version import __version__
 if TYPE_CHECKING:
     from pygraph_trees.selection.profiles import Profile
 
-    from .benchmark import Measurement
+
+class NoGpu(PygraphError):
+    template = "compare needs a GPU, and torch can use none here: there is nothing to write for {option}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: int = options.command(options)
     except PygraphError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if options.traceback:
+            traceback.print_exception(error.__cause__ or error)
+        hint = "" if options.traceback or error.__cause__ is None else " (--traceback shows where)"
+        print(f"error: {error}{hint}", file=sys.stderr)
         return 2
     return status
 
@@ -43,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pygraph_trees", description=__doc__.splitlines()[0])
     parser.add_argument("--version", action=_Version, help="show versions, and whether the native parts are built")
+    parser.add_argument("--traceback", action="store_true", help="also print where an error of the target was raised")
     commands = parser.add_subparsers(title="commands", required=True)
     help_target = (
         "file.py:function or package.module:function returning (model, args, kwargs) or (callable, args), "
@@ -57,13 +62,17 @@ def _parser() -> argparse.ArgumentParser:
         metavar="A,B",
         help="some of eager,compile,upstream,ours (the default), ours:patch,ours:table,ours:selected",
     )
-    compare.add_argument("--json", type=Path, metavar="FILE", help="also write measurements and report to FILE")
-    compare.add_argument("--html", type=Path, metavar="FILE", help="also write both, with drawings, as a page to FILE")
+    _add_files(compare, "measurements and report")
+    compare.add_argument(
+        "--baseline", type=Path, metavar="FILE", help="exit with 1 if a way is slower than in a FILE of --json"
+    )
+    compare.add_argument("--tolerance", type=float, default=5, metavar="PERCENT", help="of --baseline (default 5)")
     compare.set_defaults(command=_compare)
 
     explain = commands.add_parser("explain", help="show partitions, their causes and the inputs; needs no GPU")
     explain.add_argument("target", nargs="?", default=DEFAULT, metavar="TARGET", help=help_target)
     _add_arch(explain)
+    _add_files(explain, "the explanation")
     explain.set_defaults(command=_explain)
     _add_arch(compare)
 
@@ -94,6 +103,11 @@ def _add_arch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", default="sm_90", help="architecture of the GPU to explain for (default sm_90)")
 
 
+def _add_files(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help=f"also write {what} to FILE")
+    parser.add_argument("--html", type=Path, metavar="FILE", help=f"also write {what} as a page to FILE")
+
+
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -109,7 +123,8 @@ def _compare(options: argparse.Namespace) -> int:
 
     from pygraph_trees.benchmark.verify import NO_GPU, NothingVerified
 
-    from .benchmark import WAYS, Effort, compare, text_table
+    from .benchmark import WAYS, Effort, compare
+    from .benchmark.outcome import Outcome, slower_than
     from .cli import target
     from .cli.progress import Progress
     from .settings import Settings
@@ -118,51 +133,45 @@ def _compare(options: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         if verifies:
             raise NothingVerified(why=NO_GPU)
+        if options.json or options.html:
+            raise NoGpu(option="--json" if options.json else "--html")
         print("compare needs a GPU and this machine has none that torch can use; this is `explain` instead.\n")
         return _explain(options)
 
     program = target.resolve(options.target, torch.device("cuda"))
     ways = options.ways.split(",") if options.ways else WAYS
     measurements = compare(program, ways, Effort(rounds=options.rounds), Progress())
-    found = report()
-    print(text_table(measurements))
-    agreement = _agreement(measurements)
-    print(f"\n{agreement}\n\n{found}")
+    found = Outcome(tuple(measurements), report())
+    print(found)
     if options.json:
-        content = {"measurements": [asdict(m) for m in measurements], "report": json.loads(found.to_json())}
-        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(found.to_json() + "\n", encoding="utf-8")
     if options.html:
-        from pygraph_trees.benchmark.page import write_page
-
-        write_page(options.html, measurements, found, agreement)
+        found.to_html(options.html)
     has_ours = any(way.startswith("ours") for way in ways)
-    if verifies and has_ours and not any(function.recordings for function in found.functions):
+    if verifies and has_ours and not any(function.recordings for function in found.report.functions):
         raise NothingVerified(why="no part of the target ran in a CUDA graph of ours; the report says why")
-    return 1 if any(m.error for m in measurements) else 0
-
-
-def _agreement(measurements: Sequence[Measurement]) -> str:
-    """One line on outputs: how far each way's are from eager's, and ours from upstream's."""
-    parts = []
-    for way in ("compile", "upstream", "ours"):
-        found = [m.max_diff for m in measurements if m.way == way and m.max_diff is not None]
-        if found:
-            parts.append(f"{way} within {max(found):.2g}" if max(found) else f"{way} equal")
-    apart = [m.max_diff_upstream for m in measurements if m.way == "ours" and m.max_diff_upstream is not None]
-    ours = (
-        "" if not apart else "; ours and upstream are " + ("bit-equal" if not any(apart) else f"{max(apart):.2g} apart")
-    )
-    return f"Outputs against eager: {', '.join(parts) or 'not compared'}{ours}."
+    slower = list(slower_than(options.baseline, found, options.tolerance / 100)) if options.baseline else []
+    for line in slower:
+        print(f"slower than {options.baseline}: {line}")
+    return 1 if found.failed or slower else 0
 
 
 def _explain(options: argparse.Namespace) -> int:
     import torch
 
-    from .cli import target
+    from .cli import destination, target
     from .cli.explain import explain
+    from .cli.progress import Progress
 
+    destination.check({"--json": options.json, "--html": options.html})
     program = target.resolve(options.target, torch.device("meta"))
-    print(explain(program, options.arch))
+    with target.raising_errors_of(options.target):
+        explained = explain(program, options.arch, Progress())
+    print(explained)
+    if options.json:
+        options.json.write_text(explained.to_json() + "\n", encoding="utf-8")
+    if options.html:
+        explained.to_html(options.html)
     return 0
 
 

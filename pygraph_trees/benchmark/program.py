@@ -65,6 +65,7 @@ class Program:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     training: bool = False
+    is_step: bool = False  # ``fn`` computes gradients itself
     # Makes the context manager around each call; in training, around forward and loss.
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     loss: Callable[[Any], torch.Tensor] = default_loss
@@ -86,7 +87,7 @@ class Program:
 
     @property
     def mode(self) -> str:
-        return "training" if self.training else "inference"
+        return "training" if self.training else "a step" if self.is_step else "inference"
 
     @property
     def device(self) -> torch.device:

@@ -129,8 +129,8 @@ def _patches(wanted: bool) -> Iterator[None]:
 
 
 def patches_on() -> bool:
-    """Whether any of our patches is on."""
-    return any(status.state == "on" for status in inductor_patches.status())
+    """Whether any of our patches is on, or will be once a program is compiled."""
+    return any(status.state in ("on", "waiting") for status in inductor_patches.status())
 
 
 def _switch(on: bool) -> None:

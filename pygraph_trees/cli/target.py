@@ -1,40 +1,59 @@
 """Turns a TARGET, given as text, into a :class:`~.benchmark.program.Program`.
 
 A target is ``file.py:function`` or ``package.module:function``, or the name of a workload of ``tools/bench`` in a
-checkout. The function returns ``(model, args, kwargs)`` or ``(callable, args)``, and may take ``device``: ``cuda`` to
-run, ``meta`` to explain. A ``meta`` tensor or a parameter then represents one on the GPU. A target that cannot be built
-raises :class:`TargetError`.
+checkout. The function returns a program's parts (:func:`program_of`), and may take ``device``: ``cuda`` to run,
+``meta`` to explain. A ``meta`` tensor or a parameter then represents one on the GPU. A target that cannot be built or
+run raises :class:`TargetError`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from pygraph_trees.benchmark.program import Program
+from pygraph_trees.benchmark.program import Program, default_loss
 from pygraph_trees.errors import PygraphError
+from pygraph_trees.fake_gpu.tracing import modules_of
+from pygraph_trees.report.naming import FRAME
 
 _WORKLOADS = Path(__file__).resolve().parents[2] / "tools" / "bench" / "workloads" / "__init__.py"
-_EXPECTED = (
-    "file.py:function, package.module:function (returning (model, args, kwargs) or (callable, args)), or a workload"
-)
+_RETURNED = "(model, args), (model, args, kwargs) or (model, args, kwargs, loss)"
+_MOST_TEXT = 300  # characters of an error's text
+_TORCH, _PACKAGE = (str(Path(module).resolve().parent) for module in (torch.__file__, Path(__file__).parent))
 
 
 class TargetError(PygraphError):
-    template = "target {target!r}: {problem}. A target is {expected}{workloads}."
+    """The target cannot be built or run; the exception that the program raised is the cause."""
+
+    template = "target {target!r}: {problem}"
+
+
+class TargetFormError(TargetError):
+    """The text is no target, or the function does not return a program."""
+
+    template = (
+        "target {target!r}: {problem}. A target is file.py:function, package.module:function (returning {returned}), "
+        "or a workload{workloads}."
+    )
 
     def __init__(self, target: str, problem: str) -> None:
         names = ", ".join(sorted(workload_names()))
         super().__init__(
-            target=target, problem=problem, expected=_EXPECTED, workloads=f" ({names})" if names else " of a checkout"
+            target=target,
+            problem=problem,
+            returned=_RETURNED,
+            workloads=f" ({names})" if names else " of a checkout",
         )
 
 
@@ -43,21 +62,114 @@ def resolve(target: str, device: torch.device) -> Program:
     if ":" not in target:
         workload = _workloads().get(target)
         if workload is None:
-            raise TargetError(target, "no such workload")
-        try:
+            near = difflib.get_close_matches(target.upper(), workload_names(), n=1)
+            if near:
+                raise TargetError(target=target, problem=f"no such workload; did you mean {near[0]}?")
+            raise TargetFormError(target, "no such workload")
+        with raising_errors_of(target):
             return workload.build(device)
-        except ModuleNotFoundError as missing:
-            raise TargetError(target, f"it needs the package {missing.name}, which is not installed") from missing
     place, name = target.rsplit(":", 1)
-    function = getattr(_module(target, place), name, None)
+    with raising_errors_of(target):
+        module = _module(target, place)
+    function = getattr(module, name, None)
     if not callable(function):
-        raise TargetError(target, f"{place} has no function {name!r}")
-    return _program(target, name, _call(target, function, device))
+        near = difflib.get_close_matches(name, [n for n, v in vars(module).items() if callable(v)], n=1)
+        if near:
+            raise TargetError(target=target, problem=f"{place} has no function {name!r}; did you mean {near[0]!r}?")
+        raise TargetFormError(target, f"{place} has no function {name!r}")
+    with raising_errors_of(target):
+        made = _call(target, function, device)
+    program = program_of(made, name)
+    if program is None:
+        shape = (
+            f"a tuple of {', '.join(type(m).__name__ for m in made)}"
+            if isinstance(made, tuple)
+            else type(made).__name__
+        )
+        raise TargetFormError(target, f"it returned {shape}")
+    return program
 
 
 def workload_names() -> list[str]:
     """Names of the workloads; empty if the package is installed without its checkout."""
     return list(_workloads())
+
+
+def program_of(made: Any, name: str) -> Program | None:
+    """The program that a target's function returned; None if it returned none.
+
+    Args:
+        made: a :class:`Program`, ``(model, args)``, ``(model, args, kwargs)`` or ``(model, args, kwargs, loss)``. A
+            module in training mode, or one with a loss, is trained: forward, loss and backward. ``loss`` makes a scalar
+            of the outputs; without it the outputs' ``loss`` is taken, or their sum. A function that uses a module in
+            training mode is a step of its own, and computes its gradients itself. All others run without gradients.
+    """
+    if isinstance(made, Program):
+        return made
+    if not (
+        isinstance(made, tuple) and 2 <= len(made) <= 4 and callable(made[0]) and isinstance(made[1], (tuple, list))
+    ):
+        return None
+    fn, args = made[:2]
+    kwargs: Any = made[2] if len(made) > 2 else {}
+    loss: Any = made[3] if len(made) > 3 else None
+    if not isinstance(kwargs, Mapping) or not (loss is None or callable(loss)):
+        return None
+    parts: dict[str, Any] = {"fn": fn, "args": tuple(args), "kwargs": kwargs, "name": name}
+    if loss is not None or (isinstance(fn, torch.nn.Module) and _is_trained(fn)):
+        return Program(**parts, training=True, loss=default_loss if loss is None else loss)
+    if not isinstance(fn, torch.nn.Module) and any(map(_is_trained, modules_of(fn))):
+        return Program(**parts, is_step=True)
+    return Program(**parts, context=torch.no_grad)
+
+
+def _is_trained(module: torch.nn.Module) -> bool:
+    return module.training and any(parameter.requires_grad for parameter in module.parameters())
+
+
+@contextlib.contextmanager
+def raising_errors_of(target: str) -> Iterator[None]:
+    """Around code of the target: what that raises becomes a :class:`TargetError` of one line."""
+    try:
+        yield
+    except PygraphError:
+        raise
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        problem = f"it needs the package {package}, which is not installed: pip install {package}"
+        raise TargetError(target=target, problem=problem) from error
+    except SyntaxError as error:
+        problem = f"{error.filename}:{error.lineno} is not valid Python: {error.msg}"
+        raise TargetError(target=target, problem=problem) from error
+    except Exception as error:
+        raise TargetError(target=target, problem=_problem(error)) from error
+
+
+def _problem(error: Exception) -> str:
+    root: BaseException = error
+    if isinstance(error, torch._dynamo.exc.TorchDynamoException):  # Dynamo raises it for what the program raised
+        while (earlier := root.__cause__ or root.__context__) is not None:
+            root = earlier
+    frames = traceback.extract_tb(root.__traceback__)
+    own = [f for f in (*traceback.extract_tb(error.__traceback__), *frames) if _is_own(f.filename)]
+    # Dynamo names the lines of the program in the text.
+    traced = [m for m in map(FRAME.match, str(error).splitlines()) if m is not None and _is_own(m["file"])]
+    place = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else None
+    if traced:
+        place = f"{traced[-1]['file']}:{traced[-1]['line']} in {traced[-1]['function']}"
+    if frames and frames[-1].name == "_lazy_init" and not torch.cuda.is_available():
+        return (
+            f"it asks for a GPU{f' at {place}' if place else ''}, and torch can use none here; a function that takes "
+            "`device` is told what to build for"
+        )
+    first = next((line.strip() for line in str(root).splitlines() if line.strip()), "")
+    shown = first if len(first) <= _MOST_TEXT else first[: _MOST_TEXT - 3] + "..."
+    return f"{type(root).__name__}: {shown}" + (f" ({place})" if place else "")
+
+
+def _is_own(file: str) -> bool:
+    """Whether a file is the program's, and not torch's or this package's."""
+    return not file.startswith((_TORCH, _PACKAGE, "<"))
 
 
 def _workloads() -> Mapping[str, Any]:
@@ -72,7 +184,7 @@ def _module(target: str, place: str) -> ModuleType:
     if place.endswith(".py"):
         path = Path(place)
         if not path.exists():
-            raise TargetError(target, f"there is no file {place}")
+            raise TargetFormError(target, f"there is no file {place}")
         sys.path.insert(0, str(path.resolve().parent))  # so that it can import its neighbours, as a script can
         return _load(path.stem, path)
     sys.path.insert(0, "")
@@ -80,7 +192,7 @@ def _module(target: str, place: str) -> ModuleType:
         return importlib.import_module(place)
     except ModuleNotFoundError as missing:
         if missing.name is not None and (place == missing.name or place.startswith(missing.name + ".")):
-            raise TargetError(target, f"there is no module {place}") from missing
+            raise TargetFormError(target, f"there is no module {place}") from missing
         raise
     finally:
         sys.path.remove("")
@@ -102,18 +214,5 @@ def _call(target: str, function: Callable[..., Any], device: torch.device) -> An
         p.name for p in parameters.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     if set(required) - {"device"}:
-        raise TargetError(target, f"it needs arguments ({', '.join(required)}), only `device` is given")
+        raise TargetFormError(target, f"it needs arguments ({', '.join(required)}), only `device` is given")
     return function(device=device) if "device" in parameters else function()
-
-
-def _program(target: str, name: str, made: Any) -> Program:
-    if isinstance(made, Program):
-        return made
-    if isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0]) and isinstance(made[1], (tuple, list)):
-        kwargs = made[2] if len(made) == 3 else {}
-        if isinstance(kwargs, Mapping):
-            return Program(fn=made[0], args=tuple(made[1]), kwargs=kwargs, context=torch.no_grad, name=name)
-    shape = (
-        f"a tuple of {', '.join(type(m).__name__ for m in made)}" if isinstance(made, tuple) else type(made).__name__
-    )
-    raise TargetError(target, f"it returned {shape}")

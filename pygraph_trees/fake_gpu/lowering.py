@@ -223,7 +223,9 @@ class Lowerings:
         self._program_code = self._program_code or code
         name = self._program if code is self._program_code else code.co_name
         self._traced_name = f"{name} [{torch._guards.CompileContext.current_compile_id()}]"
-        compiled: Callable[..., Any] = compile_fx.compile_fx(gm, example_inputs)
+        # As the mode does: Dynamo traces without its options.
+        options = torch._inductor.list_mode_options("reduce-overhead")
+        compiled: Callable[..., Any] = compile_fx.compile_fx(gm, example_inputs, config_patches=options)
         return compiled
 
     def _input_names(self, gm: torch.fx.GraphModule, *, is_backward: bool) -> tuple[str, ...]:
@@ -275,7 +277,6 @@ class Lowerings:
     def recording(self) -> Iterator[None]:
         """Inside, Inductor compiles as under ``mode="reduce-overhead"``, up to the source, into :attr:`graphs`."""
         settings = {
-            "triton.cudagraphs": True,
             "compile_threads": 1,
             "fx_graph_cache": False,
             "fx_graph_remote_cache": False,

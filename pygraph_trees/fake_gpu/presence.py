@@ -259,6 +259,8 @@ def absent_gpu(arch: str = "sm_90") -> Iterator[None]:
         if _active.depth and _active.arch != arch:
             raise OtherArchitectureError(wanted=arch, active=_active.arch)
         if not _active.depth:
+            if torch.cuda.is_available():
+                torch.cuda.init()  # torch's C++ code notes that this was done, and would not do it later
             _fill_dynamo_tables()
             with contextlib.ExitStack() as entering:
                 entering.callback(_forget_memoised)

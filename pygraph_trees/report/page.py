@@ -47,25 +47,38 @@ def page(
         rows = [[str(b.count), b.reason, b.source or "-"] for b in report.breaks]
         body = table(["times", "what Dynamo did not trace", "where"], rows, words=(1, 2))
         sections.append(Section("breaks", "Graph breaks", body))
+    return document(name, _environment(report), _facts(report), sections, {**asdict(report), **(more or {})})
+
+
+def document(
+    name: str, lines: Iterable[str], before: str, sections: Sequence[Section], data: Mapping[str, object]
+) -> str:
+    """A page with a heading, sections that can be reached from links, and data as JSON.
+
+    Args:
+        lines: plain text under the heading.
+        before: HTML before the sections.
+    """
     links = "".join(f'<li><a href="#{s.anchor}">{escaped(s.title)}</a></li>' for s in sections)
     parts = "".join(f'<section id="{s.anchor}"><h2>{escaped(s.title)}</h2>{s.body}</section>' for s in sections)
+    under = "".join(f'<p class="quiet">{escaped(line)}</p>' for line in lines)
     # A character that could end the element is written as an escape, which JSON reads as the same character.
-    data = json.dumps({**asdict(report), **(more or {})}, indent=1).replace("<", "\\u003c")
+    content = json.dumps(data, indent=1).replace("<", "\\u003c")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escaped(name)}: pygraph_trees</title>\n"
         f"<style>\n{_CSS.read_text(encoding='utf-8')}</style>\n</head>\n<body>\n"
         '<a class="skip" href="#content">To the content</a>\n'
-        f'<header><h1>{escaped(name)}</h1>{_environment(report)}<nav aria-label="Sections"><ul>{links}</ul></nav>'
-        f'</header>\n<main id="content" tabindex="-1">{_facts(report)}{parts}</main>\n'
-        f'<script type="application/json" id="report">{data}</script>\n</body>\n</html>\n'
+        f'<header><h1>{escaped(name)}</h1>{under}<nav aria-label="Sections"><ul>{links}</ul></nav>'
+        f'</header>\n<main id="content" tabindex="-1">{before}{parts}</main>\n'
+        f'<script type="application/json" id="report">{content}</script>\n</body>\n</html>\n'
     )
 
 
-def _environment(report: Snapshot) -> str:
+def _environment(report: Snapshot) -> list[str]:
     versions, patches, *off = environment_lines(report.environment)
-    return "".join(f'<p class="quiet">{escaped(line)}</p>' for line in (f"{versions}; {patches}", *off))
+    return [f"{versions}; {patches}", *off]
 
 
 def _facts(report: Snapshot) -> str:

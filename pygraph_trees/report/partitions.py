@@ -125,6 +125,7 @@ def _inputs(
             dtype=str(dtype).removeprefix("torch."),
             nbytes=_nbytes(size, dtype),
             consumers=dict(consumers[name]),
+            shape=f"[{', '.join(map(str, size))}]",
         )
 
 

@@ -30,6 +30,7 @@ class PartitionInput:
     dtype: str
     nbytes: int | None  # None if the size is symbolic
     consumers: dict[str, int]  # readers by kind: "triton", "extern", "copy", "cpu"
+    shape: str = ""  # ``[8, s0]``: sizes, symbolic ones by name
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,17 +10,21 @@ import json
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pygraph_trees.version import __version__, triton_version
 
+from .changes import changes
 from .log import journal
+from .markup import escaped
 from .naming import source_line
 from .page import page
 from .records import Environment, FeatureState, GraphBreak, Snapshot
 from .text import render
+
+_NOTEBOOK = 120  # columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,13 @@ class Report(Snapshot):
             Path(path).write_text(text, encoding="utf-8")
         return text
 
+    def diff(self, earlier: Snapshot) -> str:
+        """What changed since an earlier report, a line for each function; empty if nothing did."""
+        return "\n".join(changes(earlier, self))
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escaped(self.to_text(_NOTEBOOK))}</pre>"
+
     def __str__(self) -> str:
         return self.to_text()
 
@@ -50,7 +61,7 @@ class Report(Snapshot):
 def report() -> Report:
     """The report on every graph and function that this process has compiled for CUDA graphs so far."""
     graphs, functions = journal.records()
-    return Report(_environment(), graphs, functions, tuple(_breaks()))
+    return Report(_environment(), graphs, functions, tuple(breaks_in(_counted_breaks() - _breaks_before)))
 
 
 def clear() -> None:
@@ -72,8 +83,9 @@ def _counted_breaks() -> Counter[str]:
     return Counter(counters["graph_break"]) | Counter(counters["unimplemented"])
 
 
-def _breaks() -> Iterator[GraphBreak]:
-    for text, count in (_counted_breaks() - _breaks_before).items():
+def breaks_in(counted: Mapping[str, int]) -> Iterator[GraphBreak]:
+    """Graph breaks of Dynamo's descriptions and how often each occurred."""
+    for text, count in counted.items():
         lines = [line.strip() for line in text.splitlines()]
         why = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), None)
         trace = text.partition("Original traceback:")[2].partition("\n\n")[0]

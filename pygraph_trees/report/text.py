@@ -28,13 +28,19 @@ def nbytes(count: int) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
-    """Columns as wide as they need, with numbers right-aligned; the first column shrinks if the width is short."""
+    """Columns as wide as they need, with numbers right-aligned.
+
+    If the width is short, the first column shrinks, and longer names have a line of their own.
+    """
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     others = sum(widths[1:]) + 2 * (len(head) - 1)
     widths[0] = max(8, min(widths[0], width - others))
     lines = []
     for row in (head, *rows):
-        first = row[0] if len(row[0]) <= widths[0] else row[0][: widths[0] - 2] + ".."
+        first = row[0]
+        if len(first) > widths[0]:
+            lines.append(first)
+            first = ""
         cells = [first.ljust(widths[0])] + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)

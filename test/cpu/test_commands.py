@@ -7,8 +7,10 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -23,8 +25,10 @@ from hypothesis import strategies as st
 from page_elements import Elements, needed
 from torch.testing._internal.common_utils import TestCase, run_tests
 
+import pygraph_trees
 from pygraph_trees import __main__ as command_line
 from pygraph_trees.benchmark import Effort, Measurement
+from pygraph_trees.benchmark.outcome import agreement, verdicts
 from pygraph_trees.benchmark.trace import Span
 from pygraph_trees.benchmark.ways import Way
 from pygraph_trees.cli import target
@@ -55,7 +59,7 @@ class Net(torch.nn.Module):
         return y.softmax(-1), total
 
 def net(device="cuda"):
-    return Net().to(device), (torch.ones(8, SIZE, device=device),), {"scale": torch.ones(SIZE)}
+    return Net().to(device).eval(), (torch.ones(8, SIZE, device=device),), {"scale": torch.ones(SIZE)}
 
 def plain():
     return torch.sin, (torch.ones(4),)
@@ -140,14 +144,95 @@ class TestTarget(Folder):
         ):
             with self.assertRaisesRegex(target.TargetError, problem) as caught:
                 target.resolve(text, META)
-            self.assertIn("returning (model, args, kwargs)", str(caught.exception))
+            self.assertIn("(model, args, kwargs, loss)), or a workload", str(caught.exception))
 
-    def test_errors_of_the_target_itself_come_through(self):
-        with self.assertRaisesRegex(ZeroDivisionError, "mine"):
-            target.resolve(f"{self.file}:broken", META)
-        self.file.write_text("import a_module_that_is_missing")
-        with self.assertRaises(ModuleNotFoundError):
-            target.resolve(f"{self.file}:net", META)
+    def test_near_names_are_proposed(self):
+        for text, problem in (
+            ("BRT", r"no such workload; did you mean BERT\?$"),
+            ("bert-i", r"did you mean BERT-I\?$"),
+            (f"{self.file}:plan", r"has no function 'plan'; did you mean 'plain'\?$"),
+        ):
+            with self.assertRaisesRegex(target.TargetError, problem):
+                target.resolve(text, META)
+
+    def error_of(self, function="net", text=None):
+        """The line that is printed for a target that raises, and what it shows with --traceback."""
+        if text is not None:
+            self.file.write_text(text)
+        status, out, line = run("explain", f"{self.file}:{function}")
+        sys.modules.pop("program", None)
+        self.assertEqual((status, out), (2, ""))
+        line = line.splitlines()[-1]  # after the progress
+        self.assertTrue(line.startswith("error: target "), line)
+        status, _, traced = run("--traceback", "explain", f"{self.file}:{function}")
+        sys.modules.pop("program", None)
+        self.assertEqual(status, 2)
+        self.assertIn("Traceback (most recent call last)", traced)
+        return line.replace(str(self.file), "program.py")
+
+    def test_an_error_of_the_target_is_one_line(self):
+        line = "error: target 'program.py:{}': {} (--traceback shows where)"
+        self.assertEqual(
+            self.error_of("broken"), line.format("broken", "ZeroDivisionError: mine (program.py:27 in broken)")
+        )
+        for text, problem in (
+            (
+                "import a_package.inside",
+                "it needs the package a_package, which is not installed: pip install a_package",
+            ),
+            ("def net(:", "program.py:1 is not valid Python: invalid syntax"),
+            ("from os import nothing_such\n", None),
+        ):
+            with self.subTest(text):
+                found = self.error_of(text=text)
+                if problem is None:
+                    self.assertRegex(
+                        found, r"ImportError: cannot import name 'nothing_such'.*\(program.py:1 in <module>\)"
+                    )
+                else:
+                    self.assertEqual(found, line.format("net", problem))
+
+    def test_a_target_that_asks_for_a_gpu(self):
+        self.file.write_text("import torch\ndef net(): return torch.ones(2).cuda(), ()\n")
+        command = [sys.executable, "-m", "pygraph_trees", "explain", f"{self.file}:net"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        self.assertEqual((done.returncode, done.stdout), (2, ""))
+        self.assertEqual(
+            done.stderr.replace(str(self.file), "program.py"),
+            "error: target 'program.py:net': it asks for a GPU at program.py:2 in net, and torch can use none here; a "
+            "function that takes `device` is told what to build for (--traceback shows where)\n",
+        )
+
+    def test_an_error_of_the_run_names_the_line_of_the_program(self):
+        text = (
+            "import torch\n"
+            "def net(device): return (lambda x: inner(x)), (torch.ones(4, 3, device=device),)\n"
+            "def inner(x):\n    return torch.nn.functional.linear(x, torch.ones(5, 5, device=x.device))\n"
+        )
+        self.assertRegex(
+            self.error_of(text=text), r"RuntimeError: a and b must have same reduction dim.*\(program.py:4 in inner\)"
+        )
+
+    def test_what_is_trained(self):
+        """A module in training mode, or one with a loss; a function with one in training mode takes its own steps."""
+        net, x = torch.nn.Linear(3, 3), torch.ones(2, 3)
+        loss = lambda y: y.square().mean()  # noqa: E731
+        trained = target.program_of((net, (x,)), "net")
+        self.assertEqual((trained.mode, trained.loss(net(x))), ("training", net(x).sum()))
+        with_loss = target.program_of((net.eval(), (x,), {}, loss), "net")
+        self.assertEqual((with_loss.mode, with_loss.loss), ("training", loss))
+        self.assertEqual(target.program_of((net.eval(), (x,)), "net").mode, "inference")
+        frozen = torch.nn.Linear(3, 3).requires_grad_(False)
+        self.assertEqual(target.program_of((frozen, (x,)), "net").mode, "inference")
+        net.train()
+        step = target.program_of((lambda x: net(x).sum().backward(), (x,)), "step")
+        self.assertEqual((step.mode, step.is_step), ("a step", True))
+        step.step(step.fn, step.args, step.kwargs)
+        self.assertEqual(net.weight.grad, torch.full((3, 3), 2.0))
+        net.eval()
+        self.assertEqual(target.program_of((lambda x: net(x), (x,)), "f").mode, "inference")
+        for made in (3, (net,), (net, 3), (net, (x,), 3), (net, (x,), {}, 3), (net, (x,), {}, loss, 1)):
+            self.assertIsNone(target.program_of(made, "net"))
 
     def test_a_workload_whose_package_is_missing(self):
         def build(device: torch.device) -> None:
@@ -169,7 +254,7 @@ class TestTarget(Folder):
 
 class TestExplain(Folder):
     def test_partitions_causes_and_inputs(self):
-        with mock.patch("pygraph_trees.cli.explain._WIDTH", 400):  # no wrapping, which depends on the folder's name
+        with mock.patch("pygraph_trees.cli.explanation.WIDTH", 400):  # no wrapping, which depends on the folder's name
             status, out, err = run("explain", f"{self.file}:net")
         self.assertEqual(status, 0, err)
         text = out.replace(str(self.file), "program.py").replace(torch.__version__, "2")
@@ -191,7 +276,7 @@ Net [0/0], inference: 2 partitions, 1 graphed
 
 What the features do about it:
   placement full: 2 partitions, 1 outside of CUDA graphs; without it 3, 2 outside
-    staged: arg0_1, arg4_1, because it is an input
+    staged: table, scale, because it is an input
   indirection auto: 1 live input, 512 B, given by address; 2 live inputs, 128 B, staged at each replay
   selective always: 1 function graphed
 """,
@@ -203,7 +288,7 @@ What the features do about it:
                 "\n\ndef added(x, ids):\n    steps = ids + 1\n    return x + steps.to(x.device)\n"
                 "\n\ndef moved(device):\n    return added, (torch.empty(64, device=device), torch.arange(64))\n"
             )
-        with mock.patch("pygraph_trees.cli.explain._WIDTH", 400):
+        with mock.patch("pygraph_trees.cli.explanation.WIDTH", 400):
             status, out, err = run("explain", f"{self.file}:moved")
         self.assertEqual(status, 0, err)
         self.assertIn("placement full: 1 partition, none outside of CUDA graphs; without it 2, 1 outside", out)
@@ -220,8 +305,16 @@ What the features do about it:
         from pygraph_trees.cli.explain import explain
 
         x = torch.ones(4, 4, device="meta", requires_grad=True)
-        found = explain(
-            replace(program, fn=lambda x: (x.sin() * x).sum(), args=(x,), training=True, context=contextlib.nullcontext)
+        found = str(
+            explain(
+                replace(
+                    program,
+                    fn=lambda x: (x.sin() * x).sum(),
+                    args=(x,),
+                    training=True,
+                    context=contextlib.nullcontext,
+                )
+            )
         )
         self.assertIn(", forward: 1 partition, all graphed", found)
         self.assertIn(", backward: 1 partition, all graphed", found)
@@ -233,13 +326,88 @@ What the features do about it:
         from pygraph_trees.cli.explain import explain
 
         program = target.resolve(f"{self.file}:plain", META)
-        return explain(replace(program, fn=fn, args=(torch.ones(4, 4, device="meta"),)))
+        return str(explain(replace(program, fn=fn, args=(torch.ones(4, 4, device="meta"),))))
 
     def test_what_comes_behind_a_value_cannot_be_told(self):
         found = self.explained(lambda x: x.sin() if (x * 2).sum() > 0 else x.cos())
         self.assertIn(": 1 graph\n", found)
-        self.assertRegex(found, r"What comes behind cannot be told: .* reads the value of a tensor")
+        self.assertRegex(found, r"The rest is unknown: .* reads the value of a tensor")
         self.assertIn("1 function graphed", found)
+
+    def test_a_training_step(self):
+        """Of a plain loop: its forward and backward are explained."""
+        net = torch.nn.Linear(4, 4, device="meta")
+
+        def step(x):
+            net.zero_grad()
+            loss = net(x).square().sum()
+            loss.backward()
+            return loss.detach()
+
+        found = pygraph_trees.explain(step, torch.ones(4, 4, device="meta"))
+        self.assertEqual([graph.mode for graph in found.graphs], ["forward", "backward"])
+        self.assertIsNone(net.weight.grad)
+
+    def test_graph_breaks(self):
+        def broken(x):
+            y = x.sin()
+            print("from inside")
+            return y.cos()
+
+        with contextlib.redirect_stdout(io.StringIO()):
+            found = pygraph_trees.explain(broken, torch.ones(4, 4, device="meta"))
+        self.assertEqual([b.count for b in found.breaks], [1])
+        self.assertRegex(str(found), r"1 graph break, each of which ends a graph:\n  1x: .*print")
+        self.assertEqual(len(found.graphs), 2)
+
+    def test_numbers_that_change_are_no_new_graphs(self):
+        """Dynamo traces without the options of the mode, as it does in a program."""
+
+        def twice(x):
+            for factor in (1.5, 2.5, 3.5):
+                x = inner(x, factor)
+                torch._dynamo.graph_break()
+            return x
+
+        def inner(x, factor):
+            torch._dynamo.graph_break()
+            return x * factor
+
+        found = pygraph_trees.explain(twice, torch.ones(4, device="meta"))
+        self.assertLessEqual(len([g for g in found.graphs if "inner" in g.name]), 2)
+
+    def test_sizes_that_change_have_names(self):
+        x = torch.ones(8, 4, device="meta")
+        torch._dynamo.mark_dynamic(x, 0)
+        found = pygraph_trees.explain(lambda x: x.sin(), x)
+        self.assertRegex(
+            str(found), r"live input +on +dtype +bytes +read by\n +x +cuda:0 +float32 +\[s\d+, 4\] +1 triton"
+        )
+
+    def test_inputs_have_one_name(self):
+        """In the notes as in the table."""
+        found = pygraph_trees.explain(
+            lambda x, scale: x * scale.to(x.device), torch.ones(4, device="meta"), torch.ones(4)
+        )
+        self.assertIn("staged: scale, because it is an input", str(found))
+
+    def test_in_python(self):
+        found = pygraph_trees.explain(torch.nn.Linear(4, 4).eval(), torch.ones(2, 4, device="meta"), arch="sm_80")
+        self.assertEqual((found.program, found.architecture, len(found.graphs)), ("Linear", "sm_80", 1))
+        self.assertIn("Linear for sm_80", found._repr_html_())
+        self.assertRaisesRegex(TypeError, "a module or a function, got int", pygraph_trees.explain, 3)
+
+    def test_files(self):
+        names = [self.file.with_name(name) for name in ("out.json", "out.html")]
+        status, _, err = run("explain", f"{self.file}:net", "--json", str(names[0]), "--html", str(names[1]))
+        self.assertEqual(status, 0, err)
+        self.assertIn("lowering net for sm_90", err)
+        data = json.loads(names[0].read_text())
+        self.assertEqual((data["program"], data["unplaced"], len(data["graphs"])), ("net", [3, 2], 1))
+        text = names[1].read_text()
+        self.assertEqual((Elements(text).open, needed(text)), ([], []))
+        self.assertIn("because of cpu ops", text)
+        self.assertEqual(json.loads(text.partition('id="report">')[2].partition("</script>")[0]), data)
 
     def test_lowered_twice_only_where_something_was_placed(self):
         from pygraph_trees.cli import explain
@@ -281,6 +449,19 @@ What the features do about it:
         self.assertEqual((status, text), (2, ""))
         self.assertEqual(err, "error: nothing was verified: this needs a GPU, and torch can use none here\n")
 
+    def test_compare_without_a_gpu_writes_nothing(self):
+        with mock.patch.object(torch.cuda, "is_available", lambda: False):
+            for option in ("--json", "--html"):
+                status, out, err = run("compare", f"{self.file}:net", option, str(self.file.with_name("out")))
+                self.assertEqual((status, out), (2, ""))
+                self.assertEqual(
+                    err,
+                    "error: compare needs a GPU, and torch can use none here: there is nothing to write for "
+                    f"{option}\n",
+                )
+            with self.assertRaisesRegex(PygraphError, "compare needs a GPU"):
+                pygraph_trees.compare(torch.sin, torch.ones(2))
+
     def test_compare_without_a_gpu_explains(self):
         with mock.patch.object(torch.cuda, "is_available", lambda: False):
             status, out, err = run("compare", f"{self.file}:net")
@@ -312,11 +493,66 @@ class TestCompare(Folder):
             self.measurement("ours", max_diff=0.0, max_diff_upstream=0.0),
         ]
         self.assertEqual(
-            command_line._agreement(found),
+            agreement(found),
             "Outputs against eager: compile within 0.25, upstream equal, ours equal; ours and upstream are bit-equal.",
         )
         found[-1] = self.measurement("ours", max_diff=0.5, max_diff_upstream=0.125)
-        self.assertIn("ours and upstream are 0.12 apart", command_line._agreement(found))
+        self.assertIn("ours and upstream are 0.12 apart", agreement(found))
+
+    def test_verdicts(self):
+        found = [
+            self.measurement("eager", latency_ms=4.0),
+            self.measurement("compile", latency_ms=2.0),
+            self.measurement("upstream", latency_ms=3.0),
+            self.measurement("ours", latency_ms=1.5),
+        ]
+        line = "ours, same inputs: 2.00x over reduce-overhead, 1.33x over torch.compile, 2.67x over eager"
+        self.assertEqual(verdicts(found), [line])
+        self.assertEqual(verdicts([*found[:3], self.measurement("ours", error="it broke")]), [])
+        self.assertEqual(verdicts(found[3:]), [])
+
+    def compared(self, *options, latency_ms=2.0, gpu="a GPU"):
+        with (
+            mock.patch.object(torch.cuda, "is_available", lambda: True),
+            mock.patch.object(target, "resolve"),
+            mock.patch(
+                "pygraph_trees.benchmark.compare", return_value=[self.measurement("ours", latency_ms=latency_ms)]
+            ),
+            mock.patch("pygraph_trees.report.summary._environment", lambda: replace(REPORT_ENVIRONMENT, gpu=gpu)),
+        ):
+            return run("compare", "X", *options)
+
+    def test_a_baseline(self):
+        """The exit status says whether a way became slower, for a CI."""
+        baseline = str(self.file.with_name("before.json"))
+        self.assertEqual(self.compared("--json", baseline)[0], 0)
+        for latency_ms, options, expected in (
+            (2.0, (), 0),
+            (2.09, (), 0),
+            (2.2, (), 1),
+            (2.2, ("--tolerance", "20"), 0),
+            (1.0, (), 0),
+        ):
+            status, out, err = self.compared("--baseline", baseline, *options, latency_ms=latency_ms)
+            self.assertEqual(status, expected, err)
+            line = f"slower than {baseline}: ours, same inputs: 2.200 ms, 2.000 ms before (+10%)"
+            self.assertEqual(line in out, expected == 1)
+
+    def test_what_is_no_baseline(self):
+        path = self.file.with_name("before.json")
+        for text, why in (("{", "Expecting property name"), ("[]", "no baseline"), ("{}", "it has no measurements")):
+            path.write_text(text)
+            status, _, err = self.compared("--baseline", str(path))
+            self.assertEqual(status, 2)
+            self.assertRegex(err, f"error: .*{why}")
+        self.compared("--json", str(path))
+        status, _, err = self.compared("--baseline", str(path), gpu="another")
+        self.assertEqual(status, 2)
+        self.assertIn("was measured on a GPU, and this is another", err)
+        data = json.loads(path.read_text())
+        data["measurements"][0]["workload"] = "another"
+        path.write_text(json.dumps(data))
+        self.assertIn("it has no measurement of this program", self.compared("--baseline", str(path))[2])
 
     def test_prints_and_writes(self):
         out = self.file.with_name("out.json")

@@ -671,7 +671,8 @@ class TestCommand(Folder):
             """\
 function                                decision       us  against us         for  uses          age
 eos [0/0], inference                  un-graphed     54.2        91.5     latency     1        2 min
-BertForMaskedLM [0/0], backward, p..     graphed  28577.0     29012.0  throughput     0          5 h
+BertForMaskedLM [0/0], backward, partition 1 of 2
+                                         graphed  28577.0     29012.0  throughput     0          5 h
 mlp [1/0], inference                     graphed     91.5         3.0     latency     0  41 d, stale
 
 3 profiles in FOLDER

@@ -238,7 +238,8 @@ patches on: flags; native: yes
 
 function                mode  part  kernels  stat  mgd  live  copied  rec  replays  record s    pool
 Net 0/0                  inf   1/1       12     1    0     1  2.0 kB    1     1200      0.25  2.1 MB
-ANetWithALongNameTha..   fwd   1/1       12     1    0     1  2.0 kB    3        0      0.75     0 B
+ANetWithALongNameThatNoTerminalHasRoomFor 0/0
+                         fwd   1/1       12     1    0     1  2.0 kB    3        0      0.75     0 B
 
 ANetWithALongNameThatNoTerminalHasRoomFor 0/0, forward: recorded again 2 times: static input arg0_1
     moved
@@ -265,6 +266,29 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
             found = Report(ENVIRONMENT, (), (log.record(),))
             self.assertIn(f"Net 0/0, inference: inputs are {words}", found.to_text(400))
             self.assertIn(f"<p>Inputs are {words}", found.to_html())
+
+    def test_what_changed_since_another_report(self):
+        _, (plain, moved) = self.records()
+        before = Report(ENVIRONMENT, (), (plain, moved))
+        self.assertEqual(before.diff(before), "")
+        busier = function()
+        busier.recorded(recording(0, replays=1300, pool_bytes=2_097_152))
+        new = function(model="New")
+        after = Report(ENVIRONMENT, (), (busier.record(), new.record()))
+        self.assertEqual(
+            after.diff(before).splitlines(),
+            [
+                "Net 0/0 inference: replays 1200 → 1300",
+                "New 0/0 inference: new, 0 recordings, 0 replays",
+                "ANetWithALongNameThatNoTerminalHasRoomFor 0/0 forward: gone",
+            ],
+        )
+
+    def test_a_notebook_shows_the_text(self):
+        graphs, functions = self.records()
+        found = Report(ENVIRONMENT, graphs, functions)._repr_html_()
+        self.assertTrue(found.startswith("<pre>pygraph_trees 0.1.0") and found.endswith("</pre>"))
+        self.assertIn("mutates inputs", found)
 
     def test_the_report_as_json(self):
         graphs, functions = self.records()
@@ -314,8 +338,11 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
     )
     def test_tables_fit(self, rows, width):
         rows = [[first, other[:9], third[:9]] for first, other, third in rows]
-        for line in table(("name", "a", "b"), rows, width).splitlines():
-            self.assertLessEqual(len(line), width)
+        lines = table(("name", "a", "b"), rows, width).splitlines()
+        for line in lines:
+            self.assertTrue(len(line) <= width or line in [first for first, *_ in rows], line)
+        for first, *_ in rows:  # no name is cut
+            self.assertTrue(any(line.startswith(first.rstrip()) for line in lines), first)
 
     @given(st.integers(0, 10**15))
     def test_bytes_are_rounded_to_three_digits(self, count):

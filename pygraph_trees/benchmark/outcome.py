@@ -1,0 +1,129 @@
+"""The outcome of a comparison: measurements with a verdict, the report, and a baseline to hold them against.
+
+:class:`Outcome` prints as text and writes JSON and a page. :func:`slower_than` reads an earlier JSON file and lists the
+ways that became slower.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pygraph_trees.errors import PygraphError
+from pygraph_trees.report.markup import escaped
+
+from .results import REGIMES, Measurement
+from .table import speedup, text_table
+
+if TYPE_CHECKING:
+    from pygraph_trees.report.summary import Report
+
+_OTHERS = {"upstream": "reduce-overhead", "compile": "torch.compile", "eager": "eager"}
+
+
+class NeedsGpu(PygraphError):
+    template = "compare needs a GPU, and torch can use none here; explain needs none"
+
+
+class NoBaseline(PygraphError):
+    template = "{path} is no baseline: {why}; expected a file that compare --json wrote"
+
+
+class OtherGpu(PygraphError):
+    template = "{path} was measured on {before}, and this is {now}: times of different GPUs are not compared"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a comparison found."""
+
+    measurements: tuple[Measurement, ...]
+    report: Report
+
+    @property
+    def failed(self) -> bool:
+        """Whether a way raised, or its outputs differ from eager's."""
+        return any(m.error for m in self.measurements)
+
+    def to_json(self) -> str:
+        """A JSON object with the keys ``measurements`` and ``report``."""
+        content = {"measurements": [asdict(m) for m in self.measurements], "report": json.loads(self.report.to_json())}
+        return json.dumps(content, indent=1)
+
+    def to_html(self, path: str | Path) -> None:
+        """Writes a self-contained page for a browser."""
+        from .page import write_page
+
+        write_page(Path(path), self.measurements, self.report, " ".join(self.lines()))
+
+    def lines(self) -> list[str]:
+        """The verdicts, and how far outputs are apart."""
+        return [*verdicts(self.measurements), agreement(self.measurements)]
+
+    def __str__(self) -> str:
+        return "\n\n".join([text_table(self.measurements), "\n".join(self.lines()), str(self.report)])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escaped(self)}</pre>"
+
+
+def verdicts(measurements: Sequence[Measurement]) -> list[str]:
+    """For each regime of inputs, how many times as fast ours is as the others: ``ours, same inputs: 2.07x over …``."""
+    lines = []
+    for regime in REGIMES:
+        group = [m for m in measurements if m.regime == regime]
+        for ours in (m for m in group if m.way.startswith("ours") and m.error is None):
+            times = {other: speedup(ours, group, way) for way, other in _OTHERS.items()}
+            found = ", ".join(f"{ratio:.2f}x over {other}" for other, ratio in times.items() if ratio is not None)
+            if found:
+                lines.append(f"{ours.way}, {regime} inputs: {found}")
+    return lines
+
+
+def agreement(measurements: Sequence[Measurement]) -> str:
+    """One line on outputs: how far each way's are from eager's, and ours from upstream's."""
+    parts = []
+    for way in ("compile", "upstream", "ours"):
+        found = [m.max_diff for m in measurements if m.way == way and m.max_diff is not None]
+        if found:
+            parts.append(f"{way} within {max(found):.2g}" if max(found) else f"{way} equal")
+    apart = [m.max_diff_upstream for m in measurements if m.way == "ours" and m.max_diff_upstream is not None]
+    ours = (
+        "" if not apart else "; ours and upstream are " + ("bit-equal" if not any(apart) else f"{max(apart):.2g} apart")
+    )
+    return f"Outputs against eager: {', '.join(parts) or 'not compared'}{ours}."
+
+
+def slower_than(path: Path, outcome: Outcome, tolerance: float) -> Iterator[str]:
+    """A line for each way and regime whose latency is above an earlier one by more than ``tolerance``, a share.
+
+    Raises:
+        NoBaseline: the file has no measurements of this program.
+        OtherGpu: they are of another GPU.
+    """
+    before = _read(path)
+    gpu, now = before["report"]["environment"]["gpu"], outcome.report.environment.gpu
+    if gpu != now:
+        raise OtherGpu(path=path, before=gpu, now=now)
+    earlier = {(m["workload"], m["way"], m["regime"]): m["latency_ms"] for m in before["measurements"]}
+    found = [(m, earlier.get((m.workload, m.way, m.regime))) for m in outcome.measurements]
+    if not any(latency_ms for _, latency_ms in found):
+        raise NoBaseline(path=path, why="it has no measurement of this program")
+    for m, latency_ms in found:
+        if latency_ms and m.latency_ms and m.latency_ms > latency_ms * (1 + tolerance):
+            times = m.latency_ms / latency_ms - 1
+            yield f"{m.way}, {m.regime} inputs: {m.latency_ms:.3f} ms, {latency_ms:.3f} ms before ({times:+.0%})"
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        if {"measurements", "report"} <= found.keys():
+            known: Mapping[str, Any] = found
+            return known
+    except (OSError, ValueError, AttributeError) as error:
+        raise NoBaseline(path=path, why=str(error)) from error
+    raise NoBaseline(path=path, why="it has no measurements")

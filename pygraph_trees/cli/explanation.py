@@ -1,0 +1,243 @@
+"""The result of ``explain``: records of lowered graphs, as text, JSON or an HTML page.
+
+The text fits 100 columns. :meth:`Explanation.to_json` has the records with their names as keys.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pygraph_trees.report.markup import Section, escaped
+from pygraph_trees.report.markup import table as html_table
+from pygraph_trees.report.page import document
+from pygraph_trees.report.records import GraphBreak, Partition, PartitionInput, Placed
+from pygraph_trees.report.text import cause_line, nbytes, placed_lines, table
+
+_MOST_INPUTS = 12  # live inputs listed per partition
+_MOST_CAUSES = 8  # per partition
+WIDTH = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """An input of a graphed partition, as compiled, with its kind in a recording."""
+
+    name: str
+    kind: str  # "static", "managed", "live", or "cpu" for a live one on the CPU
+    read: PartitionInput
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedPartition:
+    partition: Partition
+    inputs: tuple[Input, ...]  # empty if it is not graphed
+
+    def nbytes(self, kind: str) -> int:
+        return sum(i.read.nbytes or 0 for i in self.inputs if i.kind == kind)
+
+    @property
+    def live(self) -> list[Input]:
+        """The live inputs, the largest first."""
+        return sorted((i for i in self.inputs if i.kind in ("live", "cpu")), key=lambda i: -(i.read.nbytes or 0))
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedGraph:
+    """A graph that Inductor would compile."""
+
+    name: str
+    mode: str
+    not_graphed: str | None  # why none of it is graphed
+    partitions: tuple[ExplainedPartition, ...]
+    placed: tuple[Placed, ...]
+    why_not_placed: str | None
+
+    @property
+    def graphed(self) -> int:
+        return sum(p.partition.graphed for p in self.partitions)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """How a program would run on a GPU; prints as text."""
+
+    program: str
+    architecture: str  # of the GPU
+    torch: str
+    graphs: tuple[ExplainedGraph, ...]
+    breaks: tuple[GraphBreak, ...]
+    settings: Mapping[str, str]  # the flags
+    unplaced: tuple[int, int] | None  # without placement: the partitions, and how many are outside of CUDA graphs
+    stop: str | None  # why the rest of the program is not known
+
+    @property
+    def split(self) -> tuple[int, int]:
+        """The number of partitions, and how many are outside of CUDA graphs."""
+        parts = [p for graph in self.graphs if graph.not_graphed is None for p in graph.partitions]
+        return len(parts), sum(not p.partition.graphed for p in parts)
+
+    def to_json(self) -> str:
+        """All records as a JSON object."""
+        return json.dumps(asdict(self), indent=1)
+
+    def to_text(self) -> str:
+        """Tables and lines of at most 104 columns."""
+        head = f"{self.program} for {self.architecture}, torch {self.torch}: {_count(len(self.graphs), 'graph')}"
+        parts = [head, *(_graph(graph) for graph in self.graphs)]
+        if self.breaks:
+            lines = [f"{_count(sum(b.count for b in self.breaks), 'graph break')}, each of which ends a graph:"]
+            for b in self.breaks:
+                text = f"{b.count}x: {b.reason}{f' at {b.source}' if b.source else ''}"
+                lines += textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="      ")
+            parts.append("\n".join(lines))
+        if self.stop is not None:
+            parts.append(textwrap.fill(f"The rest is unknown: {self.stop}", WIDTH))
+        return "\n\n".join([*parts, _features(self)])
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """A self-contained page for a browser, also written to ``path`` if given."""
+        sections = [Section("features", "Features", f"<pre>{escaped(_features(self))}</pre>")]
+        for number, graph in enumerate(self.graphs):
+            sections.append(Section(f"graph{number}", f"{graph.name}, {graph.mode}", _html(graph)))
+        if self.breaks:
+            rows = [[str(b.count), b.reason, b.source or "-"] for b in self.breaks]
+            body = html_table(["times", "what Dynamo did not trace", "where"], rows, words=(1, 2))
+            sections.insert(0, Section("breaks", "Graph breaks", body))
+        if self.stop is not None:
+            sections.insert(0, Section("rest", "Unknown", f'<p class="bad">{escaped(self.stop)}</p>'))
+        lines = [f"explained for {self.architecture}, torch {self.torch}: {_count(len(self.graphs), 'graph')}"]
+        text = document(self.program, lines, "", sections, asdict(self))
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escaped(self.to_text())}</pre>"
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+
+def _graph(graph: ExplainedGraph) -> str:
+    title = f"{graph.name}, {graph.mode}"
+    if graph.not_graphed is not None:
+        outside = _kernels(sum((Counter(p.partition.kernels) for p in graph.partitions), Counter()))
+        return f"{title}: not graphed, {outside} outside: {' '.join(graph.not_graphed.split())}"
+    parts, graphed = len(graph.partitions), graph.graphed
+    lines = [f"{title}: {_count(parts, 'partition')}, {'all' if graphed == parts else graphed} graphed"]
+    for number, part in enumerate(graph.partitions, 1):
+        lines += [f"  {line}" for line in _partition(number, part)]
+    return "\n".join(lines)
+
+
+def _partition(number: int, part: ExplainedPartition) -> Iterator[str]:
+    yield _title(number, part.partition)
+    if not part.partition.graphed:
+        for line in _causes(part.partition):
+            yield from textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="      ")
+        return
+    yield f"  inputs: {_by_kind(part)}"
+    live = part.live
+    if live:
+        rows = [_row(i) for i in live[:_MOST_INPUTS]]
+        yield from (f"    {line}" for line in table(_HEAD, rows, WIDTH - 6).splitlines())
+    if len(live) > _MOST_INPUTS:
+        yield f"    and {len(live) - _MOST_INPUTS} more"
+
+
+_HEAD = ("live input", "on", "dtype", "bytes", "read by")
+
+
+def _html(graph: ExplainedGraph) -> str:
+    if graph.not_graphed is not None:
+        return f'<p class="bad">Not graphed: {escaped(graph.not_graphed)}</p>'
+    parts = []
+    for number, part in enumerate(graph.partitions, 1):
+        parts.append(f"<h3>{escaped(_title(number, part.partition))}</h3>")
+        if not part.partition.graphed:
+            parts += [f'<p class="bad">{escaped(line)}</p>' for line in _causes(part.partition)]
+            continue
+        parts.append(f"<p>Inputs: {escaped(_by_kind(part))}.</p>")
+        if part.live:
+            parts.append(html_table(_HEAD, [_row(i) for i in part.live]))
+    parts += [f"<p>{escaped(line)}</p>" for line in placed_lines(graph.placed)]
+    return "".join(parts)
+
+
+def _title(number: int, partition: Partition) -> str:
+    state = "graphed" if partition.graphed else "outside of CUDA graphs"
+    return f"partition {number}, {state}: {_kernels(Counter(partition.kernels))}"
+
+
+def _causes(partition: Partition) -> Iterator[str]:
+    for cause in partition.causes[:_MOST_CAUSES]:
+        yield f"because of {cause_line(cause)}"
+    if len(partition.causes) > _MOST_CAUSES:
+        yield f"and {len(partition.causes) - _MOST_CAUSES} more"
+
+
+def _by_kind(part: ExplainedPartition) -> str:
+    kinds = Counter(i.kind for i in part.inputs)
+    found = [f"{kinds[k]} {k} ({nbytes(part.nbytes(k))})" for k in ("static", "managed", "live", "cpu") if kinds[k]]
+    return ", ".join(found) or "none"
+
+
+def _row(item: Input) -> tuple[str, ...]:
+    size = item.read.shape if item.read.nbytes is None else nbytes(item.read.nbytes)
+    return item.name, item.read.device, item.read.dtype, size, _kernels(Counter(item.read.consumers))
+
+
+def _kernels(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())) or "no kernels"
+
+
+def _placement(found: Explanation) -> Iterator[str]:
+    parts, outside = found.split
+    now = f"{_count(parts, 'partition')}, {outside or 'none'} outside of CUDA graphs"
+    if found.unplaced is None or found.unplaced == (parts, outside):
+        yield now
+    else:
+        parts, outside = found.unplaced
+        yield f"{now}; without it {parts}, {outside or 'none'} outside"
+    for graph in found.graphs:
+        yield from placed_lines(graph.placed)
+        if graph.why_not_placed:
+            yield f"{graph.name} is left alone, because {graph.why_not_placed}"
+
+
+def _features(found: Explanation) -> str:
+    settings = found.settings
+    graphed = [p for g in found.graphs if g.not_graphed is None for p in g.partitions if p.partition.graphed]
+    done = "nothing is graphed" if settings["selective"] == "never" else f"{_count(len(graphed), 'function')} graphed"
+    placement, *moves = _placement(found)
+    indirection = "; ".join(_given(graphed, by_address=settings["indirection"] != "off")) or "no live inputs"
+    return "\n".join(
+        [
+            "What the features do about it:",
+            f"  placement {settings['placement']}: {placement}",
+            *(textwrap.fill(move, WIDTH, initial_indent="    ", subsequent_indent="      ") for move in moves),
+            f"  indirection {settings['indirection']}: {indirection}",
+            f"  selective {settings['selective']}: {done}",
+        ]
+    )
+
+
+def _given(graphed: Sequence[ExplainedPartition], *, by_address: bool) -> Iterator[str]:
+    """How replays take the live inputs, as far as their device determines it."""
+    ways: dict[str, tuple[str, ...]] = {"given by address": ("live",), "staged at each replay": ("cpu",)}
+    if not by_address:
+        ways = {"copied at each replay": ("live", "cpu")}
+    for how, kinds in ways.items():
+        inputs = [i for p in graphed for i in p.inputs if i.kind in kinds]
+        if inputs:
+            total = nbytes(sum(i.read.nbytes or 0 for i in inputs))
+            yield f"{_count(len(inputs), 'live input')}, {total}, {how}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
