@@ -61,44 +61,40 @@ FLAGS: tuple[Flag, ...] = (
         values=("full", "exact", "off"),
         default="full",
         changes_artifacts=True,
-        help="Whether values that the CPU computes for the GPU are computed there, or once. `exact`: constants, "
-        "integers, indices and copies, the same to the bit. `full`: also single precision of inputs, element by "
-        "element, which may differ in the last place. `off`: as upstream.",
+        help="Where values that the CPU computes for the GPU are computed. `exact`: on the GPU, or once, if the bits "
+        "are the same. `full`: also single-precision math on inputs, which may differ in the last place. `off`: as "
+        "upstream.",
     ),
     Flag(
         name="pygraph_indirection",
         values=("auto", "patch", "table", "off"),
         default="auto",
         changes_artifacts=True,  # nothing is staged without it
-        help="How a replay gets its inputs. `patch`: by address, copied only where a rule demands it. `table`: the "
-        "same, but torch's Triton kernels read the addresses from a table, so that a replay sets the parameters of one "
-        "kernel, however many read an input. `auto`: `table` if many kernels read inputs that move and the GPU "
-        "waits for the host, else `patch`. `off`: every live input is copied, as upstream.",
+        help="How replays get inputs. `patch`: by address, in the parameters of kernels. `table`: by address, in a "
+        "table that generated kernels read. `auto`: whichever suits. `off`: copied, as upstream.",
     ),
     Flag(
         name="pygraph_verify",
         values=("off", "on"),
         default="off",
         changes_artifacts=False,
-        help="Whether each new recording is replayed with inputs at other addresses and compared with the function "
-        "un-graphed, which takes about as long as recording it. `on`: a difference raises.",
+        help="Whether each recording is compared with un-graphed code, with inputs at other addresses. `on`: a "
+        "difference raises.",
     ),
     Flag(
         name="pygraph_selective",
         values=("auto", "always", "never"),
         default="always",
         changes_artifacts=False,  # "never" compiles the graph with triton.cudagraphs off, which does
-        help="Which functions are graphed. `auto`: those that were measured to be faster so, in their first calls. "
-        "`always`: every one that can be, as upstream. `never`: none; what runs is what `torch.compile` makes without "
-        "CUDA graphs, and the report says so.",
+        help="Which functions are graphed. `auto`: those that are faster so in their first calls. `always`: all that "
+        "can be, as upstream. `never`: none, as `torch.compile` alone.",
     ),
     Flag(
         name="pygraph_objective",
         values=("latency", "throughput"),
         default="latency",
         changes_artifacts=False,
-        help="What is faster, where functions are chosen by measurement. `latency`: a step that is waited for. "
-        "`throughput`: steps one after another, without a wait.",
+        help="What `pygraph_selective=auto` compares. `latency`: steps with a wait after each. `throughput`: without.",
     ),
 )
 

@@ -174,7 +174,7 @@ class TestWorkloads(TestCase):
                 _require(name)
                 torch._dynamo.reset()
                 workload = WORKLOADS[name]
-                text = explain(workload.build(torch.device("meta"), **SMALL[name]))
+                text = str(explain(workload.build(torch.device("meta"), **SMALL[name])))
                 head = re.match(r"(\S+) for sm_90, torch \S+: (\d+) graphs?\n", text)
                 assert head is not None, text
                 self.assertEqual(head[1], name)

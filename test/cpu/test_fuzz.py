@@ -978,7 +978,8 @@ class TestCampaign(TestCase):
             with self._backends(), campaign._alone(plan, case) as worker:
                 self.assertIsNotNone(worker.cause)
                 self.assertTrue(campaign._control_dies(plan, worker))
-                self.assertFalse(campaign._control_dies(replace(plan, control="aot_eager"), worker))
+                with mock.patch.object(campaign, "UNGRAPHED", "aot_eager"):
+                    self.assertFalse(campaign._control_dies(replace(plan, control="aot_eager"), worker))
                 with mock.patch.object(campaign, "UNGRAPHED", deadly):
                     self.assertTrue(campaign._control_dies(replace(plan, control="aot_eager"), worker))
                 self.assertFalse(campaign._control_dies(replace(plan, control=None), worker))

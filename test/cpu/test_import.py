@@ -69,8 +69,7 @@ class TestImport(TestCase):
         "first",
         [
             "torch._inductor.cudagraph_trees",
-            "torch._inductor.output_code",
-            "inductor_patches.config",
+            "pygraph_trees, torch._inductor.cudagraph_trees",
             "pygraph_trees.trees.manager",
             "pygraph_trees.indirection.retired",
             "pygraph_trees.fake_gpu",
@@ -78,13 +77,11 @@ class TestImport(TestCase):
     )
     def test_any_module_may_be_first(self, first):
         """Whatever is imported first, before or after the package, all patches are on when a program is compiled."""
-        for lines in ((f"import {first}", "import pygraph_trees"), ("import pygraph_trees", f"import {first}")):
-            self.check(*lines, "import torch._inductor.compile_fx", states=ON)
+        self.check(f"import {first}", "import pygraph_trees, torch._inductor.compile_fx", states=ON)
 
     def test_compiling_is_enough(self):
         program = "print(torch.compile(lambda x: x + 1, mode='reduce-overhead')(torch.ones(2)).tolist())"
-        for first in ("import pygraph_trees, torch", "import torch, pygraph_trees"):
-            self.assertEqual(self.check(first, program, states=ON), ["[2.0, 2.0]"])
+        self.assertEqual(self.check("import torch, pygraph_trees", program, states=ON), ["[2.0, 2.0]"])
 
     def test_threads_that_import_at_once(self):
         self.check(
@@ -104,8 +101,9 @@ class TestImport(TestCase):
 
     def test_uninstall_ends_the_wait(self):
         lines = ("import pygraph_trees, inductor_patches", "inductor_patches.uninstall()")
-        self.check(*lines, "import torch._inductor.compile_fx", states=" ".join(["off"] * len(FEATURES)))
-        self.check(*lines, "inductor_patches.install()", states=ON)
+        off = " ".join(["off"] * len(FEATURES))
+        shown = self.check(*lines, "import torch._inductor.compile_fx", STATES, "p.install()", states=ON)
+        self.assertEqual(shown, [off])
 
     def test_the_compiler_is_left_as_it_is_found(self):
         """Its loader and specification are torch's own, so that its source can be read."""

@@ -1,0 +1,69 @@
+"""The README is short, its links exist, and its example prints what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees import __main__ as command_line
+
+README = ROOT / "README.md"
+MOST_WORDS = 1500
+
+
+def block_after(mark):
+    """The first block of code after a mark."""
+    return (
+        README.read_text(encoding="utf-8").partition(mark)[2].partition("```")[2].partition("\n")[2].partition("```")[0]
+    )
+
+
+class TestReadme(TestCase):
+    def test_it_is_short(self):
+        self.assertLessEqual(len(README.read_text(encoding="utf-8").split()), MOST_WORDS)
+
+    def test_links_exist(self):
+        for page in (
+            README,
+            ROOT / "CONTRIBUTING.md",
+            *(ROOT / "pygraph_trees").rglob("*.md"),
+            *(ROOT / "tools").rglob("*.md"),
+        ):
+            for name in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+                self.assertTrue((page.parent / name).exists(), f"{page.relative_to(ROOT)}: {name}")
+
+    def test_the_example_is_explained_as_it_says(self):
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(sys, "path", list(sys.path)):
+            path = Path(folder) / "my.py"
+            path.write_text(block_after("<!-- my.py: run by test_readme.py -->"))
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+                self.assertEqual(command_line.main(["explain", f"{path}:build"]), 0)
+            sys.modules.pop("my", None)
+        versions = lambda text: re.sub(r"torch \S+:", "torch:", text)  # noqa: E731
+        wanted = block_after("<!-- explained: compared by test_readme.py -->")
+        self.assertEqual(versions(out.getvalue()), versions(wanted))
+
+    def test_other_modes_with_cuda_graphs_are_named(self):
+        """Every mode in which torch uses CUDA graphs, and no other."""
+        from torch._inductor import list_mode_options
+
+        graphed = {mode for mode, options in list_mode_options().items() if options.get("triton.cudagraphs")}
+        self.assertEqual(graphed, {"reduce-overhead", "max-autotune"})
+        self.assertIn(
+            '`"reduce-overhead"` or `"max-autotune"`', README.read_text(encoding="utf-8").replace("\n  ", " ")
+        )
+
+
+if __name__ == "__main__":
+    run_tests()
