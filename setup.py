@@ -19,16 +19,20 @@ setup(
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="BSD-3-Clause",
+    author="the pygraph_trees authors",
+    project_urls={"Paper": "https://arxiv.org/abs/2503.19779"},
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["pygraph_trees", "pygraph_trees.*", "inductor_patches", "inductor_patches.*"]),
     package_data={
         "pygraph_trees": ["py.typed", "cli/*.txt", "report/*.css", "native/*.c", "native/*.cpp", "native/*.h"],
         "inductor_patches": ["py.typed"],
     },
-    install_requires=["torch>=2.11", 'triton>=3.6; platform_system == "Linux"'],
+    install_requires=["torch>=2.11,<2.16", 'triton>=3.6; platform_system == "Linux"'],
     extras_require={
         "test": ["expecttest", "hypothesis", "pytest"],
         "bench": ["transformers", "timm", "matplotlib"],
+        "gpu": ["cuda-bindings"],  # torch's wheels for CUDA require it already
+        "build": ["setuptools"],
         "lint": ["mypy==2.4.1", "ruff==0.17.5"],
     },
     entry_points={

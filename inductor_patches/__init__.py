@@ -142,13 +142,15 @@ def _check(feature: str, wanted: tuple[Patch, ...]) -> tuple[str, ...]:
     import torch
 
     from .fingerprints import parse_version
-    from .patch import FeatureOff, LiveProbe
+    from .patch import FeatureOff, LiveProbe, TorchUnknown
 
     version = parse_version(torch.__version__)
     probe = LiveProbe()
     lines = tuple(line for patch in wanted for line in patch.mismatches(probe, version))
-    if lines:
+    if lines and any(patch.is_for(version) for patch in wanted):
         warnings.warn(FeatureOff(feature=feature, torch=torch.__version__, why="; ".join(lines)), stacklevel=4)
+    elif lines and not any(_mismatches.values()):  # once, not for each feature
+        warnings.warn(TorchUnknown(torch=torch.__version__, known=wanted[0].versions), stacklevel=4)
     return lines
 
 

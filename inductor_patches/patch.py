@@ -37,6 +37,10 @@ class FeatureOff(PatchWarning):
     template = "pygraph_trees: {feature} stays off on torch {torch}, which keeps its own behaviour there: {why}"
 
 
+class TorchUnknown(PatchWarning):
+    template = "pygraph_trees: torch {torch} is unknown here ({known} are known), so nothing is patched"
+
+
 @dataclass(frozen=True, slots=True)
 class Definition:
     """A definition that a probe found under a name."""
@@ -102,12 +106,23 @@ class Patch(ABC):
         """The definitions on which the patch relies, by torch version."""
         return fingerprints_of(self.target)
 
+    @property
+    def versions(self) -> str:
+        """The torch versions for which the patch was written."""
+        first, last = (
+            end(getattr(f, name) for f in self.fingerprints) for end, name in ((min, "since"), (max, "until"))
+        )
+        return f"{_dotted(first)} to {_dotted(last)}"
+
+    def is_for(self, version: Version) -> bool:
+        """Whether the patch was written for this torch version."""
+        return any(f.since <= version <= f.until for f in self.fingerprints)
+
     def mismatches(self, probe: Probe, version: Version) -> list[str]:
         """What does not fit on this torch, one line each; empty if the patch can be applied."""
         spans = [f for f in self.fingerprints if f.since <= version <= f.until]
         if not spans:
-            known = ", ".join(f"{_dotted(f.since)} to {_dotted(f.until)}" for f in self.fingerprints)
-            return [f"{self.target}: written for torch {known}, this is {_dotted(version)}"]
+            return [f"{self.target}: written for torch {self.versions}, this is {_dotted(version)}"]
         return [line for span in spans for wanted in span.expectations for line in _compare(wanted, probe)]
 
 

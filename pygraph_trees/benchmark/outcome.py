@@ -57,7 +57,7 @@ class Outcome:
         """Writes a self-contained page for a browser."""
         from .page import write_page
 
-        write_page(Path(path), self.measurements, self.report, " ".join(self.lines()))
+        write_page(Path(path), self.measurements, self.report, self.lines())
 
     def lines(self) -> list[str]:
         """The verdicts, and how far outputs are apart."""

@@ -27,24 +27,25 @@ _MOST_NAMES = 4  # recordings named per span
 _WIDTH, _LEFT, _NOTE = 720, 140, 130  # widths of a drawing, of the labels before its bars, and of the notes after them
 
 
-def write_page(path: Path, measurements: Sequence[Measurement], report: Report, agreement: str) -> None:
+def write_page(path: Path, measurements: Sequence[Measurement], report: Report, verdict: Sequence[str]) -> None:
     """Writes a page with a program's measurements and the report about them."""
     name = measurements[0].workload if measurements else "comparison"
     more = {"measurements": [asdict(m) for m in measurements]}
-    path.write_text(page(report, sections(measurements, agreement), name=name, more=more), encoding="utf-8")
+    text = page(report, sections(measurements), name=name, verdict=verdict, more=more)
+    path.write_text(text, encoding="utf-8")
 
 
-def sections(measurements: Sequence[Measurement], agreement: str = "") -> list[Section]:
+def sections(measurements: Sequence[Measurement]) -> list[Section]:
     """The page's sections about measurements."""
     if not measurements:
         return []
-    found = [Section("figures", "Figures", _figures(measurements, agreement))]
+    found = [Section("figures", "Figures", _figures(measurements))]
     if any(m.timeline for m in measurements):
         found.append(Section("timeline", "A call in time", _timelines(measurements)))
     return found
 
 
-def _figures(measurements: Sequence[Measurement], agreement: str) -> str:
+def _figures(measurements: Sequence[Measurement]) -> str:
     parts = [
         "<p><em>Same</em> inputs are the same tensors at each call, <em>fresh</em> ones lie elsewhere than at the call "
         "before. Latency is with a wait for the GPU at each call, ms/call without; host is the time until a call "
@@ -56,20 +57,22 @@ def _figures(measurements: Sequence[Measurement], agreement: str) -> str:
     parts.append("<h3>Latency, ms</h3>" + _bars(measurements))
     for head, rows in cells(measurements):
         parts.append(table(head, rows, label="figures: " + ", ".join(head)))
-    return "".join(parts) + (f"<p>{escaped(agreement)}</p>" if agreement else "")
+    return "".join(parts)
 
 
 def _bars(measurements: Sequence[Measurement]) -> str:
     shown = [m for regime in REGIMES for m in measurements if m.regime == regime and m.latency_ms is not None]
     if not shown:
         return "<p>Nothing was measured.</p>"
-    longest = max(m.latency_ms or 0 for m in shown) or 1.0
+    # Eager is often far slower, and would make the other bars short.
+    longest = max(m.latency_ms or 0 for m in [m for m in shown if m.way != "eager"] or shown) or 1.0
     row, rows = 24, []
     for number, m in enumerate(shown):
         y = number * row
-        width = (m.latency_ms or 0) / longest * (_WIDTH - _LEFT - _NOTE)
+        share = (m.latency_ms or 0) / longest
+        width = min(1.0, share) * (_WIDTH - _LEFT - _NOTE)
         times = speedup(m, [other for other in measurements if other.regime == m.regime])
-        note = f"{m.latency_ms:.3f} ms" + ("" if times is None else f", {times:.2f}x")
+        note = f"{m.latency_ms:.3f} ms" + ("" if times is None else f", {times:.2f}x") + (", cut" if share > 1 else "")
         kind = "graph" if m.way == "ours" else "rest"
         rows.append(
             f'<text x="8" y="{y + 16}">{escaped(m.way)}, {m.regime}</text>'

@@ -23,7 +23,7 @@ _FIRST_MASKED, _EACH = 3, 8
 
 
 class TransformersMissing(PygraphError):
-    template = "the default target needs transformers ({why}): pip install 'pygraph-trees[bench]'"
+    template = "the default target needs transformers ({why}): pip install transformers"
 
 
 def bert_reads_text(device: torch.device | str = "cuda") -> tuple[torch.nn.Module, tuple[()], dict[str, Any]]:

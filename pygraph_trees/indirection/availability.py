@@ -31,6 +31,6 @@ def why_unusable() -> str | None:
     """Names what is missing, or returns None."""
     found = driver()
     if found is None:
-        return "cuda.bindings is not installed"
+        return "cuda.bindings is not installed: pip install cuda-bindings"
     missing = found.missing_calls()
     return f"the driver or its bindings are too old, they lack {', '.join(missing)}" if missing else None

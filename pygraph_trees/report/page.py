@@ -7,7 +7,10 @@ All text that comes from a program is escaped.
 
 from __future__ import annotations
 
+import datetime
 import json
+import shlex
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -16,7 +19,7 @@ from pathlib import Path
 from .markup import Section, counted, escaped, link, opened, table
 from .recorded_tree import facts, function_anchor, recorded_tree, recording_anchor
 from .records import FunctionRecord, GraphRecord, InputRecord, Partition, PartitionInput, RecordingRecord, Snapshot
-from .text import called, cause_line, environment_lines, kernels, mode_and_part, nbytes, title
+from .text import called, cause_line, environment_lines, kernels, mode_and_part, nbytes, problems, title
 
 _MOST_ROWS = 400  # of one table of inputs
 _MOST_STEPS = 8  # paths through the trees
@@ -28,15 +31,20 @@ def page(
     first: Sequence[Section] = (),
     *,
     name: str = "CUDA graphs",
+    verdict: Sequence[str] = (),
     more: Mapping[str, object] | None = None,
 ) -> str:
     """Renders the page.
 
     Args:
         first: sections before those of the report
+        verdict: plain lines at the top
         more: entries of the page's JSON besides the report's
     """
+    wrong = problems(report)
+    body = "".join(f'<li class="bad">{escaped(line)}</li>' for line in wrong)
     sections = [
+        *([Section("problems", "Problems", f"<ul>{body}</ul>")] if wrong else []),
         *first,
         Section("functions", "Functions", _functions(report.functions)),
         Section("tree", "Tree of recordings", recorded_tree(report.functions)),
@@ -47,7 +55,8 @@ def page(
         rows = [[str(b.count), b.reason, b.source or "-"] for b in report.breaks]
         body = table(["times", "what Dynamo did not trace", "where"], rows, words=(1, 2))
         sections.append(Section("breaks", "Graph breaks", body))
-    return document(name, _environment(report), _facts(report), sections, {**asdict(report), **(more or {})})
+    top = "".join(f"<p><strong>{escaped(line)}</strong></p>" for line in verdict)
+    return document(name, _environment(report), top + _facts(report), sections, {**asdict(report), **(more or {})})
 
 
 def document(
@@ -78,7 +87,8 @@ def document(
 
 def _environment(report: Snapshot) -> list[str]:
     versions, patches, *off = environment_lines(report.environment)
-    return [f"{versions}; {patches}", *off]
+    now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    return [f"{versions}; {patches}", *off, f"{now}, {shlex.join(sys.argv) or 'Python'}"]
 
 
 def _facts(report: Snapshot) -> str:

@@ -10,7 +10,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from .records import Cause, Environment, FunctionRecord, GraphBreak, GraphRecord, Placed
+from .records import Cause, Environment, FunctionRecord, GraphBreak, GraphRecord, Placed, Snapshot
 
 _MOST_CAUSES = 6  # of one graph
 _MOST_REASONS = 4  # of one function
@@ -131,6 +131,30 @@ def mode_and_part(function: FunctionRecord) -> str:
     return function.mode + part
 
 
+def problems(report: Snapshot) -> list[str]:
+    """What costs time or keeps code outside of graphs: graph breaks, un-graphed functions, copies, causes of splits."""
+    found = [f"graph break, {b.count}x: {b.reason}{f' at {b.source}' if b.source else ''}" for b in report.breaks]
+    for f in report.functions:
+        if f.ungraphed_calls:
+            found.append(_ungraphed(f))
+        found += _copies(f)
+    for g in report.graphs:
+        if g.dropped:
+            found.append(_dropped(g))
+        found += [f"{title(g)}, {g.mode}: outside of CUDA graphs: {cause_line(cause)}" for cause in g.causes]
+    return found
+
+
+def _ungraphed(function: FunctionRecord) -> str:
+    why = function.ungraphed_reason or "the limit of re-recordings, or capture failed"
+    return f"{_place(function)}: {function.ungraphed_calls} calls un-graphed: {why}"
+
+
+def _dropped(graph: GraphRecord) -> str:
+    outside = kernels(graph.kernels_outside)
+    return f"{title(graph)}, {graph.mode}: not graphed, {outside}: {' '.join(str(graph.dropped).split())}"
+
+
 def _function_notes(functions: Sequence[FunctionRecord]) -> Iterator[str]:
     for f in functions:
         reasons = Counter(r.reason for r in f.recordings[1:])
@@ -144,8 +168,7 @@ def _function_notes(functions: Sequence[FunctionRecord]) -> Iterator[str]:
         if f.route:
             yield f"{_place(f)}: inputs are given {f.route}"
         if f.ungraphed_calls:
-            why = f.ungraphed_reason or "the limit of re-recordings, or capture failed"
-            yield f"{_place(f)}: {f.ungraphed_calls} calls un-graphed: {why}"
+            yield _ungraphed(f)
 
 
 def _copies(function: FunctionRecord) -> Iterator[str]:
@@ -172,7 +195,7 @@ def _place(function: FunctionRecord) -> str:
 def _graph_notes(graphs: Sequence[GraphRecord]) -> Iterator[str]:
     for g in graphs:
         if g.dropped:
-            yield f"{title(g)}, {g.mode}: not graphed, {kernels(g.kernels_outside)}: {' '.join(g.dropped.split())}"
+            yield _dropped(g)
             continue
         yield from _placed(g)
         if not g.causes:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from contextlib import ExitStack
@@ -57,6 +59,50 @@ class TestLocation(TestCase):
             installed = {path.name for path in Path(folder).glob("lib/pygraph_trees/native/*")}
         sources = {path.name for path in location.SOURCES.iterdir() if path.suffix in (".c", ".cpp", ".h")}
         self.assertLess(sources, installed)
+
+
+class TestPackaging(TestCase):
+    def setup_py(self, *arguments):
+        done = subprocess.run(
+            [sys.executable, "setup.py", "-q", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return done.stdout
+
+    def test_a_source_distribution_has_all_that_a_build_needs(self):
+        with tempfile.TemporaryDirectory() as folder:
+            self.setup_py("egg_info", "-e", folder, "sdist", "-d", folder)
+            (path,) = Path(folder).glob("*.tar.gz")
+            with tarfile.open(path) as archive:
+                names = {name.partition("/")[2] for name in archive.getnames()}
+        wanted = {
+            path.relative_to(ROOT).as_posix()
+            for path in location.SOURCES.iterdir()
+            if path.suffix in (".c", ".cpp", ".h")
+        }
+        wanted |= {
+            "setup.py",
+            "pyproject.toml",
+            "README.md",
+            "LICENSE",
+            "pygraph_trees/report/page.css",
+            "pygraph_trees/py.typed",
+        }
+        self.assertEqual(wanted - names, set())
+
+    def test_a_torch_that_is_not_known_is_not_installed(self):
+        from inductor_patches import FEATURES, patches
+
+        newest = max(f.until for feature in FEATURES for patch in patches(feature) for f in patch.fingerprints)
+        self.assertIn(f"torch>=2.11,<{newest[0]}.{newest[1] + 1}", (ROOT / "setup.py").read_text())
+
+    def test_what_messages_tell_to_install_is_an_extra(self):
+        """And no message names an index in which this package is not."""
+        setup = (ROOT / "setup.py").read_text()
+        for path in (ROOT / "pygraph_trees").rglob("*.py"):
+            for package in re.findall(r"pip install ([\w.-]+)", path.read_text(encoding="utf-8")):
+                self.assertIn(f'"{package}', setup, path)
+                self.assertNotEqual(package, "pygraph-trees")
 
 
 class TestBuild(TestCase):

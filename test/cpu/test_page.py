@@ -125,6 +125,23 @@ class TestPage(TestCase):
             with self.subTest(wanted):
                 self.assertIn(wanted, text)
 
+    def test_the_verdict_and_the_problems_come_first(self):
+        text = page(FULL, sections(MEASURED), verdict=["ours, same inputs: 2.00x over reduce-overhead"])
+        self.elements(text)
+        places = [text.index(part) for part in ("2.00x over reduce-overhead</strong>", "<h2>Problems", "<h2>Figures")]
+        self.assertEqual(places, sorted(places))
+        shown = text.partition("<h2>Problems</h2>")[2].partition("</section>")[0]
+        for problem in (
+            "graph break, 2x: data: ",
+            "3 calls un-graphed",
+            "live inputs, 16 B, because its address is in a host array",
+            "outside of CUDA graphs: cpu ops: aten.index.Tensor",
+            "not graphed, 0 GPU kernels",
+        ):
+            self.assertIn(problem, shown)
+        self.assertNotIn("<h2>Problems", report([function(recording(0))]).to_html())
+        self.assertRegex(text, r'<p class="quiet">\d{4}-\d\d-\d\d \d\d:\d\d [^<]*</p>')
+
     def test_nothing_of_a_program_is_markup(self):
         text = FULL.to_html()
         self.assertNotIn(EVIL, text)
@@ -307,7 +324,7 @@ class TestPage(TestCase):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "page.html"
             failed = measurement("compile", latency_ms=None, error=EVIL)
-            write_page(path, [*MEASURED, failed], FULL, "")
+            write_page(path, [*MEASURED, failed], FULL, [])
             text = path.read_text(encoding="utf-8")
         self.elements(text)
         data = json.loads(text.partition('id="report">')[2].partition("</script>")[0])
@@ -358,6 +375,13 @@ class TestPage(TestCase):
         (figures,) = sections([measurement("upstream", latency_ms=2.0), measurement("ours", latency_ms=0.5)])
         widths = [float(a["width"]) for tag, a in self.elements(figures.body) if tag == "rect"]
         self.assertEqual(widths[0], 4 * widths[1])
+
+    def test_a_slow_eager_does_not_shorten_the_others(self):
+        slow = [measurement("eager", latency_ms=50.0), measurement("upstream", latency_ms=2.0)]
+        (figures,) = sections([*slow, measurement("ours", latency_ms=0.5)])
+        widths = [float(a["width"]) for tag, a in self.elements(figures.body) if tag == "rect"]
+        self.assertEqual((widths[0], widths[1]), (widths[1], 4 * widths[2]))
+        self.assertIn("50.000 ms, 0.04x, cut", figures.body)
 
     def test_timeline(self):
         _, timeline = sections(MEASURED)
@@ -417,7 +441,7 @@ class TestPage(TestCase):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "report.html"
             self.assertEqual(FULL.to_html(path), path.read_text(encoding="utf-8"))
-            write_page(path, MEASURED, FULL, "ours and upstream are bit-equal")
+            write_page(path, MEASURED, FULL, ["ours and upstream are bit-equal"])
             text = path.read_text(encoding="utf-8")
             self.assertIn("<title>Net: pygraph_trees</title>", text)
             self.assertIn("ours and upstream are bit-equal", text)
