@@ -134,7 +134,7 @@ class TestPage(TestCase):
         for problem in (
             "graph break, 2x: data: ",
             "3 calls un-graphed",
-            "live inputs, 16 B, because its address is in a host array",
+            "live inputs, 8 B, because its address is in a host array",
             "outside of CUDA graphs: cpu ops: aten.index.Tensor",
             "not graphed, 0 GPU kernels",
         ):
