@@ -215,5 +215,41 @@ class TestOptions(Examples):
             self.assertIn("--against-upstream", printed)
 
 
+class TestWorksWith(TestCase):
+    def test_a_program_without_a_gpu(self):
+        """Its values are the same each time, so that they can be compared."""
+        import works_with
+
+        first, second = (works_with.run("scaler", "cpu") for _ in range(2))
+        self.assertEqual((len(first["values"]), first["replays"]), (works_with.STEPS, 0))
+        self.assertTrue(works_with.agree(first["values"], second["values"]))
+
+    def test_what_agrees(self):
+        from works_with import agree
+
+        self.assertTrue(agree([1, 2], [1, 2]) and agree([1.0, 200.0], [1.0, 200.1]))
+        for ours, upstreams in (
+            ([1, 2], [1, 3]),
+            ([1.0], [1.01]),
+            ([], []),
+            ([1.0], [1.0, 1.0]),
+            ([float("nan")], [1.0]),
+        ):
+            self.assertFalse(agree(ours, upstreams), (ours, upstreams))
+
+    def test_what_is_refused(self):
+        import works_with
+
+        for arguments, why in (
+            (["nothing"], "there is no program nothing; there are generate, trainer"),
+            (["scaler"], "there is no GPU"),
+        ):
+            error = io.StringIO()
+            with contextlib.redirect_stderr(error), self.assertRaises(SystemExit) as ended:
+                works_with.main(arguments)
+            self.assertEqual(ended.exception.code, 2)
+            self.assertIn(why, error.getvalue())
+
+
 if __name__ == "__main__":
     run_tests()
