@@ -157,14 +157,16 @@ class TestLoweredConstants(TestCase):
         for value in (lambda _: (torch.arange(3) / 7).exp(), lambda _: torch.tensor([1.5, 0.0])):
             self.assertNotIn("_folded_constant0_cuda0", Lowered(value).graph.source_code)
 
-    def test_small_values_that_lose_bits_are_copied_in_branches(self):
+    def test_small_values_that_lose_bits_are_left_to_torch_in_branches(self):
         def program(x):
             branches = (lambda x: x + torch.tensor([-0.0, 1.0]).to("cuda"), lambda x: x - 1)
             return torch.cond(x.sum() > 0, *branches, (x,))
 
         torch._dynamo.reset()
         (graph,) = lower(program, (torch.empty(2, device="meta"),))
-        self.assertNotIn("tl.full([1], -0.0", graph.source_code)
+        (record,) = graph.gm.true_graph_0.meta[PLACED]
+        self.assertEqual(record.how, "copied")
+        self.assertIn("a kernel would hold its numbers with other bits", record.why)
 
     def test_a_value_that_is_returned_too_stays_on_the_cpu(self):
         def program(x):
