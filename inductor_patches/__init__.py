@@ -53,6 +53,7 @@ _mismatches: dict[str, tuple[str, ...]] = {}  # by feature that was checked; tor
 _busy = False
 _hook = ImportHook()
 _waits = False  # for torch's compiler
+_executed: set[str] = set()  # its modules that have run to their end, though their import may not be over
 
 _LOGS = "torch._logging._registrations"
 _FLAGS = "torch._inductor.config"
@@ -67,10 +68,13 @@ def patches(feature: str) -> tuple[Patch, ...]:
 
 def install() -> tuple[Status, ...]:
     """Imports torch's compiler and applies every feature that fits and is not on yet; a second call does nothing."""
+    global _waits
     if not disabled():
-        # Before the lock is taken: another thread may be importing this module, and want the lock after it.
-        importlib.import_module(_COMPILER[0])
-        _install(FEATURES)
+        for name in _COMPILER:  # before the lock is taken: a thread that is importing one wants the lock afterwards
+            importlib.import_module(name)
+        if _is_there():
+            _install(FEATURES)
+            _waits = False
     return status()
 
 
@@ -100,13 +104,19 @@ def _install_flags() -> None:
 
 
 def _install_after(module: str) -> None:
-    # Either module imports the other; if the other one has begun, it is patched at its end.
-    if all(is_loaded(other) for other in _COMPILER if other != module and other in sys.modules):
+    # Either module imports the other, in this thread or in another one: the patches go on at the end of the later one.
+    _executed.add(module)
+    if _is_there():
         install()
 
 
+def _is_there() -> bool:
+    """Whether no module of the compiler is half-way through its import."""
+    return all(name in _executed or name not in sys.modules or is_loaded(name) for name in _COMPILER)
+
+
 def _install(features: Iterable[str]) -> None:
-    global _busy, _waits
+    global _busy
     with _lock:
         # Importing the replacements may import pygraph_trees, and torch's modules that are waited for: the inner call
         # has nothing to do.
@@ -117,7 +127,6 @@ def _install(features: Iterable[str]) -> None:
             for feature in features:
                 if feature not in _undo:
                     _put_on(feature)
-            _waits = _waits and features is not FEATURES  # some are waited for
         finally:
             _busy = False
 

@@ -124,7 +124,8 @@ def _compare(options: argparse.Namespace) -> int:
     from pygraph_trees.benchmark.verify import NO_GPU, NothingVerified
 
     from .benchmark import WAYS, Effort, compare
-    from .benchmark.outcome import Outcome, slower_than
+    from .benchmark.baseline import Baseline
+    from .benchmark.outcome import Outcome
     from .cli import target
     from .cli.progress import Progress
     from .settings import Settings
@@ -138,6 +139,7 @@ def _compare(options: argparse.Namespace) -> int:
         print("compare needs a GPU and this machine has none that torch can use; this is `explain` instead.\n")
         return _explain(options)
 
+    baseline = Baseline.read(options.baseline, torch.cuda.get_device_name()) if options.baseline else None
     program = target.resolve(options.target, torch.device("cuda"))
     ways = options.ways.split(",") if options.ways else WAYS
     measurements = compare(program, ways, Effort(rounds=options.rounds), Progress())
@@ -150,7 +152,7 @@ def _compare(options: argparse.Namespace) -> int:
     has_ours = any(way.startswith("ours") for way in ways)
     if verifies and has_ours and not any(function.recordings for function in found.report.functions):
         raise NothingVerified(why="no part of the target ran in a CUDA graph of ours; the report says why")
-    slower = list(slower_than(options.baseline, found, options.tolerance / 100)) if options.baseline else []
+    slower = [] if baseline is None else list(baseline.slower(found.measurements, options.tolerance / 100))
     for line in slower:
         print(f"slower than {options.baseline}: {line}")
     return 1 if found.failed or slower else 0

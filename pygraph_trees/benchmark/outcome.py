@@ -1,16 +1,12 @@
-"""The outcome of a comparison: measurements with a verdict, the report, and a baseline to hold them against.
-
-:class:`Outcome` prints as text and writes JSON and a page. :func:`slower_than` reads an earlier JSON file and lists the
-ways that became slower.
-"""
+"""The outcome of a comparison: measurements, verdicts, and the report; prints as text, and writes JSON and a page."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pygraph_trees.errors import PygraphError
 from pygraph_trees.report.markup import escaped
@@ -26,14 +22,6 @@ _OTHERS = {"upstream": "reduce-overhead", "compile": "torch.compile", "eager": "
 
 class NeedsGpu(PygraphError):
     template = "compare needs a GPU, and torch can use none here; explain needs none"
-
-
-class NoBaseline(PygraphError):
-    template = "{path} is no baseline: {why}; expected a file that compare --json wrote"
-
-
-class OtherGpu(PygraphError):
-    template = "{path} was measured on {before}, and this is {now}: times of different GPUs are not compared"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,35 +83,3 @@ def agreement(measurements: Sequence[Measurement]) -> str:
         "" if not apart else "; ours and upstream are " + ("bit-equal" if not any(apart) else f"{max(apart):.2g} apart")
     )
     return f"Outputs against eager: {', '.join(parts) or 'not compared'}{ours}."
-
-
-def slower_than(path: Path, outcome: Outcome, tolerance: float) -> Iterator[str]:
-    """A line for each way and regime whose latency is above an earlier one by more than ``tolerance``, a share.
-
-    Raises:
-        NoBaseline: the file has no measurements of this program.
-        OtherGpu: they are of another GPU.
-    """
-    before = _read(path)
-    gpu, now = before["report"]["environment"]["gpu"], outcome.report.environment.gpu
-    if gpu != now:
-        raise OtherGpu(path=path, before=gpu, now=now)
-    earlier = {(m["workload"], m["way"], m["regime"]): m["latency_ms"] for m in before["measurements"]}
-    found = [(m, earlier.get((m.workload, m.way, m.regime))) for m in outcome.measurements]
-    if not any(latency_ms for _, latency_ms in found):
-        raise NoBaseline(path=path, why="it has no measurement of this program")
-    for m, latency_ms in found:
-        if latency_ms and m.latency_ms and m.latency_ms > latency_ms * (1 + tolerance):
-            times = m.latency_ms / latency_ms - 1
-            yield f"{m.way}, {m.regime} inputs: {m.latency_ms:.3f} ms, {latency_ms:.3f} ms before ({times:+.0%})"
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
-        if {"measurements", "report"} <= found.keys():
-            known: Mapping[str, Any] = found
-            return known
-    except (OSError, ValueError, AttributeError) as error:
-        raise NoBaseline(path=path, why=str(error)) from error
-    raise NoBaseline(path=path, why="it has no measurements")

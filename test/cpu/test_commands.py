@@ -514,10 +514,11 @@ class TestCompare(Folder):
     def compared(self, *options, latency_ms=2.0, gpu="a GPU"):
         with (
             mock.patch.object(torch.cuda, "is_available", lambda: True),
+            mock.patch.object(torch.cuda, "get_device_name", lambda: gpu),
             mock.patch.object(target, "resolve"),
             mock.patch(
                 "pygraph_trees.benchmark.compare", return_value=[self.measurement("ours", latency_ms=latency_ms)]
-            ),
+            ) as self.measured,
             mock.patch("pygraph_trees.report.summary._environment", lambda: replace(REPORT_ENVIRONMENT, gpu=gpu)),
         ):
             return run("compare", "X", *options)
@@ -543,7 +544,7 @@ class TestCompare(Folder):
         for text, why in (("{", "Expecting property name"), ("[]", "no baseline"), ("{}", "it has no measurements")):
             path.write_text(text)
             status, _, err = self.compared("--baseline", str(path))
-            self.assertEqual(status, 2)
+            self.assertEqual((status, self.measured.called), (2, False))  # before anything is measured
             self.assertRegex(err, f"error: .*{why}")
         self.compared("--json", str(path))
         status, _, err = self.compared("--baseline", str(path), gpu="another")
