@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class NoGpu(PygraphError):
-    template = "compare needs a GPU, and torch can use none here: there is nothing to write for {option}"
+    template = "compare needs a GPU, and torch can use none here: there are no measurements for {option}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,8 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--traceback", action="store_true", help="also print where an error of the target was raised")
     commands = parser.add_subparsers(title="commands", required=True)
     help_target = (
-        "file.py:function or package.module:function returning (model, args, kwargs) or (callable, args), "
-        "or a workload; default: a BERT that reads a text"
+        "file.py:function or package.module:function returning (model, args), (model, args, kwargs) or (model, args, "
+        "kwargs, loss), or a workload; default: a BERT that reads a text"
     )
 
     compare = commands.add_parser("compare", help="run a target as eager, compile, upstream and ours, and measure")
@@ -134,8 +134,9 @@ def _compare(options: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         if verifies:
             raise NothingVerified(why=NO_GPU)
-        if options.json or options.html:
-            raise NoGpu(option="--json" if options.json else "--html")
+        for option in ("json", "html", "baseline"):
+            if getattr(options, option):
+                raise NoGpu(option=f"--{option}")
         print("compare needs a GPU and this machine has none that torch can use; this is `explain` instead.\n")
         return _explain(options)
 

@@ -451,12 +451,12 @@ What the features do about it:
 
     def test_compare_without_a_gpu_writes_nothing(self):
         with mock.patch.object(torch.cuda, "is_available", lambda: False):
-            for option in ("--json", "--html"):
+            for option in ("--json", "--html", "--baseline"):
                 status, out, err = run("compare", f"{self.file}:net", option, str(self.file.with_name("out")))
                 self.assertEqual((status, out), (2, ""))
                 self.assertEqual(
                     err,
-                    "error: compare needs a GPU, and torch can use none here: there is nothing to write for "
+                    "error: compare needs a GPU, and torch can use none here: there are no measurements for "
                     f"{option}\n",
                 )
             with self.assertRaisesRegex(PygraphError, "compare needs a GPU"):
