@@ -34,7 +34,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str
     """
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     others = sum(widths[1:]) + 2 * (len(head) - 1)
-    widths[0] = max(8, min(widths[0], width - others))
+    widths[0] = max(2, min(widths[0], width - others))
     lines = []
     for row in (head, *rows):
         first = row[0]
@@ -94,7 +94,7 @@ def _functions(functions: Sequence[FunctionRecord], width: int) -> str:
         "copied",
         "rec",
         "replays",
-        "record s",
+        "rec s",
         "pool",
     )
     return table(head, [_row(f) for f in functions], width)

@@ -236,10 +236,10 @@ class TestReport(TestCase):
 pygraph_trees 0.1.0, torch 2.13.0, triton 3.7.0, NVIDIA H200
 patches on: flags; native: yes
 
-function                mode  part  kernels  stat  mgd  live  copied  rec  replays  record s    pool
-Net 0/0                  inf   1/1       12     1    0     1  2.0 kB    1     1200      0.25  2.1 MB
+function                   mode  part  kernels  stat  mgd  live  copied  rec  replays  rec s    pool
+Net 0/0                     inf   1/1       12     1    0     1  2.0 kB    1     1200   0.25  2.1 MB
 ANetWithALongNameThatNoTerminalHasRoomFor 0/0
-                         fwd   1/1       12     1    0     1  2.0 kB    3        0      0.75     0 B
+                            fwd   1/1       12     1    0     1  2.0 kB    3        0   0.75     0 B
 
 ANetWithALongNameThatNoTerminalHasRoomFor 0/0, forward: recorded again 2 times: static input arg0_1
     moved
@@ -266,6 +266,12 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
             found = Report(ENVIRONMENT, (), (log.record(),))
             self.assertIn(f"Net 0/0, inference: inputs are {words}", found.to_text(400))
             self.assertIn(f"<p>Inputs are {words}", found.to_html())
+
+    def test_it_fits_80_columns_with_names_whole(self):
+        graphs, functions = self.records()
+        lines = Report(ENVIRONMENT, graphs, functions).to_text(80).splitlines()
+        self.assertLessEqual(max(map(len, lines)), 80)
+        self.assertIn("ANetWithALongNameThatNoTerminalHasRoomFor 0/0", lines)
 
     def test_what_changed_since_another_report(self):
         _, (plain, moved) = self.records()
