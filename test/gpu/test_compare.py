@@ -25,18 +25,22 @@ import torch
 def net(device):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 256)).to(device)
-    return model, (torch.randn(64, 256, device=device),)
+    return model.eval(), (torch.randn(64, 256, device=device),)
+
+def trained(device):
+    model, args = net(device)
+    return model.train(), args, {}, lambda outputs: outputs.square().mean()
 """
 
 
 @unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
 class TestCompare(TestCase):
-    def compare(self, *options):
+    def compare(self, *options, target="net"):
         """The measurements by way and regime, the files written, and the process."""
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / "program.py").write_text(PROGRAM)
-            command = [sys.executable, "-m", "pygraph_trees", "compare", f"{folder}/program.py:net", *options]
+            command = [sys.executable, "-m", "pygraph_trees", "compare", f"{folder}/program.py:{target}", *options]
             done = subprocess.run(
                 [*command, "--json", str(folder / "out.json")], cwd=ROOT, capture_output=True, text=True, timeout=400
             )
@@ -48,6 +52,29 @@ class TestCompare(TestCase):
         found, _, done = self.compare("--rounds", "1", "--ways", "upstream,ours")
         self.assertEqual(sorted({way for way, _ in found}), ["ours", "upstream"])
         self.assertIn("not compared; ours and upstream are bit-equal", done.stdout)
+
+    def test_training(self):
+        """Of a model in training mode, the backward is measured too."""
+        found, data, done = self.compare("--rounds", "1", "--ways", "upstream,ours", target="trained")
+        self.assertEqual({m["mode"] for m in found.values()}, {"training"})
+        self.assertEqual({f["mode"] for f in data["report"]["functions"]}, {"forward", "backward"})
+        self.assertEqual(found["ours", "fresh"]["copied_bytes"], 0)
+        self.assertRegex(done.stdout, r"ours, same inputs: \d+\.\d\dx over reduce-overhead")
+
+    def test_in_python(self):
+        """``pygraph_trees.compare`` and then ``explain``, in one process, which then uses the GPU."""
+        code = (
+            "import torch, pygraph_trees\n"
+            "model = torch.nn.Linear(64, 64).eval()\n"
+            "print(pygraph_trees.explain(model, torch.ones(8, 64, device='meta')))\n"
+            "print(pygraph_trees.compare(model.cuda(), torch.ones(8, 64).cuda(), rounds=1))\n"
+            "print(torch.compile(model, mode='reduce-overhead')(torch.ones(8, 64).cuda()).sum().isfinite().item())\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=400)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("Linear for sm_", done.stdout)
+        self.assertRegex(done.stdout, r"ours, fresh inputs: .* over torch.compile")
+        self.assertTrue(done.stdout.endswith("True\n"), done.stdout[-200:])
 
     def test_compare(self):
         found, data, done = self.compare("--rounds", "2")

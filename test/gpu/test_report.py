@@ -67,6 +67,15 @@ class TestCoverage(TestCase):
         self.assertGreaterEqual(function.pool_bytes, 2 * 1024 * 1024)  # the allocator's smallest segment
         self.assertRegex(function.compile_id, r"^\d+/\d+$")
 
+    def test_max_autotune_uses_graphs_too(self):
+        f = compiled(lambda x: x.sin() * 2, mode="max-autotune")
+        for _ in range(4):
+            step()
+            x = torch.randn(64, device=DEVICE)
+            self.assertEqual(f(x), x.sin() * 2)
+        function = self.only_function()
+        self.assertEqual((function.replays, function.recordings[0].copied_bytes), (2, 0))
+
     @unittest.skipUnless(driver(), "needs cuda.bindings")
     def test_kernels_are_those_that_run(self):
         def fn(x, y):
