@@ -57,22 +57,21 @@ class TestImport(TestCase):
 
     def test_flags_are_there_with_torchs_config(self):
         states = "on " + " ".join(["waiting"] * (len(FEATURES) - 1))
-        for first in ("import pygraph_trees, torch", "import torch, pygraph_trees"):
-            found = self.check(first, "print(torch._inductor.config.triton.pygraph_selective)", states=states)
-            self.assertEqual(found, ["always"])
-        refused = run_python(
-            "import pygraph_trees, torch", "torch._inductor.config.triton.pygraph_selective = 'sometimes'"
+        found = self.check(
+            "import torch, pygraph_trees",
+            "print(torch._inductor.config.triton.pygraph_selective)",
+            "try: torch._inductor.config.triton.pygraph_selective = 'sometimes'",
+            "except Exception as error: print(type(error).__name__)",
+            states=states,
         )
-        self.assertIn("pygraph_selective must be one of", refused.stderr)
+        self.assertEqual(found, ["always", "InvalidFlag"])
 
     @parametrize(
         "first",
         [
             "torch._inductor.cudagraph_trees",
             "pygraph_trees, torch._inductor.cudagraph_trees",
-            "pygraph_trees.trees.manager",
             "pygraph_trees.indirection.retired",
-            "pygraph_trees.fake_gpu",
         ],
     )
     def test_any_module_may_be_first(self, first):
@@ -80,8 +79,15 @@ class TestImport(TestCase):
         self.check(f"import {first}", "import pygraph_trees, torch._inductor.compile_fx", states=ON)
 
     def test_compiling_is_enough(self):
-        program = "print(torch.compile(lambda x: x + 1, mode='reduce-overhead')(torch.ones(2)).tolist())"
-        self.assertEqual(self.check("import torch, pygraph_trees", program, states=ON), ["[2.0, 2.0]"])
+        """The compiler's loader and specification are torch's own afterwards, so that its source can be read."""
+        shown = self.check(
+            "import torch, pygraph_trees",
+            "print(torch.compile(lambda x: x + 1, mode='reduce-overhead')(torch.ones(2)).tolist())",
+            "import torch._inductor.compile_fx as c, inspect",
+            "print(type(c.__loader__).__name__, type(c.__spec__.loader).__name__, len(inspect.getsource(c)) > 1000)",
+            states=ON,
+        )
+        self.assertEqual(shown, ["[2.0, 2.0]", "SourceFileLoader SourceFileLoader True"])
 
     def test_threads_that_import_at_once(self):
         self.check(
@@ -104,15 +110,6 @@ class TestImport(TestCase):
         off = " ".join(["off"] * len(FEATURES))
         shown = self.check(*lines, "import torch._inductor.compile_fx", STATES, "p.install()", states=ON)
         self.assertEqual(shown, [off])
-
-    def test_the_compiler_is_left_as_it_is_found(self):
-        """Its loader and specification are torch's own, so that its source can be read."""
-        shown = self.check(
-            "import pygraph_trees, torch._inductor.compile_fx as c, inspect",
-            "print(type(c.__loader__).__name__, type(c.__spec__.loader).__name__, len(inspect.getsource(c)) > 1000)",
-            states=ON,
-        )
-        self.assertEqual(shown, ["SourceFileLoader SourceFileLoader True"])
 
 
 class TestTimes(TestCase):
