@@ -52,8 +52,7 @@ _undo: dict[str, list[Callable[[], None]]] = {}  # by feature that is on, in the
 _mismatches: dict[str, tuple[str, ...]] = {}  # by feature that was checked; torch does not change in a process
 _busy = False
 _hook = ImportHook()
-_waits = False  # for torch's compiler
-_executed: set[str] = set()  # its modules that have run to their end, though their import may not be over
+_executed: set[str] = set()  # modules of the compiler whose code has run, though their import may not be over
 
 _LOGS = "torch._logging._registrations"
 _FLAGS = "torch._inductor.config"
@@ -68,13 +67,11 @@ def patches(feature: str) -> tuple[Patch, ...]:
 
 def install() -> tuple[Status, ...]:
     """Imports torch's compiler and applies every feature that fits and is not on yet; a second call does nothing."""
-    global _waits
     if not disabled():
-        for name in _COMPILER:  # before the lock is taken: a thread that is importing one wants the lock afterwards
+        for name in _COMPILER:  # before taking the lock, which another thread takes after importing one of them
             importlib.import_module(name)
         if _is_there():
             _install(FEATURES)
-            _waits = False
     return status()
 
 
@@ -84,18 +81,11 @@ def install_when_loaded() -> None:
     The name in ``TORCH_LOGS`` is registered before torch reads the variable, the flags are there once
     ``torch._inductor.config`` is, and everything else is applied before a program can be compiled.
     """
-    global _waits
-    if disabled():
-        _hook.watch({_LOGS: register})
-        return
-    _waits = True
-    _hook.watch(
-        {
-            _LOGS: register,
-            _FLAGS: _install_flags,
-            **{name: functools.partial(_install_after, name) for name in _COMPILER},
-        }
-    )
+    actions: dict[str, Callable[[], None]] = {_LOGS: register}
+    if not disabled():
+        actions[_FLAGS] = _install_flags
+        actions |= {name: functools.partial(_install_after, name) for name in _COMPILER}
+    _hook.watch(actions)
 
 
 def _install_flags() -> None:
@@ -104,22 +94,21 @@ def _install_flags() -> None:
 
 
 def _install_after(module: str) -> None:
-    # Either module imports the other, in this thread or in another one: the patches go on at the end of the later one.
+    # Each of these modules may import the other, and another thread may import either: both must have run.
     _executed.add(module)
     if _is_there():
         install()
 
 
 def _is_there() -> bool:
-    """Whether no module of the compiler is half-way through its import."""
+    """Whether no module of the compiler is partially imported."""
     return all(name in _executed or name not in sys.modules or is_loaded(name) for name in _COMPILER)
 
 
 def _install(features: Iterable[str]) -> None:
     global _busy
     with _lock:
-        # Importing the replacements may import pygraph_trees, and torch's modules that are waited for: the inner call
-        # has nothing to do.
+        # Importing the replacements may import watched modules, whose actions call this function again.
         if _busy:
             return
         _busy = True
@@ -156,7 +145,7 @@ def _check(feature: str, wanted: tuple[Patch, ...]) -> tuple[str, ...]:
     version = parse_version(torch.__version__)
     probe = LiveProbe()
     lines = tuple(line for patch in wanted for line in patch.mismatches(probe, version))
-    if lines and any(patch.is_for(version) for patch in wanted):
+    if lines and any(patch.fingerprints_for(version) for patch in wanted):
         warnings.warn(FeatureOff(feature=feature, torch=torch.__version__, why="; ".join(lines)), stacklevel=4)
     elif lines and not any(_mismatches.values()):  # once, not for each feature
         warnings.warn(TorchUnknown(torch=torch.__version__, known=wanted[0].versions), stacklevel=4)
@@ -170,9 +159,7 @@ def _take_off(undo: list[Callable[[], None]]) -> None:
 
 def uninstall() -> tuple[Status, ...]:
     """Undoes all patches in reverse order; programs that are already compiled and recorded keep working."""
-    global _waits
     with _lock:
-        _waits = False
         _hook.stop()
         for feature in reversed(FEATURES):
             _take_off(_undo.pop(feature, []))
@@ -194,5 +181,5 @@ def _status(feature: str) -> Status:
     elif mismatches:
         state = "mismatch"
     else:
-        state = "waiting" if _waits else "off"
+        state = "waiting" if any(map(_hook.waits_for, _COMPILER)) else "off"
     return Status(feature, state, tuple(patch.target for patch in patches(feature)), mismatches)

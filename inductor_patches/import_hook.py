@@ -1,8 +1,8 @@
 """Runs a function right after a module is imported for the first time.
 
 :class:`ImportHook` is a finder of the import system. For a module that it watches, it lets the other finders find the
-module and adds the function to the end of its execution, in the importing thread. It changes nothing else of the
-module, and watches each one once. A function whose module is loaded already runs at once.
+module and calls the function after the module's code has run, in the importing thread. It changes nothing else about
+the module, and watches each one once. If a module is already loaded, its function is called at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 class ImportHook(importlib.abc.MetaPathFinder):
-    """Watches for modules; a watch that :meth:`stop` ended runs nothing more."""
+    """Watches for modules until :meth:`stop`."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, Callable[[], None]] = {}
@@ -32,6 +32,10 @@ class ImportHook(importlib.abc.MetaPathFinder):
                 importlib.import_module(name)  # waits if another thread is importing it
             if is_loaded(name):
                 self._run(name)
+
+    def waits_for(self, name: str) -> bool:
+        """Whether the action of a module is still to run."""
+        return name in self._waiting
 
     def stop(self) -> None:
         self._waiting.clear()

@@ -38,7 +38,7 @@ class FeatureOff(PatchWarning):
 
 
 class TorchUnknown(PatchWarning):
-    template = "pygraph_trees: torch {torch} is unknown here ({known} are known), so nothing is patched"
+    template = "pygraph_trees supports torch {known}; torch {torch} is not patched"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +109,16 @@ class Patch(ABC):
     @property
     def versions(self) -> str:
         """The torch versions for which the patch was written."""
-        first, last = (
-            end(getattr(f, name) for f in self.fingerprints) for end, name in ((min, "since"), (max, "until"))
-        )
+        first, last = min(f.since for f in self.fingerprints), max(f.until for f in self.fingerprints)
         return f"{_dotted(first)} to {_dotted(last)}"
 
-    def is_for(self, version: Version) -> bool:
-        """Whether the patch was written for this torch version."""
-        return any(f.since <= version <= f.until for f in self.fingerprints)
+    def fingerprints_for(self, version: Version) -> list[Fingerprint]:
+        """The definitions on which the patch relies in this torch version; empty if it was not written for it."""
+        return [f for f in self.fingerprints if f.since <= version <= f.until]
 
     def mismatches(self, probe: Probe, version: Version) -> list[str]:
         """What does not fit on this torch, one line each; empty if the patch can be applied."""
-        spans = [f for f in self.fingerprints if f.since <= version <= f.until]
+        spans = self.fingerprints_for(version)
         if not spans:
             return [f"{self.target}: written for torch {self.versions}, this is {_dotted(version)}"]
         return [line for span in spans for wanted in span.expectations for line in _compare(wanted, probe)]

@@ -101,7 +101,7 @@ def compare(fn: Callable[..., Any], *args: Any, rounds: int = 5, **kwargs: Any) 
     from .benchmark.outcome import NeedsGpu, Outcome
 
     if not torch.cuda.is_available():
-        raise NeedsGpu
+        raise NeedsGpu(instead="explain needs none")
     found = measured(_program(fn, args, kwargs), effort=Effort(rounds=rounds))
     return Outcome(tuple(found), report())
 

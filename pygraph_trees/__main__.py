@@ -18,16 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import report
-from .cli.target_names import DEFAULT
 from .errors import PygraphError
 from .version import __version__
 
 if TYPE_CHECKING:
     from pygraph_trees.selection.profiles import Profile
-
-
-class NoGpu(PygraphError):
-    template = "compare needs a GPU, and torch can use none here: there are no measurements for {option}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pygraph_trees", description=__doc__.splitlines()[0])
     parser.add_argument("--version", action=_Version, help="show versions, and whether the native parts are built")
-    parser.add_argument("--traceback", action="store_true", help="also print where an error of the target was raised")
+    parser.add_argument("--traceback", action="store_true", help="print the traceback of an error in the target")
     commands = parser.add_subparsers(title="commands", required=True)
     help_target = (
         "file.py:function or package.module:function returning (model, args), (model, args, kwargs) or (model, args, "
@@ -55,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     compare = commands.add_parser("compare", help="run a target as eager, compile, upstream and ours, and measure")
-    compare.add_argument("target", nargs="?", default=DEFAULT, metavar="TARGET", help=help_target)
+    compare.add_argument("target", nargs="?", default="", metavar="TARGET", help=help_target)
     compare.add_argument("--rounds", type=_positive, default=5, help="rounds over the ways (default 5)")
     compare.add_argument(
         "--ways",
@@ -64,13 +59,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_files(compare, "measurements and report")
     compare.add_argument(
-        "--baseline", type=Path, metavar="FILE", help="exit with 1 if a way is slower than in a FILE of --json"
+        "--baseline", type=Path, metavar="FILE", help="exit with 1 if a way is slower than in FILE, from --json"
     )
-    compare.add_argument("--tolerance", type=float, default=5, metavar="PERCENT", help="of --baseline (default 5)")
+    compare.add_argument(
+        "--tolerance", type=float, default=5, metavar="PERCENT", help="by which it may be slower (default 5)"
+    )
     compare.set_defaults(command=_compare)
 
     explain = commands.add_parser("explain", help="show partitions, their causes and the inputs; needs no GPU")
-    explain.add_argument("target", nargs="?", default=DEFAULT, metavar="TARGET", help=help_target)
+    explain.add_argument("target", nargs="?", default="", metavar="TARGET", help=help_target)
     _add_arch(explain)
     _add_files(explain, "the explanation")
     explain.set_defaults(command=_explain)
@@ -125,7 +122,7 @@ def _compare(options: argparse.Namespace) -> int:
 
     from .benchmark import WAYS, Effort, compare
     from .benchmark.baseline import Baseline
-    from .benchmark.outcome import Outcome
+    from .benchmark.outcome import NeedsGpu, Outcome
     from .cli import target
     from .cli.progress import Progress
     from .settings import Settings
@@ -135,8 +132,8 @@ def _compare(options: argparse.Namespace) -> int:
         if verifies:
             raise NothingVerified(why=NO_GPU)
         for option in ("json", "html", "baseline"):
-            if getattr(options, option):
-                raise NoGpu(option=f"--{option}")
+            if getattr(options, option) is not None:
+                raise NeedsGpu(instead=f"it has no measurements for --{option}")
         print("compare needs a GPU and this machine has none that torch can use; this is `explain` instead.\n")
         return _explain(options)
 
@@ -168,7 +165,7 @@ def _explain(options: argparse.Namespace) -> int:
 
     destination.check({"--json": options.json, "--html": options.html})
     program = target.resolve(options.target, torch.device("meta"))
-    with target.raising_errors_of(options.target):
+    with target.raising_errors_of(options.target or target.DEFAULT):
         explained = explain(program, options.arch, Progress())
     print(explained)
     if options.json:

@@ -18,7 +18,7 @@ from .results import Measurement
 
 
 class NoBaseline(PygraphError):
-    template = "{path} is no baseline: {why}; expected a file that compare --json wrote"
+    template = "{path} is not a baseline: {why}; expected a file written by compare --json"
 
 
 class OtherGpu(PygraphError):

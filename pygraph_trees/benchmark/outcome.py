@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pygraph_trees.errors import PygraphError
-from pygraph_trees.report.markup import escaped
+from pygraph_trees.report.markup import preformatted
 
 from .results import REGIMES, Measurement
 from .table import speedup, text_table
@@ -21,7 +21,7 @@ _OTHERS = {"upstream": "reduce-overhead", "compile": "torch.compile", "eager": "
 
 
 class NeedsGpu(PygraphError):
-    template = "compare needs a GPU, and torch can use none here; explain needs none"
+    template = "compare needs a GPU, and torch finds none; {instead}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Outcome:
         return "\n\n".join([text_table(self.measurements), "\n".join(self.lines()), str(self.report)])
 
     def _repr_html_(self) -> str:
-        return f"<pre>{escaped(self)}</pre>"
+        return preformatted(self)
 
 
 def verdicts(measurements: Sequence[Measurement]) -> list[str]:

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pygraph_trees.report.markup import Section, escaped
+from pygraph_trees.report.markup import Section, counted, escaped, preformatted
 from pygraph_trees.report.markup import table as html_table
-from pygraph_trees.report.page import document
+from pygraph_trees.report.page import breaks_section, document
 from pygraph_trees.report.records import GraphBreak, Partition, PartitionInput, Placed
-from pygraph_trees.report.text import cause_line, nbytes, placed_lines, table
+from pygraph_trees.report.text import break_line, cause_line, nbytes, placed_lines, table
 
 _MOST_INPUTS = 12  # live inputs listed per partition
 _MOST_CAUSES = 8  # per partition
@@ -87,13 +87,12 @@ class Explanation:
 
     def to_text(self) -> str:
         """Tables and lines of at most 104 columns."""
-        head = f"{self.program} for {self.architecture}, torch {self.torch}: {_count(len(self.graphs), 'graph')}"
+        head = f"{self.program} for {self.architecture}, torch {self.torch}: {counted(len(self.graphs), 'graph')}"
         parts = [head, *(_graph(graph) for graph in self.graphs)]
         if self.breaks:
-            lines = [f"{_count(sum(b.count for b in self.breaks), 'graph break')}, each of which ends a graph:"]
+            lines = [f"{counted(sum(b.count for b in self.breaks), 'graph break')}:"]
             for b in self.breaks:
-                text = f"{b.count}x: {b.reason}{f' at {b.source}' if b.source else ''}"
-                lines += textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="      ")
+                lines += textwrap.wrap(break_line(b), WIDTH, initial_indent="  ", subsequent_indent="      ")
             parts.append("\n".join(lines))
         if self.stop is not None:
             parts.append(textwrap.fill(f"The rest is unknown: {self.stop}", WIDTH))
@@ -101,23 +100,18 @@ class Explanation:
 
     def to_html(self, path: str | Path | None = None) -> str:
         """A self-contained page for a browser, also written to ``path`` if given."""
-        sections = [Section("features", "Features", f"<pre>{escaped(_features(self))}</pre>")]
+        sections = [] if self.stop is None else [Section("rest", "Unknown", f'<p class="bad">{escaped(self.stop)}</p>')]
+        sections += [*breaks_section(self.breaks), Section("features", "Features", preformatted(_features(self)))]
         for number, graph in enumerate(self.graphs):
             sections.append(Section(f"graph{number}", f"{graph.name}, {graph.mode}", _html(graph)))
-        if self.breaks:
-            rows = [[str(b.count), b.reason, b.source or "-"] for b in self.breaks]
-            body = html_table(["times", "what Dynamo did not trace", "where"], rows, words=(1, 2))
-            sections.insert(0, Section("breaks", "Graph breaks", body))
-        if self.stop is not None:
-            sections.insert(0, Section("rest", "Unknown", f'<p class="bad">{escaped(self.stop)}</p>'))
-        lines = [f"explained for {self.architecture}, torch {self.torch}: {_count(len(self.graphs), 'graph')}"]
+        lines = [f"explained for {self.architecture}, torch {self.torch}: {counted(len(self.graphs), 'graph')}"]
         text = document(self.program, lines, "", sections, asdict(self))
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
 
     def _repr_html_(self) -> str:
-        return f"<pre>{escaped(self.to_text())}</pre>"
+        return preformatted(self.to_text())
 
     def __str__(self) -> str:
         return self.to_text()
@@ -129,7 +123,7 @@ def _graph(graph: ExplainedGraph) -> str:
         outside = _kernels(sum((Counter(p.partition.kernels) for p in graph.partitions), Counter()))
         return f"{title}: not graphed, {outside} outside: {' '.join(graph.not_graphed.split())}"
     parts, graphed = len(graph.partitions), graph.graphed
-    lines = [f"{title}: {_count(parts, 'partition')}, {'all' if graphed == parts else graphed} graphed"]
+    lines = [f"{title}: {counted(parts, 'partition')}, {'all' if graphed == parts else graphed} graphed"]
     for number, part in enumerate(graph.partitions, 1):
         lines += [f"  {line}" for line in _partition(number, part)]
     return "\n".join(lines)
@@ -198,7 +192,7 @@ def _kernels(counts: Counter[str]) -> str:
 
 def _placement(found: Explanation) -> Iterator[str]:
     parts, outside = found.split
-    now = f"{_count(parts, 'partition')}, {outside or 'none'} outside of CUDA graphs"
+    now = f"{counted(parts, 'partition')}, {outside or 'none'} outside of CUDA graphs"
     if found.unplaced is None or found.unplaced == (parts, outside):
         yield now
     else:
@@ -213,7 +207,7 @@ def _placement(found: Explanation) -> Iterator[str]:
 def _features(found: Explanation) -> str:
     settings = found.settings
     graphed = [p for g in found.graphs if g.not_graphed is None for p in g.partitions if p.partition.graphed]
-    done = "nothing is graphed" if settings["selective"] == "never" else f"{_count(len(graphed), 'function')} graphed"
+    done = "nothing is graphed" if settings["selective"] == "never" else f"{counted(len(graphed), 'function')} graphed"
     placement, *moves = _placement(found)
     indirection = "; ".join(_given(graphed, by_address=settings["indirection"] != "off")) or "no live inputs"
     return "\n".join(
@@ -236,8 +230,4 @@ def _given(graphed: Sequence[ExplainedPartition], *, by_address: bool) -> Iterat
         inputs = [i for p in graphed for i in p.inputs if i.kind in kinds]
         if inputs:
             total = nbytes(sum(i.read.nbytes or 0 for i in inputs))
-            yield f"{_count(len(inputs), 'live input')}, {total}, {how}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+            yield f"{counted(len(inputs), 'live input')}, {total}, {how}"

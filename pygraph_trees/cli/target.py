@@ -27,6 +27,7 @@ from pygraph_trees.errors import PygraphError
 from pygraph_trees.fake_gpu.tracing import modules_of
 from pygraph_trees.report.naming import FRAME
 
+DEFAULT = "pygraph_trees.cli.default_target:bert_reads_text"
 _WORKLOADS = Path(__file__).resolve().parents[2] / "tools" / "bench" / "workloads" / "__init__.py"
 _RETURNED = "(model, args), (model, args, kwargs) or (model, args, kwargs, loss)"
 _MOST_TEXT = 300  # characters of an error's text
@@ -58,7 +59,8 @@ class TargetFormError(TargetError):
 
 
 def resolve(target: str, device: torch.device) -> Program:
-    """Builds the program that ``target`` names, for ``device``."""
+    """Builds the program that ``target`` names, or :data:`DEFAULT` if it is empty, for ``device``."""
+    target = target or DEFAULT
     if ":" not in target:
         workload = _workloads().get(target)
         if workload is None:
@@ -129,7 +131,7 @@ def _is_trained(module: torch.nn.Module) -> bool:
 
 @contextlib.contextmanager
 def raising_errors_of(target: str) -> Iterator[None]:
-    """Around code of the target: what that raises becomes a :class:`TargetError` of one line."""
+    """Turns exceptions of the target's code into a :class:`TargetError` with one line of text."""
     try:
         yield
     except PygraphError:
@@ -159,8 +161,8 @@ def _problem(error: Exception) -> str:
         place = f"{traced[-1]['file']}:{traced[-1]['line']} in {traced[-1]['function']}"
     if frames and frames[-1].name == "_lazy_init" and not torch.cuda.is_available():
         return (
-            f"it asks for a GPU{f' at {place}' if place else ''}, and torch can use none here; a function that takes "
-            "`device` is told what to build for"
+            f"it uses a GPU{f' at {place}' if place else ''}, and torch finds none; add a parameter `device` to the "
+            "function, and build for it"
         )
     first = next((line.strip() for line in str(root).splitlines() if line.strip()), "")
     shown = first if len(first) <= _MOST_TEXT else first[: _MOST_TEXT - 3] + "..."

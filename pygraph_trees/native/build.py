@@ -96,13 +96,13 @@ def prevent() -> None:
 
 def why_missing() -> str | None:
     """Why this process runs without the built modules, as a phrase that follows "because"; None if it has them."""
-    if "torch" not in sys.modules and is_built():
-        return None  # as far as can be told: the module in C++ needs torch's libraries
-    has_extension, why_without = _loaded()
-    if has_extension:
-        return None
-    if why_without is not None:
-        return why_without
+    if "torch" in sys.modules:
+        from . import binding
+
+        if binding.extension is not None or binding.why_without is not None:
+            return binding.why_without
+    elif is_built():
+        return None  # it cannot be loaded yet: it needs torch's libraries
     if is_built():
         return "it was built after this process began; the next one uses it"
     if is_running():
@@ -112,15 +112,6 @@ def why_missing() -> str | None:
     if _is_prevented:
         return "PYGRAPH_BUILD is off, and it is not built: run python -m pygraph_trees build"
     return "it is not built: run python -m pygraph_trees build"
-
-
-def _loaded() -> tuple[bool, str | None]:
-    """Whether this process uses the module in C++, and why not if it is built; loads it, unless torch is not loaded."""
-    if "torch" not in sys.modules:
-        return False, None
-    from . import binding
-
-    return binding.extension is not None, binding.why_without
 
 
 def status() -> str:
@@ -135,10 +126,11 @@ def announce() -> None:
     if _is_announced:
         return
     _is_announced = True
-    has_extension, _ = _loaded()
-    if not has_extension and not _is_prevented:
+    from . import binding
+
+    if binding.extension is None and not _is_prevented:
         start()
-    _log.log(logging.INFO if has_extension else logging.WARNING, "native: %s", status())
+    _log.log(logging.INFO if binding.extension is not None else logging.WARNING, "native: %s", status())
 
 
 def start() -> None:

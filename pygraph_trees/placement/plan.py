@@ -121,7 +121,7 @@ class Plan:
                 return How.CONSTANT
             if self._folds and self.folding.why_not(node) is None:
                 return How.FOLDED
-            self.why[node] = "a kernel would hold its numbers with other bits"
+            self.why[node] = "its value would lose bits as literals in a kernel"
             return How.COPIED
         if node.op == "placeholder":
             self.why[node] = "it is an input"

@@ -1,9 +1,10 @@
-"""What changed between two reports: functions that came, went, or have other figures."""
+"""Differences between two reports: functions that are new, gone, or have other figures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from .markup import counted
 from .records import FunctionRecord, Snapshot
 from .text import called, nbytes
 
@@ -24,7 +25,8 @@ def changes(before: Snapshot, after: Snapshot) -> Iterator[str]:
     for function in after.functions:
         name = called(function)
         if not earlier.get(name):
-            yield f"{name}: new, {len(function.recordings)} recordings, {function.replays} replays"
+            recordings, replays = counted(len(function.recordings), "recording"), counted(function.replays, "replay")
+            yield f"{name}: new, {recordings}, {replays}"
             continue
         other = earlier[name].pop(0)
         shown = [(figure, show(other), show(function)) for figure, show in _FIGURES]

@@ -24,6 +24,11 @@ def escaped(text: object) -> str:
     return html.escape(str(text))
 
 
+def preformatted(text: object) -> str:
+    """Plain text in its own lines and columns."""
+    return f"<pre>{escaped(text)}</pre>"
+
+
 def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 

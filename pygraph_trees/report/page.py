@@ -18,7 +18,16 @@ from pathlib import Path
 
 from .markup import Section, counted, escaped, link, opened, table
 from .recorded_tree import facts, function_anchor, recorded_tree, recording_anchor
-from .records import FunctionRecord, GraphRecord, InputRecord, Partition, PartitionInput, RecordingRecord, Snapshot
+from .records import (
+    FunctionRecord,
+    GraphBreak,
+    GraphRecord,
+    InputRecord,
+    Partition,
+    PartitionInput,
+    RecordingRecord,
+    Snapshot,
+)
 from .text import called, cause_line, environment_lines, kernels, mode_and_part, nbytes, problems, title
 
 _MOST_ROWS = 400  # of one table of inputs
@@ -51,12 +60,16 @@ def page(
         Section("step", "Steps, as they were recorded", _steps(report.functions)),
         Section("graphs", "Compiled graphs", _graphs(report.graphs)),
     ]
-    if report.breaks:
-        rows = [[str(b.count), b.reason, b.source or "-"] for b in report.breaks]
-        body = table(["times", "what Dynamo did not trace", "where"], rows, words=(1, 2))
-        sections.append(Section("breaks", "Graph breaks", body))
+    sections += breaks_section(report.breaks)
     top = "".join(f"<p><strong>{escaped(line)}</strong></p>" for line in verdict)
     return document(name, _environment(report), top + _facts(report), sections, {**asdict(report), **(more or {})})
+
+
+def breaks_section(breaks: Sequence[GraphBreak]) -> list[Section]:
+    """The section on graph breaks, if there are any."""
+    rows = [[str(b.count), b.reason, b.source or "-"] for b in breaks]
+    body = table(["times", "what Dynamo did not trace", "where"], rows, words=(1, 2))
+    return [Section("breaks", "Graph breaks", body)] if breaks else []
 
 
 def document(

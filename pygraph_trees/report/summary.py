@@ -18,7 +18,7 @@ from pygraph_trees.version import __version__, triton_version
 
 from .changes import changes
 from .log import journal
-from .markup import escaped
+from .markup import preformatted
 from .naming import source_line
 from .page import page
 from .records import Environment, FeatureState, GraphBreak, Snapshot
@@ -52,7 +52,7 @@ class Report(Snapshot):
         return "\n".join(changes(earlier, self))
 
     def _repr_html_(self) -> str:
-        return f"<pre>{escaped(self.to_text(_NOTEBOOK))}</pre>"
+        return preformatted(self.to_text(_NOTEBOOK))
 
     def __str__(self) -> str:
         return self.to_text()

@@ -60,7 +60,7 @@ def render(
         parts.append(_functions(functions, width))
     parts.extend(_lines(list(_function_notes(functions)), width))
     parts.extend(_lines(list(_graph_notes(graphs)), width))
-    broken = [f"broken by Dynamo, {b.count}x: {b.reason}{f' at {b.source}' if b.source else ''}" for b in breaks]
+    broken = [f"graph break, {break_line(b)}" for b in breaks]
     parts.extend(_lines(broken, width))
     return "\n\n".join(part for part in parts if part)
 
@@ -73,7 +73,7 @@ def environment_lines(environment: Environment) -> list[str]:
         f"pygraph_trees {environment.pygraph_trees}, torch {environment.torch}, triton {environment.triton or 'none'}, "
         f"{environment.gpu or 'no GPU'}",
         f"patches on: {', '.join(on) or 'none'}; native: {environment.native}",
-        *([f"patches that wait for torch's compiler to be imported: {', '.join(waiting)}"] if waiting else []),
+        *([f"patches waiting for torch's compiler: {', '.join(waiting)}"] if waiting else []),
         *(
             f"patches {f.state}: {f.name}{f', {f.reason}' if f.reason else ''}"
             for f in environment.features
@@ -132,8 +132,8 @@ def mode_and_part(function: FunctionRecord) -> str:
 
 
 def problems(report: Snapshot) -> list[str]:
-    """What costs time or keeps code outside of graphs: graph breaks, un-graphed functions, copies, causes of splits."""
-    found = [f"graph break, {b.count}x: {b.reason}{f' at {b.source}' if b.source else ''}" for b in report.breaks]
+    """Graph breaks, un-graphed functions, copied inputs, and operations outside of CUDA graphs, a line each."""
+    found = [f"graph break, {break_line(b)}" for b in report.breaks]
     for f in report.functions:
         if f.ungraphed_calls:
             found.append(_ungraphed(f))
@@ -231,6 +231,10 @@ def placed_lines(placed: Sequence[Placed]) -> Iterator[str]:
 
 def kernels(count: int) -> str:
     return f"{count} GPU kernel{'' if count == 1 else 's'}"
+
+
+def break_line(found: GraphBreak) -> str:
+    return f"{found.count}x: {found.reason}{f' at {found.source}' if found.source else ''}"
 
 
 def cause_line(cause: Cause) -> str:

@@ -166,7 +166,7 @@ class TestLoweredConstants(TestCase):
         (graph,) = lower(program, (torch.empty(2, device="meta"),))
         (record,) = graph.gm.true_graph_0.meta[PLACED]
         self.assertEqual(record.how, "copied")
-        self.assertIn("a kernel would hold its numbers with other bits", record.why)
+        self.assertIn("its value would lose bits as literals in a kernel", record.why)
 
     def test_a_value_that_is_returned_too_stays_on_the_cpu(self):
         def program(x):

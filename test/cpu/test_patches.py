@@ -245,7 +245,7 @@ class TestMismatch(TestCase):
         self.assertEqual([s.state for s in status], ["mismatch"] * len(status))
         self.assertEqual(
             [str(w.message) for w in caught if issubclass(w.category, PatchWarning)],
-            ["pygraph_trees: torch 2.99.0 is unknown here (2.11 to 2.15 are known), so nothing is patched"],
+            ["pygraph_trees supports torch 2.11 to 2.15; torch 2.99.0 is not patched"],
         )
         self.assertIn("this is 2.99", status[0].mismatches[0])
         self.assertEqual(torch_as_it_is(), before)

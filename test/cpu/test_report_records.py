@@ -315,7 +315,7 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
         (broken,) = found.breaks
         self.assertEqual(broken.count, 1)
         self.assertIn("aten._local_scalar_dense", broken.reason)
-        self.assertIn("broken by Dynamo, 1x: Data dependent operator: ", " ".join(str(found).split()))
+        self.assertIn("graph break, 1x: Data dependent operator: ", " ".join(str(found).split()))
         summary.clear()
         self.assertEqual(pygraph_trees.report().breaks, ())
 
