@@ -134,7 +134,7 @@ def _compare(options: argparse.Namespace) -> int:
         for option in ("json", "html", "baseline"):
             if getattr(options, option) is not None:
                 raise NeedsGpu(instead=f"it has no measurements for --{option}")
-        print("compare needs a GPU and this machine has none that torch can use; this is `explain` instead.\n")
+        print("compare needs a GPU, and torch finds none here; `explain` shows what it would run.\n")
         return _explain(options)
 
     baseline = Baseline.read(options.baseline, torch.cuda.get_device_name()) if options.baseline else None

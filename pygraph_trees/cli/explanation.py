@@ -21,6 +21,11 @@ from pygraph_trees.report.text import break_line, cause_line, nbytes, placed_lin
 _MOST_INPUTS = 12  # live inputs listed per partition
 _MOST_CAUSES = 8  # per partition
 WIDTH = 100
+_LEGEND = textwrap.fill(
+    "Kernels are generated (triton) or a library's (extern). Inputs are parameters and buffers (static), outputs of an "
+    "earlier graph (managed), or come with each call (live; cpu if on the CPU).",
+    WIDTH,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +101,7 @@ class Explanation:
             parts.append("\n".join(lines))
         if self.stop is not None:
             parts.append(textwrap.fill(f"The rest is unknown: {self.stop}", WIDTH))
-        return "\n\n".join([*parts, _features(self)])
+        return "\n\n".join([*parts, _features(self), _LEGEND])
 
     def to_html(self, path: str | Path | None = None) -> str:
         """A self-contained page for a browser, also written to ``path`` if given."""
@@ -212,7 +217,7 @@ def _features(found: Explanation) -> str:
     indirection = "; ".join(_given(graphed, by_address=settings["indirection"] != "off")) or "no live inputs"
     return "\n".join(
         [
-            "What the features do about it:",
+            "What pygraph_trees does:",
             f"  placement {settings['placement']}: {placement}",
             *(textwrap.fill(move, WIDTH, initial_indent="    ", subsequent_indent="      ") for move in moves),
             f"  indirection {settings['indirection']}: {indirection}",

@@ -183,7 +183,7 @@ class TestWorkloads(TestCase):
                     self.assertGreater(count, 1)
                 else:
                     self.assertEqual(count, 1 if workload.mode == "inference" else 2, name)
-                self.assertIn("What the features do about it:", text)
+                self.assertIn("What pygraph_trees does:", text)
 
     def test_the_seed_decides(self):
         one, two = (WORKLOADS["DLRM"].build("cpu", batch=4, rows=50) for _ in range(2))

@@ -273,11 +273,14 @@ Net [0/0], inference: 2 partitions, 1 graphed
   partition 2, outside of CUDA graphs: 1 copy
     because of cpu ops: prims.device_put.default at program.py:15 in forward: total = (y * factor).sum().cpu()
 
-What the features do about it:
+What pygraph_trees does:
   placement full: 2 partitions, 1 outside of CUDA graphs; without it 3, 2 outside
     staged: table, scale, because it is an input
   indirection auto: 1 live input, 512 B, given by address; 2 live inputs, 128 B, staged at each replay
   selective always: 1 function graphed
+
+Kernels are generated (triton) or a library's (extern). Inputs are parameters and buffers (static),
+outputs of an earlier graph (managed), or come with each call (live; cpu if on the CPU).
 """,
         )
 
@@ -466,7 +469,7 @@ What the features do about it:
         self.assertEqual(status, 0, err)
         first, *rest = out.splitlines()
         self.assertIn("compare needs a GPU", first)
-        self.assertIn("What the features do about it:", rest)
+        self.assertIn("What pygraph_trees does:", rest)
 
     def test_usage(self):
         self.assertEqual(run()[0], 2)
