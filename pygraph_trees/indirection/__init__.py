@@ -7,4 +7,4 @@ copy, with the reason for each copy. README.md says how, and lists the files.
 
 from __future__ import annotations
 
-from torch._inductor import compile_fx  # noqa: F401  the patches, which import this package, go on with it
+from torch._inductor import compile_fx  # noqa: F401  applies the patches first: they import this package

@@ -6,4 +6,4 @@ and replays recordings. README.md has the design.
 
 from __future__ import annotations
 
-from torch._inductor import compile_fx  # noqa: F401  the patches, which import this package, go on with it
+from torch._inductor import compile_fx  # noqa: F401  applies the patches first: they import this package
