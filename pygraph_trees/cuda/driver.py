@@ -9,6 +9,7 @@ the process's driver, or None without ``cuda.bindings``. README.md describes the
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib
 import itertools
@@ -311,9 +312,8 @@ class Driver:
             self.call("cuThreadExchangeStreamCaptureMode", before)
 
     def overwrite_stack(self) -> None:
-        """Removes leftovers of earlier calls from this thread's stack; does nothing without the native part."""
-        if self.reader is not None:
-            self.reader.overwrite_stack()
+        """Writes zeros to the 128 KiB of this thread's stack below the caller, where earlier calls left data."""
+        _ignore()(_OnStack())
 
     def _memory_on(self, device: int) -> Any:
         properties = self._memories.get(device)
@@ -357,6 +357,20 @@ class Driver:
             return Layout(places)
         except ValueError:
             raise DriverError(call=call, code="parameters in disorder") from None
+
+
+class _OnStack(ctypes.Structure):
+    """Zeros; as an argument that is passed by value they are copied to the stack."""
+
+    _fields_ = (("zeros", ctypes.c_char * (128 << 10)),)
+
+
+@functools.cache
+def _ignore() -> Any:
+    """A C function that ignores its argument."""
+    function = ctypes.CDLL(None).getpid
+    function.argtypes = [_OnStack]
+    return function
 
 
 @functools.cache

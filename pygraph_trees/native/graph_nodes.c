@@ -1,8 +1,8 @@
 /* Many driver calls at once: pygraph_trees.native._graph_nodes, an optional part of pygraph_trees.cuda.driver.
 
    search finds words in a range among the parameters of all kernels of a graph; set_kernels sets kernel nodes of an
-   instantiated graph; address_of gives the address of a call; overwrite_stack clears unused stack. Errors raise
-   RuntimeError("call", code) or OSError. No CUDA header is needed, and only Python's stable C API is used.
+   instantiated graph; address_of gives the address of a call. Errors raise RuntimeError("call", code) or OSError.
+   No CUDA header is needed, and only Python's stable C API is used.
    native/DESIGN.md describes arguments and results. */
 
 #define PY_SSIZE_T_CLEAN
@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { KERNEL = 0, INVALID_VALUE = 1, MOST_PARAMETERS = 4096, MOST_BYTES = 1 << 16, STACK_BYTES = 128 << 10 };
+enum { KERNEL = 0, INVALID_VALUE = 1, MOST_PARAMETERS = 4096, MOST_BYTES = 1 << 16 };
 
 typedef struct {
     void *function;
@@ -352,16 +352,7 @@ static PyObject *set_kernels(PyObject *self, PyObject *arguments) {
     return Py_None;
 }
 
-static PyObject *overwrite_stack(PyObject *self, PyObject *unused) {
-    unsigned char block[STACK_BYTES];
-    memset(block, 0, sizeof block);
-    __asm__ volatile("" : : "r"(block) : "memory"); /* otherwise the compiler drops the zeros */
-    Py_INCREF(Py_None);
-    return Py_None;
-}
-
 static PyMethodDef methods[] = {
-    {"overwrite_stack", overwrite_stack, METH_NOARGS, "Zeros where earlier calls left what they had; see the source."},
     {"set_kernels", set_kernels, METH_VARARGS, "Other parameters for kernels of an instantiated graph; see the source."},
     {"address_of", address_of, METH_VARARGS, "Where a call of the driver is; see the source."},
     {"search", search, METH_VARARGS, "Words in a range among the parameters of a graph's kernels; see the source."},

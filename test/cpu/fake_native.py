@@ -109,7 +109,6 @@ def native_over(api: FakeApi) -> Any:
         search=search,
         set_kernels=set_kernels,
         address_of=lambda _, name: ctypes.cast(calls[name], ctypes.c_void_p).value,
-        overwrite_stack=_graph_nodes.overwrite_stack,
     )
 
 

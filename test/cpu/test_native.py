@@ -142,7 +142,7 @@ class TestSetKernels(TestCase):
 
 class TestOverwriteStack(TestCase):
     def test_nothing_is_left_of_earlier_calls(self):
-        driver = Driver(FakeApi(), native_over(FakeApi()))
+        driver = Driver(FakeApi())
         fake = ctypes.CDLL(str(library()))
         fake.fake_leave.argtypes = fake.fake_left.argtypes = [ctypes.c_size_t]
         fake.fake_left.restype = ctypes.c_size_t
@@ -152,9 +152,6 @@ class TestOverwriteStack(TestCase):
         fake.fake_leave(inverted)
         driver.overwrite_stack()
         self.assertEqual(fake.fake_left(inverted), 0)
-
-    def test_without_the_native_part(self):
-        Driver(FakeApi()).overwrite_stack()
 
 
 class TestSearch(TestCase):

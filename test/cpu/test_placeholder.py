@@ -11,7 +11,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -299,7 +298,8 @@ class TestPlaceholders(TestCase):
         """Nothing is mapped after the call that overwrites it, until the graph is captured."""
         calls = self.api.calls
         overwrite = mock.Mock(side_effect=lambda: calls.append("overwrite"))
-        driver = Driver(self.api, SimpleNamespace(overwrite_stack=overwrite))
+        driver = Driver(self.api)
+        driver.overwrite_stack = overwrite
         placeholders = Placeholders(driver, 0, [Extent(3 << 20, 0)] * 3 + [Extent(100, 0)] * 40)
         self.assertGreater(calls.count("cuMemMap"), 1)
         self.assertEqual([call for call in calls if call != "cuMemRelease"][-1], "overwrite")

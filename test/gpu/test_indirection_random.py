@@ -25,6 +25,7 @@ from fuzzing.uses import USES
 
 PROGRAMS = int(os.environ.get("PYGRAPH_FUZZ_PROGRAMS", "300"))
 SECONDS = 400.0
+JOBS = max(4, (os.cpu_count() or 1) // 3)  # it is the longest of the lane
 
 
 class TestIndirectionRandom(IndirectionTestCase):
@@ -33,7 +34,7 @@ class TestIndirectionRandom(IndirectionTestCase):
 
     def test_random_programs(self):
         drawn = self.programs + self.programs // 5  # some cannot run in eager, or differ under upstream too
-        campaign = Campaign("cuda", "ours", "upstream", None, SECONDS, seed=self.seed, most_cases=drawn, jobs=6)
+        campaign = Campaign("cuda", "ours", "upstream", None, SECONDS, seed=self.seed, most_cases=drawn, jobs=JOBS)
         with mock.patch.dict(os.environ, PYGRAPH_INDIRECTION=self.indirection):
             outcome = run(campaign, lambda done, total, text: None)
         if outcome.failure is not None:

@@ -210,9 +210,12 @@ def comparable_warnings(caught: Sequence[warnings.WarningMessage]) -> list[tuple
 
 
 class LogLines(logging.Handler):
-    """Keeps the warnings and errors of our loggers and of those for graph capture."""
+    """Keeps the warnings and errors of our loggers and of those for graph capture.
 
-    _COMPARED = re.compile(r"cudagraph|pygraph|inductor_patches")
+    Whether the native parts are there is told once in a process, by whoever comes first, and left out.
+    """
+
+    _COMPARED = re.compile(r"cudagraph|pygraph(?!_trees\.native)|inductor_patches")
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
