@@ -24,7 +24,10 @@ setup(
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["pygraph_trees", "pygraph_trees.*", "inductor_patches", "inductor_patches.*"]),
     package_data={
-        "pygraph_trees": ["py.typed", "cli/*.txt", "report/*.css", "native/*.c", "native/*.cpp", "native/*.h"],
+        "pygraph_trees": [
+            *("py.typed", "cli/*.txt", "report/page.css", "report/templates/*.html"),
+            *("native/*.c", "native/*.cpp", "native/*.h"),
+        ],
         "inductor_patches": ["py.typed"],
     },
     install_requires=["torch>=2.11,<2.16", 'triton>=3.6; platform_system == "Linux"'],

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -25,7 +26,7 @@ from .program import Program
 from .results import REGIMES, Measurement
 from .rings import InputSet, Ring
 from .settling import call_until_chosen, functions_so_far, routes_of
-from .timing import Effort, is_steady, median, percentile, schedule, synchroniser, time_block, timed_call
+from .timing import Effort, is_steady, schedule, synchroniser, time_block, timed_call
 from .trace import GpuWork, profile_call
 from .tuning import own_cache
 from .ways import FORCED, WAYS, Way, make_ways, wake_compiler
@@ -66,7 +67,7 @@ class _Run:
 
     def figure(self, name: str) -> float | None:
         values = self.samples.get(name)
-        return median(values) if values else None
+        return statistics.median(values) if values else None
 
 
 class Comparison:
@@ -196,7 +197,7 @@ class Comparison:
         while len(durations) < most and not (len(durations) >= fewest and is_steady(durations, recordings)):
             durations.append(timed_call(step, next(feed), self._wait)[0])
             recordings.append(len(graphs.recordings(managers())))
-        run.steady_s = median(durations[-_STEADY_WINDOW:])
+        run.steady_s = statistics.median(durations[-_STEADY_WINDOW:])
         run.record_s = max(0.0, sum(durations) - run.steady_s * len(durations))
 
     def _settle(self, run: _Run) -> None:
@@ -238,10 +239,10 @@ class Comparison:
             calls = run.calls = self.effort.block_calls(run.steady_s)
             block = time_block(self._step(run.way), self._feed(run), calls, self.effort.settle_calls, self._wait)
             run.note(
-                latency_ms=median(block.latency_s) * 1e3,
-                latency_p90_ms=percentile(block.latency_s, 0.9) * 1e3,
+                latency_ms=statistics.median(block.latency_s) * 1e3,
+                latency_p90_ms=_p90(block.latency_s) * 1e3,
                 throughput_ms=block.throughput_s * 1e3,
-                host_us=median(block.host_s) * 1e6,
+                host_us=statistics.median(block.host_s) * 1e6,
             )
 
     def _inspect(self, run: _Run) -> None:
@@ -334,3 +335,7 @@ def _caches(fresh: bool) -> Iterator[Callable[[], AbstractContextManager[Any]]]:
         return
     with tempfile.TemporaryDirectory(prefix="pygraph_", ignore_cleanup_errors=True) as folder:
         yield lambda: own_cache(Path(folder))
+
+
+def _p90(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=10, method="inclusive")[-1] if len(values) > 1 else values[0]

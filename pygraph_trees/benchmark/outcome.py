@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING
 from pygraph_trees.errors import PygraphError
 from pygraph_trees.report.markup import preformatted
 
-from .results import REGIMES, Measurement
+from .results import PLAIN_NAMES, REGIMES, Measurement
 from .table import speedup, text_table
 
 if TYPE_CHECKING:
     from pygraph_trees.report.summary import Report
-
-_OTHERS = {"upstream": "reduce-overhead", "compile": "torch.compile", "eager": "eager"}
 
 
 class NeedsGpu(PygraphError):
@@ -64,7 +62,7 @@ def verdicts(measurements: Sequence[Measurement]) -> list[str]:
     for regime in REGIMES:
         group = [m for m in measurements if m.regime == regime]
         for ours in (m for m in group if m.way.startswith("ours") and m.error is None):
-            times = {other: speedup(ours, group, way) for way, other in _OTHERS.items()}
+            times = {other: speedup(ours, group, way) for way, other in PLAIN_NAMES.items()}
             found = ", ".join(f"{ratio:.2f}x over {other}" for other, ratio in times.items() if ratio is not None)
             if found:
                 lines.append(f"{ours.way}, {regime} inputs: {found}")

@@ -27,6 +27,7 @@ from pygraph_trees.version import triton_version
 from .trace import Span
 
 REGIMES = ("same", "fresh")
+PLAIN_NAMES = {"upstream": "reduce-overhead", "compile": "torch.compile", "eager": "eager"}  # of ways, for readers
 _OF_ONE_CALL = frozenset({"timeline", "launches"})
 
 

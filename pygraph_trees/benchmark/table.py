@@ -6,10 +6,11 @@ than one means faster. A missing figure is a dash. A failed measurement shows it
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from pygraph_trees.report.text import nbytes
+from pygraph_trees.report.text import markdown_table as in_markdown
+from pygraph_trees.report.text import nbytes, table
 
 from .results import REGIMES, Measurement
 
@@ -30,18 +31,15 @@ def markdown_table(measurements: Iterable[Measurement]) -> str:
     for name, group in groups.items():
         columns = [*_columns(group, _TIMES), *_columns(group, _COSTS)[2:]]
         done = [m for m in group if m.error is None]
-        parts.append(f"## {name}\n\n{_title(group[0])}\n\n" + _markdown(columns, done) + _failures(group, "- "))
+        shown = in_markdown(*_cells(columns, done), left=2) if done else "(no figures)"
+        parts.append(f"## {name}\n\n{_title(group[0])}\n\n" + shown + _failures(group, "- "))
     return "\n\n".join(parts) + "\n"
 
 
 def cells(measurements: Sequence[Measurement]) -> list[tuple[list[str], list[list[str]]]]:
     """For one workload: head and rows of the table of times, and of the table of costs."""
     done = [m for m in measurements if m.error is None]
-    found = []
-    for columns in (_TIMES, _COSTS) if done else ():
-        shown = _columns(done, columns)
-        found.append(([head for head, _ in shown], [[show(m) for _, show in shown] for m in done]))
-    return found
+    return [_cells(_columns(done, columns), done) for columns in (_TIMES, _COSTS) if done]
 
 
 def speedup(measurement: Measurement, group: Iterable[Measurement], over: str = "upstream") -> float | None:
@@ -54,7 +52,7 @@ def speedup(measurement: Measurement, group: Iterable[Measurement], over: str = 
 
 def geometric_mean(values: Sequence[float]) -> float | None:
     """The geometric mean; None without values."""
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else None
+    return statistics.geometric_mean(values) if values else None
 
 
 def _bytes(count: int | None) -> str:
@@ -115,28 +113,14 @@ def _text(name: str, group: Sequence[Measurement]) -> str:
     done = [m for m in group if m.error is None]
     parts = [_title(group[0])]
     if done:
-        parts += ["", _align(_columns(group, _TIMES), done), "", _align(_columns(group, _COSTS), done)]
+        for columns in (_TIMES, _COSTS):
+            parts += ["", table(*_cells(_columns(group, columns), done), left=2)]
     return "\n".join(parts) + _failures(group, "  ", WIDTH)
 
 
-def _align(columns: Sequence[Column], rows: Sequence[Measurement]) -> str:
-    cells = [[head for head, _ in columns], *([show(m) for _, show in columns] for m in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(
-            c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    )
-
-
-def _markdown(columns: Sequence[Column], rows: Sequence[Measurement]) -> str:
-    lines = [
-        "| " + " | ".join(head for head, _ in columns) + " |",
-        "| " + " | ".join("---" if i < 2 else "---:" for i in range(len(columns))) + " |",
-        *("| " + " | ".join(show(m) for _, show in columns) + " |" for m in rows),
-    ]
-    return "\n".join(lines) if rows else "(no figures)"
+def _cells(columns: Sequence[Column], rows: Sequence[Measurement]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows."""
+    return [head for head, _ in columns], [[show(m) for _, show in columns] for m in rows]
 
 
 def _failures(group: Sequence[Measurement], lead: str, width: int | None = None) -> str:
@@ -149,12 +133,7 @@ def _failures(group: Sequence[Measurement], lead: str, width: int | None = None)
 
 
 def _summary(groups: Mapping[str, Sequence[Measurement]]) -> str:
-    lines = [
-        "Latency in ms and, in brackets, how many times as fast as upstream's CUDA graphs.",
-        "",
-        "| workload | inputs | eager | compile | upstream | ours |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
-    ]
+    rows = []
     for regime in REGIMES:
         ratios: list[float] = []
         for name, group in groups.items():
@@ -167,8 +146,9 @@ def _summary(groups: Mapping[str, Sequence[Measurement]]) -> str:
                     ratios.append(ratio)
                 shown = "failed" if m is not None and m.error is not None else _number(m.latency_ms if m else None, 3)
                 cells.append(f"{shown} ({ratio:.2f}x)" if ratio is not None and way != "upstream" else shown)
-            lines.append(f"| {name} | {regime} | {' | '.join(cells)} |")
+            rows.append([name, regime, *cells])
         mean = geometric_mean(ratios)
         if mean is not None:
-            lines.append(f"| geometric mean | {regime} | | | | {mean:.3f}x |")
-    return "\n".join(lines)
+            rows.append(["geometric mean", regime, "", "", "", f"{mean:.3f}x"])
+    lead = "Latency in ms and, in brackets, how many times as fast as upstream's CUDA graphs."
+    return f"{lead}\n\n{in_markdown(('workload', 'inputs', 'eager', 'compile', 'upstream', 'ours'), rows, left=2)}"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -120,20 +120,6 @@ def schedule(items: Sequence[T], rounds: int) -> list[tuple[int, T]]:
     return order
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which ``share`` of the values are, interpolated; raises without values."""
-    if not values:
-        raise ValueError("no values")
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low, high = math.floor(place), math.ceil(place)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
-def median(values: Sequence[float]) -> float:
-    return percentile(values, 0.5)
-
-
 def is_steady(durations: Sequence[float], recordings: Sequence[int], window: int = 4) -> bool:
     """Whether the last ``window`` calls took about the same time and recorded nothing.
 
@@ -141,6 +127,6 @@ def is_steady(durations: Sequence[float], recordings: Sequence[int], window: int
     """
     if len(durations) <= window:
         return False
-    usual = median(durations[-2 * window :])
+    usual = statistics.median(durations[-2 * window :])
     quiet = len(set(recordings[-window - 1 :])) == 1
     return quiet and all(d <= 1.25 * usual for d in durations[-window:])

@@ -11,12 +11,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pygraph_trees.report.markup import Section, counted, escaped, preformatted
-from pygraph_trees.report.markup import table as html_table
+from pygraph_trees.report.markup import Section, preformatted, render
 from pygraph_trees.report.page import breaks_section, document
 from pygraph_trees.report.records import GraphBreak, Partition, PartitionInput, Placed
-from pygraph_trees.report.text import break_line, cause_line, nbytes, placed_lines, table
+from pygraph_trees.report.text import break_line, cause_line, counted, nbytes, placed_lines, table
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 _MOST_INPUTS = 12  # live inputs listed per partition
 _MOST_CAUSES = 8  # per partition
@@ -105,7 +108,7 @@ class Explanation:
 
     def to_html(self, path: str | Path | None = None) -> str:
         """A self-contained page for a browser, also written to ``path`` if given."""
-        sections = [] if self.stop is None else [Section("rest", "Unknown", f'<p class="bad">{escaped(self.stop)}</p>')]
+        sections = [] if self.stop is None else [Section("rest", "Unknown", render("problems", problems=[self.stop]))]
         sections += [*breaks_section(self.breaks), Section("features", "Features", preformatted(_features(self)))]
         for number, graph in enumerate(self.graphs):
             sections.append(Section(f"graph{number}", f"{graph.name}, {graph.mode}", _html(graph)))
@@ -152,20 +155,17 @@ def _partition(number: int, part: ExplainedPartition) -> Iterator[str]:
 _HEAD = ("live input", "on", "dtype", "bytes", "read by")
 
 
-def _html(graph: ExplainedGraph) -> str:
-    if graph.not_graphed is not None:
-        return f'<p class="bad">Not graphed: {escaped(graph.not_graphed)}</p>'
-    parts = []
-    for number, part in enumerate(graph.partitions, 1):
-        parts.append(f"<h3>{escaped(_title(number, part.partition))}</h3>")
-        if not part.partition.graphed:
-            parts += [f'<p class="bad">{escaped(line)}</p>' for line in _causes(part.partition)]
-            continue
-        parts.append(f"<p>Inputs: {escaped(_by_kind(part))}.</p>")
-        if part.live:
-            parts.append(html_table(_HEAD, [_row(i) for i in part.live]))
-    parts += [f"<p>{escaped(line)}</p>" for line in placed_lines(graph.placed)]
-    return "".join(parts)
+def _html(graph: ExplainedGraph) -> Markup:
+    return render(
+        "explained",
+        graph=graph,
+        by_kind=_by_kind,
+        causes=_causes,
+        head=_HEAD,
+        heading=_title,
+        placed_lines=placed_lines,
+        row=_row,
+    )
 
 
 def _title(number: int, partition: Partition) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from .markup import counted
 from .records import FunctionRecord, Snapshot
-from .text import called, nbytes
+from .text import called, counted, nbytes
 
 _FIGURES: tuple[tuple[str, Callable[[FunctionRecord], str]], ...] = (
     ("recordings", lambda f: str(len(f.recordings))),

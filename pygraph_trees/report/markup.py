@@ -1,61 +1,60 @@
-"""Pieces of HTML for the page: escaped text, tables, and elements that open.
+"""Renders HTML from the Jinja templates in ``templates/``.
 
-Each function takes plain text or HTML, as its docstring says, and returns HTML. Plain text is escaped here; HTML is
-inserted unchanged, so its author must escape what comes from a program.
+:func:`render` escapes all text that it is given. HTML is :class:`markupsafe.Markup`, which :func:`render` returns and
+other templates insert unchanged.
 """
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterable, Sequence
+import functools
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .text import called, cause_line, counted, facts, kernels, mode_and_part, nbytes, title
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from markupsafe import Markup
+
+_TEMPLATES = Path(__file__).with_name("templates")
+_IN_TEMPLATES = (called, cause_line, counted, facts, kernels, mode_and_part, nbytes, title)
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of the page."""
+    """A part of a page."""
 
     anchor: str
     title: str
-    body: str  # HTML
+    body: Markup
 
 
-def escaped(text: object) -> str:
-    return html.escape(str(text))
+def render(template: str, **values: Any) -> Markup:
+    """Renders the template ``NAME.html``; a missing value raises :class:`jinja2.UndefinedError`."""
+    from markupsafe import Markup
+
+    return Markup(_environment().get_template(f"{template}.html").render(values))
 
 
-def preformatted(text: object) -> str:
+def preformatted(text: object) -> Markup:
     """Plain text in its own lines and columns."""
-    return f"<pre>{escaped(text)}</pre>"
+    from markupsafe import Markup
+
+    return Markup("<pre>{}</pre>").format(str(text))
 
 
-def counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+@functools.cache
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[int] = (), label: str = "") -> str:
-    """A table of plain text; ``words`` are the columns of sentences, which may wrap."""
-
-    def row(cells: Sequence[str], tag: str) -> str:
-        kinds = (' class="words"' if number in words else "" for number in range(len(cells)))
-        return "<tr>" + "".join(f"<{tag}{k}>{escaped(c)}</{tag}>" for c, k in zip(cells, kinds, strict=True)) + "</tr>"
-
-    body = "".join(row(cells, "td") for cells in rows)
-    name = label or "table: " + ", ".join(cell for cell in head if cell)
-    return scrolled(f"<table><thead>{row(head, 'th')}</thead><tbody>{body}</tbody></table>", name)
-
-
-def scrolled(body: str, label: str) -> str:
-    """HTML that scrolls separately if it is wider than the page; ``label`` is plain text."""
-    return f'<div class="scroll" role="region" tabindex="0" aria-label="{escaped(label)}">{body}</div>'
-
-
-def opened(summary: str, body: str, *, anchor: str = "") -> str:
-    """An element that opens; both arguments are HTML. ``anchor`` is the target of links to it."""
-    place = f' id="{anchor}"' if anchor else ""
-    return f"<details{place}><summary>{summary}</summary><div>{body}</div></details>"
-
-
-def link(anchor: str, text: str) -> str:
-    """A link to a place on the page; ``text`` is plain."""
-    return f'<a href="#{anchor}">{escaped(text)}</a>'
+    environment = Environment(
+        autoescape=True,
+        extensions=["jinja2.ext.do"],
+        loader=FileSystemLoader(_TEMPLATES),
+        lstrip_blocks=True,
+        trim_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.globals.update({function.__name__: function for function in _IN_TEMPLATES})
+    return environment

@@ -141,6 +141,10 @@ class FunctionRecord:
     awaits_table: bool = False  # a table was chosen, and its kernels are not built yet
 
     @property
+    def why_ungraphed(self) -> str:
+        return self.ungraphed_reason or "the limit of re-recordings, or capture failed"
+
+    @property
     def replays(self) -> int:
         return sum(r.replays for r in self.recordings)
 

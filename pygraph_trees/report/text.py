@@ -8,9 +8,18 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from .records import Cause, Environment, FunctionRecord, GraphBreak, GraphRecord, Placed, Snapshot
+from .records import (
+    Cause,
+    Environment,
+    FunctionRecord,
+    GraphBreak,
+    GraphRecord,
+    Placed,
+    RecordingRecord,
+    Snapshot,
+)
 
 _MOST_CAUSES = 6  # of one graph
 _MOST_REASONS = 4  # of one function
@@ -27,23 +36,36 @@ def nbytes(count: int) -> str:
     raise AssertionError
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
-    """Columns as wide as they need, with numbers right-aligned.
+def counted(number: int, noun: str) -> str:
+    """``1 call``, ``1,200 calls``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
-    If the width is short, the first column shrinks, and longer names have a line of their own.
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None, left: int = 1) -> str:
+    """Columns as wide as they need, the first ``left`` ones left-aligned and the others right-aligned.
+
+    If the ``width`` is short, the first column shrinks, and longer names have a line of their own.
     """
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    others = sum(widths[1:]) + 2 * (len(head) - 1)
-    widths[0] = max(2, min(widths[0], width - others))
+    if width is not None:
+        widths[0] = max(2, min(widths[0], width - sum(widths[1:]) - 2 * (len(head) - 1)))
     lines = []
     for row in (head, *rows):
-        first = row[0]
-        if len(first) > widths[0]:
-            lines.append(first)
-            first = ""
-        cells = [first.ljust(widths[0])] + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
+        cells = list(row)
+        if len(cells[0]) > widths[0]:
+            lines.append(cells[0])
+            cells[0] = ""
+        aligned = [
+            cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
+        ]
+        lines.append("  ".join(aligned).rstrip())
     return "\n".join(lines)
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """The same in Markdown."""
+    ruler = ["---"] * left + ["---:"] * (len(head) - left)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ruler, *rows))
 
 
 def render(
@@ -146,8 +168,7 @@ def problems(report: Snapshot) -> list[str]:
 
 
 def _ungraphed(function: FunctionRecord) -> str:
-    why = function.ungraphed_reason or "the limit of re-recordings, or capture failed"
-    return f"{_place(function)}: {function.ungraphed_calls} calls un-graphed: {why}"
+    return f"{_place(function)}: {function.ungraphed_calls} calls un-graphed: {function.why_ungraphed}"
 
 
 def _dropped(graph: GraphRecord) -> str:
@@ -227,6 +248,13 @@ def placed_lines(placed: Sequence[Placed]) -> Iterator[str]:
         yield f"{how}: {', '.join(values)}{because}{f', at {source}' if source else ''}"
     if len(groups) > _MOST_CAUSES:
         yield f"and {len(groups) - _MOST_CAUSES} more"
+
+
+def facts(recording: RecordingRecord) -> str:
+    """A recording's contents and history."""
+    inside = "? kernels" if recording.kernels is None else counted(recording.kernels, "kernel")
+    extra = f", {counted(recording.extra_copies, 'input')} copied for one call" if recording.extra_copies else ""
+    return f"{inside}, {counted(recording.replays, 'replay')}, {recording.record_s * 1e3:.1f} ms to record{extra}"
 
 
 def kernels(count: int) -> str:

@@ -363,7 +363,7 @@ class TestPage(TestCase):
         failed = measurement("compile", latency_ms=None, error=EVIL)
         (figures,) = sections([measurement("ours"), failed])
         self.elements(figures.body)
-        self.assertIn("compile, same inputs, failed", figures.body)
+        self.assertIn("torch.compile, same inputs, failed", figures.body)
         self.assertIn("1.000 ms", figures.body)
         bars, _ = sections(MEASURED)
         self.assertIn("1.000 ms, 2.00x", bars.body)
@@ -382,6 +382,26 @@ class TestPage(TestCase):
         widths = [float(a["width"]) for tag, a in self.elements(figures.body) if tag == "rect"]
         self.assertEqual((widths[0], widths[1]), (widths[1], 4 * widths[2]))
         self.assertIn("50.000 ms, 0.04x, cut", figures.body)
+
+    def test_a_bar_shows_the_spread_of_the_rounds(self):
+        spread = measurement("ours", latency_ms=0.5, samples={"latency_ms": (0.25, 0.5, 0.75)})
+        (figures,) = sections([measurement("upstream", latency_ms=1.0), spread])
+        found = self.elements(figures.body)
+        (line,) = [a for tag, a in found if tag == "line"]
+        bars = [a for tag, a in found if tag == "rect"]
+        begin, width = float(bars[1]["x"]), float(bars[1]["width"])
+        ends = [(float(line[end]) - begin) / width for end in ("x1", "x2")]
+        self.assertEqual(ends, [0.5, 1.5], rtol=1e-3, atol=0)
+
+    def test_a_slow_eager_does_not_shorten_the_timeline_of_the_others(self):
+        slow = measurement("eager", "fresh", timeline=(Span("host", False, 0.0, 400.0), Span("gpu", False, 500.0, 9.0)))
+        _, timeline = sections([slow, *MEASURED])
+        found = self.elements(timeline.body)
+        drawn = [a for tag, a in found if tag == "rect" and a["class"] in ("graph", "other")]
+        right = max(float(a["x"]) + float(a["width"]) for a in drawn)
+        self.assertEqual(right, max(float(a["x"]) + float(a["width"]) for tag, a in found if tag == "rect"))
+        self.assertEqual(timeline.body.count("eager, host, cut"), 1)
+        self.assertIn("0.0 400.0 400.0", " ".join(self.visible(timeline.body).split()))
 
     def test_timeline(self):
         _, timeline = sections(MEASURED)

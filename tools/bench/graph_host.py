@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,7 @@ from bench.small_programs import program_of
 from pygraph_trees.benchmark.program import Program
 from pygraph_trees.benchmark.rings import Ring
 from pygraph_trees.benchmark.settling import call_until_chosen, functions_so_far
-from pygraph_trees.benchmark.timing import collector_off, median, synchroniser
+from pygraph_trees.benchmark.timing import collector_off, synchroniser
 from pygraph_trees.benchmark.ways import Way, make_ways
 
 _GRAPH, _LAUNCH = (CompiledFxGraph, "__call__"), (torch.cuda.CUDAGraph, "replay")

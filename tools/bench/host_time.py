@@ -13,6 +13,7 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
@@ -21,7 +22,7 @@ import torch
 
 from bench.figures import has_gpu, write_figures
 from pygraph_trees.benchmark.rings import Ring
-from pygraph_trees.benchmark.timing import median, synchroniser, time_block
+from pygraph_trees.benchmark.timing import synchroniser, time_block
 from pygraph_trees.benchmark.tuning import own_cache
 from pygraph_trees.benchmark.ways import make_ways
 from pygraph_trees.cli.target import resolve

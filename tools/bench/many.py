@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
@@ -23,7 +24,7 @@ from torch._inductor import cudagraph_trees
 
 import inductor_patches
 from bench.figures import has_gpu, write_figures
-from pygraph_trees.benchmark.timing import collector_off, median
+from pygraph_trees.benchmark.timing import collector_off
 
 _CALLS = 300
 _SETTLE = 6  # calls until a function is recorded and replays normally

@@ -13,13 +13,13 @@ import gc
 import sys
 import time
 from pathlib import Path
+from statistics import median
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
 import torch
 
 import pygraph_trees  # noqa: F401  # has the flag
-from pygraph_trees.benchmark.timing import median
 from pygraph_trees.cli.target import resolve
 from pygraph_trees.fake_gpu import lower
 

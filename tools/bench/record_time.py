@@ -14,6 +14,7 @@ import gc
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
@@ -23,7 +24,7 @@ import torch
 from bench.figures import has_gpu, write_figures
 from pygraph_trees.benchmark import graphs
 from pygraph_trees.benchmark.rings import Ring
-from pygraph_trees.benchmark.timing import collector_off, median, synchroniser, timed_call
+from pygraph_trees.benchmark.timing import collector_off, synchroniser, timed_call
 from pygraph_trees.benchmark.tuning import own_cache
 from pygraph_trees.benchmark.ways import make_ways
 from pygraph_trees.cli.target import resolve

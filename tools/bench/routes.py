@@ -13,6 +13,7 @@ import argparse
 import itertools
 import sys
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
@@ -23,7 +24,7 @@ import pygraph_trees
 from bench.figures import has_gpu, write_figures
 from pygraph_trees.benchmark.program import Program
 from pygraph_trees.benchmark.settling import call_until_chosen, functions_so_far
-from pygraph_trees.benchmark.timing import Effort, median, schedule, synchroniser, time_block, timed_call
+from pygraph_trees.benchmark.timing import Effort, schedule, synchroniser, time_block, timed_call
 from pygraph_trees.benchmark.ways import make_ways
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ import linecache
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
@@ -21,7 +22,6 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 import torch
 
 from bench.figures import has_gpu, write_figures
-from pygraph_trees.benchmark.timing import median
 from pygraph_trees.indirection.table.variants import with_slots
 
 COUNTS = (1, 8, 32)

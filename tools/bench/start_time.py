@@ -211,7 +211,7 @@ def _counters(found: Sequence[Start], name: str, way: str, stage: str) -> list[s
 
 def summary(found: Sequence[Start]) -> list[dict[str, Any]]:
     """Medians by workload, stage and way; for ours, also the ratio to torch's seconds to the first and third call."""
-    from pygraph_trees.benchmark.timing import median
+    from statistics import median
 
     rows: list[dict[str, Any]] = []
     for name, stage in dict.fromkeys((one.name, one.stage) for one in found):

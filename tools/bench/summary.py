@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
@@ -24,7 +24,7 @@ from bench.plots import draw
 from pygraph_trees.benchmark import FORCED, WAYS
 from pygraph_trees.benchmark.results import REGIMES, ResultsFormatError
 from pygraph_trees.benchmark.table import geometric_mean
-from pygraph_trees.report.text import nbytes
+from pygraph_trees.report.text import markdown_table, nbytes
 
 SLOWER = 1.02  # than the better of upstream's graphs and no graphs
 LONGER = 1.15  # to compile and record, than upstream
@@ -150,11 +150,6 @@ def _graphed(w: Workload, way: str) -> str:
     return "-" if total is None else f"{graphed:.0f}/{total:.0f}"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def _latency_table(summary: Summary, figure: str, regime: str) -> str:
     ways = [way for way in WAYS if any(w.get(way, regime, figure) for w in summary.workloads)]
     rows = [
@@ -163,7 +158,7 @@ def _latency_table(summary: Summary, figure: str, regime: str) -> str:
     ]
     mean = geometric_mean(summary.ratios(figure, regime))
     rows.append([f"geometric mean of {len(summary.ratios(figure, regime))}", *[""] * len(ways), _times(mean)])
-    return _table(["workload", *(_NAMES[way] for way in ways), "over upstream"], rows)
+    return markdown_table(["workload", *(_NAMES[way] for way in ways), "over upstream"], rows)
 
 
 def page(summary: Summary, plots: Sequence[str] = ()) -> str:
@@ -193,7 +188,7 @@ def page(summary: Summary, plots: Sequence[str] = ()) -> str:
         "Upstream → ours. *Host* is until a call returns, µs; *graphs* the GPU's time inside of CUDA graphs, ms, which "
         "is the least that latency can be: *limit* is how many times as long it is. *Copied* are inputs, at each "
         "replay, *kernels* those inside of graphs of all.",
-        _table(
+        markdown_table(
             ["workload", "mode", "batch", "host, same", "host, fresh", "graphs", "limit", "copied", "kernels"],
             (
                 [
@@ -210,7 +205,7 @@ def page(summary: Summary, plots: Sequence[str] = ()) -> str:
         "## What it costs",
         "Upstream → ours. *Memory* is a call's peak on the GPU: parameters, inputs, temporaries, and the pool as "
         "reserved. *Compile* and *record* are s, once each; upstream compiles first and fills what both use.",
-        _table(
+        markdown_table(
             ["workload", "memory", "compile", "record", "recordings"],
             (
                 [
@@ -226,7 +221,7 @@ def page(summary: Summary, plots: Sequence[str] = ()) -> str:
         "## Beside the paper",
         f"PyGraph (arXiv 2503.19779), on an H100 and over a PyTorch of April 2024: geometric mean "
         f"{paper.GEOMETRIC_MEAN}x. Ours in latency, same and fresh inputs.",
-        _table(
+        markdown_table(
             ["workload", "ours, same", "ours, fresh", "the paper"],
             (
                 [
@@ -259,7 +254,9 @@ def short_table(summary: Summary) -> str:
     mean = _times(geometric_mean([r for w in measured if (r := w.ratio("latency_ms", "fresh")) is not None]))
     rows.append([f"all {len(measured)}, geometric mean", *[""] * len(ways), mean, "", ""])
     names = {"compile": "torch.compile", "upstream": "reduce-overhead", "ours": "ours"}
-    return _table(["program", *(f"{names[way]}, ms" for way in ways), "", "CPU per call, µs", "copied per call"], rows)
+    return markdown_table(
+        ["program", *(f"{names[way]}, ms" for way in ways), "", "CPU per call, µs", "copied per call"], rows
+    )
 
 
 def with_table(text: str, table: str) -> str:
