@@ -71,13 +71,20 @@ class Outcome:
     seconds: float
     output: str
     status: int  # exit status of the process; negative: the signal that ended it
+    cpu_s: float = math.nan  # processor time of the process and of those it has waited for
 
     @property
     def failed(self) -> bool:
         return self.status != 0
 
     def __str__(self) -> str:
-        return f"{self.job.label}: {described(self.counts)} in {self.seconds:.0f} s"
+        return f"{self.job.label}: {described(self.counts)} in {self.took}"
+
+    @property
+    def took(self) -> str:
+        """How long, in words."""
+        cpu = "" if math.isnan(self.cpu_s) else f" ({self.cpu_s:.0f} s of processors)"
+        return f"{self.seconds:.0f} s{cpu}"
 
 
 def described(counts: Mapping[str, int]) -> str:
@@ -85,7 +92,7 @@ def described(counts: Mapping[str, int]) -> str:
 
 
 class _Reporter:
-    """A pytest plugin that writes how many tests had which outcome, and which ones failed."""
+    """A pytest plugin that writes how many tests had which outcome, which ones failed, and the processor time."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -94,7 +101,8 @@ class _Reporter:
         stats = terminalreporter.stats
         counts = {kind: len(stats.get(kind, ())) for kind in KINDS}
         failures = [report.nodeid for kind in ("failed", "error") for report in stats.get(kind, ())]
-        self._path.write_text(json.dumps([counts, failures]), encoding="utf-8")
+        cpu_s = sum(os.times()[:4])
+        self._path.write_text(json.dumps([counts, failures, cpu_s]), encoding="utf-8")
 
 
 class _Running:
@@ -140,15 +148,15 @@ class _Running:
         seconds, is_late = time.monotonic() - self._start, self.left_s <= 0
         self.end()
         status = self._process.exitcode or 0
-        report = json.loads(self._report.read_text(encoding="utf-8")) if self._report.exists() else [{}, []]
-        counts, failures = report
+        text = self._report.read_text(encoding="utf-8") if self._report.exists() else "[{}, [], NaN]"
+        counts, failures, cpu_s = json.loads(text)
         output = self._log.read_text(encoding="utf-8", errors="replace")
         if status not in (0, 1):
             why = f"no end after {seconds:.0f} s" if is_late else f"the process ended with {processes.cause_of(status)}"
             counts |= {"died": 1}
             failures.append(f"{self._job.label}: {why}")
             output += f"\n{why}\n"
-        return Outcome(self._job, counts, failures, seconds, output, status)
+        return Outcome(self._job, counts, failures, seconds, output, status, cpu_s)
 
 
 def run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import inspect
 import itertools
 import sys
 import unittest
@@ -29,6 +30,8 @@ from pygraph_trees.trees.function import FunctionModel
 from pygraph_trees.trees.manager import Upstream
 from pygraph_trees.trees.recording import Recording
 
+NEW = inspect.signature(Recording.__base__).parameters.keys() & {"liveness_check_state"}
+SINCE_2_15 = {name: SimpleNamespace(detached=False) for name in NEW}
 MODE, EXECUTION = cudagraph_trees.CompilationMode, cudagraph_trees.ExecutionState.EXECUTION
 
 
@@ -87,13 +90,16 @@ class Trees:
             "static_output_tensors": [None] * outputs,
             "cached_tensor_outputs": cached,
             "outputs_weakrefs": references,
+            "user_visible_output_idxs": (),
+            "output_storage_alias": [cudagraph_trees.UnaliasedStorage] * outputs,
+            "tensor_weakrefs": [None] * outputs,
             "path_weakrefs": path,
             "live_indices_after_graph": [(d, i) for d, held in enumerate(path) for i in range(len(held))],
             "graph": Graph(launches=0),
             "log": Plain(counter=binding.new_counter()),
             "has_fast_path": True,
         }
-        for name, value in own.items():
+        for name, value in {**own, **SINCE_2_15}.items():
             setattr(node, name, value)
         node._prepare_checks()
         node.native = node._native(in_python=False)

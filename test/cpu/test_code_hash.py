@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -345,6 +346,30 @@ class TestEvidence(TestCase):
                 self.assertEqual(differ(lane / "helper.py", "z = 1\n"), "test_a test_b test_c test_c_too")
                 self.assertEqual(differ(product / "native/graph_nodes.c", "int x;"), "test_a test_b test_c test_c_too")
                 self.assertEqual(module.hashes_of_files(), before)
+
+    def test_evidence_of_another_torch_is_told_and_not_required(self):
+        files = [self.module.evidence_of(version) for version in ("2.11.0+cu130", "2.15.0+cu130")]
+        self.assertEqual([file.name for file in files], ["evidence.json", "evidence-torch2.15.json"])
+        evidence = {"passed": 3, "failed": 0, "skipped": 1, "gpu": "G", "torch": "2", "date": "today"}
+        with mock.patch.object(self.module, "code_hash", lambda: "now"):
+            for hashes, status in ((("now", "then"), 0), (("then", "now"), 1)):
+                for file, found in zip(files, hashes, strict=True):
+                    file.write_text(json.dumps({**evidence, "code_hash": found}))
+                self.printed.reset_mock()
+                self.assertEqual(self.module.check(), status)
+                told = [call.args[0].partition(":")[0] for call in self.printed.call_args_list]
+                of = {"now": "the evidence is of this code", "then": "the evidence is of other code (then, not now)"}
+                self.assertEqual(told, [of[found] for found in hashes])
+
+    def test_without_the_native_parts_none_can_be_built(self):
+        code = "from pygraph_trees.native import build; build.announce(); print(build.status()); build.build()"
+        with mock.patch.dict(os.environ):
+            suite().prevent_native()
+            del os.environ["PYGRAPH_BUILD"]  # as a test may do for what it starts
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=100)
+        self.assertEqual(done.returncode, 1)
+        self.assertTrue(done.stdout.startswith("no, because"), done.stdout)
+        self.assertIn("BuildFailed", done.stderr)
 
     def test_check_runs_without_torch(self):
         done = subprocess.run(

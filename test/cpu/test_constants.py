@@ -27,6 +27,7 @@ from pygraph_trees.report.records import PLACED
 
 SIZE = 24
 NOT_ON_GPUS = {torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.complex32}
+NOT_ON_GPUS |= {getattr(torch, "bcomplex32", torch.complex32)}  # since torch 2.14
 FOLDED = "computed once, a constant on the GPU"
 
 

@@ -42,12 +42,17 @@ def run(example, *argv):
 
 
 class Examples(TestCase):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.addClassCleanup(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision("high")  # as examples do: a test may not change it
+
     def setUp(self):
         super().setUp()
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         self.folder = Path(folder.name)
-        self.addCleanup(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
 
     def run_example(self, example, *options):
         """What an example wrote and printed."""

@@ -60,10 +60,10 @@ class TestLane(TestCase):
         printed = tool.communicate()[0]
         self.assertEqual(tool.returncode, 1, printed)
         for line in (
-            r"test_passes\.py: 1 passed, 1 skipped in \d+ s",
-            r"test_fails\.py: 1 passed, 1 failed in \d+ s",
+            r"test_passes\.py: 1 passed, 1 skipped in \d+ s \(\d+ s of processors\)",
+            r"test_fails\.py: 1 passed, 1 failed in \d+ s \(\d+ s of processors\)",
             r"test_dies\.py: 1 died in \d+ s",
-            r"test_broken\.py: 1 error, 1 died in \d+ s",
+            r"test_broken\.py: 1 error, 1 died in \d+ s \(\d+ s of processors\)",
             r"2 passed, 1 failed, 1 error, 1 skipped, 2 died in \d+ s, 4 processes",
         ):
             self.assertRegex(printed, f"(?m)^(.*/)?{line}$")
