@@ -63,12 +63,14 @@ def has_failed() -> bool:
 def build() -> Path:
     """Compiles both modules if they are missing, in about half a minute, and returns their folder.
 
-    Raises :class:`BuildFailed` if another process is building, if there is no compiler or no setuptools, or if the
+    Raises :class:`BuildFailed` if another process is building, if there is no torch, compiler or setuptools, or if the
     compiler fails; its output goes to standard output and standard error.
     """
     if is_built():
         return FOLDER
-    from filelock import FileLock, Timeout
+    if torch_folder() is None:
+        raise BuildFailed(why="there is no torch: pip install torch")
+    from filelock import FileLock, Timeout  # torch requires it
 
     try:
         FOLDER.parent.mkdir(parents=True, exist_ok=True)
@@ -161,8 +163,7 @@ def _compile(folder: Path) -> None:
     except ImportError:
         raise BuildFailed(why="setuptools is missing: pip install setuptools") from None
     folder_of_torch = torch_folder()
-    if folder_of_torch is None:
-        raise BuildFailed(why="there is no torch: pip install torch")
+    assert folder_of_torch is not None
     include = folder_of_torch / "include"
     sources = folder / "sources"  # a copy, since objects may be written next to them
     shutil.copytree(

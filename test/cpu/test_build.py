@@ -162,6 +162,12 @@ class TestBuild(TestCase):
         self.popen.assert_not_called()
         self.compile.assert_not_called()
 
+    def test_without_torch(self):
+        with mock.patch.object(build, "torch_folder", return_value=None):
+            with self.assertRaisesRegex(build.BuildFailed, "there is no torch: pip install torch"):
+                build.build()
+        self.compile.assert_not_called()
+
     def test_a_folder_that_cannot_be_written(self):
         self.folder.parent.write_text("a file is in the way")
         with self.assertRaisesRegex(build.BuildFailed, "TORCH_EXTENSIONS_DIR"):

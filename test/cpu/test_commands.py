@@ -29,6 +29,7 @@ import pygraph_trees
 from pygraph_trees import __main__ as command_line
 from pygraph_trees.benchmark import Effort, Measurement
 from pygraph_trees.benchmark.outcome import agreement, verdicts
+from pygraph_trees.benchmark.results import PLAIN_NAMES
 from pygraph_trees.benchmark.trace import Span
 from pygraph_trees.benchmark.ways import Way
 from pygraph_trees.cli import target
@@ -646,7 +647,8 @@ class TestComparePage(Folder):
         self.assertIn("<title>plain: pygraph_trees</title>", text)
         self.assertIn("pygraph_trees 9, torch 2", text)
         for m in found:
-            self.assertIn(f"{m['way']}, {m['regime']} inputs: {m['latency_ms']:.3f} ms", text)
+            name = PLAIN_NAMES.get(m["way"], m["way"])
+            self.assertIn(f"{name}, {m['regime']} inputs: {m['latency_ms']:.3f} ms", text)
 
     def test_a_page_alone(self):
         self.html.write_text("of an earlier run " * 10000)
