@@ -163,9 +163,9 @@ class TestBuild(TestCase):
         self.compile.assert_not_called()
 
     def test_without_torch(self):
-        with mock.patch.object(build, "torch_folder", return_value=None):
-            with self.assertRaisesRegex(build.BuildFailed, "there is no torch: pip install torch"):
-                build.build()
+        missing = mock.patch.object(build, "torch_folder", return_value=None)
+        with missing, self.assertRaisesRegex(build.BuildFailed, "there is no torch: pip install torch"):
+            build.build()
         self.compile.assert_not_called()
 
     def test_a_folder_that_cannot_be_written(self):
