@@ -306,7 +306,7 @@ class TestCases(TestCase):
     def test_all_that_can_be_around_is_drawn(self) -> None:
         around: dict[str, set[Any]] = {f.name: set() for f in fields(Around)}
 
-        @settings(FIXED, max_examples=1500)
+        @settings(FIXED, max_examples=800)
         @given(_arounds())
         def draw(drawn: Around) -> None:
             for name, values in around.items():
