@@ -40,11 +40,14 @@ SLOWEST: tuple[str, ...] = (
     "test_bench",
     "test_fuzz",
     "test_placement_graphs",
+    "test_import",
     "test_constants",
-    "test_parity_harness",
+    "test_start_time",
+    "test_variants",
+    "test_fake_gpu",
     "test_examples_cpu",
     "test_flags",
-    "test_fake_gpu",
+    "test_torch_logs",
 )
 PRELOADED = ("torch", "torch._inductor.compile_fx", "torch.testing._internal.common_utils")
 KINDS = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")

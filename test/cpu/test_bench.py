@@ -79,7 +79,7 @@ INPUTS |= {"BSCG": 2, "DALLE2": 3, "DBV2": 3, "DCGAN": 2, "DGPT2": 2, "DMLM": 2,
 INPUTS |= {"MTCG-I": 2, "MTCG-T": 2, "STCLM": 2, "TEFD": 3, "VM": 1, "XLNET-I": 1, "XLNET-T": 2}
 BREAK = ("DMLM", "VM")  # into graphs, more or fewer by what they are built from
 # Of each kind some: with and without a backward, inputs from the CPU, packages, breaks into several graphs.
-EXPLAINED = ("ALNET", "BERT", "DR-T", "DLRM", "TKE", "MMC", "DMLM", "LCNET", "VM")
+EXPLAINED = ("ALNET", "BERT", "DLRM", "MMC", "DMLM", "LCNET", "VM")
 FROM_THE_CPU = ("DALLE2", "MMC", "ST")  # one input of each
 
 

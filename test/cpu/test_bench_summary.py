@@ -71,6 +71,13 @@ class TestSummary(TestCase):
         self.assertNotIn("older.json", text)
         self.assertIn("## Not measured\n\nC.", text)
 
+    def test_the_ratio_of_each_round(self):
+        ways = {"ours": (1.0, 2.0, 4.0), "upstream": (2.0, 2.0, 2.0)}
+        records = [measured("A", way, samples={"latency_ms": rounds}) for way, rounds in ways.items()]
+        (found,) = pages.summarise({Path("a.json"): results(*records)}, []).workloads
+        self.assertEqual(found.rounds("latency_ms", "same"), [2.0, 1.0, 0.5])
+        self.assertEqual([found.rounds("latency_ms", "fresh"), found.rounds("host_us", "same")], [[], []])
+
     def test_nothing_is_worse(self):
         alone = self.lines(*both("A", {}))
         self.assertEqual(alone, ["without a figure of no graphs, so compared with upstream alone: A"])

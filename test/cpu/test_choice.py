@@ -42,7 +42,7 @@ def in_thread(fn):
 class FakeManager:
     """Functions are run, and that is counted."""
 
-    def __init__(self, device):
+    def __init__(self, device, **options):  # options since torch 2.15
         self.running_forwards_with_pending_backwards = False
         self.calls = 0
 

@@ -306,7 +306,7 @@ class TestCases(TestCase):
     def test_all_that_can_be_around_is_drawn(self) -> None:
         around: dict[str, set[Any]] = {f.name: set() for f in fields(Around)}
 
-        @settings(FIXED, max_examples=1500)
+        @settings(FIXED, max_examples=800)
         @given(_arounds())
         def draw(drawn: Around) -> None:
             for name, values in around.items():
@@ -964,24 +964,33 @@ class TestCampaign(TestCase):
         self.assertIn("(but not in a process of its own)", outcome.failure.message)
 
     def test_a_dead_process(self) -> None:
-        with mock.patch.object(campaign, "_MOST_TRIES", 2):
+        with mock.patch.object(campaign, "_MOST_TRIES", 1):
             outcome, _ = self._run("wrong_backends:deadly", most_cases=100)
         assert outcome.failure is not None
         self.assertIn("exit status 9", outcome.failure.message)
         self.assertRegex(outcome.failure.case.source(), r"softmax|sum\(| \+ ")
 
     def test_a_process_that_dies_under_the_control_as_well(self) -> None:
-        deadly = "wrong_backends:deadly"
-        with mock.patch.object(campaign, "_MOST_TRIES", 1):
-            case = Case((Input("a", (2,)),), ("v0 = torch.softmax(a, 0)",), ("v0",))
-            plan = campaign.Campaign("cpu", deadly, deadly, None, 60.0, 1)
-            with self._backends(), campaign._alone(plan, case) as worker:
-                self.assertIsNotNone(worker.cause)
-                with mock.patch.object(campaign, "UNGRAPHED", "aot_eager"):
-                    self.assertFalse(campaign._control_dies(replace(plan, control="aot_eager"), worker))
-                with mock.patch.object(campaign, "UNGRAPHED", deadly):
-                    self.assertTrue(campaign._control_dies(replace(plan, control="aot_eager"), worker))
-                self.assertFalse(campaign._control_dies(replace(plan, control=None), worker))
+        case, deadly = Case((Input("a", (2,)),), ("v0 = torch.softmax(a, 0)",), ("v0",)), "wrong_backends:deadly"
+        lost = mock.Mock(cause="exit status 9", last_case=lambda: case)
+        ran: list[tuple[str, bool]] = []
+
+        @contextlib.contextmanager
+        def alone(plan: campaign.Campaign, given: Case) -> Iterator[mock.Mock]:
+            self.assertIs(given, case)
+            ran.append((plan.under_test, plan.compares))
+            yield mock.Mock(cause="exit status 9" if plan.under_test == deadly else None)
+
+        plan = campaign.Campaign("cpu", deadly, "aot_eager", None, 60.0, 1)
+        with mock.patch.object(campaign, "_alone", alone):
+            with mock.patch.object(campaign, "UNGRAPHED", "eager"):
+                self.assertFalse(campaign._control_dies(plan, lost))
+                self.assertEqual(ran, [("aot_eager", False), ("eager", False)])
+                self.assertTrue(campaign._control_dies(replace(plan, control=deadly), lost))
+            with mock.patch.object(campaign, "UNGRAPHED", deadly):
+                self.assertTrue(campaign._control_dies(plan, lost))
+            self.assertFalse(campaign._control_dies(replace(plan, control=None), lost))
+            self.assertFalse(campaign._control_dies(plan, mock.Mock(cause=None, last_case=lambda: case)))
 
     def test_counts_add_up(self) -> None:
         counts = campaign.Counts(cases=1, uses={"backward": 1})

@@ -93,7 +93,7 @@ class TestInstall(TestCase):
         before = torch_as_it_is()
         inductor_patches.install()
         patched = torch_as_it_is()
-        for name in before:
+        for name in before.keys() - ({"marks"} if not call_marks.are_call_marks_wrapped() else set()):
             self.assertNotEqual(before[name], patched[name], name)
         inductor_patches.uninstall()
         self.assertEqual(torch_as_it_is(), before)

@@ -958,7 +958,7 @@ class TestChoice(TrialTestCase):
         """It holds a function as long as what it made of it lives, and the trees as long as there is one."""
 
         class Trees:  # what of a manager matters
-            def __init__(self, device):
+            def __init__(self, device, **options):  # options since torch 2.15
                 self.ids_to_funcs, self.device = {}, device
 
             def add_function(self, model, inputs, *args, **kwargs):

@@ -31,6 +31,14 @@ class Workload:
         ours, upstream = (self.get(way, regime, figure) for way in ("ours", "upstream"))
         return upstream / ours if ours and upstream else None
 
+    def rounds(self, figure: str, regime: str) -> list[float]:
+        """The ratio of each round in which both were measured."""
+        ours, upstream = (self.by_way.get((way, regime)) for way in ("ours", "upstream"))
+        if ours is None or upstream is None:
+            return []
+        found = zip(upstream.samples.get(figure, ()), ours.samples.get(figure, ()), strict=False)
+        return [theirs / own for theirs, own in found if own]
+
     def limit(self, way: str, regime: str) -> float | None:
         """Latency by the GPU's time inside of graphs, which is the least that it can be."""
         latency, inside = (self.get(way, regime, figure) for figure in ("latency_ms", "gpu_ms"))

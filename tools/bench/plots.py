@@ -101,25 +101,32 @@ def _speedup(pyplot: Any, summary: Summary, colours: Colours) -> Any:
     from pygraph_trees.benchmark.table import geometric_mean
 
     both = {w.name: [w.ratio("latency_ms", regime) for regime in ("same", "fresh")] for w in summary.workloads}
+    rounds = {w.name: [w.rounds("latency_ms", regime) for regime in ("same", "fresh")] for w in summary.workloads}
     rows = sorted(((n, r) for n, r in both.items() if any(r)), key=lambda row: -(row[1][0] or row[1][1] or 0))
     mean = [geometric_mean(summary.ratios("latency_ms", regime)) for regime in ("same", "fresh")]
-    rows.append(("geometric mean", mean))
+    rows.append((f"geometric mean of {len(summary.ratios('latency_ms', 'fresh'))}", mean))
     figure, axes = _axes(
         pyplot,
         [name for name, _ in rows],
         "How many times as fast as upstream's CUDA graphs",
-        f"latency, upstream / ours (the paper's mean: {GEOMETRIC_MEAN}x, on other hardware and another PyTorch)",
+        f"latency, upstream / ours; lines span the rounds "
+        f"(the paper's mean: {GEOMETRIC_MEAN}x, on other hardware and another PyTorch)",
     )
     for number, (regime, colour) in enumerate((("same", colours.first), ("fresh", colours.second))):
         places = [row - 0.19 + 0.38 * number for row in range(len(rows))]
         values = [ratios[number] or 0 for _, ratios in rows]
         axes.barh(places, values, height=0.34, color=colour, label=f"{regime} inputs")
-        for place, value in zip(places, values, strict=True):
+        for place, value, (name, _) in zip(places, values, rows, strict=True):
+            spread = rounds.get(name, ([], []))[number]
+            if len(spread) > 1:
+                axes.plot([min(spread), max(spread)], [place] * 2, color=colours.text, linewidth=1.2)
             if value:
-                axes.text(value + 0.01, place, f"{value:.2f}", va="center", fontsize=7.5)
+                axes.text(max([value, *spread]) + 0.01, place, f"{value:.2f}", va="center", fontsize=7.5)
     axes.axvline(1, color=colours.text, linewidth=1)
     axes.axhline(len(rows) - 1.5, color=colours.faint, linewidth=0.8)
-    axes.set_xlim(0, max(value or 0 for _, ratios in rows for value in ratios) * 1.08)
+    longest = [value or 0 for _, ratios in rows for value in ratios]
+    longest += [value for each in rounds.values() for spread in each for value in spread]
+    axes.set_xlim(0, max(longest) * 1.08)
     _legend(axes)
     return figure
 
