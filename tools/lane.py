@@ -81,11 +81,11 @@ class Outcome:
         return self.status != 0
 
     def __str__(self) -> str:
-        return f"{self.job.label}: {described(self.counts)} in {self.took}"
+        return f"{self.job.label}: {described(self.counts)} in {self.duration}"
 
     @property
-    def took(self) -> str:
-        """How long, in words."""
+    def duration(self) -> str:
+        """Of the process, and the processor time if it is known, in words."""
         cpu = "" if math.isnan(self.cpu_s) else f" ({self.cpu_s:.0f} s of processors)"
         return f"{self.seconds:.0f} s{cpu}"
 

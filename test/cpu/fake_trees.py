@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import unittest
 from unittest import mock
 
@@ -12,9 +13,12 @@ from pygraph_trees.native import binding
 from pygraph_trees.trees import fast_path
 from pygraph_trees.trees.candidates import candidate_filter
 from pygraph_trees.trees.liveness import Deaths
+from pygraph_trees.trees.recording import Upstream as UpstreamRecording
 
 MODE = cudagraph_trees.CompilationMode
 MAY_CLONE = fast_path.MAY_CLONE
+# Since torch 2.15, a recording asks again which outputs are alive, after it has found some that nobody needs.
+CHECKS_LIVENESS_AGAIN = "liveness_check_state" in inspect.signature(UpstreamRecording).parameters
 
 
 class Failed(Exception): ...
@@ -26,6 +30,11 @@ fail = mock.Mock(side_effect=Failed)
 class Plain:
     def __init__(self, **attributes):
         self.__dict__.update(attributes)
+
+
+def liveness_check():
+    """The attributes with which a recording checks it."""
+    return {"liveness_check_state": Plain(detached=False)} if CHECKS_LIVENESS_AGAIN else {}
 
 
 class FakeManager(fast_path.TreeState):

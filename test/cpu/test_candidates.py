@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import inspect
 import itertools
 import sys
 import unittest
@@ -18,7 +17,7 @@ from unittest import mock
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
 from bare_manager import bare_manager
-from fake_trees import Graph, Plain, some
+from fake_trees import Graph, Plain, liveness_check, some
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -30,8 +29,6 @@ from pygraph_trees.trees.function import FunctionModel
 from pygraph_trees.trees.manager import Upstream
 from pygraph_trees.trees.recording import Recording
 
-NEW = inspect.signature(Recording.__base__).parameters.keys() & {"liveness_check_state"}
-SINCE_2_15 = {name: SimpleNamespace(detached=False) for name in NEW}
 MODE, EXECUTION = cudagraph_trees.CompilationMode, cudagraph_trees.ExecutionState.EXECUTION
 
 
@@ -99,7 +96,7 @@ class Trees:
             "log": Plain(counter=binding.new_counter()),
             "has_fast_path": True,
         }
-        for name, value in {**own, **SINCE_2_15}.items():
+        for name, value in (own | liveness_check()).items():
             setattr(node, name, value)
         node._prepare_checks()
         node.native = node._native(in_python=False)

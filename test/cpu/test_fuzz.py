@@ -972,25 +972,27 @@ class TestCampaign(TestCase):
 
     def test_a_process_that_dies_under_the_control_as_well(self) -> None:
         case, deadly = Case((Input("a", (2,)),), ("v0 = torch.softmax(a, 0)",), ("v0",)), "wrong_backends:deadly"
-        lost = mock.Mock(cause="exit status 9", last_case=lambda: case)
-        ran: list[tuple[str, bool]] = []
-
-        @contextlib.contextmanager
-        def alone(plan: campaign.Campaign, given: Case) -> Iterator[mock.Mock]:
-            self.assertIs(given, case)
-            ran.append((plan.under_test, plan.compares))
-            yield mock.Mock(cause="exit status 9" if plan.under_test == deadly else None)
-
         plan = campaign.Campaign("cpu", deadly, "aot_eager", None, 60.0, 1)
-        with mock.patch.object(campaign, "_alone", alone):
-            with mock.patch.object(campaign, "UNGRAPHED", "eager"):
-                self.assertFalse(campaign._control_dies(plan, lost))
-                self.assertEqual(ran, [("aot_eager", False), ("eager", False)])
-                self.assertTrue(campaign._control_dies(replace(plan, control=deadly), lost))
-            with mock.patch.object(campaign, "UNGRAPHED", deadly):
-                self.assertTrue(campaign._control_dies(plan, lost))
-            self.assertFalse(campaign._control_dies(replace(plan, control=None), lost))
-            self.assertFalse(campaign._control_dies(plan, mock.Mock(cause=None, last_case=lambda: case)))
+        with self._backends(), campaign._alone(plan, case) as lost:
+            self.assertIsNotNone(lost.cause)
+            self.assertEqual(lost.last_case(), case)
+            ran: list[tuple[str, bool]] = []
+
+            @contextlib.contextmanager
+            def alone(plan: campaign.Campaign, given: Case) -> Iterator[mock.Mock]:
+                self.assertEqual(given, case)
+                ran.append((plan.under_test, plan.compares))
+                yield mock.Mock(cause="exit status 9" if plan.under_test == deadly else None)
+
+            with mock.patch.object(campaign, "_alone", alone):
+                with mock.patch.object(campaign, "UNGRAPHED", "eager"):
+                    self.assertFalse(campaign._control_dies(plan, lost))
+                    self.assertEqual(ran, [("aot_eager", False), ("eager", False)])
+                    self.assertTrue(campaign._control_dies(replace(plan, control=deadly), lost))
+                with mock.patch.object(campaign, "UNGRAPHED", deadly):
+                    self.assertTrue(campaign._control_dies(plan, lost))
+                self.assertFalse(campaign._control_dies(replace(plan, control=None), lost))
+                self.assertFalse(campaign._control_dies(plan, mock.Mock(cause=None, last_case=lambda: case)))
 
     def test_counts_add_up(self) -> None:
         counts = campaign.Counts(cases=1, uses={"backward": 1})

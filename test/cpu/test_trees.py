@@ -19,7 +19,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 import torch
 from bare_manager import SKIPPED, bare_manager
-from fake_trees import FakeFunction, replaying
+from fake_trees import CHECKS_LIVENESS_AGAIN, FakeFunction, liveness_check, replaying
 from torch._inductor import compile_fx, config, cudagraph_trees
 from torch._inductor.cudagraph_utils import FunctionID, PlaceholderInfo, WrappedFunction
 from torch._inductor.utils import BoxedBool
@@ -44,13 +44,8 @@ from pygraph_trees.trees.outputs import as_they_read
 from pygraph_trees.trees.recording import Recording
 from pygraph_trees.trees.rerecord import why_recorded
 
-NEW = [
-    name
-    for name in inspect.signature(WrappedFunction).parameters
-    if name.startswith("cudagraph_managed_input_rerecord")
-]
-SINCE_2_15 = dict.fromkeys(NEW)  # limits
-CHECKS_LIVENESS_AGAIN = "liveness_check_state" in inspect.signature(Recording.__base__).parameters  # since 2.15
+# Of a function, since torch 2.15; None is no limit.
+LIMITS = {name: None for name in inspect.signature(WrappedFunction).parameters if "managed_input_rerecord" in name}
 
 
 def double(inputs):
@@ -442,7 +437,7 @@ class TestInputsThatMove(TestCase):
         self.inputs = [torch.ones(2) for _ in range(4)] + [7]
         self.id = FunctionID(0)
         model = FunctionModel(double, Settings.current(), FunctionLog("f", "0/0", "inference", 1, {}))
-        wrapped = WrappedFunction(model, [0, 1, 2], self.id, (), [], [2], **SINCE_2_15)
+        wrapped = WrappedFunction(model, [0, 1, 2], self.id, (), [], [2], **LIMITS)
         self.recorded = SimpleNamespace(
             static_input_idxs=[0, 1, 2, 4],
             static_input_data_ptrs=[t.data_ptr() if isinstance(t, torch.Tensor) else None for t in self.inputs],
@@ -588,8 +583,7 @@ class TestWhoHoldsOutputs(TestCase):
                 storage, metadata["storage_offset"], metadata["size"], metadata["stride"]
             ),
         )
-        if CHECKS_LIVENESS_AGAIN:
-            node.liveness_check_state = SimpleNamespace(detached=False)
+        vars(node).update(liveness_check())
         node._initialize_cached_tensors()
         return node
 

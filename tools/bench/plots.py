@@ -109,7 +109,7 @@ def _speedup(pyplot: Any, summary: Summary, colours: Colours) -> Any:
         pyplot,
         [name for name, _ in rows],
         "How many times as fast as upstream's CUDA graphs",
-        f"latency, upstream / ours; lines span the rounds "
+        "latency, upstream / ours; lines span the rounds "
         f"(the paper's mean: {GEOMETRIC_MEAN}x, on other hardware and another PyTorch)",
     )
     for number, (regime, colour) in enumerate((("same", colours.first), ("fresh", colours.second))):
