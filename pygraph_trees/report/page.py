@@ -73,7 +73,6 @@ def page(
         Section("tree", "Tree of recordings", recorded_tree(report.functions)),
         Section("step", "Steps, as they were recorded", _steps(report.functions)),
         Section("graphs", "Compiled graphs", _graphs(report.graphs)),
-        *breaks_section(report.breaks),
     ]
     before = render("summary", verdict=verdict, facts=_facts(report))
     return document(name, _environment(report), before, sections, {**asdict(report), **(more or {})})
