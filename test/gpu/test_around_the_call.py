@@ -87,10 +87,14 @@ PROGRAMS = {"convolution": convolution, "products": products, "pointwise": point
 
 
 class TestSavedTensorHooks(IndirectionTestCase):
-    @classmethod
-    def setUpClass(cls) -> None:
-        super().setUpClass()  # flags are set for the class: since torch 2.15 a test that ends with other flags fails
-        cls.enterClassContext(torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False))
+    def setUp(self) -> None:
+        super().setUp()
+        self.flags = contextlib.ExitStack()
+        self.flags.enter_context(torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False))
+
+    def tearDown(self) -> None:
+        self.flags.close()  # before torch's own, which compares flags since torch 2.15
+        super().tearDown()
 
     def gradients(self, fn: Callable[..., Any], inputs: list[torch.Tensor], hooks: Any) -> list[Any]:
         x = inputs[0].clone(memory_format=torch.preserve_format).requires_grad_()

@@ -21,21 +21,16 @@ import pygraph_trees
 
 
 class TestRealPrograms(IndirectionTestCase):
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()  # flags are set for the class: since torch 2.15 a test that ends with other flags fails
-        # cuDNN and TF32 give another result for another layout.
-        cls.enterClassContext(torch.backends.cudnn.flags(enabled=False, allow_tf32=False))
-
     @parametrize("build", REAL, name_fn=lambda build: build.__name__)
     def test_one_graph(self, build):
         program, inputs = build(self.device, small=True)
         graphed = torch.compile(program, mode="reduce-overhead")
-        for call in range(CALLS_EACH):
-            # CPU inputs change at each call.
-            given_ = [t.flip(0).clone() if t.device.type == "cpu" and call % 2 else t.clone() for t in inputs]
-            torch.compiler.cudagraph_mark_step_begin()
-            self.assertEqual(graphed(*given_), program(*given_), atol=1e-4, rtol=1e-4)
+        with torch.backends.cudnn.flags(allow_tf32=False):  # otherwise another layout gives another result
+            for call in range(CALLS_EACH):
+                # CPU inputs change at each call.
+                given_ = [t.flip(0).clone() if t.device.type == "cpu" and call % 2 else t.clone() for t in inputs]
+                torch.compiler.cudagraph_mark_step_begin()
+                self.assertEqual(graphed(*given_), program(*given_), atol=1e-4, rtol=1e-4)
         (graph,) = pygraph_trees.report().graphs
         self.assertEqual(sum(p.graphed for p in graph.partitions), 1)
         self.assertEqual(len(graph.partitions), 2 if build is noise_schedule else 1)
