@@ -204,6 +204,8 @@ def view(s: Scope) -> str:
 
 @_operation("foreach")
 def foreach(s: Scope) -> str:
+    if s.has("torch._foreach_lerp_"):
+        raise NoRoom
     x = s.tensor()
     others = [s.tensor(shape=x.shape, dtype=x.dtype) for _ in range(s.one_of(1, 3))]
     return f"sum(torch._foreach_mul([{', '.join(map(str, [x, *others]))}], {_share(1 + len(others))}))"
@@ -211,6 +213,9 @@ def foreach(s: Scope) -> str:
 
 @_operation("foreach", mutates=True)
 def foreach_in_place(s: Scope) -> str:
+    """The only one of its program: up to torch 2.13, Inductor merges two into a kernel whose blocks race."""
+    if s.has("torch._foreach_"):
+        raise NoRoom
     x = s.written()
     values = [x, *(s.written(shape=x.shape, dtype=x.dtype, apart_from=[x]) for _ in range(s.one_of(0, 2)))]
     values = list(dict.fromkeys(values))

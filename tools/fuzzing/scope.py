@@ -121,6 +121,10 @@ class Scope:
             raise NoRoom
         return value
 
+    def has(self, text: str) -> bool:
+        """Whether a statement contains ``text``."""
+        return any(text in line for line in self.body)
+
     def mask(self, shape: Sequence[int]) -> Value:
         return self._input(tuple(shape), "bool", "mask")
 
