@@ -303,6 +303,23 @@ class TestCases(TestCase):
         self.assertEqual(len(kinds), 6, kinds)
         self.assertEqual(used, set(USES))
 
+    def test_no_foreach_operation_beside_one_that_writes(self) -> None:
+        """Up to torch 2.13 Inductor merges the two into a kernel whose blocks race."""
+        found: list[list[bool]] = []
+
+        @settings(FIXED, max_examples=100)
+        @given(cases())
+        def draw(case: Case) -> None:
+            found.append(["_foreach_lerp_" in line for line in case.body if "_foreach_" in line])
+
+        with mock.patch(
+            "fuzzing.strategies.OPERATIONS", [o for o in OPERATIONS if o.family in ("foreach", "pointwise")]
+        ):
+            draw()
+        self.assertTrue(any(each == [True] for each in found))
+        self.assertTrue(any(len(each) > 1 for each in found))
+        self.assertFalse([each for each in found if len(each) > 1 and any(each)])
+
     def test_all_that_can_be_around_is_drawn(self) -> None:
         around: dict[str, set[Any]] = {f.name: set() for f in fields(Around)}
 
