@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pygraph_trees.report.markup import Section, preformatted, render
-from pygraph_trees.report.page import breaks_section, document
+from pygraph_trees.report.page import document
 from pygraph_trees.report.records import GraphBreak, Partition, PartitionInput, Placed
 from pygraph_trees.report.text import break_line, cause_line, counted, nbytes, placed_lines, table
 
@@ -109,7 +109,9 @@ class Explanation:
     def to_html(self, path: str | Path | None = None) -> str:
         """A self-contained page for a browser, also written to ``path`` if given."""
         sections = [] if self.stop is None else [Section("rest", "Unknown", render("problems", problems=[self.stop]))]
-        sections += [*breaks_section(self.breaks), Section("features", "Features", preformatted(_features(self)))]
+        if self.breaks:
+            sections.append(Section("breaks", "Graph breaks", render("breaks", breaks=self.breaks)))
+        sections.append(Section("features", "Features", preformatted(_features(self))))
         for number, graph in enumerate(self.graphs):
             sections.append(Section(f"graph{number}", f"{graph.name}, {graph.mode}", _html(graph)))
         lines = [f"explained for {self.architecture}, torch {self.torch}: {counted(len(self.graphs), 'graph')}"]

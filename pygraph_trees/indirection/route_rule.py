@@ -24,7 +24,7 @@ LEAST_SHARE = 0.25  # of replays with new addresses; inputs that move less often
 
 
 class Reason(Enum):
-    """What a choice rests on; the value is its phrase in the report, after "inputs are given"."""
+    """What a choice rests on; the value is its phrase in the report, after "inputs are passed"."""
 
     SELDOM = "by address: addresses change in {share:.0%} of replays, fewer than {least_share:.0%}"
     FEW_INPUTS = (

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from .markup import Section, render
 from .recorded_tree import function_anchor, recorded_tree, recording_anchor
-from .records import FunctionRecord, GraphBreak, GraphRecord, InputRecord, PartitionInput, Snapshot
+from .records import FunctionRecord, GraphRecord, InputRecord, PartitionInput, Snapshot
 from .text import called, environment_lines, nbytes, problems
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class StepPath:
     """A path through the trees, and the number of steps that took it."""
 
     parts: tuple[Part, ...]
@@ -76,11 +76,6 @@ def page(
     ]
     before = render("summary", verdict=verdict, facts=_facts(report))
     return document(name, _environment(report), before, sections, {**asdict(report), **(more or {})})
-
-
-def breaks_section(breaks: Sequence[GraphBreak]) -> list[Section]:
-    """The section on graph breaks, if there are any."""
-    return [Section("breaks", "Graph breaks", render("breaks", breaks=breaks))] if breaks else []
 
 
 def document(
@@ -177,7 +172,7 @@ def _steps(functions: Sequence[FunctionRecord]) -> Markup:
             f, r, anchor = nodes[number]
             what = f"recording {number}: {called(f)}, {'?' if r.kernels is None else r.kernels} kernels"
             parts.append(Part(r.kernels or 0, str(number), "in", anchor, what))
-        paths.append(Way(tuple(parts), ended[end]))
+        paths.append(StepPath(tuple(parts), ended[end]))
     ambiguous = len(nodes) < sum(len(f.recordings) for f in functions)
     return render("steps", ambiguous=ambiguous, paths=paths, left=len(ends) - _MOST_STEPS)
 

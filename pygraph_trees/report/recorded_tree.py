@@ -103,5 +103,5 @@ def _why(node: Node, numbers: Mapping[int, int]) -> str:
     recording = node.recording
     if recording.parent is None or numbers.get(recording.parent, 0) == 1:
         return recording.reason
-    which = "of which there are several" if recording.parent in numbers else "of which nothing is known"
-    return f"{recording.reason}, behind recording {recording.parent}, {which}"
+    which = "several recordings have this number" if recording.parent in numbers else "it is not in this report"
+    return f"{recording.reason}, after recording {recording.parent} ({which})"

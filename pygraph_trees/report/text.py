@@ -187,7 +187,7 @@ def _function_notes(functions: Sequence[FunctionRecord]) -> Iterator[str]:
         if f.decision:
             yield f"{_place(f)}: {f.decision}"
         if f.route:
-            yield f"{_place(f)}: inputs are given {f.route}"
+            yield f"{_place(f)}: inputs are passed {f.route}"
         if f.ungraphed_calls:
             yield _ungraphed(f)
 
@@ -230,11 +230,11 @@ def _graph_notes(graphs: Sequence[GraphRecord]) -> Iterator[str]:
 
 def _placed(graph: GraphRecord) -> Iterator[str]:
     if graph.why_not_placed:
-        yield f"{title(graph)}, {graph.mode}: values of the CPU stay there, because {graph.why_not_placed}"
+        yield f"{title(graph)}, {graph.mode}: CPU values stay on the CPU, because {graph.why_not_placed}"
     by_how = Counter(placed.how for placed in graph.placed)
     if by_how:
         done = ", ".join(f"{count} {how}" for how, count in by_how.items())
-        yield f"{title(graph)}, {graph.mode}: of values of the CPU {done}"
+        yield f"{title(graph)}, {graph.mode}: CPU values: {done}"
         yield from (f"  {line}" for line in placed_lines(graph.placed))
 
 

@@ -110,7 +110,7 @@ class TestPage(TestCase):
             "<dt>kernels outside</dt><dd>1</dd>",
             "<dt>copied at each replay</dt><dd>16 B</dd>",
             "3 calls un-graphed",
-            "static input arg3_1 moved, behind recording 1",
+            "static input arg3_1 moved, after recording 1",
             "its address is in a host array",
             "<td>staged</td>",
             "<td>by address</td>",
@@ -208,14 +208,14 @@ class TestPage(TestCase):
     def test_a_tree_of_one_function(self):
         tree = function(*[recording(n, p) for n, p in ((0, None), (1, 0), (2, 1), (3, 0), (4, 9))])
         self.assertEqual(self.shape(tree), "( 0 [ ( 1 2 ) ( 3 ) ] ) ( 4 )")
-        self.assertIn("behind recording 9, of which nothing is known", report([tree]).to_html())
+        self.assertIn("after recording 9 (it is not in this report)", report([tree]).to_html())
 
     def test_a_tree_leaves_no_recording_out_and_has_none_twice(self):
         circle = function(recording(0, 1), recording(1, 0), recording(2, 0), recording(3, 3))
         self.assertEqual(self.shape(circle), "( 0 [ ( 1 ) ( 2 ) ] ) ( 3 )")
         twice = (function(recording(0), recording(1, 0)), function(recording(0), recording(2, 1)))
         self.assertEqual(self.shape(*twice), "( 0 ) ( 0 ) ( 1 2 )")
-        self.assertIn("behind recording 0, of which there are several", report(twice).to_html())
+        self.assertIn("after recording 0 (several recordings have this number)", report(twice).to_html())
         chain = [function(recording(n, n - 1 if n else None)) for n in range(1200)]
         self.assertEqual(self.shape(*chain), f"( {' '.join(map(str, range(1200)))} )")
         ladder = function(*[recording(n, max(0, n - 1) // 2 * 2 if n else None) for n in range(1200)])
@@ -294,7 +294,7 @@ class TestPage(TestCase):
     def test_many_inputs_of_a_part(self):
         many = tuple(PartitionInput(f"buf{n}", False, "cuda:0", "int8", 1, {}) for n in range(900))
         record = GraphRecord("Net", None, "inference", (Partition(True, {"triton": 1}, inputs=many),), None)
-        self.assertIn("The first 400 of 900.", report([], [record]).to_html())
+        self.assertIn("Only the first 400 of 900 are shown.", report([], [record]).to_html())
 
     def test_spans_name_their_recordings(self):
         spans = [Span("host", n < 5, 10.0 * n, 4.0, (n, n) if n < 5 else None) for n in range(6)]
@@ -346,9 +346,9 @@ class TestPage(TestCase):
         wanted = ["86 steps", "4 steps"]
         self.assertEqual(re.findall(r"<h3>(\d+ steps?)</h3>", text), wanted)
         many = report([function(*[recording(n) for n in range(9)])]).to_html()
-        self.assertIn("And 1 way more", many)
+        self.assertIn("Taken less often: 1 other path.", many)
         twice = report([function(recording(0)), function(recording(0))]).to_html()
-        self.assertIn("recordings have the same numbers", twice)
+        self.assertIn("recordings share numbers", twice)
         endless = report([function(recording(0, 1), recording(1, 0), recording(2, 0, replays=5))]).to_html()
         self.assertIn("recording 1: Net 0/0 inference, 7 kernels; recording 0: Net", endless)
         self.assertIn("Nothing was replayed", report([function(recording(0, replays=0))]).to_html())
@@ -356,7 +356,7 @@ class TestPage(TestCase):
     def test_many_inputs(self):
         many = tuple(InputRecord(i, None, "live", "cuda:0", 4, 4, False, "copy", "why") for i in range(900))
         shown = report([function(RecordingRecord(0, None, "first call", many, 1, 0, 0.1, 0, 1))]).to_html()
-        self.assertIn("The first 400 of 900.", shown)
+        self.assertIn("Only the first 400 of 900 are shown.", shown)
 
     def test_figures(self):
         failed = measurement("compile", latency_ms=None, error=EVIL)

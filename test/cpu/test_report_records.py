@@ -257,9 +257,9 @@ Dropped 1/0, backward: not graphed, 7 GPU kernels: skipping cudagraphs due to cp
     def test_text_and_page_say_how_inputs_are_given(self):
         facts = Facts(kernels=20, inputs=5, host_bound=8)
         for reason, words in (
-            (Reason.TABLE, "given by table: 20 kernels read 5 inputs whose addresses change"),
-            (Reason.FEW_KERNELS, "given by address: 20 kernels could read inputs from a table"),
-            (Reason.TABLE_AWAITED, "given by address, until a table for 20 kernels that read 5 inputs is built"),
+            (Reason.TABLE, "passed by table: 20 kernels read 5 inputs whose addresses change"),
+            (Reason.FEW_KERNELS, "passed by address: 20 kernels could read inputs from a table"),
+            (Reason.TABLE_AWAITED, "passed by address, until a table for 20 kernels that read 5 inputs is built"),
         ):
             log = function()
             log.route_was_found(str(Choice(reason, facts)))
