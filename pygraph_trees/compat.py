@@ -81,12 +81,6 @@ def sees_what_autograd_holds(node: Any) -> bool:
     return hasattr(node, "liveness_check_state")
 
 
-def follows_moved_outputs(node: Any) -> bool:
-    """Whether upstream itself handles outputs of earlier recordings that come from elsewhere."""
-    # Since 2.15.
-    return hasattr(node, "mismatched_cudagraph_managed_idxs")
-
-
 def is_kernel_free(function: Any) -> bool:
     """Whether a wrapped function is recorded without a graph, since it launches no kernel."""
     # Since 2.14.

@@ -201,7 +201,8 @@ def run(
 def preload() -> None:
     """Imports torch, whose modules all forks then have."""
     # Compile workers and threads of each process would wait for the cores of the others.
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    for name in ("TORCHINDUCTOR_COMPILE_THREADS", "OMP_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
     sys.path.insert(0, str(ROOT))
     for name in PRELOADED:
         importlib.import_module(name)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._inductor import cudagraph_trees
 
-from pygraph_trees.compat import follows_moved_outputs, is_kernel_free
+from pygraph_trees.compat import is_kernel_free
 from pygraph_trees.indirection.addresses import CAPTURED
 from pygraph_trees.indirection.availability import usable_driver
 from pygraph_trees.indirection.routes import why_not_placeholder
@@ -131,9 +131,10 @@ class Given:
         ]
 
     def moved_managed(self, recorded: Any) -> set[int]:
-        """Managed inputs whose addresses differ from the recorded ones; none if upstream handles this itself."""
-        if follows_moved_outputs(recorded):
-            return set()
+        """Managed inputs whose addresses differ from the recorded ones.
+
+        Torch 2.15 itself records up to five times for an input that moves, and copies it afterwards.
+        """
         return {
             index
             for index in recorded.cudagraph_managed_idxs

@@ -179,6 +179,12 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
                     raise WouldLoseWrites(recording=self.log.number, index=index)
         return super()._allocate_and_copy_recording_inputs(inputs)
 
+    def _copy_inputs_and_remove_from_src(self, dsts: list[Any], srcs: list[Any]) -> None:
+        for index in self._copied_indices():
+            if isinstance(srcs[index], torch.Tensor):
+                srcs[index] = as_they_read(srcs[index])  # torch 2.15 copies the memory of a negated view as it is
+        super()._copy_inputs_and_remove_from_src(dsts, srcs)
+
     def _is_cuda_graph_recorded_tensor(self, t: torch.Tensor) -> Any:
         """Upstream's answer, except that managed inputs that move are not recorded tensors while this one is made."""
         attempts = self._attempts

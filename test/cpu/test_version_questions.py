@@ -111,7 +111,6 @@ OF_OBJECTS = {
     "lists_static_tensors": ({"tensor_static_input_idxs": []}, {}),
     "lists_copied_inputs": ({"input_copy_idxs": []}, {}),
     "sees_what_autograd_holds": ({"liveness_check_state": None}, {}),
-    "follows_moved_outputs": ({"mismatched_cudagraph_managed_idxs": None}, {}),
     "is_kernel_free": ({"kernel_free_cudagraph": True}, {}),
     "has_plugins": ({"_plugins": [object()]}, {}),
     "is_for_any_device": ({"triton_meta": {"device": None}}, {"triton_meta": {"device": 0}}),

