@@ -50,7 +50,8 @@ def _entry(flag: Flag) -> Any:
 
     unset = _config_module._UNSET_SENTINEL
     # `torch.compile(options=...)` does not check the value of an entry whose type is a union.
-    declared = _config_module._Config(default=flag.default, value_type=str | bool if flag.is_switch else str)
+    kind = int if flag.is_number else str | bool if flag.is_switch else str
+    declared = _config_module._Config(default=flag.default, value_type=kind)
     if has_context_overrides():
         entry = _config_module._ConfigEntry(declared, _PREFIX + flag.name)
         entry.user_override = _CheckedOverride(entry.user_override, flag, unset)

@@ -43,7 +43,7 @@ def builds() -> bool:
     return choice(BUILD, ("off", "on"), "They are built.") != "off"
 
 
-def check(flags: Iterable[tuple[str, Sequence[str], str]]) -> None:
+def check(flags: Iterable[tuple[str, Sequence[str], str | int]]) -> None:
     """Warns of invalid values of variables, and of unknown ones.
 
     Args:
@@ -55,9 +55,17 @@ def check(flags: Iterable[tuple[str, Sequence[str], str]]) -> None:
     _warn_of_unknown(variable for variable, _, _ in known)
 
 
-def value_of(variable: str, values: Sequence[str], default: str) -> str | None:
-    """As :func:`choice`, for the variable of a flag."""
-    return choice(variable, values, f"The default {default!r} stays in force.")
+def value_of(variable: str, values: Sequence[str], default: str | int) -> str | int | None:
+    """As :func:`choice`, for the variable of a flag. A flag without ``values`` takes an integer, 0 or more."""
+    instead = f"The default {default!r} stays in force."
+    if values:
+        return choice(variable, values, instead)
+    value = os.environ.get(variable, "")
+    word = value.strip()
+    if not word or (word.isascii() and word.isdigit()):
+        return int(word) if word else None
+    _warn(ValueIgnored, variable, value, "", allowed="the integers from 0 on", instead=instead)
+    return None
 
 
 def choice(variable: str, values: Sequence[str], instead: str) -> str | None:

@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--ways",
         metavar="A,B",
-        help="some of eager,compile,upstream,ours (the default), ours:patch,ours:table,ours:selected",
+        help="some of eager,compile,upstream,ours (the default), ours:patch,ours:table,ours:graphed",
     )
     _add_files(compare, "measurements and report")
     compare.add_argument(
@@ -201,11 +201,12 @@ def _profiles(options: argparse.Namespace) -> int:
 
 def _profile_row(profile: Profile, now_s: float) -> tuple[str, ...]:
     decision = profile.decision
+    gain = decision.compared.of(decision.objective)
     return (
         profile.what,
         decision.way.value,
-        *(f"{decision.compared.step_us(way):.1f}" for way in (decision.way, decision.way.other)),
-        decision.compared.objective.value,
+        *(f"{gain.step_us(way):.1f}" for way in (decision.way, decision.way.other)),
+        decision.objective.value,
         str(profile.uses),
         _age(profile.age_s(now_s)) + (", stale" if profile.is_stale(now_s) else ""),
     )

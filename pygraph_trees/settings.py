@@ -27,8 +27,8 @@ class InvalidFlag(PygraphError):
 @dataclass(frozen=True, slots=True)
 class Flag:
     name: str  # in torch._inductor.config.triton
-    values: tuple[str, ...]
-    default: str
+    values: tuple[str, ...]  # none: it takes a number, 0 or more
+    default: str | int
     changes_artifacts: bool  # whether it belongs in the FX and AOTAutograd cache keys
     help: str  # one sentence for each value, as in the README
 
@@ -40,11 +40,19 @@ class Flag:
     def is_switch(self) -> bool:
         return set(self.values) == {"off", "on"}
 
-    def check(self, value: Any) -> str:
+    @property
+    def is_number(self) -> bool:
+        return not self.values
+
+    def check(self, value: Any) -> Any:
         """Returns the entry of :attr:`values` for ``value``; raises :class:`InvalidFlag` if there is none.
 
-        A switch, with the values "off" and "on", accepts a bool as well.
+        A switch, with the values "off" and "on", accepts a bool as well. A flag that takes a number returns an int.
         """
+        if self.is_number:
+            if type(value) is int and value >= 0:
+                return value
+            raise InvalidFlag(name=self.name, allowed="the integers from 0 on", value=value, hint="")
         if self.is_switch and isinstance(value, bool):
             return "on" if value else "off"
         if isinstance(value, str) and value in self.values:
@@ -84,17 +92,17 @@ FLAGS: tuple[Flag, ...] = (
     Flag(
         name="pygraph_selective",
         values=("auto", "always", "never"),
-        default="always",
+        default="auto",
         changes_artifacts=False,  # "never" compiles the graph with triton.cudagraphs off, which does
-        help="Which functions are graphed. `auto`: those that are faster so in their first calls. `always`: all that "
-        "can be, as upstream. `never`: none, as `torch.compile` alone.",
+        help="Which functions are graphed. `auto`: those that are faster so; close cases are measured. "
+        "`always`: all that can be, as upstream. `never`: none, as `torch.compile` alone.",
     ),
     Flag(
-        name="pygraph_objective",
-        values=("latency", "throughput"),
-        default="latency",
+        name="pygraph_pool_bytes",
+        values=(),
+        default=0,
         changes_artifacts=False,
-        help="What `pygraph_selective=auto` compares. `latency`: steps with a wait after each. `throughput`: without.",
+        help="Bytes of the graph pool above which all recordings are dropped, and made again when used. `0`: no limit.",
     ),
 )
 
@@ -122,7 +130,7 @@ class Settings:
     indirection: str
     selective: str
     verify: str = "off"
-    objective: str = "latency"
+    pool_bytes: int = 0
 
     @staticmethod
     def current() -> Settings:
@@ -131,7 +139,7 @@ class Settings:
         Placement is off if nothing is graphed.
         """
         triton = getattr(sys.modules.get("torch._inductor.config"), "triton", None)
-        values = {f.name.removeprefix("pygraph_"): getattr(triton, f.name, f.default) for f in FLAGS}
+        values: dict[str, Any] = {f.name.removeprefix("pygraph_"): getattr(triton, f.name, f.default) for f in FLAGS}
         if values["selective"] == "never":
             values["placement"] = "off"
         return Settings(**values)
@@ -141,6 +149,6 @@ def flags_table() -> str:
     """The table of flags in the README."""
     rows = ["| flag | values | default | environment | |", "| --- | --- | --- | --- | --- |"]
     for flag in FLAGS:
-        values = ", ".join(f"`{v}`" for v in flag.values)
+        values = ", ".join(f"`{v}`" for v in flag.values) or "a number"
         rows.append(f"| `{flag.name}` | {values} | `{flag.default}` | `{flag.environment}` | {flag.help} |")
     return "\n".join(rows)

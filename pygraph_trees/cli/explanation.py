@@ -215,6 +215,8 @@ def _features(found: Explanation) -> str:
     settings = found.settings
     graphed = [p for g in found.graphs if g.not_graphed is None for p in g.partitions if p.partition.graphed]
     done = "nothing is graphed" if settings["selective"] == "never" else f"{counted(len(graphed), 'function')} graphed"
+    if settings["selective"] == "auto":
+        done += ", if that is faster"
     placement, *moves = _placement(found)
     indirection = "; ".join(_given(graphed, by_address=settings["indirection"] != "off")) or "no live inputs"
     return "\n".join(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -25,7 +26,7 @@ from .records import Cause, FunctionRecord, GraphRecord, InputRecord, Partition,
 _log = logging.getLogger("pygraph_trees.report")
 
 _FASTER = "it was measured to be faster so"
-_COPIED_BYTES = [f.name for f in fields(InputRecord)].index("copied_bytes")
+_COPIED_BYTES, _ROUTE = ([f.name for f in fields(InputRecord)].index(name) for name in ("copied_bytes", "route"))
 
 
 class Counted(Protocol):
@@ -59,6 +60,11 @@ class RecordingLog:
     def copied_bytes(self) -> int:
         """Bytes that each replay copies."""
         return sum(given[_COPIED_BYTES] for given in self.inputs)
+
+    @property
+    def routes(self) -> Counter[str]:
+        """The number of live inputs with each route."""
+        return Counter(given[_ROUTE] for given in self.inputs if len(given) > _ROUTE and given[_ROUTE] is not None)
 
     def record(self) -> RecordingRecord:
         facts = {f.name: getattr(self, f.name) for f in fields(RecordingRecord)}
@@ -157,6 +163,7 @@ class FunctionLog:
             ungraphed_calls=max(0, self.runs - self.warmups - len(recordings) - self.trial_runs),
             ungraphed_reason=self.ungraphed_reason,
             decision=self.decision,
+            trial_calls=self.trial_runs,
             route=self.route,
             awaits_table=self.awaits_table,
         )

@@ -136,7 +136,8 @@ class FunctionRecord:
     warmup_pool_bytes: int  # growth of the graph pool during warm-up
     ungraphed_calls: int  # calls that neither warmed up nor recorded, and were not replays
     ungraphed_reason: str | None
-    decision: str | None = None  # "graphed: 41 us a call against 58 us (2 kernels)", if both ways were measured
+    decision: str | None = None  # "graphed: 41 us a call against 58 us (2 kernels)", with "auto"
+    trial_calls: int = 0  # un-graphed calls that a measurement took
     route: str | None = None  # "by address: ..." or "by table: ...", once replays were sampled to choose
     awaits_table: bool = False  # a table was chosen, and its kernels are not built yet
 

@@ -1,9 +1,8 @@
-"""Decides whether a function is graphed, by rules over plain facts, without a GPU or a clock.
+"""Decides whether functions are graphed, by rules over plain numbers, without a GPU or a clock.
 
-The inputs are a function's :class:`Timings` each way, the effect on its neighbours (:class:`Handed`), and whether the
-program waits for each step (:class:`Objective`). :func:`compare` returns the step's time both ways, :func:`decide` the
-way to take, :func:`next_way` what to measure next. Too few calls raise :class:`TooFewCalls`. README.md describes the
-model.
+:func:`plain_way` decides from :class:`Facts` about recordings, if the answer is plain. Otherwise calls are measured in
+pairs: :func:`next_way` returns the way of the next call, :func:`compare` the gain of a way in latency and in
+throughput, and :func:`decide` the way to take. Too few pairs raise :class:`TooFewPairs`. README.md describes the model.
 """
 
 from __future__ import annotations
@@ -12,18 +11,15 @@ import enum
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pygraph_trees.errors import PygraphError
 
 
-class TooFewCalls(PygraphError):
-    """A decision was requested before enough calls were measured."""
+class TooFewPairs(PygraphError):
+    """A comparison was requested before enough calls were measured."""
 
-    template = (
-        "A comparison needs {needed} calls each way of every part; got {ungraphed} un-graphed and {graphed} graphed. "
-        "Measure as next_way() says, until it returns None."
-    )
+    template = "A comparison needs {needed} pairs of calls of every part; got {pairs}. Measure as next_way() says."
 
 
 class Execution(enum.Enum):
@@ -38,8 +34,8 @@ class Execution(enum.Enum):
 
 
 class Objective(enum.Enum):
-    LATENCY = "latency"
-    THROUGHPUT = "throughput"
+    LATENCY = "latency"  # of a step that the program waits for
+    THROUGHPUT = "throughput"  # time of a step among many that it does not wait for
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,36 +48,22 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Timings:
-    """The measurements of a function run one way."""
+class Call:
+    """One measured call."""
 
-    host_us: float  # median over the calls, until the call returns
-    gpu_us: float  # median over the calls, between an event before and one after the call: copies included
-    launches: int  # kernels and copies of an un-graphed call, 1 for a replay
-    calls: int
-    spread_us: float  # interquartile range of the calls, host plus GPU
+    host_us: float  # until the call returns
+    gpu_us: float  # between an event before and one after the call, without host work: copies included
 
-    @staticmethod
-    def of(host_us: Sequence[float], gpu_us: Sequence[float], launches: int) -> Timings:
-        """The timings of single calls, at least one."""
-        spread_us = _middle_half(host_us) + _middle_half(gpu_us)
-        return Timings(statistics.median(host_us), statistics.median(gpu_us), launches, len(host_us), spread_us)
 
-    def without_waits(self, kernels_us: float) -> Timings:
-        """The un-graphed timings, corrected by the time that the same kernels take in a graph, without copies.
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """A recording, as far as the cost of a replay is known without a measurement."""
 
-        Between the events of an un-graphed call the GPU may wait for the host; within a graph it does not.
-        """
-        return replace(self, gpu_us=min(self.gpu_us, kernels_us))
-
-    @property
-    def load(self) -> Load:
-        return Load(self.host_us, self.gpu_us, self.launches)
-
-    @property
-    def error_us(self) -> float:
-        """Approximately the standard error of the medians."""
-        return self.spread_us / math.sqrt(self.calls)
+    launches: int  # kernels, copies and the like
+    by_address: int = 0  # live inputs, each of which may have another address at each call
+    copied: int = 0  # live inputs
+    copied_bytes: int = 0
+    has_fast_path: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,98 +81,171 @@ class Handed:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The costs of those parts of a replay that cannot be measured separately; the defaults are an H200's."""
+    """Costs in µs, as measured on an H200; :func:`plain_way` leaves a factor of two for other machines."""
 
+    launch_us: float = 5.0  # host, one kernel of un-graphed code
+    replay_us: float = 12.0  # host, a replay on the fast path
+    slow_replay_us: float = 80.0  # host, a replay on the slow path
     patch_us: float = 0.9  # host, one parameter of one node
     copy_us: float = 5.1  # host, a replay that copies
     copy_each_us: float = 0.17  # host, each input
     copy_gpu_us: float = 2.5
     copy_gpu_us_per_mb: float = 0.53
 
-    def of(self, handed: Handed) -> Load:
-        host_us, gpu_us = self.patch_us * handed.patched, 0.0
-        if handed.copied:
-            host_us += self.copy_us + self.copy_each_us * handed.copied
-            gpu_us = self.copy_gpu_us + self.copy_gpu_us_per_mb * handed.copied_bytes / 1e6
-        return Load(host_us, gpu_us)
+    def of_copies(self, copied: int, nbytes: int) -> Load:
+        if not copied:
+            return Load(0.0, 0.0)
+        gpu_us = self.copy_gpu_us + self.copy_gpu_us_per_mb * nbytes / 1e6
+        return Load(self.copy_us + self.copy_each_us * copied, gpu_us)
+
+    def of_handed(self, handed: Handed) -> Load:
+        copies = self.of_copies(handed.copied, handed.copied_bytes)
+        return Load(self.patch_us * handed.patched + copies.host_us, copies.gpu_us)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A function, measured both ways."""
+    """A function, measured both ways; the calls of both are in the order in which they were made."""
 
-    ungraphed: Timings
-    graphed: Timings
+    ungraphed: Sequence[Call]
+    graphed: Sequence[Call]
+    launches: int = 1  # of an un-graphed call
     handed: Handed = Handed()
     kernels: int = 0
     copied_bytes: int = 0  # per replay
 
-    def timings(self, way: Execution) -> Timings:
-        return self.graphed if way is Execution.GRAPHED else self.ungraphed
+    @property
+    def pairs(self) -> int:
+        return min(len(self.ungraphed), len(self.graphed))
 
+    def loads(self, way: Execution, number: int, costs: Costs) -> list[Load]:
+        """The loads of one measured call.
 
-@dataclass(frozen=True, slots=True)
-class Restless:
-    """A function whose graphed calls may all be recordings."""
-
-    ungraphed_us: Sequence[float]  # host time of each call
-    graphed_us: Sequence[float]  # host time of each call, replay or not
-    replays: int
+        Between the events of an un-graphed call, the GPU may wait for the host. In a graph it does not, so an
+        un-graphed call takes at most the GPU time of its graph.
+        """
+        if way is Execution.GRAPHED:
+            return [Load(self.graphed[number].host_us, self.graphed[number].gpu_us)]
+        call, limit_us = self.ungraphed[number], statistics.median(call.gpu_us for call in self.graphed)
+        return [Load(call.host_us, min(call.gpu_us, limit_us), self.launches), costs.of_handed(self.handed)]
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    margin: float = 0.03  # fraction of the parts' own un-graphed time
-    floor_us: float = 2.0  # smallest margin
-    flips_after: int = 3  # consecutive measurements against a decision that change it
-    fewest_calls: int = 5  # each way
-    most_calls: int = 20  # both ways together
-    fewest_recorded: int = 20  # after so many graphed calls with few replays, no more replays are expected
+    margin: float = 0.02  # fraction of the un-graphed step
+    floor_us: float = 1.0  # smallest margin
+    errors: float = 3.0  # standard errors that a difference needs
+    fewest_pairs: int = 5
+    most_pairs: int = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """One measurement: the step's time both ways, and the facts compared."""
+class Gain:
+    """How much un-graphed code gains, by one objective."""
 
-    objective: Objective
-    ungraphed_us: float
+    ungraphed_us: float  # median step
     graphed_us: float
+    gain_us: float  # median over pairs; negative if graphs are faster
     margin_us: float
-    calls: int  # measured calls, both ways together, of the part with the fewest
-    kernels: int
-    copied_bytes: int
+    noise_us: float  # as many standard errors as a difference needs
+
+    @property
+    def needed_us(self) -> float:
+        return max(self.margin_us, self.noise_us)
+
+    def is_better(self, way: Execution, factor: float = 1.0) -> bool:
+        """Whether a way is faster, beyond the margin and the noise."""
+        return self.of(way) > factor * self.needed_us
+
+    def is_worse(self, way: Execution) -> bool:
+        """Whether a way is slower by more than the margin, as far as the median shows."""
+        return self.of(way) < -self.margin_us
+
+    def of(self, way: Execution) -> float:
+        return self.gain_us if way is Execution.UNGRAPHED else -self.gain_us
 
     def step_us(self, way: Execution) -> float:
         return self.graphed_us if way is Execution.GRAPHED else self.ungraphed_us
 
-    def gain_us(self, way: Execution) -> float:
-        """How much faster this way is than the other."""
-        return self.step_us(way.other) - self.step_us(way)
+    @property
+    def is_clear(self) -> bool:
+        """Whether one way is faster for sure, or both are equally fast for sure."""
+        return abs(self.gain_us) > self.needed_us or abs(self.gain_us) + self.noise_us < self.margin_us
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    latency: Gain
+    throughput: Gain
+    pairs: int
+    kernels: int
+    copied_bytes: int
+
+    def of(self, objective: Objective) -> Gain:
+        return self.latency if objective is Objective.LATENCY else self.throughput
 
     @property
-    def clear(self) -> bool:
-        return abs(self.gain_us(Execution.UNGRAPHED)) > self.margin_us
+    def is_clear(self) -> bool:
+        return self.latency.is_clear and self.throughput.is_clear
+
+    def prefers(self, way: Execution, factor: float = 1.0) -> bool:
+        """Whether a way is better in latency or in throughput, and worse in neither."""
+        gains = self.latency, self.throughput
+        return any(gain.is_better(way, factor) for gain in gains) and not any(gain.is_worse(way) for gain in gains)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     way: Execution
     compared: Comparison  # the last measurement
-    against: int = 0  # consecutive measurements that contradict it, up to the last one
+
+    @property
+    def objective(self) -> Objective:
+        """The objective that decided: latency, unless only throughput differs."""
+        found = self.compared
+        only_throughput = found.throughput.is_better(self.way) and not found.latency.is_better(self.way)
+        return Objective.THROUGHPUT if only_throughput else Objective.LATENCY
 
     @property
     def text(self) -> str:
         """One line: ``un-graphed: 41 us a call against 58 us (2 kernels, 25 MB copied)``."""
-        found = self.compared
-        notes = [f"{found.kernels} kernel{'' if found.kernels == 1 else 's'}"]
+        found, gain = self.compared, self.compared.of(self.objective)
+        notes = [_kernels(found.kernels)]
         if found.copied_bytes:
             notes.append(f"{_megabytes(found.copied_bytes)} copied")
-        if self.against:
-            notes.append(f"not yet changed: {self.against} in a row speak against it")
-        elif not found.clear:
-            notes.append(f"margin {found.margin_us:.3g} us")
-        ours, other = found.step_us(self.way), found.step_us(self.way.other)
+        if self.objective is Objective.THROUGHPUT:
+            notes.append("without waiting")
+        if not gain.is_better(self.way):
+            notes.append(f"margin {gain.needed_us:.3g} us")
+        ours, other = gain.step_us(self.way), gain.step_us(self.way.other)
         return f"{self.way.value}: {_us(ours)} a call against {_us(other)} ({', '.join(notes)})"
+
+
+def plain_way(parts: Sequence[Facts], costs: Costs = Costs()) -> Execution | None:
+    """The way of functions that are decided together, if their facts leave no doubt; None if calls must be measured.
+
+    Un-graphed code launches each kernel; a replay copies and sets addresses instead. A way is plain if its work is at
+    most half of the other's.
+    """
+    launches_us = sum(costs.launch_us * part.launches for part in parts)
+    host_us = gpu_us = 0.0
+    for part in parts:
+        copies = costs.of_copies(part.copied, part.copied_bytes)
+        replay_us = costs.replay_us if part.has_fast_path else costs.slow_replay_us
+        host_us += replay_us + costs.patch_us * part.by_address + copies.host_us
+        gpu_us += copies.gpu_us
+    if launches_us >= 2 * (host_us + gpu_us):
+        return Execution.GRAPHED
+    return Execution.UNGRAPHED if gpu_us >= 2 * launches_us else None
+
+
+def plain_text(way: Execution, parts: Sequence[Facts]) -> str:
+    """One line: ``graphed: 12 launches in one replay, without a measurement``."""
+    launches = sum(part.launches for part in parts)
+    copied_bytes = sum(part.copied_bytes for part in parts)
+    copied = f", {_megabytes(copied_bytes)} copied" if copied_bytes else ""
+    replays = "one replay" if len(parts) == 1 else f"{len(parts)} replays"
+    return f"{way.value}: {launches} launch{'' if launches == 1 else 'es'} in {replays}{copied}, without a measurement"
 
 
 def step_us(loads: Sequence[Load], objective: Objective) -> float:
@@ -206,93 +261,62 @@ def step_us(loads: Sequence[Load], objective: Objective) -> float:
     return max(host_us, gpu_us)
 
 
-def compare(
-    parts: Sequence[Part | Load], objective: Objective, rules: Rules = Rules(), costs: Costs = Costs()
-) -> Comparison:
-    """Compares the step both ways. All parts go the same way; a load is other work of the step, the same either way.
+def compare(parts: Sequence[Part], rules: Rules = Rules(), costs: Costs = Costs()) -> Comparison:
+    """Compares the steps of measured parts. All parts go the same way.
 
     Raises:
-        TooFewCalls: a part has fewer measured calls, either way, than the rules require.
+        TooFewPairs: a part has fewer measured pairs than the rules require.
     """
-    deciding = [part for part in parts if isinstance(part, Part)]
-    for part in deciding:
-        if min(part.ungraphed.calls, part.graphed.calls) < rules.fewest_calls:
-            raise TooFewCalls(needed=rules.fewest_calls, ungraphed=part.ungraphed.calls, graphed=part.graphed.calls)
-    ungraphed_us, graphed_us = (
-        step_us(_loads(parts, way, costs), objective) for way in (Execution.UNGRAPHED, Execution.GRAPHED)
-    )
-    error_us = math.hypot(*(part.timings(way).error_us for part in deciding for way in Execution))
-    # The margin depends on the un-graphed time alone. If it depended on the slower way, a slower replay that other work
-    # hides, and that so changes nothing in the step, would raise the margin and favour graphs.
-    own_us = step_us([part.ungraphed.load for part in deciding], objective)
-    return Comparison(
-        objective,
-        ungraphed_us,
-        graphed_us,
-        max(rules.floor_us, rules.margin * own_us) + error_us,
-        min((part.ungraphed.calls + part.graphed.calls for part in deciding), default=0),
-        sum(part.kernels for part in deciding),
-        sum(part.copied_bytes for part in deciding),
-    )
+    pairs = min((part.pairs for part in parts), default=0)
+    if pairs < rules.fewest_pairs:
+        raise TooFewPairs(needed=rules.fewest_pairs, pairs=pairs)
+    latency, throughput = (_gain(parts, pairs, objective, rules, costs) for objective in Objective)
+    kernels, copied_bytes = (sum(found) for found in zip(*((p.kernels, p.copied_bytes) for p in parts), strict=True))
+    return Comparison(latency, throughput, pairs, kernels, copied_bytes)
 
 
-def decide(compared: Comparison, standing: Decision | None = None, rules: Rules = Rules()) -> Decision:
-    """The decision after one more measurement; ``standing`` is the previous decision, if any."""
+def _gain(parts: Sequence[Part], pairs: int, objective: Objective, rules: Rules, costs: Costs) -> Gain:
+    ungraphed, graphed = (
+        [step_us([load for part in parts for load in part.loads(way, n, costs)], objective) for n in range(pairs)]
+        for way in (Execution.UNGRAPHED, Execution.GRAPHED)
+    )
+    gains = [other - one for one, other in zip(ungraphed, graphed, strict=True)]
+    gain_us, ungraphed_us = statistics.median(gains), statistics.median(ungraphed)
+    margin_us, noise_us = max(rules.floor_us, rules.margin * ungraphed_us), rules.errors * _standard_error(gains)
+    return Gain(ungraphed_us, statistics.median(graphed), gain_us, margin_us, noise_us)
+
+
+def decide(compared: Comparison, standing: Decision | None = None) -> Decision:
+    """The decision after a measurement: graphed, unless un-graphed code is better.
+
+    A previous decision, ``standing``, changes only if the other way is better by twice what a first decision needs.
+    """
     if standing is None:
-        better = compared.gain_us(Execution.UNGRAPHED) > compared.margin_us
-        return Decision(Execution.UNGRAPHED if better else Execution.GRAPHED, compared)
-    if compared.gain_us(standing.way.other) <= 2 * compared.margin_us:
-        return Decision(standing.way, compared)
-    if standing.against + 1 >= rules.flips_after:
-        return Decision(standing.way.other, compared)
-    return Decision(standing.way, compared, standing.against + 1)
+        return Decision(Execution.UNGRAPHED if compared.prefers(Execution.UNGRAPHED) else Execution.GRAPHED, compared)
+    other = standing.way.other
+    return Decision(other if compared.prefers(other, factor=2.0) else standing.way, compared)
 
 
-def why_never_graphed(parts: Sequence[Restless], rules: Rules = Rules()) -> str | None:
-    """Says why functions that could not be compared are not graphed; None if they are."""
-    few = min((part.replays for part in parts), default=rules.fewest_calls)
-    calls = min((len(part.graphed_us) for part in parts), default=0)
-    measured = min((len(part.ungraphed_us) for part in parts), default=0)
-    if few >= rules.fewest_calls or calls < rules.fewest_recorded or measured < rules.fewest_calls:
-        return None
-    ungraphed_us = sum(statistics.median(part.ungraphed_us) for part in parts)
-    graphed_us = sum(statistics.median(part.graphed_us) for part in parts)
-    if graphed_us - ungraphed_us <= 2 * max(rules.floor_us, rules.margin * ungraphed_us):
-        return None
-    way, ours, other = Execution.UNGRAPHED.value, _us(ungraphed_us), _us(graphed_us)
-    return f"{way}: the host takes {ours} a call against {other}, and {few} of {calls} graphed calls were replays"
+def next_way(made: int, rules: Rules = Rules(), *, is_clear: bool = False) -> Execution | None:
+    """The way of the next measured call after ``made`` ones; None if nothing is left to measure.
 
-
-def next_way(ungraphed_calls: int, graphed_calls: int, clear: bool = False, rules: Rules = Rules()) -> Execution | None:
-    """The way to measure the next call; None if nothing is left to measure.
-
-    Un-graphed calls come first, before the function is recorded: later ones would take its outputs out of the graph
-    pool, and functions downstream would record again. If the comparison is not ``clear``, more replays are measured.
+    Within four calls, both ways have the same mean position, so a steady change of the load favours neither.
     """
-    if ungraphed_calls < rules.fewest_calls:
-        return Execution.UNGRAPHED
-    if graphed_calls < rules.fewest_calls:
-        return Execution.GRAPHED
-    return None if clear or ungraphed_calls + graphed_calls >= rules.most_calls else Execution.GRAPHED
+    fewest, most = 2 * rules.fewest_pairs, 2 * rules.most_pairs
+    if made >= most or (is_clear and made >= fewest and made % 2 == 0):
+        return None
+    return Execution.GRAPHED if made % 4 in (0, 3) else Execution.UNGRAPHED
 
 
-def _loads(parts: Sequence[Part | Load], way: Execution, costs: Costs) -> list[Load]:
-    loads = []
-    for part in parts:
-        if isinstance(part, Load):
-            loads.append(part)
-            continue
-        loads.append(part.timings(way).load)
-        if way is Execution.UNGRAPHED:
-            loads.append(costs.of(part.handed))
-    return loads
+def _standard_error(values: Sequence[float]) -> float:
+    """Of the median, from the median absolute deviation: one interrupted call does not count."""
+    middle = statistics.median(values)
+    deviation = 1.4826 * statistics.median(abs(value - middle) for value in values)
+    return 1.2533 * deviation / math.sqrt(len(values))
 
 
-def _middle_half(values: Sequence[float]) -> float:
-    """The interquartile range; for fewer than four values, the full range."""
-    ordered = sorted(values)
-    left_out = len(ordered) // 4
-    return ordered[-1 - left_out] - ordered[left_out]
+def _kernels(count: int) -> str:
+    return f"{count} kernel{'' if count == 1 else 's'}"
 
 
 def _us(time_us: float) -> str:

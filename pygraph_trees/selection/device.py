@@ -1,4 +1,4 @@
-"""What a trial needs of a GPU: the time between two places in its current stream, and its cached memory.
+"""Clocks of a GPU: the time between two places in its current stream.
 
 Nothing here waits for the GPU. A :class:`TimedCall` is complete on the host when the call returns; its GPU time is read
 later, when the GPU has reached the end mark.
@@ -33,10 +33,6 @@ class CudaDevice:
         """GPU time between two marks; None if the GPU has not reached the second one."""
         return begin.elapsed_time(end) * 1e3 if end.query() else None
 
-    def make_room(self) -> None:
-        """Frees cached memory of un-graphed calls, which graph warm-up would not reclaim, and the other way round."""
-        self._cuda.empty_cache()
-
 
 @dataclass(frozen=True, slots=True)
 class TimedCall:
@@ -46,7 +42,6 @@ class TimedCall:
     host_us: float
     begin: Any  # marks in the stream
     end: Any  # None for a graphed call that was no plain replay
-    used_graphs: bool  # whether it warmed up, recorded or replayed anything
 
     def gpu_us(self, device: CudaDevice) -> float | None:
         """None if the GPU has not finished the call."""

@@ -1,8 +1,8 @@
 """Chooses which functions run as CUDA graphs.
 
 :func:`without_graphs` runs before a program is compiled, and :func:`why_not_graphed` once per compiled graph, before
-any of it is graphed. If functions are chosen by measurement, :func:`trial_of` gives each function the
-:class:`~.trial.Trial` that decides. README.md explains the cost model, the trials and the profiles on disk.
+any of it is graphed. With "auto", :func:`trial_of` gives each function the :class:`~.trial.Trial` that decides.
+README.md explains the cost model, the trials and the profiles on disk.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from weakref import WeakValueDictionary
 
 from torch._guards import TracingContext
 
-from pygraph_trees.report.naming import BACKWARD
+from pygraph_trees.report.naming import BACKWARD, INFERENCE
 from pygraph_trees.settings import Settings
 
-from .decision import Objective
 from .profiles import Kept
 from .trial import Trial
 
@@ -106,15 +105,19 @@ def why_not_graphed(settings: Settings) -> str | None:
     return "pygraph_selective is 'never'" if settings.selective == "never" else None
 
 
-def trial_of(log: FunctionLog, settings: Settings, device: int) -> Trial | None:
+def trial_of(log: FunctionLog, settings: Settings, device: int, *, has_fast_path: bool) -> Trial | None:
     """The trial of a function; None if functions are not chosen by measurement.
 
-    All partitions of a graph share one trial, and a backward, which is compiled later, shares its forward's. A trial
-    lives as long as anything refers to it.
+    Each partition of an inference graph has a trial of its own. In training, where a forward gives its backward outputs
+    in the graph pool, all partitions of both share one; a backward is compiled later. A trial lives as long as anything
+    refers to it.
     """
     if settings.selective != "auto":
         return None
-    graph, program = log.graph, _program(log.compile_id)
+    graph = log.graph
+    if log.mode == INFERENCE:
+        return Trial(memory=_memory(log, settings, device, has_fast_path), graph=graph)
+    program = _program(log.compile_id)
     with _lock:
         known = None if program is None else _trials.get(program)
         if known is not None:
@@ -123,9 +126,7 @@ def trial_of(log: FunctionLog, settings: Settings, device: int) -> Trial | None:
             if log.mode == BACKWARD and (known.backward is None or known.backward is graph):
                 known.backward = graph
                 return known
-        code = None if graph is None else graph.code
-        memory = None if code is None else Kept(code, log.name, device, _what_matters(settings))
-        trial = Trial(Objective(settings.objective), memory=memory, graph=graph)
+        trial = Trial(memory=_memory(log, settings, device, has_fast_path), graph=graph)
         if program is not None:
             _trials[program] = trial
         return trial
@@ -143,5 +144,15 @@ def _program(compile_id: str | None) -> str | None:
     return f"AOT {name[0].rpartition('_')[0]}" if name else compile_id
 
 
-def _what_matters(settings: Settings) -> dict[str, str]:
-    return {"objective": settings.objective, "indirection": settings.indirection, "placement": settings.placement}
+def _memory(log: FunctionLog, settings: Settings, device: int, has_fast_path: bool) -> Kept | None:
+    """The place on disk of a trial's decision; None if the key of the generated code is not known."""
+    code = None if log.graph is None else log.graph.code
+    if code is None:
+        return None
+    matters = {
+        "indirection": settings.indirection,
+        "placement": settings.placement,
+        "fast path": "yes" if has_fast_path else "no",
+        "partition": str(log.partition) if log.mode == INFERENCE else "all",
+    }
+    return Kept(code, log.name, device, matters)

@@ -1,7 +1,7 @@
 """The measured calls of one function, graphed and un-graphed.
 
 :meth:`Measurements.time` runs a call once and times it; :meth:`Measurements.add` counts it as measured, and
-:meth:`Measurements.collect` reads the times of calls that the GPU has finished. The first calls of each way are not
+:meth:`Measurements.collect` reads the times of calls that the GPU has finished. The first call of each way is not
 measured, nor is a graphed call that is no plain replay. Nothing waits for the GPU.
 """
 
@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .decision import Execution, Handed, Part, Restless, Timings
+from .decision import Call, Execution, Facts, Handed, Part
 from .device import TimedCall
 
 if TYPE_CHECKING:
@@ -24,18 +24,15 @@ if TYPE_CHECKING:
 
     Run = Callable[[list[Any]], Any]
 
-# Calls of each way that are not measured: kernels are chosen, caches fill.
-_UNMEASURED = {Execution.UNGRAPHED: 2, Execution.GRAPHED: 1}
-_MOST_GRAPHED = 100  # newest graphed calls whose host time is kept, replays or not
+_UNMEASURED = 1  # calls of each way: caches fill
 
 
 @dataclass(slots=True)
 class _Calls:
     """Measured calls of one way."""
 
-    unmeasured: int  # calls to make before the first measured one
-    host_us: list[float] = field(default_factory=list)
-    gpu_us: list[float] = field(default_factory=list)
+    unmeasured: int = _UNMEASURED  # calls to make before the first measured one
+    finished: list[Call] = field(default_factory=list)
 
 
 class Measurements:
@@ -45,10 +42,8 @@ class Measurements:
 
     def start_over(self) -> None:
         """Discards all measurements."""
-        self._calls = {way: _Calls(unmeasured) for way, unmeasured in _UNMEASURED.items()}
+        self._calls = {way: _Calls() for way in Execution}
         self._pending: deque[tuple[Execution, TimedCall]] = deque()  # the GPU has not finished them
-        self._graphed_us: deque[float] = deque(maxlen=_MOST_GRAPHED)
-        self._replays = 0
 
     def time(self, way: Execution, run: Run, inputs: list[Any]) -> tuple[Any, TimedCall]:
         """Runs a call; returns its outputs and its times."""
@@ -60,26 +55,18 @@ class Measurements:
         after = self._counts()
         is_replay = way is Execution.GRAPHED and after == (before[0] + 1, before[1])  # no other graph activity
         end = self._device.mark() if is_replay or way is Execution.UNGRAPHED else None
-        return outputs, TimedCall(was_idle, host_us, begin, end, used_graphs=after != before)
+        return outputs, TimedCall(was_idle, host_us, begin, end)
 
     def _counts(self) -> tuple[int, int]:
         """The number of replays, and of recordings and warm-ups."""
         recordings = self._log.recordings
         return sum(recording.replays for recording in recordings), len(recordings) + self._log.warmups
 
-    def add_graphed(self, call: TimedCall) -> None:
-        """Notes a graphed call, measured or not, unless it ran un-graphed after all."""
-        if call.used_graphs:
-            self._graphed_us.append(call.host_us)
-            self._replays += call.end is not None
-
-    def add(self, way: Execution, call: TimedCall, most: int) -> bool:
-        """Adds a call with an end mark; returns whether it is measured: it is none of the first, or of too many."""
+    def add(self, way: Execution, call: TimedCall) -> bool:
+        """Adds a call with an end mark; returns whether it is measured, as all but the first are."""
         calls = self._calls[way]
         if calls.unmeasured:
             calls.unmeasured -= 1
-            return False
-        if self.made(way) >= most:
             return False
         self._pending.append((way, call))
         return True
@@ -94,30 +81,33 @@ class Measurements:
             self._pending.popleft()
             if way is Execution.GRAPHED and call.was_idle:
                 gpu_us = max(0.0, gpu_us - call.host_us)
-            self._calls[way].host_us.append(call.host_us)
-            self._calls[way].gpu_us.append(gpu_us)
+            self._calls[way].finished.append(Call(call.host_us, gpu_us))
 
     def drop_pending(self) -> None:
         self._pending.clear()
 
     def finished(self, way: Execution) -> int:
         """Measured calls that the GPU has finished."""
-        return len(self._calls[way].host_us)
+        return len(self._calls[way].finished)
 
     def made(self, way: Execution) -> int:
         """Measured calls, including those that the GPU has not finished."""
         return self.finished(way) + sum(pending[0] is way for pending in self._pending)
 
-    def restless(self) -> Restless:
-        return Restless(self._calls[Execution.UNGRAPHED].host_us, self._graphed_us, self._replays)
+    def facts(self, *, has_fast_path: bool) -> Facts | None:
+        """The facts of the newest recording; None if there is none, or if its nodes are not known."""
+        if not self._log.recordings:
+            return None
+        last = self._log.recordings[-1]
+        if last.kernels is None:
+            return None
+        routes = last.routes
+        launches, copied = last.kernels + (last.other_nodes or 0), routes["copy"]
+        return Facts(launches, routes.total() - copied, copied, last.copied_bytes, has_fast_path)
 
     def part(self, handed: Handed) -> Part:
         """The function's part of a comparison; both ways must have finished calls."""
         last = self._log.recordings[-1]
-        launches = (last.kernels or 0) + (last.other_nodes or 0)
-        graphed = self._timings(Execution.GRAPHED, 1)
-        ungraphed = self._timings(Execution.UNGRAPHED, max(1, launches)).without_waits(graphed.gpu_us)
-        return Part(ungraphed, graphed, handed, last.kernels or 0, last.copied_bytes)
-
-    def _timings(self, way: Execution, launches: int) -> Timings:
-        return Timings.of(self._calls[way].host_us, self._calls[way].gpu_us, launches)
+        launches = max(1, (last.kernels or 0) + (last.other_nodes or 0))
+        ungraphed, graphed = (self._calls[way].finished for way in (Execution.UNGRAPHED, Execution.GRAPHED))
+        return Part(tuple(ungraphed), tuple(graphed), launches, handed, last.kernels or 0, last.copied_bytes)

@@ -2,8 +2,8 @@
 
 A profile is a small JSON file in the folder ``pygraph_trees`` of Inductor's cache. Its name is a hash over everything
 that the decision depends on (:class:`Subject`). Processes may share a folder. No disk failure is an error: a damaged
-file, or one in a later format, is no profile, and the function is measured again. Read failures and write failures each
-give one warning per process. README.md describes files and counts.
+file, or one in another version's format, is no profile, and the function is measured again. Read failures and write
+failures each give one warning per process. README.md describes files and counts.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import functools
 import getpass
 import hashlib
 import json
 import logging
 import os
+import platform
 import re
 import secrets
 import sys
@@ -35,9 +37,10 @@ from .decision import Decision
 
 _log = logging.getLogger("pygraph_trees.selection")
 
-FORMAT = 1  # of the files; raised if an older version would misread one
+FORMAT = 2  # of the files; raised if another version would misread one
 STALE_AFTER_S = 30 * 86400.0
 _LIMIT = 2**63  # of all numbers
+_SIGNED = ("gain_us",)  # fields that may be negative
 _MOST_BYTES = 65536  # limit of a file, above which uses are not counted
 _MOST_NAME = 200  # characters
 _LEFT_BEHIND_S = 3600.0  # a file that is being written is never this old
@@ -78,6 +81,7 @@ class Machine:
     """The hardware and software that run the functions."""
 
     gpu: str
+    cpu: str  # the model of the host's processor
     driver: str  # the CUDA version that it supports, such as 13000
     torch: str
     triton: str
@@ -92,9 +96,18 @@ class Machine:
 
         api = driver()
         version = "unknown" if api is None else str(api.version())
-        return Machine(
-            torch.cuda.get_device_name(device), version, str(torch.__version__), triton_version() or "none", __version__
-        )
+        gpu, triton = torch.cuda.get_device_name(device), triton_version() or "none"
+        return Machine(gpu, _cpu(), version, str(torch.__version__), triton, __version__)
+
+
+@functools.cache
+def _cpu() -> str:
+    """The name of the host's processor model."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine() or "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +117,7 @@ class Subject:
     graph: str  # identifies one compiled function, for example by Inductor's key and the partition
     inputs: tuple[str, ...]  # in order, in the form of describe()
     machine: Machine
-    settings: Mapping[str, str]  # what else changes a call's cost or the question: flags, the objective
+    settings: Mapping[str, str]  # what else changes a call's cost or the question: flags, the partition
 
     @property
     def key(self) -> str:
@@ -328,7 +341,7 @@ def _value(value: object) -> str:
 
 
 def _parse(key: str, content: bytes) -> Profile | None:
-    """The profile in a file; None if its format is a later one."""
+    """The profile in a file; None if its format is another version's."""
     if len(content) > 2 * _MOST_BYTES:
         raise _Damaged("it is too large")
     stripped = content.rstrip(b"\n")
@@ -338,7 +351,7 @@ def _parse(key: str, content: bytes) -> Profile | None:
         raise _Damaged("it is not JSON") from None
     if not isinstance(data, dict):
         raise _Damaged("it is not a JSON object")
-    if _read(int, data.get("format"), "format") > FORMAT:
+    if _read(int, data.get("format"), "format") != FORMAT:
         return None
     profile: Profile = _read(Profile, {**data, "uses": len(content) - len(stripped)}, "profile")
     if profile.key != key:
@@ -363,6 +376,6 @@ def _read(kind: Any, data: Any, name: str) -> Any:
         return data
     if kind is int and type(data) is int and 0 <= data < _LIMIT:
         return data
-    if kind is float and type(data) in (int, float) and 0 <= data < _LIMIT:
+    if kind is float and type(data) in (int, float) and (data >= 0 or name in _SIGNED) and abs(data) < _LIMIT:
         return float(data)
     raise _Damaged(f"{name} is no {kind.__name__}")

@@ -1,19 +1,18 @@
-"""Runs the first calls of a compiled graph un-graphed, then graphed, until one way proves better.
+"""Decides the way of functions: at once where it is plain, otherwise by calls that are measured both ways in turn.
 
-A :class:`Trial` covers a graph, its backward and their partitions. Each partition is a :class:`TrialMember`, called in
-place of the function. All go the same way in a step. No call is repeated. If a trial takes too long, or a second thread
-calls a function, the graph is graphed, unless its graphed calls are mostly recordings and slower. README.md describes
-the procedure.
+A :class:`Trial` covers functions that are decided together. Each is a :class:`TrialMember`, called in place of the
+function. All are graphed as torch would do it; if their recordings leave a doubt, steps go graphed and un-graphed in
+turn until one way proves better. No call is repeated. README.md describes the procedure.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch.autograd import profiler
@@ -21,39 +20,74 @@ from torch.autograd import profiler
 from pygraph_trees.report.naming import BACKWARD
 
 from .decision import (
-    Comparison,
     Decision,
     Execution,
+    Facts,
     Handed,
-    Objective,
     Part,
     Rules,
     compare,
     decide,
     next_way,
-    why_never_graphed,
+    plain_text,
+    plain_way,
 )
 from .drift import Drift, Sample
 from .measurements import Measurements
+from .turn import TURN
 
 if TYPE_CHECKING:
     from pygraph_trees.report.log import FunctionLog
 
     from .device import CudaDevice, TimedCall
     from .profiles import Kept
+    from .turn import Turn
 
     Run = Callable[[list[Any]], Any]
 
 _log = logging.getLogger("pygraph_trees.selection")
 
-_MOST_STEPS = 100  # with the measured integers, in a trial; also the limit of consecutive steps with others
+_MOST_STEPS = 60  # with the measured integers, in a trial; also the limit of consecutive steps with others
 _MOST_RESTARTS = 3  # of a trial
+
+
+class Phase(enum.Enum):
+    RECORDING = enum.auto()  # calls are graphed; some functions have no recording yet
+    WAITING = enum.auto()  # calls are graphed; another trial measures
+    MEASURING = enum.auto()
+    OVER = enum.auto()
+
+
+class Environment:
+    """What a member asks of the function's surroundings; each method has a plain answer."""
+
+    def ended(self, way: Execution) -> None:
+        """Notes the way that is taken from now on."""
+
+    def restarted(self) -> None:
+        """Notes that the trial starts again and needs the function's calls again."""
+
+    def handed(self) -> Handed:
+        """The extra work of graphed functions downstream if this one is un-graphed."""
+        return Handed()
+
+    def has_room(self) -> bool:
+        """Whether memory suffices to record it again while it runs un-graphed."""
+        return True
+
+    def has_fast_path(self) -> bool:
+        """Whether its replays take the fast path."""
+        return True
+
+    def why_not_tried(self) -> str | None:
+        """Why un-graphed calls would disturb other functions too much; None if they would not."""
+        return None
 
 
 class TrialMember:
     """A function in a trial; calling it returns the function's outputs.
 
-    ``mode`` is the function's: "forward", "backward" or "inference".
+    ``mode`` is the function's: "forward", "backward" or "inference". The trial refers to it weakly.
     """
 
     def __init__(
@@ -63,22 +97,14 @@ class TrialMember:
         graphed: Run,
         ungraphed: Run,
         device: CudaDevice,
-        ended: Callable[[Execution], None],
-        restarted: Callable[[], None] = lambda: None,
-        handed: Callable[[], Handed] = Handed,
-        has_room: Callable[[], bool] = lambda: True,
+        environment: Environment,
     ) -> None:
         """
         Args:
             graphed: warms up, records and replays; consumes its inputs.
             ungraphed: runs the compiled code; consumes its inputs.
-            ended: called with the way that is taken from then on.
-            restarted: called if the trial starts again and needs the function's calls again.
-            handed: the extra work of graphed functions downstream if this one is un-graphed.
-            has_room: whether memory suffices to run it un-graphed while its recordings exist.
         """
-        self._trial, self._log, self._device, self._ended, self._restarted = trial, log, device, ended, restarted
-        self._handed, self.has_room = handed, has_room
+        self._trial, self._log, self._device, self.environment = trial, log, device, environment
         self.mode = log.mode
         self._run = {Execution.GRAPHED: graphed, Execution.UNGRAPHED: ungraphed}
         self._thread: int | None = None
@@ -88,19 +114,17 @@ class TrialMember:
         self._sampled: tuple[TimedCall, tuple[int, ...]] | None = None  # with the integers among its inputs
 
     def __call__(self, inputs: list[Any]) -> Any:
-        way = self._trial.way_of(self, inputs)
+        trial = self._trial
+        way = trial.way_of(self, inputs)
         run = self._run[way]
-        if self._trial.is_over:
+        if trial.phase is not Phase.MEASURING:
             return run(inputs)
         self._log.trial_runs += way is Execution.UNGRAPHED
         outputs, timed = self.measurements.time(way, run, inputs)
-        with self._trial.lock:
-            if not self._trial.is_over:
-                if way is Execution.GRAPHED:
-                    self.measurements.add_graphed(timed)
-                counts = timed.end is not None and self._trial.measures_step()
-                if counts and self.measurements.add(way, timed, self._trial.rules.most_calls):
-                    self._trial.was_measured()
+        with trial.lock:
+            counts = timed.end is not None and trial.phase is Phase.MEASURING and trial.measures_step()
+            if counts and self.measurements.add(way, timed):
+                trial.was_measured()
         return outputs
 
     def sample(self, inputs: list[Any]) -> Any:
@@ -120,17 +144,25 @@ class TrialMember:
                     self._trial.restart()
         return outputs
 
+    def run(self, way: Execution, inputs: list[Any]) -> Any:
+        """Runs a call, of which nothing is measured."""
+        return self._run[way](inputs)
+
     def is_in_its_thread(self) -> bool:
         """Whether the calling thread is the one of the first call."""
         thread = threading.get_ident()
         self._thread = self._thread or thread
         return thread == self._thread
 
-    def part(self) -> Part:
-        return self.measurements.part(self._handed())
+    def is_recorded(self) -> bool:
+        return bool(self._log.recordings)
 
-    def make_room(self) -> None:
-        self._device.make_room()
+    def facts(self) -> Facts | None:
+        """The facts of its newest recording; None if they are not known."""
+        return self.measurements.facts(has_fast_path=self.environment.has_fast_path())
+
+    def part(self) -> Part:
+        return self.measurements.part(self.environment.handed())
 
     def reset_drift(self) -> None:
         """Takes the calls from now on as the reference."""
@@ -141,12 +173,12 @@ class TrialMember:
         self.reset_drift()
         self.calls = 0
         self.measurements.start_over()
-        self._restarted()
+        self.environment.restarted()
 
     def end(self, way: Execution, why: str | None) -> None:
         self.measurements.drop_pending()
         self._log.decided(why, graphed=way is Execution.GRAPHED)
-        self._ended(way)
+        self.environment.ended(way)
 
 
 class Trial:
@@ -154,24 +186,23 @@ class Trial:
 
     def __init__(
         self,
-        objective: Objective,
         *,
         memory: Kept | None = None,
         rules: Rules = Rules(),  # noqa: B008
         graph: object = None,
+        turn: Turn = TURN,
     ) -> None:
         """``graph`` is the graph that started the trial, for callers that ask."""
-        self._objective, self.rules, self._memory, self.graph = objective, rules, memory, graph
+        self._rules, self._memory, self.graph, self._turn = rules, memory, graph, turn
         self.backward: object = None  # the backward graph, for callers that ask
         self._awaits_backward = False  # a forward was graphed and its backward is still to come
         self.lock = threading.RLock()  # reentrant: freeing an object under it may call a function
-        self._members: list[TrialMember] = []
-        # After the end; the one whose calls begin steps is first.
-        self._ended_members: list[weakref.ref[TrialMember]] = []
-        self._way = Execution.UNGRAPHED
+        self._members: list[weakref.ref[TrialMember]] = []  # the one whose calls begin steps is first, after the end
+        self._way = Execution.GRAPHED
+        self.phase = Phase.RECORDING
         self._standing: Decision | None = None  # the decision in force during a new measurement
         self._restarts = 0
-        self._first: TrialMember | None = None  # the one whose calls begin steps
+        self._first: weakref.ref[TrialMember] | None = None  # the one whose calls begin steps
         self._steps = 0
         self._others = 0  # consecutive steps with other integers
         self._asked: tuple[int, ...] = ()  # integers of the memory's lookup
@@ -180,17 +211,18 @@ class Trial:
         self._is_disturbed = False  # whether other processes would measure something else
         self._why: str | None = None  # the final way, in numbers
         self.decision: Decision | None = None
-        self.is_over = False
         self.is_elsewhere = False  # ended by a thread other than the functions' own
+
+    @property
+    def is_over(self) -> bool:
+        return self.phase is Phase.OVER
 
     def join(self, member: TrialMember) -> None:
         """Adds a function; one that joins after the end goes the way of the others."""
         with self.lock:
+            self._members.append(weakref.ref(member))
             if self.is_over:
-                self._ended_members.append(weakref.ref(member))
                 member.end(self._way, self._why)
-            else:
-                self._members.append(member)
 
     @property
     def way(self) -> Execution:
@@ -204,29 +236,32 @@ class Trial:
     def restart(self) -> None:
         """Starts the measurement again: from the next step on, beginning with the way decided so far."""
         with self.lock:
-            found = [member for reference in self._ended_members if (member := reference()) is not None]
-            if not self.may_restart() or not found or self._ended_members[0]() is not found[0]:
+            found = self._alive()
+            if not self.may_restart() or not found or self._members[0]() is not found[0]:
                 return
-            if self._way is Execution.GRAPHED and not all(member.has_room() for member in found):
+            if self._way is Execution.GRAPHED and not all(member.environment.has_room() for member in found):
                 _log.info("calls are no longer what was measured (%s): no memory to measure again", self._why)
                 for member in found:
                     member.reset_drift()
                 return
             self._restarts += 1
-            self._ended_members, self._members, self._first = [], found, found[0]
-            assert self.decision is not None
-            self._standing = replace(self.decision, against=0)
-            self.is_over = self._is_disturbed = False
+            self._first = weakref.ref(found[0])
+            self._standing = self.decision
+            self._is_disturbed = False
             # A forward may already be graphed and its backward still to come.
             graphed = self._way is Execution.GRAPHED
             self._awaits_backward = graphed and any(member.mode == BACKWARD for member in found)
-            self._start_over()
+            self._start_over(Phase.WAITING)
             self._given = None
             for member in found:
                 member.restart()
         _log.info("calls are no longer what was measured (%s): measured again", self._why)
 
-    def _start_over(self) -> None:
+    def _alive(self) -> list[TrialMember]:
+        return [member for reference in self._members if (member := reference()) is not None]
+
+    def _start_over(self, phase: Phase) -> None:
+        self.phase = phase
         self._steps = self._others = 0
         self._integers = None
 
@@ -251,22 +286,23 @@ class Trial:
         """Begins or continues a step."""
         if not member.is_in_its_thread():
             self.is_elsewhere = True
-            self._end_undecided(Execution.GRAPHED, None)
+            self._end_undecided(None)
             return
-        if self._first is None:
-            self._first = member
+        first = None if self._first is None else self._first()
+        if first is None:
+            self._first, first = weakref.ref(member), member
             self._asked = _integers(inputs)
             if self._recalls(inputs):
                 return
         member.calls += 1
-        if member is self._first:
+        if member is first:
             self._given = _integers(inputs)
             self._step()
         elif member.calls > _MOST_STEPS:
-            self._end_undecided(Execution.GRAPHED, None)
+            self._end_undecided(None)
         if member.mode != "inference":
             goes_graphed = member.mode == "forward" and self._way is Execution.GRAPHED
-            self._awaits_backward = goes_graphed and any(m.mode == BACKWARD for m in self._members)
+            self._awaits_backward = goes_graphed and any(m.mode == BACKWARD for m in self._alive())
 
     def _recalls(self, inputs: Sequence[object]) -> bool:
         """Ends the trial at once if an earlier process decided it."""
@@ -277,71 +313,95 @@ class Trial:
         return profile is not None
 
     def _step(self) -> None:
+        members = self._alive()
         if self.measures_step():
             self._steps += 1
             self._others = 0
         else:
             self._others += 1
-        for member in self._members:
+        for member in members:
             member.calls = 0
             member.measurements.collect()
-        wanted = self._next_way()
-        if wanted is self._way or self._awaits_backward:
-            if max(self._steps, self._others) > _MOST_STEPS:
-                self._give_up()
-        elif wanted is not None:
-            self._way = wanted
-            self._members[0].make_room()
-        else:
-            self._decide()
+        if not self._awaits_backward:  # otherwise the way must not change before the backward was called
+            if self.phase is Phase.RECORDING:
+                self._look(members)
+            if self.phase is Phase.WAITING or self.phase is Phase.MEASURING:
+                self._measure(members)
+        if not self.is_over and max(self._steps, self._others) > _MOST_STEPS:
+            self._end_undecided(None)
 
-    def _next_way(self) -> Execution | None:
+    def _look(self, members: Sequence[TrialMember]) -> None:
+        """Decides without a measurement once everything is recorded, if that is possible."""
+        if not all(member.is_recorded() for member in members):
+            return
+        facts = [member.facts() for member in members]
+        known = [found for found in facts if found is not None]
+        plain = plain_way(known) if len(known) == len(facts) else None
+        if plain is not None:
+            self._end(plain, None, plain_text(plain, known))
+            return
+        reasons = [why for member in members if (why := member.environment.why_not_tried()) is not None]
+        if reasons:
+            self._end_undecided(f"{Execution.GRAPHED.value}: {reasons[0]}")
+        else:
+            self._start_over(Phase.WAITING)
+
+    def _measure(self, members: Sequence[TrialMember]) -> None:
+        """Chooses the way of this step, or decides; waits while another trial measures."""
+        if not self._turn.take(self):
+            self._wait(members)
+            return
+        if self.phase is Phase.WAITING:
+            self._start_over(Phase.MEASURING)
+        wanted = self._next(members)
+        if wanted is not None:
+            self._way = wanted
+        else:
+            self._decide(members)
+
+    def _wait(self, members: Sequence[TrialMember]) -> None:
+        """Goes the way that stands while another trial measures."""
+        if self.phase is Phase.MEASURING:
+            self._start_over(Phase.WAITING)
+            for member in members:
+                member.measurements.start_over()
+        self._steps = self._others = 0
+        self._way = Execution.GRAPHED if self._standing is None else self._standing.way
+
+    def _next(self, members: Sequence[TrialMember]) -> Execution | None:
         """The way of the next measured call; None if there are enough."""
-        made = {way: min(m.measurements.made(way) for m in self._members) for way in Execution}
-        finished = min(m.measurements.finished(way) for m in self._members for way in Execution)
-        enough = finished >= self.rules.fewest_calls
-        clear = enough and self._compare().clear
-        found = next_way(made[Execution.UNGRAPHED], made[Execution.GRAPHED], clear, self.rules)
+        made = min(sum(member.measurements.made(way) for way in Execution) for member in members)
+        finished = min(member.measurements.finished(way) for member in members for way in Execution)
+        enough = finished >= self._rules.fewest_pairs
+        is_clear = enough and compare([m.part() for m in members], self._rules).is_clear
+        found = next_way(made, self._rules, is_clear=is_clear)
         if found is None and not enough:
             return self._way  # the GPU has not caught up
         return found
 
-    def _give_up(self) -> None:
-        """Ends the trial without a decision that would hold for other processes."""
-        why = why_never_graphed([m.measurements.restless() for m in self._members], self.rules)
-        self._end_undecided(Execution.GRAPHED if why is None else Execution.UNGRAPHED, why)
-
-    def _end_undecided(self, way: Execution, why: str | None) -> None:
-        """Ends the trial; an earlier decision stays in force."""
+    def _end_undecided(self, why: str | None) -> None:
+        """Ends the trial graphed, or as an earlier decision says."""
         standing = self._standing
         if standing is None:
-            self._end(way, None, why)
+            self._end(Execution.GRAPHED, None, why)
         else:
             self._end(standing.way, standing, standing.text)
 
-    def _compare(self) -> Comparison:
-        return compare([m.part() for m in self._members], self._objective, self.rules)
-
-    def _decide(self) -> None:
-        decision = decide(self._compare(), self._standing, self.rules)
-        if decision.against:  # measure again, at once
-            self._standing = decision
-            self._start_over()
-            for member in self._members:
-                member.measurements.start_over()
-            return
-        memory = None if self._is_disturbed or self._integers != self._asked else self._memory
-        if self._end(decision.way, decision, decision.text) and memory is not None:
-            memory.store(decision)
+    def _decide(self, members: Sequence[TrialMember]) -> None:
+        compared = compare([member.part() for member in members], self._rules)
+        decision = decide(compared, self._standing)
+        is_kept = compared.is_clear and not self._is_disturbed and self._integers == self._asked
+        if self._end(decision.way, decision, decision.text) and is_kept and self._memory is not None:
+            self._memory.store(decision)
 
     def _end(self, way: Execution, decision: Decision | None, why: str | None) -> bool:
         """Ends the trial; returns False if it is over already."""
         if self.is_over:
             return False
-        self._way, self._why, self.decision, self.is_over = way, why, decision, True
-        members, first, self._members, self._first = self._members, self._first, [], None
+        self._way, self._why, self.decision, self.phase = way, why, decision, Phase.OVER
+        first, members, self._first = None if self._first is None else self._first(), self._alive(), None
         members.sort(key=lambda member: member is not first)
-        self._ended_members = [weakref.ref(member) for member in members]
+        self._members = [weakref.ref(member) for member in members]
         for member in members:
             member.end(way, why)
         _log.info("%s", why or f"{way.value}: not enough calls could be measured")

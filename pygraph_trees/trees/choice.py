@@ -1,6 +1,6 @@
 """Runs a function graphed or un-graphed as its trial decides, during and after the trial.
 
-:func:`chooser` makes a function a member of its graph's trial, if the graph has one. Un-graphed, a function runs as
+:func:`chooser` makes a function a member of its trial, if it has one. Un-graphed, a function runs as
 Inductor runs graphs without CUDA graphs: misaligned inputs are copied first, and copied back if they are mutated. If
 torch has no trees for the calling thread, nor for the first one, the function is not graphed.
 """
@@ -8,121 +8,218 @@ torch has no trees for the calling thread, nor for the first one, the function i
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor import cudagraph_trees
 
+from pygraph_trees.native import binding
 from pygraph_trees.report.naming import BACKWARD
 from pygraph_trees.selection.decision import Execution, Handed
 from pygraph_trees.selection.device import CudaDevice
 from pygraph_trees.selection.functions import trial_of
-from pygraph_trees.selection.trial import TrialMember
+from pygraph_trees.selection.trial import Environment, TrialMember
 
 from . import dispatch as dispatch_module
 from .dispatch import PER_THREAD, Way
 from .manager import Manager
+from .storms import OTHER_SIZES, Sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
+
+    from pygraph_trees.selection.trial import Trial
 
     from .function import FunctionModel
 
     Run = Callable[[list[Any]], Any]
 
+_MOST_BELOW = 8  # recordings that a trial may cause to be made again
 _TREES = ("tree_manager_containers", "tree_manager_locks")  # dictionaries of each thread, by device
 
 
 def chooser(
     static_input_idxs: Sequence[int], mutated: Collection[int], device: int
 ) -> Callable[[FunctionModel, Run], TrialMember | None]:
-    """Returns a function that makes a function take part in its graph's trial, if the graph has one.
-
-    After the trial the function refers to its member weakly, because the member holds the function's graphed version.
-    """
+    """Returns a function that makes a function take part in its trial, if it has one."""
 
     def choose(function: FunctionModel, graphed: Run) -> TrialMember | None:
-        log, dispatch = function.log, function.dispatch
-        trial = trial_of(log, function.settings, device)
+        trial = trial_of(function.log, function.settings, device, has_fast_path=binding.extension is not None)
         if trial is None:
             return None
-        trees = _Trees(device)
-        ungraphed = _as_upstream_has_it(_aligned(function, static_input_idxs, mutated), log.mode, trees)
-
-        def first_ungraphed(inputs: list[Any]) -> Any:
-            trees.remember()
-            return ungraphed(inputs)
-
-        def first_graphed(inputs: list[Any]) -> Any:
-            trees.remember()
-            with trees.at_hand() as there:
-                if there:
-                    return graphed(inputs)
-            log.not_graphed("torch has no CUDA graph trees for the thread that calls")
-            return ungraphed(inputs)
-
-        def until_added(inputs: list[Any]) -> Any:
-            outputs = first_graphed(inputs)
-            if dispatch.is_added:
-                dispatch.go_on()
-            return outputs
-
-        def sample(inputs: list[Any]) -> Any:
-            found = member()
-            dispatch.sampling()
-            try:
-                return ungraphed(inputs) if found is None else found.sample(inputs)
-            finally:
-                if dispatch.way is Way.REPLAYED:
-                    dispatch.go_on()
-
-        def sample_ungraphed(inputs: list[Any]) -> Any:
-            found = member()
-            if found is None:
-                return ungraphed(inputs)
-            manager = trees.manager() if found.is_in_its_thread() else None
-            if isinstance(manager, Manager):
-                manager.give_pool_back()  # an output in the pool may have been held until now
-            return found.sample(inputs)
-
-        def began() -> None:
-            dispatch.go(Way.MEASURED, member())
-
-        def ended(way: Execution) -> None:
-            if way is Execution.GRAPHED:
-                samples = sample if trial.may_restart() else None
-                if PER_THREAD or dispatch.is_added:
-                    dispatch.go(Way.REPLAYED, sample=samples)
-                else:
-                    dispatch.go(Way.FIRST_GRAPHED, until_added, sample=samples)
-            else:
-                dispatch.go(Way.UNGRAPHED, _now_and_then(sample_ungraphed, ungraphed))
-                manager = trees.manager()
-                if isinstance(manager, Manager):
-                    manager.forget(function, later=trial.is_elsewhere)
-
-        function.trial = trial
-
-        def handed() -> Handed:
-            manager = trees.manager()
-            sizes = handed_on(manager, function) if isinstance(manager, Manager) else []
-            if function.settings.indirection == "off":
-                return Handed(copied=len(sizes), copied_bytes=sum(sizes))
-            return Handed(patched=len(sizes))  # each in at least one kernel
-
-        def has_room() -> bool:
-            manager = trees.manager()
-            return not isinstance(manager, Manager) or manager.has_room_for_another()
-
-        told = ended, began, handed, has_room
-        made = TrialMember(trial, log, first_graphed, first_ungraphed, CudaDevice(device), *told)
-        member = weakref.ref(made)
-        dispatch.go(Way.MEASURED, made)
+        choice = _Choice(function, trial, _Trees(device), _aligned(function, static_input_idxs, mutated))
+        both = functools.partial(choice.graphed, graphed), choice.ungraphed
+        made = TrialMember(trial, function.log, *both, CudaDevice(device), choice)
+        choice.member = weakref.ref(made)
+        function.trial, function.stop = trial, choice.stop
+        function.dispatch.go(Way.MEASURED, choice.measured)
         trial.join(made)
         return made
 
     return choose
+
+
+class _Choice(Environment):
+    """The ways in which the calls of one function are made, and what its trial asks about them.
+
+    It refers weakly to the function's member, which holds the function's graphed version: torch would keep both.
+    """
+
+    member: Callable[[], TrialMember | None]
+
+    def __init__(self, function: FunctionModel, trial: Trial, trees: _Trees, ungraphed: Run) -> None:
+        self._function, self._dispatch, self._trial, self._trees = function, function.dispatch, trial, trees
+        self._ungraphed = _as_upstream_has_it(ungraphed, function.log.mode, trees)
+
+    # -- calls
+
+    def ungraphed(self, inputs: list[Any]) -> Any:
+        self._trees.remember()
+        return self._ungraphed(inputs)
+
+    def graphed(self, graphed: Run, inputs: list[Any]) -> Any:
+        self._trees.remember()
+        with self._trees.at_hand() as there:
+            if there:
+                return graphed(inputs)
+        self._function.log.not_graphed("torch has no CUDA graph trees for the thread that calls")
+        return self._ungraphed(inputs)
+
+    def measured(self, inputs: list[Any]) -> Any:
+        member = self.member()
+        return self._ungraphed(inputs) if member is None else member(inputs)
+
+    def until_added(self, inputs: list[Any]) -> Any:
+        member = self.member()
+        outputs = self._ungraphed(inputs) if member is None else member.run(Execution.GRAPHED, inputs)
+        if self._dispatch.is_added:
+            self._dispatch.go_on()
+        return outputs
+
+    def sample(self, inputs: list[Any]) -> Any:
+        member = self.member()
+        self._dispatch.sampling()
+        try:
+            return self._ungraphed(inputs) if member is None else member.sample(inputs)
+        finally:
+            if self._dispatch.way is Way.REPLAYED:
+                self._dispatch.go_on()
+
+    def sample_ungraphed(self, inputs: list[Any]) -> Any:
+        member = self.member()
+        if member is None:
+            return self._ungraphed(inputs)
+        manager = self._manager() if member.is_in_its_thread() else None
+        if manager is not None:
+            manager.give_pool_back()  # an output in the pool may have been held until now
+        return member.sample(inputs)
+
+    def stop(self, why: str) -> None:
+        """Lets the function run un-graphed from the next call on, whatever its trial decides."""
+        self._function.log.not_graphed(why)
+        self._dispatch.go(Way.UNGRAPHED, self._ungraphed)
+        manager = self._manager()
+        if manager is not None:
+            manager.forget(self._function, later=True)
+
+    # -- the trial's questions
+
+    def _manager(self) -> Manager | None:
+        manager = self._trees.manager()
+        return manager if isinstance(manager, Manager) else None
+
+    def restarted(self) -> None:
+        self._dispatch.go(Way.MEASURED, self.measured)
+
+    def ended(self, way: Execution) -> None:
+        dispatch = self._dispatch
+        if way is Execution.GRAPHED:
+            samples = self.sample if self._trial.may_restart() else None
+            if PER_THREAD or dispatch.is_added:
+                dispatch.go(Way.REPLAYED, sample=samples)
+            else:
+                dispatch.go(Way.FIRST_GRAPHED, self.until_added, sample=samples)
+        else:
+            dispatch.go(Way.UNGRAPHED, _now_and_then(self.sample_ungraphed, self._ungraphed))
+            manager = self._manager()
+            if manager is not None:
+                manager.forget(self._function, later=self._trial.is_elsewhere)
+
+    def handed(self) -> Handed:
+        manager = self._manager()
+        sizes = [] if manager is None else handed_on(manager, self._function)
+        if self._function.settings.indirection == "off":
+            return Handed(copied=len(sizes), copied_bytes=sum(sizes))
+        return Handed(patched=len(sizes))  # each in at least one kernel
+
+    def has_room(self) -> bool:
+        manager = self._manager()
+        return manager is None or manager.has_room_for_another()
+
+    def has_fast_path(self) -> bool:
+        return binding.extension is not None
+
+    def why_not_tried(self) -> str | None:
+        manager = self._manager()
+        below = 0 if manager is None else recordings_below(manager, self._function)
+        return f"{below} recordings after it would be made again for a trial" if below > _MOST_BELOW else None
+
+
+def only_sizes_that_come_again(
+    function: FunctionModel,
+    run: Run,
+    inputs: Sequence[Any],
+    static_input_idxs: Sequence[int],
+    mutated: Collection[int],
+    device: int,
+) -> Run:
+    """``run``, but with "auto", a function of integers is graphed only with sets of them that :class:`Sizes` chooses.
+
+    Args:
+        inputs: those of any call.
+    """
+    indices = [index for index, value in enumerate(inputs) if isinstance(value, int)]
+    if not indices or function.settings.selective != "auto":
+        return run
+    sizes, log = Sizes(), function.log
+    ungraphed = _as_upstream_has_it(_aligned(function, static_input_idxs, mutated), log.mode, _Trees(device))
+
+    def call(inputs: list[Any]) -> Any:
+        if sizes.are_graphed(tuple([inputs[index] for index in indices])):
+            return run(inputs)
+        log.not_graphed(OTHER_SIZES)
+        return ungraphed(inputs)
+
+    return call
+
+
+def _newest(manager: Manager, model: FunctionModel) -> Any:
+    """A function's newest recording; None if it has none."""
+    newest, todo = None, [manager.roots or {}]
+    while todo:
+        for recordings in todo.pop().values():
+            todo += [node.children for node in recordings]
+            for node in recordings:
+                if node.wrapped_function.model is model and (newest is None or node.id.id > newest.id.id):
+                    newest = node
+    return newest
+
+
+def recordings_below(manager: Manager, model: FunctionModel) -> int:
+    """The number of recordings after the newest one of a function, except those of its own trial.
+
+    If the function runs un-graphed, all of them have other recordings before them, and are made again.
+    """
+    own = _newest(manager, model)
+    todo, count = [] if own is None else [own.children], 0
+    while todo:
+        for recordings in todo.pop().values():
+            todo += [node.children for node in recordings]
+            trials = (getattr(node.wrapped_function.model, "trial", None) for node in recordings)
+            count += sum(trial is not model.trial for trial in trials)
+    return count
 
 
 def handed_on(manager: Manager, model: FunctionModel) -> list[int]:
@@ -130,13 +227,7 @@ def handed_on(manager: Manager, model: FunctionModel) -> list[int]:
 
     Only the newest recordings after the newest recording of this function count.
     """
-    own, todo = None, [manager.roots or {}]
-    while todo:
-        for recordings in todo.pop().values():
-            todo += [node.children for node in recordings]
-            for node in recordings:
-                if node.wrapped_function.model is model and (own is None or node.id.id > own.id.id):
-                    own = node
+    own = _newest(manager, model)
     if own is None:
         return []
     depth, taken = len(list(own._path_from_root)) - 1, []

@@ -1,9 +1,9 @@
 """Wraps the functions through which torch reaches its CUDA graph trees.
 
 Each function takes upstream's function and returns its replacement. Torch calls :func:`cudagraphify` while Inductor
-compiles, :func:`cudagraphify_impl` at a function's first call and for ``backend="cudagraphs"``, and
-:func:`reset_cudagraph_trees` when all recordings are dropped. A function that the settings keep un-graphed runs as
-compiled, and its log says why.
+compiles, :func:`cudagraphify_impl` at a function's first call and for ``backend="cudagraphs"``,
+:func:`reset_cudagraph_trees` when all recordings are dropped, and :func:`is_static_for_cudagraphs` when Dynamo compiles
+an optimizer. A function that the settings keep un-graphed runs as compiled, and its log says why.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._dynamo.utils import get_static_address_type
 from torch._inductor import cudagraph_trees
 
 from pygraph_trees.indirection.retired import release_retired
 from pygraph_trees.selection.functions import why_not_graphed
 
-from .choice import chooser
+from .choice import chooser, only_sizes_that_come_again
 from .function import FunctionModel, entered
 from .saved_tensors import conforming
 
@@ -53,9 +54,10 @@ def cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
             mutated = kwargs.get("mutated_input_idxs", ())
             kwargs["mutated_input_idxs"] = tuple(index for index in mutated if not _is_on_cpu(inputs[index]))
         run = upstream(function, inputs, static_input_idxs, *args, **kwargs)
+        mutated = set(kwargs.get("mutated_input_idxs", ()))
+        run = only_sizes_that_come_again(function, run, inputs, static_input_idxs, mutated, kwargs["device_index"])
         if function.settings.indirection == "off":
             return run
-        mutated = set(kwargs.get("mutated_input_idxs", ()))
         run = entered(function, _keeps_writes(run, static_input_idxs, mutated) if mutated else run)
         # Functions from Inductor do not need this: the call of their compiled graph conforms the inputs.
         return run if function is model else conforming(run, is_backward=kwargs["is_backward"])
@@ -72,6 +74,19 @@ def reset_cudagraph_trees(upstream: Callable[[], None]) -> Callable[[], None]:
         release_retired()
 
     return reset_cudagraph_trees
+
+
+def is_static_for_cudagraphs(upstream: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Answers for a tensor on a GPU without an open recording too: there, upstream asserts that one is open."""
+
+    @functools.wraps(upstream)
+    def is_static_for_cudagraphs(x: Any) -> bool:
+        manager = cudagraph_trees.get_manager(x.device.index, False) if x.is_cuda else None
+        if manager is not None and manager.current_node is None:
+            return get_static_address_type(x) is not None
+        return upstream(x)
+
+    return is_static_for_cudagraphs
 
 
 def _keeps_writes(run: Any, static_input_idxs: Any, mutated: set[int]) -> Callable[[list[Any]], Any]:

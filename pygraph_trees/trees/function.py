@@ -80,6 +80,7 @@ class FunctionModel:
         self.first_inside: int | None = None  # the first output that a recording may hold as it is returned
         self.as_returned: Callable[[Sequence[Any]], Any] | None = None  # makes outputs from the model's outputs
         self.is_entered = False  # by :func:`entered`
+        self.stop: Callable[[str], None] | None = None  # lets it run un-graphed from the next call on, with a reason
         if hasattr(model, "__name__"):
             self.__name__ = model.__name__
 

@@ -34,6 +34,7 @@ from .pools import ranges_of
 from .reclaiming import Reclaiming
 from .recording import Recording
 from .rerecord import why_recorded
+from .storms import why_stopped
 from .verification import Verification
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ class Manager(fast_path.TreeState, Upstream):
                 self._pool.forget()
         # Upstream checked this before it ended the last step's path, when outputs of that step were still managed.
         given = self._given(new_inputs, function_id)
-        why_not = given.why_not_recorded()
+        why_not = given.why_not_recorded() or _why_stopped(given.function.model)
         if why_not is not None:
             if self.path_state is _EXECUTION and self.current_node is not None:
                 self.path_state = cudagraph_trees.ExecutionState.RECORDING  # so it is for the allocator
@@ -248,6 +249,9 @@ class Manager(fast_path.TreeState, Upstream):
         log.reason = reason
         log.pool_bytes = self._pool.nbytes() - before
         function.recorded(log)
+        limit = given.function.model.settings.pool_bytes
+        if limit:
+            self.reclaiming.limit(self, self._pool.nbytes(), limit)
         self._let_sampler_rerecord(self.current_node, function_id)
         if verification is not None:
             verification.check(self.current_node, outputs, function.name)
@@ -342,3 +346,11 @@ class Manager(fast_path.TreeState, Upstream):
 
     def _skip_table(self) -> Any:
         return getattr(self, _SKIP_TABLE)
+
+
+def _why_stopped(model: FunctionModel) -> str | None:
+    """Why a function is not recorded once more and runs un-graphed from now on; None if it is recorded."""
+    why = None if model.stop is None else why_stopped(model.log)
+    if why is not None and model.stop is not None:
+        model.stop(why)
+    return why

@@ -50,7 +50,17 @@ class Reclaiming:
     Methods are given the manager and do not keep it: it must be freed with its functions.
     """
 
-    __slots__ = ("__weakref__", "_again", "_candidates", "_is_unknown", "_left", "_remake", "forgotten")
+    __slots__ = (
+        "__weakref__",
+        "_again",
+        "_candidates",
+        "_dropped",
+        "_is_unknown",
+        "_left",
+        "_remake",
+        "_seen",
+        "forgotten",
+    )
 
     def __init__(self, remake: Callable[[], Any], candidates: dict[Any, Any]) -> None:
         """
@@ -62,6 +72,8 @@ class Reclaiming:
         self._candidates = candidates
         self.forgotten: list[Any] = []  # ids of functions whose recordings are to be given back
         self._again: dict[Any, str] = {}  # why, by id of a function that is to be recorded again
+        self._dropped: dict[Any, str] = {}  # why, by id of a function whose recordings the pool has no room for
+        self._seen = 0  # bytes of the pool when recordings were dropped last; 0 if it is a new pool
         self._left: list[Any] | None = None  # references to outputs of recordings given back; None if none was
         self._is_unknown = False  # whether an output that is not among them may be alive
 
@@ -74,6 +86,7 @@ class Reclaiming:
         self.forgotten += ids
         for function_id in ids:
             self._again.pop(function_id, None)
+            self._dropped.pop(function_id, None)
         self._candidates.clear()
         if later or manager.graph is None:
             return
@@ -89,7 +102,25 @@ class Reclaiming:
 
     def why_again(self, function_id: Any) -> str | None:
         """Why a function is recorded again, returned once; None if it is not, or still has its old recordings."""
-        return None if function_id in self.forgotten else self._again.pop(function_id, None)
+        if function_id in self.forgotten:
+            return None
+        return self._again.pop(function_id, None) or self._dropped.pop(function_id, None)
+
+    def limit(self, manager: Reclaimed, nbytes: int, limit: int) -> None:
+        """Drops all recordings once nothing of them is open if the pool takes more than ``limit`` bytes.
+
+        Memory of outputs that are alive stays, so the pool may stay as large as it is; it is only looked at again if it
+        grows.
+        """
+        if nbytes <= max(limit, self._seen):
+            return
+        self._seen = nbytes
+        why = f"the graph pool took {nbytes} bytes, more than pygraph_pool_bytes allows"
+        _log.info("all recordings are dropped: %s", why)
+        ids = list(manager.ids_to_funcs)
+        self.forgotten += ids
+        self._dropped = dict.fromkeys(ids, why)
+        self._candidates.clear()
 
     def give_back(self, manager: Reclaimed) -> None:
         """Gives back the recordings of forgotten functions, unless a path is open."""
@@ -147,7 +178,7 @@ class Reclaiming:
         for name in ("graph", "stream", "cuda_graphs_thread_pool"):
             setattr(manager, name, getattr(fresh, name))
         pools.OWNED.discard(old)
-        self._left = None
+        self._left, self._seen = None, 0
         torch.cuda.empty_cache()
         return True
 

@@ -354,17 +354,17 @@ class TestWays(TestCase):
 
     def test_ours_may_be_asked_for_with_flags(self):
         for name, route, selective in (
-            ("ours", "auto", "always"),
+            ("ours", "auto", "auto"),
             ("ours:patch", "patch", "always"),
             ("ours:table", "table", "always"),
-            ("ours:selected", "auto", "auto"),
+            ("ours:graphed", "auto", "always"),
         ):
             (way,) = make_ways(Program(lambda: None), [name])
             self.assertTrue(way.compiled and way.patched)
             with way.active():
                 flags = torch._inductor.config.triton
                 self.assertEqual((flags.pygraph_indirection, flags.pygraph_selective), (route, selective))
-        self.assertEqual(torch._inductor.config.triton.pygraph_selective, "always")
+        self.assertEqual(torch._inductor.config.triton.pygraph_selective, "auto")
         for name in ("upstream:patch", "ours:off", "ours:"):
             with self.assertRaises(UnknownWayError):
                 make_ways(Program(lambda: None), [name])

@@ -278,7 +278,7 @@ What pygraph_trees does:
   placement full: 2 partitions, 1 outside of CUDA graphs; without it 3, 2 outside
     staged: table, scale, because it is an input
   indirection auto: 1 live input, 512 B, given by address; 2 live inputs, 128 B, staged at each replay
-  selective always: 1 function graphed
+  selective auto: 1 function graphed, if that is faster
 
 Kernels are generated (triton) or a library's (extern). Inputs are parameters and buffers (static),
 outputs of an earlier graph (managed), or come with each call (live; cpu if on the CPU).

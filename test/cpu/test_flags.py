@@ -48,17 +48,17 @@ def run_python(code, **environment):
 
 class TestFlags(TestCase):
     def test_defaults(self):
-        self.assertEqual(Settings.current(), Settings(placement="full", indirection="auto", selective="always"))
+        self.assertEqual(Settings.current(), Settings(placement="full", indirection="auto", selective="auto"))
 
     def test_patch_and_set(self):
         with config.patch({"triton.pygraph_selective": "never"}):
             self.assertEqual(Settings.current().selective, "never")
-        self.assertEqual(Settings.current().selective, "always")
+        self.assertEqual(Settings.current().selective, "auto")
         config.triton.pygraph_selective = "never"
         try:
             self.assertEqual(Settings.current().selective, "never")
         finally:
-            config.triton.pygraph_selective = "always"
+            config.triton.pygraph_selective = "auto"
 
     def test_wrong_value(self):
         message = "^pygraph_selective must be one of 'auto', 'always', 'never'; got 'nevr'. Did you mean 'never'\\?$"
@@ -68,7 +68,20 @@ class TestFlags(TestCase):
             pass
         with self.assertRaisesRegex(InvalidFlag, "got True"):
             config.triton.pygraph_selective = True
-        self.assertEqual(config.triton.pygraph_selective, "always")
+        self.assertEqual(config.triton.pygraph_selective, "auto")
+
+    def test_a_number_of_bytes(self):
+        for value in (0, 1, 1 << 40):
+            with config.patch({"triton.pygraph_pool_bytes": value}):
+                self.assertEqual(Settings.current().pool_bytes, value)
+        for wrong in (-1, True, "1", 1.0, None):
+            with self.assertRaisesRegex(InvalidFlag, "pygraph_pool_bytes must be one of the integers from 0 on; got"):
+                config.triton.pygraph_pool_bytes = wrong
+        for word, value, warned in ((" 4096 ", 4096, 0), ("4k", None, 1), ("-1", None, 1), ("", None, 0)):
+            with mock.patch.dict(os.environ, PYGRAPH_POOL_BYTES=word), warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                self.assertEqual(environment.value_of("PYGRAPH_POOL_BYTES", (), 0), value)
+            self.assertEqual(len(found), warned, word)
 
     def test_a_switch_takes_bools(self):
         """As a value, by a patch and as an option; it reads "on" and "off" all the same."""
@@ -108,13 +121,13 @@ class TestFlags(TestCase):
     def test_options_hold_while_compiling(self):
         found = self.seen_while_compiling({"triton.pygraph_selective": "never"})
         self.assertEqual(found.selective, "never")
-        self.assertEqual(Settings.current().selective, "always")
+        self.assertEqual(Settings.current().selective, "auto")
 
     def test_without_patches(self):
         inductor_patches.uninstall()
         try:
             self.assertFalse(hasattr(config.triton, "pygraph_selective"))
-            self.assertEqual(Settings.current(), Settings(placement="full", indirection="auto", selective="always"))
+            self.assertEqual(Settings.current(), Settings(placement="full", indirection="auto", selective="auto"))
         finally:
             inductor_patches.install()
 
@@ -130,7 +143,7 @@ class TestFlags(TestCase):
         self.assertEqual(added, {"triton.pygraph_version"} | changing)
         self.assertEqual(key()["triton.pygraph_version"], f"{pygraph_trees.__version__}+{artifact_hash()}")
         plain = key()
-        with config.patch({"triton.pygraph_selective": "auto"}):  # acts at run time: same artifacts
+        with config.patch({"triton.pygraph_selective": "always"}):  # acts at run time: same artifacts
             self.assertEqual(key(), plain)
 
     def test_threads(self):
@@ -233,10 +246,10 @@ class TestEnvironment(TestCase):
         self.assertEqual(
             self.installed(PYGRAPH_SELECTIVE="nevr"),
             (
-                Settings(placement="full", indirection="auto", selective="always"),
+                Settings(placement="full", indirection="auto", selective="auto"),
                 [
                     "pygraph_trees: PYGRAPH_SELECTIVE='nevr' is ignored: it must be one of 'auto', 'always', 'never'. "
-                    "Did you mean 'never'? The default 'always' stays in force."
+                    "Did you mean 'never'? The default 'auto' stays in force."
                 ],
             ),
         )
@@ -300,8 +313,8 @@ class TestEnvironment(TestCase):
         )
         for written, selective, verify, state, ignored in (
             (("never", "1", "false"), "never", "on", "on", 0),
-            (("nevr", "2", "x"), "always", "off", "on", 3),
-            (("never", "1", "TRUE"), "always", "off", "disabled", 0),
+            (("nevr", "2", "x"), "auto", "off", "on", 3),
+            (("never", "1", "TRUE"), "auto", "off", "disabled", 0),
         ):
             names = ("PYGRAPH_SELECTIVE", "PYGRAPH_VERIFY", "PYGRAPH_DISABLE")
             done = run_python(code, **dict(zip(names, written, strict=True)), PYGRAPH_VERFY="1")

@@ -65,7 +65,7 @@ class TestImport(TestCase):
             "except Exception as error: print(type(error).__name__)",
             states=states,
         )
-        self.assertEqual(found, ["always", "InvalidFlag"])
+        self.assertEqual(found, ["auto", "InvalidFlag"])
 
     @parametrize(
         "first",

@@ -30,7 +30,7 @@ from pygraph_trees import __main__ as command_line
 from pygraph_trees.cuda import driver as driver_module
 from pygraph_trees.cuda.driver import Driver
 from pygraph_trees.selection import profiles as module
-from pygraph_trees.selection.decision import Comparison, Decision, Execution, Objective
+from pygraph_trees.selection.decision import Comparison, Decision, Execution, Gain
 from pygraph_trees.selection.profiles import (
     FORMAT,
     DamagedProfiles,
@@ -44,9 +44,10 @@ from pygraph_trees.selection.profiles import (
     describe,
 )
 
-MACHINE = Machine("NVIDIA H200", "13000", "2.11.0+cu130", "3.6.0", "0.1.0")
+MACHINE = Machine("NVIDIA H200", "a CPU", "13000", "2.11.0+cu130", "3.6.0", "0.1.0")
 SUBJECT = Subject("graph", ("float32[8, 16]",), MACHINE, {"indirection": "auto"})
-DECISION = Decision(Execution.UNGRAPHED, Comparison(Objective.LATENCY, 54.25, 91.5, 2.0, 10, 1, 25_165_824), 1)
+GAIN = Gain(54.25, 91.5, 37.25, 1.085, 0.5)
+DECISION = Decision(Execution.UNGRAPHED, Comparison(GAIN, GAIN, 10, 1, 25_165_824))
 DAY_S = 86400.0
 
 json_values = st.recursive(
@@ -54,6 +55,8 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
+amounts = st.floats(0, 1e15)
+gains = st.builds(Gain, amounts, amounts, st.floats(-1e15, 1e15), amounts, amounts)
 fork = multiprocessing.get_context("fork")
 
 
@@ -63,12 +66,13 @@ def subject(number: int) -> Subject:
 
 def decision(number: int) -> Decision:
     """One whose fields tell whether they were written together."""
-    compared = dataclasses.replace(DECISION.compared, ungraphed_us=float(number), kernels=number, calls=number)
-    return Decision(Execution.GRAPHED if number % 2 else Execution.UNGRAPHED, compared, number)
+    gain = dataclasses.replace(GAIN, ungraphed_us=float(number))
+    compared = dataclasses.replace(DECISION.compared, latency=gain, kernels=number, pairs=number)
+    return Decision(Execution.GRAPHED if number % 2 else Execution.UNGRAPHED, compared)
 
 
 def whole(found: Decision) -> bool:
-    return found == decision(found.against)
+    return found == decision(found.compared.pairs)
 
 
 def processes(target, arguments) -> list[int | None]:
@@ -184,13 +188,7 @@ class TestRoundTrip(Folder):
         st.builds(
             Decision,
             st.sampled_from(Execution),
-            st.builds(
-                Comparison,
-                st.sampled_from(Objective),
-                *[st.floats(0, 1e15)] * 3,
-                *[st.integers(0, 2**62)] * 3,
-            ),
-            st.integers(0, 3),
+            st.builds(Comparison, gains, gains, *[st.integers(0, 2**62)] * 3),
         ),
         st.text(),
     )
@@ -296,7 +294,7 @@ class TestDamage(Folder):
         self.stored()
         data = self.data()
         compared = data["decision"]["compared"]
-        for inner in (data, data["decision"], compared):
+        for inner in (data, data["decision"], compared, compared["latency"]):
             yield from ((data, inner, name) for name in inner if name != "uses")
 
     def test_missing_fields(self):
@@ -309,6 +307,8 @@ class TestDamage(Folder):
         for data, inner, name in list(self.places()):
             value = inner[name]
             for wrong in (None, [], {}, [value], True, -1, float("nan"), float("inf"), 10**400, "\ud800", "\x1b[2J"):
+                if (name, wrong) == ("gain_us", -1):
+                    continue
                 inner[name] = wrong
                 self.check(
                     json.dumps(data).encode(),
@@ -325,7 +325,7 @@ class TestDamage(Folder):
 
     def test_deep_and_large(self):
         self.check(b"[" * 100_000, "it is not JSON")
-        self.check(b'{"format": 1, "key": ' + b"[" * 900 + b"]" * 900 + b"}")
+        self.check(b'{"format": %d, "key": ' % FORMAT + b"[" * 900 + b"]" * 900 + b"}")
         self.check(b" " * 200_000, "it is too large")
         self.check(b"\n" * 200_000, "it is too large")
         self.check(b'{"format": ' + b"9" * 5000 + b"}", "it is not JSON")
@@ -570,7 +570,7 @@ class TestKept(Folder):
         self.assertEqual(listed.uses, 1)
         for other, values in (
             (self.kept("cabd"), inputs),
-            (self.kept(objective="throughput"), inputs),
+            (self.kept(indirection="off"), inputs),
             (self.kept(), [torch.ones(3, 2), 4]),
             (self.kept(), [torch.ones(2, 3), 5]),
         ):
@@ -660,7 +660,8 @@ class TestCommand(Folder):
         now_s = time.time()
         self.profiles.store(SUBJECT, "eos [0/0], inference", DECISION, now_s - 90)
         self.profiles.use(SUBJECT.key)
-        compared = Comparison(Objective.THROUGHPUT, 29012.0, 28577.04, 870.0, 20, 1314, 0)
+        only_throughput = Gain(3e4, 3e4, 0.0, 600.0, 50.0), Gain(29012.0, 28577.04, -434.96, 100.0, 50.0)
+        compared = Comparison(*only_throughput, 20, 1314, 0)
         text = "BertForMaskedLM [0/0], backward, partition 1 of 2"
         self.profiles.store(subject(1), text, Decision(Execution.GRAPHED, compared), now_s - 5 * 3600)
         self.profiles.store(subject(2), "mlp [1/0], inference", decision(3), now_s - 41 * DAY_S)

@@ -17,6 +17,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.indirection import retired
 from pygraph_trees.report.log import Count, RecordingLog
+from pygraph_trees.settings import Settings
 from pygraph_trees.trees import entry_points, input_rules, pools
 from pygraph_trees.trees import manager as trees_manager
 from pygraph_trees.trees.choice import handed_on
@@ -86,6 +87,8 @@ class TestForgotten(TestCase):
         self.assertEqual((self.manager._candidates, self.manager.current_node), ({}, self.first))
         self.assertEqual((self.first.graph, self.manager.roots), ("captured", {2: [self.first]}))
         recorded, log = [], mock.Mock(recordings=[object()])
+        given = mock.Mock(why_not_recorded=lambda: None)
+        given.function.model = mock.Mock(stop=None, settings=Settings("off", "auto", "always"))
         self.manager.cuda_graphs_thread_pool, self.manager.device_index = (0, 1), 0
         with (
             mock.patch.object(Upstream, "try_end_curr_execution", end_path),
@@ -102,7 +105,7 @@ class TestForgotten(TestCase):
 
         with (
             mock.patch.object(Manager, "_log_of", lambda *_: log),
-            mock.patch.object(Manager, "_given", lambda *_: mock.Mock(why_not_recorded=lambda: None)),
+            mock.patch.object(Manager, "_given", lambda *_: given),
             mock.patch.object(Manager, "_demote", lambda *_: None),
             mock.patch.object(Manager, "_verification", lambda *_: None),
             mock.patch.object(Manager, "_pool", mock.Mock(nbytes=lambda: 0)),

@@ -14,6 +14,7 @@ import functools
 import gc
 import hashlib
 import importlib
+import os
 import sys
 import traceback
 import unittest
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+# Tests count recordings and replays, which must not depend on measurements; test_selection*.py set the flag themselves.
+os.environ.setdefault("PYGRAPH_SELECTIVE", "always")
 
 import torch
 import torch._dynamo

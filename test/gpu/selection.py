@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -17,17 +17,31 @@ from indirection import IndirectionTestCase
 
 import pygraph_trees
 from pygraph_trees.selection import trial
-from pygraph_trees.selection.decision import Decision, Execution
+from pygraph_trees.selection.decision import Comparison, Decision, Execution, Gain
 from pygraph_trees.selection.profiles import Profiles
 
-CALLS = 40  # more calls than a trial takes
+CALLS = 80  # more calls than the trials of a few functions take
+_GAIN = Gain(ungraphed_us=20.0, graphed_us=10.0, gain_us=-10.0, margin_us=1.0, noise_us=0.1)
 
 
 @contextlib.contextmanager
-def decided(way: Execution) -> Iterator[None]:
-    """Makes trials end with this decision, whatever they measure."""
-    with mock.patch.object(trial, "decide", lambda compared, standing, rules: Decision(way, compared)):
+def deciding(choose: Callable[[], Execution]) -> Iterator[None]:
+    """Makes each function's trial measure calls, and end with the next way that ``choose`` returns."""
+
+    def decide(compared: Comparison, standing: Decision | None = None) -> Decision:
+        return Decision(choose(), compared)
+
+    with (
+        mock.patch.object(trial, "plain_way", lambda facts: None),
+        mock.patch.object(trial, "compare", lambda parts, rules: Comparison(_GAIN, _GAIN, 5, 1, 0)),
+        mock.patch.object(trial, "decide", decide),
+    ):
         yield
+
+
+def decided(way: Execution) -> contextlib.AbstractContextManager[None]:
+    """Makes trials end with this decision, whatever they measure."""
+    return deciding(lambda: way)
 
 
 class SelectionTestCase(IndirectionTestCase):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import parity  # noqa: F401  (sets PYGRAPH_SELECTIVE)
 import torch
 from torch._inductor import config, cudagraph_trees
 from torch._inductor.utils import fresh_cache

@@ -14,14 +14,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from indirection import Facts, compiled, reset
-from selection import CALLS, SelectionTestCase, decided
+from selection import CALLS, SelectionTestCase, decided, deciding
 from torch.testing._internal.common_utils import run_tests
 
 from pygraph_trees.selection import trial
-from pygraph_trees.selection.decision import Decision, Execution, Rules
+from pygraph_trees.selection.decision import Execution, Rules
 from pygraph_trees.selection.drift import Drift, DriftRules
 from pygraph_trees.selection.profiles import Profiles
 from pygraph_trees.trees import dispatch as dispatch_module
+from pygraph_trees.trees import storms
 
 
 @torch.library.custom_op("pygraph_selection_test::at_home", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -48,9 +49,77 @@ class TestTrials(SelectionTestCase):
             graphed(x)
             torch.cuda.synchronize()
         (function,) = self.functions()
-        self.assertRegex(str(function.decision), "^graphed: ")
-        self.assertEqual(len(function.recordings), 1)
-        self.assertGreater(function.replays, CALLS - Rules().most_calls)
+        self.assertRegex(str(function.decision), "^graphed: .* in one replay, without a measurement$")
+        self.assertEqual((len(function.recordings), function.replays, function.trial_calls), (1, CALLS - 2, 0))
+
+    def test_a_small_function_is_measured(self):
+        graphed = torch.compile(lambda x: x.sin() + 1, mode="reduce-overhead")
+        for _ in range(CALLS):
+            torch.compiler.cudagraph_mark_step_begin()
+            graphed(torch.ones(64, device=self.device))
+            torch.cuda.synchronize()
+        (function,) = self.functions()
+        self.assertRegex(str(function.decision), "^(un-)?graphed: .* us a call against ")
+        self.assertIn(function.trial_calls, range(Rules().fewest_pairs + 1, Rules().most_pairs + 2))
+
+    def test_shapes_that_never_come_again_are_not_graphed(self):
+        """After the first sizes, calls run un-graphed, and neither recordings nor memory grow."""
+        graphed = torch.compile(lambda x: (x.sin() * 2).cumsum(0), mode="reduce-overhead", dynamic=True)
+        reserved = []
+        for call in range(3 * CALLS):
+            x = torch.full((4096 + 8 * call, 16), call / 8, device=self.device)
+            torch.compiler.cudagraph_mark_step_begin()
+            self.assertEqual(graphed(x), (x.sin() * 2).cumsum(0), rtol=1e-4, atol=1e-2)
+            reserved.append(torch.cuda.memory_reserved())
+        (function,) = self.functions()
+        self.assertLessEqual((function.warmups, len(function.recordings)), (storms.FIRST_SIZES, 0))
+        self.assertRegex(str(function.ungraphed_reason), "sizes change too often")
+        self.assertLess(reserved[-1] - reserved[2 * storms.FIRST_SIZES], 64 << 20)
+
+    def test_sizes_that_come_again_are_graphed_later(self):
+        graphed = torch.compile(lambda x: x.sin() * 2, mode="reduce-overhead", dynamic=True)
+        sizes = storms.FIRST_SIZES + 4
+        for call in range(10 * sizes):
+            x = torch.full((8 + call % sizes, 16), call / 8, device=self.device)
+            torch.compiler.cudagraph_mark_step_begin()
+            self.assertEqual(graphed(x), x.sin() * 2)
+        (function,) = self.functions()
+        self.assertEqual(function.warmups, sizes)
+
+    def test_recordings_that_are_never_replayed_stop(self):
+        """Each set of the first function's outputs that is kept needs another recording of the second one."""
+        first, second = (
+            torch.compile(fn, mode="reduce-overhead")
+            for fn in (lambda x: tuple(x + n for n in range(1, 7)), lambda x: x.sin() * 2)
+        )
+        for pattern in range(2**6):
+            x = torch.full((100,), float(pattern), device=self.device)
+            torch.compiler.cudagraph_mark_step_begin()
+            outputs = list(first(x))
+            kept = {n: outputs[n] for n in range(6) if pattern >> n & 1}
+            del outputs
+            self.assertEqual(second(x), x.sin() * 2)
+            self.assertEqual([kept[n] for n in kept], [x + n + 1 for n in kept])
+            del kept
+        recordings = [len(function.recordings) for function in self.functions()]
+        self.assertLessEqual(recordings[1], storms.MOST_RECORDINGS)
+        self.assertRegex(str(self.functions()[1].ungraphed_reason), "it was recorded .* times for .* replays")
+
+    def test_the_pool_has_a_limit(self):
+        """If the pool exceeds it, all recordings are dropped, and made again as they are used."""
+        limit = 64 << 20
+        with torch._inductor.config.patch({"triton.pygraph_selective": "always", "triton.pygraph_pool_bytes": limit}):
+            steps = [torch.compile(fn, mode="reduce-overhead") for fn in (lambda x: x @ x + 1, lambda x: (x @ x).sin())]
+            x = torch.randn(3072, 3072, device=self.device)
+            for _ in range(CALLS // 4):
+                for step in steps:
+                    torch.compiler.cudagraph_mark_step_begin()
+                    step(x)
+        reasons = [r.reason for function in self.functions() for r in function.recordings]
+        self.assertTrue(any("pygraph_pool_bytes" in reason for reason in reasons), reasons)
+        for step, wanted in zip(steps, (x @ x + 1, (x @ x).sin()), strict=True):
+            torch.compiler.cudagraph_mark_step_begin()
+            self.assertEqual(step(x), wanted, rtol=1e-2, atol=1e-1)
 
     def test_behind_a_trial_replays_are_steady(self):
         """After a trial, replays take the same path as those of functions without a trial."""
@@ -76,9 +145,9 @@ class TestTrials(SelectionTestCase):
         big = torch.ones(8192, 8192, device=self.device, dtype=torch.bfloat16)
         state = torch.zeros(64, device=self.device)
 
-        def decide(compared, standing, rules):
+        def choose():
             taken.append(next(ways, taken[-1] if taken else Execution.GRAPHED))
-            return Decision(taken[-1], compared)
+            return taken[-1]
 
         def program(x, state):
             state.add_(1)
@@ -87,7 +156,7 @@ class TestTrials(SelectionTestCase):
         # The test controls whether the GPU is idle; other processes affect the time of calls.
         rules = DriftRules(factor=1e9)
         with (
-            mock.patch.object(trial, "decide", decide),
+            deciding(choose),
             mock.patch.object(trial, "Drift", lambda: Drift(rules)),
             mock.patch.object(dispatch_module, "SAMPLE_EVERY", 5),
         ):
@@ -118,7 +187,7 @@ class TestTrials(SelectionTestCase):
             reset()
             Profiles.default().clear()
             ways = iter([*[Execution.GRAPHED] * (len(graphed) - 1), Execution.UNGRAPHED])
-            with mock.patch.object(trial, "decide", lambda compared, standing, rules: Decision(next(ways), compared)):  # noqa: B023
+            with deciding(ways.__next__):
                 for _ in range(CALLS):
                     torch.compiler.cudagraph_mark_step_begin()
                     y = x
@@ -168,7 +237,7 @@ class TestTrials(SelectionTestCase):
         x = torch.randn(1 << 20, device=self.device)
         ways = iter([Execution.GRAPHED, Execution.UNGRAPHED])
         with (
-            mock.patch.object(trial, "decide", lambda compared, standing, rules: Decision(next(ways), compared)),
+            deciding(ways.__next__),
             mock.patch.object(dispatch_module, "SAMPLE_EVERY", 5),
         ):
             for _ in range(2 * CALLS):

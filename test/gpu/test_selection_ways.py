@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from indirection import Program, by_name, compiled, run, tensor
-from selection import CALLS, SelectionTestCase, decided
+from selection import CALLS, SelectionTestCase, decided, deciding
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
-from pygraph_trees.selection import trial
-from pygraph_trees.selection.decision import Decision, Execution
+from pygraph_trees.selection.decision import Execution
 
 
 def _in_parts(x, y):
@@ -78,15 +76,9 @@ class TestBothWays(SelectionTestCase):
         """Outputs of a graphed model are inputs of an un-graphed one, and the reverse."""
         first, second = (torch.compile(fn, mode="reduce-overhead") for fn in (lambda x: x * 2 + 1, lambda x: x.sin()))
 
-        def decide(compared, standing, rules):
-            ways = Execution.UNGRAPHED, Execution.GRAPHED
-            decide.asked += 1
-            return Decision(ways[decide.asked % 2], compared)
-
-        for begin in (0, 1):
+        for ways in (Execution.UNGRAPHED, Execution.GRAPHED), (Execution.GRAPHED, Execution.UNGRAPHED):
             torch._dynamo.reset()
-            decide.asked = begin
-            with mock.patch.object(trial, "decide", decide):
+            with deciding(iter(ways).__next__):
                 for number in range(2 * CALLS):
                     x = torch.full((256,), float(number), device=self.device)
                     torch.compiler.cudagraph_mark_step_begin()

@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
         "--ways",
         default=None,
         metavar="A,B",
-        help="some of eager,compile,upstream,ours,ours:patch,ours:table,ours:selected",
+        help="some of eager,compile,upstream,ours,ours:patch,ours:table,ours:graphed",
     )
     parse.add_argument(
         "--jobs",

@@ -39,7 +39,7 @@ _NAMES = {
     "ours": "ours",
     "ours:patch": "ours, all by address",
     "ours:table": "ours, all by table",
-    "ours:selected": "ours, selected",
+    "ours:graphed": "ours, all graphed",
 }
 
 _SHOWN = ("BERT-I", "DLRM", "DR-T", "EOS", "TKE")  # in the README: small and large, inference and training

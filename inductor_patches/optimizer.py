@@ -1,0 +1,19 @@
+"""Patch of ``torch._dynamo.variables.optimizer``: whether a gradient is static for CUDA graphs.
+
+While no recording is open, torch asserts that one is: an optimizer's step cannot be compiled after a backward that ran
+un-graphed. The replacement then asks the tensor alone.
+"""
+
+from __future__ import annotations
+
+from .patch import Patch, Rebind, made_by
+
+PATCHES: tuple[Patch, ...] = (
+    Rebind(
+        feature="trees",
+        module="torch._dynamo.variables.optimizer",
+        name="_is_static_for_cudagraphs",
+        replace=made_by("pygraph_trees.trees.entry_points", "is_static_for_cudagraphs"),
+        removable="torch does not assert that a recording is open",
+    ),
+)

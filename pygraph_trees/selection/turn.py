@@ -1,0 +1,40 @@
+"""One trial at a time: the turn to measure, which the trials of a process pass on.
+
+Un-graphed calls of one function change what is measured of others. A trial asks for the turn at each of its steps, and
+keeps it until it is over. If its functions are no longer called, the turn goes to another trial.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Protocol
+
+_MOST_REFUSED = 200  # requests of other trials after the holder's last one
+
+
+class Taker(Protocol):
+    @property
+    def is_over(self) -> bool: ...
+
+
+class Turn:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder: weakref.ref[Taker] | None = None
+        self._refused = 0
+
+    def take(self, trial: Taker) -> bool:
+        """Gives the turn to a trial, or lets it keep the turn; returns whether the trial has it."""
+        with self._lock:
+            holder = None if self._holder is None else self._holder()
+            if holder is not None and holder is not trial and not holder.is_over and self._refused < _MOST_REFUSED:
+                self._refused += 1
+                return False
+            self._refused = 0
+            if holder is not trial:
+                self._holder = weakref.ref(trial)
+            return True
+
+
+TURN = Turn()  # of this process

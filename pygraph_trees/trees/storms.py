@@ -1,0 +1,59 @@
+"""Stops functions that warm up and record more than they replay.
+
+:class:`Sizes` chooses the sets of integers with which a function is graphed: the first ones, and later those that come
+again. :func:`why_stopped` tells from a function's log that it must not be recorded once more. Both work with bounded
+memory, and are asked only if ``pygraph_selective`` is "auto".
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pygraph_trees.report.log import FunctionLog
+
+FIRST_SIZES = 16  # graphed at once
+MOST_SIZES = 128  # graphed at all
+COMES_AGAIN = 4  # calls with a later set until it is graphed
+MOST_WAITING = 1024  # sets whose calls are counted
+MOST_RECORDINGS = 16  # of a function, until its replays must be as many
+
+OTHER_SIZES = (
+    f"its sizes change too often: {FIRST_SIZES} sets of integers are graphed, and others once they have come "
+    f"{COMES_AGAIN} times; pad inputs to few sizes"
+)
+
+
+class Sizes:
+    """The sets of integers with which one function is graphed."""
+
+    def __init__(self) -> None:
+        self._graphed: set[tuple[int, ...]] = set()
+        self._waiting: dict[tuple[int, ...], int] = {}  # calls of other sets, the newest last
+
+    def are_graphed(self, integers: tuple[int, ...]) -> bool:
+        """Counts a call with these integers, and returns whether it is graphed."""
+        graphed, waiting = self._graphed, self._waiting
+        if integers in graphed:
+            return True
+        calls = waiting.pop(integers, 0) + 1
+        if len(graphed) < FIRST_SIZES or (calls >= COMES_AGAIN and len(graphed) < MOST_SIZES):
+            graphed.add(integers)
+            return True
+        if len(waiting) >= MOST_WAITING:
+            waiting.pop(next(iter(waiting)), None)  # another thread may have removed it
+        waiting[integers] = min(calls, COMES_AGAIN)
+        return False
+
+
+def why_stopped(log: FunctionLog) -> str | None:
+    """Why a function runs un-graphed from now on, instead of being recorded once more; None if it is recorded."""
+    recordings = len(log.recordings)
+    if recordings < MOST_RECORDINGS:
+        return None
+    replays = sum(recording.replays for recording in log.recordings)
+    if replays >= recordings:
+        return None
+    return (
+        f"it was recorded {recordings} times for {replays} replays, the last time because: {log.recordings[-1].reason}"
+    )
