@@ -1,0 +1,208 @@
+"""Selection against both forced ways: synthetic functions, the first calls of a serving loop, sizes that never repeat.
+
+usage: python tools/bench/choices.py [grid] [first] [sizes] [--seconds S] [--seed N] [--out FILE]
+
+*grid* draws functions of 1 to 64 kernels, on 0 to 64 MB of inputs, with host work between calls, and compares what was
+decided with the better of "compile" and "ours:graphed". *first* compares the longest of the first 30 calls with
+upstream's. *sizes* compares a program whose sizes never come again with plain ``torch.compile``, from its 33rd call on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
+
+import torch
+
+from bench.figures import has_gpu, write_figures
+from pygraph_trees.benchmark.program import Program
+from pygraph_trees.benchmark.rings import Ring
+from pygraph_trees.benchmark.timing import collector_off, synchroniser
+from pygraph_trees.benchmark.ways import Way, make_ways
+from pygraph_trees.report.log import journal
+
+_DECIDED = 60  # calls after which a way is decided
+_ROUNDS, _CALLS = 7, 30
+_FIRST = 30
+_SIZES, _COUNTED = 160, 33  # calls, and the first one that counts
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A synthetic function."""
+
+    kernels: int
+    inputs: int
+    megabytes: float  # of all inputs
+    host_us: int  # host work before each call
+    waits: bool  # whether the program waits after each call
+
+    def program(self, device: torch.device) -> Program:
+        """Each kernel is a matrix product of its own size, which Inductor does not fuse with others."""
+        rows = max(1, int(self.megabytes * 1e6 / 4 / 256 / self.inputs))
+
+        def fn(w: torch.Tensor, *given: torch.Tensor) -> list[torch.Tensor]:
+            found = []
+            for number in range(self.kernels):
+                x = given[number % len(given)]
+                found.append(x[: 64 + number] @ w if number >= len(given) else x @ w)
+            return found
+
+        given = [torch.randn(max(rows, 128), 256, device=device) for _ in range(self.inputs)]
+        weight = torch.nn.Parameter(torch.randn(256, 16, device=device), requires_grad=False)
+        return Program(lambda *x: fn(weight, *x), tuple(given), context=torch.no_grad, name="drawn")
+
+
+def draw(generator: random.Random) -> Drawn:
+    kernels = round(2 ** generator.uniform(0, 6))
+    return Drawn(
+        kernels=kernels,
+        inputs=generator.randint(1, min(8, kernels)),
+        megabytes=generator.choice((0.0, 0.1, 1.0, 4.0, 16.0, 64.0)),
+        host_us=generator.choice((0, 0, 20, 100)),
+        waits=generator.random() < 0.5,
+    )
+
+
+def spin(host_us: int) -> None:
+    end = time.perf_counter_ns() + host_us * 1000
+    while time.perf_counter_ns() < end:
+        pass
+
+
+def step_us(drawn: Drawn, program: Program, way: Way, feed: Iterator[Any], calls: int) -> float:
+    """The mean time of a call in a loop, with the function's host work."""
+    wait = synchroniser(program.device)
+    wait()
+    begin = time.perf_counter_ns()
+    for _ in range(calls):
+        own = next(feed)
+        spin(drawn.host_us)
+        program.step(way.callable, own.args, own.kwargs)
+        if drawn.waits:
+            wait()
+    wait()
+    return (time.perf_counter_ns() - begin) / 1e3 / calls
+
+
+def grid(device: torch.device, seconds: float, seed: int) -> list[dict[str, Any]]:
+    """A record for each function that fits into ``seconds``."""
+    generator, records, end = random.Random(seed), [], time.monotonic() + seconds
+    while time.monotonic() < end:
+        drawn = draw(generator)
+        torch._dynamo.reset()
+        program = drawn.program(device)
+        ways, ring = make_ways(program, ["compile", "ours:graphed", "ours"]), Ring(program, 4)
+        known = len(journal.records()[1])
+        found: dict[str, list[float]] = {way.name: [] for way in ways}
+        for way in ways:
+            with way.active():
+                step_us(drawn, program, way, ring.fresh(), _DECIDED)
+        log = journal.records()[1][-1]
+        for number in range(_ROUNDS):
+            for way in ways[:: -1 if number % 2 else 1]:
+                with way.active(), collector_off():
+                    step_us(drawn, program, way, ring.fresh(), 5)
+                    found[way.name].append(step_us(drawn, program, way, ring.fresh(), _CALLS))
+        times = {name: median(values) for name, values in found.items()}
+        ratio = times["ours"] / min(times["compile"], times["ours:graphed"])
+        records.append(
+            {**asdict(drawn), **{f"{name}_us": value for name, value in times.items()}}
+            | {"ratio": ratio, "decision": log.decision, "trial_calls": log.trial_calls, "functions": known}
+        )
+        print(f"{ratio:6.3f}  {drawn}  {log.decision}", flush=True)
+    return records
+
+
+def longest_first_calls(device: torch.device, seed: int) -> list[dict[str, Any]]:
+    """The longest of the first calls after the second one, which upstream and ours record in, both ways."""
+    records, generator = [], random.Random(seed)
+    for _ in range(6):
+        drawn = draw(generator)
+        longest = {}
+        for name in ("upstream", "ours"):
+            torch._dynamo.reset()
+            program = drawn.program(device)
+            (way,), ring, wait = make_ways(program, [name]), Ring(program, 4), synchroniser(device)
+            calls_us, feed = [], ring.fresh()
+            with way.active():
+                for _ in range(_FIRST):
+                    own, begin = next(feed), time.perf_counter_ns()
+                    program.step(way.callable, own.args, own.kwargs)
+                    wait()
+                    calls_us.append((time.perf_counter_ns() - begin) / 1e3)
+            longest[name] = max(calls_us), max(calls_us[2:])
+        records.append({**asdict(drawn), **{f"{n}_longest_us": found for n, found in longest.items()}})
+        print(f"longest of the first {_FIRST} calls, and after the first two, us: {longest}", flush=True)
+    return records
+
+
+def sizes_that_never_come_again(device: torch.device) -> list[dict[str, Any]]:
+    """The time of a call from the 33rd on, and the growth of reserved memory, for compile and ours in turn."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return (x.sin() * 2).cumsum(0).softmax(-1) @ x.mT
+
+    calls_us: dict[str, list[float]] = {"compile": [], "ours": []}
+    grown = {}
+    for _ in range(3):
+        for name, mode in (("compile", None), ("ours", "reduce-overhead")):
+            torch._dynamo.reset()
+            called, reserved = torch.compile(fn, mode=mode, dynamic=True), []
+            with torch.no_grad(), collector_off():
+                for number in range(_SIZES):
+                    x = torch.ones(256 + number, 128, device=device)
+                    torch.cuda.synchronize()
+                    begin = time.perf_counter_ns()
+                    torch.compiler.cudagraph_mark_step_begin()
+                    called(x)
+                    torch.cuda.synchronize()
+                    if number + 1 >= _COUNTED:
+                        calls_us[name].append((time.perf_counter_ns() - begin) / 1e3)
+                    reserved.append(torch.cuda.memory_reserved())
+            grown[name] = reserved[-1] - reserved[_COUNTED]
+    times = {name: median(values) for name, values in calls_us.items()}
+    print(f"sizes that never come again, us a call: {times}, bytes that reserved memory grew: {grown}", flush=True)
+    return [{"us": times, "ratio": times["ours"] / times["compile"], "grown_bytes": grown}]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", nargs="*", metavar="PART", help="grid, first or sizes; default all")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of the grid (default 300)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    unknown = {*options.what} - {"grid", "first", "sizes"}
+    if unknown:
+        parser.error(f"there is no {', '.join(sorted(unknown))}; parts are grid, first and sizes")
+    if not has_gpu():
+        return 2
+    device = torch.device("cuda", 0)
+    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "sizes": lambda: sizes_that_never_come_again(device),
+        "first": lambda: longest_first_calls(device, options.seed),
+        "grid": lambda: grid(device, options.seconds, options.seed),
+    }
+    results = [
+        {"what": name, **record} for name, part in parts.items() if name in (options.what or parts) for record in part()
+    ]
+    ratios = sorted(record["ratio"] for record in results if record["what"] == "grid")
+    if ratios:
+        within = sum(ratio <= 1.03 for ratio in ratios)
+        print(f"{within} of {len(ratios)} functions within 3% of the better forced way; worst {ratios[-1]:.3f}")
+    write_figures(options.out, results, seed=options.seed, rounds=_ROUNDS, calls=_CALLS)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
