@@ -117,7 +117,7 @@ class TrialMember:
         trial = self._trial
         way = trial.way_of(self, inputs)
         run = self._run[way]
-        if trial.phase is not Phase.MEASURING:
+        if trial.phase is not Phase.MEASURING or self._device.is_captured():
             return run(inputs)
         self._log.trial_runs += way is Execution.UNGRAPHED
         outputs, timed = self.measurements.time(way, run, inputs)
@@ -130,7 +130,7 @@ class TrialMember:
     def sample(self, inputs: list[Any]) -> Any:
         """Runs a call after the trial and samples it; the trial may start again afterwards."""
         way = self._trial.way
-        if not self._trial.may_restart() or not self.is_in_its_thread():
+        if not self._trial.may_restart() or not self.is_in_its_thread() or self._device.is_captured():
             return self._run[way](inputs)
         sizes = _integers(inputs)
         outputs, timed = self.measurements.time(way, self._run[way], inputs)
@@ -378,6 +378,11 @@ class Trial:
         if found is None and not enough:
             return self._way  # the GPU has not caught up
         return found
+
+    def give_up(self) -> None:
+        """Ends the trial without a decision, for example because calls do not repeat."""
+        with self.lock:
+            self._end_undecided(None)
 
     def _end_undecided(self, why: str | None) -> None:
         """Ends the trial graphed, or as an earlier decision says."""

@@ -25,7 +25,7 @@ from pygraph_trees.selection.trial import Environment, TrialMember
 from . import dispatch as dispatch_module
 from .dispatch import PER_THREAD, Way
 from .manager import Manager
-from .storms import OTHER_SIZES, Sizes
+from .storms import OTHER_SIZES, REFUSED, Sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -163,8 +163,12 @@ class _Choice(Environment):
 
     def why_not_tried(self) -> str | None:
         manager = self._manager()
-        below = 0 if manager is None else recordings_below(manager, self._function)
-        return f"{below} recordings after it would be made again for a trial" if below > _MOST_BELOW else None
+        if manager is None:
+            return None
+        below = recordings_below(manager, self._function)
+        if below > _MOST_BELOW:
+            return f"{below} recordings after it would be made again for a trial"
+        return None if manager.has_room_for_another() else "the GPU has no memory to run it un-graphed beside its graph"
 
 
 def only_sizes_that_come_again(
@@ -183,13 +187,24 @@ def only_sizes_that_come_again(
     indices = [index for index, value in enumerate(inputs) if isinstance(value, int)]
     if not indices or function.settings.selective != "auto":
         return run
-    sizes, log = Sizes(), function.log
-    ungraphed = _as_upstream_has_it(_aligned(function, static_input_idxs, mutated), log.mode, _Trees(device))
+    sizes, dispatch = Sizes(), function.dispatch
+    ungraphed = _as_upstream_has_it(_aligned(function, static_input_idxs, mutated), function.log.mode, _Trees(device))
+
+    def instead(inputs: list[Any]) -> Any:
+        """Makes calls after many others with sizes that are not graphed, until one is; none of them looks further."""
+        if sizes.are_graphed(tuple([inputs[index] for index in indices])):
+            dispatch.go_on()
+        return ungraphed(inputs)
 
     def call(inputs: list[Any]) -> Any:
         if sizes.are_graphed(tuple([inputs[index] for index in indices])):
             return run(inputs)
-        log.not_graphed(OTHER_SIZES)
+        function.log.not_graphed(OTHER_SIZES)
+        if sizes.refused >= REFUSED:
+            if function.trial is not None:
+                function.trial.give_up()
+            if dispatch.way is Way.REPLAYED:
+                dispatch.leave(instead)
         return ungraphed(inputs)
 
     return call

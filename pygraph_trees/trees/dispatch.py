@@ -98,6 +98,11 @@ class Dispatch(FunctionState):
         """Lets the next calls be replayed; samples are taken as before."""
         self.go(Way.REPLAYED, sample=self._sample)
 
+    def leave(self, call: Call) -> None:
+        """Lets ``call`` make the next calls instead of replays, until :meth:`go_on`."""
+        self.way, self.call = Way.UNGRAPHED, call
+        self._update()
+
     def sample_next(self) -> None:
         """Lets the next call be sampled, if calls are replayed and samples are taken."""
         if self.way is Way.REPLAYED and self._sample is not None:

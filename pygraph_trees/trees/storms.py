@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 FIRST_SIZES = 16  # graphed at once
 MOST_SIZES = 128  # graphed at all
 COMES_AGAIN = 4  # calls with a later set until it is graphed
+REFUSED = 16  # consecutive calls that are not graphed, after which later ones take the shortest way
 MOST_WAITING = 1024  # sets whose calls are counted
 MOST_RECORDINGS = 16  # of a function, until its replays must be as many
 
@@ -30,16 +31,20 @@ class Sizes:
     def __init__(self) -> None:
         self._graphed: set[tuple[int, ...]] = set()
         self._waiting: dict[tuple[int, ...], int] = {}  # calls of other sets, the newest last
+        self.refused = 0  # consecutive calls that are not graphed
 
     def are_graphed(self, integers: tuple[int, ...]) -> bool:
         """Counts a call with these integers, and returns whether it is graphed."""
         graphed, waiting = self._graphed, self._waiting
         if integers in graphed:
+            self.refused = 0
             return True
         calls = waiting.pop(integers, 0) + 1
         if len(graphed) < FIRST_SIZES or (calls >= COMES_AGAIN and len(graphed) < MOST_SIZES):
             graphed.add(integers)
+            self.refused = 0
             return True
+        self.refused += 1
         if len(waiting) >= MOST_WAITING:
             waiting.pop(next(iter(waiting)), None)  # another thread may have removed it
         waiting[integers] = min(calls, COMES_AGAIN)

@@ -105,6 +105,20 @@ class TestFunctions(TestCase):
         self.assertEqual(graphed, list(range(storms.FIRST_SIZES)))
         self.assertEqual(model.log.ungraphed_reason, storms.OTHER_SIZES)
 
+    def test_after_many_such_calls_others_take_the_shortest_way(self):
+        """A size that is graphed ends that."""
+        model = self.model()
+        call = self.limited(model, lambda inputs: [inputs[1] * 2])
+        for n in range(storms.FIRST_SIZES + storms.REFUSED - 1):
+            call([n, torch.ones(2)])
+            self.assertIsNone(model.dispatch.call)
+        call([-1, torch.ones(2)])
+        self.assertIs(model.dispatch.way, Way.UNGRAPHED)
+        for n in (-2, 3):
+            self.assertEqual(model.dispatch.call([n, torch.ones(2)]), [torch.full((2,), 2.0)])
+        self.assertIs(model.dispatch.way, Way.REPLAYED)
+        self.assertIsNone(model.dispatch.call)
+
     def test_always_graphs_all_sizes(self):
         run = mock.Mock()
         self.assertIs(self.limited(self.model("always"), run), run)

@@ -59,10 +59,14 @@ class World:
         self.now_ns = 0
         self.gpu_until_us = 0.0
         self.behind = False  # whether the GPU is never seen to be done
+        self.captured = False  # whether the program captures a graph of its own
 
     @property
     def now_us(self):
         return self.now_ns / 1e3
+
+    def is_captured(self):
+        return self.captured
 
     def is_idle(self):
         return self.gpu_until_us <= self.now_us
@@ -526,6 +530,18 @@ class TestTrial(TrialTestCase):
         with ThreadPoolExecutor(1) as other:
             self.steps(30, forward, lambda x: other.submit(backward, x).result())
         self.assertEqual((forward.went, backward.went), ([Execution.GRAPHED], [Execution.GRAPHED]))
+        self.assertIsNotNone(trial.decision)
+
+    def test_no_clock_runs_while_the_program_captures_a_graph(self):
+        trial, function = self.one()
+        self.steps(5, function)
+        made = sum(function.member.measurements.made(way) for way in Execution)
+        self.world.captured = True
+        with mock.patch.object(self.world, "mark", side_effect=AssertionError("it is not measured")):
+            self.steps(3, function)
+        self.world.captured = False
+        self.assertEqual(sum(function.member.measurements.made(way) for way in Execution), made)
+        self.steps(30, function)
         self.assertIsNotNone(trial.decision)
 
     def test_an_error_of_the_program_does_not_end_the_trial(self):
