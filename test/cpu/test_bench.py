@@ -11,6 +11,7 @@ import re
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 import unittest
 from collections.abc import Callable
@@ -568,6 +569,31 @@ class TestCommandLine(TestCase):
                 found = [(r.workload, r.compile_s, r.record_s) for r in Results.read(out).records]
                 self.assertEqual(sorted(found), sorted((name, *figures_) for name in names))
         self.assertIn("expected at least 1, got 0", self._main(a, "--jobs", "0")[2])
+
+    def test_workloads_share_several_gpus(self):
+        """As many are timed at a time as there are GPUs, each on one of its own."""
+        together, names = threading.Barrier(2, timeout=60), ("EOS", "TKE", "DLRM", "BERT")
+        jobs: dict[str, Job] = {}
+
+        def run(job: Job, _: float) -> list[Measurement]:
+            jobs[job.name] = job
+            together.wait()
+            return [Measurement(job.name, job.mode, job.batch, "ours", "same", latency_ms=1.0, compile_s=2.0)]
+
+        blank = Results("NVIDIA H200", "1", "2.11.0", "3", "3.12", "today", "hash", 4)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch("torch.cuda.is_available", return_value=True),
+            mock.patch("pygraph_trees.benchmark.results.here", return_value=blank),
+            mock.patch("bench.isolated.Worker", lambda *job: FakeWorker(*job, run)),
+        ):
+            out = Path(folder) / "x.json"
+            status, _, errors = self._main(*names, "--gpus", "2", "--ways", "ours", "--out", str(out))
+            self.assertEqual((status, errors), (0, ""))
+            found = [(r.workload, r.compile_s) for r in Results.read(out).records]
+        self.assertEqual(found, [(name, None) for name in names])
+        own = [jobs[name].environment()["CUDA_VISIBLE_DEVICES"] for name in names]
+        self.assertEqual(own, ["0", "1", "0", "1"])
 
     def test_kept_caches_leave_no_times_to_compile(self):
         jobs: list[Job] = []

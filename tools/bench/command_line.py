@@ -12,6 +12,7 @@ import difflib
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,13 @@ def parser() -> argparse.ArgumentParser:
         default=1,
         metavar="N",
         help="workloads prepared at a time (1), and timed one by one; with several there are no times to compile",
+    )
+    parse.add_argument(
+        "--gpus",
+        type=_at_least_one,
+        default=1,
+        metavar="N",
+        help="GPUs of one kind (1); as many workloads are timed at a time, each on a GPU of its own",
     )
     parse.add_argument(
         "--caches",
@@ -148,12 +156,22 @@ def _measure(
     left = [name for name in names if name not in done]
     # Caches are separate for each state of the code: the version alone stays the same.
     caches = None if options.caches is None else options.caches.resolve() / results.code_hash[:12]
+    gpus, size = options.gpus, max(options.jobs, options.gpus)
     jobs = [
-        Job(name, workloads[name].mode, workloads[name].batch, tuple(ways), effort, options.workloads, caches=caches)
-        for name in left
+        Job(
+            name,
+            workloads[name].mode,
+            workloads[name].batch,
+            tuple(ways),
+            effort,
+            options.workloads,
+            caches=caches,
+            gpu=None if gpus == 1 else number % size % gpus,
+        )
+        for number, name in enumerate(left)
     ]
-    is_compiling_timed = options.jobs == 1 and caches is None
-    for records in _in_batches(jobs, options.jobs, options.timeout):
+    is_compiling_timed = size == 1 and caches is None
+    for records in _in_batches(jobs, size, options.timeout, gpus):
         # Compile times are left out if the machine was shared with other workloads, or if a cache shortened them.
         if not is_compiling_timed:
             records = [replace(record, compile_s=None, record_s=None) for record in records]
@@ -169,8 +187,11 @@ def _measure(
     return 1 if failed else 0
 
 
-def _in_batches(jobs: Sequence[Job], size: int, timeout_s: float) -> Iterator[list[Measurement]]:
-    """Yields the records of one workload after another. A batch is prepared together, then timed one by one."""
+def _in_batches(jobs: Sequence[Job], size: int, timeout_s: float, gpus: int = 1) -> Iterator[list[Measurement]]:
+    """Yields the records of one workload after another.
+
+    A batch is prepared together. Then its workloads are timed one by one, or as many at a time as there are GPUs.
+    """
     from pygraph_trees.cli.progress import Progress
 
     from .isolated import Worker
@@ -190,9 +211,12 @@ def _in_batches(jobs: Sequence[Job], size: int, timeout_s: float) -> Iterator[li
                 worker.wait_until_prepared()
             for worker in after:
                 worker.wait_until_imported()
-            for worker in current:
+            for begin in range(0, len(current), gpus):
+                together = current[begin : begin + gpus]
                 wait_until_quiet()
-                yield worker.measure(None if size == 1 else Progress())
+                show = Progress if size > 1 and gpus == 1 else lambda: None
+                with ThreadPoolExecutor(gpus) as pool:
+                    yield from pool.map(lambda worker: worker.measure(show()), together)  # noqa: B023
 
 
 def _summarise() -> None:

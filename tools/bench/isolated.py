@@ -41,10 +41,14 @@ class Job:
     folder: Path  # of the package of workloads
     device: str = "cuda"
     caches: Path | None = None  # the compilers' caches, if the effort has none for each way
+    gpu: int | None = None  # its number; None for the first
 
     def environment(self) -> dict[str, str] | None:
         """The environment of its process; None for this one's."""
-        return None if self.caches is None else {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(self.caches)}
+        own = {} if self.caches is None else {"TORCHINDUCTOR_CACHE_DIR": str(self.caches)}
+        if self.gpu is not None:
+            own["CUDA_VISIBLE_DEVICES"] = str(self.gpu)
+        return {**os.environ, **own} if own else None
 
     def to_json(self, out: Path) -> str:
         """The worker's argument; the worker writes its records to ``out``."""
