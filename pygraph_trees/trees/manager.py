@@ -33,7 +33,7 @@ from .input_rules import Given
 from .pools import ranges_of
 from .reclaiming import Reclaiming
 from .recording import Recording
-from .rerecord import why_recorded
+from .rerecord import siblings_of, why_recorded
 from .storms import why_stopped
 from .verification import Verification
 
@@ -217,7 +217,7 @@ class Manager(fast_path.TreeState, Upstream):
                 self._pool.forget()
         # Upstream checked this before it ended the last step's path, when outputs of that step were still managed.
         given = self._given(new_inputs, function_id)
-        why_not = given.why_not_recorded() or _why_stopped(given.function.model)
+        why_not = given.why_not_recorded() or self._why_stopped(given.function.model, function_id)
         if why_not is not None:
             if self.path_state is _EXECUTION and self.current_node is not None:
                 self.path_state = cudagraph_trees.ExecutionState.RECORDING  # so it is for the allocator
@@ -257,6 +257,16 @@ class Manager(fast_path.TreeState, Upstream):
             verification.check(self.current_node, outputs, function.name)
         return outputs
 
+    def _why_stopped(self, model: FunctionModel, function_id: Any) -> str | None:
+        """Why a function is not recorded once more and runs un-graphed from now on; None if it is recorded."""
+        if model.stop is None:
+            return None
+        logs = [log for node in siblings_of(self, function_id) if (log := getattr(node, "log", None)) is not None]
+        why = why_stopped(logs)
+        if why is not None:
+            model.stop(why)
+        return why
+
     def _let_sampler_rerecord(self, recording: Recording, function_id: Any) -> None:
         """Lets the samples of a recording cause another one, with a table."""
         sampler = None if recording.live is None else recording.live.addresses.sampler
@@ -286,7 +296,7 @@ class Manager(fast_path.TreeState, Upstream):
             return
         node = self.current_node
         live = given.saved(node) if self.id_to_mode[function_id] is _BACKWARD else []
-        siblings = (self.roots if node is None else node.children).get(function_id, [])
+        siblings = siblings_of(self, function_id)
         if siblings:
             live += given.moved_static(siblings[-1])
             given.function.model.moving |= given.moved_managed(siblings[-1])
@@ -346,11 +356,3 @@ class Manager(fast_path.TreeState, Upstream):
 
     def _skip_table(self) -> Any:
         return getattr(self, _SKIP_TABLE)
-
-
-def _why_stopped(model: FunctionModel) -> str | None:
-    """Why a function is not recorded once more and runs un-graphed from now on; None if it is recorded."""
-    why = None if model.stop is None else why_stopped(model.log)
-    if why is not None and model.stop is not None:
-        model.stop(why)
-    return why

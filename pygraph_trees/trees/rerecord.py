@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pygraph_trees.report.log import FunctionLog
 
 _MOST_NAMES = 4
@@ -24,10 +26,16 @@ class Tree(Protocol):
     roots: Any
 
 
+def siblings_of(tree: Tree, function_id: Any) -> Sequence[Any]:
+    """The recordings of a function at the current position, the newest last."""
+    node = tree.current_node
+    found: Sequence[Any] = (tree.roots if node is None else node.children).get(function_id, ())
+    return found
+
+
 def why_recorded(tree: Tree, inputs: list[Any], function_id: Any, function: FunctionLog) -> str:
     """One line: "first call", the inputs that moved since the newest recording here, or the recording before it."""
-    node = tree.current_node
-    siblings = (tree.roots if node is None else node.children).get(function_id, [])
+    node, siblings = tree.current_node, siblings_of(tree, function_id)
     if siblings:
         return _difference(siblings[-1], inputs)
     if node is None:

@@ -1,8 +1,8 @@
 """Stops functions that warm up and record more than they replay.
 
 :class:`Sizes` chooses the sets of integers with which a function is graphed: the first ones, and later those that come
-again. :func:`why_stopped` tells from a function's log that it must not be recorded once more. Both work with bounded
-memory, and are asked only if ``pygraph_selective`` is "auto".
+again. :func:`why_stopped` tells from the recordings at one place that a function must not be recorded there once more.
+Both work with bounded memory, and are asked only if ``pygraph_selective`` is "auto".
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pygraph_trees.report.log import FunctionLog
+    from collections.abc import Sequence
+
+    from pygraph_trees.report.log import RecordingLog
 
 FIRST_SIZES = 16  # graphed at once
 MOST_SIZES = 128  # graphed at all
 COMES_AGAIN = 4  # calls with a later set until it is graphed
 REFUSED = 16  # consecutive calls that are not graphed, after which later ones take the shortest way
 MOST_WAITING = 1024  # sets whose calls are counted
-MOST_RECORDINGS = 16  # of a function, until its replays must be as many
+MOST_RECORDINGS = 16  # of a function at one place in the tree, until their replays must be as many
 
 OTHER_SIZES = (
     f"its sizes change too often: {FIRST_SIZES} sets of integers are graphed, and others once they have come "
@@ -51,14 +53,14 @@ class Sizes:
         return False
 
 
-def why_stopped(log: FunctionLog) -> str | None:
-    """Why a function runs un-graphed from now on, instead of being recorded once more; None if it is recorded."""
-    recordings = len(log.recordings)
-    if recordings < MOST_RECORDINGS:
+def why_stopped(recordings: Sequence[RecordingLog]) -> str | None:
+    """Why a function runs un-graphed from now on, instead of being recorded once more; None if it is recorded.
+
+    Args:
+        recordings: those that exist at the place where it would be recorded. A function that is called many times in a
+            step has a recording at each of many places.
+    """
+    count, replays = len(recordings), sum(recording.replays for recording in recordings)
+    if count < MOST_RECORDINGS or replays >= count:
         return None
-    replays = sum(recording.replays for recording in log.recordings)
-    if replays >= recordings:
-        return None
-    return (
-        f"it was recorded {recordings} times for {replays} replays, the last time because: {log.recordings[-1].reason}"
-    )
+    return f"it was recorded {count} times for {replays} replays, the last time because: {recordings[-1].reason}"

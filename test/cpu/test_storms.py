@@ -13,12 +13,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
+from bare_manager import bare_manager
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.report.log import Count, FunctionLog, GraphLog, RecordingLog, journal
+from pygraph_trees.report.log import Count, GraphLog, RecordingLog, journal
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees import choice, storms
 from pygraph_trees.trees.dispatch import Way
@@ -67,21 +68,36 @@ class TestSizes(TestCase):
 
 
 class TestRecordings(TestCase):
-    def log(self, recordings, replays):
-        log = FunctionLog("Net", "0/0", "inference", 1, {})
-        log.recordings = [RecordingLog(number=n, reason="of the test", counter=Count()) for n in range(recordings)]
-        for _, recording in zip(range(replays), itertools.cycle(log.recordings), strict=False):
+    def logs(self, count, replays=0):
+        logs = [RecordingLog(number=n, reason="of the test", counter=Count()) for n in range(count)]
+        for _, recording in zip(range(replays), itertools.cycle(logs), strict=False):
             recording.counter.value += 1
-        return log
+        return logs
 
     def test_more_recordings_than_replays_stop(self):
         limit = storms.MOST_RECORDINGS
         for recordings, replays, stops in ((limit - 1, 0, False), (limit, limit, False), (limit, limit - 1, True)):
-            self.assertEqual(why_stopped(self.log(recordings, replays)) is not None, stops)
+            self.assertEqual(why_stopped(self.logs(recordings, replays)) is not None, stops)
         self.assertExpectedInline(
-            str(why_stopped(self.log(16, 2))),
+            str(why_stopped(self.logs(16, 2))),
             """it was recorded 16 times for 2 replays, the last time because: of the test""",
         )
+
+    def test_only_recordings_at_the_same_place_count(self):
+        """A block that layers share is recorded once at each position of a training step."""
+        nodes = [SimpleNamespace(log=log, children={}) for log in self.logs(3 * storms.MOST_RECORDINGS)]
+        for node, following in itertools.pairwise(nodes):
+            node.children[7] = [following]
+        manager = bare_manager(roots={7: nodes[:1]})
+        for node in (None, *nodes):
+            manager.current_node = node
+            model = SimpleNamespace(stop=mock.Mock())
+            self.assertIsNone(manager._why_stopped(model, 7))
+            model.stop.assert_not_called()
+        manager.current_node = SimpleNamespace(children={7: nodes})
+        self.assertRegex(manager._why_stopped(model, 7), "it was recorded 48 times for 0 replays")
+        model.stop.assert_called_once()
+        self.assertIsNone(manager._why_stopped(SimpleNamespace(stop=None), 7))  # it is always graphed
 
 
 class TestFunctions(TestCase):

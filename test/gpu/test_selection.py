@@ -17,6 +17,7 @@ from indirection import Facts, compiled, reset
 from selection import CALLS, SelectionTestCase, decided, deciding
 from torch.testing._internal.common_utils import run_tests
 
+import pygraph_trees
 from pygraph_trees.selection import trial
 from pygraph_trees.selection.decision import Execution, Rules
 from pygraph_trees.selection.drift import Drift, DriftRules
@@ -105,6 +106,26 @@ class TestTrials(SelectionTestCase):
         recordings = [len(function.recordings) for function in self.functions()]
         self.assertLessEqual(recordings[1], storms.MOST_RECORDINGS)
         self.assertRegex(str(self.functions()[1].ungraphed_reason), "it was recorded .* times for .* replays")
+
+    def test_a_block_that_is_called_often_in_a_training_step_is_graphed(self):
+        """It has a recording at each position, which is no storm."""
+        layer = torch.nn.Linear(32, 32, device=self.device)
+        block, depth = torch.compile(layer, mode="reduce-overhead"), storms.MOST_RECORDINGS + 4
+        with mock.patch.object(trial, "plain_way", lambda facts: Execution.GRAPHED):
+            for call in range(6):
+                x = torch.full((8, 32), 0.1 * call, device=self.device, requires_grad=True)
+                results = []
+                for step in (layer, block):
+                    torch.compiler.cudagraph_mark_step_begin()
+                    h = x
+                    for _ in range(depth):
+                        h = step(h)
+                    results.append(torch.autograd.grad(h.square().sum(), x)[0].clone())
+                    del h
+                self.assertEqual(results[1], results[0], rtol=1e-3, atol=1e-5)
+        for function in self.functions():
+            self.assertGreaterEqual(len(function.recordings), depth, str(pygraph_trees.report()))
+            self.assertIsNone(function.ungraphed_reason)
 
     def test_the_pool_has_a_limit(self):
         """If the pool exceeds it, all recordings are dropped, and made again as they are used."""
