@@ -77,6 +77,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
     unfit: str | None = None  # why the last ``check_invariants`` could not give it the inputs of a call
     has_fast_path = False
+    _gives_addresses = False  # whether inputs may be given by address
     native: Any = None  # its part of a fast replay in C++
     _live: LiveInputs | None = None
     copies = False  # whether a replay copies an input
@@ -89,6 +90,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         self, wrapped_function: Any, id: Any, parent: Any, inputs: list[Any], *args: Any, **kwargs: Any
     ) -> None:
         self.log = RecordingLog(number=id.id, parent=None if parent is None else parent.id.id, counter=new_counter())
+        model = wrapped_function.model
+        self._gives_addresses = isinstance(model, FunctionModel) and model.settings.indirection != "off"
         self._attempts = attempts = Attempts(wrapped_function, inputs)
         record = functools.partial(super().__init__, wrapped_function, id, parent, inputs, *args, **kwargs)
         attempts.until_one_works(functools.partial(self._make, attempts, record, parent), inputs)
@@ -96,8 +99,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         self._has_moving = self._live is not None and any(item.managed for item in self._live.items)
         self._prepare_checks()
         self.has_fast_path = (
-            isinstance(wrapped_function.model, FunctionModel)
-            and wrapped_function.model.settings.indirection != "off"
+            self._gives_addresses
             and self.rerecord_if_static_inputs_change
             and not self._has_moving
             and not _is_debugged()
@@ -180,8 +182,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         return super()._allocate_and_copy_recording_inputs(inputs)
 
     def _copy_inputs_and_remove_from_src(self, dsts: list[Any], srcs: list[Any]) -> None:
-        for index in self._copied_indices():
-            if isinstance(srcs[index], torch.Tensor):
+        for index in self._copied_indices() if self._gives_addresses else ():  # otherwise inputs are copied as upstream
+            if isinstance(srcs[index], torch.Tensor) and srcs[index].is_neg():
                 srcs[index] = as_they_read(srcs[index])  # torch 2.15 copies the memory of a negated view as it is
         super()._copy_inputs_and_remove_from_src(dsts, srcs)
 
