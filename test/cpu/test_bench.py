@@ -14,7 +14,7 @@ import textwrap
 import threading
 import time
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -329,6 +329,18 @@ class FakeWorker:
         return self._run(self._job, self._timeout_s)
 
 
+@contextlib.contextmanager
+def without_processes(blank: Results, run: Callable[..., list[Measurement]]) -> Iterator[Path]:
+    """A machine with a GPU, on which ``run`` gives each job's records; yields a folder."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("pygraph_trees.benchmark.results.here", return_value=blank),
+        mock.patch("bench.isolated.Worker", lambda *job: FakeWorker(*job, run)),
+    ):
+        yield Path(folder)
+
+
 class TestIsolation(TestCase):
     def _run(self, name: str, timeout_s: float = 120.0) -> list[Measurement]:
         with tempfile.TemporaryDirectory() as folder:
@@ -554,15 +566,9 @@ class TestCommandLine(TestCase):
             ("1", (a, b, c), one, (2.0, 3.0)),
             ("2", (a, b, c, d, e), two, (None,) * 2),
         ):
-            with (
-                self.subTest(jobs=count),
-                tempfile.TemporaryDirectory() as folder,
-                mock.patch("torch.cuda.is_available", return_value=True),
-                mock.patch("pygraph_trees.benchmark.results.here", return_value=blank),
-                mock.patch("bench.isolated.Worker", lambda *job: FakeWorker(*job, run)),
-            ):
+            with self.subTest(jobs=count), without_processes(blank, run) as folder:
                 FakeWorker.happened.clear()
-                out = Path(folder) / "x.json"
+                out = folder / "x.json"
                 status, shown, _ = self._main(*names, "--jobs", count, "--ways", "ours", "--out", str(out))
                 self.assertEqual((status, FakeWorker.happened), (0, wanted))
                 self.assertIn(f"[{len(names)}/{len(names)}] {names[-1]}", shown)
@@ -581,13 +587,8 @@ class TestCommandLine(TestCase):
             return [Measurement(job.name, job.mode, job.batch, "ours", "same", latency_ms=1.0, compile_s=2.0)]
 
         blank = Results("NVIDIA H200", "1", "2.11.0", "3", "3.12", "today", "hash", 4)
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            mock.patch("torch.cuda.is_available", return_value=True),
-            mock.patch("pygraph_trees.benchmark.results.here", return_value=blank),
-            mock.patch("bench.isolated.Worker", lambda *job: FakeWorker(*job, run)),
-        ):
-            out = Path(folder) / "x.json"
+        with without_processes(blank, run) as folder:
+            out = folder / "x.json"
             status, _, errors = self._main(*names, "--gpus", "2", "--ways", "ours", "--out", str(out))
             self.assertEqual((status, errors), (0, ""))
             found = [(r.workload, r.compile_s) for r in Results.read(out).records]
@@ -604,20 +605,15 @@ class TestCommandLine(TestCase):
             return [replace(record, compile_s=2.0, record_s=3.0)]
 
         blank = Results("NVIDIA H200", "1", "2.11.0", "3", "3.12", "today", "0123456789abcdef", 4)
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            mock.patch("torch.cuda.is_available", return_value=True),
-            mock.patch("pygraph_trees.benchmark.results.here", return_value=blank),
-            mock.patch("bench.isolated.Worker", lambda *job: FakeWorker(*job, run)),
-        ):
-            out = Path(folder) / "x.json"
-            for more, figures_ in (((), (2.0, 3.0)), (("--caches", folder), (None, None))):
+        with without_processes(blank, run) as folder:
+            out = folder / "x.json"
+            for more, figures_ in (((), (2.0, 3.0)), (("--caches", str(folder)), (None, None))):
                 self.assertEqual(self._main("EOS", "--ways", "ours", "--out", str(out), *more)[0], 0)
                 self.assertEqual([(r.compile_s, r.record_s) for r in Results.read(out).records], [figures_])
         own, kept = jobs
         self.assertEqual((own.effort.fresh_caches, own.environment()), (True, None))
         self.assertFalse(kept.effort.fresh_caches)
-        self.assertEqual(kept.environment()["TORCHINDUCTOR_CACHE_DIR"], f"{Path(folder).resolve()}/0123456789ab")
+        self.assertEqual(kept.environment()["TORCHINDUCTOR_CACHE_DIR"], f"{folder.resolve()}/0123456789ab")
 
     def test_some_workloads_leave_the_others(self):
         blank = Results("NVIDIA H200", "1", "2.11.0", "3", "3.12", "today", "hash", 7)

@@ -102,7 +102,6 @@ def grid(device: torch.device, seconds: float, seed: int) -> list[dict[str, Any]
         torch._dynamo.reset()
         program = drawn.program(device)
         ways, ring = make_ways(program, ["compile", "ours:graphed", "ours"]), Ring(program, 4)
-        known = len(journal.records()[1])
         found: dict[str, list[float]] = {way.name: [] for way in ways}
         for way in ways:
             with way.active():
@@ -117,7 +116,7 @@ def grid(device: torch.device, seconds: float, seed: int) -> list[dict[str, Any]
         ratio = times["ours"] / min(times["compile"], times["ours:graphed"])
         records.append(
             {**asdict(drawn), **{f"{name}_us": value for name, value in times.items()}}
-            | {"ratio": ratio, "decision": log.decision, "trial_calls": log.trial_calls, "functions": known}
+            | {"ratio": ratio, "decision": log.decision, "trial_calls": log.trial_calls}
         )
         print(f"{ratio:6.3f}  {drawn}  {log.decision}", flush=True)
     return records
