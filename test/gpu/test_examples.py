@@ -5,7 +5,6 @@ Each example runs in another process, and writes its results and the report's co
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 import subprocess
@@ -19,21 +18,12 @@ EXAMPLES = ROOT / "tools" / "examples"
 sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(EXAMPLES)]
 
 import torch
+from packages import is_torchvision_broken
 from processes import end
 from text import GPT, SIZES, save
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 TIMEOUT_S = 400  # for an example with its children; each takes less than half a minute on an idle machine
-
-
-def _is_torchvision_of_another_torch() -> bool:
-    """Whether torchvision is installed, but was built for another torch than this one."""
-    try:
-        requirements = importlib.metadata.requires("torchvision") or []
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    of_torch = [requirement for requirement in requirements if requirement.startswith("torch==")]
-    return bool(of_torch) and of_torch[0] != f"torch=={torch.__version__.partition('+')[0]}"
 
 
 @unittest.skipUnless(torch.cuda.is_available(), "needs a CUDA device")
@@ -100,7 +90,7 @@ class TestExamples(TestCase):
         """Each gives what it gives with torch's own graphs, and runs in graphs of ours."""
         needed = {"generate": "transformers", "trainer": "accelerate", "lightning": "lightning"}
         names = ["generate", "trainer", "lightning", "diffusion", "scaler"]
-        if _is_torchvision_of_another_torch():  # these libraries import it
+        if is_torchvision_broken():  # these libraries import it
             names = [n for n in names if n not in needed]
         names = [n for n in names if n not in needed or importlib.util.find_spec(needed[n]) is not None]
         found, printed = self.run_example("works_with.py", *names, "--against-upstream")
