@@ -64,7 +64,7 @@ def value_of(variable: str, values: Sequence[str], default: str | int) -> str | 
     word = value.strip()
     if not word or (word.isascii() and word.isdigit()):
         return int(word) if word else None
-    _warn(ValueIgnored, variable, value, "", allowed="the integers from 0 on", instead=instead)
+    _warn(ValueIgnored, variable, value, "", allowed="0, 1, 2, ...", instead=instead)
     return None
 
 

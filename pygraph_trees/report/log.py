@@ -25,7 +25,7 @@ from .records import Cause, FunctionRecord, GraphRecord, InputRecord, Partition,
 
 _log = logging.getLogger("pygraph_trees.report")
 
-_FASTER = "it was measured to be faster so"
+_FASTER = "it is faster un-graphed"
 _COPIED_BYTES, _ROUTE = ([f.name for f in fields(InputRecord)].index(name) for name in ("copied_bytes", "route"))
 
 

@@ -60,7 +60,7 @@ class Facts:
     """A recording, as far as the cost of a replay is known without a measurement."""
 
     launches: int  # kernels, copies and the like
-    by_address: int = 0  # live inputs, each of which may have another address at each call
+    by_address: int = 0  # live inputs; each may move from call to call
     copied: int = 0  # live inputs
     copied_bytes: int = 0
     has_fast_path: bool = True

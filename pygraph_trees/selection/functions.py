@@ -115,8 +115,13 @@ def trial_of(log: FunctionLog, settings: Settings, device: int, *, has_fast_path
     if settings.selective != "auto":
         return None
     graph = log.graph
+
+    def make() -> Trial:
+        memory = _memory(log, settings, device, has_fast_path)
+        return Trial(memory=memory, graph=graph, has_fast_path=has_fast_path)
+
     if log.mode == INFERENCE:
-        return Trial(memory=_memory(log, settings, device, has_fast_path), graph=graph)
+        return make()
     program = _program(log.compile_id)
     with _lock:
         known = None if program is None else _trials.get(program)
@@ -126,7 +131,7 @@ def trial_of(log: FunctionLog, settings: Settings, device: int, *, has_fast_path
             if log.mode == BACKWARD and (known.backward is None or known.backward is graph):
                 known.backward = graph
                 return known
-        trial = Trial(memory=_memory(log, settings, device, has_fast_path), graph=graph)
+        trial = make()
         if program is not None:
             _trials[program] = trial
         return trial

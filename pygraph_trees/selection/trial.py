@@ -1,4 +1,4 @@
-"""Decides the way of functions: at once where it is plain, otherwise by calls that are measured both ways in turn.
+"""Decides whether functions are graphed: at once if the answer is plain, otherwise by measured calls of both ways.
 
 A :class:`Trial` covers functions that are decided together. Each is a :class:`TrialMember`, called in place of the
 function. All are graphed as torch would do it; if their recordings leave a doubt, steps go graphed and un-graphed in
@@ -20,6 +20,7 @@ from torch.autograd import profiler
 from pygraph_trees.report.naming import BACKWARD
 
 from .decision import (
+    Comparison,
     Decision,
     Execution,
     Facts,
@@ -73,10 +74,6 @@ class Environment:
 
     def has_room(self) -> bool:
         """Whether memory suffices to record it again while it runs un-graphed."""
-        return True
-
-    def has_fast_path(self) -> bool:
-        """Whether its replays take the fast path."""
         return True
 
     def why_not_tried(self) -> str | None:
@@ -145,7 +142,7 @@ class TrialMember:
         return outputs
 
     def run(self, way: Execution, inputs: list[Any]) -> Any:
-        """Runs a call, of which nothing is measured."""
+        """Runs a call without measuring it."""
         return self._run[way](inputs)
 
     def is_in_its_thread(self) -> bool:
@@ -159,7 +156,7 @@ class TrialMember:
 
     def facts(self) -> Facts | None:
         """The facts of its newest recording; None if they are not known."""
-        return self.measurements.facts(has_fast_path=self.environment.has_fast_path())
+        return self.measurements.facts(has_fast_path=self._trial.has_fast_path)
 
     def part(self) -> Part:
         return self.measurements.part(self.environment.handed())
@@ -191,8 +188,14 @@ class Trial:
         rules: Rules = Rules(),  # noqa: B008
         graph: object = None,
         turn: Turn = TURN,
+        has_fast_path: bool = True,
     ) -> None:
-        """``graph`` is the graph that started the trial, for callers that ask."""
+        """
+        Args:
+            graph: the graph that started the trial, for callers that ask.
+            has_fast_path: whether replays take the fast path.
+        """
+        self.has_fast_path = has_fast_path
         self._rules, self._memory, self.graph, self._turn = rules, memory, graph, turn
         self.backward: object = None  # the backward graph, for callers that ask
         self._awaits_backward = False  # a forward was graphed and its backward is still to come
@@ -353,11 +356,15 @@ class Trial:
             return
         if self.phase is Phase.WAITING:
             self._start_over(Phase.MEASURING)
-        wanted = self._next(members)
+        made = min(sum(member.measurements.made(way) for way in Execution) for member in members)
+        finished = min(member.measurements.finished(way) for member in members for way in Execution)
+        enough = finished >= self._rules.fewest_pairs
+        compared = compare([member.part() for member in members], self._rules) if enough else None
+        wanted = next_way(made, self._rules, is_clear=compared is not None and compared.is_clear)
         if wanted is not None:
             self._way = wanted
-        else:
-            self._decide(members)
+        elif compared is not None:  # otherwise the GPU has not caught up
+            self._decide(compared)
 
     def _wait(self, members: Sequence[TrialMember]) -> None:
         """Goes the way that stands while another trial measures."""
@@ -367,17 +374,6 @@ class Trial:
                 member.measurements.start_over()
         self._steps = self._others = 0
         self._way = Execution.GRAPHED if self._standing is None else self._standing.way
-
-    def _next(self, members: Sequence[TrialMember]) -> Execution | None:
-        """The way of the next measured call; None if there are enough."""
-        made = min(sum(member.measurements.made(way) for way in Execution) for member in members)
-        finished = min(member.measurements.finished(way) for member in members for way in Execution)
-        enough = finished >= self._rules.fewest_pairs
-        is_clear = enough and compare([m.part() for m in members], self._rules).is_clear
-        found = next_way(made, self._rules, is_clear=is_clear)
-        if found is None and not enough:
-            return self._way  # the GPU has not caught up
-        return found
 
     def give_up(self) -> None:
         """Ends the trial without a decision, for example because calls do not repeat."""
@@ -392,8 +388,7 @@ class Trial:
         else:
             self._end(standing.way, standing, standing.text)
 
-    def _decide(self, members: Sequence[TrialMember]) -> None:
-        compared = compare([member.part() for member in members], self._rules)
+    def _decide(self, compared: Comparison) -> None:
         decision = decide(compared, self._standing)
         is_kept = compared.is_clear and not self._is_disturbed and self._integers == self._asked
         if self._end(decision.way, decision, decision.text) and is_kept and self._memory is not None:

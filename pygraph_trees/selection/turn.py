@@ -1,6 +1,6 @@
 """One trial at a time: the turn to measure, which the trials of a process pass on.
 
-Un-graphed calls of one function change what is measured of others. A trial asks for the turn at each of its steps, and
+Un-graphed calls of one function change the measurements of others. A trial asks for the turn at each of its steps, and
 keeps it until it is over. If its functions are no longer called, the turn goes to another trial.
 """
 

@@ -158,9 +158,6 @@ class _Choice(Environment):
         manager = self._manager()
         return manager is None or manager.has_room_for_another()
 
-    def has_fast_path(self) -> bool:
-        return binding.extension is not None
-
     def why_not_tried(self) -> str | None:
         manager = self._manager()
         if manager is None:

@@ -75,7 +75,7 @@ class TestFlags(TestCase):
             with config.patch({"triton.pygraph_pool_bytes": value}):
                 self.assertEqual(Settings.current().pool_bytes, value)
         for wrong in (-1, True, "1", 1.0, None):
-            with self.assertRaisesRegex(InvalidFlag, "pygraph_pool_bytes must be one of the integers from 0 on; got"):
+            with self.assertRaisesRegex(InvalidFlag, "pygraph_pool_bytes must be one of 0, 1, 2, ...; got"):
                 config.triton.pygraph_pool_bytes = wrong
         for word, value, warned in ((" 4096 ", 4096, 0), ("4k", None, 1), ("-1", None, 1), ("", None, 0)):
             with mock.patch.dict(os.environ, PYGRAPH_POOL_BYTES=word), warnings.catch_warnings(record=True) as found:

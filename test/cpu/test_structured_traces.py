@@ -96,7 +96,7 @@ class TestStructuredTraces(TestCase):
         )
 
     def test_decisions(self):
-        faster = "it was measured to be faster so"
+        faster = "it is faster un-graphed"
         with artifacts() as found:
             for text, graphed in (
                 (None, True),  # nothing was decided, and nothing is new
