@@ -210,11 +210,16 @@ class Manager(fast_path.TreeState, Upstream):
 
     def record_function(self, new_inputs: list[Any], function_id: Any) -> Any:
         function = self._log_of(function_id)
-        if function is None:
+        # A finalizer that a collection ran here might wait for the lock that upstream holds.
+        with paused():
+            if function is not None:
+                return self._record(new_inputs, function_id, function)
             try:
                 return super().record_function(new_inputs, function_id)
             finally:
                 self._pool.forget()
+
+    def _record(self, new_inputs: list[Any], function_id: Any, function: FunctionLog) -> Any:
         # Upstream checked this before it ended the last step's path, when outputs of that step were still managed.
         given = self._given(new_inputs, function_id)
         why_not = given.why_not_recorded() or self._why_stopped(given.function.model, function_id)
@@ -228,8 +233,7 @@ class Manager(fast_path.TreeState, Upstream):
         before = self._pool.nbytes()
         start = time.perf_counter()
         try:
-            with paused():
-                outputs = super().record_function(new_inputs, function_id)
+            outputs = super().record_function(new_inputs, function_id)
         except NotStaged as error:
             if not new_inputs:
                 raise
@@ -311,20 +315,17 @@ class Manager(fast_path.TreeState, Upstream):
 
     def run_eager(self, new_inputs: list[Any], function_id: Any) -> Any:
         function = self._log_of(function_id)
-        if function is None:
+        with paused():
+            before = self._pool.nbytes()
             try:
-                return super().run_eager(new_inputs, function_id)
+                with nullcontext() if function is None else self._warming_up(new_inputs, function_id):
+                    outputs = super().run_eager(new_inputs, function_id)
             finally:
                 self._pool.forget()
-        function.warmups += 1
-        before = self._pool.nbytes()
-        try:
-            with paused(), self._warming_up(new_inputs, function_id):
-                outputs = super().run_eager(new_inputs, function_id)
-        finally:
-            self._pool.forget()
-        function.warmup_pool_bytes += self._pool.nbytes() - before
-        return outputs
+            if function is not None:
+                function.warmups += 1
+                function.warmup_pool_bytes += self._pool.nbytes() - before
+            return outputs
 
     def _warming_up(self, inputs: list[Any], function_id: Any) -> AbstractContextManager[None]:
         wrapped = self.ids_to_funcs[function_id]
