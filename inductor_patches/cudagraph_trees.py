@@ -1,6 +1,6 @@
-"""Patches of ``torch._inductor.cudagraph_trees``: our recording and manager, the entry of functions, and the reset.
+"""Patches of ``torch._inductor.cudagraph_trees``: our recording, manager and container, the entry of functions, the reset.
 
-Upstream looks all four names up in the module when it uses them, so rebinding them there is enough. Thread-local state,
+Upstream looks all names up in the module when it uses them, so rebinding them there is enough. Thread-local state,
 liveness and pool rules, and additions of a torch version, stay upstream's.
 """
 
@@ -23,6 +23,12 @@ def _manager(upstream: type) -> type:
     return Manager
 
 
+def _container(upstream: type) -> type:
+    from pygraph_trees.trees.manager_container import ManagerContainer
+
+    return ManagerContainer
+
+
 PATCHES: tuple[Patch, ...] = (
     Rebind(
         feature="trees",
@@ -37,6 +43,20 @@ PATCHES: tuple[Patch, ...] = (
         name="CUDAGraphTreeManager",
         replace=_manager,
         removable="never: this is the drop-in",
+    ),
+    Rebind(
+        feature="trees",
+        module=_MODULE,
+        name="TreeManagerContainer",
+        replace=_container,
+        removable="when the locks of containers are reentrant, or are not held while a manager is made",
+    ),
+    Rebind(
+        feature="trees",
+        module=_MODULE,
+        name="get_container",
+        replace=made_by("pygraph_trees.trees.manager_container", "get_container"),
+        removable="when the locks of containers are reentrant",
     ),
     Rebind(
         feature="trees",

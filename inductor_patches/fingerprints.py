@@ -85,6 +85,17 @@ torch._inductor.cudagraph_trees.CUDAGraphTreeManager
     2.11-2.15  TreeManagerContainer.get_tree_manager(self): CUDAGraphTreeManager
     2.11-2.15  get_obj(local, attr_name): _get_obj_in_tls
 
+torch._inductor.cudagraph_trees.TreeManagerContainer
+  in torch._inductor.cudagraph_trees
+    2.11-2.15  TreeManagerContainer.__init__(self, device_index): tree_manager lock
+    2.11-2.15  TreeManagerContainer.add_strong_reference(self, fn): lock finalize_cudagraphify_fn
+    2.11-2.15  TreeManagerContainer.finalize_cudagraphify_fn(self): lock _finalize_tree_manager
+    2.11-2.15  TreeManagerContainer.get_tree_manager(self): lock tree_manager CUDAGraphTreeManager
+
+torch._inductor.cudagraph_trees.get_container
+  in torch._inductor.cudagraph_trees
+    2.11-2.15  get_container(device_index): tree_manager_locks TreeManagerContainer
+
 torch._inductor.cudagraph_trees.cudagraphify_impl
   in torch._inductor.cudagraph_trees
     2.11-2.15  cudagraphify_impl(model, inputs, static_input_idxs): cudagraphify

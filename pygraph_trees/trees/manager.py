@@ -210,7 +210,7 @@ class Manager(fast_path.TreeState, Upstream):
 
     def record_function(self, new_inputs: list[Any], function_id: Any) -> Any:
         function = self._log_of(function_id)
-        # A finalizer that a collection ran here might wait for the lock that upstream holds.
+        # Upstream holds its lock of captures. A finalizer that a collection ran here could wait for it.
         with paused():
             if function is not None:
                 return self._record(new_inputs, function_id, function)
@@ -316,16 +316,23 @@ class Manager(fast_path.TreeState, Upstream):
     def run_eager(self, new_inputs: list[Any], function_id: Any) -> Any:
         function = self._log_of(function_id)
         with paused():
-            before = self._pool.nbytes()
+            if function is not None:
+                return self._warm_up(new_inputs, function_id, function)
             try:
-                with nullcontext() if function is None else self._warming_up(new_inputs, function_id):
-                    outputs = super().run_eager(new_inputs, function_id)
+                return super().run_eager(new_inputs, function_id)
             finally:
                 self._pool.forget()
-            if function is not None:
-                function.warmups += 1
-                function.warmup_pool_bytes += self._pool.nbytes() - before
-            return outputs
+
+    def _warm_up(self, new_inputs: list[Any], function_id: Any, function: FunctionLog) -> Any:
+        function.warmups += 1
+        before = self._pool.nbytes()
+        try:
+            with self._warming_up(new_inputs, function_id):
+                outputs = super().run_eager(new_inputs, function_id)
+        finally:
+            self._pool.forget()
+        function.warmup_pool_bytes += self._pool.nbytes() - before
+        return outputs
 
     def _warming_up(self, inputs: list[Any], function_id: Any) -> AbstractContextManager[None]:
         wrapped = self.ids_to_funcs[function_id]

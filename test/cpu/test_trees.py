@@ -284,6 +284,10 @@ class TestCompiledGraph(TestCase):
         self.assertEqual(len(asked), 2)
 
 
+class Held:
+    """An object with attributes that may be referred to weakly."""
+
+
 class TestContainers(TestCase):
     def setUp(self):
         super().setUp()
@@ -331,6 +335,59 @@ class TestContainers(TestCase):
             self.assertEqual(seen.pop(), {0: mine})
             gc.collect()
         self.assertEqual(sys.getrefcount(self.containers), references)
+
+    def in_a_thread(self, call):
+        """Runs ``call``, which must end: a thread that waits for a lock of its own never does."""
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        thread.join(60)
+        self.assertFalse(thread.is_alive())
+
+    def test_a_collection_while_a_manager_is_made(self):
+        """A finalizer that asks for the manager meanwhile is called later; upstream's thread would wait for itself."""
+        seen, before = [], gc.get_threshold()
+
+        class Made:
+            def __init__(self, device_index):
+                litter = Held()
+                litter.cycle = litter
+                weakref.finalize(litter, lambda: seen.append(cudagraph_trees.get_manager(0))).atexit = False
+                del litter
+                gc.set_threshold(1)
+                self.objects = [[n] for n in range(100)]
+                gc.set_threshold(*before)
+                self.had_been_asked = list(seen)
+
+        def make():
+            seen.append(cudagraph_trees.get_manager(0))
+            gc.collect()
+
+        self.addCleanup(gc.set_threshold, *before)
+        with mock.patch.object(cudagraph_trees, "CUDAGraphTreeManager", Made):
+            self.in_a_thread(make)
+        self.assertEqual(len(seen), 2)
+        self.assertIs(seen[0], seen[1])
+        self.assertEqual(seen[0].had_been_asked, [])
+
+    def test_what_a_manager_holds_may_ask_for_another_when_the_last_function_is_gone(self):
+        seen = []
+
+        class Made:
+            def __init__(self, device_index):
+                self.held = Held()
+
+        def let_go():
+            container = cudagraph_trees.get_container(0)
+            held = container.get_tree_manager().held
+            weakref.finalize(held, lambda: seen.append(cudagraph_trees.get_manager(0)))
+            container.add_strong_reference(fn := lambda: None)
+            del held, fn
+            seen.append(container.tree_manager)
+
+        with mock.patch.object(cudagraph_trees, "CUDAGraphTreeManager", Made):
+            self.in_a_thread(let_go)
+        self.assertEqual(len(seen), 2)
+        self.assertIs(seen[0], seen[1])
 
     def test_clearing_shuts_the_managers_down(self):
         trees, manager = Trees(), mock.Mock()

@@ -314,6 +314,33 @@ class TestFinalizers(IndirectionTestCase):
         self.assertEqual(Garbage.failures, [])
         self.assertGreater(Garbage.collected, 10)
 
+    def test_finalizers_while_a_thread_makes_its_first_recording(self) -> None:
+        """The collector runs at every allocation while the manager of a new thread is made."""
+        graphed = torch.compile(lambda x: x.cumsum(0) * 2, mode="reduce-overhead")
+        x = torch.full((16,), 2.0, device=self.device)
+        for _ in range(3):
+            graphed(x)
+        found: list[torch.Tensor] = []
+
+        def call() -> None:
+            for _ in range(3):
+                Garbage(graphed, lambda x: x.cumsum(0) * 2, x)
+                torch.compiler.cudagraph_mark_step_begin()
+                gc.set_threshold(1)
+                try:
+                    found.append(graphed(x).clone())
+                finally:
+                    gc.set_threshold(700)
+
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        thread.join(120)
+        self.assertFalse(thread.is_alive(), "it waits for a lock of its own")
+        gc.collect()
+        self.assertEqual(found, [x.cumsum(0) * 2] * 3)
+        self.assertEqual(Garbage.failures, [])
+        self.assertEqual(Garbage.collected, 3)
+
 
 class TestHooksThatCall(IndirectionTestCase):
     def test_hooks_of_tensors_and_of_saved_tensors(self) -> None:
