@@ -1,4 +1,4 @@
-"""Patches of ``torch._inductor.cudagraph_trees``: our recording, manager and container, the entry of functions, the reset.
+"""Patches of ``torch._inductor.cudagraph_trees``: our recording, manager, container, entry of functions and reset.
 
 Upstream looks all names up in the module when it uses them, so rebinding them there is enough. Thread-local state,
 liveness and pool rules, and additions of a torch version, stay upstream's.
