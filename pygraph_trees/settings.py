@@ -98,6 +98,14 @@ FLAGS: tuple[Flag, ...] = (
         "`always`: all that can be, as upstream. `never`: none, as `torch.compile` alone.",
     ),
     Flag(
+        name="pygraph_outputs",
+        values=("keep", "upstream"),
+        default="upstream",
+        changes_artifacts=False,
+        help="Outputs of earlier steps. `keep`: they stay valid. `upstream`: they are overwritten, or reading them "
+        "raises.",
+    ),
+    Flag(
         name="pygraph_pool_bytes",
         values=(),
         default=0,
@@ -130,6 +138,7 @@ class Settings:
     indirection: str
     selective: str
     verify: str = "off"
+    outputs: str = "upstream"
     pool_bytes: int = 0
 
     @staticmethod

@@ -25,8 +25,25 @@ PyObject *thread_id(PyObject *, PyObject *) {
     return PyLong_FromUnsignedLongLong(PyThreadState_GetID(PyThreadState_Get()));
 }
 
+PyObject *exchange_memory(PyObject *, PyObject *arguments) {
+    PyObject *one, *other;
+    if (!PyArg_ParseTuple(arguments, "OO", &one, &other))
+        return nullptr;
+    return translated([&]() -> PyObject * {
+        const at::Tensor *first = tensor_of(one), *second = first == nullptr ? nullptr : tensor_of(other);
+        if (second == nullptr)
+            return nullptr;
+        c10::StorageImpl *to = first->storage().unsafeGetStorageImpl(), *from = second->storage().unsafeGetStorageImpl();
+        if (to->device() != from->device() || to->nbytes() != from->nbytes())
+            return PyErr_Format(PyExc_ValueError, "expected storages of the same size on the same device");
+        from->set_data_ptr_noswap(to->set_data_ptr(std::move(from->mutable_data_ptr())));
+        Py_RETURN_NONE;
+    });
+}
+
 PyMethodDef methods[] = {
     {"counts", counts, METH_NOARGS, "How many calls asked for a fast replay, and how many got one."},
+    {"exchange_memory", exchange_memory, METH_VARARGS, "Exchanges the memory of the storages of two tensors."},
     {"thread_id", thread_id, METH_NOARGS, "A number that identifies this thread among all, also those that have ended."},
     {nullptr, nullptr, 0, nullptr},
 };
@@ -47,7 +64,8 @@ bool add_names(PyObject *module) {
     TORCH_NAMES(ADD)
 #undef ADD
     names.fast_call = PyUnicode_InternFromString("fast_call");
-    return names.fast_call != nullptr && PyModule_AddObjectRef(module, "NAMES", list.get()) == 0;
+    names.native = PyUnicode_InternFromString("native");
+    return names.fast_call != nullptr && names.native != nullptr && PyModule_AddObjectRef(module, "NAMES", list.get()) == 0;
 }
 
 bool add_types(PyObject *module) {

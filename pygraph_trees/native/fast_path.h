@@ -23,6 +23,7 @@ enum class Answer { no, yes, error };
 struct Names {
     TORCH_NAMES(DECLARE)
     PyObject *fast_call = nullptr; // of ours, on the functions that torch calls
+    PyObject *native = nullptr;    // of ours: a recording's Replay
 };
 #undef DECLARE
 extern Names names; // interned
@@ -115,7 +116,7 @@ inline bool is_tuple(PyObject *object) {
     return PyTuple_Check(object);
 }
 
-/* Outputs that must be dead. */
+/* Outputs that must be dead, or are expected to be. */
 struct Mortal {
     struct Run {
         PyObject *list;
@@ -167,6 +168,7 @@ struct Replay {
         bool in_python = false;        // inputs are copied, or an output is made from an input in another way
         bool python_checks = false;    // if Python replays, it also checks which tensors have died
         Mortal before, after;
+        Mortal left; // outputs that are moved if they are alive when the next step begins
 
         std::array<PyObject **, 10> held() {
             return {&recording, &prepare, &addresses, &replays, &graph, &cached, &others, &check, &make, &run};

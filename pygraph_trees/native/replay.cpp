@@ -138,15 +138,15 @@ namespace {
 
 PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static const char *known[] = {"recording", "prepare", "addresses", "replays", "graph", "cached", "others",
-                                  "places",    "patched", "managed", "returned", "before", "after", "check", "make",
-                                  "run", "python_checks", nullptr};
+                                  "places",    "patched", "managed", "returned", "before", "after", "left", "check",
+                                  "make", "run", "python_checks", nullptr};
     PyObject *recording, *prepare, *addresses, *replays, *graph, *cached, *others, *places, *patched, *managed, *returned,
-        *before, *after, *check, *make, *run;
+        *before, *after, *left, *check, *make, *run;
     int python_checks = 0;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOO!O!OOOOOOOOOp", const_cast<char **>(known), &recording,
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOO!O!OOOOOOOOOOp", const_cast<char **>(known), &recording,
                                      &prepare, &addresses, &replays, &graph, &PyList_Type, &cached, &PyList_Type, &others,
-                                     &places, &patched, &managed, &returned, &before, &after, &check, &make, &run,
-                                     &python_checks))
+                                     &places, &patched, &managed, &returned, &before, &after, &left, &check, &make,
+                                     &run, &python_checks))
         return nullptr;
     if ((addresses != Py_None && addresses_in(addresses) == nullptr) || counter_in(replays) == nullptr) {
         PyErr_SetString(PyExc_TypeError, "expected an Addresses or None, and a Counter");
@@ -171,7 +171,7 @@ PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keyword
     std::vector<uint64_t> asked;
     if (!fixed.take(places) || !unpack(patched, &asked) || !unpack(managed, &state->managed) ||
         (returned != Py_None && !unchanged.take(returned)) ||
-        !state->before.take(before) || !state->after.take(after))
+        !state->before.take(before) || !state->after.take(after) || !state->left.take(left))
         return nullptr;
     state->lasting = state->managed;
     for (Py_ssize_t i = 0; i < fixed.count; i++)
@@ -192,16 +192,18 @@ int replay_traverse(PyObject *self, visitproc visit, void *arg) {
         return 0;
     for (PyObject **held : state->held())
         Py_VISIT(*held);
-    const int found = state->before.visit(visit, arg);
-    return found != 0 ? found : state->after.visit(visit, arg);
+    for (const Mortal *outputs : {&state->before, &state->after, &state->left})
+        if (const int found = outputs->visit(visit, arg); found != 0)
+            return found;
+    return 0;
 }
 
 int replay_clear(PyObject *self) {
     auto *state = reinterpret_cast<Replay *>(self)->state;
     reinterpret_cast<Replay *>(self)->state = nullptr;
     if (state != nullptr) {
-        state->before.clear();
-        state->after.clear();
+        for (Mortal *outputs : {&state->before, &state->after, &state->left})
+            outputs->clear();
         for (PyObject **held : state->held())
             Py_CLEAR(*held);
     }

@@ -53,6 +53,7 @@ PyMemberDef tree_state_members[] = {
     ATTRIBUTE(TreeState, "running_forwards_with_pending_backwards", pending),
     ATTRIBUTE(TreeState, "_candidates", candidates),
     ATTRIBUTE(TreeState, "_find", find),
+    {"keeps_outputs", T_BOOL, offsetof(TreeState, keeps_outputs), 0, "Whether outputs may have to be moved."},
     {"is_taken", T_BOOL, offsetof(TreeState, is_taken), READONLY, "Whether a call has the turn."},
     {nullptr, 0, 0, 0, nullptr},
 };
@@ -137,6 +138,24 @@ int begins_step(const TreeState *trees, const Counters &counters, Ref *generatio
     return pending < 0 ? -1 : !pending;
 }
 
+/* Lets Python end the last step's path, and move its outputs if one seems alive. */
+Answer keep_outputs(Found *found) {
+    const TreeState *trees = found->trees();
+    if (trees->current_node == Py_None)
+        return Answer::yes;
+    Ref native(PyObject_GetAttr(trees->current_node, names.native));
+    if (!native)
+        PyErr_Clear(); // upstream's own recording, or a warm-up
+    if (Replay::State *last = native ? replay_in(native.get()) : nullptr; last != nullptr) {
+        bool asked = false;
+        const int dead = last->left.are_dead(&asked);
+        if (dead != 0)
+            return dead < 0 ? Answer::error : Answer::yes;
+    }
+    return Ref(PyObject_CallMethodNoArgs(found->manager.get(), names.try_end_curr_execution)) ? Answer::yes
+                                                                                              : Answer::error;
+}
+
 } // namespace
 
 PyType_Spec pygraph::tree_state_spec = {
@@ -199,6 +218,9 @@ Answer pygraph::find_candidates(const FunctionState *function, const Counters &c
         return candidates_in(found->candidates.get()) != nullptr ? Answer::yes : Answer::no;
     }
     found->candidates = Ref::dup(known);
+    if (begins && trees->keeps_outputs)
+        if (const Answer kept = keep_outputs(found); kept != Answer::yes)
+            return kept;
     if (!begins || !counters.clones)
         return Answer::yes;
     Ref clones(PyObject_GetAttr(found->manager.get(), names.has_live_user_visible_output_cloning));

@@ -15,6 +15,7 @@ struct TreeState {
     PyObject *find;       // a Python callable that finds unknown candidates; it does not hold the manager
     /* Whether a call has the turn. No code waits for it, so it is no lock; the GIL protects it. */
     char is_taken;
+    char keeps_outputs; // whether outputs that are alive when a new step begins are moved
 
     std::array<PyObject **, 9> held() {
         return {&graph, &current_node, &path_state, &mode, &compile_id, &generation, &pending, &candidates, &find};

@@ -21,7 +21,17 @@ from typing import Any, Protocol
 from torch._guards import CompileId
 from torch._logging import trace_structured
 
-from .records import Cause, FunctionRecord, GraphRecord, InputRecord, Partition, PartitionInput, Placed, RecordingRecord
+from .records import (
+    Cause,
+    FunctionRecord,
+    GraphRecord,
+    InputRecord,
+    MovedOutput,
+    Partition,
+    PartitionInput,
+    Placed,
+    RecordingRecord,
+)
 
 _log = logging.getLogger("pygraph_trees.report")
 
@@ -89,6 +99,8 @@ class FunctionLog:
     decision: str | None = None  # the measurements and the way that was taken
     route: str | None = None  # how inputs are given since replays were sampled, and why
     awaits_table: bool = False
+    moved: dict[int, tuple[int, int]] = field(default_factory=dict)  # by output: how often it was moved, and bytes
+    why_not_kept: str | None = None
     traced_reasons: set[str] = field(default_factory=set)  # once each: two reasons may alternate from call to call
 
     @property
@@ -109,6 +121,11 @@ class FunctionLog:
         _trace("pygraph_function", self)
         for given in recording.inputs if _log.isEnabledFor(logging.DEBUG) else ():
             _log.debug("%s: recording %d: input %s", self.name, recording.number, InputRecord(*given))
+
+    def output_moved(self, number: int, nbytes: int) -> None:
+        """Notes that an output outlived its step and was moved out of the graph pool."""
+        times, before = self.moved.get(number, (0, 0))
+        self.moved[number] = times + 1, before + nbytes
 
     def route_was_found(self, text: str, *, awaits_table: bool = False) -> None:
         """Notes how inputs are given from now on, and why.
@@ -166,6 +183,8 @@ class FunctionLog:
             trial_calls=self.trial_runs,
             route=self.route,
             awaits_table=self.awaits_table,
+            moved_outputs=tuple(MovedOutput(n, *seen) for n, seen in sorted(self.moved.copy().items())),
+            why_not_kept=self.why_not_kept,
         )
 
 

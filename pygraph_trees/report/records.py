@@ -122,6 +122,15 @@ class RecordingRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class MovedOutput:
+    """An output of a function that outlived its step, and so was moved out of the graph pool."""
+
+    number: int  # among the function's outputs
+    times: int
+    nbytes: int  # copied, all times together
+
+
+@dataclass(frozen=True, slots=True)
 class FunctionRecord:
     """One function: a whole graph or one partition of it."""
 
@@ -140,6 +149,8 @@ class FunctionRecord:
     trial_calls: int = 0  # un-graphed calls that a measurement took
     route: str | None = None  # "by address: ..." or "by table: ...", once replays were sampled to choose
     awaits_table: bool = False  # a table was chosen, and its kernels are not built yet
+    moved_outputs: tuple[MovedOutput, ...] = ()
+    why_not_kept: str | None = None  # why outputs are overwritten although they should be kept
 
     @property
     def why_ungraphed(self) -> str:

@@ -188,8 +188,22 @@ def _function_notes(functions: Sequence[FunctionRecord]) -> Iterator[str]:
             yield f"{_place(f)}: {f.decision}"
         if f.route:
             yield f"{_place(f)}: inputs are passed {f.route}"
+        yield from _outlived(f)
         if f.ungraphed_calls:
             yield _ungraphed(f)
+
+
+def _outlived(function: FunctionRecord) -> Iterator[str]:
+    """What became of outputs that were alive when the next step began."""
+    moved = function.moved_outputs
+    if moved:
+        times, total = sum(output.times for output in moved), nbytes(sum(output.nbytes for output in moved))
+        yield (
+            f"{_place(function)}: outputs that outlived their step: {len(moved)}, moved out of the graph pool "
+            f"{times} times, {total}"
+        )
+    if function.why_not_kept:
+        yield f"{_place(function)}: outputs that outlive their step are overwritten, because {function.why_not_kept}"
 
 
 def _copies(function: FunctionRecord) -> Iterator[str]:

@@ -86,7 +86,7 @@ class Searched(Reclaimed, Protocol):
     reclaiming: Reclaiming
 
     @property
-    def clones_outputs(self) -> bool: ...
+    def ends_steps(self) -> bool: ...
 
     def is_graphed(self, function_id: Any, node_id: Any) -> bool: ...
 
@@ -117,10 +117,9 @@ class Search:
         else:
             if manager.path_state is not _EXECUTION or not manager.is_graphed(function_id, node.id):
                 return None
-            # If upstream clones live outputs, a new step never continues the last step's path.
-            siblings = None if begins and manager.clones_outputs else node.children.get(function_id)
+            siblings = None if begins and manager.ends_steps else node.children.get(function_id)
             if siblings:
-                wanted = False if manager.clones_outputs else None
+                wanted = False if manager.ends_steps else None
             else:
                 manager.try_end_curr_execution()
                 if manager.current_node is not None:

@@ -39,6 +39,8 @@ CHECKS_LATE = checks_deaths_after_copies()  # whether upstream checks which tens
 class _TreeState:
     """The base of managers without C++: at most one call at a time has the turn."""
 
+    keeps_outputs = False
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__new__(cls)
         made._turn = threading.Lock()
@@ -78,6 +80,7 @@ class Replayed(Protocol):
     fixed: Sequence[tuple[int, int]]  # index and address of each static input
     deaths_before: Deaths | None
     deaths_after: Deaths | None
+    left: Deaths | None  # outputs that must be moved if they are alive when the next step begins
 
     @property
     def live(self) -> LiveInputs | None: ...
@@ -163,6 +166,7 @@ def replay(recording: Replayed, managed: Sequence[int], others: Sequence[Any], *
         returned=None if in_python else _returned(live),
         before=_to_ask(recording.deaths_before),
         after=_to_ask(recording.deaths_after),
+        left=_to_ask(recording.left),
         check=kind.check_what_died,
         make=kind.own_outputs,
         run=kind.replay,

@@ -30,6 +30,7 @@ from .candidates import Search
 from .collector import paused
 from .function import FunctionModel
 from .input_rules import Given
+from .kept_outputs import keeps_outputs, move_alive
 from .pools import ranges_of
 from .reclaiming import Reclaiming
 from .recording import Recording
@@ -71,6 +72,7 @@ class Manager(fast_path.TreeState, Upstream):
     cuda_graphs_thread_pool: Any
     current_node: Any
     path_state: Any
+    keeps_outputs: bool  # whether a function was added whose outputs must be kept; C++ reads it
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         search = Search()
@@ -88,6 +90,7 @@ class Manager(fast_path.TreeState, Upstream):
         # Read before the function's first call consumes the inputs.
         integers = {index: value for index, value in enumerate(inputs) if isinstance(value, int)}
         run, outputs = super().add_function(model, inputs, *args, **kwargs)
+        self.keeps_outputs = self.keeps_outputs or keeps_outputs(model)
         if isinstance(model, FunctionModel):  # not before: if the first call fails, the function is added again
             model.dispatch.add(of_integers=bool(integers))
             if integers:
@@ -95,9 +98,31 @@ class Manager(fast_path.TreeState, Upstream):
         return run, outputs
 
     @property
-    def clones_outputs(self) -> bool:
-        """Whether upstream clones outputs that are alive when a new step begins."""
-        return fast_path.MAY_CLONE and self.has_live_user_visible_output_cloning
+    def ends_steps(self) -> bool:
+        """Whether a new step never continues the last step's path, whose outputs are moved if they are alive."""
+        return self.keeps_outputs or (fast_path.MAY_CLONE and self.has_live_user_visible_output_cloning)
+
+    def try_end_curr_execution(self, *args: Any, **kwargs: Any) -> None:
+        self._keep_outputs()
+        super().try_end_curr_execution(*args, **kwargs)
+
+    def try_end_curr_recording(self, function_id: Any) -> None:
+        self._keep_outputs()
+        super().try_end_curr_recording(function_id)
+
+    def try_end_curr_warmup(self, function_id: Any) -> None:
+        self._keep_outputs()
+        super().try_end_curr_warmup(function_id)
+
+    def _keep_outputs(self, *, is_last: bool = False) -> None:
+        """Moves outputs that are alive if a new step begins, or if ``is_last``."""
+        node = self.current_node
+        if self.keeps_outputs and node is not None and (is_last or self.can_start_new_generation()):
+            move_alive(node)
+
+    def let_outputs_go(self) -> None:
+        """Moves outputs that are alive, before the graph pool is freed."""
+        self._keep_outputs(is_last=True)
 
     def _log_of(self, function_id: Any) -> FunctionLog | None:
         model = self.ids_to_funcs[function_id].model
@@ -149,6 +174,7 @@ class Manager(fast_path.TreeState, Upstream):
         return outputs
 
     def shutdown(self) -> None:
+        self.let_outputs_go()
         self._candidates.clear()
         self.reclaiming.clear()
         todo = list(itertools.chain.from_iterable((self.roots or {}).values()))
@@ -184,6 +210,8 @@ class Manager(fast_path.TreeState, Upstream):
         self._candidates.clear()
         if self.reclaiming.forgotten:
             self.reclaiming.give_back(self)
+        if self.keeps_outputs and self.path_state is _EXECUTION and self.can_start_new_generation():
+            self.try_end_curr_execution()
         node = self.current_node
         if (
             node is not None

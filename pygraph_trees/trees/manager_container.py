@@ -14,6 +14,7 @@ from typing import Any
 from torch._inductor.cudagraph_trees import TreeManagerContainer as Upstream
 
 from .collector import paused
+from .manager import Manager
 
 
 class ManagerContainer(Upstream):
@@ -32,6 +33,8 @@ class ManagerContainer(Upstream):
 
     def finalize_cudagraphify_fn(self) -> None:
         manager = self.tree_manager  # freed at the end of this function
+        if self.live_cudagraphify_fns == 1 and isinstance(manager, Manager):
+            manager.let_outputs_go()
         with paused():
             super().finalize_cudagraphify_fn()
         del manager

@@ -32,6 +32,7 @@ from .attempts import Attempts
 from .captured_graph import captured_nodes, is_cuda, kept_graph, surroundings
 from .function import FunctionModel
 from .input_records import describe
+from .kept_outputs import kept_indices
 from .liveness import deaths, register, release_unneeded
 from .outputs import as_they_read, is_on_live_input, without_staged
 from .pools import ranges_of
@@ -81,6 +82,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     native: Any = None  # its part of a fast replay in C++
     _live: LiveInputs | None = None
     copies = False  # whether a replay copies an input
+    left: Any = None  # outputs that must be moved if they are alive when the next step begins
     older_outputs: Any = ()  # references to outputs that newer ones have replaced
     _attempts: Attempts | None = None  # while it is made
     graph: Any
@@ -123,6 +125,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         self.fixed = [(index, self.static_input_data_ptrs[index]) for index in checked]  # and their addresses
         self.deaths_before = deaths(self, self.expected_dead_indices_before_graph)
         self.deaths_after = deaths(self, self.expected_dead_indices_after_graph)
+        self.left = deaths(self, kept_indices(self))
 
     def _native(self, *, in_python: bool) -> Any:
         dropped = [i for i in self.cudagraph_managed_idxs if not self.preserved_aliased_inputs[i]]

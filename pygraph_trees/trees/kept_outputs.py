@@ -1,0 +1,93 @@
+"""Outputs that outlive their step: they get memory of their own before the next step overwrites the graph pool.
+
+:func:`move_alive` copies each storage that is alive and exchanges its memory for the copy's. Tensors, views and what
+autograd saved stay valid, since they hold the storage. Raw addresses that a program took before, and work queued on
+another stream, do not follow. A recording forgets the tensors it cached, and makes new ones at its next replay.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pygraph_trees.compat import exchanges_memory
+from pygraph_trees.native import binding
+
+from .function import FunctionModel
+from .liveness import release_unneeded
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@functools.cache
+def why_not_moved() -> str | None:
+    """Why storages cannot be given other memory; None if they can."""
+    if exchanges_memory() or binding.extension is not None:
+        return None
+    return "this version of torch needs the native parts to move them"
+
+
+def keeps_outputs(model: Any) -> bool:
+    """Whether a function's outputs must be kept as long as they are alive."""
+    return isinstance(model, FunctionModel) and model.settings.outputs == "keep" and why_not_moved() is None
+
+
+def kept_indices(node: Any) -> list[tuple[int, int]]:
+    """Depth and number of the outputs on the path to a recording that may be alive after it and must be kept."""
+    keeps = [keeps_outputs(recording.wrapped_function.model) for recording in node._path_from_root]
+    return [(depth, number) for depth, number in node.live_indices_after_graph if keeps[depth]]
+
+
+def move_alive(node: Any) -> None:
+    """Moves the outputs that are alive on the path to ``node`` out of the graph pool, on the current stream.
+
+    Raises ``torch.OutOfMemoryError`` if there is no memory for them; nothing has changed then.
+    """
+    release_unneeded(node.cuda_graphs_pool)
+    # By storage: the recordings or warm-ups that hold references to it, and the output's number there.
+    places: dict[int, list[tuple[Any, int]]] = {}
+    for made_by in node._path_from_root:
+        if keeps_outputs(made_by.wrapped_function.model):
+            for number, held in enumerate(made_by.outputs_weakrefs):
+                storage = None if held is None else held()
+                if storage is not None:
+                    places.setdefault(storage, []).append((made_by, number))
+    if not places:
+        return
+    storages = [torch.UntypedStorage._new_with_weak_ptr(storage) for storage in places]
+    with torch.inference_mode(False), torch.no_grad():
+        before = [_bytes_of(storage) for storage in storages]
+        copies = [torch.empty_like(tensor) for tensor in before]
+        torch._foreach_copy_(copies, before)
+    for storage, copy, held_by in zip(storages, copies, places.values(), strict=True):
+        _exchange(storage, copy.untyped_storage())
+        _forget(held_by, copy.untyped_storage())
+    for made_by in {id(made_by): made_by for held_by in places.values() for made_by, _ in held_by}.values():
+        if hasattr(made_by, "remove_node_cached_tensors"):  # a warm-up has none
+            made_by.remove_node_cached_tensors()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _exchange(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Exchanges the memory of two storages of the same size."""
+    if exchanges_memory():
+        storage._swap_data_ptr_(other)
+    else:
+        binding.extension.exchange_memory(_bytes_of(storage), _bytes_of(other))
+
+
+def _forget(places: Sequence[tuple[Any, int]], gone: torch.UntypedStorage) -> None:
+    """Lets references to a moved output refer to the storage that now has its old memory, and is about to be freed."""
+    for made_by, number in places:
+        held = made_by.outputs_weakrefs[number]
+        held.remove_extra_reference()
+        held.swap_weakref(gone._weak_ref())
+        made_by.tensor_weakrefs[number] = None
+    made_by, number = places[0]
+    made_by.wrapped_function.model.log.output_moved(number, gone.nbytes())
