@@ -198,6 +198,51 @@ Answer replay_for_values(const Entry::State *state, PyObject *list, Ref *result)
     return *result ? Answer::yes : Answer::error;
 }
 
+/* Memory for outputs at the end of the inputs, which its destructor removes. */
+class Handing {
+  public:
+    Handing() = default;
+    ~Handing() {
+        if (list == nullptr || PyList_GET_SIZE(list) < count)
+            return;
+        PyObject *type, *value, *trace;
+        PyErr_Fetch(&type, &value, &trace);
+        PyList_SetSlice(list, count, PyList_GET_SIZE(list), nullptr);
+        PyErr_Restore(type, value, trace);
+    }
+    Handing(const Handing &) = delete;
+    Handing &operator=(const Handing &) = delete;
+
+    /* Appends a new tensor for each template. False if there is no memory; then Python allocates, and raises. */
+    bool append(Inputs *inputs, PyObject *handed) {
+        if (handed == nullptr || !PyTuple_Check(handed) || PyTuple_GET_SIZE(handed) < 2)
+            return true;
+        templates = Ref::dup(handed);
+        inputs->handed = handed;
+        list = inputs->list;
+        count = PyList_GET_SIZE(list);
+        try {
+            const at::Tensor *like = tensor_of(PyTuple_GET_ITEM(handed, 0));
+            for (Py_ssize_t i = 1; like != nullptr && i < PyTuple_GET_SIZE(handed); i++) {
+                const at::Tensor *shape = tensor_of(PyTuple_GET_ITEM(handed, i));
+                Ref made(shape == nullptr ? nullptr
+                                          : THPVariable_Wrap(at::empty_strided(
+                                                shape->sizes(), shape->strides(), like->options().dtype(shape->dtype()))));
+                if (!made || PyList_Append(list, made.get()) < 0)
+                    return false;
+            }
+            return like != nullptr;
+        } catch (const c10::Error &) {
+            return false;
+        }
+    }
+
+  private:
+    Ref templates;
+    PyObject *list = nullptr;
+    Py_ssize_t count = 0;
+};
+
 /* Makes a fast replay. */
 Answer replay_fast(Entry::State *state, PyObject *list, Ref *result) {
     FunctionState *function = state->own();
@@ -219,6 +264,9 @@ Answer replay_fast(Entry::State *state, PyObject *list, Ref *result) {
         return PyErr_Occurred() ? Answer::error : Answer::no;
     const std::vector<uint64_t> *order = state->order.empty() ? nullptr : &state->order;
     Inputs inputs{list, order};
+    Handing handing;
+    if (!handing.append(&inputs, function->handed))
+        return PyErr_Occurred() ? Answer::error : Answer::no;
     bool is_copied = false;
     if (const Answer accepted = first_accepting(&found, inputs, &is_copied); accepted != Answer::yes) {
         if (order != nullptr)

@@ -66,17 +66,19 @@ struct Watched {
     bool dies_here = false; // whether that was seen at this call
 };
 
-/* The inputs of a call, in the order of the caller or in that of the recording. */
+/* The inputs of a call, in the order of the caller or in that of the recording. Memory for outputs may follow them; it
+   is in the same place in both orders. */
 struct Inputs {
     PyObject *list;
     const std::vector<uint64_t> *order; // NULL if the orders are the same
+    PyObject *handed = nullptr; // borrowed: the templates from which the memory for outputs was made; NULL without any
 
-    Py_ssize_t place(uint64_t index) const { return static_cast<Py_ssize_t>(order ? (*order)[index] : index); }
+    Py_ssize_t place(uint64_t index) const {
+        return static_cast<Py_ssize_t>(order != nullptr && index < order->size() ? (*order)[index] : index);
+    }
 
     /* NULL if there is no such input. */
     PyObject *at(uint64_t index) const {
-        if (order != nullptr && index >= order->size())
-            return nullptr;
         const Py_ssize_t found = place(index);
         return found >= 0 && found < PyList_GET_SIZE(list) ? PyList_GET_ITEM(list, found) : nullptr;
     }
@@ -85,7 +87,7 @@ struct Inputs {
     bool arrange() {
         if (order == nullptr)
             return true;
-        if (static_cast<size_t>(PyList_GET_SIZE(list)) != order->size())
+        if (!has_length(order))
             return false;
         std::vector<PyObject *> items;
         for (const uint64_t place : *order)
@@ -98,7 +100,7 @@ struct Inputs {
 
     /* Puts the list back into the order of the caller. */
     void arrange_back(const std::vector<uint64_t> *before) {
-        if (order == before || static_cast<size_t>(PyList_GET_SIZE(list)) != before->size())
+        if (order == before || !has_length(before))
             return;
         std::vector<PyObject *> items(before->size());
         for (size_t i = 0; i < items.size(); i++)
@@ -106,6 +108,12 @@ struct Inputs {
         for (size_t i = 0; i < items.size(); i++)
             PyList_SET_ITEM(list, static_cast<Py_ssize_t>(i), items[i]);
         order = before;
+    }
+
+    /* Whether the list still has all inputs. */
+    bool has_length(const std::vector<uint64_t> *inputs) const {
+        const Py_ssize_t more = handed == nullptr ? 0 : PyTuple_GET_SIZE(handed) - 1;
+        return PyList_GET_SIZE(list) == static_cast<Py_ssize_t>(inputs->size()) + more;
     }
 };
 
@@ -159,6 +167,7 @@ struct Replay {
         PyObject *replays = nullptr;   // a Counter
         PyObject *graph = nullptr;
         PyObject *cached = nullptr, *others = nullptr; // the cached outputs, and the values of the others
+        PyObject *handed = nullptr; // templates of its last inputs, which are memory for outputs
         // Python functions of the recording: check which tensors died, make all outputs, replay with inputs.
         PyObject *check = nullptr, *make = nullptr, *run = nullptr;
         std::vector<Watched> fixed, asked;
@@ -170,8 +179,9 @@ struct Replay {
         Mortal before, after;
         Mortal left; // outputs that are moved if they are alive when the next step begins
 
-        std::array<PyObject **, 10> held() {
-            return {&recording, &prepare, &addresses, &replays, &graph, &cached, &others, &check, &make, &run};
+        std::array<PyObject **, 11> held() {
+            return {&recording, &prepare, &addresses, &replays, &graph, &cached,
+                    &others,    &handed,  &check,     &make,    &run};
         }
     } *state;
 };

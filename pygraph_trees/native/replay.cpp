@@ -138,15 +138,15 @@ namespace {
 
 PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static const char *known[] = {"recording", "prepare", "addresses", "replays", "graph", "cached", "others",
-                                  "places",    "patched", "managed", "returned", "before", "after", "left", "check",
-                                  "make", "run", "python_checks", nullptr};
+                                  "places",    "patched", "managed", "returned", "before", "after", "left", "handed",
+                                  "check", "make", "run", "python_checks", nullptr};
     PyObject *recording, *prepare, *addresses, *replays, *graph, *cached, *others, *places, *patched, *managed, *returned,
-        *before, *after, *left, *check, *make, *run;
+        *before, *after, *left, *handed, *check, *make, *run;
     int python_checks = 0;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOO!O!OOOOOOOOOOp", const_cast<char **>(known), &recording,
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOO!O!OOOOOOOO!OOOp", const_cast<char **>(known), &recording,
                                      &prepare, &addresses, &replays, &graph, &PyList_Type, &cached, &PyList_Type, &others,
-                                     &places, &patched, &managed, &returned, &before, &after, &left, &check, &make,
-                                     &run, &python_checks))
+                                     &places, &patched, &managed, &returned, &before, &after, &left,
+                                     &PyTuple_Type, &handed, &check, &make, &run, &python_checks))
         return nullptr;
     if ((addresses != Py_None && addresses_in(addresses) == nullptr) || counter_in(replays) == nullptr) {
         PyErr_SetString(PyExc_TypeError, "expected an Addresses or None, and a Counter");
@@ -163,6 +163,7 @@ PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keyword
     state->graph = Py_NewRef(graph);
     state->cached = Py_NewRef(cached);
     state->others = Py_NewRef(others);
+    state->handed = Py_NewRef(handed);
     state->check = Py_NewRef(check);
     state->make = Py_NewRef(make);
     state->run = Py_NewRef(run);
@@ -316,6 +317,8 @@ static bool release_unneeded(const Inputs &inputs, const std::vector<uint64_t> &
 }
 
 Answer pygraph::accept(Replay::State *state, Inputs &inputs, bool *is_copied) {
+    if (state->handed != inputs.handed && (PyTuple_GET_SIZE(state->handed) != 0 || inputs.handed != nullptr))
+        return Answer::no; // it was recorded with memory for other outputs
     const Answer found = find(state, inputs);
     if (found != Answer::yes)
         return found;

@@ -71,6 +71,7 @@ PyMemberDef function_state_members[] = {
     ATTRIBUTE(FunctionState, "manager", manager),
     ATTRIBUTE(FunctionState, "function_id", function_id),
     ATTRIBUTE(FunctionState, "integers", integers),
+    ATTRIBUTE(FunctionState, "handed", handed),
     ATTRIBUTE(FunctionState, "by_values", by_values),
     {"thread", T_ULONGLONG, offsetof(FunctionState, thread), 0, nullptr},
     {"was_asked", T_BOOL, offsetof(FunctionState, was_asked), 0, nullptr},

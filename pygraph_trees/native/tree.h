@@ -28,11 +28,12 @@ struct FunctionState {
     PyObject *manager;     // returns the manager that may replay the function now, or None
     PyObject *function_id; // its id in the manager
     PyObject *integers;    // the indices of its integers
+    PyObject *handed;      // a tuple: a tensor on the device, and a template of each output that is handed out
     PyObject *by_values;   // the entry for each set of values of its integers; NULL for a function without integers
     unsigned long long thread; // the only thread that may replay it; 0 if any thread may
     char was_asked;            // whether this call's caller has tried a fast replay without success
 
-    std::array<PyObject **, 4> held() { return {&manager, &function_id, &integers, &by_values}; }
+    std::array<PyObject **, 5> held() { return {&manager, &function_id, &integers, &handed, &by_values}; }
 };
 
 /* The recordings of one function at one place, in upstream's order. */

@@ -66,6 +66,7 @@ class Dispatch(FunctionState):
     __slots__ = ("__dict__", "__weakref__", "call")  # a slot for what each call reads
     manager: Callable[[], Any]  # the manager that may replay the function now, or None
     was_asked: bool  # whether this call's caller has tried a fast replay without success
+    handed: tuple[Any, ...]  # :attr:`.Templates.native` of the outputs that are handed out; empty without any
     thread: int  # the only thread that may replay it, if each thread has its own trees; 0 otherwise
     integers: tuple[int, ...]  # the indices of its integers, once it was added with some
     by_values: dict[tuple[int, ...], Call | None]  # by their values, the entry of the function with these values
@@ -74,7 +75,7 @@ class Dispatch(FunctionState):
         self.way = Way.REPLAYED
         self.call: Call | None = None
         self.manager, self.function_id = _nobody, None
-        self.thread, self.was_asked = 0, False
+        self.thread, self.was_asked, self.handed = 0, False, ()
         # The manager that may replay it, if the way allows that. A manager must not outlive its functions.
         self.replayer: Callable[[], Any] = _nobody
         self._counted = _Counted(self)
@@ -158,15 +159,16 @@ class Dispatch(FunctionState):
         own.add(of_integers=False)
         self._by_id[function_id] = own
 
-    def may_be_replayed_by(self, manager: Any, function_id: Any) -> None:
-        """Notes that ``manager`` has a recording with a fast path."""
+    def may_be_replayed_by(self, manager: Any, function_id: Any, handed: tuple[Any, ...] = ()) -> None:
+        """Notes that ``manager`` has a recording with a fast path, and the templates of outputs that it hands out."""
         if self._of_integers:
             own = self._by_id.get(function_id)
             if own is None:
                 return
-            own.may_be_replayed_by(manager, function_id)
+            own.may_be_replayed_by(manager, function_id, handed)
         elif self._added != 1:
             return
+        self.handed = handed
         self.replayer, self.function_id = weakref.ref(manager), function_id
         self.thread = binding.thread_id() if PER_THREAD and not self._of_integers else 0
         self._update()

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pygraph_trees.indirection.inputs import LiveInputs
     from pygraph_trees.report.log import RecordingLog
 
+    from .handed_outputs import Templates
     from .liveness import Deaths
 
     FastCall = Callable[[list[Any]], Any]
@@ -81,6 +82,7 @@ class Replayed(Protocol):
     deaths_before: Deaths | None
     deaths_after: Deaths | None
     left: Deaths | None  # outputs that must be moved if they are alive when the next step begins
+    templates: Templates | None  # of its inputs that are memory for outputs
 
     @property
     def live(self) -> LiveInputs | None: ...
@@ -167,6 +169,7 @@ def replay(recording: Replayed, managed: Sequence[int], others: Sequence[Any], *
         before=_to_ask(recording.deaths_before),
         after=_to_ask(recording.deaths_after),
         left=_to_ask(recording.left),
+        handed=() if recording.templates is None else recording.templates.native,
         check=kind.check_what_died,
         make=kind.own_outputs,
         run=kind.replay,

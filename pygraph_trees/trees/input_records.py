@@ -35,6 +35,8 @@ def describe(
     static, managed = set(node.static_input_idxs), set(node.cudagraph_managed_idxs)
     placeholder_tensors = {} if live is None else {item.index: item.placeholder_tensor for item in live.items}
     decisions = {} if live is None else live.decisions
+    templates = getattr(node, "templates", None)
+    first_output = len(node.reconstructed_inputs) - (0 if templates is None else len(templates))
     devices: dict[torch.device, str] = {}
     for index, value in enumerate(node.reconstructed_inputs):
         name = placeholders[index].name if index < len(placeholders) else None
@@ -43,6 +45,7 @@ def describe(
             yield index, name, "value", None, 0, 0, index in mutated
             continue
         kind = "managed" if index in managed else "static" if index in static else "live"
+        kind = "output" if index >= first_output else kind
         decision = decisions.get(index)
         route = Route.PATCH if decision is None else decision.route
         if decision is not None:
@@ -55,7 +58,7 @@ def describe(
             _nbytes(value),
             _nbytes(index_expanded_dims(value, node.expanded_dims[index])) if is_copied else 0,
             index in mutated,
-            None if kind != "live" else "copy" if is_copied else route.value,
+            None if kind not in ("live", "output") else "copy" if is_copied else route.value,
             why if is_copied else None,
         )
 

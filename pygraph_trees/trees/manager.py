@@ -29,6 +29,7 @@ from .attempts import forget_frames
 from .candidates import Search
 from .collector import paused
 from .function import FunctionModel
+from .handing_out import HandingOut
 from .input_rules import Given
 from .kept_outputs import keeps_outputs, move_alive
 from .pools import ranges_of
@@ -79,6 +80,7 @@ class Manager(fast_path.TreeState, Upstream):
         self._candidates, self._find = search.known, search.find  # a fast replay reads them
         self.reclaiming = Reclaiming(functools.partial(type(self), *args, **kwargs), self._candidates)
         self._warmups = Warmups()
+        self.handing_out = HandingOut()
         # A call has the turn from before it reads the trees until its graph is launched. No call waits for it: calls
         # that come meanwhile, from a finalizer, a hook or another thread, run un-graphed.
         self._turn_of: Any = None  # the list of inputs of the call that has it
@@ -119,6 +121,7 @@ class Manager(fast_path.TreeState, Upstream):
         node = self.current_node
         if self.keeps_outputs and node is not None and (is_last or self.can_start_new_generation()):
             move_alive(node)
+            self.handing_out.moved(self, node._path_from_root)
 
     def let_outputs_go(self) -> None:
         """Moves outputs that are alive, before the graph pool is freed."""
@@ -146,7 +149,8 @@ class Manager(fast_path.TreeState, Upstream):
             return self._run_beside(new_inputs, function_id)
         try:
             self._turn_of = new_inputs
-            return super().run(new_inputs, function_id)
+            with self.handing_out.call(function_id, new_inputs):
+                return super().run(new_inputs, function_id)
         finally:
             self._turn_of = None
             self.end_turn()
@@ -170,7 +174,9 @@ class Manager(fast_path.TreeState, Upstream):
     def execute_node(self, node: Any, new_inputs: list[Any]) -> Any:
         outputs = super().execute_node(node, new_inputs)
         if getattr(node, "has_fast_path", False):
-            node.wrapped_function.model.dispatch.may_be_replayed_by(self, node.wrapped_function.id)
+            function = node.wrapped_function
+            handed = () if node.templates is None else node.templates.native
+            function.model.dispatch.may_be_replayed_by(self, function.id, handed)
         return outputs
 
     def shutdown(self) -> None:
@@ -285,6 +291,7 @@ class Manager(fast_path.TreeState, Upstream):
         if limit:
             self.reclaiming.limit(self, self._pool.nbytes(), limit)
         self._let_sampler_rerecord(self.current_node, function_id)
+        self.handing_out.recorded(self, given.function.model, self.current_node)
         if verification is not None:
             verification.check(self.current_node, outputs, function.name)
         return outputs
@@ -355,10 +362,14 @@ class Manager(fast_path.TreeState, Upstream):
         function.warmups += 1
         before = self._pool.nbytes()
         try:
-            with self._warming_up(new_inputs, function_id):
+            with (
+                self._warming_up(new_inputs, function_id),
+                self.handing_out.watched(self, function_id, new_inputs) as found,
+            ):
                 outputs = super().run_eager(new_inputs, function_id)
         finally:
             self._pool.forget()
+        found(outputs)
         function.warmup_pool_bytes += self._pool.nbytes() - before
         return outputs
 

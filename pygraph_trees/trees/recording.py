@@ -31,6 +31,7 @@ from . import fast_path, pools
 from .attempts import Attempts
 from .captured_graph import captured_nodes, is_cuda, kept_graph, surroundings
 from .function import FunctionModel
+from .handed_outputs import Templates, templates_of_call
 from .input_records import describe
 from .kept_outputs import kept_indices
 from .liveness import deaths, register, release_unneeded
@@ -82,6 +83,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     native: Any = None  # its part of a fast replay in C++
     _live: LiveInputs | None = None
     copies = False  # whether a replay copies an input
+    templates: Templates | None = None  # of its inputs that are memory for outputs
     left: Any = None  # outputs that must be moved if they are alive when the next step begins
     older_outputs: Any = ()  # references to outputs that newer ones have replaced
     _attempts: Attempts | None = None  # while it is made
@@ -92,6 +94,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         self, wrapped_function: Any, id: Any, parent: Any, inputs: list[Any], *args: Any, **kwargs: Any
     ) -> None:
         self.log = RecordingLog(number=id.id, parent=None if parent is None else parent.id.id, counter=new_counter())
+        self.templates = templates_of_call()
         model = wrapped_function.model
         self._gives_addresses = isinstance(model, FunctionModel) and model.settings.indirection != "off"
         self._attempts = attempts = Attempts(wrapped_function, inputs)
@@ -291,6 +294,9 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
     def check_invariants(self, inputs: list[Any]) -> Any:
         self.unfit = None
+        if self.templates is not templates_of_call():
+            self.unfit = "its outputs are handed out in another way"
+            return _MISMATCH, lambda: self.unfit
         # Giving a graph addresses is work, so the other checks come first.
         if any(inputs[index].data_ptr() != address for index, address in self.fixed):
             return super().check_invariants(inputs)  # tells which input moved

@@ -9,6 +9,7 @@ from torch._inductor.cudagraph_trees import CompilationMode, ExecutionState
 
 from pygraph_trees.compat import has_skip_table
 from pygraph_trees.trees.candidates import Search
+from pygraph_trees.trees.handing_out import HandingOut
 from pygraph_trees.trees.manager import Manager
 from pygraph_trees.trees.reclaiming import Reclaiming
 
@@ -40,6 +41,7 @@ def bare_manager(kind: type[Manager] = Manager, **state: Any) -> Manager:
         "_turn_of": None,
         "_candidates": search.known,
         "_find": search.find,
+        "handing_out": HandingOut(),
         "reclaiming": Reclaiming(lambda: kind(0), search.known),
     }
     for name, value in (known | state).items():

@@ -217,7 +217,7 @@ class TestSteps(TestCase):
         super().setUp()
         self.moved = []
         self.enterContext(mock.patch("pygraph_trees.trees.manager.move_alive", self.moved.append))
-        self.manager = bare_manager(current_node=object(), path_state=ExecutionState.EXECUTION)
+        self.manager = bare_manager(current_node=Plain(_path_from_root=[]), path_state=ExecutionState.EXECUTION)
         self.manager.keeps_outputs = True
 
     def starts(self, answer):

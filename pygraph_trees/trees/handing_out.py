@@ -1,0 +1,154 @@
+"""Which outputs the functions of a manager hand out, and the memory that each call is given for them.
+
+A function of a graph for inference hands out all outputs that it allocates, if it is the graph's only partition. Other
+outputs are handed out once they outlived their steps. An output that a recording cannot write to memory of each call
+stays in the graph pool. If the outputs change, the function is recorded again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch._inductor.cudagraph_utils import PlaceholderInfo
+
+from pygraph_trees.report.naming import INFERENCE
+
+from . import input_rules
+from .function import FunctionModel
+from .handed_outputs import (
+    Allocations,
+    Handed,
+    Memory,
+    Templates,
+    generated_by_inductor,
+    given_memory,
+    templates_of_call,
+)
+from .kept_outputs import keeps_outputs
+
+if TYPE_CHECKING:
+    from .reclaiming import Reclaiming
+
+_OUTLIVED = 2  # steps that an output outlives before it is handed out
+
+
+class Manages(Protocol):
+    """The manager whose functions hand out outputs."""
+
+    ids_to_funcs: Any
+    device_index: int
+    reclaiming: Reclaiming
+
+
+class HandingOut:
+    """The outputs that the functions of one manager hand out; methods are given the manager and do not keep it."""
+
+    __slots__ = ("_memory", "_templates")
+
+    def __init__(self) -> None:
+        self._memory: dict[Any, dict[int, Memory]] = {}  # by function, then by output
+        self._templates: dict[Any, Templates] = {}  # by function
+
+    @contextlib.contextmanager
+    def call(self, function_id: Any, inputs: list[Any]) -> Iterator[None]:
+        """Goes around a call of the manager; appends memory for outputs to its inputs."""
+        templates = self._templates.get(function_id)
+        if templates is None and templates_of_call() is None:
+            yield
+            return
+        with given_memory(templates):
+            if templates is not None:
+                inputs += templates.allocate()
+            yield
+
+    @contextlib.contextmanager
+    def watched(
+        self, manager: Manages, function_id: Any, inputs: list[Any]
+    ) -> Iterator[Callable[[Iterable[Any]], None]]:
+        """Goes around a warm-up; gives a function that must be called with the outputs afterwards."""
+        model = manager.ids_to_funcs[function_id].model
+        if function_id in self._memory or not _may_hand_out(model):
+            yield lambda outputs: None
+            return
+        model.takes, model.watch = len(inputs), (watch := Allocations())
+
+        def found(outputs: Iterable[Any]) -> None:
+            self._memory[function_id] = watch.behind(outputs)
+            graph = model.log.graph
+            # The function is added to the manager after its first call.
+            if not model.dispatch.is_added and model.log.mode == INFERENCE and graph and graph.functions == 1:
+                model.handed = Handed.of(self._memory[function_id])
+            self._hand_out(manager, function_id)
+
+        try:
+            yield found
+        finally:
+            model.watch = None
+
+    def recorded(self, manager: Manages, model: FunctionModel, node: Any) -> None:
+        """Lets outputs stay in the graph pool if a new recording cannot write them to memory of each call."""
+        templates = node.templates
+        if templates is None or templates.handed != model.handed:
+            return
+        decisions = {} if node.live is None else node.live.decisions
+        given = enumerate(templates.handed.outputs, model.takes)
+        refused = [n for index, n in given if index not in decisions or not decisions[index].by_address]
+        if refused:
+            model.not_handed.update(refused)
+            model.handed = model.handed.without(refused)
+            self._change(manager, model, "an output cannot be given by address")
+
+    def moved(self, manager: Manages, path: Iterable[Any]) -> None:
+        """Lets functions hand out the outputs on a path that outlived their steps."""
+        models = {id(model): model for node in path if keeps_outputs(model := node.wrapped_function.model)}
+        for model in models.values():
+            outlived = {number for number, (times, _) in model.log.moved.items() if times >= _OUTLIVED}
+            wanted = outlived - model.not_handed - set(model.handed.outputs)
+            for function_id, memory in self._memory.items() if wanted else ():
+                if manager.ids_to_funcs[function_id].model is model:
+                    model.not_handed |= wanted - memory.keys()
+                    if wanted & memory.keys():
+                        known = wanted.union(model.handed.outputs)
+                        model.handed = Handed.of({n: found for n, found in memory.items() if n in known})
+                        self._change(manager, model, "outputs that outlive their steps are handed out from now on")
+                    break
+
+    def _change(self, manager: Manages, model: FunctionModel, why: str) -> None:
+        for index in [index for index in model.refused if index >= model.takes]:
+            del model.refused[index]
+        for function_id in [id_ for id_ in self._memory if manager.ids_to_funcs[id_].model is model]:
+            self._hand_out(manager, function_id)
+            manager.reclaiming.record_again(function_id, why)
+
+    def _hand_out(self, manager: Manages, function_id: Any) -> None:
+        """Gives a function an input for each output that it hands out, from its next call on."""
+        wrapped, memory = manager.ids_to_funcs[function_id], self._memory[function_id]
+        takes, handed = wrapped.model.takes, wrapped.model.handed
+        self._templates.pop(function_id, None)
+        outputs = handed.outputs if handed.fits(memory) else ()
+        if outputs:
+            self._templates[function_id] = Templates(handed, memory, torch.device("cuda", manager.device_index))
+        manager.ids_to_funcs[function_id] = dataclasses.replace(
+            wrapped,
+            mutated_input_idxs=(
+                *(index for index in wrapped.mutated_input_idxs if index < takes),
+                *range(takes, takes + len(outputs)),
+            ),
+            placeholders=(
+                *wrapped.placeholders[:takes],
+                *(PlaceholderInfo(f"output {number}", None, [], None) for number in outputs),
+            ),
+        )
+
+
+def _may_hand_out(model: Any) -> bool:
+    return (
+        keeps_outputs(model)
+        and input_rules.uses_addresses(model)
+        and input_rules.knows_its_writes(model)
+        and generated_by_inductor(model.model)
+    )
