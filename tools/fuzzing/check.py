@@ -138,7 +138,8 @@ def _compare(
     with contextlib.ExitStack() as stack:
         stack.callback(gc.collect)
         stack.callback(torch._dynamo.reset)
-        runners = [Runner(case, kind, device) for kind in (reference, subject)]
+        keeps = subject == "ours" and getattr(torch._inductor.config.triton, "pygraph_outputs", None) == "keep"
+        runners = [Runner(case, kind, device, keeps=keeps) for kind in (reference, subject)]
         for runner in runners:
             stack.callback(runner.close)
         for call in range(case.calls):

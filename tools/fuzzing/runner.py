@@ -33,8 +33,11 @@ WAYS = ("eager", "compile", "upstream", "ours")
 class Runner:
     """One way of running a case, with memory of its own."""
 
-    def __init__(self, case: Case, kind: str, device: torch.device) -> None:
-        self.kind = kind
+    def __init__(self, case: Case, kind: str, device: torch.device, *, keeps: bool = False) -> None:
+        """``keeps``: whether outputs are valid as long as they are alive: there are no step marks, and outputs of
+        earlier calls are read again.
+        """
+        self.kind, self._keeps = kind, keeps
         self._case = case
         self._elsewhere = Elsewhere(case.around.where, device)
         device = self._elsewhere.device
@@ -62,7 +65,7 @@ class Runner:
         with self._active():
             if call == 0:
                 self._inner.warm_up()
-            if call % around.step_of == 0:
+            if call % around.step_of == 0 and not self._keeps:
                 torch.compiler.cudagraph_mark_step_begin()
                 self._of_step.clear()
             if around.thread in ("call", "worker") and at(around.thread_when, call):
@@ -79,7 +82,7 @@ class Runner:
 
     def recorded(self) -> bool:
         """Whether the last call's outputs may end with its step, and must not be used in a later one."""
-        return self._recorded() or bool(self._case.around.targets)
+        return not self._keeps and (self._recorded() or bool(self._case.around.targets))
 
     def close(self) -> None:
         """Frees what the way holds on the device."""
@@ -126,7 +129,7 @@ class Runner:
                 outputs = (outputs,)
             found = self._gradients(outputs, given) if case.backward else ()
         inside = self._inner.taken()
-        seen = observe(case.returns, outputs, found, self._memory, earlier=tuple(self._of_step), inside=inside)
+        seen = observe(case.returns, outputs, found, self._memory, earlier=self._earlier(), inside=inside)
         self._fed = {name: outputs[position] for position, name in case.feedback}
         if around.thread in ("call", "worker"):
             self.detach_outputs()  # the thread's graphs end with it
@@ -135,6 +138,10 @@ class Runner:
             if around.step_of > 1:
                 self._of_step.append((outputs, found))
         return seen
+
+    def _earlier(self) -> tuple[Any, ...]:
+        """Outputs and gradients of earlier calls that must still be valid."""
+        return tuple(self._held if self._keeps else self._of_step)
 
     def _saved(self) -> AbstractContextManager[Any]:
         around = self._case.around
