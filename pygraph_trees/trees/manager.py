@@ -120,6 +120,8 @@ class Manager(fast_path.TreeState, Upstream):
         """Moves outputs that are alive if a new step begins, or if ``is_last``."""
         node = self.current_node
         if self.keeps_outputs and node is not None and (is_last or self.can_start_new_generation()):
+            if torch.cuda.is_current_stream_capturing():  # a copy would be made at each replay of the program's graph
+                return
             move_alive(node)
             self.handing_out.moved(self, node._path_from_root)
 

@@ -217,6 +217,7 @@ class TestSteps(TestCase):
         super().setUp()
         self.moved = []
         self.enterContext(mock.patch("pygraph_trees.trees.manager.move_alive", self.moved.append))
+        self.enterContext(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
         self.manager = bare_manager(current_node=Plain(_path_from_root=[]), path_state=ExecutionState.EXECUTION)
         self.manager.keeps_outputs = True
 
@@ -235,6 +236,15 @@ class TestSteps(TestCase):
         ):
             getattr(self.manager, ended)(*arguments)
         self.assertEqual(upstream, [(arguments, [node] if begins else [])])
+
+    def test_nothing_is_moved_while_the_program_captures(self):
+        with (
+            mock.patch.object(Upstream, "try_end_curr_execution", lambda _: None),
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+            self.starts(True),
+        ):
+            self.manager.try_end_curr_execution()
+        self.assertEqual(self.moved, [])
 
     def test_nothing_is_moved_as_upstream(self):
         self.manager.keeps_outputs = False
