@@ -6,6 +6,8 @@
 #include "results.h"
 #include "tree.h"
 
+#include <ATen/ops/empty_strided.h>
+
 #include <utility>
 
 namespace {

@@ -31,7 +31,7 @@ from .collector import paused
 from .function import FunctionModel
 from .handing_out import HandingOut
 from .input_rules import Given
-from .kept_outputs import keeps_outputs, move_alive
+from .kept_outputs import keeps_outputs, move_alive, why_not_moved
 from .pools import ranges_of
 from .reclaiming import Reclaiming
 from .recording import Recording
@@ -94,6 +94,7 @@ class Manager(fast_path.TreeState, Upstream):
         run, outputs = super().add_function(model, inputs, *args, **kwargs)
         self.keeps_outputs = self.keeps_outputs or keeps_outputs(model)
         if isinstance(model, FunctionModel):  # not before: if the first call fails, the function is added again
+            model.log.why_not_kept = why_not_moved() if model.settings.outputs == "keep" else None
             model.dispatch.add(of_integers=bool(integers))
             if integers:
                 model.dispatch.add_values(run.keywords["function_id"], integers)

@@ -279,6 +279,15 @@ class TestSteps(TestCase):
             Manager.add_function(self.manager, function(outputs), [])
         self.assertEqual(self.manager.keeps_outputs, outputs == "keep")
 
+    def test_the_report_says_why_outputs_are_not_kept(self):
+        with (
+            mock.patch.object(Upstream, "add_function", lambda *_: (Plain(keywords={"function_id": 1}), [])),
+            mock.patch("pygraph_trees.trees.manager.why_not_moved", lambda: "no"),
+        ):
+            for outputs, why in (("keep", "no"), ("upstream", None)):
+                Manager.add_function(self.manager, model := function(outputs), [])
+                self.assertEqual(model.log.record().why_not_kept, why)
+
 
 @unittest.skipIf(binding.extension is None, "not built for this torch")
 class TestFastPath(TestCase):
