@@ -115,9 +115,12 @@ class Search:
             if manager.reclaiming.forgotten:
                 manager.reclaiming.give_back(manager)
         else:
-            if manager.path_state is not _EXECUTION or not manager.is_graphed(function_id, node.id):
+            if manager.path_state is not _EXECUTION:
                 return None
-            siblings = None if begins and manager.ends_steps else node.children.get(function_id)
+            if not (begins and manager.ends_steps):  # then the path ends first
+                if not manager.is_graphed(function_id, node.id):
+                    return None
+                siblings = node.children.get(function_id)
             if siblings:
                 wanted = False if manager.ends_steps else None
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import gc
@@ -16,7 +17,7 @@ from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
-from bare_manager import bare_manager
+from bare_manager import SKIPPED, bare_manager
 from fake_trees import Graph, Plain, liveness_check, some
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
@@ -105,6 +106,11 @@ class Trees:
         (self.roots if parent is None else parent.children).setdefault(number, []).append(node)
         return node
 
+    def mutates(self, number):
+        """The function writes to a live input; upstream has decided that it is graphed at the roots, and only there."""
+        self.wrapped[number].mutated_input_idxs = (0,)
+        vars(self.manager)[SKIPPED] = collections.defaultdict(dict, {None: {number: False}})
+
     def reset(self):
         """All recordings go, as they do where upstream resets its trees."""
         self.roots.clear()
@@ -139,6 +145,21 @@ class TestCandidates(TestCase):
         self.assertEqual([id(one) for one in given], [id(one) for one in inputs])
         self.assertEqual(self.trees.replayed, [])
         self.assertIs(self.trees.manager.current_node, node)
+
+    def test_a_function_that_mutates_inputs_if_each_step_ends_the_path(self):
+        """Upstream's decision after the last recording does not matter then."""
+        number, call = self.trees.function()
+        node = self.trees.recording(number)
+        self.trees.mutates(number)
+        self.trees.manager.keeps_outputs = True
+        self.enterContext(mock.patch("torch.cuda.is_current_stream_capturing", lambda: False))
+        for _ in range(3):
+            self.step()
+            self.check(call, [], node)
+        self.trees.manager.keeps_outputs = False
+        self.trees.manager._candidates.clear()
+        self.step()
+        self.check_none(call, [])
 
     @contextlib.contextmanager
     def looked_for(self, count):
