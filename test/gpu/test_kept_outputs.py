@@ -1,0 +1,266 @@
+"""Outputs that outlive their step keep their values, without clones or step marks; eager is the oracle."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import unittest
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._inductor.config
+from indirection import IndirectionTestCase
+from packages import is_torchvision_broken
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+
+import pygraph_trees
+
+
+class KeptTestCase(IndirectionTestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        torch.manual_seed(0)
+        self.enterContext(torch._inductor.config.patch({"triton.pygraph_outputs": "keep"}))
+
+    def graphed(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        compiled: Callable[..., Any] = torch.compile(fn, mode="reduce-overhead", **options)
+        return compiled
+
+    def layers(self, depth: int = 3) -> torch.nn.Module:
+        pairs = [m for _ in range(depth) for m in (torch.nn.Linear(64, 64), torch.nn.ReLU())]
+        return torch.nn.Sequential(*pairs).to(self.device)
+
+    def some(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*(shape or (16, 64)), device=self.device)
+
+    def close(self, found: torch.Tensor, wanted: torch.Tensor, where: object = "") -> None:
+        self.assertEqual(found, wanted, atol=1e-5, rtol=1e-5, msg=lambda text: f"{where}: {text}")
+
+    def functions(self) -> list[Any]:
+        return list(pygraph_trees.report().functions)
+
+
+class TestInference(KeptTestCase):
+    def test_all_outputs_of_a_loop(self) -> None:
+        model = self.layers().eval()
+        graphed, kept = self.graphed(model), []
+        with torch.no_grad():
+            for _ in range(60):
+                x = self.some()
+                kept.append((graphed(x), model(x)))
+        for call, (found, wanted) in enumerate(kept):
+            self.close(found, wanted, call)
+        (function,) = self.functions()
+        self.assertEqual((len(function.recordings), function.replays, function.ungraphed_calls), (1, 58, 0))
+        recording = function.recordings[0]
+        self.assertEqual([(i.kind, i.route) for i in recording.inputs if i.kind == "output"], [("output", "patch")])
+        self.assertEqual(recording.copied_bytes, 0)
+        # Only the warm-up's, which was in the pool, is copied.
+        self.assertEqual([(output.number, output.times) for output in function.moved_outputs], [(0, 1)])
+
+    def test_a_state_that_is_carried_on(self) -> None:
+        def fn(x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x @ h + h)
+
+        graphed, h = self.graphed(fn), torch.eye(64, device=self.device)
+        wanted = h.clone()
+        with torch.no_grad():
+            for _ in range(60):
+                x = self.some(64, 64) * 0.1
+                h, wanted = graphed(x, h), fn(x, wanted)
+        self.close(h, wanted)
+        (function,) = self.functions()
+        self.assertEqual(function.recordings[-1].copied_bytes, 0)
+        self.assertGreater(function.replays, 50)
+
+    def test_outputs_kept_for_random_times(self) -> None:
+        drawn, model = random.Random(1), self.layers().eval()
+        graphed = self.graphed(lambda x: (model(x), model(x).sum(0), x * 2))
+        held: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        bytes_in_use = []
+        with torch.no_grad():
+            for call in range(3000):
+                outputs = graphed(self.some())
+                if drawn.random() < 0.5:
+                    output = outputs[drawn.randrange(3)]
+                    output = output[..., 1:] if drawn.random() < 0.5 else output
+                    held.append((call + drawn.randrange(30), output, output.clone()))
+                    del output
+                del outputs
+                for until, found, wanted in held:
+                    if until <= call:
+                        self.assertTrue(torch.equal(found, wanted), f"call {call}")
+                held = [kept for kept in held if kept[0] > call]
+                if call in (500, 2999):
+                    bytes_in_use.append(torch.cuda.memory_allocated())
+        self.assertLess(bytes_in_use[1], bytes_in_use[0] + (1 << 20))
+
+    def test_views_and_storages(self) -> None:
+        model = self.layers().eval()
+        graphed = self.graphed(model)
+        with torch.no_grad():
+            for _ in range(6):
+                x = self.some()
+                output, wanted = graphed(x), model(x)
+                storage, view = output.untyped_storage(), output[3:5]
+                del output
+                graphed(self.some())
+                graphed(x + 1)
+                self.close(view, wanted[3:5])
+                self.assertEqual(storage.data_ptr(), view.untyped_storage().data_ptr())
+
+    def test_a_tensor_that_the_first_call_caches_on_its_module(self) -> None:
+        class Module(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = torch.nn.Parameter(torch.randn(64, 64))
+                self.cache: torch.Tensor | None = None
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if self.cache is None:
+                    self.cache = self.weight * 2 + 1
+                return x @ self.weight + self.cache
+
+        with torch.no_grad():
+            module = Module().to(self.device)
+            graphed, cached = self.graphed(module), module.weight * 2 + 1
+            for call in range(8):
+                x = self.some(64, 64)
+                self.close(graphed(x), x @ module.weight + cached, call)
+
+    @unittest.skipIf(find_spec("timm") is None or is_torchvision_broken(), "needs timm")
+    @parametrize("name", ["levit_256", "convit_small"])
+    def test_models_that_cache_tensors(self, name: str) -> None:
+        import timm
+
+        model = timm.create_model(name, pretrained=False).to(self.device).eval()
+        eager, graphed = copy.deepcopy(model), self.graphed(model)
+        with torch.no_grad():
+            for call in range(5):
+                x = self.some(2, 3, 224, 224)
+                found, wanted = graphed(x), eager(x)
+                self.assertEqual(found, wanted, atol=2e-3, rtol=2e-3, msg=f"call {call}")
+
+    def test_a_block_that_is_called_many_times_in_a_step(self) -> None:
+        def fn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            return torch.relu(torch.nn.functional.linear(x, weight, bias)) + x
+
+        blocks, graphed = [torch.nn.Linear(64, 64).to(self.device) for _ in range(12)], self.graphed(fn)
+        with torch.no_grad():
+            for step in range(6):
+                found = wanted = self.some()
+                for block in blocks:
+                    found = graphed(found, block.weight, block.bias)
+                    wanted = fn(wanted, block.weight, block.bias)
+                self.close(found, wanted, step)
+        (function,) = self.functions()
+        self.assertLessEqual(len(function.recordings), 2)
+        self.assertEqual((function.recordings[-1].copied_bytes, function.ungraphed_calls), (0, 0))
+
+    def test_outputs_after_their_function_is_gone(self) -> None:
+        model = self.layers().eval()
+        with torch.no_grad():
+            graphed, outputs = self.graphed(model), []
+            for _ in range(5):
+                x = self.some()
+                outputs.append((graphed(x), model(x)))
+            torch._dynamo.reset()
+            del graphed
+            gc.collect()
+            torch.cuda.empty_cache()
+            others = [torch.full((1 << 20,), 7.0, device=self.device) for _ in range(8)]
+            for found, wanted in outputs:
+                self.close(found, wanted)
+            del others
+
+    def test_under_verification(self) -> None:
+        model = self.layers().eval()
+        with torch._inductor.config.patch({"triton.pygraph_verify": "on"}), torch.no_grad():
+            graphed, kept = self.graphed(model), []
+            for _ in range(12):
+                x = self.some()
+                kept.append((graphed(x), model(x)))
+        for found, wanted in kept:
+            self.close(found, wanted)
+
+
+class TestTraining(KeptTestCase):
+    def both(self) -> tuple[torch.nn.Module, torch.nn.Module]:
+        model = self.layers()
+        return model, copy.deepcopy(model)
+
+    def test_gradients_accumulated_over_micro_batches(self) -> None:
+        model, eager = self.both()
+        graphed = self.graphed(model)
+        for step in range(8):
+            for parameter in (*model.parameters(), *eager.parameters()):
+                parameter.grad = None
+            for _ in range(4):
+                x = self.some()
+                graphed(x).square().mean().backward()
+                eager(x).square().mean().backward()
+            for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+                self.close(one.grad, other.grad, step)
+
+    def test_a_compiled_optimizer_step_with_kept_gradients(self) -> None:
+        model, eager = self.both()
+        graphed = self.graphed(model)
+        ours, theirs = (
+            torch.optim.AdamW(m.parameters(), lr=torch.tensor(1e-3, device=self.device), capturable=True)
+            for m in (model, eager)
+        )
+        step = self.graphed(ours.step)
+        for number in range(10):
+            x = self.some()
+            graphed(x).square().mean().backward()
+            eager(x).square().mean().backward()
+            step()
+            theirs.step()
+            kept = [parameter.grad for parameter in model.parameters()]
+            for found, other in zip(kept, eager.parameters(), strict=True):
+                self.close(found, other.grad, number)
+            ours.zero_grad()
+            theirs.zero_grad()
+            for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+                self.close(one, other, number)
+
+    def test_losses_that_are_read_at_the_end(self) -> None:
+        model, eager = self.both()
+        graphed = self.graphed(lambda x: model(x).square().mean())
+        ours, theirs = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(eager.parameters(), lr=0.1)
+        found, wanted = [], []
+        for _ in range(20):
+            x = self.some()
+            for loss_of, optimizer, losses in (
+                (graphed, ours, found),
+                (lambda x: eager(x).square().mean(), theirs, wanted),
+            ):
+                optimizer.zero_grad()
+                loss = loss_of(x)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach())
+        self.close(torch.stack(found), torch.stack(wanted))
+
+
+class TestAsUpstream(KeptTestCase):
+    def test_an_output_of_an_earlier_step_is_overwritten_or_raises(self) -> None:
+        with torch._inductor.config.patch({"triton.pygraph_outputs": "upstream"}), torch.no_grad():
+            graphed = self.graphed(lambda x: x * 2 + 1)
+            ones = torch.ones(64, device=self.device)
+            warmed_up = graphed(ones)
+            recorded = graphed(ones * 2)
+            with self.assertRaisesRegex(RuntimeError, "overwritten by a subsequent run"):
+                warmed_up.sum()
+            graphed(ones * 3)
+            self.assertEqual(recorded.shape, (64,))
+
+
+instantiate_parametrized_tests(TestInference)
+
+if __name__ == "__main__":
+    run_tests()
