@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import time
 import weakref
 from contextlib import AbstractContextManager, nullcontext
@@ -42,6 +43,8 @@ from .verification import Verification
 if TYPE_CHECKING:
     from pygraph_trees.indirection.pool import PoolRanges
     from pygraph_trees.report.log import FunctionLog
+
+_log = logging.getLogger("pygraph_trees.trees")
 
 Upstream: type = cudagraph_trees.CUDAGraphTreeManager
 _EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
@@ -127,8 +130,11 @@ class Manager(fast_path.TreeState, Upstream):
             self.handing_out.moved(self, node._path_from_root)
 
     def let_outputs_go(self) -> None:
-        """Moves outputs that are alive, before the graph pool is freed."""
-        self._keep_outputs(is_last=True)
+        """Moves outputs that are alive, before the graph pool is freed. If that is impossible, the log says so."""
+        try:
+            self._keep_outputs(is_last=True)
+        except RuntimeError as error:  # no memory is free, or the GPU is lost
+            _log.warning("outputs of functions that are gone could not be kept: %s", error)
 
     def _log_of(self, function_id: Any) -> FunctionLog | None:
         model = self.ids_to_funcs[function_id].model

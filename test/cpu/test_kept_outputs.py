@@ -272,6 +272,17 @@ class TestSteps(TestCase):
         container.finalize_cudagraphify_fn()
         self.assertEqual((self.moved, container.tree_manager), ([node], None))
 
+    def test_a_lost_gpu_does_not_prevent_the_end(self):
+        with (
+            self.starts(False),
+            mock.patch.object(Upstream, "shutdown", mock.Mock()) as shutdown,
+            mock.patch("pygraph_trees.trees.manager.move_alive", side_effect=torch.OutOfMemoryError("none is free")),
+            self.assertLogs("pygraph_trees.trees", "WARNING") as logs,
+        ):
+            self.manager.shutdown()
+        shutdown.assert_called_once()
+        self.assertIn("none is free", logs.output[0])
+
     @parametrize("outputs", ["keep", "upstream"])
     def test_a_function_decides_when_it_is_added(self, outputs):
         self.manager.keeps_outputs = False
