@@ -255,6 +255,9 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         reads: list[tuple[int, HostRead]] = []
         copied: list[int] = []
         outputs = super()._record(on_placeholder_tensors, inputs)
+        if self.graph is not None:
+            # Before the capture, torch sets the offset of random numbers on that stream; a replay sets it on this one.
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
         if live is not None:
             with torch.cuda.device(self.device):
                 live.set_up(

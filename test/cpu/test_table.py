@@ -484,13 +484,16 @@ class TestSlots(LiveInputsTestCase):
         live = SimpleNamespace(items=(), has_staged=False, together=None, captured=captured, kinds=Counter())
         live.set_up = lambda graph, reads, copied, surroundings: done.append("set up")
         node = recording.Recording.__new__(recording.Recording)
-        node._live, node.graph, node.device = live, "upstream's", 0
+        node._live, node.graph, node.device, node.stream = live, "upstream's", 0, "of captures"
+        current = SimpleNamespace(wait_stream=lambda stream: done.append(f"waited for the stream {stream}"))
         with (
+            mock.patch.object(torch.cuda, "current_stream", lambda device: current),
             mock.patch.object(recording.Upstream, "_record", lambda node, model, inputs: model(inputs)),
             mock.patch.object(recording, "kept_graph", lambda inputs: "kept"),
         ):
             self.assertEqual(node._record(model, [3]), [3])
-        self.assertEqual(done, ["written", "captured", "over", "set up"])
+        # What torch set on that stream before the capture must not overwrite what the first replay sets.
+        self.assertEqual(done, ["written", "captured", "over", "waited for the stream of captures", "set up"])
 
 
 if __name__ == "__main__":

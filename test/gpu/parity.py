@@ -60,6 +60,7 @@ FLAGS_OFF = {
     "triton.pygraph_placement": "off",
     "triton.pygraph_indirection": "off",
     "triton.pygraph_selective": "always",
+    "triton.pygraph_outputs": "upstream",
 }
 
 # Both runs compile everything in this process. A kernel has one configuration, because a benchmark in the first

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from parity import Context
 
-FLAGS = {"triton.pygraph_placement": "exact"}
+FLAGS = {"triton.pygraph_placement": "exact", "triton.pygraph_outputs": "upstream"}
 
 
 class ByAddress(parity.ParityTestCase):
