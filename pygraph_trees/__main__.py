@@ -55,7 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--ways",
         metavar="A,B",
-        help="some of eager,compile,upstream,ours (the default), ours:patch,ours:table,ours:graphed",
+        help="some of eager,compile,upstream,ours (the default), ours:patch,ours:table,ours:graphed,"
+        "ours:keep,ours:overwrite",
     )
     _add_files(compare, "measurements and report")
     compare.add_argument(

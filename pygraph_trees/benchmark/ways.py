@@ -1,9 +1,9 @@
 """The ways of running a program: eager, ``torch.compile``, upstream's CUDA graphs, ours.
 
 ``upstream`` and ``ours`` are ``torch.compile(fn, mode="reduce-overhead")`` without and with our patches. ``ours:patch``
-and ``ours:table`` force a route of inputs; ``ours:graphed`` graphs all that it can. Call a :class:`Way` inside
-:meth:`Way.active`, which sets its patches and trees, restores the previous ones, and is never timed. README.md says how
-ways share a process.
+and ``ours:table`` force a route of inputs; ``ours:graphed`` graphs all that it can; ``ours:keep`` keeps outputs of earlier
+steps, and ``ours:overwrite`` does not. Call a :class:`Way` inside :meth:`Way.active`, which sets its patches and trees,
+restores the previous ones, and is never timed. README.md says how ways share a process.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 
 WAYS = ("eager", "compile", "upstream", "ours")
 FORCED = ("ours:patch", "ours:table")  # ours, with the named route of inputs, whichever is faster
-MORE_WAYS = (*FORCED, "ours:graphed")
+MORE_WAYS = (*FORCED, "ours:graphed", "ours:keep", "ours:overwrite")
 
 _FLAGS = {
     "ours:patch": {"triton.pygraph_indirection": "patch", "triton.pygraph_selective": "always"},
     "ours:table": {"triton.pygraph_indirection": "table", "triton.pygraph_selective": "always"},
     "ours:graphed": {"triton.pygraph_selective": "always"},
+    "ours:keep": {"triton.pygraph_selective": "always", "triton.pygraph_outputs": "keep"},
+    "ours:overwrite": {"triton.pygraph_selective": "always", "triton.pygraph_outputs": "upstream"},
 }
 
 

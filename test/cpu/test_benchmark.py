@@ -358,12 +358,16 @@ class TestWays(TestCase):
             ("ours:patch", "patch", "always"),
             ("ours:table", "table", "always"),
             ("ours:graphed", "auto", "always"),
+            ("ours:keep", "auto", "always"),
+            ("ours:overwrite", "auto", "always"),
         ):
             (way,) = make_ways(Program(lambda: None), [name])
             self.assertTrue(way.compiled and way.patched)
             with way.active():
                 flags = torch._inductor.config.triton
                 self.assertEqual((flags.pygraph_indirection, flags.pygraph_selective), (route, selective))
+                if name in ("ours:keep", "ours:overwrite"):
+                    self.assertEqual(flags.pygraph_outputs == "keep", name == "ours:keep")
         self.assertEqual(torch._inductor.config.triton.pygraph_selective, "auto")
         for name in ("upstream:patch", "ours:off", "ours:"):
             with self.assertRaises(UnknownWayError):

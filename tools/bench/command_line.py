@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         "--ways",
         default=None,
         metavar="A,B",
-        help="some of eager,compile,upstream,ours,ours:patch,ours:table,ours:graphed",
+        help="some of eager,compile,upstream,ours,ours:patch,ours:table,ours:graphed,ours:keep,ours:overwrite",
     )
     parse.add_argument(
         "--jobs",

@@ -40,6 +40,8 @@ _NAMES = {
     "ours:patch": "ours, all by address",
     "ours:table": "ours, all by table",
     "ours:graphed": "ours, all graphed",
+    "ours:keep": "ours, outputs kept",
+    "ours:overwrite": "ours, outputs overwritten",
 }
 
 _SHOWN = ("BERT-I", "DLRM", "DR-T", "EOS", "TKE")  # in the README: small and large, inference and training

@@ -131,7 +131,7 @@ class Runner:
         inside = self._inner.taken()
         seen = observe(case.returns, outputs, found, self._memory, earlier=self._earlier(), inside=inside)
         self._fed = {name: outputs[position] for position, name in case.feedback}
-        if around.thread in ("call", "worker"):
+        if around.thread in ("call", "worker") and not self._keeps:
             self.detach_outputs()  # the thread's graphs end with it
         else:
             self._held.append((outputs, found))
