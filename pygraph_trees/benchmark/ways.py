@@ -2,7 +2,7 @@
 
 ``upstream`` and ``ours`` are ``torch.compile(fn, mode="reduce-overhead")`` without and with our patches. ``ours:patch``
 and ``ours:table`` force a route of inputs; ``ours:graphed`` graphs all that it can; ``ours:keep`` keeps outputs of earlier
-steps, and ``ours:overwrite`` does not. Call a :class:`Way` inside :meth:`Way.active`, which sets its patches and trees,
+``ours:overwrite`` does not. Call a :class:`Way` inside :meth:`Way.active`, which sets its patches and trees,
 restores the previous ones, and is never timed. README.md says how ways share a process.
 """
 
