@@ -89,6 +89,7 @@ class FunctionLog:
     partition: int
     settings: dict[str, str]
     graph: GraphLog | None = None
+    has_collective: bool = False  # whether its code calls a collective, so that all ranks must decide alike
     recordings: list[RecordingLog] = field(default_factory=list)
     runs: int = 0  # of the compiled code: warm-ups, recordings and un-graphed calls
     warmups: int = 0

@@ -106,13 +106,15 @@ def why_not_graphed(settings: Settings) -> str | None:
 
 
 def trial_of(log: FunctionLog, settings: Settings, device: int, *, has_fast_path: bool) -> Trial | None:
-    """The trial of a function; None if functions are not chosen by measurement.
+    """The trial of a function; None if it is not chosen by measurement.
+
+    Nor is a function with a collective, on which each rank might decide in another way.
 
     Each partition of an inference graph has a trial of its own. In training, where a forward gives its backward outputs
     in the graph pool, all partitions of both share one; a backward is compiled later. A trial lives as long as anything
     refers to it.
     """
-    if settings.selective != "auto":
+    if settings.selective != "auto" or log.has_collective:
         return None
     graph = log.graph
 

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from pygraph_trees.selection.trial import Trial
 
 
+_COLLECTIVES = {"_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}  # of torch.ops
+
+
 class _Loaded(threading.local):
     meta: Any = None
 
@@ -65,6 +68,12 @@ def _first_inside(*, is_backward: bool, is_inference: bool) -> int | None:
     ):
         return None
     return 0 if is_backward else int(meta.num_forward)
+
+
+def _has_collective(model: Callable[..., Any]) -> bool:
+    """Whether generated code calls collectives, as ``torch.ops._c10d_functional.all_reduce_``."""
+    code = getattr(getattr(model, "__func__", model), "__code__", None)
+    return code is not None and not _COLLECTIVES.isdisjoint(code.co_names)
 
 
 class FunctionModel:
@@ -128,6 +137,7 @@ class FunctionModel:
             partition=1,
             settings=asdict(settings),
             graph=graph,
+            has_collective=_has_collective(model),
         )
         if graph is not None:
             graph.functions += 1

@@ -354,6 +354,9 @@ class Manager(fast_path.TreeState, Upstream):
         model = given.function.model
         if not isinstance(model, FunctionModel) or model.settings.verify == "off":
             return None
+        if model.log.has_collective:
+            _log.info("%s: not verified: other ranks would have to call its collectives again too", model.log.name)
+            return None
         kept = [i for i, t in enumerate(given.inputs) if isinstance(t, torch.Tensor) and not given.is_managed(t)]
         return Verification(given.inputs, kept)
 

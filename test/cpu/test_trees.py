@@ -288,6 +288,36 @@ class Held:
     """An object with attributes that may be referred to weakly."""
 
 
+class TestCollectives(TestCase):
+    """All ranks must go the same way through code that calls collectives."""
+
+    def function(self, call):
+        scope = {"torch": torch}
+        exec(f"def call(args):\n    return {call}", scope)
+        return FunctionModel.of(scope["call"], is_backward=False, is_inference=True)
+
+    def test_generated_code_that_calls_one(self):
+        for call, has in (
+            ("torch.ops._c10d_functional.all_reduce_.default(args[0], 'sum', '0')", True),
+            ("torch.ops.symm_mem.one_shot_all_reduce.default(args[0], 'sum', '0')", True),
+            ("torch.ops.aten.add.Tensor(args[0], 1)", False),
+        ):
+            self.assertEqual(self.function(call).log.has_collective, has, call)
+        self.assertFalse(FunctionModel.of(len, is_backward=False, is_inference=True).log.has_collective)
+
+    def test_it_is_not_verified(self):
+        model = self.function("torch.ops._c10d_functional.wait_tensor.default(args[0])")
+        model.settings = replace(model.settings, verify="on")
+        given = SimpleNamespace(
+            function=SimpleNamespace(model=model), inputs=[torch.ones(2)], is_managed=lambda t: False
+        )
+        with self.assertLogs("pygraph_trees.trees", "INFO") as logs:
+            self.assertIsNone(Manager._verification(SimpleNamespace(), given))
+        self.assertIn("not verified", logs.output[0])
+        model.log.has_collective = False
+        self.assertIsNotNone(Manager._verification(SimpleNamespace(), given))
+
+
 class TestContainers(TestCase):
     def setUp(self):
         super().setUp()

@@ -808,6 +808,13 @@ class TestTrialOf(TestCase):
         log = FunctionLog("Net", compile_id, "backward" if is_backward else "forward", 1, {}, graph=graph)
         return selection.trial_of(log, settings, 0, has_fast_path=True)
 
+    def test_a_function_with_a_collective_is_not_chosen_by_measurement(self):
+        """Each rank would choose for itself."""
+        log = FunctionLog("f", "0/0", "inference", 1, {}, has_collective=True)
+        self.assertIsNone(selection.trial_of(log, self.AUTO, 0, has_fast_path=True))
+        log.has_collective = False
+        self.assertIsNotNone(selection.trial_of(log, self.AUTO, 0, has_fast_path=True))
+
     def test_partitions_of_an_inference_graph_are_decided_one_by_one(self):
         graph = GraphLog("Net", "7/0", "inference", (), code="cabc")
         logs = [FunctionLog("Net", "7/0", "inference", number, {}, graph=graph) for number in (1, 2)]
