@@ -1,8 +1,8 @@
 """The ways of running a program: eager, ``torch.compile``, upstream's CUDA graphs, ours.
 
 ``upstream`` and ``ours`` are ``torch.compile(fn, mode="reduce-overhead")`` without and with our patches. ``ours:patch``
-and ``ours:table`` force a route of inputs, ``ours:graphed`` graphs all that it can, ``ours:keep`` keeps outputs of earlier
-steps, ``ours:overwrite`` does not. Call a :class:`Way` inside :meth:`Way.active`, which sets its patches and trees,
+and ``ours:table`` force a route of inputs; ``ours:graphed`` graphs all that it can; ``ours:keep`` keeps earlier steps'
+outputs, ``ours:overwrite`` does not. Call a :class:`Way` inside :meth:`Way.active`, which sets its patches and trees,
 restores the previous ones, and is never timed. README.md says how ways share a process.
 """
 
