@@ -1,0 +1,178 @@
+"""Steps of programs on several ranks: no graphs, upstream's and ours, in turns.
+
+usage: torchrun --nproc-per-node N tools/bench/distributed.py [decode | bert ...] [--rounds N] [--steps N] [--out FILE]
+
+*decode* is a Llama block that decodes one token under tensor parallelism, with two all-reduces inside; *bert* is a
+training step of BERT under DistributedDataParallel. A figure is the wall time of a block of steps, of the slowest rank,
+by its number of steps; the median over rounds. Values are compared with eager's once for each way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _functional_collectives as functional
+from torch.nn import functional as F
+
+from bench.figures import write_figures
+from pygraph_trees.benchmark import Program
+from pygraph_trees.benchmark.ways import make_ways
+
+WAYS = ("compile", "upstream", "ours")
+_WARM = 12  # steps of each way before the rounds
+_HIDDEN, _HEADS, _INNER, _CACHE = 4096, 32, 11008, 2048  # of a Llama with 7 billion parameters
+
+
+class Block(nn.Module):
+    """One rank's share of a Llama block, which decodes one token at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        ranks, make = dist.get_world_size(), {"device": device, "dtype": torch.bfloat16, "bias": False}
+        self.heads = _HEADS // ranks
+        own, inner = _HIDDEN // ranks, _INNER // ranks
+        self.norms = nn.ModuleList(nn.RMSNorm(_HIDDEN, device=device, dtype=torch.bfloat16) for _ in range(2))
+        self.query_key_value, self.out = nn.Linear(_HIDDEN, 3 * own, **make), nn.Linear(own, _HIDDEN, **make)
+        self.gate_up, self.down = nn.Linear(_HIDDEN, 2 * inner, **make), nn.Linear(inner, _HIDDEN, **make)
+        shape = 1, self.heads, _CACHE, _HIDDEN // _HEADS
+        for name in ("keys", "values"):
+            self.register_buffer(name, torch.zeros(shape, device=device, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        query, key, value = (
+            part.view(1, self.heads, 1, -1) for part in self.query_key_value(self.norms[0](x)).chunk(3, dim=-1)
+        )
+        self.keys.index_copy_(2, position, key)
+        self.values.index_copy_(2, position, value)
+        visible = (torch.arange(_CACHE, device=x.device) <= position).view(1, 1, 1, _CACHE)
+        seen = F.scaled_dot_product_attention(query, self.keys, self.values, attn_mask=visible)
+        x = x + functional.all_reduce(self.out(seen.reshape(1, -1)), "sum", dist.group.WORLD)
+        gate, up = self.gate_up(self.norms[1](x)).chunk(2, dim=-1)
+        return x + functional.all_reduce(self.down(F.silu(gate) * up), "sum", dist.group.WORLD)
+
+
+def decode(device: torch.device) -> tuple[Program, tuple[Any, ...]]:
+    torch.manual_seed(dist.get_rank())
+    block = Block(device).eval()
+    x = torch.ones(1, _HIDDEN, device=device, dtype=torch.bfloat16) / 64
+    args = x, torch.tensor([7], device=device)
+    return Program(block, args, {}), args
+
+
+def bert(device: torch.device) -> tuple[Program, tuple[Any, ...]]:
+    from torch.nn.parallel import DistributedDataParallel
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model = DistributedDataParallel(BertForMaskedLM(config).to(device))
+    tokens = torch.randint(config.vocab_size, (8, 128), device=device)
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+        return loss
+
+    return Program(step, (tokens,), {}, training=True, parameters=list(model.parameters())), (tokens,)
+
+
+PROGRAMS: dict[str, Callable[[torch.device], tuple[Program, tuple[Any, ...]]]] = {"decode": decode, "bert": bert}
+
+
+def measure(name: str, device: torch.device, rounds: int, steps: int) -> dict[str, Any]:
+    """Milliseconds a step by way, and the greatest difference from eager's first value."""
+    program, args = PROGRAMS[name](device)
+    ways = make_ways(program, ["eager", *WAYS])
+    samples: dict[str, list[float]] = {way.name: [] for way in ways}
+    apart: dict[str, float] = {}
+    wanted: torch.Tensor | None = None
+    for way in ways:
+        with way.active(), torch.set_grad_enabled(program.training):
+            for _ in range(_WARM):
+                found = _value(program.step(way.callable, args, {}))
+        wanted = found if wanted is None else wanted
+        apart[way.name] = float((found - wanted).abs().max())
+    for number in range(rounds):
+        for way in (*ways[number % len(ways) :], *ways[: number % len(ways)]):
+            with way.active(), torch.set_grad_enabled(program.training):
+                program.step(way.callable, args, {})
+                samples[way.name].append(_block(lambda: program.step(way.callable, args, {}), device, steps))  # noqa: B023
+    return {
+        "program": name,
+        "ms": {way: median(found) for way, found in samples.items()},
+        "rounds_ms": samples,
+        "apart": apart,
+    }
+
+
+def _value(outputs: Any) -> torch.Tensor:
+    """The first output, in a copy."""
+    first: Any = outputs
+    while not isinstance(first, torch.Tensor):
+        first = next(iter(first.values())) if isinstance(first, dict) else first[0]
+    return first.detach().float().clone()
+
+
+def _block(step: Callable[[], object], device: torch.device, steps: int) -> float:
+    dist.barrier()
+    torch.cuda.synchronize(device)
+    begin = perf_counter()
+    for _ in range(steps):
+        step()
+    torch.cuda.synchronize(device)
+    took = torch.tensor((perf_counter() - begin) / steps * 1e3, device=device)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return float(took)
+
+
+def topology() -> str:
+    """How the GPUs are connected, as ``nvidia-smi`` draws it."""
+    try:
+        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.partition("\n\n")[0]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(PROGRAMS)}; default: all")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=50, help="steps in a block (default 50)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where rank 0 writes JSON")
+    options = parser.parse_args()
+    unknown = [name for name in options.names if name not in PROGRAMS]
+    if unknown:
+        parser.error(f"there is no program {unknown[0]!r}; there are {', '.join(PROGRAMS)}")
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("torchrun starts this: torchrun --nproc-per-node 2 tools/bench/distributed.py")
+    if not torch.cuda.is_available():
+        print("these figures need a GPU for each rank, and this machine has none that torch can use")
+        return 2
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl")
+    found = [measure(name, device, options.rounds, options.steps) for name in options.names or PROGRAMS]
+    if dist.get_rank() == 0:
+        for result in found:
+            print(result["program"], ", ".join(f"{way} {ms:.3f} ms" for way, ms in result["ms"].items()), flush=True)
+        how = {"ranks": dist.get_world_size(), "topology": topology(), "rounds": options.rounds, "steps": options.steps}
+        write_figures(options.out, found, **how)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
