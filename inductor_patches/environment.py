@@ -19,7 +19,7 @@ DISABLE = "PYGRAPH_DISABLE"
 BUILD = "PYGRAPH_BUILD"
 PREFIX = "PYGRAPH_"
 # Variables that only the tests read.
-_OTHERS = ("PYGRAPH_FUZZ_PROGRAMS", "PYGRAPH_REPLAYS", "PYGRAPH_STRESS", "PYGRAPH_TEST_PART")
+_OTHERS = ("PYGRAPH_FUZZ_PROGRAMS", "PYGRAPH_REPLAYS", "PYGRAPH_STEPS", "PYGRAPH_STRESS", "PYGRAPH_TEST_PART")
 _ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _told: set[tuple[str, str]] = set()  # variables and values that were warned of
 

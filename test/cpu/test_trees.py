@@ -378,7 +378,7 @@ class TestContainers(TestCase):
         seen, before = [], gc.get_threshold()
 
         class Made:
-            def __init__(self, device_index):
+            def __init__(self, device_index, **_):
                 litter = Held()
                 litter.cycle = litter
                 weakref.finalize(litter, lambda: seen.append(cudagraph_trees.get_manager(0))).atexit = False
@@ -403,7 +403,7 @@ class TestContainers(TestCase):
         seen = []
 
         class Made:
-            def __init__(self, device_index):
+            def __init__(self, device_index, **_):
                 self.held = Held()
 
         def let_go():
