@@ -94,9 +94,12 @@ class HandingOut:
         templates = node.templates
         if templates is None or templates.handed != model.handed:
             return
-        decisions = {} if node.live is None else node.live.decisions
+        decisions, returned = {}, set()
+        if node.live is not None:
+            # A library may have allocated an output where an earlier buffer of the warm-up was.
+            decisions, returned = node.live.decisions, {index for index, _ in node.live.outputs.values()}
         given = enumerate(templates.handed.outputs, model.takes)
-        refused = [n for index, n in given if index not in decisions or not decisions[index].by_address]
+        refused = [n for index, n in given if index not in returned or not decisions[index].by_address]
         if refused:
             model.not_handed.update(refused)
             model.handed = model.handed.without(refused)

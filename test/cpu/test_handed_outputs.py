@@ -302,12 +302,23 @@ class TestHandingOut(TestCase):
             templates = handing_out.templates_of_call()
         model.refused = {0: "its own", 1: "hidden"}
         decisions = {1: Decision(Route.COPY, "hidden"), 2: Decision(Route.PATCH, None)}
-        node = Plain(templates=templates, live=Plain(decisions=decisions))
+        returned = {0: (1, None), 1: (2, None)}
+        node = Plain(templates=templates, live=Plain(decisions=decisions, outputs=returned))
         manager.handing_out.recorded(manager, model, node)
         self.assertEqual(self.inputs(manager), [(4,), (2,)])
         self.assertEqual((len(self.again), model.not_handed, model.refused), (1, {0}, {0: "its own"}))
         manager.handing_out.recorded(manager, model, node)  # recorded with earlier templates
         self.assertEqual(len(self.again), 1)
+
+    def test_memory_in_which_no_output_is_returned_is_not_given_again(self):
+        """A library allocated the output where an earlier buffer had been."""
+        manager = self.warmed_up(model := function(), self.manager(model))
+        with manager.handing_out.call(self.ID, []):
+            templates = handing_out.templates_of_call()
+        decisions = {index: Decision(Route.PATCH, None) for index in (1, 2)}
+        live = Plain(decisions=decisions, outputs={1: (2, None)})
+        manager.handing_out.recorded(manager, model, Plain(templates=templates, live=live))
+        self.assertEqual((self.inputs(manager), model.not_handed), ([(4,), (2,)], {0}))
 
     def test_all_stay_if_no_input_is_given_by_address(self):
         manager = self.warmed_up(model := function(), self.manager(model))
