@@ -17,6 +17,8 @@ from indirection import IndirectionTestCase
 from test_indirection_endurance import gpu_bytes, host_bytes
 from torch.testing._internal.common_utils import run_tests
 
+from pygraph_trees.trees.kept_outputs import why_not_moved
+
 RUNS_ALONE = True  # it reads the GPU's memory in use, which includes that of other processes
 STEPS = int(os.environ.get("PYGRAPH_STEPS", "10000"))
 MIB = 2**20
@@ -25,6 +27,8 @@ LONGEST = 64  # steps that an output is kept
 
 class TestKeptOutputsEndurance(IndirectionTestCase):
     def setUp(self) -> None:
+        if why_not_moved() is not None:
+            self.skipTest(f"outputs are not kept: {why_not_moved()}")
         super().setUp()
         self.enterContext(torch._inductor.config.patch({"triton.pygraph_outputs": "keep"}))
         self.drawn = random.Random(7)
