@@ -41,6 +41,7 @@ REGIMES = ("same", "alternate", "fresh", "reused")
 KEPT = ("kept", *REGIMES)  # in the first, inputs are written once, so that mutations add up
 FLAG = "triton.pygraph_indirection"
 VERIFY = "triton.pygraph_verify"
+OUTPUTS = "triton.pygraph_outputs"
 
 
 class Mismatch(AssertionError):
@@ -251,6 +252,7 @@ class IndirectionTestCase(TestCase):
 
     device = torch.device("cuda", 0)
     indirection = "auto"  # the flag
+    outputs = "upstream"  # so that outputs are managed inputs of later functions
     verify = "off"  # "on": each recording is replayed again with its inputs elsewhere and the old ones poisoned
 
     def setUp(self) -> None:
@@ -259,7 +261,8 @@ class IndirectionTestCase(TestCase):
         self.addCleanup(reset)
         stack = contextlib.ExitStack()
         self.addCleanup(stack.close)
-        stack.enter_context(torch._inductor.config.patch({**_both(), FLAG: self.indirection, VERIFY: self.verify}))
+        flags = {FLAG: self.indirection, VERIFY: self.verify, OUTPUTS: self.outputs}
+        stack.enter_context(torch._inductor.config.patch({**_both(), **flags}))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         stack.enter_context(torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True))
 

@@ -22,12 +22,13 @@ from pygraph_trees.trees.kept_outputs import why_not_moved
 
 
 class KeptTestCase(IndirectionTestCase):
+    outputs = "keep"
+
     def setUp(self) -> None:
         if why_not_moved() is not None:
             self.skipTest(f"outputs are not kept: {why_not_moved()}")
         super().setUp()
         torch.manual_seed(0)
-        self.enterContext(torch._inductor.config.patch({"triton.pygraph_outputs": "keep"}))
 
     def graphed(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         compiled: Callable[..., Any] = torch.compile(fn, mode="reduce-overhead", **options)

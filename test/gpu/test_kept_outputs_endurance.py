@@ -26,11 +26,12 @@ LONGEST = 64  # steps that an output is kept
 
 
 class TestKeptOutputsEndurance(IndirectionTestCase):
+    outputs = "keep"
+
     def setUp(self) -> None:
         if why_not_moved() is not None:
             self.skipTest(f"outputs are not kept: {why_not_moved()}")
         super().setUp()
-        self.enterContext(torch._inductor.config.patch({"triton.pygraph_outputs": "keep"}))
         self.drawn = random.Random(7)
         self.held: defaultdict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)  # by their last step
         torch.manual_seed(7)
