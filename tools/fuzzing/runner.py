@@ -51,7 +51,7 @@ class Runner:
             fn = self._module
         self._fed: dict[str, torch.Tensor] = {}
         self._of_step: list[Any] = []  # outputs of the current step's calls
-        self._held: deque[Any] = deque(maxlen=case.around.keeps)
+        self._held: deque[Any] = deque(maxlen=max(case.around.keeps, 2 if keeps else 0))
         self._callable, self._active, self._close, self._recorded = _way(fn, kind)
         self._events = _by_event(case)
         self._inner = Inner(self._targets(fn), device, backward=case.around.inner_backward)
