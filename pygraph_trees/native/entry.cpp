@@ -201,10 +201,10 @@ Answer replay_for_values(const Entry::State *state, PyObject *list, Ref *result)
 }
 
 /* Memory for outputs at the end of the inputs, which its destructor removes. */
-class Handing {
+class OutputMemory {
   public:
-    Handing() = default;
-    ~Handing() {
+    OutputMemory() = default;
+    ~OutputMemory() {
         if (list == nullptr || PyList_GET_SIZE(list) < count)
             return;
         PyObject *type, *value, *trace;
@@ -212,8 +212,8 @@ class Handing {
         PyList_SetSlice(list, count, PyList_GET_SIZE(list), nullptr);
         PyErr_Restore(type, value, trace);
     }
-    Handing(const Handing &) = delete;
-    Handing &operator=(const Handing &) = delete;
+    OutputMemory(const OutputMemory &) = delete;
+    OutputMemory &operator=(const OutputMemory &) = delete;
 
     /* Appends a new tensor for each template. False if there is no memory; then Python allocates, and raises. */
     bool append(Inputs *inputs, PyObject *handed) {
@@ -266,8 +266,8 @@ Answer replay_fast(Entry::State *state, PyObject *list, Ref *result) {
         return PyErr_Occurred() ? Answer::error : Answer::no;
     const std::vector<uint64_t> *order = state->order.empty() ? nullptr : &state->order;
     Inputs inputs{list, order};
-    Handing handing;
-    if (!handing.append(&inputs, function->handed))
+    OutputMemory memory;
+    if (!memory.append(&inputs, function->handed))
         return PyErr_Occurred() ? Answer::error : Answer::no;
     bool is_copied = false;
     if (const Answer accepted = first_accepting(&found, inputs, &is_copied); accepted != Answer::yes) {

@@ -177,7 +177,7 @@ struct Replay {
         bool in_python = false;        // inputs are copied, or an output is made from an input in another way
         bool python_checks = false;    // if Python replays, it also checks which tensors have died
         Mortal before, after;
-        Mortal left; // outputs that are moved if they are alive when the next step begins
+        Mortal outliving; // outputs that are moved if they are alive when the next step begins
 
         std::array<PyObject **, 11> held() {
             return {&recording, &prepare, &addresses, &replays, &graph, &cached,

@@ -138,14 +138,14 @@ namespace {
 
 PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static const char *known[] = {"recording", "prepare", "addresses", "replays", "graph", "cached", "others",
-                                  "places",    "patched", "managed", "returned", "before", "after", "left", "handed",
+                                  "places",    "patched", "managed", "returned", "before", "after", "outliving", "handed",
                                   "check", "make", "run", "python_checks", nullptr};
     PyObject *recording, *prepare, *addresses, *replays, *graph, *cached, *others, *places, *patched, *managed, *returned,
-        *before, *after, *left, *handed, *check, *make, *run;
+        *before, *after, *outliving, *handed, *check, *make, *run;
     int python_checks = 0;
     if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOO!O!OOOOOOOO!OOOp", const_cast<char **>(known), &recording,
                                      &prepare, &addresses, &replays, &graph, &PyList_Type, &cached, &PyList_Type, &others,
-                                     &places, &patched, &managed, &returned, &before, &after, &left,
+                                     &places, &patched, &managed, &returned, &before, &after, &outliving,
                                      &PyTuple_Type, &handed, &check, &make, &run, &python_checks))
         return nullptr;
     if ((addresses != Py_None && addresses_in(addresses) == nullptr) || counter_in(replays) == nullptr) {
@@ -172,7 +172,7 @@ PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keyword
     std::vector<uint64_t> asked;
     if (!fixed.take(places) || !unpack(patched, &asked) || !unpack(managed, &state->managed) ||
         (returned != Py_None && !unchanged.take(returned)) ||
-        !state->before.take(before) || !state->after.take(after) || !state->left.take(left))
+        !state->before.take(before) || !state->after.take(after) || !state->outliving.take(outliving))
         return nullptr;
     state->lasting = state->managed;
     for (Py_ssize_t i = 0; i < fixed.count; i++)
@@ -193,7 +193,7 @@ int replay_traverse(PyObject *self, visitproc visit, void *arg) {
         return 0;
     for (PyObject **held : state->held())
         Py_VISIT(*held);
-    for (const Mortal *outputs : {&state->before, &state->after, &state->left})
+    for (const Mortal *outputs : {&state->before, &state->after, &state->outliving})
         if (const int found = outputs->visit(visit, arg); found != 0)
             return found;
     return 0;
@@ -203,7 +203,7 @@ int replay_clear(PyObject *self) {
     auto *state = reinterpret_cast<Replay *>(self)->state;
     reinterpret_cast<Replay *>(self)->state = nullptr;
     if (state != nullptr) {
-        for (Mortal *outputs : {&state->before, &state->after, &state->left})
+        for (Mortal *outputs : {&state->before, &state->after, &state->outliving})
             outputs->clear();
         for (PyObject **held : state->held())
             Py_CLEAR(*held);

@@ -149,7 +149,7 @@ Answer keep_outputs(Found *found) {
         PyErr_Clear(); // upstream's own recording, or a warm-up
     if (Replay::State *last = native ? replay_in(native.get()) : nullptr; last != nullptr) {
         bool asked = false;
-        const int dead = last->left.are_dead(&asked);
+        const int dead = last->outliving.are_dead(&asked);
         if (dead != 0)
             return dead < 0 ? Answer::error : Answer::yes;
     }

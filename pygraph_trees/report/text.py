@@ -199,8 +199,8 @@ def _outlived(function: FunctionRecord) -> Iterator[str]:
     if moved:
         times, total = sum(output.times for output in moved), nbytes(sum(output.nbytes for output in moved))
         yield (
-            f"{_place(function)}: outputs that outlived their step: {len(moved)}, moved out of the graph pool "
-            f"{times} times, {total}"
+            f"{_place(function)}: moved out of the graph pool, because they outlived their step: "
+            f"{counted(len(moved), 'output')}, {counted(times, 'time')}, {total}"
         )
     if function.why_not_kept:
         yield f"{_place(function)}: outputs that outlive their step are overwritten, because {function.why_not_kept}"

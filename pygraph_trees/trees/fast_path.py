@@ -81,7 +81,7 @@ class Replayed(Protocol):
     fixed: Sequence[tuple[int, int]]  # index and address of each static input
     deaths_before: Deaths | None
     deaths_after: Deaths | None
-    left: Deaths | None  # outputs that must be moved if they are alive when the next step begins
+    outliving: Deaths | None  # outputs that must be moved if they are alive when the next step begins
     templates: Templates | None  # of its inputs that are memory for outputs
 
     @property
@@ -168,7 +168,7 @@ def replay(recording: Replayed, managed: Sequence[int], others: Sequence[Any], *
         returned=None if in_python else _returned(live),
         before=_to_ask(recording.deaths_before),
         after=_to_ask(recording.deaths_after),
-        left=_to_ask(recording.left),
+        outliving=_to_ask(recording.outliving),
         handed=() if recording.templates is None else recording.templates.native,
         check=kind.check_what_died,
         make=kind.own_outputs,

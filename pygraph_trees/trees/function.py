@@ -20,9 +20,10 @@ from pygraph_trees.report.log import FunctionLog, journal
 from pygraph_trees.report.naming import compile_id, mode_name, program_name
 from pygraph_trees.settings import Settings
 
+from .allocations import Allocations, is_watching, watching
 from .dispatch import Dispatch
 from .fast_path import entry
-from .handed_outputs import Allocations, Handed, is_watching, templates_of_call, watching
+from .handed_outputs import Handed, templates_of_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -18,16 +18,9 @@ from torch._inductor.cudagraph_utils import PlaceholderInfo
 from pygraph_trees.report.naming import INFERENCE
 
 from . import input_rules
+from .allocations import Allocations, Memory, generated_by_inductor
 from .function import FunctionModel
-from .handed_outputs import (
-    Allocations,
-    Handed,
-    Memory,
-    Templates,
-    generated_by_inductor,
-    given_memory,
-    templates_of_call,
-)
+from .handed_outputs import Handed, Templates, given_memory, templates_of_call
 from .kept_outputs import keeps_outputs
 
 if TYPE_CHECKING:
@@ -77,7 +70,7 @@ class HandingOut:
         model.takes, model.watch = len(inputs), (watch := Allocations())
 
         def found(outputs: Iterable[Any]) -> None:
-            self._memory[function_id] = watch.behind(outputs)
+            self._memory[function_id] = watch.memory_of(outputs)
             graph = model.log.graph
             # The function is added to the manager after its first call.
             if not model.dispatch.is_added and model.log.mode == INFERENCE and graph and graph.functions == 1:
@@ -111,19 +104,23 @@ class HandingOut:
         for model in models.values():
             outlived = {number for number, (times, _) in model.log.moved.items() if times >= _OUTLIVED}
             wanted = outlived - model.not_handed - set(model.handed.outputs)
-            for function_id, memory in self._memory.items() if wanted else ():
-                if manager.ids_to_funcs[function_id].model is model:
-                    model.not_handed |= wanted - memory.keys()
-                    if wanted & memory.keys():
-                        known = wanted.union(model.handed.outputs)
-                        model.handed = Handed.of({n: found for n, found in memory.items() if n in known})
-                        self._change(manager, model, "outputs that outlive their steps are handed out from now on")
-                    break
+            memory = next((self._memory[id_] for id_ in self._ids(manager, model)), None) if wanted else None
+            if memory is None:
+                continue
+            model.not_handed |= wanted - memory.keys()
+            if wanted & memory.keys():
+                known = wanted.union(model.handed.outputs)
+                model.handed = Handed.of({n: found for n, found in memory.items() if n in known})
+                self._change(manager, model, "outputs that outlive their steps are handed out from now on")
+
+    def _ids(self, manager: Manages, model: FunctionModel) -> list[Any]:
+        """The ids of a function that was warmed up: one, or one for each set of its integers."""
+        return [id_ for id_ in self._memory if manager.ids_to_funcs[id_].model is model]
 
     def _change(self, manager: Manages, model: FunctionModel, why: str) -> None:
         for index in [index for index in model.refused if index >= model.takes]:
             del model.refused[index]
-        for function_id in [id_ for id_ in self._memory if manager.ids_to_funcs[id_].model is model]:
+        for function_id in self._ids(manager, model):
             self._hand_out(manager, function_id)
             manager.reclaiming.record_again(function_id, why)
 

@@ -129,7 +129,7 @@ class Manager(fast_path.TreeState, Upstream):
             move_alive(node)
             self.handing_out.moved(self, node._path_from_root)
 
-    def let_outputs_go(self) -> None:
+    def move_last_outputs(self) -> None:
         """Moves outputs that are alive, before the graph pool is freed. If that is impossible, the log says so."""
         try:
             self._keep_outputs(is_last=True)
@@ -189,7 +189,7 @@ class Manager(fast_path.TreeState, Upstream):
         return outputs
 
     def shutdown(self) -> None:
-        self.let_outputs_go()
+        self.move_last_outputs()
         self._candidates.clear()
         self.reclaiming.clear()
         todo = list(itertools.chain.from_iterable((self.roots or {}).values()))

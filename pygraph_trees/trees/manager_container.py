@@ -34,7 +34,7 @@ class ManagerContainer(Upstream):
     def finalize_cudagraphify_fn(self) -> None:
         manager = self.tree_manager  # freed at the end of this function
         if self.live_cudagraphify_fns == 1 and isinstance(manager, Manager):
-            manager.let_outputs_go()
+            manager.move_last_outputs()
         with paused():
             super().finalize_cudagraphify_fn()
         del manager

@@ -84,7 +84,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     _live: LiveInputs | None = None
     copies = False  # whether a replay copies an input
     templates: Templates | None = None  # of its inputs that are memory for outputs
-    left: Any = None  # outputs that must be moved if they are alive when the next step begins
+    outliving: Any = None  # outputs that must be moved if they are alive when the next step begins
     older_outputs: Any = ()  # references to outputs that newer ones have replaced
     _attempts: Attempts | None = None  # while it is made
     graph: Any
@@ -128,7 +128,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         self.fixed = [(index, self.static_input_data_ptrs[index]) for index in checked]  # and their addresses
         self.deaths_before = deaths(self, self.expected_dead_indices_before_graph)
         self.deaths_after = deaths(self, self.expected_dead_indices_after_graph)
-        self.left = deaths(self, kept_indices(self))
+        self.outliving = deaths(self, kept_indices(self))
 
     def _native(self, *, in_python: bool) -> Any:
         dropped = [i for i in self.cudagraph_managed_idxs if not self.preserved_aliased_inputs[i]]
@@ -298,7 +298,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     def check_invariants(self, inputs: list[Any]) -> Any:
         self.unfit = None
         if self.templates is not templates_of_call():
-            self.unfit = "its outputs are handed out in another way"
+            self.unfit = "it was recorded with memory for other outputs"
             return _MISMATCH, lambda: self.unfit
         # Giving a graph addresses is work, so the other checks come first.
         if any(inputs[index].data_ptr() != address for index, address in self.fixed):

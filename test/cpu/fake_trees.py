@@ -93,10 +93,11 @@ class Live:
 class Recording:
     are_held = True
 
-    def __init__(self, fixed, cached, *, live=None, before=None, after=None, left=None, templates=None):
+    def __init__(self, fixed, cached, *, live=None, before=None, after=None, outliving=None, templates=None):
         self.graph, self.log, self.live = Graph(launches=0, at_launch=list), Plain(counter=binding.new_counter()), live
         self.cached_tensor_outputs, self.own, self.calls = cached, list(cached), []
-        self.deaths_before, self.deaths_after, self.left, self.templates = before, after, left, templates
+        self.deaths_before, self.deaths_after = before, after
+        self.outliving, self.templates = outliving, templates
         self.fixed = [(index, tensor.data_ptr()) for index, tensor in fixed.items()]
 
     def replay(self, inputs):
@@ -174,7 +175,7 @@ class _InPython:
     def __init__(self, replay, function_id):
         self.result, self.graph, self.log = None, None, Plain(counter=binding.new_counter())
         self.fixed, self.cached_tensor_outputs = (), []
-        self.deaths_before = self.deaths_after = self.left = self.templates = None
+        self.deaths_before = self.deaths_after = self.outliving = self.templates = None
 
         def prepare(inputs, _):
             self.result = replay(inputs, function_id)

@@ -24,17 +24,9 @@ from pygraph_trees.native import binding
 from pygraph_trees.report.log import FunctionLog, GraphLog
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees import handing_out, input_rules
+from pygraph_trees.trees.allocations import Allocations, Memory, generated_by_inductor, is_watching, watching
 from pygraph_trees.trees.function import FunctionModel
-from pygraph_trees.trees.handed_outputs import (
-    Allocations,
-    Handed,
-    Memory,
-    Templates,
-    generated_by_inductor,
-    given_memory,
-    is_watching,
-    watching,
-)
+from pygraph_trees.trees.handed_outputs import Handed, Templates, given_memory
 
 CPU = torch.device("cpu")
 # As Inductor writes it: a buffer that is freed, an output in its memory, a scratch buffer, and an output.
@@ -92,7 +84,7 @@ class TestAllocations(TestCase):
         with watching(self.call, watch := Allocations()):
             outputs = self.call([self.x])
         self.assertEqual(list(outputs), wanted(self.x))
-        return watch.behind(outputs)
+        return watch.memory_of(outputs)
 
     def test_each_output_is_found_in_its_allocation(self):
         expected = {0: Memory(0, (4,), (1,), torch.float32), 1: Memory(2, (2,), (1,), torch.float32)}
@@ -122,7 +114,7 @@ class TestAllocations(TestCase):
         self.call = generated(code)
         with watching(self.call, watch := Allocations()):
             outputs = self.call([self.x])
-        self.assertEqual({n: m.number for n, m in watch.behind(outputs).items()}, {0: 2})
+        self.assertEqual({n: m.number for n, m in watch.memory_of(outputs).items()}, {0: 2})
 
     def test_the_module_is_as_before_afterwards(self):
         before = self.names["empty_strided_cuda"]
@@ -208,7 +200,7 @@ class TestFunction(TestCase):
         outputs = self.function([self.x])
         self.function([self.x + 1])
         self.assertIsNone(self.function.watch)
-        self.assertEqual({n: m.number for n, m in watch.behind(outputs).items()}, {0: 0, 1: 2})
+        self.assertEqual({n: m.number for n, m in watch.memory_of(outputs).items()}, {0: 0, 1: 2})
 
     def test_nothing_given_is_kept(self):
         given = self.templates.allocate()

@@ -307,9 +307,9 @@ class TestFastPath(TestCase):
         self.x = torch.ones(4)
         self.outputs = some(2)
 
-    def trees(self, *, begins=True, keeps=True, left=()):
+    def trees(self, *, begins=True, keeps=True, outliving=()):
         trees = Trees({0: self.x}, some(1), mode=MODE.INFERENCE)
-        last = Trees({0: self.x}, self.outputs, left=deaths(self.outputs, *left) if left else None)
+        last = Trees({0: self.x}, self.outputs, outliving=deaths(self.outputs, *outliving) if outliving else None)
         last.recording.own.clear()  # they hold the outputs
         trees.before = last.recording
         trees.before.native = last.native
@@ -325,18 +325,18 @@ class TestFastPath(TestCase):
         return trees.manager.ended
 
     def test_python_is_asked_only_if_an_output_is_alive_when_a_step_begins(self):
-        self.assertEqual(self.calls(self.trees(left=(0, 1))), 0)
+        self.assertEqual(self.calls(self.trees(outliving=(0, 1))), 0)
         held = self.outputs[1]
-        self.assertEqual(self.calls(self.trees(left=(0, 1))), 1)
-        self.assertEqual(self.calls(self.trees(left=(0,))), 0)
+        self.assertEqual(self.calls(self.trees(outliving=(0, 1))), 1)
+        self.assertEqual(self.calls(self.trees(outliving=(0,))), 0)
         self.assertEqual(self.calls(self.trees()), 0)
-        self.assertEqual(self.calls(self.trees(left=(0, 1), begins=False)), 0)
-        self.assertEqual(self.calls(self.trees(left=(0, 1), keeps=False)), 0)
+        self.assertEqual(self.calls(self.trees(outliving=(0, 1), begins=False)), 0)
+        self.assertEqual(self.calls(self.trees(outliving=(0, 1), keeps=False)), 0)
         del held
 
     def test_a_view_or_a_graph_of_autograd_keeps_an_output_alive(self):
         view = self.outputs[0][1:]
-        self.assertEqual(self.calls(self.trees(left=(0,))), 1)
+        self.assertEqual(self.calls(self.trees(outliving=(0,))), 1)
         del view
 
     def test_a_path_without_a_fast_path_is_ended_by_python(self):

@@ -129,6 +129,27 @@ class TestLogs(TestCase):
             self.assertEqual(partition_from_json(json.loads(json.dumps(asdict(partition)))), partition)
 
 
+class TestOutputs(TestCase):
+    """The report's lines on outputs that are alive when the next step begins."""
+
+    def lines(self, log):
+        return [line for line in render(ENVIRONMENT, (), (log.record(),), 200).splitlines() if "outliv" in line]
+
+    def test_outputs_that_moved(self):
+        log = function()
+        self.assertEqual(self.lines(log), [])
+        log.output_moved(2, 4096)
+        moved = "Net 0/0, inference: moved out of the graph pool, because they outlived their step: "
+        self.assertEqual(self.lines(log), [f"{moved}1 output, 1 time, 4.1 kB"])
+        for number in (2, 0):
+            log.output_moved(number, 4096)
+        self.assertEqual(self.lines(log), [f"{moved}2 outputs, 3 times, 12.3 kB"])
+
+    def test_outputs_that_cannot_be_kept(self):
+        (line,) = self.lines(function(why_not_kept="torch is old"))
+        self.assertTrue(line.endswith("outputs that outlive their step are overwritten, because torch is old"), line)
+
+
 class TestCopies(TestCase):
     """The report's lines on live inputs that are copied."""
 
