@@ -100,7 +100,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(
         name="pygraph_outputs",
         values=("keep", "upstream"),
-        default="upstream",
+        default="keep",
         changes_artifacts=False,
         help="Outputs of earlier steps. `keep`: they stay valid. `upstream`: they are overwritten, or reading them "
         "raises.",
@@ -138,7 +138,7 @@ class Settings:
     indirection: str
     selective: str
     verify: str = "off"
-    outputs: str = "upstream"
+    outputs: str = "keep"
     pool_bytes: int = 0
 
     @staticmethod

@@ -92,7 +92,8 @@ class Measurements:
 
     def made(self, way: Execution) -> int:
         """Measured calls, including those that the GPU has not finished."""
-        return self.finished(way) + sum(pending[0] is way for pending in self._pending)
+        pending = list(self._pending)  # while Python code iterates, a finalizer may call the function
+        return self.finished(way) + sum(waiting is way for waiting, _ in pending)
 
     def facts(self, *, has_fast_path: bool) -> Facts | None:
         """The facts of the newest recording; None if there is none, or if its nodes are not known."""

@@ -1,8 +1,8 @@
 """Which outputs the functions of a manager hand out, and the memory that each call is given for them.
 
 A function of a graph for inference hands out all outputs that it allocates, if it is the graph's only partition. Other
-outputs are handed out once they outlived their steps. An output that a recording cannot write to memory of each call
-stays in the graph pool. If the outputs change, the function is recorded again.
+outputs are handed out once they outlived their steps, from the next call on. An output that a recording cannot write to
+memory of each call stays in the graph pool. If the outputs change, the function is recorded again.
 """
 
 from __future__ import annotations
@@ -40,15 +40,19 @@ class Manages(Protocol):
 class HandingOut:
     """The outputs that the functions of one manager hand out; methods are given the manager and do not keep it."""
 
-    __slots__ = ("_memory", "_templates")
+    __slots__ = ("_memory", "_outlived", "_templates")
 
     def __init__(self) -> None:
         self._memory: dict[Any, dict[int, Memory]] = {}  # by function, then by output
         self._templates: dict[Any, Templates] = {}  # by function
+        self._outlived: list[FunctionModel] = []  # functions that hand out more outputs from the next call on
 
     @contextlib.contextmanager
-    def call(self, function_id: Any, inputs: list[Any]) -> Iterator[None]:
+    def call(self, manager: Manages, function_id: Any, inputs: list[Any]) -> Iterator[None]:
         """Goes around a call of the manager; appends memory for outputs to its inputs."""
+        while self._outlived:
+            model = self._outlived.pop()
+            self._change(manager, model, "outputs that outlive their steps are handed out from now on")
         templates = self._templates.get(function_id)
         if templates is None and templates_of_call() is None:
             yield
@@ -99,7 +103,10 @@ class HandingOut:
             self._change(manager, model, "an output cannot be given by address")
 
     def moved(self, manager: Manages, path: Iterable[Any]) -> None:
-        """Lets functions hand out the outputs on a path that outlived their steps."""
+        """Lets functions hand out the outputs on a path that outlived their steps, from the next call on.
+
+        The call that is under way has its inputs already, and may be one of the same function.
+        """
         models = {id(model): model for node in path if keeps_outputs(model := node.wrapped_function.model)}
         for model in models.values():
             outlived = {number for number, (times, _) in model.log.moved.items() if times >= _OUTLIVED}
@@ -111,7 +118,7 @@ class HandingOut:
             if wanted & memory.keys():
                 known = wanted.union(model.handed.outputs)
                 model.handed = Handed.of({n: found for n, found in memory.items() if n in known})
-                self._change(manager, model, "outputs that outlive their steps are handed out from now on")
+                self._outlived.append(model)
 
     def _ids(self, manager: Manages, model: FunctionModel) -> list[Any]:
         """The ids of a function that was warmed up: one, or one for each set of its integers."""

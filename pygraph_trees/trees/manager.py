@@ -158,7 +158,7 @@ class Manager(fast_path.TreeState, Upstream):
             return self._run_beside(new_inputs, function_id)
         try:
             self._turn_of = new_inputs
-            with self.handing_out.call(function_id, new_inputs):
+            with self.handing_out.call(self, function_id, new_inputs):
                 return super().run(new_inputs, function_id)
         finally:
             self._turn_of = None

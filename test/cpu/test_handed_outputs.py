@@ -238,7 +238,7 @@ class TestHandingOut(TestCase):
 
     def inputs(self, manager):
         inputs = [self.x]
-        with manager.handing_out.call(self.ID, inputs):
+        with manager.handing_out.call(manager, self.ID, inputs):
             pass
         return [tuple(value.shape) for value in inputs]
 
@@ -249,7 +249,7 @@ class TestHandingOut(TestCase):
         self.assertEqual(wrapped.mutated_input_idxs, (0, 1, 2))
         self.assertEqual([p.name for p in wrapped.placeholders], ["x", "output 0", "output 1"])
         inputs = [self.x]
-        with manager.handing_out.call(self.ID, inputs):
+        with manager.handing_out.call(manager, self.ID, inputs):
             given = inputs[1:]
             outputs = model(inputs)
         self.assertIs(outputs[1], given[1])
@@ -280,6 +280,18 @@ class TestHandingOut(TestCase):
         manager.handing_out.moved(manager, [node])
         self.assertEqual(len(self.again), 1)
 
+    def test_the_call_that_finds_it_goes_on_without_memory(self):
+        model = function(mode="backward")
+        manager, node = self.warmed_up(model, self.manager(model)), Plain(wrapped_function=Plain(model=model))
+        inputs = [self.x]
+        with manager.handing_out.call(manager, self.ID, inputs):
+            for _ in range(2):
+                model.log.output_moved(1, 8)
+                manager.handing_out.moved(manager, [node])
+            self.assertEqual((len(inputs), self.again), (1, []))
+            self.assertEqual(manager.ids_to_funcs[self.ID].mutated_input_idxs, ())
+        self.assertEqual(self.inputs(manager), [(4,), (2,)])
+
     def test_an_output_without_an_allocation_never_is(self):
         model = function(mode="backward")
         manager, node = self.warmed_up(model, self.manager(model)), Plain(wrapped_function=Plain(model=model))
@@ -290,7 +302,7 @@ class TestHandingOut(TestCase):
 
     def test_an_output_that_cannot_be_given_by_address_stays_in_the_pool(self):
         manager = self.warmed_up(model := function(), self.manager(model))
-        with manager.handing_out.call(self.ID, []):
+        with manager.handing_out.call(manager, self.ID, []):
             templates = handing_out.templates_of_call()
         model.refused = {0: "its own", 1: "hidden"}
         decisions = {1: Decision(Route.COPY, "hidden"), 2: Decision(Route.PATCH, None)}
@@ -305,7 +317,7 @@ class TestHandingOut(TestCase):
     def test_memory_in_which_no_output_is_returned_is_not_given_again(self):
         """A library allocated the output where an earlier buffer had been."""
         manager = self.warmed_up(model := function(), self.manager(model))
-        with manager.handing_out.call(self.ID, []):
+        with manager.handing_out.call(manager, self.ID, []):
             templates = handing_out.templates_of_call()
         decisions = {index: Decision(Route.PATCH, None) for index in (1, 2)}
         live = Plain(decisions=decisions, outputs={1: (2, None)})
@@ -314,15 +326,15 @@ class TestHandingOut(TestCase):
 
     def test_all_stay_if_no_input_is_given_by_address(self):
         manager = self.warmed_up(model := function(), self.manager(model))
-        with manager.handing_out.call(self.ID, []):
+        with manager.handing_out.call(manager, self.ID, []):
             node = Plain(templates=handing_out.templates_of_call(), live=None)
         manager.handing_out.recorded(manager, model, node)
         self.assertEqual((self.inputs(manager), model.handed), ([(4,)], Handed()))
 
     def test_a_call_inside_of_another_has_templates_of_its_own(self):
         manager = self.warmed_up(model := function(), self.manager(model))
-        with manager.handing_out.call(self.ID, []):
-            with manager.handing_out.call("another", inputs := [self.x]):
+        with manager.handing_out.call(manager, self.ID, []):
+            with manager.handing_out.call(manager, "another", inputs := [self.x]):
                 self.assertIsNone(handing_out.templates_of_call())
             self.assertIsNotNone(handing_out.templates_of_call())
         self.assertEqual(len(inputs), 1)

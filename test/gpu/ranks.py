@@ -1,8 +1,8 @@
 """Programs that run on several ranks, and compare each step with eager: ``torchrun ranks.py NAME``.
 
 A program is called on each rank and raises if a value differs. ``--device cpu`` runs it with gloo and without graphs.
-Rank 0 prints the facts of the report as JSON: recordings in all and after the third step, replays, un-graphed calls and
-copied bytes.
+Rank 0 prints the facts of the report as JSON: recordings in all and after the third step, their reasons, replays,
+un-graphed calls and copied bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import datetime
+import gc
 import json
 import os
 import sys
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("PYGRAPH_SELECTIVE", "always")
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
@@ -38,10 +40,31 @@ def program(run: Program) -> Program:
     return run
 
 
-def layers(device: torch.device, depth: int = 3) -> nn.Module:
+class Block(nn.Module):
+    """A module of the program's own: Dynamo compiles no frame of torch's, of which a parallel wrapper's call begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x))
+
+
+class Layers(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def layers(device: torch.device, depth: int = 3) -> Layers:
     torch.manual_seed(0)
-    pairs = [(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(depth)]
-    return nn.Sequential(*(module for pair in pairs for module in pair)).to(device)
+    return Layers(depth).to(device)
 
 
 def graphed(fn: Callable[..., object]) -> Callable[..., torch.Tensor]:
@@ -98,13 +121,11 @@ def fully_sharded(device: torch.device) -> None:
     from torch.distributed.fsdp import fully_shard
 
     made = [layers(device) for _ in range(2)]
-    for block in made[0]:
-        if isinstance(block, nn.Linear):
-            block.compile(mode="reduce-overhead")
+    for block in made[0].blocks:
+        block.compile(mode="reduce-overhead")
     for model in made:
-        for block in model:
-            if isinstance(block, nn.Linear):
-                fully_shard(block)
+        for block in model.blocks:
+            fully_shard(block)
         fully_shard(model)
     train(made[0], made[1], device, made[0])
 
@@ -115,8 +136,9 @@ def tensor_parallel(device: torch.device) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    single = layers(device)
-    parallel = parallelize_module(copy.deepcopy(single), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    single = layers(device, depth=2)
+    plan = {"blocks.0.linear": ColwiseParallel(), "blocks.1.linear": RowwiseParallel()}
+    parallel = parallelize_module(copy.deepcopy(single), mesh, plan)
     call = graphed(parallel)
     torch.manual_seed(3)  # the same batches on all ranks
     with torch.no_grad():
@@ -191,6 +213,7 @@ def main() -> None:
             "functions": len(report.functions),
             "recordings": report.recordings,
             "after the third step": report.recordings - _settled[0] if _settled else None,
+            "reasons": [recording.reason for function in report.functions for recording in function.recordings],
             "replays": report.replays,
             "ungraphed": sum(function.ungraphed_calls for function in report.functions),
             "why": sorted({function.why_ungraphed for function in report.functions if function.ungraphed_calls}),
@@ -199,6 +222,8 @@ def main() -> None:
             "seconds": round(time.perf_counter() - begin, 1),
         }
         print(f"FACTS {json.dumps(facts)}", flush=True)
+    torch._dynamo.reset()  # NCCL waits until no graph has captured a collective
+    gc.collect()
     dist.destroy_process_group()
 
 

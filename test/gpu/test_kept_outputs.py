@@ -232,6 +232,25 @@ class TestTraining(KeptTestCase):
             for one, other in zip(model.parameters(), eager.parameters(), strict=True):
                 self.close(one, other, number)
 
+    def test_outputs_of_a_forward(self) -> None:
+        """They are handed out once they outlived two steps. The call that finds this is one of the same function."""
+        model, eager = self.both()
+        graphed, kept = self.graphed(model), []
+        for step in range(12):
+            x = self.some()
+            kept.append((graphed(x), eager(x)))
+            for output in kept[-1]:
+                output.square().mean().backward()
+            for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+                self.close(one.grad, other.grad, step)
+                one.grad = other.grad = None
+        for step, (found, wanted) in enumerate(kept):
+            self.close(found, wanted, step)
+        (forward,) = [function for function in self.functions() if function.mode == "forward"]
+        newest = forward.recordings[-1]
+        self.assertEqual([(i.kind, i.route) for i in newest.inputs if i.kind == "output"], [("output", "patch")])
+        self.assertEqual((newest.copied_bytes, forward.ungraphed_calls), (0, 0))
+
     def test_losses_that_are_read_at_the_end(self) -> None:
         model, eager = self.both()
         graphed = self.graphed(lambda x: model(x).square().mean())

@@ -10,6 +10,7 @@ by its number of steps; the median over rounds. Values are compared with eager's
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as functional
@@ -170,6 +172,8 @@ def main() -> int:
             print(result["program"], ", ".join(f"{way} {ms:.3f} ms" for way, ms in result["ms"].items()), flush=True)
         how = {"ranks": dist.get_world_size(), "topology": topology(), "rounds": options.rounds, "steps": options.steps}
         write_figures(options.out, found, **how)
+    torch._dynamo.reset()  # NCCL waits until no graph has captured a collective
+    gc.collect()
     dist.destroy_process_group()
     return 0
 
