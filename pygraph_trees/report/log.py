@@ -27,6 +27,7 @@ from .records import (
     GraphRecord,
     InputRecord,
     MovedOutput,
+    OutputRecord,
     Partition,
     PartitionInput,
     Placed,
@@ -54,6 +55,7 @@ class RecordingLog:
     parent: int | None = None
     reason: str = ""
     inputs: tuple[tuple[Any, ...], ...] = ()  # the fields of one :class:`InputRecord` each, which is made on demand
+    outputs: tuple[tuple[int, str, int], ...] = ()  # of one :class:`OutputRecord` each
     kernels: int | None = None
     other_nodes: int | None = None
     record_s: float = 0.0
@@ -78,7 +80,9 @@ class RecordingLog:
 
     def record(self) -> RecordingRecord:
         facts = {f.name: getattr(self, f.name) for f in fields(RecordingRecord)}
-        return RecordingRecord(**facts | {"inputs": tuple(InputRecord(*given) for given in self.inputs)})
+        facts["inputs"] = tuple(InputRecord(*given) for given in self.inputs)
+        facts["outputs"] = tuple(OutputRecord(*made) for made in self.outputs)
+        return RecordingRecord(**facts)
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from .markup import Section, render
 from .recorded_tree import function_anchor, recorded_tree, recording_anchor
-from .records import FunctionRecord, GraphRecord, InputRecord, PartitionInput, Snapshot
+from .records import FunctionRecord, GraphRecord, InputRecord, OutputRecord, PartitionInput, Snapshot
 from .text import called, environment_lines, nbytes, problems
 
 if TYPE_CHECKING:
@@ -128,7 +128,21 @@ def _functions(functions: Sequence[FunctionRecord]) -> Markup:
         recording_anchor=recording_anchor,
         input_rows=_input_rows,
         kinds_of=lambda inputs: ", ".join(f"{n} {kind}" for kind, n in Counter(i.kind for i in inputs).items()),
+        places_of=_places_of,
     )
+
+
+_PLACES = {"handed out": "handed out by address", "pool": "in the graph pool", "input": "on an input"}
+
+
+def _places_of(outputs: Sequence[OutputRecord]) -> str:
+    """How many outputs are where, with their bytes."""
+    found = []
+    for place, words in _PLACES.items():
+        sizes = [output.nbytes for output in outputs if output.place == place]
+        if sizes:
+            found.append(f"{len(sizes)} {words} ({nbytes(sum(sizes))})")
+    return ", ".join(found)
 
 
 def _input_rows(inputs: Sequence[InputRecord]) -> list[list[str]]:

@@ -98,6 +98,15 @@ class InputRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputRecord:
+    """An output of a recording that is a tensor."""
+
+    number: int  # among the function's outputs
+    place: str  # "handed out": in memory of each call, by address; "pool": in the graph pool; "input": on an input
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class RecordingRecord:
     """One captured graph."""
 
@@ -112,6 +121,7 @@ class RecordingRecord:
     replays: int
     extra_copies: int = 0  # inputs copied for one call: less aligned than recorded, or in the graph pool
     extra_copied_bytes: int = 0
+    outputs: tuple[OutputRecord, ...] = ()
 
     @property
     def copied_bytes(self) -> int:

@@ -23,6 +23,7 @@ from .records import (
 
 _MOST_CAUSES = 6  # of one graph
 _MOST_REASONS = 4  # of one function
+_MOST_OUTPUTS = 3  # of one function
 _SHORT = {"inference": "inf", "forward": "fwd", "backward": "bwd"}
 
 
@@ -195,13 +196,19 @@ def _function_notes(functions: Sequence[FunctionRecord]) -> Iterator[str]:
 
 def _outlived(function: FunctionRecord) -> Iterator[str]:
     """What became of outputs that were alive when the next step began."""
-    moved = function.moved_outputs
-    if moved:
-        times, total = sum(output.times for output in moved), nbytes(sum(output.nbytes for output in moved))
+    places = {output.number: output.place for r in function.recordings[-1:] for output in r.outputs}
+    moved = sorted(function.moved_outputs, key=lambda output: -output.nbytes)
+    for output in moved[:_MOST_OUTPUTS]:
+        since = ", handed out since" if places.get(output.number) == "handed out" else ""
+        times = counted(output.times, "time")
         yield (
-            f"{_place(function)}: moved out of the graph pool, because they outlived their step: "
-            f"{counted(len(moved), 'output')}, {counted(times, 'time')}, {total}"
+            f"{_place(function)}: output {output.number} outlived its step: moved out of the graph pool {times}, "
+            f"{nbytes(output.nbytes)}{since}"
         )
+    if len(moved) > _MOST_OUTPUTS:
+        others = moved[_MOST_OUTPUTS:]
+        total = nbytes(sum(output.nbytes for output in others))
+        yield f"{_place(function)}: {counted(len(others), 'other output')} outlived steps: moved, {total}"
     if function.why_not_kept:
         yield f"{_place(function)}: outputs that outlive their step are overwritten, because {function.why_not_kept}"
 

@@ -155,6 +155,7 @@ class HandingOut:
 def _may_hand_out(model: Any) -> bool:
     return (
         keeps_outputs(model)
+        and not model.log.has_collective  # it may hide the address of any memory
         and input_rules.uses_addresses(model)
         and input_rules.knows_its_writes(model)
         and generated_by_inductor(model.model)

@@ -115,10 +115,17 @@ class Manager(fast_path.TreeState, Upstream):
     def try_end_curr_recording(self, function_id: Any) -> None:
         self._keep_outputs()
         super().try_end_curr_recording(function_id)
+        self._give_back_if_ended()
 
     def try_end_curr_warmup(self, function_id: Any) -> None:
         self._keep_outputs()
         super().try_end_curr_warmup(function_id)
+        self._give_back_if_ended()
+
+    def _give_back_if_ended(self) -> None:
+        """Gives back recordings that are not needed, before the call that ended the step makes new ones."""
+        if self.reclaiming.forgotten and self.current_node is None:
+            self.reclaiming.give_back(self)
 
     def _keep_outputs(self, *, is_last: bool = False) -> None:
         """Moves outputs that are alive if a new step begins, or if ``is_last``."""

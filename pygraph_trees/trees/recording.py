@@ -35,6 +35,7 @@ from .handed_outputs import Templates, templates_of_call
 from .input_records import describe
 from .kept_outputs import kept_indices
 from .liveness import deaths, register, release_unneeded
+from .output_records import describe_outputs
 from .outputs import as_they_read, is_on_live_input, without_staged
 from .pools import ranges_of
 
@@ -110,6 +111,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             and not _is_debugged()
         )
         self.log.inputs = tuple(describe(self, self._live, self._copied_indices(), attempts.why_copied))
+        self.log.outputs = tuple(describe_outputs(self, self._live, self.templates))
         if isinstance(wrapped_function.model, FunctionModel):
             decisions = {} if self._live is None else self._live.decisions
             reads_table = any(decision.route is Route.TABLE for decision in decisions.values())

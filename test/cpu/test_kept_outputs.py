@@ -237,6 +237,21 @@ class TestSteps(TestCase):
             getattr(self.manager, ended)(*arguments)
         self.assertEqual(upstream, [(arguments, [node] if begins else [])])
 
+    @parametrize("name", ["recording", "warmup"])
+    def test_recordings_are_given_back_before_the_call_makes_new_ones(self, name):
+        """Otherwise the next call would give back the new ones too."""
+        given_back = self.enterContext(mock.patch.object(type(self.manager.reclaiming), "give_back"))
+        ended, self.manager.keeps_outputs = f"try_end_curr_{name}", False
+
+        def end(manager, _):
+            manager.current_node = None
+
+        for forgotten, ends in (([], True), ([3], False), ([3], True)):
+            self.manager.reclaiming.forgotten, self.manager.current_node = forgotten, object()
+            with mock.patch.object(Upstream, ended, end if ends else lambda *_: None):
+                getattr(self.manager, ended)(7)
+            self.assertEqual(given_back.call_count, int(bool(forgotten) and ends))
+
     def test_nothing_is_moved_while_the_program_captures(self):
         with (
             mock.patch.object(Upstream, "try_end_curr_execution", lambda _: None),

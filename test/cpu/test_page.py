@@ -29,6 +29,8 @@ from pygraph_trees.report.records import (
     GraphBreak,
     GraphRecord,
     InputRecord,
+    MovedOutput,
+    OutputRecord,
     Partition,
     PartitionInput,
     Placed,
@@ -357,6 +359,14 @@ class TestPage(TestCase):
         many = tuple(InputRecord(i, None, "live", "cuda:0", 4, 4, False, "copy", "why") for i in range(900))
         shown = report([function(RecordingRecord(0, None, "first call", many, 1, 0, 0.1, 0, 1))]).to_html()
         self.assertIn("Only the first 400 of 900 are shown.", shown)
+
+    def test_outputs(self):
+        outputs = OutputRecord(0, "handed out", 2000), OutputRecord(1, "handed out", 1000), OutputRecord(2, "pool", 8)
+        made = replace(recording(0), outputs=outputs)
+        shown = report([function(made, moved_outputs=(MovedOutput(2, 1, 8),))]).to_html()
+        self.elements(shown)
+        self.assertIn("Outputs: 2 handed out by address (3.0 kB), 1 in the graph pool (8 B).", shown)
+        self.assertIn("Output 2 outlived its step: moved out of the graph pool 1 time, 8 B.", shown)
 
     def test_figures(self):
         failed = measurement("compile", latency_ms=None, error=EVIL)

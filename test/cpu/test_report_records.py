@@ -9,6 +9,7 @@ import threading
 import unittest
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -30,9 +31,10 @@ from pygraph_trees.report.log import (
     partition_from_json,
 )
 from pygraph_trees.report.naming import program_name, source_line
-from pygraph_trees.report.records import Cause, Environment, FeatureState, Partition, PartitionInput
+from pygraph_trees.report.records import Cause, Environment, FeatureState, OutputRecord, Partition, PartitionInput
 from pygraph_trees.report.summary import Report
 from pygraph_trees.report.text import nbytes, render, table
+from pygraph_trees.trees.output_records import describe_outputs
 
 CAUSE = Cause("DeviceCopy ops", "prims.device_put.default", "model.py:31 in forward: y = table.to(x.device)")
 SPLIT = (
@@ -138,12 +140,36 @@ class TestOutputs(TestCase):
     def test_outputs_that_moved(self):
         log = function()
         self.assertEqual(self.lines(log), [])
+        where = "Net 0/0, inference: output"
         log.output_moved(2, 4096)
-        moved = "Net 0/0, inference: moved out of the graph pool, because they outlived their step: "
-        self.assertEqual(self.lines(log), [f"{moved}1 output, 1 time, 4.1 kB"])
+        moved = "outlived its step: moved out of the graph pool"
+        self.assertEqual(self.lines(log), [f"{where} 2 {moved} 1 time, 4.1 kB"])
         for number in (2, 0):
             log.output_moved(number, 4096)
-        self.assertEqual(self.lines(log), [f"{moved}2 outputs, 3 times, 12.3 kB"])
+        outputs = ((0, "pool", 4096), (2, "handed out", 4096))
+        log.recorded(RecordingLog(number=0, reason="first call", outputs=outputs))
+        seldom, often = f"{where} 0 {moved} 1 time, 4.1 kB", f"{where} 2 {moved} 2 times, 8.2 kB, handed out since"
+        self.assertEqual(self.lines(log), [often, seldom])
+        for number in (5, 6):
+            log.output_moved(number, 1024)
+        others = "Net 0/0, inference: 1 other output outlived steps: moved, 1.0 kB"
+        self.assertEqual(self.lines(log)[-2:], [f"{where} 5 {moved} 1 time, 1.0 kB", others])
+
+    def test_where_outputs_are(self):
+        unaliased = object()
+        node = SimpleNamespace(
+            outputs_metadata=[None, {"nbytes": 8}, {"nbytes": 16}, 7, None],
+            output_storage_alias=[unaliased, None, unaliased, unaliased, unaliased],
+        )
+        items = [SimpleNamespace(index=index, placeholder_tensor=torch.ones(index)) for index in (3, 4)]
+        live = SimpleNamespace(items=items, outputs={0: (4, None), 4: (3, None)})
+        templates = SimpleNamespace(handed=SimpleNamespace(outputs=(0,)))
+        found = list(describe_outputs(node, live, templates))
+        self.assertEqual(found, [(0, "handed out", 16), (1, "input", 8), (2, "pool", 16), (4, "input", 12)])
+        self.assertEqual(list(describe_outputs(node, None, None)), [(1, "input", 8), (2, "pool", 16)])
+        log = function()
+        log.recorded(RecordingLog(number=0, reason="first call", outputs=tuple(found)))
+        self.assertEqual(log.record().recordings[0].outputs[0], OutputRecord(0, "handed out", 16))
 
     def test_outputs_that_cannot_be_kept(self):
         (line,) = self.lines(function(why_not_kept="torch is old"))

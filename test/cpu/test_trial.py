@@ -257,6 +257,29 @@ class TestTrial(TrialTestCase):
                 self.assertLessEqual(measured, 2 * RULES.most_pairs)
             self.assertTrue(trial.is_over)
 
+    def test_finalizers_call_while_measured_calls_are_counted(self):
+        counted = measurements.Measurements(FunctionLog("Net", None, "inference", 1, {}), None)
+        counted._pending.extend([(Execution.GRAPHED, None)] * 3)
+
+        class Garbage:
+            """Makes a measured call when it is collected, and more garbage."""
+
+            def __init__(self):
+                self.itself = self
+
+            def __del__(self):
+                counted._pending.append((Execution.GRAPHED, None))
+                if len(counted._pending) < 100:
+                    Garbage()
+
+        self.addCleanup(gc.set_threshold, *gc.get_threshold())
+        gc.collect()
+        Garbage()
+        gc.set_threshold(1)  # each allocation collects
+        made = counted.made(Execution.GRAPHED)
+        gc.set_threshold(0)
+        self.assertGreater(made, 3)
+
     def test_one_trial_at_a_time(self):
         """The other function is graphed until the first one is decided."""
         first, second = (Function(self.world, self.trial()) for _ in range(2))

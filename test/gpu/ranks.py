@@ -1,7 +1,7 @@
 """Programs that run on several ranks, and compare each step with eager: ``torchrun ranks.py NAME``.
 
 A program is called on each rank and raises if a value differs. ``--device cpu`` runs it with gloo and without graphs.
-Rank 0 prints the facts of the report as JSON: recordings in all and after the third step, their reasons, replays,
+Rank 0 prints the facts of the report as JSON: recordings made by the end of each step, their reasons, replays,
 un-graphed calls and copied bytes.
 """
 
@@ -28,11 +28,11 @@ from torch import nn
 
 import pygraph_trees
 
-STEPS = 8
+STEPS = 12
 WIDTH = 512  # a layer takes 1 MB, so that data parallelism has several buckets
 Program = Callable[[torch.device], None]
 PROGRAMS: dict[str, Program] = {}
-_settled: list[int] = []  # recordings after the third step
+_recordings: list[int] = []  # in all, after each step
 
 
 def program(run: Program) -> Program:
@@ -80,9 +80,8 @@ def close(found: torch.Tensor, wanted: torch.Tensor, where: str) -> None:
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4, msg=lambda text: f"{where}: {text}")
 
 
-def after_step(step: int) -> None:
-    if step == 2:
-        _settled.append(pygraph_trees.report().recordings)
+def after_step() -> None:
+    _recordings.append(pygraph_trees.report().recordings)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -104,7 +103,7 @@ def train(ours: nn.Module, eager: nn.Module, device: torch.device, call: Callabl
         close(losses[0], losses[1], f"step {step}, loss")
         for (name, one), other in zip(ours.named_parameters(), eager.parameters(), strict=True):
             close(whole(one.detach()), whole(other.detach()), f"step {step}, {name}")
-        after_step(step)
+        after_step()
 
 
 @program
@@ -145,7 +144,7 @@ def tensor_parallel(device: torch.device) -> None:
         for step in range(STEPS):
             batch = torch.randn(16, WIDTH, device=device)
             close(call(batch), single(batch), f"step {step}")
-            after_step(step)
+            after_step()
 
 
 @program
@@ -161,7 +160,7 @@ def collective_inside(device: torch.device) -> None:
     with torch.no_grad():
         for step, batch in enumerate(batches(device)):
             close(call(batch, weight), fn(batch, weight), f"step {step}")
-            after_step(step)
+            after_step()
 
 
 @program
@@ -177,7 +176,7 @@ def collective_between(device: torch.device) -> None:
             torch.ones(1 << 20, device=device).cumsum(0)
             work.wait()
             close(found, wanted, f"step {step}")
-            after_step(step)
+            after_step()
 
 
 @program
@@ -211,8 +210,7 @@ def main() -> None:
         newest = [function.recordings[-1] for function in report.functions if function.recordings]
         facts = {
             "functions": len(report.functions),
-            "recordings": report.recordings,
-            "after the third step": report.recordings - _settled[0] if _settled else None,
+            "recordings": _recordings,
             "reasons": [recording.reason for function in report.functions for recording in function.recordings],
             "replays": report.replays,
             "ungraphed": sum(function.ungraphed_calls for function in report.functions),

@@ -111,6 +111,9 @@ def measure(name: str, device: torch.device, rounds: int, steps: int) -> dict[st
             with way.active(), torch.set_grad_enabled(program.training):
                 program.step(way.callable, args, {})
                 samples[way.name].append(_block(lambda: program.step(way.callable, args, {}), device, steps))  # noqa: B023
+    for way in ways:
+        if way.trees is not None:
+            way.trees.clear()
     return {
         "program": name,
         "ms": {way: median(found) for way, found in samples.items()},
