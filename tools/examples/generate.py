@@ -73,7 +73,6 @@ def compiled_step(model: GPT) -> Step:
 def advance(step: Step, conversation: Conversation, count: int) -> None:
     """Writes ``count`` more bytes. Nothing is read back, so the host does not wait for the GPU."""
     for _ in range(count):
-        torch.compiler.cudagraph_mark_step_begin()
         step(conversation.text, conversation.position, conversation.cache)
 
 

@@ -3,8 +3,9 @@
 usage: python tools/examples/train.py [--out WEIGHTS] [--steps N] [--upstream | --against-upstream]
 
 A step allocates its rows of text, so their addresses change, and sets the learning rate in a tensor that the compiled
-optimizer reads. ``--upstream`` uses torch's CUDA graphs. ``--against-upstream`` runs both ways and exits with 1 if
-losses differ by over ``--tolerance``: the GPU adds in any order, so they drift.
+optimizer reads. ``--upstream`` uses torch's CUDA graphs, which need a mark at the begin of each step.
+``--against-upstream`` runs both ways and exits with 1 if losses differ by over ``--tolerance``: the GPU adds in any
+order, so they drift.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # if the package is not installed
 
-if "--upstream" in sys.argv:
+UPSTREAM = "--upstream" in sys.argv
+if UPSTREAM:
     os.environ["PYGRAPH_DISABLE"] = "1"  # makes the import below leave torch alone
 
 import torch
@@ -28,7 +30,7 @@ from torch.nn.functional import cross_entropy
 
 import pygraph_trees  # no other change is needed
 
-WARM_UP = 5  # steps until all is compiled and recorded
+WARM_UP = 8  # steps until all is compiled and recorded
 
 
 class Training:
@@ -58,9 +60,9 @@ class Training:
         return cross_entropy(logits.reshape(-1, VOCABULARY), rows[:, 1:].reshape(-1))
 
     def step(self) -> torch.Tensor:
-        """The loss before the step; the next step overwrites it."""
-        # Forward, backward and update are one step: the update reads gradients in the memory of the backward's graph.
-        torch.compiler.cudagraph_mark_step_begin()
+        """The loss before the step."""
+        if UPSTREAM:  # torch's graphs would overwrite the gradients that the compiled update reads
+            torch.compiler.cudagraph_mark_step_begin()
         self.rate.fill_(learning_rate(self.done, self.steps))
         loss = self.compiled_loss(self.rows())
         loss.backward()
