@@ -63,7 +63,7 @@ class TestRandomPlacement(IndirectionTestCase):
         self.assertGreater(sum(map(bool, moved)), 30)
 
     def test_compiled(self):
-        """Three calls of each graph agree: the second is recorded, the third is a replay."""
+        """Calls of each graph agree: the second is recorded, or the third, if an output stays in the pool."""
         replays = []
 
         @settings(max_examples=15, **ANY)
@@ -73,7 +73,7 @@ class TestRandomPlacement(IndirectionTestCase):
             reset()
             program = run_steps(steps, outputs)
             graphed = torch.compile(program, mode="reduce-overhead", dynamic=False)
-            for call in range(3):
+            for call in range(5):
                 torch.compiler.cudagraph_mark_step_begin()
                 self.assertSame(graphed(*on_devices(inputs, call)), program(*on_devices(inputs, call)))
             replays.append(Facts.now().replays)
