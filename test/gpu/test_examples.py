@@ -42,7 +42,10 @@ class TestExamples(TestCase):
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, "PYGRAPH_SELECTIVE": "always"},  # otherwise the observed step may be one of a measurement
+            env={
+                **os.environ,
+                "PYGRAPH_SELECTIVE": "always",
+            },  # otherwise the observed step may be one of a measurement
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
