@@ -1,4 +1,4 @@
-"""Three of the benchmark's programs, smaller: each replay takes the fast path, and is given the new addresses of its inputs."""
+"""Three programs of the benchmark, smaller: replays take the fast path and are given new addresses of inputs."""
 
 from __future__ import annotations
 
