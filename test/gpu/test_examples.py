@@ -24,6 +24,8 @@ from processes import end
 from text import GPT, SIZES, save
 from torch.testing._internal.common_utils import TestCase, run_tests
 
+from pygraph_trees.trees.kept_outputs import why_not_moved
+
 TIMEOUT_S = 400  # for an example with its children; each takes less than half a minute on an idle machine
 
 
@@ -64,6 +66,7 @@ class TestExamples(TestCase):
         self.assertEqual((ours["copied_bytes"], ours["extra_copies"], ours["skips"]), (0, 0, 0))
         self.assertLessEqual(ours["recordings"], recordings)
 
+    @unittest.skipIf(why_not_moved() is not None, f"gradients do not outlive their step: {why_not_moved()}")
     def test_training(self):
         found, printed = self.run_example(
             "train.py", "--against-upstream", "--size", "tiny", "--steps", "24", "--tolerance", "0.001"
@@ -108,6 +111,7 @@ class TestExamples(TestCase):
         for name in names:
             self.assertGreater(found["ours"][name]["replays"], 5, f"{name}: {printed}")
 
+    @unittest.skipIf(why_not_moved() is not None, f"gradients do not outlive their step: {why_not_moved()}")
     def test_training_then_generation(self):
         found, printed = self.run_example("generate.py", "--size", "tiny", "--steps", "8", "--tokens", "12")
         self.assertEqual(len(found["texts"]), 4)

@@ -28,6 +28,11 @@ CALLS = 12
 class TestWorkloads(IndirectionTestCase):
     outputs = "keep"
 
+    def setUp(self) -> None:
+        super().setUp()
+        always = torch._inductor.config.patch({"triton.pygraph_selective": "always"})
+        self.enterContext(always)  # no call is one of a measurement
+
     @parametrize("name", SMALL)
     def test_fast_path(self, name: str) -> None:
         if name == "BERT-I" and is_torchvision_broken():

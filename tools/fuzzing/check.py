@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from pygraph_trees.benchmark.differences import difference
+from pygraph_trees.trees.kept_outputs import why_not_moved
 
 from .case import Case
 from .observation import Observation
@@ -138,7 +139,7 @@ def _compare(
     with contextlib.ExitStack() as stack:
         stack.callback(gc.collect)
         stack.callback(torch._dynamo.reset)
-        keeps = subject == "ours" and getattr(torch._inductor.config.triton, "pygraph_outputs", None) == "keep"
+        keeps = subject == "ours" and _are_outputs_kept()
         runners = [Runner(case, kind, device, keeps=keeps) for kind in (reference, subject)]
         for runner in runners:
             stack.callback(runner.close)
@@ -156,6 +157,11 @@ def _compare(
                 for runner in runners:
                     runner.detach_outputs()
     return Verdict(agreed, inside)
+
+
+def _are_outputs_kept() -> bool:
+    wanted = getattr(torch._inductor.config.triton, "pygraph_outputs", None)
+    return wanted == "keep" and why_not_moved() is None
 
 
 def _observe(runner: Runner, call: int) -> Observation:
