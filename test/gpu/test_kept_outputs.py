@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import threading
 import unittest
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -180,6 +181,29 @@ class TestInference(KeptTestCase):
             for found, wanted in outputs:
                 self.close(found, wanted)
             del others
+
+    def test_outputs_of_a_thread_that_has_ended(self) -> None:
+        model, kept = self.layers().eval(), []
+        graphed = self.graphed(model)
+
+        def work() -> None:
+            with torch.no_grad():
+                for _ in range(5):
+                    x = self.some()
+                    kept.append((graphed(x), model(x)))
+
+        for _ in range(3):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        work()
+        torch._dynamo.reset()
+        del graphed
+        gc.collect()
+        others = [torch.full((1 << 20,), 7.0, device=self.device) for _ in range(8)]
+        for call, (found, wanted) in enumerate(kept):
+            self.close(found, wanted, call)
+        del others
 
     def test_under_verification(self) -> None:
         model = self.layers().eval()
