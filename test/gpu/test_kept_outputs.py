@@ -186,17 +186,18 @@ class TestInference(KeptTestCase):
         model, kept = self.layers().eval(), []
         graphed = self.graphed(model)
 
-        def work() -> None:
+        def work(graphed: Callable[..., Any]) -> None:
             with torch.no_grad():
                 for _ in range(5):
                     x = self.some()
                     kept.append((graphed(x), model(x)))
 
         for _ in range(3):
-            thread = threading.Thread(target=work)
+            thread = threading.Thread(target=work, args=(graphed,))
             thread.start()
             thread.join()
-        work()
+        work(graphed)
+        del thread
         torch._dynamo.reset()
         del graphed
         gc.collect()
