@@ -105,7 +105,7 @@ class Manager(fast_path.TreeState, Upstream):
 
     @property
     def ends_steps(self) -> bool:
-        """Whether a new step ends the last step's path, after which outputs that are alive are moved."""
+        """Whether a new step always ends the last step's path, so that outputs that are alive are moved."""
         return self.keeps_outputs or (fast_path.MAY_CLONE and self.has_live_user_visible_output_cloning)
 
     def try_end_curr_execution(self, *args: Any, **kwargs: Any) -> None:
