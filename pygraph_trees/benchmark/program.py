@@ -114,7 +114,7 @@ class Program:
 
     def step(self, compiled_fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One call: the outputs, or ``(loss, gradients)`` in training."""
-        # Torch's graphs need it for a step of several compiled calls. Once one way marks its steps, all ways must.
+        # Upstream needs the mark if a step has several compiled calls. Once one way marks steps, all ways must.
         torch.compiler.cudagraph_mark_step_begin()
         if not self.training:
             with self.context():

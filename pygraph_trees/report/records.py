@@ -88,7 +88,7 @@ class InputRecord:
 
     index: int
     name: str | None  # the placeholder node's name
-    kind: str  # "static", "managed", "live"; "output": memory for one; "value" if it is not a tensor
+    kind: str  # "static", "managed", "live"; "output": memory for an output; "value" if it is not a tensor
     device: str | None
     nbytes: int
     copied_bytes: int  # copied into the recording at each replay

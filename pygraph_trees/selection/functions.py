@@ -108,7 +108,7 @@ def why_not_graphed(settings: Settings) -> str | None:
 def trial_of(log: FunctionLog, settings: Settings, device: int, *, has_fast_path: bool) -> Trial | None:
     """The trial of a function; None if it is not chosen by measurement.
 
-    Nor is a function with a collective, on which each rank might decide in another way.
+    A function that calls a collective has no trial, because ranks could decide differently.
 
     Each partition of an inference graph has a trial of its own. In training, where a forward gives its backward outputs
     in the graph pool, all partitions of both share one; a backward is compiled later. A trial lives as long as anything

@@ -1,8 +1,8 @@
 """The allocations of generated code, watched and replaced during one run.
 
 Generated code allocates with ``empty_strided_cuda``, a global of its module. :class:`Allocations` tells which
-allocation an output is in, and may return given tensors instead of new ones. :func:`watching` puts it in the place of
-the global.
+allocation an output is in, and may return given tensors instead of new ones. :func:`watching` replaces the global with
+it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Allocations:
         return tensor
 
     def memory_of(self, outputs: Iterable[Any]) -> dict[int, Memory]:
-        """By output, the allocation that it begins at. Of outputs in the same memory, only the first is listed."""
+        """The allocation in which each output begins; if several outputs share one, only the first is listed."""
         # An output is alive since its allocation, so no later one has the same address.
         found: dict[int, Memory] = {}
         for number, output in enumerate(outputs):
@@ -84,7 +84,7 @@ def generated_by_inductor(model: Any) -> bool:
 
 @contextlib.contextmanager
 def watching(model: Any, allocations: Allocations | None) -> Iterator[None]:
-    """Goes around one run of ``model`` in this thread; with None, allocations are not watched inside."""
+    """Wraps one run of ``model`` in this thread; with None, its allocations are not watched."""
     names = _globals_of(model)
     if names is None:
         yield

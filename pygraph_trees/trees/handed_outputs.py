@@ -1,8 +1,8 @@
 """Outputs that are handed out: a graph writes them to memory that each call allocates, as un-graphed code does.
 
 A function that hands out outputs has further inputs, a tensor for each, which it writes to and returns. :class:`Handed`
-says which outputs these are, :class:`Templates` makes the tensors. While a call is made, its templates tell generated
-code and recordings what its last inputs are.
+says which outputs these are, :class:`Templates` makes the tensors. During a call, generated code and recordings read
+from its templates what its last inputs are.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def templates_of_call() -> Templates | None:
 
 @contextlib.contextmanager
 def given_memory(templates: Templates | None) -> Iterator[None]:
-    """Goes around a call of a manager whose last inputs were made from ``templates``."""
+    """Wraps a call of a manager whose last inputs were made from ``templates``."""
     before, _call.templates = _call.templates, templates
     try:
         yield

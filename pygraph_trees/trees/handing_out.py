@@ -1,7 +1,7 @@
 """Which outputs the functions of a manager hand out, and the memory that each call is given for them.
 
 A function of a graph for inference hands out all outputs that it allocates, if it is the graph's only partition. Other
-outputs are handed out once they outlived their steps, from the next call on. An output that a recording cannot write to
+outputs are handed out after they outlive two steps, from the next call on. An output that a recording cannot write to
 memory of each call stays in the graph pool. If the outputs change, the function is recorded again.
 """
 
@@ -49,7 +49,7 @@ class HandingOut:
 
     @contextlib.contextmanager
     def call(self, manager: Manages, function_id: Any, inputs: list[Any]) -> Iterator[None]:
-        """Goes around a call of the manager; appends memory for outputs to its inputs."""
+        """Wraps a call of the manager; appends memory for outputs to its inputs."""
         while self._outlived:
             model = self._outlived.pop()
             self._change(manager, model, "outputs that outlive their steps are handed out from now on")
@@ -66,7 +66,7 @@ class HandingOut:
     def watched(
         self, manager: Manages, function_id: Any, inputs: list[Any]
     ) -> Iterator[Callable[[Iterable[Any]], None]]:
-        """Goes around a warm-up; gives a function that must be called with the outputs afterwards."""
+        """Wraps a warm-up; yields a function that must be called with the outputs afterwards."""
         model = manager.ids_to_funcs[function_id].model
         if function_id in self._memory or not _may_hand_out(model):
             yield lambda outputs: None
@@ -103,7 +103,7 @@ class HandingOut:
             self._change(manager, model, "an output cannot be given by address")
 
     def moved(self, manager: Manages, path: Iterable[Any]) -> None:
-        """Lets functions hand out the outputs on a path that outlived their steps, from the next call on.
+        """Lets functions hand out outputs on a path that outlived two steps, from the next call on.
 
         The call that is under way has its inputs already, and may be one of the same function.
         """

@@ -83,7 +83,7 @@ def _exchange(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> Non
 
 
 def _forget(places: Sequence[tuple[Any, int]], gone: torch.UntypedStorage) -> None:
-    """Lets references to a moved output refer to the storage that now has its old memory, and is about to be freed."""
+    """Redirects references to a moved output to the storage that has its old memory now and is freed next."""
     for made_by, number in places:
         held = made_by.outputs_weakrefs[number]
         held.remove_extra_reference()

@@ -105,7 +105,7 @@ class Manager(fast_path.TreeState, Upstream):
 
     @property
     def ends_steps(self) -> bool:
-        """Whether a new step never continues the last step's path, whose outputs are moved if they are alive."""
+        """Whether a new step always ends the last step's path, so that outputs that are alive are moved."""
         return self.keeps_outputs or (fast_path.MAY_CLONE and self.has_live_user_visible_output_cloning)
 
     def try_end_curr_execution(self, *args: Any, **kwargs: Any) -> None:
@@ -123,7 +123,7 @@ class Manager(fast_path.TreeState, Upstream):
         self._give_back_if_ended()
 
     def _give_back_if_ended(self) -> None:
-        """Gives back recordings that are not needed, before the call that ended the step makes new ones."""
+        """Gives back recordings that are not needed, unless a path is open. The current call may make new ones."""
         if self.reclaiming.forgotten and self.current_node is None:
             self.reclaiming.give_back(self)
 
@@ -137,7 +137,7 @@ class Manager(fast_path.TreeState, Upstream):
             self.handing_out.moved(self, node._path_from_root)
 
     def move_last_outputs(self) -> None:
-        """Moves outputs that are alive, before the graph pool is freed. If that is impossible, the log says so."""
+        """Moves outputs that are alive, before the graph pool is freed; logs a warning if that is impossible."""
         try:
             self._keep_outputs(is_last=True)
         except RuntimeError as error:  # no memory is free, or the GPU is lost

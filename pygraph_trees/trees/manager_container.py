@@ -1,7 +1,7 @@
 """The container of a device's manager, which never waits for its own lock.
 
 Upstream's locks are not reentrant, and a manager is made under two of them. A garbage collection meanwhile may run a
-finalizer of the program; if that calls a compiled function, the thread waits for its own lock for ever. Here the
+finalizer of the program; if that calls a compiled function, the thread waits for its own lock forever. Here the
 collector is off while a lock is held, and what a manager holds is freed after its lock is released.
 """
 

@@ -258,7 +258,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         copied: list[int] = []
         outputs = super()._record(on_placeholder_tensors, inputs)
         if self.graph is not None:
-            # Before the capture, torch sets the offset of random numbers on that stream; a replay sets it on this one.
+            # Torch sets the offset of random numbers on the capture's stream, and for a replay on the current stream.
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
         if live is not None:
             with torch.cuda.device(self.device):

@@ -28,6 +28,6 @@ def is_torchvision_broken() -> bool:
 
 @functools.cache
 def is_nccl_a_stub() -> bool:
-    """Whether a collective ends the process: a function of a newer NCCL may be a stub that aborts."""
+    """Whether a collective aborts the process, because torch calls a function of a newer NCCL that is a stub here."""
     done = subprocess.run([sys.executable, "-c", _ALL_REDUCE], capture_output=True, timeout=120, check=False)
     return done.returncode == -signal.SIGABRT

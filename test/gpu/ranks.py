@@ -41,7 +41,7 @@ def program(run: Program) -> Program:
 
 
 class Block(nn.Module):
-    """A module of the program's own: Dynamo compiles no frame of torch's, of which a parallel wrapper's call begins."""
+    """A module that is not torch's: Dynamo compiles no functions of torch after a graph break in a parallel wrapper."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def after_step() -> None:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of all shards."""
+    """The tensor with the values of all shards."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -165,7 +165,7 @@ def collective_inside(device: torch.device) -> None:
 
 @program
 def collective_between(device: torch.device) -> None:
-    """A collective on a stream of its own reads what a graph wrote, while the next graph runs."""
+    """A collective reads a graph's output on another stream, while the current stream goes on."""
     call = graphed(lambda x: (x * 2).sin())
     with torch.no_grad():
         for step, batch in enumerate(batches(device)):
@@ -181,7 +181,7 @@ def collective_between(device: torch.device) -> None:
 
 @program
 def a_rank_raises(device: torch.device) -> None:
-    """Rank 1 leaves in the middle of a step; the others must end too, and not wait for ever."""
+    """Rank 1 leaves in the middle of a step; the other ranks must end too."""
     call = graphed(lambda x: (x * 2).sin())
     for step, batch in enumerate(batches(device)):
         if step == 4 and dist.get_rank() == 1:

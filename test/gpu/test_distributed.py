@@ -1,4 +1,4 @@
-"""Programs on one and on two ranks, over NCCL: values as in eager, and no recording after the third step."""
+"""Programs on one and two ranks over NCCL: eager's values, and no recording after the third step (FSDP: the ninth)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.testing._internal.common_utils import TestCase, instantiate_parametri
 RANKS = Path(__file__).with_name("ranks.py")
 PROGRAMS = ("data_parallel", "fully_sharded", "tensor_parallel", "collective_inside", "collective_between")
 LONGEST_S = 150
-# Steps with recordings. FSDP gathers parameters wherever memory is free; they are static until they have moved once.
+# Steps that may record. FSDP gathers parameters at any free address; a function treats them as static until they move.
 SETTLES = {"fully_sharded": 9}
 
 

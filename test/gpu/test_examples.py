@@ -44,10 +44,8 @@ class TestExamples(TestCase):
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={
-                **os.environ,
-                "PYGRAPH_SELECTIVE": "always",
-            },  # otherwise the observed step may be one of a measurement
+            # Otherwise the observed step may be part of a measurement.
+            env={**os.environ, "PYGRAPH_SELECTIVE": "always"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

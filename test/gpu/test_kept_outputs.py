@@ -258,7 +258,7 @@ class TestTraining(KeptTestCase):
                 self.close(one, other, number)
 
     def test_outputs_of_a_forward(self) -> None:
-        """They are handed out once they outlived two steps. The call that finds this is one of the same function."""
+        """Outputs that outlive two steps are handed out, although a call of the same function is under way."""
         model, eager = self.both()
         graphed, kept = self.graphed(model), []
         for step in range(12):

@@ -37,7 +37,7 @@ class TestKeptOutputsEndurance(IndirectionTestCase):
         torch.manual_seed(7)
 
     def keep(self, step: int, outputs: Any) -> None:
-        """Keeps a random half of the outputs, or a view of one, and compares those whose time is over."""
+        """Keeps a random half of the outputs, or views of them, and compares those that were kept until this step."""
         for output in outputs:
             if self.drawn.random() < 0.5:
                 kept = output[1:] if self.drawn.random() < 0.3 else output
@@ -48,7 +48,7 @@ class TestKeptOutputsEndurance(IndirectionTestCase):
             self.assertTrue(bool(same.all()), f"step {step}: an output has changed")
 
     def assertSteady(self, step: Any) -> None:
-        """Memory after all steps is as after a tenth of them, but for outputs that are held."""
+        """After a tenth of the steps, memory does not grow."""
         first = max(4 * LONGEST, STEPS // 10)
         for number in range(first):
             step(number)

@@ -63,7 +63,7 @@ class TestRandomPlacement(IndirectionTestCase):
         self.assertGreater(sum(map(bool, moved)), 30)
 
     def test_compiled(self):
-        """Calls of each graph agree: the second is recorded, or the third, if an output stays in the pool."""
+        """Five calls of each graph agree with eager; the later ones are replays."""
         replays = []
 
         @settings(max_examples=15, **ANY)

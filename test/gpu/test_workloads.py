@@ -1,4 +1,4 @@
-"""Three programs of the benchmark, smaller: replays take the fast path and are given new addresses of inputs."""
+"""Three small programs of the benchmark: replays take the fast path, with inputs at new addresses in each call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TestWorkloads(IndirectionTestCase):
     def setUp(self) -> None:
         super().setUp()
         always = torch._inductor.config.patch({"triton.pygraph_selective": "always"})
-        self.enterContext(always)  # no call is one of a measurement
+        self.enterContext(always)  # no call is part of a measurement
 
     @parametrize("name", SMALL)
     def test_fast_path(self, name: str) -> None:

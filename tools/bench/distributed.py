@@ -1,4 +1,4 @@
-"""Steps of programs on several ranks: no graphs, upstream's and ours, in turns.
+"""Measures programs on several ranks: without graphs, with upstream's, and with ours, in turns.
 
 usage: torchrun --nproc-per-node N tools/bench/distributed.py [decode | bert ...] [--rounds N] [--steps N] [--out FILE]
 
@@ -94,7 +94,7 @@ PROGRAMS: dict[str, Callable[[torch.device], tuple[Program, tuple[Any, ...]]]] =
 
 
 def measure(name: str, device: torch.device, rounds: int, steps: int) -> dict[str, Any]:
-    """Milliseconds a step by way, and the greatest difference from eager's first value."""
+    """Milliseconds per step by way, and the largest difference from eager's first value."""
     program, args = PROGRAMS[name](device)
     ways = make_ways(program, ["eager", *WAYS])
     samples: dict[str, list[float]] = {way.name: [] for way in ways}
@@ -123,7 +123,7 @@ def measure(name: str, device: torch.device, rounds: int, steps: int) -> dict[st
 
 
 def _value(outputs: Any) -> torch.Tensor:
-    """The first output, in a copy."""
+    """A copy of the first output."""
     first: Any = outputs
     while not isinstance(first, torch.Tensor):
         first = next(iter(first.values())) if isinstance(first, dict) else first[0]
@@ -143,7 +143,7 @@ def _block(step: Callable[[], object], device: torch.device, steps: int) -> floa
 
 
 def topology() -> str:
-    """How the GPUs are connected, as ``nvidia-smi`` draws it."""
+    """The connections between GPUs, as ``nvidia-smi`` prints them."""
     try:
         done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -34,7 +34,7 @@ class Runner:
     """One way of running a case, with memory of its own."""
 
     def __init__(self, case: Case, kind: str, device: torch.device, *, keeps: bool = False) -> None:
-        """``keeps``: whether outputs are valid as long as they are alive: there are no step marks, and outputs of
+        """``keeps``: whether outputs stay valid while they are alive; if so, no steps are marked, and outputs of
         earlier calls are read again.
         """
         self.kind, self._keeps = kind, keeps
