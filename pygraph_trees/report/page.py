@@ -18,7 +18,17 @@ from typing import TYPE_CHECKING
 
 from .markup import Section, render
 from .recorded_tree import function_anchor, recorded_tree, recording_anchor
-from .records import FunctionRecord, GraphRecord, InputRecord, OutputRecord, PartitionInput, Snapshot
+from .records import (
+    HANDED_OUT,
+    IN_POOL,
+    ON_INPUT,
+    FunctionRecord,
+    GraphRecord,
+    InputRecord,
+    OutputRecord,
+    PartitionInput,
+    Snapshot,
+)
 from .text import called, environment_lines, nbytes, problems
 
 if TYPE_CHECKING:
@@ -132,7 +142,7 @@ def _functions(functions: Sequence[FunctionRecord]) -> Markup:
     )
 
 
-_PLACES = {"handed out": "handed out by address", "pool": "in the graph pool", "input": "on an input"}
+_PLACES = {HANDED_OUT: "handed out by address", IN_POOL: "in the graph pool", ON_INPUT: "on an input"}
 
 
 def _places_of(outputs: Sequence[OutputRecord]) -> str:

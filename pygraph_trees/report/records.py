@@ -97,12 +97,15 @@ class InputRecord:
     why_copied: str | None = None
 
 
+HANDED_OUT, IN_POOL, ON_INPUT = "handed out", "pool", "input"
+
+
 @dataclass(frozen=True, slots=True)
 class OutputRecord:
     """An output of a recording that is a tensor."""
 
     number: int  # among the function's outputs
-    place: str  # "handed out": in memory of each call, by address; "pool": in the graph pool; "input": on an input
+    place: str  # HANDED_OUT (in memory of each call, by address), IN_POOL (the graph pool) or ON_INPUT
     nbytes: int
 
 

@@ -53,6 +53,7 @@ class Call:
 
     host_us: float  # until the call returns
     gpu_us: float  # between an event before and one after the call, without host work: copies included
+    from_idle_us: float | None = None  # between the same events, host work included, if the GPU was idle before
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,14 @@ class Part:
     @property
     def pairs(self) -> int:
         return min(len(self.ungraphed), len(self.graphed))
+
+    def latencies_us(self, number: int, costs: Costs) -> tuple[float, float] | None:
+        """The latencies of a measured pair, un-graphed and graphed; None unless both calls found the GPU idle."""
+        ungraphed, graphed = self.ungraphed[number].from_idle_us, self.graphed[number].from_idle_us
+        if ungraphed is None or graphed is None:
+            return None
+        handed = costs.of_handed(self.handed)
+        return ungraphed + handed.host_us + handed.gpu_us, graphed
 
     def loads(self, way: Execution, number: int, costs: Costs) -> list[Load]:
         """The loads of one measured call.
@@ -276,14 +285,25 @@ def compare(parts: Sequence[Part], rules: Rules = Rules(), costs: Costs = Costs(
 
 
 def _gain(parts: Sequence[Part], pairs: int, objective: Objective, rules: Rules, costs: Costs) -> Gain:
-    ungraphed, graphed = (
-        [step_us([load for part in parts for load in part.loads(way, n, costs)], objective) for n in range(pairs)]
-        for way in (Execution.UNGRAPHED, Execution.GRAPHED)
-    )
-    gains = [other - one for one, other in zip(ungraphed, graphed, strict=True)]
+    steps = [_steps_us(parts, number, objective, costs) for number in range(pairs)]
+    ungraphed, graphed = zip(*steps, strict=True)
+    gains = [other - one for one, other in steps]
     gain_us, ungraphed_us = statistics.median(gains), statistics.median(ungraphed)
     margin_us, noise_us = max(rules.floor_us, rules.margin * ungraphed_us), rules.errors * _standard_error(gains)
     return Gain(ungraphed_us, statistics.median(graphed), gain_us, margin_us, noise_us)
+
+
+def _steps_us(parts: Sequence[Part], number: int, objective: Objective, costs: Costs) -> tuple[float, float]:
+    """The times of a step un-graphed and graphed, by one measured pair of each part."""
+    if objective is Objective.LATENCY and len(parts) == 1:
+        measured = parts[0].latencies_us(number, costs)
+        if measured is not None:
+            return measured
+    ungraphed, graphed = (
+        step_us([load for part in parts for load in part.loads(way, number, costs)], objective)
+        for way in (Execution.UNGRAPHED, Execution.GRAPHED)
+    )
+    return ungraphed, graphed
 
 
 def decide(compared: Comparison, standing: Decision | None = None) -> Decision:

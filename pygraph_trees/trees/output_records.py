@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pygraph_trees.report.records import HANDED_OUT, IN_POOL, ON_INPUT
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pygraph_trees.indirection.inputs import LiveInputs
 
     from .handed_outputs import Templates
-
-HANDED_OUT, IN_POOL, ON_INPUT = "handed out", "pool", "input"
 
 
 def describe_outputs(node: Any, live: LiveInputs | None, templates: Templates | None) -> Iterator[tuple[int, str, int]]:

@@ -196,6 +196,39 @@ class TestKinds(TestCase):
         self.assertIs(self.way(part((host_us, gpu_us), (host_us, gpu_us))), GRAPHED)
 
 
+class TestMeasuredLatency(TestCase):
+    """Calls that found the GPU idle say what a step took, which the model guesses from the number of launches."""
+
+    def part(self, ungraphed_us, graphed_us, **more):
+        ungraphed, graphed = Call(140, 210, ungraphed_us), Call(45, 210, graphed_us)
+        return Part([ungraphed] * 6, [graphed] * 6, 10, **more)
+
+    def test_long_kernels_at_the_end(self):
+        """The GPU waits for the host first; the model says 224 us."""
+        modelled = compare([self.part(None, 255)]).latency
+        self.assertEqual((modelled.ungraphed_us, modelled.graphed_us), (224, 255))
+        self.assertIs(decide(compare([self.part(None, 255)])).way, UNGRAPHED)
+        measured = compare([self.part(275, 255)]).latency
+        self.assertEqual((measured.ungraphed_us, measured.graphed_us), (275, 255))
+        self.assertIs(decide(compare([self.part(275, 255)])).way, GRAPHED)
+
+    def test_throughput_is_as_before(self):
+        self.assertEqual(compare([self.part(275, 255)]).throughput, compare([self.part(None, None)]).throughput)
+
+    def test_work_for_later_functions_is_added(self):
+        handed = Handed(patched=10)
+        found = compare([self.part(200, 255, handed=handed)]).latency
+        self.assertEqual(found.ungraphed_us, 200 + Costs().of_handed(handed).host_us)
+
+    def test_both_calls_of_a_pair_must_be_measured(self):
+        for ungraphed_us, graphed_us in ((275, None), (None, 255), (None, None)):
+            self.assertEqual(compare([self.part(ungraphed_us, graphed_us)]).latency.ungraphed_us, 224)
+
+    def test_several_parts_are_modelled(self):
+        parts = [self.part(275, 255)] * 2
+        self.assertEqual(compare(parts).latency, compare([self.part(None, None)] * 2).latency)
+
+
 class TestNoise(TestCase):
     def jittered(self, shift_us, jitter_us, pairs=10):
         noise = [jitter_us * (-1) ** n * (1 + n % 3) for n in range(pairs)]

@@ -150,6 +150,9 @@ class TestOutputs(TestCase):
         log.recorded(RecordingLog(number=0, reason="first call", outputs=outputs))
         seldom, often = f"{where} 0 {moved} 1 time, 4.1 kB", f"{where} 2 {moved} 2 times, 8.2 kB, handed out since"
         self.assertEqual(self.lines(log), [often, seldom])
+        log.output_moved(7, 4096)  # of a warm-up
+        log.recordings[-1].outputs = (*outputs, (7, "handed out", 4096))
+        self.assertEqual(self.lines(log), [often, seldom])
         for number in (5, 6):
             log.output_moved(number, 1024)
         others = "Net 0/0, inference: 1 other output outlived steps: moved, 1.0 kB"

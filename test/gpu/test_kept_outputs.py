@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import threading
 import unittest
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -13,20 +14,15 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch._inductor.config
-from indirection import IndirectionTestCase
+from indirection import KeptTestCase
 from packages import is_torchvision_broken
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 import pygraph_trees
-from pygraph_trees.trees.kept_outputs import why_not_moved
 
 
-class KeptTestCase(IndirectionTestCase):
-    outputs = "keep"
-
+class Kept(KeptTestCase):
     def setUp(self) -> None:
-        if why_not_moved() is not None:
-            self.skipTest(f"outputs are not kept: {why_not_moved()}")
         super().setUp()
         torch.manual_seed(0)
 
@@ -48,7 +44,7 @@ class KeptTestCase(IndirectionTestCase):
         return list(pygraph_trees.report().functions)
 
 
-class TestInference(KeptTestCase):
+class TestInference(Kept):
     def test_all_outputs_of_a_loop(self) -> None:
         model = self.layers().eval()
         graphed, kept = self.graphed(model), []
@@ -181,6 +177,30 @@ class TestInference(KeptTestCase):
                 self.close(found, wanted)
             del others
 
+    def test_outputs_of_a_thread_that_has_ended(self) -> None:
+        model, kept = self.layers().eval(), []
+        graphed = self.graphed(model)
+
+        def work(graphed: Callable[..., Any]) -> None:
+            with torch.no_grad():
+                for _ in range(5):
+                    x = self.some()
+                    kept.append((graphed(x), model(x)))
+
+        for _ in range(3):
+            thread = threading.Thread(target=work, args=(graphed,))
+            thread.start()
+            thread.join()
+        work(graphed)
+        del thread
+        torch._dynamo.reset()
+        del graphed
+        gc.collect()
+        others = [torch.full((1 << 20,), 7.0, device=self.device) for _ in range(8)]
+        for call, (found, wanted) in enumerate(kept):
+            self.close(found, wanted, call)
+        del others
+
     def test_under_verification(self) -> None:
         model = self.layers().eval()
         with torch._inductor.config.patch({"triton.pygraph_verify": "on"}), torch.no_grad():
@@ -192,7 +212,7 @@ class TestInference(KeptTestCase):
             self.close(found, wanted)
 
 
-class TestTraining(KeptTestCase):
+class TestTraining(Kept):
     def both(self) -> tuple[torch.nn.Module, torch.nn.Module]:
         model = self.layers()
         return model, copy.deepcopy(model)
@@ -270,7 +290,7 @@ class TestTraining(KeptTestCase):
         self.close(torch.stack(found), torch.stack(wanted))
 
 
-class TestAsUpstream(KeptTestCase):
+class TestAsUpstream(Kept):
     def test_an_output_of_an_earlier_step_is_overwritten_or_raises(self) -> None:
         with torch._inductor.config.patch({"triton.pygraph_outputs": "upstream"}), torch.no_grad():
             graphed = self.graphed(lambda x: x * 2 + 1)
