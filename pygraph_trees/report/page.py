@@ -29,7 +29,7 @@ from .records import (
     PartitionInput,
     Snapshot,
 )
-from .text import called, environment_lines, nbytes, problems
+from .text import called, counted, environment_lines, nbytes, problems
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -146,12 +146,15 @@ _PLACES = {HANDED_OUT: "handed out by address", IN_POOL: "in the graph pool", ON
 
 
 def _places_of(outputs: Sequence[OutputRecord]) -> str:
-    """How many outputs are where, with their bytes."""
+    """How many outputs are where, with their bytes and what each replay does for them."""
     found = []
     for place, words in _PLACES.items():
-        sizes = [output.nbytes for output in outputs if output.place == place]
-        if sizes:
-            found.append(f"{len(sizes)} {words} ({nbytes(sum(sizes))})")
+        there = [output for output in outputs if output.place == place]
+        if there:
+            nodes, copied = sum(output.nodes for output in there), sum(output.copied_bytes for output in there)
+            set_ = f", {counted(nodes, 'node')} set a replay" if nodes else ""
+            by_graph = f", {nbytes(copied)} copied" if copied else ""
+            found.append(f"{len(there)} {words} ({nbytes(sum(output.nbytes for output in there))}{set_}{by_graph})")
     return ", ".join(found)
 
 

@@ -107,6 +107,8 @@ class OutputRecord:
     number: int  # among the function's outputs
     place: str  # HANDED_OUT (in memory of each call, by address), IN_POOL (the graph pool) or ON_INPUT
     nbytes: int
+    nodes: int = 0  # of the graph; if the output is handed out, a replay sets their parameters
+    copied_bytes: int = 0  # by the graph at each replay: a library allocated an output that is handed out
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,9 @@ class FunctionModel:
                 outputs = self.model(inputs)
         else:
             outputs = self.model(inputs)
-        return outputs if self.as_returned is None else self.as_returned(outputs)
+        if self.as_returned is not None:
+            outputs = self.as_returned(outputs)
+        return outputs if watch is None else watch.finished(outputs)
 
     @staticmethod
     def of(model: Callable[[list[Any]], Any], *, is_backward: bool, is_inference: bool) -> FunctionModel:

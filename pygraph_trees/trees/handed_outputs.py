@@ -1,8 +1,9 @@
 """Outputs that are handed out: a graph writes them to memory that each call allocates, as un-graphed code does.
 
-A function that hands out outputs has further inputs, a tensor for each, which it writes to and returns. :class:`Handed`
-says which outputs these are, :class:`Templates` makes the tensors. During a call, generated code and recordings read
-from its templates what its last inputs are.
+If a library allocates an output, the graph ends with a copy to that memory. A function that hands out outputs has
+further inputs, a tensor for each, which it writes to and returns. :class:`Handed` says which outputs these are,
+:class:`Templates` makes the tensors. During a call, generated code and recordings read from its templates what its last
+inputs are.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Handed:
     """The outputs that a function hands out: their numbers, and the number of the allocation of each."""
 
     outputs: tuple[int, ...] = ()
-    allocations: tuple[int, ...] = ()
+    allocations: tuple[int | None, ...] = ()  # None: a library's, copied by the graph
 
     @staticmethod
     def of(memory: Mapping[int, Memory]) -> Handed:
@@ -57,7 +58,11 @@ class Templates:
 
     def allocations(self, tensors: Sequence[torch.Tensor]) -> Allocations:
         """``tensors``: as :meth:`allocate` makes them."""
-        return Allocations(dict(zip(self.handed.allocations, tensors, strict=True)))
+        places = list(zip(self.handed.outputs, self.handed.allocations, tensors, strict=True))
+        return Allocations(
+            {number: tensor for _, number, tensor in places if number is not None},
+            {output: tensor for output, number, tensor in places if number is None},
+        )
 
 
 class _Call(threading.local):

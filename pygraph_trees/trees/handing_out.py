@@ -1,15 +1,15 @@
 """Which outputs the functions of a manager hand out, and the memory that each call is given for them.
 
-A function of a graph for inference hands out all outputs that it allocates, if it is the graph's only partition. Other
-outputs are handed out after they outlive two steps, from the next call on. An output that a recording cannot write to
-memory of each call stays in the graph pool. If the outputs change, the function is recorded again.
+A function of a graph for inference hands out all outputs that its code allocates, if it is the graph's only partition.
+Other outputs are handed out after they outlive two steps, from the next call on. An output that a recording cannot
+write to memory of each call stays in the graph pool. If the outputs change, the function is recorded again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -18,7 +18,7 @@ from torch._inductor.cudagraph_utils import PlaceholderInfo
 from pygraph_trees.report.naming import INFERENCE
 
 from . import input_rules
-from .allocations import Allocations, Memory, generated_by_inductor
+from .allocations import Allocations, Memory, generated_by_inductor, memory_of_libraries
 from .function import FunctionModel
 from .handed_outputs import Handed, Templates, given_memory, templates_of_call
 from .kept_outputs import keeps_outputs
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .reclaiming import Reclaiming
 
 _OUTLIVED = 2  # steps that an output outlives before it is handed out
+_Found = Callable[[Sequence[Any], Callable[[int], bool]], None]
 
 
 class Manages(Protocol):
@@ -63,22 +64,24 @@ class HandingOut:
             yield
 
     @contextlib.contextmanager
-    def watched(
-        self, manager: Manages, function_id: Any, inputs: list[Any]
-    ) -> Iterator[Callable[[Iterable[Any]], None]]:
-        """Wraps a warm-up; yields a function that must be called with the outputs afterwards."""
+    def watched(self, manager: Manages, function_id: Any, inputs: list[Any]) -> Iterator[_Found]:
+        """Wraps a warm-up; yields a function that must be called afterwards, with the outputs and with whether the
+        graph pool holds an address."""
         model = manager.ids_to_funcs[function_id].model
         if function_id in self._memory or not _may_hand_out(model):
-            yield lambda outputs: None
+            yield lambda outputs, is_in_pool: None
             return
         model.takes, model.watch = len(inputs), (watch := Allocations())
+        given = {value.untyped_storage().data_ptr() for value in inputs if isinstance(value, torch.Tensor)}
 
-        def found(outputs: Iterable[Any]) -> None:
-            self._memory[function_id] = watch.memory_of(outputs)
+        def found(outputs: Sequence[Any], is_in_pool: Callable[[int], bool]) -> None:
+            generated = watch.memory_of(outputs)
+            copied = memory_of_libraries(outputs, lambda address: address not in given and is_in_pool(address))
+            self._memory[function_id] = copied | generated
             graph = model.log.graph
             # The function is added to the manager after its first call.
             if not model.dispatch.is_added and model.log.mode == INFERENCE and graph and graph.functions == 1:
-                model.handed = Handed.of(self._memory[function_id])
+                model.handed = Handed.of(generated)
             self._hand_out(manager, function_id)
 
         try:
@@ -93,7 +96,6 @@ class HandingOut:
             return
         decisions, returned = {}, set()
         if node.live is not None:
-            # A library may have allocated an output where an earlier buffer of the warm-up was.
             decisions, returned = node.live.decisions, {index for index, _ in node.live.outputs.values()}
         given = enumerate(templates.handed.outputs, model.takes)
         refused = [n for index, n in given if index not in returned or not decisions[index].by_address]

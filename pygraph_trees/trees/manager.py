@@ -388,7 +388,7 @@ class Manager(fast_path.TreeState, Upstream):
                 outputs = super().run_eager(new_inputs, function_id)
         finally:
             self._pool.forget()
-        found(outputs)
+        found(outputs, self._pool.holds)
         function.warmup_pool_bytes += self._pool.nbytes() - before
         return outputs
 

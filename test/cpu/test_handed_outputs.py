@@ -24,7 +24,14 @@ from pygraph_trees.native import binding
 from pygraph_trees.report.log import FunctionLog, GraphLog
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees import handing_out, input_rules
-from pygraph_trees.trees.allocations import Allocations, Memory, generated_by_inductor, is_watching, watching
+from pygraph_trees.trees.allocations import (
+    Allocations,
+    Memory,
+    generated_by_inductor,
+    is_watching,
+    memory_of_libraries,
+    watching,
+)
 from pygraph_trees.trees.function import FunctionModel
 from pygraph_trees.trees.handed_outputs import Handed, Templates, given_memory
 
@@ -115,6 +122,53 @@ class TestAllocations(TestCase):
         with watching(self.call, watch := Allocations()):
             outputs = self.call([self.x])
         self.assertEqual({n: m.number for n, m in watch.memory_of(outputs).items()}, {0: 2})
+
+    def test_an_output_in_memory_that_a_freed_buffer_had_is_not_in_its_allocation(self):
+        code = CODE.replace("del buf2\n", "del buf2\n    buf4 = library()\n").replace("buf3, x)", "buf4)")
+        buffer = torch.empty(8)
+
+        def at_buffer():
+            """A new storage in the same memory each time."""
+            return torch.from_dlpack(torch.utils.dlpack.to_dlpack(buffer)).view(2, 4)
+
+        def allocate(size, stride, dtype):
+            return at_buffer() if size == (2, 4) else torch.empty_strided(size, stride, dtype=dtype)
+
+        self.call = generated(code, empty_strided_cuda=allocate, library=at_buffer)
+        with watching(self.call, watch := Allocations()):
+            outputs = self.call([self.x])
+        self.assertEqual(outputs[1].data_ptr(), buffer.data_ptr())
+        self.assertEqual({n: m.number for n, m in watch.memory_of(outputs).items()}, {0: 0})
+
+    def test_outputs_that_a_library_allocates(self):
+        own, base = torch.empty(2, 3).t(), torch.empty(8)
+        outputs = [own, base[:4], base, base, torch.empty(4, 4)[:, 0], torch.empty(0), None, 3, torch.empty(5)[1:]]
+        outputs += [torch.empty(2, dtype=torch.complex64).conj(), torch.empty(1).expand(3), self.x]
+        found = memory_of_libraries(outputs, lambda address: address != self.x.data_ptr())
+        self.assertEqual(found, {0: Memory(None, (3, 2), (1, 3), torch.float32)})
+
+    def test_the_graph_copies_the_output_of_a_library(self):
+        memory = {1: Memory(None, (2,), (1,), torch.float32), 0: Memory(0, (4,), (1,), torch.float32)}
+        given = [torch.empty(2), torch.empty(4)]
+        for is_capturing in (True, False):
+            watch = Templates(Handed.of(memory), memory, CPU).allocations(given)
+            with (
+                mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: is_capturing),  # noqa: B023
+                watching(self.call, watch),
+            ):
+                outputs = watch.finished(self.call([self.x]))
+            self.assertEqual(list(outputs), wanted(self.x))
+            self.assertIs(outputs[0], given[1])
+            self.assertEqual(outputs[1] is given[0], is_capturing)
+
+    def test_an_output_of_another_layout_is_not_copied(self):
+        for other in (torch.empty(3), torch.empty(4)[::2], torch.empty(2, dtype=torch.int64)):
+            with (
+                mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+                watching(self.call, watch := Allocations(copied_to={1: other})),
+            ):
+                outputs = watch.finished(self.call([self.x]))
+            self.assertIsNot(outputs[1], other)
 
     def test_the_module_is_as_before_afterwards(self):
         before = self.names["empty_strided_cuda"]
@@ -233,7 +287,7 @@ class TestHandingOut(TestCase):
         inputs = [self.x]
         with manager.handing_out.watched(manager, self.ID, inputs) as found:
             outputs = model(inputs)
-        found(outputs)
+        found(outputs, lambda address: address != self.x.data_ptr())
         return manager
 
     def inputs(self, manager):
@@ -291,6 +345,17 @@ class TestHandingOut(TestCase):
             self.assertEqual((len(inputs), self.again), (1, []))
             self.assertEqual(manager.ids_to_funcs[self.ID].mutated_input_idxs, ())
         self.assertEqual(self.inputs(manager), [(4,), (2,)])
+
+    def test_an_output_of_a_library_is_after_it_outlived_two_steps(self):
+        code = CODE.replace("torch.sum(buf2, 1, out=buf3)", "buf3 = torch.sum(buf2, 1)")
+        model = function(generated(code))
+        manager, node = self.warmed_up(model, self.manager(model)), Plain(wrapped_function=Plain(model=model))
+        self.assertEqual((model.handed.outputs, self.inputs(manager)), ((0,), [(4,), (4,)]))
+        for _ in range(2):
+            model.log.output_moved(1, 8)
+            manager.handing_out.moved(manager, [node])
+        self.assertEqual(self.inputs(manager), [(4,), (4,), (2,)])
+        self.assertEqual(dict(zip(model.handed.outputs, model.handed.allocations, strict=True)), {0: 0, 1: None})
 
     def test_an_output_without_an_allocation_never_is(self):
         model = function(mode="backward")

@@ -9,6 +9,7 @@ import threading
 import unittest
 from collections.abc import Callable
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -61,6 +62,50 @@ class TestInference(Kept):
         self.assertEqual(recording.copied_bytes, 0)
         # Only the warm-up's, which was in the pool, is copied.
         self.assertEqual([(output.number, output.times) for output in function.moved_outputs], [(0, 1)])
+
+    @parametrize("name", ["convolution", "topk"])
+    def test_outputs_that_a_library_allocates(self, name: str) -> None:
+        """From the second outlived step on the graph copies them, and replays are fast again."""
+        weight = self.some(8, 4, 3, 3)
+        fn = {
+            "convolution": lambda x: (torch.nn.functional.conv2d(x, weight),),
+            "topk": lambda x: tuple(torch.topk(x * 2, 5)),
+        }[name]
+        graphed, kept = self.graphed(fn), []
+        with torch.no_grad():
+            for _ in range(40):
+                x = self.some(2, 4, 32, 32)
+                kept.append((graphed(x), fn(x)))
+        for call, (found, wanted) in enumerate(kept):
+            self.assertEqual(len({output.untyped_storage().data_ptr() for output in found}), len(found))
+            for one, other in zip(found, wanted, strict=True):
+                self.close(one, other, call)
+        (function,) = self.functions()
+        newest = function.recordings[-1]
+        self.assertEqual([i.route for i in newest.inputs if i.kind == "output"], ["patch"] * len(kept[0][0]))
+        self.assertEqual([output.copied_bytes > 0 for output in newest.outputs], [True] * len(kept[0][0]))
+        self.assertLessEqual(max(output.times for output in function.moved_outputs), 3)
+        self.assertEqual((len(function.recordings), function.ungraphed_calls, newest.copied_bytes), (2, 0, 0))
+        self.assertGreater(newest.replays, 30)
+
+    def test_raw_addresses_of_outputs_that_are_handed_out(self) -> None:
+        """Other libraries hold an output's memory without its storage."""
+        model = self.layers().eval()
+        graphed, kept = self.graphed(model), []
+        with torch.no_grad():
+            for _ in range(3):
+                graphed(self.some())
+            for _ in range(6):
+                x = self.some()
+                output, wanted = graphed(x), model(x)
+                interface = SimpleNamespace(__cuda_array_interface__=output.__cuda_array_interface__)
+                other = torch.as_tensor(interface, device=self.device)
+                address = output.__cuda_array_interface__["data"][0]
+                kept.append((torch.from_dlpack(output), other, output, address, wanted))
+        for from_dlpack, other, output, address, wanted in kept:
+            self.close(from_dlpack, wanted)
+            self.close(other, wanted)
+            self.assertEqual(address, output.data_ptr())
 
     def test_a_state_that_is_carried_on(self) -> None:
         def fn(x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
