@@ -41,12 +41,22 @@ class Manages(Protocol):
 class HandingOut:
     """The outputs that the functions of one manager hand out; methods are given the manager and do not keep it."""
 
-    __slots__ = ("_memory", "_outlived", "_templates")
+    __slots__ = ("_candidates", "_memory", "_outlived", "_templates")
 
-    def __init__(self) -> None:
+    def __init__(self, candidates: dict[Any, Any]) -> None:
+        """Args:
+        candidates: the manager's known candidates. They are cleared if outputs will change, so that the next call
+            searches for recordings and finds none (:attr:`changes_next`).
+        """
+        self._candidates = candidates
         self._memory: dict[Any, dict[int, Memory]] = {}  # by function, then by output
         self._templates: dict[Any, Templates] = {}  # by function
         self._outlived: list[FunctionModel] = []  # functions that hand out more outputs from the next call on
+
+    @property
+    def changes_next(self) -> bool:
+        """Whether functions hand out more outputs from the next :meth:`call` on."""
+        return bool(self._outlived)
 
     @contextlib.contextmanager
     def call(self, manager: Manages, function_id: Any, inputs: list[Any]) -> Iterator[None]:
@@ -121,6 +131,8 @@ class HandingOut:
                 known = wanted.union(model.handed.outputs)
                 model.handed = Handed.of({n: found for n, found in memory.items() if n in known})
                 self._outlived.append(model)
+        if self._outlived:
+            self._candidates.clear()
 
     def _ids(self, manager: Manages, model: FunctionModel) -> list[Any]:
         """The ids of a function that was warmed up: one, or one for each set of its integers."""

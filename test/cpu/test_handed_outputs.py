@@ -325,10 +325,12 @@ class TestHandingOut(TestCase):
     def test_an_output_that_outlived_two_steps_is_handed_out(self):
         model = function(mode="backward")
         manager, node = self.warmed_up(model, self.manager(model)), Plain(wrapped_function=Plain(model=model))
-        for _ in range(2):
+        for times in range(2):
             self.assertEqual((self.again, self.inputs(manager)), ([], [(4,)]))
+            manager._candidates["known"] = {}
             model.log.output_moved(1, 8)
             manager.handing_out.moved(manager, [node])
+            self.assertEqual((bool(manager._candidates), manager.handing_out.changes_next), (times == 0, times == 1))
         self.assertEqual(self.inputs(manager), [(4,), (2,)])
         self.assertEqual([id_ for id_, _ in self.again], [self.ID])
         manager.handing_out.moved(manager, [node])
