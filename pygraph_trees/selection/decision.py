@@ -157,6 +157,7 @@ class Gain:
     gain_us: float  # median over pairs; negative if graphs are faster
     margin_us: float
     noise_us: float  # as many standard errors as a difference needs
+    is_modelled: bool = False  # the steps are computed from host and GPU times, not measured
 
     @property
     def needed_us(self) -> float:
@@ -198,9 +199,13 @@ class Comparison:
         return self.latency.is_clear and self.throughput.is_clear
 
     def prefers(self, way: Execution, factor: float = 1.0) -> bool:
-        """Whether a way is better in latency or in throughput, and worse in neither."""
+        """Whether a way is better in latency or in throughput, and worse in neither.
+
+        A modelled latency is no reason for un-graphed code: it is too low if the long kernels come last.
+        """
         gains = self.latency, self.throughput
-        return any(gain.is_better(way, factor) for gain in gains) and not any(gain.is_worse(way) for gain in gains)
+        counts = gains[1:] if self.latency.is_modelled and way is Execution.UNGRAPHED else gains
+        return any(gain.is_better(way, factor) for gain in counts) and not any(gain.is_worse(way) for gain in gains)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +217,9 @@ class Decision:
     def objective(self) -> Objective:
         """The objective that decided: latency, unless only throughput differs."""
         found = self.compared
-        only_throughput = found.throughput.is_better(self.way) and not found.latency.is_better(self.way)
-        return Objective.THROUGHPUT if only_throughput else Objective.LATENCY
+        counts = not found.latency.is_modelled or self.way is Execution.GRAPHED
+        by_latency = counts and found.latency.is_better(self.way)
+        return Objective.THROUGHPUT if found.throughput.is_better(self.way) and not by_latency else Objective.LATENCY
 
     @property
     def text(self) -> str:
@@ -285,20 +291,21 @@ def compare(parts: Sequence[Part], rules: Rules = Rules(), costs: Costs = Costs(
 
 
 def _gain(parts: Sequence[Part], pairs: int, objective: Objective, rules: Rules, costs: Costs) -> Gain:
-    steps = [_steps_us(parts, number, objective, costs) for number in range(pairs)]
+    measured = []
+    if objective is Objective.LATENCY and len(parts) == 1:
+        measured = [found for number in range(pairs) if (found := parts[0].latencies_us(number, costs)) is not None]
+    is_modelled = len(measured) < rules.fewest_pairs
+    steps = [_steps_us(parts, number, objective, costs) for number in range(pairs)] if is_modelled else measured
     ungraphed, graphed = zip(*steps, strict=True)
     gains = [other - one for one, other in steps]
     gain_us, ungraphed_us = statistics.median(gains), statistics.median(ungraphed)
     margin_us, noise_us = max(rules.floor_us, rules.margin * ungraphed_us), rules.errors * _standard_error(gains)
-    return Gain(ungraphed_us, statistics.median(graphed), gain_us, margin_us, noise_us)
+    is_modelled &= objective is Objective.LATENCY  # throughput follows from the measured times
+    return Gain(ungraphed_us, statistics.median(graphed), gain_us, margin_us, noise_us, is_modelled)
 
 
 def _steps_us(parts: Sequence[Part], number: int, objective: Objective, costs: Costs) -> tuple[float, float]:
-    """The times of a step un-graphed and graphed, by one measured pair of each part."""
-    if objective is Objective.LATENCY and len(parts) == 1:
-        measured = parts[0].latencies_us(number, costs)
-        if measured is not None:
-            return measured
+    """The times of a step un-graphed and graphed, computed from one measured pair of each part."""
     ungraphed, graphed = (
         step_us([load for part in parts for load in part.loads(way, number, costs)], objective)
         for way in (Execution.UNGRAPHED, Execution.GRAPHED)

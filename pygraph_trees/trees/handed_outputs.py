@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -63,6 +63,29 @@ class Templates:
             {number: tensor for _, number, tensor in places if number is not None},
             {output: tensor for output, number, tensor in places if number is None},
         )
+
+
+@dataclass(slots=True)
+class OutputPlan:
+    """Which outputs of one function are handed out from its next call on."""
+
+    takes: int = 0  # how many inputs Inductor gives the function, once it was added to a manager
+    handed: Handed = Handed()
+    not_handed: set[int] = field(default_factory=set)  # outputs that cannot be handed out
+    watch: Allocations | None = None  # watches the next run of the compiled code
+
+    def allocations(self, inputs: list[torch.Tensor]) -> Allocations | None:
+        """The allocations of a run with these inputs, if they are watched or replaced.
+
+        Inputs after the first :attr:`takes` are memory for outputs. They are removed.
+        """
+        templates = templates_of_call()
+        if templates is not None and len(inputs) == self.takes + len(templates):
+            given = inputs[self.takes :]
+            del inputs[self.takes :]
+            return templates.allocations(given)
+        watch, self.watch = self.watch, None
+        return watch
 
 
 class _Call(threading.local):

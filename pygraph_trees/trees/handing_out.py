@@ -20,7 +20,7 @@ from pygraph_trees.report.naming import INFERENCE
 from . import input_rules
 from .allocations import Allocations, Memory, generated_by_inductor, memory_of_libraries
 from .function import FunctionModel
-from .handed_outputs import Handed, Templates, given_memory, templates_of_call
+from .handed_outputs import Handed, OutputPlan, Templates, given_memory, templates_of_call
 from .kept_outputs import keeps_outputs
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ class HandingOut:
         if function_id in self._memory or not _may_hand_out(model):
             yield lambda outputs, is_in_pool: None
             return
-        model.takes, model.watch = len(inputs), (watch := Allocations())
+        plan = model.outputs
+        plan.takes, plan.watch = len(inputs), (watch := Allocations())
         given = {value.untyped_storage().data_ptr() for value in inputs if isinstance(value, torch.Tensor)}
 
         def found(outputs: Sequence[Any], is_in_pool: Callable[[int], bool]) -> None:
@@ -91,27 +92,27 @@ class HandingOut:
             graph = model.log.graph
             # The function is added to the manager after its first call.
             if not model.dispatch.is_added and model.log.mode == INFERENCE and graph and graph.functions == 1:
-                model.handed = Handed.of(generated)
+                plan.handed = Handed.of(generated)
             self._hand_out(manager, function_id)
 
         try:
             yield found
         finally:
-            model.watch = None
+            plan.watch = None
 
     def recorded(self, manager: Manages, model: FunctionModel, node: Any) -> None:
         """Lets outputs stay in the graph pool if a new recording cannot write them to memory of each call."""
-        templates = node.templates
-        if templates is None or templates.handed != model.handed:
+        templates, plan = node.templates, model.outputs
+        if templates is None or templates.handed != plan.handed:
             return
         decisions, returned = {}, set()
         if node.live is not None:
             decisions, returned = node.live.decisions, {index for index, _ in node.live.outputs.values()}
-        given = enumerate(templates.handed.outputs, model.takes)
+        given = enumerate(templates.handed.outputs, plan.takes)
         refused = [n for index, n in given if index not in returned or not decisions[index].by_address]
         if refused:
-            model.not_handed.update(refused)
-            model.handed = model.handed.without(refused)
+            plan.not_handed.update(refused)
+            plan.handed = plan.handed.without(refused)
             self._change(manager, model, "an output cannot be given by address")
 
     def moved(self, manager: Manages, path: Iterable[Any]) -> None:
@@ -121,15 +122,16 @@ class HandingOut:
         """
         models = {id(model): model for node in path if keeps_outputs(model := node.wrapped_function.model)}
         for model in models.values():
+            plan = model.outputs
             outlived = {number for number, (times, _) in model.log.moved.items() if times >= _OUTLIVED}
-            wanted = outlived - model.not_handed - set(model.handed.outputs)
+            wanted = outlived - plan.not_handed - set(plan.handed.outputs)
             memory = next((self._memory[id_] for id_ in self._ids(manager, model)), None) if wanted else None
             if memory is None:
                 continue
-            model.not_handed |= wanted - memory.keys()
+            plan.not_handed |= wanted - memory.keys()
             if wanted & memory.keys():
-                known = wanted.union(model.handed.outputs)
-                model.handed = Handed.of({n: found for n, found in memory.items() if n in known})
+                known = wanted.union(plan.handed.outputs)
+                plan.handed = Handed.of({n: found for n, found in memory.items() if n in known})
                 self._outlived.append(model)
         if self._outlived:
             self._candidates.clear()
@@ -139,7 +141,7 @@ class HandingOut:
         return [id_ for id_ in self._memory if manager.ids_to_funcs[id_].model is model]
 
     def _change(self, manager: Manages, model: FunctionModel, why: str) -> None:
-        for index in [index for index in model.refused if index >= model.takes]:
+        for index in [index for index in model.refused if index >= model.outputs.takes]:
             del model.refused[index]
         for function_id in self._ids(manager, model):
             self._hand_out(manager, function_id)
@@ -148,7 +150,8 @@ class HandingOut:
     def _hand_out(self, manager: Manages, function_id: Any) -> None:
         """Gives a function an input for each output that it hands out, from its next call on."""
         wrapped, memory = manager.ids_to_funcs[function_id], self._memory[function_id]
-        takes, handed = wrapped.model.takes, wrapped.model.handed
+        plan: OutputPlan = wrapped.model.outputs
+        takes, handed = plan.takes, plan.handed
         self._templates.pop(function_id, None)
         outputs = handed.outputs if handed.fits(memory) else ()
         if outputs:

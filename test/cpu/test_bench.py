@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from bench import command_line, figures, graph_host, host_time, many, quiet, record_time, routes
+from bench import command_line, figures, graph_host, host_time, kept_outputs, many, quiet, record_time, routes
 from bench.isolated import Job, Worker
 from bench.loading import load_workloads
 
@@ -664,7 +664,7 @@ class TestCommandLine(TestCase):
 
 class TestFigures(TestCase):
     def test_no_gpu(self):
-        for module in (graph_host, host_time, many, record_time, routes):
+        for module in (graph_host, host_time, kept_outputs, many, record_time, routes):
             out = io.StringIO()
             with (
                 self.subTest(module.__name__),
@@ -734,6 +734,32 @@ class TestHostTime(TestCase):
         self.assertEqual(len({tuple(order) for order in orders}), 8)
         for turn in range(4):
             self.assertEqual(sorted(order[turn] for order in orders), [0, 0, 1, 1, 2, 2, 3, 3])
+
+
+class TestKeptOutputs(TestCase):
+    def test_both_settings_take_turns_and_are_compared(self):
+        made: list[str] = []
+        taken = {"ours:overwrite": (10.0, 20.0, 100), "ours:keep": (12.0, 21.0, 164)}
+
+        def block(program: Program, way: Any, feed: Any, calls: int) -> tuple[float, float, int]:
+            kept_outputs._call(program, way, feed)
+            made.append(way.name)
+            return taken[way.name]
+
+        program = Program(lambda x: x @ x, (torch.ones(4, 4),), name="SMALL")
+        with (
+            mock.patch.object(kept_outputs, "_block", block),
+            mock.patch.object(kept_outputs, "call_until_chosen", lambda call, first: call()),
+        ):
+            found = kept_outputs.measure("SMALL", program, 4, 2)
+        self.assertEqual([made.count(kind) for kind in taken], [8, 8])
+        self.assertNotEqual(made[:4], made[4:8])
+        self.assertEqual(found["keep"], {"host_us": 12.0, "gpu_us": 21.0, "peak_bytes": 164})
+        self.assertEqual((found["overwrite"]["host_us"], found["output_bytes"]), (10.0, 64))
+        self.assertEqual(
+            " ".join(kept_outputs.line(found).split()),
+            "SMALL host 10.0 -> 12.0 us, GPU 20.0 -> 21.0 us (1.050), peak +64 B for 64 B of outputs",
+        )
 
 
 class TestRecordTime(TestCase):

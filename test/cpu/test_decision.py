@@ -207,10 +207,33 @@ class TestMeasuredLatency(TestCase):
         """The GPU waits for the host first; the model says 224 us."""
         modelled = compare([self.part(None, 255)]).latency
         self.assertEqual((modelled.ungraphed_us, modelled.graphed_us), (224, 255))
-        self.assertIs(decide(compare([self.part(None, 255)])).way, UNGRAPHED)
         measured = compare([self.part(275, 255)]).latency
         self.assertEqual((measured.ungraphed_us, measured.graphed_us), (275, 255))
         self.assertIs(decide(compare([self.part(275, 255)])).way, GRAPHED)
+        self.assertIs(decide(compare([self.part(224, 255)])).way, UNGRAPHED)
+
+    def test_a_modelled_latency_is_no_reason_for_ungraphed_code(self):
+        found = compare([self.part(None, 255)])
+        self.assertTrue(found.latency.is_modelled and found.latency.is_better(UNGRAPHED))
+        self.assertIs(decide(found).way, GRAPHED)
+        standing = decide(compare([self.part(200, 255)]))
+        self.assertIs(decide(found, standing).way, UNGRAPHED)  # nor against it
+        better = compare([part((140, 190), (45, 210), 10)])
+        self.assertIs(decide(better).way, UNGRAPHED)
+        self.assertEqual(decide(better).text, "un-graphed: 190 us a call against 210 us (0 kernels, without waiting)")
+
+    def test_a_modelled_latency_is_a_reason_against_ungraphed_code(self):
+        worse = compare([part((60, 38), (50, 40), 9)])
+        self.assertTrue(worse.throughput.is_worse(UNGRAPHED) or worse.latency.is_worse(UNGRAPHED))
+        self.assertIs(decide(worse).way, GRAPHED)
+
+    def test_enough_pairs_must_be_measured(self):
+        one, other = self.part(275, 255), self.part(None, 255)
+        for measured, latency in ((5, (275, 255)), (4, (224, 255))):
+            calls = [*one.ungraphed[:measured], *other.ungraphed[: 6 - measured]]
+            found = compare([dataclasses.replace(one, ungraphed=calls)]).latency
+            self.assertEqual((found.ungraphed_us, found.graphed_us), latency)
+            self.assertEqual(found.is_modelled, measured < 5)
 
     def test_throughput_is_as_before(self):
         self.assertEqual(compare([self.part(275, 255)]).throughput, compare([self.part(None, None)]).throughput)

@@ -212,7 +212,7 @@ class TestFunction(TestCase):
     def setUp(self):
         super().setUp()
         self.x, self.function = torch.arange(4.0), function()
-        self.function.takes = 1
+        self.function.outputs.takes = 1
         handed = Handed((0, 1), (0, 2))
         found = {0: Memory(0, (4,), (1,), torch.float32), 1: Memory(2, (2,), (1,), torch.float32)}
         self.templates = Templates(handed, found, CPU)
@@ -250,10 +250,10 @@ class TestFunction(TestCase):
         self.assertEqual(list(inner[0]), wanted(self.x + 5))
 
     def test_only_one_run_is_watched(self):
-        self.function.watch = watch = Allocations()
+        self.function.outputs.watch = watch = Allocations()
         outputs = self.function([self.x])
         self.function([self.x + 1])
-        self.assertIsNone(self.function.watch)
+        self.assertIsNone(self.function.outputs.watch)
         self.assertEqual({n: m.number for n, m in watch.memory_of(outputs).items()}, {0: 0, 1: 2})
 
     def test_nothing_given_is_kept(self):
@@ -352,12 +352,14 @@ class TestHandingOut(TestCase):
         code = CODE.replace("torch.sum(buf2, 1, out=buf3)", "buf3 = torch.sum(buf2, 1)")
         model = function(generated(code))
         manager, node = self.warmed_up(model, self.manager(model)), Plain(wrapped_function=Plain(model=model))
-        self.assertEqual((model.handed.outputs, self.inputs(manager)), ((0,), [(4,), (4,)]))
+        self.assertEqual((model.outputs.handed.outputs, self.inputs(manager)), ((0,), [(4,), (4,)]))
         for _ in range(2):
             model.log.output_moved(1, 8)
             manager.handing_out.moved(manager, [node])
         self.assertEqual(self.inputs(manager), [(4,), (4,), (2,)])
-        self.assertEqual(dict(zip(model.handed.outputs, model.handed.allocations, strict=True)), {0: 0, 1: None})
+        self.assertEqual(
+            dict(zip(model.outputs.handed.outputs, model.outputs.handed.allocations, strict=True)), {0: 0, 1: None}
+        )
 
     def test_an_output_without_an_allocation_never_is(self):
         model = function(mode="backward")
@@ -365,7 +367,7 @@ class TestHandingOut(TestCase):
         for _ in range(3):
             model.log.output_moved(2, 16)
             manager.handing_out.moved(manager, [node])
-        self.assertEqual((self.again, model.not_handed, self.inputs(manager)), ([], {2}, [(4,)]))
+        self.assertEqual((self.again, model.outputs.not_handed, self.inputs(manager)), ([], {2}, [(4,)]))
 
     def test_an_output_that_cannot_be_given_by_address_stays_in_the_pool(self):
         manager = self.warmed_up(model := function(), self.manager(model))
@@ -377,7 +379,7 @@ class TestHandingOut(TestCase):
         node = Plain(templates=templates, live=Plain(decisions=decisions, outputs=returned))
         manager.handing_out.recorded(manager, model, node)
         self.assertEqual(self.inputs(manager), [(4,), (2,)])
-        self.assertEqual((len(self.again), model.not_handed, model.refused), (1, {0}, {0: "its own"}))
+        self.assertEqual((len(self.again), model.outputs.not_handed, model.refused), (1, {0}, {0: "its own"}))
         manager.handing_out.recorded(manager, model, node)  # recorded with earlier templates
         self.assertEqual(len(self.again), 1)
 
@@ -389,14 +391,14 @@ class TestHandingOut(TestCase):
         decisions = {index: Decision(Route.PATCH, None) for index in (1, 2)}
         live = Plain(decisions=decisions, outputs={1: (2, None)})
         manager.handing_out.recorded(manager, model, Plain(templates=templates, live=live))
-        self.assertEqual((self.inputs(manager), model.not_handed), ([(4,), (2,)], {0}))
+        self.assertEqual((self.inputs(manager), model.outputs.not_handed), ([(4,), (2,)], {0}))
 
     def test_all_stay_if_no_input_is_given_by_address(self):
         manager = self.warmed_up(model := function(), self.manager(model))
         with manager.handing_out.call(manager, self.ID, []):
             node = Plain(templates=handing_out.templates_of_call(), live=None)
         manager.handing_out.recorded(manager, model, node)
-        self.assertEqual((self.inputs(manager), model.handed), ([(4,)], Handed()))
+        self.assertEqual((self.inputs(manager), model.outputs.handed), ([(4,)], Handed()))
 
     def test_a_call_inside_of_another_has_templates_of_its_own(self):
         manager = self.warmed_up(model := function(), self.manager(model))
