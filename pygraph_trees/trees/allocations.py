@@ -64,7 +64,7 @@ class Allocations:
         }
         if not found or not torch.cuda.is_current_stream_capturing():
             return outputs
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode():  # both kinds of tensors may be written to
             torch._foreach_copy_(list(found.values()), [outputs[number] for number in found])
         return [found.get(number, output) for number, output in enumerate(outputs)]
 
