@@ -83,7 +83,11 @@ class HandingOut:
             return
         plan = model.outputs
         plan.takes, plan.watch = len(inputs), (watch := Allocations())
-        given = {value.untyped_storage().data_ptr() for value in inputs if isinstance(value, torch.Tensor)}
+        given = {
+            value.untyped_storage().data_ptr()
+            for value in inputs
+            if isinstance(value, torch.Tensor) and not value._is_zerotensor()  # a tangent without memory
+        }
 
         def found(outputs: Sequence[Any], is_in_pool: Callable[[int], bool]) -> None:
             generated = watch.memory_of(outputs)

@@ -309,6 +309,19 @@ class TestHandingOut(TestCase):
         self.assertIs(outputs[1], given[1])
         self.assertEqual(list(outputs), wanted(self.x))
 
+    def test_a_tangent_without_memory(self):
+        self.x = torch._efficientzerotensor(4)
+        model = function(generated("def call(args):\n    return (torch.ones(4),)"), mode="backward")
+        manager = self.manager(model)
+        with manager.handing_out.watched(manager, self.ID, [self.x]) as found:
+            outputs = model([self.x])
+        found(outputs, lambda address: True)
+        node = Plain(wrapped_function=Plain(model=model))
+        for _ in range(2):
+            model.log.output_moved(0, 16)
+            manager.handing_out.moved(manager, [node])
+        self.assertEqual((model.outputs.handed.outputs, model.outputs.handed.allocations), ((0,), (None,)))
+
     def test_others_are_not_at_first(self):
         for model in (function(mode="forward"), function(partitions=2), function(outputs="upstream")):
             manager = self.warmed_up(model, self.manager(model))

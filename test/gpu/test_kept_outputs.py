@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import random
-import threading
 import unittest
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -18,6 +17,7 @@ import torch._inductor.config
 import user_operators
 from indirection import KeptTestCase
 from packages import is_torchvision_broken
+from test_trees_concurrency import in_thread, with_own_manager
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 import pygraph_trees
@@ -243,26 +243,24 @@ class TestInference(Kept):
 
     def test_outputs_of_a_thread_that_has_ended(self) -> None:
         model, kept = self.layers().eval(), []
-        graphed = self.graphed(model)
+        functions = [self.graphed(model)]
 
-        def work(graphed: Callable[..., Any]) -> None:
+        def work() -> None:
             with torch.no_grad():
                 for _ in range(5):
                     x = self.some()
-                    kept.append((graphed(x), model(x)))
+                    kept.append((functions[0](x), model(x)))
 
         for _ in range(3):
-            thread = threading.Thread(target=work, args=(graphed,))
-            thread.start()
-            thread.join()
-        work(graphed)
-        del thread
+            self.assertIsNone(in_thread(with_own_manager(work)))
+        work()
         torch._dynamo.reset()
-        del graphed
+        functions.clear()
         gc.collect()
         others = [torch.full((1 << 20,), 7.0, device=self.device) for _ in range(8)]
         for call, (found, wanted) in enumerate(kept):
             self.close(found, wanted, call)
+        self.assertEqual(len(kept), 20)
         del others
 
     def test_under_verification(self) -> None:
