@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from pygraph_trees.cuda.extent import copy_bits
+
 _NAME = "empty_strided_cuda"  # of the global in generated code: sizes, strides, dtype
 
 
@@ -65,7 +67,7 @@ class Allocations:
         if not found or not torch.cuda.is_current_stream_capturing():
             return outputs
         with torch.inference_mode():  # both kinds of tensors may be written to
-            torch._foreach_copy_(list(found.values()), [outputs[number] for number in found])
+            copy_bits(list(found.values()), [outputs[number] for number in found])
         return [found.get(number, output) for number, output in enumerate(outputs)]
 
     def memory_of(self, outputs: Iterable[Any]) -> dict[int, Memory]:

@@ -21,6 +21,7 @@ from test_trees_concurrency import in_thread, with_own_manager
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 import pygraph_trees
+from pygraph_trees.native import binding
 
 
 class Kept(KeptTestCase):
@@ -64,6 +65,11 @@ class TestInference(Kept):
         # Only the warm-up's, which was in the pool, is copied.
         self.assertEqual([(output.number, output.times) for output in function.moved_outputs], [(0, 1)])
 
+    def fast_replays(self) -> int:
+        """How many replays C++ made without Python, in all."""
+        fast: int = binding.extension.counts()[1]
+        return fast
+
     def assertHandedOut(self, function: Any, outputs: int, *, copied: bool) -> None:
         """All outputs of the newest recording are handed out, and calls that leave them alive replay it."""
         newest = function.recordings[-1]
@@ -80,11 +86,13 @@ class TestInference(Kept):
             "attention": lambda x: (torch.nn.functional.scaled_dot_product_attention(x, x * 2, x + 1),),
             "topk": lambda x: tuple(torch.topk(x * 2, 5)),
         }[name]
-        graphed, kept = self.graphed(fn), []
+        graphed, kept, before = self.graphed(fn), [], 0
         with torch.inference_mode() if name == "topk" else torch.no_grad():
-            for _ in range(40):
+            for call in range(40):
                 x = self.some(2, 4, 32, 32)
+                before = self.fast_replays() if call == 30 else before
                 kept.append((graphed(x), fn(x)))
+        self.assertEqual(self.fast_replays() - before, 10)
         for call, (found, wanted) in enumerate(kept):
             for one, other in zip(found, wanted, strict=True):
                 self.assertEqual(one, other, atol=2e-3, rtol=2e-3, msg=f"call {call}")
