@@ -9,7 +9,6 @@ figure is a median over calls, then over rounds. ``tools/bench/README.md`` expla
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import json
@@ -28,7 +27,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 import torch
 from torch._inductor.output_code import CompiledFxGraph
 
-from bench.figures import has_gpu, write_figures
+from bench.figures import has_gpu, options_of, write_figures
 from bench.small_programs import program_of
 from pygraph_trees.benchmark.program import Program
 from pygraph_trees.benchmark.rings import Ring
@@ -266,12 +265,7 @@ def _figure(us: float | None) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", default=["MLP", "BERT-I", "DLRM"], metavar="NAMES")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--calls", type=int, default=100, help="in a block")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = options_of(__doc__, ["MLP", "BERT-I", "DLRM"], rounds=7, calls=100)
     if not has_gpu():
         return 2
     found: list[dict[str, Any]] = []

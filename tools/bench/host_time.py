@@ -2,14 +2,13 @@
 
 usage: python tools/bench/host_time.py [NAMES ...] [--rounds N] [--calls N] [--out FILE]
 
-Each way is compiled twice in one process, in the order upstream, ours, ours, upstream. All four alternate in rounds;
-the figure is the ratio of the means of the pairs, as the median over rounds. The spread within a pair shows how
-reliable it is.
+Each way is compiled twice in one process, in the order upstream, ours, ours, upstream. All four alternate in rounds, in
+blocks of calls that are waited for, and as many that are not. The figure is the ratio of the means of the pairs, as the
+median over rounds. The spread within a pair shows how reliable it is.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -20,7 +19,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
 import torch
 
-from bench.figures import has_gpu, write_figures
+from bench.figures import has_gpu, options_of, write_figures
 from pygraph_trees.benchmark.rings import Ring
 from pygraph_trees.benchmark.timing import synchroniser, time_block
 from pygraph_trees.benchmark.tuning import own_cache
@@ -77,12 +76,7 @@ def _permuted(count: int, number: int) -> list[int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", default=["BERT-I", "BERT"], metavar="NAMES", help="default: BERT-I BERT")
-    parser.add_argument("--rounds", type=int, default=16)
-    parser.add_argument("--calls", type=int, default=100, help="in a block, synchronised and streamed each")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = options_of(__doc__, ["BERT-I", "BERT"], rounds=16, calls=100)
     if not has_gpu():
         return 2
     found = [measure(name, options.rounds, options.calls) for name in options.names]

@@ -9,11 +9,10 @@ medians over rounds, in µs per call: the host's time, and the time between even
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
 import torch
 
-from bench.figures import has_gpu, write_figures
+from bench.figures import has_gpu, options_of, write_figures
 from bench.small_programs import program_of
 from pygraph_trees.benchmark.program import Program, tensors_of
 from pygraph_trees.benchmark.rings import Ring
@@ -102,18 +101,13 @@ def line(found: dict[str, Any]) -> str:
     )
 
 
-def main(measured: Callable[..., dict[str, Any]] = measure) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", default=["MLP", "BERT-I", "DLRM"], metavar="NAMES")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--calls", type=int, default=100, help="in a block")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+def main() -> int:
+    options = options_of(__doc__, ["MLP", "BERT-I", "DLRM"], rounds=9, calls=100)
     if not has_gpu():
         return 2
     results = []
     for name in options.names:
-        results.append(measured(name, program_of(name), options.rounds, options.calls))
+        results.append(measure(name, program_of(name), options.rounds, options.calls))
         print(line(results[-1]), flush=True)
         write_figures(options.out, results, rounds=options.rounds, calls=options.calls)
     return 0

@@ -9,7 +9,6 @@ excess over the latest of them. The first round is left out. Figures are medians
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import tempfile
@@ -21,7 +20,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
 import torch
 
-from bench.figures import has_gpu, write_figures
+from bench.figures import has_gpu, options_of, write_figures
 from pygraph_trees.benchmark import graphs
 from pygraph_trees.benchmark.rings import Ring
 from pygraph_trees.benchmark.timing import collector_off, synchroniser, timed_call
@@ -90,11 +89,7 @@ def excess_ms(durations_s: Sequence[float]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", default=["DLRM", "TKE"], metavar="NAMES", help="default: DLRM TKE")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = options_of(__doc__, ["DLRM", "TKE"], rounds=9)
     if not has_gpu():
         return 2
     found = []
