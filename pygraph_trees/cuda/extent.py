@@ -6,6 +6,8 @@ elements, the flat view covers all memory in between, so copies and fills are ex
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -22,3 +24,21 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 def contents(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in order, as bytes; a view of the tensor's memory if it is contiguous."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def copy_bits(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies the memory of each source to a target of the same size, on the current stream, by one or two kernels.
+
+    Bits are copied as 8-byte integers if they fit, so it is fast for any dtype, and a captured copy is a kernel node.
+    """
+    pairs = [_as_integers(*pair) for pair in zip(targets, sources, strict=True)]
+    for dtype in {to.dtype for to, _ in pairs}:
+        alike = [pair for pair in pairs if pair[0].dtype == dtype]
+        torch._foreach_copy_([to for to, _ in alike], [of for _, of in alike])
+
+
+def _as_integers(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    to, of = (flat(tensor).view(torch.uint8) for tensor in (target, source))
+    if any(found.numel() % 8 or found.storage_offset() % 8 or found.data_ptr() % 8 for found in (to, of)):
+        return to, of
+    return to.view(torch.int64), of.view(torch.int64)

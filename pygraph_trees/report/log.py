@@ -55,7 +55,7 @@ class RecordingLog:
     parent: int | None = None
     reason: str = ""
     inputs: tuple[tuple[Any, ...], ...] = ()  # the fields of one :class:`InputRecord` each, which is made on demand
-    outputs: tuple[tuple[int, str, int], ...] = ()  # the fields of one :class:`OutputRecord` each
+    outputs: tuple[tuple[Any, ...], ...] = ()  # the fields of one :class:`OutputRecord` each
     kernels: int | None = None
     other_nodes: int | None = None
     record_s: float = 0.0

@@ -18,8 +18,18 @@ from typing import TYPE_CHECKING
 
 from .markup import Section, render
 from .recorded_tree import function_anchor, recorded_tree, recording_anchor
-from .records import FunctionRecord, GraphRecord, InputRecord, OutputRecord, PartitionInput, Snapshot
-from .text import called, environment_lines, nbytes, problems
+from .records import (
+    HANDED_OUT,
+    IN_POOL,
+    ON_INPUT,
+    FunctionRecord,
+    GraphRecord,
+    InputRecord,
+    OutputRecord,
+    PartitionInput,
+    Snapshot,
+)
+from .text import called, counted, environment_lines, nbytes, problems
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -132,16 +142,19 @@ def _functions(functions: Sequence[FunctionRecord]) -> Markup:
     )
 
 
-_PLACES = {"handed out": "handed out by address", "pool": "in the graph pool", "input": "on an input"}
+_PLACES = {HANDED_OUT: "handed out by address", IN_POOL: "in the graph pool", ON_INPUT: "on an input"}
 
 
 def _places_of(outputs: Sequence[OutputRecord]) -> str:
-    """How many outputs are where, with their bytes."""
+    """How many outputs are where, with their bytes and what each replay does for them."""
     found = []
     for place, words in _PLACES.items():
-        sizes = [output.nbytes for output in outputs if output.place == place]
-        if sizes:
-            found.append(f"{len(sizes)} {words} ({nbytes(sum(sizes))})")
+        there = [output for output in outputs if output.place == place]
+        if there:
+            nodes, copied = sum(output.nodes for output in there), sum(output.copied_bytes for output in there)
+            set_ = f", {counted(nodes, 'node')} set a replay" if nodes else ""
+            by_graph = f", {nbytes(copied)} copied" if copied else ""
+            found.append(f"{len(there)} {words} ({nbytes(sum(output.nbytes for output in there))}{set_}{by_graph})")
     return ", ".join(found)
 
 

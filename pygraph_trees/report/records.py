@@ -97,13 +97,18 @@ class InputRecord:
     why_copied: str | None = None
 
 
+HANDED_OUT, IN_POOL, ON_INPUT = "handed out", "pool", "input"
+
+
 @dataclass(frozen=True, slots=True)
 class OutputRecord:
     """An output of a recording that is a tensor."""
 
     number: int  # among the function's outputs
-    place: str  # "handed out": in memory of each call, by address; "pool": in the graph pool; "input": on an input
+    place: str  # HANDED_OUT (in memory of each call, by address), IN_POOL (the graph pool) or ON_INPUT
     nbytes: int
+    nodes: int = 0  # of the graph; if the output is handed out, a replay sets their parameters
+    copied_bytes: int = 0  # by the graph at each replay: a library allocated an output that is handed out
 
 
 @dataclass(frozen=True, slots=True)

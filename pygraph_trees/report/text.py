@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from .records import (
+    HANDED_OUT,
     Cause,
     Environment,
     FunctionRecord,
@@ -196,10 +197,12 @@ def _function_notes(functions: Sequence[FunctionRecord]) -> Iterator[str]:
 
 def _outlived(function: FunctionRecord) -> Iterator[str]:
     """What became of outputs that were alive when the next step began."""
-    places = {output.number: output.place for r in function.recordings[-1:] for output in r.outputs}
-    moved = sorted(function.moved_outputs, key=lambda output: -output.nbytes)
+    handed = {output.number for r in function.recordings[-1:] for output in r.outputs if output.place == HANDED_OUT}
+    # An output of a warm-up is mostly moved once, and handed out from then on.
+    worth_saying = [output for output in function.moved_outputs if output.times > 1 or output.number not in handed]
+    moved = sorted(worth_saying, key=lambda output: -output.nbytes)
     for output in moved[:_MOST_OUTPUTS]:
-        since = ", handed out since" if places.get(output.number) == "handed out" else ""
+        since = ", handed out since" if output.number in handed else ""
         times = counted(output.times, "time")
         yield (
             f"{_place(function)}: output {output.number} outlived its step: moved out of the graph pool {times}, "

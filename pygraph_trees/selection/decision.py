@@ -53,6 +53,7 @@ class Call:
 
     host_us: float  # until the call returns
     gpu_us: float  # between an event before and one after the call, without host work: copies included
+    from_idle_us: float | None = None  # between the same events, host work included, if the GPU was idle before
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,14 @@ class Part:
     def pairs(self) -> int:
         return min(len(self.ungraphed), len(self.graphed))
 
+    def latencies_us(self, number: int, costs: Costs) -> tuple[float, float] | None:
+        """The latencies of a measured pair, un-graphed and graphed; None unless both calls found the GPU idle."""
+        ungraphed, graphed = self.ungraphed[number].from_idle_us, self.graphed[number].from_idle_us
+        if ungraphed is None or graphed is None:
+            return None
+        handed = costs.of_handed(self.handed)
+        return ungraphed + handed.host_us + handed.gpu_us, graphed
+
     def loads(self, way: Execution, number: int, costs: Costs) -> list[Load]:
         """The loads of one measured call.
 
@@ -148,6 +157,7 @@ class Gain:
     gain_us: float  # median over pairs; negative if graphs are faster
     margin_us: float
     noise_us: float  # as many standard errors as a difference needs
+    is_modelled: bool = False  # the steps are computed from host and GPU times, not measured
 
     @property
     def needed_us(self) -> float:
@@ -189,9 +199,13 @@ class Comparison:
         return self.latency.is_clear and self.throughput.is_clear
 
     def prefers(self, way: Execution, factor: float = 1.0) -> bool:
-        """Whether a way is better in latency or in throughput, and worse in neither."""
+        """Whether a way is better in latency or in throughput, and worse in neither.
+
+        A modelled latency is no reason for un-graphed code: it is too low if the long kernels come last.
+        """
         gains = self.latency, self.throughput
-        return any(gain.is_better(way, factor) for gain in gains) and not any(gain.is_worse(way) for gain in gains)
+        counts = gains[1:] if self.latency.is_modelled and way is Execution.UNGRAPHED else gains
+        return any(gain.is_better(way, factor) for gain in counts) and not any(gain.is_worse(way) for gain in gains)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +217,9 @@ class Decision:
     def objective(self) -> Objective:
         """The objective that decided: latency, unless only throughput differs."""
         found = self.compared
-        only_throughput = found.throughput.is_better(self.way) and not found.latency.is_better(self.way)
-        return Objective.THROUGHPUT if only_throughput else Objective.LATENCY
+        counts = not found.latency.is_modelled or self.way is Execution.GRAPHED
+        by_latency = counts and found.latency.is_better(self.way)
+        return Objective.THROUGHPUT if found.throughput.is_better(self.way) and not by_latency else Objective.LATENCY
 
     @property
     def text(self) -> str:
@@ -276,14 +291,26 @@ def compare(parts: Sequence[Part], rules: Rules = Rules(), costs: Costs = Costs(
 
 
 def _gain(parts: Sequence[Part], pairs: int, objective: Objective, rules: Rules, costs: Costs) -> Gain:
-    ungraphed, graphed = (
-        [step_us([load for part in parts for load in part.loads(way, n, costs)], objective) for n in range(pairs)]
-        for way in (Execution.UNGRAPHED, Execution.GRAPHED)
-    )
-    gains = [other - one for one, other in zip(ungraphed, graphed, strict=True)]
+    measured = []
+    if objective is Objective.LATENCY and len(parts) == 1:
+        measured = [found for number in range(pairs) if (found := parts[0].latencies_us(number, costs)) is not None]
+    is_modelled = len(measured) < rules.fewest_pairs
+    steps = [_steps_us(parts, number, objective, costs) for number in range(pairs)] if is_modelled else measured
+    ungraphed, graphed = zip(*steps, strict=True)
+    gains = [other - one for one, other in steps]
     gain_us, ungraphed_us = statistics.median(gains), statistics.median(ungraphed)
     margin_us, noise_us = max(rules.floor_us, rules.margin * ungraphed_us), rules.errors * _standard_error(gains)
-    return Gain(ungraphed_us, statistics.median(graphed), gain_us, margin_us, noise_us)
+    is_modelled &= objective is Objective.LATENCY  # throughput follows from the measured times
+    return Gain(ungraphed_us, statistics.median(graphed), gain_us, margin_us, noise_us, is_modelled)
+
+
+def _steps_us(parts: Sequence[Part], number: int, objective: Objective, costs: Costs) -> tuple[float, float]:
+    """The times of a step un-graphed and graphed, computed from one measured pair of each part."""
+    ungraphed, graphed = (
+        step_us([load for part in parts for load in part.loads(way, number, costs)], objective)
+        for way in (Execution.UNGRAPHED, Execution.GRAPHED)
+    )
+    return ungraphed, graphed
 
 
 def decide(compared: Comparison, standing: Decision | None = None) -> Decision:

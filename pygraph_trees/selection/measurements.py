@@ -79,9 +79,10 @@ class Measurements:
             if gpu_us is None:
                 return
             self._pending.popleft()
+            from_idle_us = gpu_us if call.was_idle else None
             if way is Execution.GRAPHED and call.was_idle:
                 gpu_us = max(0.0, gpu_us - call.host_us)
-            self._calls[way].finished.append(Call(call.host_us, gpu_us))
+            self._calls[way].finished.append(Call(call.host_us, gpu_us, from_idle_us))
 
     def drop_pending(self) -> None:
         self._pending.clear()

@@ -37,7 +37,7 @@ from .decision import Decision
 
 _log = logging.getLogger("pygraph_trees.selection")
 
-FORMAT = 2  # of the files; raised if another version would misread one
+FORMAT = 3  # of the files; raised if another version would misread one
 STALE_AFTER_S = 30 * 86400.0
 _LIMIT = 2**63  # of all numbers
 _SIGNED = ("gain_us",)  # fields that may be negative
@@ -373,6 +373,8 @@ def _read(kind: Any, data: Any, name: str) -> Any:
         if members:
             return members[0]
     if kind is str and isinstance(data, str) and data.isprintable():
+        return data
+    if kind is bool and isinstance(data, bool):
         return data
     if kind is int and type(data) is int and 0 <= data < _LIMIT:
         return data

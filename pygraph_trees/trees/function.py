@@ -20,10 +20,10 @@ from pygraph_trees.report.log import FunctionLog, journal
 from pygraph_trees.report.naming import compile_id, mode_name, program_name
 from pygraph_trees.settings import Settings
 
-from .allocations import Allocations, is_watching, watching
+from .allocations import is_watching, watching
 from .dispatch import Dispatch
 from .fast_path import entry
-from .handed_outputs import Handed, templates_of_call
+from .handed_outputs import OutputPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -90,10 +90,7 @@ class FunctionModel:
         self.moving: set[int] = set()  # managed inputs whose addresses changed: live ones in every later recording
         self.first_inside: int | None = None  # the first output that a recording may hold as it is returned
         self.as_returned: Callable[[Sequence[Any]], Any] | None = None  # makes outputs from the model's outputs
-        self.takes = 0  # how many inputs Inductor gives it, once it was added to a manager
-        self.handed = Handed()  # the outputs for which later recordings have further inputs
-        self.not_handed: set[int] = set()  # outputs that cannot be handed out
-        self.watch: Allocations | None = None  # watches the next run of the compiled code
+        self.outputs = OutputPlan()  # the outputs for which later recordings have further inputs
         self.is_entered = False  # by :func:`entered`
         self.stop: Callable[[str], None] | None = None  # lets it run un-graphed from the next call on, with a reason
         if hasattr(model, "__name__"):
@@ -106,20 +103,17 @@ class FunctionModel:
     def ungraphed(self, inputs: list[Any]) -> Any:
         """Runs the compiled code and returns its outputs; no run is counted.
 
-        Inputs after the first :attr:`takes` are memory for the outputs that are handed out.
+        The last inputs may be memory for the outputs that are handed out.
         """
-        watch, templates = None, templates_of_call()
-        if templates is not None and len(inputs) == self.takes + len(templates):
-            watch = templates.allocations(inputs[self.takes :])
-            del inputs[self.takes :]
-        elif self.watch is not None:
-            watch, self.watch = self.watch, None
-        if watch is not None or is_watching():
-            with watching(self.model, watch):
+        allocations = self.outputs.allocations(inputs)
+        if allocations is not None or is_watching():
+            with watching(self.model, allocations):
                 outputs = self.model(inputs)
         else:
             outputs = self.model(inputs)
-        return outputs if self.as_returned is None else self.as_returned(outputs)
+        if self.as_returned is not None:
+            outputs = self.as_returned(outputs)
+        return outputs if allocations is None else allocations.finished(outputs)
 
     @staticmethod
     def of(model: Callable[[list[Any]], Any], *, is_backward: bool, is_inference: bool) -> FunctionModel:

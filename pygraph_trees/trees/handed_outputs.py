@@ -1,8 +1,9 @@
 """Outputs that are handed out: a graph writes them to memory that each call allocates, as un-graphed code does.
 
-A function that hands out outputs has further inputs, a tensor for each, which it writes to and returns. :class:`Handed`
-says which outputs these are, :class:`Templates` makes the tensors. During a call, generated code and recordings read
-from its templates what its last inputs are.
+If a library allocates an output, the graph ends with a copy to that memory. A function that hands out outputs has
+further inputs, a tensor for each, which it writes to and returns. :class:`Handed` says which outputs these are,
+:class:`Templates` makes the tensors. During a call, generated code and recordings read from its templates what its last
+inputs are.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,7 +23,7 @@ class Handed:
     """The outputs that a function hands out: their numbers, and the number of the allocation of each."""
 
     outputs: tuple[int, ...] = ()
-    allocations: tuple[int, ...] = ()
+    allocations: tuple[int | None, ...] = ()  # None: a library's, copied by the graph
 
     @staticmethod
     def of(memory: Mapping[int, Memory]) -> Handed:
@@ -57,7 +58,34 @@ class Templates:
 
     def allocations(self, tensors: Sequence[torch.Tensor]) -> Allocations:
         """``tensors``: as :meth:`allocate` makes them."""
-        return Allocations(dict(zip(self.handed.allocations, tensors, strict=True)))
+        places = list(zip(self.handed.outputs, self.handed.allocations, tensors, strict=True))
+        return Allocations(
+            {number: tensor for _, number, tensor in places if number is not None},
+            {output: tensor for output, number, tensor in places if number is None},
+        )
+
+
+@dataclass(slots=True)
+class OutputPlan:
+    """Which outputs of one function are handed out from its next call on."""
+
+    takes: int = 0  # how many inputs Inductor gives the function, once it was added to a manager
+    handed: Handed = Handed()
+    not_handed: set[int] = field(default_factory=set)  # outputs that cannot be handed out
+    watch: Allocations | None = None  # watches the next run of the compiled code
+
+    def allocations(self, inputs: list[torch.Tensor]) -> Allocations | None:
+        """The allocations of a run with these inputs, if they are watched or replaced.
+
+        Inputs after the first :attr:`takes` are memory for outputs. They are removed.
+        """
+        templates = templates_of_call()
+        if templates is not None and len(inputs) == self.takes + len(templates):
+            given = inputs[self.takes :]
+            del inputs[self.takes :]
+            return templates.allocations(given)
+        watch, self.watch = self.watch, None
+        return watch
 
 
 class _Call(threading.local):

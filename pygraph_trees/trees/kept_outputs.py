@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pygraph_trees.compat import exchanges_memory
+from pygraph_trees.cuda.extent import copy_bits
 from pygraph_trees.native import binding
 
 from .function import FunctionModel
@@ -61,7 +62,7 @@ def move_alive(node: Any) -> None:
     with torch.inference_mode(False), torch.no_grad():
         before = [_bytes_of(storage) for storage in storages]
         copies = [torch.empty_like(tensor) for tensor in before]
-        torch._foreach_copy_(copies, before)
+        copy_bits(copies, before)
     for storage, copy, held_by in zip(storages, copies, places.values(), strict=True):
         _exchange(storage, copy.untyped_storage())
         _forget(held_by, copy.untyped_storage())

@@ -83,7 +83,7 @@ class Manager(fast_path.TreeState, Upstream):
         self._candidates, self._find = search.known, search.find  # a fast replay reads them
         self.reclaiming = Reclaiming(functools.partial(type(self), *args, **kwargs), self._candidates)
         self._warmups = Warmups()
-        self.handing_out = HandingOut()
+        self.handing_out = HandingOut(self._candidates)
         # A call has the turn from before it reads the trees until its graph is launched. No call waits for it: calls
         # that come meanwhile, from a finalizer, a hook or another thread, run un-graphed.
         self._turn_of: Any = None  # the list of inputs of the call that has it
@@ -230,10 +230,10 @@ class Manager(fast_path.TreeState, Upstream):
         # When a step begins, upstream looks for a child of the last step's recording, finds none, ends the path and
         # starts again. If no child exists, this ends the path at once.
         self._candidates.clear()
-        if self.reclaiming.forgotten:
-            self.reclaiming.give_back(self)
         if self.keeps_outputs and self.path_state is _EXECUTION and self.can_start_new_generation():
             self.try_end_curr_execution()
+        if self.reclaiming.forgotten:
+            self.reclaiming.give_back(self)
         node = self.current_node
         if (
             node is not None
@@ -388,7 +388,7 @@ class Manager(fast_path.TreeState, Upstream):
                 outputs = super().run_eager(new_inputs, function_id)
         finally:
             self._pool.forget()
-        found(outputs)
+        found(outputs, self._pool.holds)
         function.warmup_pool_bytes += self._pool.nbytes() - before
         return outputs
 

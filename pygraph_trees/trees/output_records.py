@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pygraph_trees.report.records import HANDED_OUT, IN_POOL, ON_INPUT
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -11,10 +13,8 @@ if TYPE_CHECKING:
 
     from .handed_outputs import Templates
 
-HANDED_OUT, IN_POOL, ON_INPUT = "handed out", "pool", "input"
 
-
-def describe_outputs(node: Any, live: LiveInputs | None, templates: Templates | None) -> Iterator[tuple[int, str, int]]:
+def describe_outputs(node: Any, live: LiveInputs | None, templates: Templates | None) -> Iterator[tuple[Any, ...]]:
     """Yields the fields of an :class:`~pygraph_trees.report.records.OutputRecord` for each output that is a tensor.
 
     Args:
@@ -24,9 +24,14 @@ def describe_outputs(node: Any, live: LiveInputs | None, templates: Templates | 
     """
     on_live = {} if live is None else live.outputs
     sizes = {} if live is None else {item.index: item.placeholder_tensor.nbytes for item in live.items}
-    handed = () if templates is None else templates.handed.outputs
+    handed = {} if templates is None else dict(zip(templates.handed.outputs, templates.handed.allocations, strict=True))
     for number, (made_of, alias) in enumerate(zip(node.outputs_metadata, node.output_storage_alias, strict=True)):
-        if number in on_live:
-            yield number, HANDED_OUT if number in handed else ON_INPUT, sizes[on_live[number][0]]
+        if number in on_live and live is not None:
+            index, _ = on_live[number]
+            if number not in handed:
+                yield number, ON_INPUT, sizes[index]
+                continue
+            copied = 0 if handed[number] is not None else sizes[index]
+            yield number, HANDED_OUT, sizes[index], len(live.kernels_holding([index])), copied
         elif isinstance(made_of, dict):
             yield number, ON_INPUT if alias is None else IN_POOL, made_of["nbytes"]

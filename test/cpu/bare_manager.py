@@ -41,7 +41,7 @@ def bare_manager(kind: type[Manager] = Manager, **state: Any) -> Manager:
         "_turn_of": None,
         "_candidates": search.known,
         "_find": search.find,
-        "handing_out": HandingOut(),
+        "handing_out": HandingOut(search.known),
         "reclaiming": Reclaiming(lambda: kind(0), search.known),
     }
     for name, value in (known | state).items():

@@ -161,6 +161,33 @@ class TestCandidates(TestCase):
         self.step()
         self.check_none(call, [])
 
+    def test_python_answers_the_call_from_which_outputs_are_handed_out(self):
+        number, call = self.trees.function()
+        node, manager = self.trees.recording(number), self.trees.manager
+        manager.keeps_outputs = True
+        self.enterContext(mock.patch("torch.cuda.is_current_stream_capturing", lambda: False))
+        outlives = None
+
+        def keep(self, **_):
+            if outlives is not None:
+                manager.handing_out._outlived.append(outlives)
+                manager._candidates.clear()
+
+        self.enterContext(mock.patch.object(type(manager), "_keep_outputs", keep))
+        for _ in range(2):
+            self.step()
+            self.check(call, [], node)
+        outlives = self.trees.wrapped[number].model
+        self.step()
+        manager._candidates.clear()
+        given: list = []
+        self.assertIsNone(call(given))  # the search itself ends the path
+        self.assertTrue(manager.handing_out.changes_next)
+        outlives = None
+        self.check_none(call, [])
+        manager.handing_out._outlived.clear()
+        self.check(call, [], node)
+
     @contextlib.contextmanager
     def looked_for(self, count):
         """Asserts how often candidates are searched."""

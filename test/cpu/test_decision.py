@@ -196,6 +196,62 @@ class TestKinds(TestCase):
         self.assertIs(self.way(part((host_us, gpu_us), (host_us, gpu_us))), GRAPHED)
 
 
+class TestMeasuredLatency(TestCase):
+    """Calls that found the GPU idle say what a step took, which the model guesses from the number of launches."""
+
+    def part(self, ungraphed_us, graphed_us, **more):
+        ungraphed, graphed = Call(140, 210, ungraphed_us), Call(45, 210, graphed_us)
+        return Part([ungraphed] * 6, [graphed] * 6, 10, **more)
+
+    def test_long_kernels_at_the_end(self):
+        """The GPU waits for the host first; the model says 224 us."""
+        modelled = compare([self.part(None, 255)]).latency
+        self.assertEqual((modelled.ungraphed_us, modelled.graphed_us), (224, 255))
+        measured = compare([self.part(275, 255)]).latency
+        self.assertEqual((measured.ungraphed_us, measured.graphed_us), (275, 255))
+        self.assertIs(decide(compare([self.part(275, 255)])).way, GRAPHED)
+        self.assertIs(decide(compare([self.part(224, 255)])).way, UNGRAPHED)
+
+    def test_a_modelled_latency_is_no_reason_for_ungraphed_code(self):
+        found = compare([self.part(None, 255)])
+        self.assertTrue(found.latency.is_modelled and found.latency.is_better(UNGRAPHED))
+        self.assertIs(decide(found).way, GRAPHED)
+        standing = decide(compare([self.part(200, 255)]))
+        self.assertIs(decide(found, standing).way, UNGRAPHED)  # nor against it
+        better = compare([part((140, 190), (45, 210), 10)])
+        self.assertIs(decide(better).way, UNGRAPHED)
+        self.assertEqual(decide(better).text, "un-graphed: 190 us a call against 210 us (0 kernels, without waiting)")
+
+    def test_a_modelled_latency_is_a_reason_against_ungraphed_code(self):
+        worse = compare([part((60, 38), (50, 40), 9)])
+        self.assertTrue(worse.throughput.is_worse(UNGRAPHED) or worse.latency.is_worse(UNGRAPHED))
+        self.assertIs(decide(worse).way, GRAPHED)
+
+    def test_enough_pairs_must_be_measured(self):
+        one, other = self.part(275, 255), self.part(None, 255)
+        for measured, latency in ((5, (275, 255)), (4, (224, 255))):
+            calls = [*one.ungraphed[:measured], *other.ungraphed[: 6 - measured]]
+            found = compare([dataclasses.replace(one, ungraphed=calls)]).latency
+            self.assertEqual((found.ungraphed_us, found.graphed_us), latency)
+            self.assertEqual(found.is_modelled, measured < 5)
+
+    def test_throughput_is_as_before(self):
+        self.assertEqual(compare([self.part(275, 255)]).throughput, compare([self.part(None, None)]).throughput)
+
+    def test_work_for_later_functions_is_added(self):
+        handed = Handed(patched=10)
+        found = compare([self.part(200, 255, handed=handed)]).latency
+        self.assertEqual(found.ungraphed_us, 200 + Costs().of_handed(handed).host_us)
+
+    def test_both_calls_of_a_pair_must_be_measured(self):
+        for ungraphed_us, graphed_us in ((275, None), (None, 255), (None, None)):
+            self.assertEqual(compare([self.part(ungraphed_us, graphed_us)]).latency.ungraphed_us, 224)
+
+    def test_several_parts_are_modelled(self):
+        parts = [self.part(275, 255)] * 2
+        self.assertEqual(compare(parts).latency, compare([self.part(None, None)] * 2).latency)
+
+
 class TestNoise(TestCase):
     def jittered(self, shift_us, jitter_us, pairs=10):
         noise = [jitter_us * (-1) ** n * (1 + n % 3) for n in range(pairs)]

@@ -24,7 +24,14 @@ from pygraph_trees.native import binding
 from pygraph_trees.report.log import FunctionLog, GraphLog
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees import handing_out, input_rules
-from pygraph_trees.trees.allocations import Allocations, Memory, generated_by_inductor, is_watching, watching
+from pygraph_trees.trees.allocations import (
+    Allocations,
+    Memory,
+    generated_by_inductor,
+    is_watching,
+    memory_of_libraries,
+    watching,
+)
 from pygraph_trees.trees.function import FunctionModel
 from pygraph_trees.trees.handed_outputs import Handed, Templates, given_memory
 
@@ -116,6 +123,53 @@ class TestAllocations(TestCase):
             outputs = self.call([self.x])
         self.assertEqual({n: m.number for n, m in watch.memory_of(outputs).items()}, {0: 2})
 
+    def test_an_output_in_memory_that_a_freed_buffer_had_is_not_in_its_allocation(self):
+        code = CODE.replace("del buf2\n", "del buf2\n    buf4 = library()\n").replace("buf3, x)", "buf4)")
+        buffer = torch.empty(8)
+
+        def at_buffer():
+            """A new storage in the same memory each time."""
+            return torch.from_dlpack(torch.utils.dlpack.to_dlpack(buffer)).view(2, 4)
+
+        def allocate(size, stride, dtype):
+            return at_buffer() if size == (2, 4) else torch.empty_strided(size, stride, dtype=dtype)
+
+        self.call = generated(code, empty_strided_cuda=allocate, library=at_buffer)
+        with watching(self.call, watch := Allocations()):
+            outputs = self.call([self.x])
+        self.assertEqual(outputs[1].data_ptr(), buffer.data_ptr())
+        self.assertEqual({n: m.number for n, m in watch.memory_of(outputs).items()}, {0: 0})
+
+    def test_outputs_that_a_library_allocates(self):
+        own, base = torch.empty(2, 3).t(), torch.empty(8)
+        outputs = [own, base[:4], base, base, torch.empty(4, 4)[:, 0], torch.empty(0), None, 3, torch.empty(5)[1:]]
+        outputs += [torch.empty(2, dtype=torch.complex64).conj(), torch.empty(1).expand(3), self.x]
+        found = memory_of_libraries(outputs, lambda address: address != self.x.data_ptr())
+        self.assertEqual(found, {0: Memory(None, (3, 2), (1, 3), torch.float32)})
+
+    def test_the_graph_copies_the_output_of_a_library(self):
+        memory = {1: Memory(None, (2,), (1,), torch.float32), 0: Memory(0, (4,), (1,), torch.float32)}
+        given = [torch.empty(2), torch.empty(4)]
+        for is_capturing in (True, False):
+            watch = Templates(Handed.of(memory), memory, CPU).allocations(given)
+            with (
+                mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: is_capturing),  # noqa: B023
+                watching(self.call, watch),
+            ):
+                outputs = watch.finished(self.call([self.x]))
+            self.assertEqual(list(outputs), wanted(self.x))
+            self.assertIs(outputs[0], given[1])
+            self.assertEqual(outputs[1] is given[0], is_capturing)
+
+    def test_an_output_of_another_layout_is_not_copied(self):
+        for other in (torch.empty(3), torch.empty(4)[::2], torch.empty(2, dtype=torch.int64)):
+            with (
+                mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+                watching(self.call, watch := Allocations(copied_to={1: other})),
+            ):
+                outputs = watch.finished(self.call([self.x]))
+            self.assertIsNot(outputs[1], other)
+
     def test_the_module_is_as_before_afterwards(self):
         before = self.names["empty_strided_cuda"]
         self.names["inside"] = mock.Mock(side_effect=ValueError)
@@ -158,7 +212,7 @@ class TestFunction(TestCase):
     def setUp(self):
         super().setUp()
         self.x, self.function = torch.arange(4.0), function()
-        self.function.takes = 1
+        self.function.outputs.takes = 1
         handed = Handed((0, 1), (0, 2))
         found = {0: Memory(0, (4,), (1,), torch.float32), 1: Memory(2, (2,), (1,), torch.float32)}
         self.templates = Templates(handed, found, CPU)
@@ -196,10 +250,10 @@ class TestFunction(TestCase):
         self.assertEqual(list(inner[0]), wanted(self.x + 5))
 
     def test_only_one_run_is_watched(self):
-        self.function.watch = watch = Allocations()
+        self.function.outputs.watch = watch = Allocations()
         outputs = self.function([self.x])
         self.function([self.x + 1])
-        self.assertIsNone(self.function.watch)
+        self.assertIsNone(self.function.outputs.watch)
         self.assertEqual({n: m.number for n, m in watch.memory_of(outputs).items()}, {0: 0, 1: 2})
 
     def test_nothing_given_is_kept(self):
@@ -233,7 +287,7 @@ class TestHandingOut(TestCase):
         inputs = [self.x]
         with manager.handing_out.watched(manager, self.ID, inputs) as found:
             outputs = model(inputs)
-        found(outputs)
+        found(outputs, lambda address: address != self.x.data_ptr())
         return manager
 
     def inputs(self, manager):
@@ -255,6 +309,19 @@ class TestHandingOut(TestCase):
         self.assertIs(outputs[1], given[1])
         self.assertEqual(list(outputs), wanted(self.x))
 
+    def test_a_tangent_without_memory(self):
+        self.x = torch._efficientzerotensor(4)
+        model = function(generated("def call(args):\n    return (torch.ones(4),)"), mode="backward")
+        manager = self.manager(model)
+        with manager.handing_out.watched(manager, self.ID, [self.x]) as found:
+            outputs = model([self.x])
+        found(outputs, lambda address: True)
+        node = Plain(wrapped_function=Plain(model=model))
+        for _ in range(2):
+            model.log.output_moved(0, 16)
+            manager.handing_out.moved(manager, [node])
+        self.assertEqual((model.outputs.handed.outputs, model.outputs.handed.allocations), ((0,), (None,)))
+
     def test_others_are_not_at_first(self):
         for model in (function(mode="forward"), function(partitions=2), function(outputs="upstream")):
             manager = self.warmed_up(model, self.manager(model))
@@ -271,10 +338,12 @@ class TestHandingOut(TestCase):
     def test_an_output_that_outlived_two_steps_is_handed_out(self):
         model = function(mode="backward")
         manager, node = self.warmed_up(model, self.manager(model)), Plain(wrapped_function=Plain(model=model))
-        for _ in range(2):
+        for times in range(2):
             self.assertEqual((self.again, self.inputs(manager)), ([], [(4,)]))
+            manager._candidates["known"] = {}
             model.log.output_moved(1, 8)
             manager.handing_out.moved(manager, [node])
+            self.assertEqual((bool(manager._candidates), manager.handing_out.changes_next), (times == 0, times == 1))
         self.assertEqual(self.inputs(manager), [(4,), (2,)])
         self.assertEqual([id_ for id_, _ in self.again], [self.ID])
         manager.handing_out.moved(manager, [node])
@@ -292,13 +361,26 @@ class TestHandingOut(TestCase):
             self.assertEqual(manager.ids_to_funcs[self.ID].mutated_input_idxs, ())
         self.assertEqual(self.inputs(manager), [(4,), (2,)])
 
+    def test_an_output_of_a_library_is_after_it_outlived_two_steps(self):
+        code = CODE.replace("torch.sum(buf2, 1, out=buf3)", "buf3 = torch.sum(buf2, 1)")
+        model = function(generated(code))
+        manager, node = self.warmed_up(model, self.manager(model)), Plain(wrapped_function=Plain(model=model))
+        self.assertEqual((model.outputs.handed.outputs, self.inputs(manager)), ((0,), [(4,), (4,)]))
+        for _ in range(2):
+            model.log.output_moved(1, 8)
+            manager.handing_out.moved(manager, [node])
+        self.assertEqual(self.inputs(manager), [(4,), (4,), (2,)])
+        self.assertEqual(
+            dict(zip(model.outputs.handed.outputs, model.outputs.handed.allocations, strict=True)), {0: 0, 1: None}
+        )
+
     def test_an_output_without_an_allocation_never_is(self):
         model = function(mode="backward")
         manager, node = self.warmed_up(model, self.manager(model)), Plain(wrapped_function=Plain(model=model))
         for _ in range(3):
             model.log.output_moved(2, 16)
             manager.handing_out.moved(manager, [node])
-        self.assertEqual((self.again, model.not_handed, self.inputs(manager)), ([], {2}, [(4,)]))
+        self.assertEqual((self.again, model.outputs.not_handed, self.inputs(manager)), ([], {2}, [(4,)]))
 
     def test_an_output_that_cannot_be_given_by_address_stays_in_the_pool(self):
         manager = self.warmed_up(model := function(), self.manager(model))
@@ -310,7 +392,7 @@ class TestHandingOut(TestCase):
         node = Plain(templates=templates, live=Plain(decisions=decisions, outputs=returned))
         manager.handing_out.recorded(manager, model, node)
         self.assertEqual(self.inputs(manager), [(4,), (2,)])
-        self.assertEqual((len(self.again), model.not_handed, model.refused), (1, {0}, {0: "its own"}))
+        self.assertEqual((len(self.again), model.outputs.not_handed, model.refused), (1, {0}, {0: "its own"}))
         manager.handing_out.recorded(manager, model, node)  # recorded with earlier templates
         self.assertEqual(len(self.again), 1)
 
@@ -322,14 +404,14 @@ class TestHandingOut(TestCase):
         decisions = {index: Decision(Route.PATCH, None) for index in (1, 2)}
         live = Plain(decisions=decisions, outputs={1: (2, None)})
         manager.handing_out.recorded(manager, model, Plain(templates=templates, live=live))
-        self.assertEqual((self.inputs(manager), model.not_handed), ([(4,), (2,)], {0}))
+        self.assertEqual((self.inputs(manager), model.outputs.not_handed), ([(4,), (2,)], {0}))
 
     def test_all_stay_if_no_input_is_given_by_address(self):
         manager = self.warmed_up(model := function(), self.manager(model))
         with manager.handing_out.call(manager, self.ID, []):
             node = Plain(templates=handing_out.templates_of_call(), live=None)
         manager.handing_out.recorded(manager, model, node)
-        self.assertEqual((self.inputs(manager), model.handed), ([(4,)], Handed()))
+        self.assertEqual((self.inputs(manager), model.outputs.handed), ([(4,)], Handed()))
 
     def test_a_call_inside_of_another_has_templates_of_its_own(self):
         manager = self.warmed_up(model := function(), self.manager(model))

@@ -17,6 +17,7 @@ from torch._inductor.cudagraph_trees import ExecutionState, StorageWeakRefWrappe
 from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
 import pygraph_trees.trees.recording  # noqa: F401  torch's own recordings are told apart
+from pygraph_trees.cuda.extent import copy_bits
 from pygraph_trees.native import binding
 from pygraph_trees.report.log import FunctionLog
 from pygraph_trees.report.records import MovedOutput
@@ -32,6 +33,30 @@ POOL = (0, 38)
 def function(outputs="keep"):
     settings = Settings(placement="off", indirection="auto", selective="always", outputs=outputs)
     return FunctionModel(fail, settings, FunctionLog("f", "0/0", "inference", 1, {}))
+
+
+class TestCopies(TestCase):
+    @parametrize(
+        "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64, torch.float8_e4m3fn]
+    )
+    def test_bits_of_any_dtype_and_layout(self, dtype):
+        bits = torch.randint(0, 2, (3, 4, 5)).to(dtype)
+        odd = torch.randint(0, 2, (7,)).to(dtype)[1:]
+        sources = [bits, bits.permute(2, 0, 1), odd]
+        targets = [torch.empty_like(source) for source in sources]
+        for mode in (torch.inference_mode, torch.no_grad):
+            for target in targets:
+                target.zero_()
+            with mode():
+                copy_bits(targets, sources)
+            for found, wanted in zip(targets, sources, strict=True):
+                self.assertEqual(found.stride(), wanted.stride())
+                self.assertTrue(torch.equal(found.to(torch.complex64), wanted.to(torch.complex64)))
+
+    def test_nan_keeps_its_bits(self):
+        source = torch.tensor([0x7F800001, 0x7FC00123], dtype=torch.int32).view(torch.float32)
+        copy_bits([target := torch.zeros(2)], [source])
+        self.assertEqual(target.view(torch.int32), source.view(torch.int32))
 
 
 class Node:
@@ -363,6 +388,7 @@ class TestFastPath(TestCase):
             self.assertEqual(self.calls(trees), 1)
 
 
+instantiate_parametrized_tests(TestCopies)
 instantiate_parametrized_tests(TestSteps)
 
 if __name__ == "__main__":

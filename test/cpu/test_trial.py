@@ -77,9 +77,13 @@ class World:
     def us_between(self, begin, end):
         return None if self.behind or end > self.now_us else end - begin
 
-    def work(self, host_us, gpu_us):
+    def work(self, host_us, gpu_us, pieces=1):
+        """The GPU begins a piece once the host has launched it."""
+        begin_us = self.now_us
+        for piece in range(1, pieces + 1):
+            launched_us = begin_us + host_us * piece / pieces
+            self.gpu_until_us = max(launched_us, self.gpu_until_us) + gpu_us / pieces
         self.now_ns += int(host_us * 1e3)
-        self.gpu_until_us = max(self.now_us, self.gpu_until_us) + gpu_us
 
     def wait(self):
         self.now_ns = max(self.now_ns, int(self.gpu_until_us * 1e3) + 1)
@@ -116,7 +120,7 @@ class Function(Environment):
     def ungraph(self, inputs):
         self.calls.append("u")
         self.log.runs += 1
-        self.world.work(*self.times[Execution.UNGRAPHED])
+        self.world.work(*self.times[Execution.UNGRAPHED], self.kernels)
         return self.outputs(inputs)
 
     def graph(self, inputs):
@@ -229,10 +233,10 @@ class TestTrial(TrialTestCase):
         # Warm-up, recording, a replay and an un-graphed call that are not measured, and five pairs.
         self.assertEqual(ways, "gggg" + "uuu" + "gg" + "uu" + "gg" + "u" + "g" * 16)
         self.assertEqual((trial.is_over, function.went), (True, [Execution.GRAPHED]))
-        # From idle: the GPU's 50 us are over 12.5 after the last of four launches of 100; a replay takes 10 and 40.
+        # From idle: the GPU's 50 us are over 12.5 after the last of four launches in 100; a replay takes 10 and 40.
         found = trial.decision.compared.latency
-        self.assertEqual((found.graphed_us, found.ungraphed_us), (50.0, 110.0))
-        self.assertEqual(function.log.decision, "graphed: 50 us a call against 110 us (4 kernels)")
+        self.assertEqual((found.graphed_us, found.ungraphed_us), (50.0, 112.5))
+        self.assertEqual(function.log.decision, "graphed: 50 us a call against 112 us (4 kernels)")
         self.assertEqual(function.log.record().ungraphed_calls, 0)
 
     def test_graphs_that_do_not_pay(self):
@@ -613,7 +617,7 @@ class TestRestart(TrialTestCase):
         light = {"ungraphed": (100.0, 50.0), "graphed": (10.0, 40.0)}
         for before, after, ways, text in (
             (light, self.HEAVY, [Execution.GRAPHED, Execution.UNGRAPHED], "^un-graphed: 45 us a call against 130 us"),
-            (self.HEAVY, light, [Execution.UNGRAPHED, Execution.GRAPHED], "^graphed: 50 us a call against 110 us"),
+            (self.HEAVY, light, [Execution.UNGRAPHED, Execution.GRAPHED], "^graphed: 50 us a call against 112 us"),
         ):
             trial, function = self.one(**before)
             self.assertEqual(self.decided(trial, function), ways[0])

@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 
 import pygraph_trees
 from pygraph_trees.report.summary import clear
+from pygraph_trees.trees.kept_outputs import why_not_moved
 
 if TYPE_CHECKING:
     from pygraph_trees.report.records import InputRecord
@@ -295,6 +296,17 @@ class IndirectionTestCase(TestCase):
             self.assertGreater(facts.copied_bytes, 0, str(facts))
         for reason in facts.why:
             self.assertRegex(reason, expected or r"\w+ \w+")
+
+
+class KeptTestCase(IndirectionTestCase):
+    """Base of tests whose outputs are kept; skipped on torch 2.11 without the parts in C++."""
+
+    outputs = "keep"
+
+    def setUp(self) -> None:
+        if why_not_moved() is not None:
+            self.skipTest(f"outputs are not kept: {why_not_moved()}")
+        super().setUp()
 
 
 class ByTable(IndirectionTestCase):

@@ -7,7 +7,9 @@ the whole GPU.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
+import statistics
 import threading
 import time
 from collections import Counter
@@ -20,6 +22,7 @@ from torch.testing._internal.common_utils import run_tests
 from pygraph_trees.indirection.placeholder import MAX_MAPPINGS, MAX_PIECE_NBYTES
 
 RUNS_ALONE = True  # it reads the GPU's memory in use, which includes that of other processes
+PARTS = 9  # of the calls, after each of which objects are counted
 REPLAYS = int(os.environ.get("PYGRAPH_REPLAYS", "2000"))
 MIB = 2**20
 
@@ -69,13 +72,18 @@ class TestIndirectionEndurance(IndirectionTestCase):
             step(call)
         torch.cuda.synchronize()
         before = handles(), gpu_bytes(), torch.cuda.memory_allocated(), host_bytes()
-        for call in range(first, rounds):
-            step(call)
+        seen, call = [before[0][1]], first
+        for part in range(1, PARTS + 1):
+            while call < first + (rounds - first) * part // PARTS:
+                step(call)
+                call += 1
+            seen.append(handles()[1])
         torch.cuda.synchronize()
-        (files, objects), gpu, allocated, host = handles(), gpu_bytes(), torch.cuda.memory_allocated(), host_bytes()
+        files, gpu, allocated, host = handles()[0], gpu_bytes(), torch.cuda.memory_allocated(), host_bytes()
         self.assertLessEqual(files, before[0][0])
-        more = objects - before[0][1]
-        self.assertLess(objects.total() - before[0][1].total(), 500, str(more.most_common(20)))
+        # What grows does so in most parts. Torch 2.15 makes 800 nodes of a context once, for its configurations.
+        growth = statistics.median(later.total() - earlier.total() for earlier, later in itertools.pairwise(seen))
+        self.assertLess(growth * PARTS, 500, str((seen[-1] - seen[0]).most_common(20)))
         self.assertLessEqual(gpu - before[1], 2 * MIB)
         self.assertEqual(allocated, before[2])
         self.assertLess(host - before[3], 8 * MIB)

@@ -47,7 +47,7 @@ class TestIndirectionRandom(IndirectionTestCase):
         self.assertGreaterEqual(counts.cases - counts.invalid - counts.torch_differs, self.programs, str(counts))
         if self.programs >= 100:
             self.assertGreaterEqual(len(counts.uses), len(USES) - 1, counts.table())
-        self.assertGreater(counts.inside, 0, str(counts))
+            self.assertGreater(counts.inside, 0, str(counts))
         # This compares replays, not calls that ran un-graphed.
         self.assertGreater(counts.replays, counts.cases, str(counts))
         self.assertLess(counts.ungraphed_calls, 0.1 * counts.calls, str(counts))

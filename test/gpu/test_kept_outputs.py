@@ -8,25 +8,24 @@ import random
 import unittest
 from collections.abc import Callable
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch._dynamo
 import torch._inductor.config
-from indirection import IndirectionTestCase
+import user_operators
+from indirection import KeptTestCase
 from packages import is_torchvision_broken
+from test_trees_concurrency import in_thread, with_own_manager
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 import pygraph_trees
-from pygraph_trees.trees.kept_outputs import why_not_moved
+from pygraph_trees.native import binding
 
 
-class KeptTestCase(IndirectionTestCase):
-    outputs = "keep"
-
+class Kept(KeptTestCase):
     def setUp(self) -> None:
-        if why_not_moved() is not None:
-            self.skipTest(f"outputs are not kept: {why_not_moved()}")
         super().setUp()
         torch.manual_seed(0)
 
@@ -48,7 +47,7 @@ class KeptTestCase(IndirectionTestCase):
         return list(pygraph_trees.report().functions)
 
 
-class TestInference(KeptTestCase):
+class TestInference(Kept):
     def test_all_outputs_of_a_loop(self) -> None:
         model = self.layers().eval()
         graphed, kept = self.graphed(model), []
@@ -65,6 +64,75 @@ class TestInference(KeptTestCase):
         self.assertEqual(recording.copied_bytes, 0)
         # Only the warm-up's, which was in the pool, is copied.
         self.assertEqual([(output.number, output.times) for output in function.moved_outputs], [(0, 1)])
+
+    def fast_replays(self) -> int:
+        """How many replays C++ made without Python, in all."""
+        fast: int = binding.extension.counts()[1]
+        return fast
+
+    def assertHandedOut(self, function: Any, outputs: int, *, copied: bool) -> None:
+        """All outputs of the newest recording are handed out, and calls that leave them alive replay it."""
+        newest = function.recordings[-1]
+        self.assertEqual([i.route for i in newest.inputs if i.kind == "output"], ["patch"] * outputs)
+        self.assertEqual([output.copied_bytes > 0 for output in newest.outputs], [copied] * outputs)
+        self.assertLessEqual(max(output.times for output in function.moved_outputs), 4)
+        self.assertEqual((len(function.recordings), function.ungraphed_calls, newest.copied_bytes), (2, 0, 0))
+        self.assertGreater(newest.replays, 30)
+
+    @parametrize("name", ["attention", "topk"])
+    def test_outputs_that_a_library_allocates(self, name: str) -> None:
+        """The graph copies them after they outlived two steps."""
+        fn: Callable[[torch.Tensor], tuple[torch.Tensor, ...]] = {
+            "attention": lambda x: (torch.nn.functional.scaled_dot_product_attention(x, x * 2, x + 1),),
+            "topk": lambda x: tuple(torch.topk(x * 2, 5)),
+        }[name]
+        graphed, kept, before = self.graphed(fn), [], 0
+        with torch.inference_mode() if name == "topk" else torch.no_grad():
+            for call in range(40):
+                x = self.some(2, 4, 32, 32)
+                before = self.fast_replays() if call == 30 else before
+                kept.append((graphed(x), fn(x)))
+        self.assertEqual(self.fast_replays() - before, 10)
+        for call, (found, wanted) in enumerate(kept):
+            for one, other in zip(found, wanted, strict=True):
+                self.assertEqual(one, other, atol=2e-3, rtol=2e-3, msg=f"call {call}")
+        (function,) = self.functions()
+        self.assertHandedOut(function, len(kept[0][0]), copied=True)
+
+    def test_outputs_of_the_second_of_two_partitions(self) -> None:
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            return user_operators.cloned(x.sin()).sum(0)
+
+        config = {"custom_should_partition_ops": ["pygraph_indirection_test::cloned"]}
+        with torch._inductor.config.patch(config), torch.no_grad():
+            graphed, kept = self.graphed(fn), []
+            for _ in range(40):
+                x = self.some()
+                kept.append((graphed(x), fn(x)))
+        for call, (found, wanted) in enumerate(kept):
+            self.close(found, wanted, call)
+        first, second = sorted(self.functions(), key=lambda function: function.partition)
+        self.assertEqual((first.partitions, first.ungraphed_calls), (2, 0))
+        self.assertHandedOut(second, 1, copied=False)
+
+    def test_raw_addresses_of_outputs_that_are_handed_out(self) -> None:
+        """Other libraries hold an output's memory without its storage."""
+        model = self.layers().eval()
+        graphed, kept = self.graphed(model), []
+        with torch.no_grad():
+            for _ in range(3):
+                graphed(self.some())
+            for _ in range(6):
+                x = self.some()
+                output, wanted = graphed(x), model(x)
+                interface = SimpleNamespace(__cuda_array_interface__=output.__cuda_array_interface__)
+                other = torch.as_tensor(interface, device=self.device)
+                address = output.__cuda_array_interface__["data"][0]
+                kept.append((torch.from_dlpack(output), other, output, address, wanted))
+        for from_dlpack, other, output, address, wanted in kept:
+            self.close(from_dlpack, wanted)
+            self.close(other, wanted)
+            self.assertEqual(address, output.data_ptr())
 
     def test_a_state_that_is_carried_on(self) -> None:
         def fn(x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
@@ -181,6 +249,28 @@ class TestInference(KeptTestCase):
                 self.close(found, wanted)
             del others
 
+    def test_outputs_of_a_thread_that_has_ended(self) -> None:
+        model, kept = self.layers().eval(), []
+        functions = [self.graphed(model)]
+
+        def work() -> None:
+            with torch.no_grad():
+                for _ in range(5):
+                    x = self.some()
+                    kept.append((functions[0](x), model(x)))
+
+        for _ in range(3):
+            self.assertIsNone(in_thread(with_own_manager(work)))
+        work()
+        torch._dynamo.reset()
+        functions.clear()
+        gc.collect()
+        others = [torch.full((1 << 20,), 7.0, device=self.device) for _ in range(8)]
+        for call, (found, wanted) in enumerate(kept):
+            self.close(found, wanted, call)
+        self.assertEqual(len(kept), 20)
+        del others
+
     def test_under_verification(self) -> None:
         model = self.layers().eval()
         with torch._inductor.config.patch({"triton.pygraph_verify": "on"}), torch.no_grad():
@@ -192,7 +282,7 @@ class TestInference(KeptTestCase):
             self.close(found, wanted)
 
 
-class TestTraining(KeptTestCase):
+class TestTraining(Kept):
     def both(self) -> tuple[torch.nn.Module, torch.nn.Module]:
         model = self.layers()
         return model, copy.deepcopy(model)
@@ -270,7 +360,7 @@ class TestTraining(KeptTestCase):
         self.close(torch.stack(found), torch.stack(wanted))
 
 
-class TestAsUpstream(KeptTestCase):
+class TestAsUpstream(Kept):
     def test_an_output_of_an_earlier_step_is_overwritten_or_raises(self) -> None:
         with torch._inductor.config.patch({"triton.pygraph_outputs": "upstream"}), torch.no_grad():
             graphed = self.graphed(lambda x: x * 2 + 1)

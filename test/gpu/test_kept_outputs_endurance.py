@@ -13,11 +13,9 @@ from typing import Any
 
 import torch
 import torch._inductor.config
-from indirection import IndirectionTestCase
+from indirection import KeptTestCase
 from test_indirection_endurance import gpu_bytes, host_bytes
 from torch.testing._internal.common_utils import run_tests
-
-from pygraph_trees.trees.kept_outputs import why_not_moved
 
 RUNS_ALONE = True  # it reads the GPU's memory in use, which includes that of other processes
 STEPS = int(os.environ.get("PYGRAPH_STEPS", "10000"))
@@ -25,12 +23,8 @@ MIB = 2**20
 LONGEST = 64  # steps that an output is kept
 
 
-class TestKeptOutputsEndurance(IndirectionTestCase):
-    outputs = "keep"
-
+class TestKeptOutputsEndurance(KeptTestCase):
     def setUp(self) -> None:
-        if why_not_moved() is not None:
-            self.skipTest(f"outputs are not kept: {why_not_moved()}")
         super().setUp()
         self.drawn = random.Random(7)
         self.held: defaultdict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)  # by their last step

@@ -9,6 +9,7 @@ import torch
 import torch._dynamo
 from indirection import IndirectionTestCase
 from parity import requires_two_gpus
+from test_trees_concurrency import with_own_manager
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
 
 import pygraph_trees
@@ -68,21 +69,24 @@ class TestTwoDevices(IndirectionTestCase):
         one_compiles, all_compiled = threading.Lock(), threading.Barrier(2, timeout=120)
 
         def work(device: torch.device) -> None:
+            torch.cuda.set_device(device)
+            graphed, x = self.graphed(lambda x: (x * 2).cos() @ x), torch.randn(32, 32, device=device)
+            with torch.no_grad():
+                with one_compiles:  # torch does not compile in several threads at a time
+                    graphed(x)
+                all_compiled.wait()
+                for _ in range(20):
+                    x = torch.randn(32, 32, device=device)
+                    found, wanted = graphed(x), (x * 2).cos() @ x
+                    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+        def noting_failures(device: torch.device) -> None:
             try:
-                torch.cuda.set_device(device)
-                graphed, x = self.graphed(lambda x: (x * 2).cos() @ x), torch.randn(32, 32, device=device)
-                with torch.no_grad():
-                    with one_compiles:  # torch does not compile in several threads at a time
-                        graphed(x)
-                    all_compiled.wait()
-                    for _ in range(20):
-                        x = torch.randn(32, 32, device=device)
-                        found, wanted = graphed(x), (x * 2).cos() @ x
-                        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+                with_own_manager(lambda: work(device))()
             except BaseException as error:
                 failures.append(error)
 
-        threads = [threading.Thread(target=work, args=(device,)) for device in (self.device, self.other)]
+        threads = [threading.Thread(target=noting_failures, args=(device,)) for device in (self.device, self.other)]
         for thread in threads:
             thread.start()
         for thread in threads:
