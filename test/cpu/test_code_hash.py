@@ -175,17 +175,25 @@ class TestEvidence(TestCase):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         self.folder = Path(folder.name)
-        self.module.PART_S, self.module.MOST_PARTS = 90, 4
+        self.module.LEAST_PART_S, self.module.MOST_PART_S, self.module.MOST_PARTS = 60, 200, 4
         self.printed = self.enterContext(mock.patch("builtins.print"))
         self.enterContext(mock.patch.object(self.module, "EVIDENCE", self.folder / "evidence.json"))
 
     def test_the_longest_file_runs_first(self):
         files = self.files("a.py", "b.py", "c.py", "new.py")
-        parts = self.module.longest_first(files)
+        parts = self.module.longest_first(files, 4)
         self.assertEqual([part.path for part in parts[:: self.module.MOST_PARTS]], files)
         self.module.EVIDENCE.write_text(json.dumps({"seconds": {"a.py": 3, "b.py": 70, "c.py": 9}}))
-        ordered = [part.path.name for part in self.module.longest_first(files)]
-        self.assertEqual(ordered, [*["new.py"] * self.module.MOST_PARTS, "b.py", "c.py", "a.py"])
+        ordered = [part.path.name for part in self.module.longest_first(files, 4)]
+        self.assertEqual(ordered, [*["new.py"] * self.module.MOST_PARTS, *["b.py"] * 2, "c.py", "a.py"])
+
+    def test_parts_are_shorter_if_more_processes_run_at_a_time(self):
+        files = self.files("a.py", "b.py")
+        self.module.EVIDENCE.write_text(json.dumps({"seconds": {"a.py": 400, "b.py": 200}}))
+        for jobs, counts in ((1, [2, 1]), (4, [3, 2]), (6, [4, 2]), (60, [4, 4])):
+            parts = self.module.longest_first(files, jobs)
+            found = [sum(part.path == file for part in parts) for file in files]
+            self.assertEqual(found, counts, jobs)
 
     def files(self, *names):
         for name in names:
@@ -195,18 +203,18 @@ class TestEvidence(TestCase):
     def test_a_file_that_takes_long_is_cut_into_parts(self):
         (file,) = self.files("test_x.py")
         for seconds, count in ((0, 1), (90, 1), (91, 2), (200, 3), (9000, 4)):
-            parts = self.module.parts_of(file, seconds)
+            parts = self.module.parts_of(file, seconds, 90)
             self.assertEqual([(part.first, part.count) for part in parts], [(n, count) for n in range(count)])
             self.assertEqual(sum(part.seconds for part in parts), seconds)
         for mark in ("RUNS_ALONE", "RUNS_WHOLE"):
             file.write_text(f"\n{mark} = True\n")
-            self.assertEqual(len(self.module.parts_of(file, 9000)), 1)
+            self.assertEqual(len(self.module.parts_of(file, 9000, 90)), 1)
 
     def test_parts_of_a_file_run_each_test_once(self):
         shutil.copy(ROOT / "test" / "gpu" / "conftest.py", self.folder)
         file = self.folder / "test_x.py"
         file.write_text("".join(f"def test_{n}(): assert {n} != 4\n" for n in range(7)))
-        outcome = self.outcome(*self.module.parts_of(file, 250))
+        outcome = self.outcome(*self.module.parts_of(file, 250, 90))
         self.assertEqual((outcome.passed, outcome.failed), (6, 1))
         self.assertRegex(outcome.failures[0], "test_x.py::test_4$")
 
@@ -224,7 +232,7 @@ class TestEvidence(TestCase):
         self.assertEqual((len(self.module.slots(1, 2)), self.module.slots(2, 1)), (2, [{}, {}]))
         one, two = self.files("test_one.py", "test_two.py")
         two.write_text("requires_two_gpus")
-        parts, told, seen = [*self.module.parts_of(one, 350), *self.module.parts_of(two, 100)], [], []
+        parts, told, seen = [*self.module.parts_of(one, 350, 90), *self.module.parts_of(two, 100, 90)], [], []
 
         def run(jobs, slots, show):
             for job in jobs:
@@ -241,7 +249,7 @@ class TestEvidence(TestCase):
 
     def test_files_that_compile_the_same_run_last(self):
         names = ["test_x_table_a.py", "test_x_table_only.py", "test_x_a.py", "test_x_table.py"]
-        parts = self.module.longest_first(self.files(*names))
+        parts = self.module.longest_first(self.files(*names), 4)
         self.assertEqual([part.path.name for part in parts[:: self.module.MOST_PARTS]], [*names[1:], names[0]])
 
     def test_check_tells_whether_the_evidence_is_of_this_code(self):
