@@ -41,7 +41,9 @@ def gpu_bytes() -> int:
 def handles() -> tuple[int, Counter[str]]:
     """The numbers of open files and, by type, of Python objects."""
     gc.collect()
-    return len(os.listdir("/proc/self/fd")), Counter(type(found).__qualname__ for found in gc.get_objects())
+    names = Counter(type(found).__qualname__ for found in gc.get_objects())
+    # Each ``config.patch``, which these tests use around each call, adds to the nodes of the context in torch 2.15.
+    return len(os.listdir("/proc/self/fd")), Counter({n: k for n, k in names.items() if not n.startswith("hamt_")})
 
 
 class Peak(threading.Thread):
@@ -81,7 +83,7 @@ class TestIndirectionEndurance(IndirectionTestCase):
         torch.cuda.synchronize()
         files, gpu, allocated, host = handles()[0], gpu_bytes(), torch.cuda.memory_allocated(), host_bytes()
         self.assertLessEqual(files, before[0][0])
-        # What grows does so in most parts. Torch 2.15 makes 800 nodes of a context once, for its configurations.
+        # What grows does so in most parts.
         growth = statistics.median(later.total() - earlier.total() for earlier, later in itertools.pairwise(seen))
         self.assertLess(growth * PARTS, 500, str((seen[-1] - seen[0]).most_common(20)))
         self.assertLessEqual(gpu - before[1], 2 * MIB)

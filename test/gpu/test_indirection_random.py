@@ -49,7 +49,7 @@ class TestIndirectionRandom(IndirectionTestCase):
             self.assertGreaterEqual(len(counts.uses), len(USES) - 1, counts.table())
             self.assertGreater(counts.inside, 0, str(counts))
         # This compares replays, not calls that ran un-graphed.
-        self.assertGreater(counts.replays, counts.cases, str(counts))
+        self.assertGreater(counts.replays, counts.cases / 2, str(counts))
         self.assertLess(counts.ungraphed_calls, 0.1 * counts.calls, str(counts))
 
     def test_what_programs_do_around_a_call(self):

@@ -260,7 +260,7 @@ class TestInference(Kept):
                     kept.append((functions[0](x), model(x)))
 
         for _ in range(3):
-            self.assertIsNone(in_thread(with_own_manager(work)))
+            self.assertIsNone(in_thread(with_own_manager(work, resets=False)))
         work()
         torch._dynamo.reset()
         functions.clear()

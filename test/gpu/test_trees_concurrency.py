@@ -48,8 +48,11 @@ def stash(key: str, value: Any) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
-def with_own_manager(work: Callable[[], Any]) -> Callable[[], Any]:
-    """``work`` in a thread with its own graph trees, set up as in servers."""
+def with_own_manager(work: Callable[[], Any], resets: bool = True) -> Callable[[], Any]:
+    """``work`` in a thread with its own graph trees, set up as in servers.
+
+    With ``resets`` the trees are shut down at the end; what was compiled in the thread cannot be called afterwards.
+    """
 
     def run() -> Any:
         import torch._inductor.cudagraph_trees as trees
@@ -61,7 +64,8 @@ def with_own_manager(work: Callable[[], Any]) -> Callable[[], Any]:
         try:
             return work()
         finally:
-            trees.reset_cudagraph_trees()
+            if resets:
+                trees.reset_cudagraph_trees()
 
     return run
 

@@ -66,7 +66,7 @@ class TestTwoDevices(IndirectionTestCase):
 
     def test_a_thread_for_each_device(self) -> None:
         failures: list[BaseException] = []
-        one_compiles, all_compiled = threading.Lock(), threading.Barrier(2, timeout=120)
+        one_compiles, both = threading.Lock(), threading.Barrier(2, timeout=120)
 
         def work(device: torch.device) -> None:
             torch.cuda.set_device(device)
@@ -74,17 +74,19 @@ class TestTwoDevices(IndirectionTestCase):
             with torch.no_grad():
                 with one_compiles:  # torch does not compile in several threads at a time
                     graphed(x)
-                all_compiled.wait()
+                both.wait()
                 for _ in range(20):
                     x = torch.randn(32, 32, device=device)
                     found, wanted = graphed(x), (x * 2).cos() @ x
                     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+                both.wait()  # a reset in one thread disables what trees of all threads need
 
         def noting_failures(device: torch.device) -> None:
             try:
                 with_own_manager(lambda: work(device))()
             except BaseException as error:
                 failures.append(error)
+                both.abort()
 
         threads = [threading.Thread(target=noting_failures, args=(device,)) for device in (self.device, self.other)]
         for thread in threads:
