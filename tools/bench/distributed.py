@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -148,7 +149,7 @@ def topology() -> str:
         done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
-    return done.stdout.partition("\n\n")[0]
+    return re.sub(r"\x1b\[[0-9;]*m", "", done.stdout).partition("\n\n")[0]  # it underlines the heading
 
 
 def main() -> int:
