@@ -66,11 +66,17 @@ def cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reset_cudagraph_trees(upstream: Callable[[], None]) -> Callable[[], None]:
-    """Also gives back the memory of managers that were freed with their functions instead of being shut down."""
+    """Also gives back the memory of managers that were freed with their functions instead of being shut down.
+
+    Upstream drops the trees of this thread, and disables for all threads what trees need to cache tensors.
+    """
 
     @functools.wraps(upstream)
     def reset_cudagraph_trees() -> None:
+        dropped = _containers_of_this_thread()  # freed below, since other threads may run while they are
         upstream()
+        cudagraph_trees._set_cached_tensors_enabled(True)
+        dropped.clear()
         release_retired()
 
     return reset_cudagraph_trees
@@ -110,6 +116,13 @@ def _keeps_writes(run: Any, static_input_idxs: Any, mutated: set[int]) -> Callab
         return aligned(inputs)
 
     return call
+
+
+def _containers_of_this_thread() -> list[Any]:
+    name = "tree_manager_containers"
+    if not hasattr(cudagraph_trees.local, name) and not torch._C._is_key_in_tls(name):
+        return []
+    return list(cudagraph_trees.get_obj(cudagraph_trees.local, name).values())
 
 
 def _is_on_cpu(value: Any) -> bool:

@@ -37,7 +37,7 @@ from .pools import ranges_of
 from .reclaiming import Reclaiming
 from .recording import Recording
 from .rerecord import siblings_of, why_recorded
-from .storms import why_stopped
+from .storms import is_endless, why_stopped
 from .verification import Verification
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ _log = logging.getLogger("pygraph_trees.trees")
 Upstream: type = cudagraph_trees.CUDAGraphTreeManager
 _EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
 _SKIP_TABLE = "skip_cudagraph" if has_skip_table() else "non_cudagraph_managed_mutation_hint"
-_BACKWARD = cudagraph_trees.CompilationMode.BACKWARD
+_FORWARD, _BACKWARD = cudagraph_trees.CompilationMode.FORWARD, cudagraph_trees.CompilationMode.BACKWARD
 
 
 class _FunctionID(cudagraph_trees.FunctionID):
@@ -176,7 +176,19 @@ class Manager(fast_path.TreeState, Upstream):
         model = self.ids_to_funcs[function_id].model
         if isinstance(model, FunctionModel):
             model.log.not_graphed("it was called while another call that uses the same CUDA graph trees was under way")
-        return model(inputs)
+        outputs = model(inputs)
+        if (mode := self.id_to_mode[function_id]) in (_FORWARD, _BACKWARD):  # as upstream's run does
+            self.running_forwards_with_pending_backwards = mode == _FORWARD
+        return outputs
+
+    def can_start_new_generation(self) -> bool:
+        return bool(super().can_start_new_generation()) or self._has_endless_path()
+
+    def _has_endless_path(self) -> bool:
+        node = self.current_node
+        if node is None or not self.keeps_outputs or not self.in_new_torch_compile_invocation():
+            return False
+        return is_endless(node)
 
     def is_graphed(self, function_id: Any, node_id: Any) -> bool:
         """Whether upstream is known to graph a function at a place; if the function mutates inputs, upstream decides

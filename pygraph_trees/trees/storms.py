@@ -2,12 +2,15 @@
 
 :class:`Sizes` chooses the sets of integers with which a function is graphed: the first ones, and later those that come
 again. :func:`why_stopped` tells from the recordings at one place that a function must not be recorded there once more.
-Both work with bounded memory, and are asked only if ``pygraph_selective`` is "auto".
+Both work with bounded memory, and are asked only if ``pygraph_selective`` is "auto". :func:`is_endless` tells that a
+path must end, although a backward seems to be awaited.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from .liveness import release_unneeded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +23,7 @@ COMES_AGAIN = 4  # calls with a later set until it is graphed
 REFUSED = 16  # consecutive calls that are not graphed, after which later ones take the shortest way
 MOST_WAITING = 1024  # sets whose calls are counted
 MOST_RECORDINGS = 16  # of a function at one place in the tree, until their replays must be as many
+MOST_DEAD = 16  # recordings on a path, none of whose outputs is alive, until it must end
 
 OTHER_SIZES = (
     f"its sizes change too often: {FIRST_SIZES} sets of integers are graphed, and others once they have come "
@@ -64,3 +68,19 @@ def why_stopped(recordings: Sequence[RecordingLog]) -> str | None:
     if count < MOST_RECORDINGS or replays >= count:
         return None
     return f"it was recorded {count} times for {replays} replays, the last time because: {recordings[-1].reason}"
+
+
+def is_endless(node: Any) -> bool:
+    """Whether the path to ``node`` becomes longer at each call, because forwards are called without a backward.
+
+    Upstream begins no step while a backward may be pending: what it reads must stay. Here all outputs on the path are
+    dead, but for those of its last call, so no earlier forward has a backward.
+    """
+    path = list(node._path_from_root)
+    if len(path) <= MOST_DEAD:
+        return False
+    return _are_dead(path[:-1]) or (release_unneeded(node.cuda_graphs_pool) and _are_dead(path[:-1]))
+
+
+def _are_dead(path: Sequence[Any]) -> bool:
+    return all(held is None or held() is None for node in path for held in node.outputs_weakrefs)

@@ -343,6 +343,23 @@ class TestShutdown(TestCase):
             reset()
         self.assertEqual((order, closed), ([[]], [1]))
 
+    def test_trees_of_other_threads_cache_tensors_after_a_reset(self):
+        """Also while what the reset drops is freed, as other threads may run then."""
+        order, containers = [], {0: mock.Mock()}
+        weakref.finalize(containers[0], order.append, "freed")
+
+        def upstream():
+            cudagraph_trees._set_cached_tensors_enabled(False)
+            containers.clear()
+
+        local = SimpleNamespace(tree_manager_containers=containers)
+        with (
+            mock.patch.object(cudagraph_trees, "local", local),
+            mock.patch.object(cudagraph_trees, "_set_cached_tensors_enabled", order.append),
+        ):
+            entry_points.reset_cudagraph_trees(upstream)()
+        self.assertEqual(order, [False, True, "freed"])
+
 
 class TestHandedOn(TestCase):
     """What other functions take of a function's outputs in the graph pool."""

@@ -25,7 +25,7 @@ from pygraph_trees.trees import choice, storms
 from pygraph_trees.trees.dispatch import Way
 from pygraph_trees.trees.function import FunctionModel
 from pygraph_trees.trees.manager import Manager
-from pygraph_trees.trees.storms import Sizes, why_stopped
+from pygraph_trees.trees.storms import Sizes, is_endless, why_stopped
 
 
 class TestSizes(TestCase):
@@ -98,6 +98,62 @@ class TestRecordings(TestCase):
         self.assertRegex(manager._why_stopped(model, 7), "it was recorded 48 times for 0 replays")
         model.stop.assert_called_once()
         self.assertIsNone(manager._why_stopped(SimpleNamespace(stop=None), 7))  # it is always graphed
+
+
+class TestPaths(TestCase):
+    def path(self, *alive):
+        """A path with a recording for each value; the outputs of some are alive."""
+        nodes = [
+            SimpleNamespace(outputs_weakrefs=[None, lambda is_alive=is_alive: 7 if is_alive else None])
+            for is_alive in alive
+        ]
+        nodes[-1]._path_from_root, nodes[-1].cuda_graphs_pool = nodes, (0, 7)
+        return nodes[-1]
+
+    def test_a_path_of_forwards_without_a_backward_ends(self):
+        for dead, ends in ((0, False), (storms.MOST_DEAD - 1, False), (storms.MOST_DEAD, True), (100, True)):
+            self.assertEqual(is_endless(self.path(*[False] * dead, True)), ends, dead)
+
+    def test_a_path_stays_while_an_earlier_forward_may_have_a_backward(self):
+        for place in (0, 7, 19):
+            alive = [False] * 20
+            alive[place] = True
+            self.assertFalse(is_endless(self.path(*alive, True)), place)
+
+    def test_a_step_begins_although_a_backward_is_pending(self):
+        endless, short = self.path(*[False] * 20, True), self.path(False, True)
+        for node, keeps, generation, begins in (
+            (endless, True, 1, True),
+            (endless, False, 1, False),  # as upstream
+            (endless, True, 0, False),  # in the same call of the program
+            (short, True, 1, False),
+            (None, True, 1, False),
+        ):
+            manager = bare_manager(
+                current_node=node, current_gen=0, keeps_outputs=keeps, running_forwards_with_pending_backwards=True
+            )
+            with (
+                mock.patch.object(manager, "get_curr_generation", lambda found=generation: found),
+                mock.patch.object(manager, "user_invoked_mark_step", lambda: False),
+            ):
+                self.assertEqual(manager.can_start_new_generation(), begins)
+
+    def test_a_backward_beside_another_call_is_no_longer_awaited(self):
+        mode = cudagraph_trees.CompilationMode
+        for name, pending, expected in (
+            (mode.BACKWARD, True, False),
+            (mode.FORWARD, False, True),
+            (mode.INFERENCE, True, True),
+            (mode.INFERENCE, False, False),
+        ):
+            function = SimpleNamespace(model=lambda inputs: [inputs[0] + 1])
+            manager = bare_manager(
+                ids_to_funcs={7: function}, id_to_mode={7: name}, running_forwards_with_pending_backwards=pending
+            )
+            self.assertTrue(manager.take_turn())
+            self.assertEqual(manager.run([1], 7), [2])
+            self.assertEqual(manager.running_forwards_with_pending_backwards, expected)
+            manager.end_turn()
 
 
 class TestFunctions(TestCase):
