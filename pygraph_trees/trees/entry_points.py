@@ -20,6 +20,7 @@ from pygraph_trees.indirection.retired import release_retired
 from pygraph_trees.selection.functions import why_not_graphed
 
 from .choice import chooser, only_sizes_that_come_again
+from .collector import paused
 from .function import FunctionModel, entered
 from .saved_tensors import conforming
 
@@ -55,10 +56,12 @@ def cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
             kwargs["mutated_input_idxs"] = tuple(index for index in mutated if not _is_on_cpu(inputs[index]))
         run = upstream(function, inputs, static_input_idxs, *args, **kwargs)
         mutated = set(kwargs.get("mutated_input_idxs", ()))
+        if mutated and function.settings.indirection != "off":
+            run = _keeps_writes(run, static_input_idxs, mutated)
         run = only_sizes_that_come_again(function, run, inputs, static_input_idxs, mutated, kwargs["device_index"])
         if function.settings.indirection == "off":
             return run
-        run = entered(function, _keeps_writes(run, static_input_idxs, mutated) if mutated else run)
+        run = entered(function, run)
         # Functions from Inductor do not need this: the call of their compiled graph conforms the inputs.
         return run if function is model else conforming(run, is_backward=kwargs["is_backward"])
 
@@ -74,8 +77,11 @@ def reset_cudagraph_trees(upstream: Callable[[], None]) -> Callable[[], None]:
     @functools.wraps(upstream)
     def reset_cudagraph_trees() -> None:
         dropped = _containers_of_this_thread()  # freed below, since other threads may run while they are
-        upstream()
-        cudagraph_trees._set_cached_tensors_enabled(True)
+        try:
+            with paused():  # upstream holds a lock for which a finalizer would wait
+                upstream()
+        finally:
+            cudagraph_trees._set_cached_tensors_enabled(True)
         dropped.clear()
         release_retired()
 

@@ -42,11 +42,17 @@ class Handed:
 class Templates:
     """Makes the tensors that a call of a function is given for its outputs."""
 
-    def __init__(self, handed: Handed, memory: Mapping[int, Memory], device: torch.device) -> None:
-        """``memory``: the function's allocations by output, which ``handed`` must fit."""
+    def __init__(
+        self, handed: Handed, memory: Mapping[int, Memory], device: torch.device, plan: OutputPlan | None = None
+    ) -> None:
+        """
+        Args:
+            memory: the function's allocations by output, which ``handed`` must fit.
+            plan: the function's.
+        """
         found = [memory[output] for output in handed.outputs]
         meta = [torch.empty_strided(m.size, m.stride, dtype=m.dtype, device="meta") for m in found]
-        self.handed = handed
+        self.handed, self.plan = handed, plan
         self.native = (torch.empty(0, device=device), *meta)  # the form in which C++ takes them
 
     def __len__(self) -> int:
@@ -80,7 +86,9 @@ class OutputPlan:
         Inputs after the first :attr:`takes` are memory for outputs. They are removed.
         """
         templates = templates_of_call()
-        if templates is not None and len(inputs) == self.takes + len(templates):
+        # The thread's call may be of another function, whose code, or a finalizer meanwhile, calls this one.
+        is_own = templates is not None and templates.plan is self
+        if templates is not None and is_own and len(inputs) == self.takes + len(templates):
             given = inputs[self.takes :]
             del inputs[self.takes :]
             return templates.allocations(given)

@@ -159,7 +159,8 @@ class HandingOut:
         self._templates.pop(function_id, None)
         outputs = handed.outputs if handed.fits(memory) else ()
         if outputs:
-            self._templates[function_id] = Templates(handed, memory, torch.device("cuda", manager.device_index))
+            device = torch.device("cuda", manager.device_index)
+            self._templates[function_id] = Templates(handed, memory, device, plan)
         manager.ids_to_funcs[function_id] = dataclasses.replace(
             wrapped,
             mutated_input_idxs=(

@@ -215,7 +215,7 @@ class TestFunction(TestCase):
         self.function.outputs.takes = 1
         handed = Handed((0, 1), (0, 2))
         found = {0: Memory(0, (4,), (1,), torch.float32), 1: Memory(2, (2,), (1,), torch.float32)}
-        self.templates = Templates(handed, found, CPU)
+        self.templates = Templates(handed, found, CPU, self.function.outputs)
 
     def test_inputs_that_are_memory_for_outputs(self):
         given = self.templates.allocate()
@@ -248,6 +248,13 @@ class TestFunction(TestCase):
             outputs = self.function([self.x, *given])
         self.assertEqual(list(outputs), wanted(self.x))
         self.assertEqual(list(inner[0]), wanted(self.x + 5))
+
+    def test_the_memory_of_a_call_is_not_anothers(self):
+        """A function that was never warmed up takes as many inputs as the other one hands out outputs."""
+        other, seen = FunctionModel.of(lambda inputs: [len(inputs)], is_backward=False, is_inference=True), []
+        with given_memory(self.templates):
+            seen += other([self.x, torch.ones(1)])
+        self.assertEqual(seen, [2])
 
     def test_only_one_run_is_watched(self):
         self.function.outputs.watch = watch = Allocations()

@@ -192,14 +192,15 @@ def main() -> int:
         "first": lambda: longest_first_calls(device, options.seed),
         "grid": lambda: grid(device, options.seconds, options.seed),
     }
-    results = [
-        {"what": name, **record} for name, part in parts.items() if name in (options.what or parts) for record in part()
-    ]
+    results: list[dict[str, Any]] = []
+    for name, part in parts.items():
+        if name in (options.what or parts):
+            results += [{"what": name, **record} for record in part()]
+            write_figures(options.out, results, seed=options.seed, rounds=_ROUNDS, calls=_CALLS)
     ratios = sorted(record["ratio"] for record in results if record["what"] == "grid")
     if ratios:
         within = sum(ratio <= 1.03 for ratio in ratios)
         print(f"{within} of {len(ratios)} functions within 3% of the better forced way; worst {ratios[-1]:.3f}")
-    write_figures(options.out, results, seed=options.seed, rounds=_ROUNDS, calls=_CALLS)
     return 0
 
 

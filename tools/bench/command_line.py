@@ -216,7 +216,12 @@ def _in_batches(jobs: Sequence[Job], size: int, timeout_s: float, gpus: int = 1)
                 wait_until_quiet()
                 show = Progress if size > 1 and gpus == 1 else lambda: None
                 with ThreadPoolExecutor(gpus) as pool:
-                    yield from pool.map(lambda worker: worker.measure(show()), together)  # noqa: B023
+                    try:
+                        yield from pool.map(lambda worker: worker.measure(show()), together)  # noqa: B023
+                    except BaseException:  # otherwise the pool waits for workers that go on
+                        for worker in together:
+                            worker.end()
+                        raise
 
 
 def _summarise() -> None:

@@ -62,7 +62,7 @@ class Worker:
     def __init__(self, job: Job, timeout_s: float) -> None:
         """``timeout_s`` counts from :meth:`prepare`, without the time spent waiting for others."""
         self._job, self._timeout_s, self._left_s = job, timeout_s, timeout_s
-        self._ended = False
+        self._ended, self._ending = False, threading.Lock()
         self._progress: Progress | None = None
         self._has_imported, self._is_prepared = threading.Event(), threading.Event()
         self._folder = tempfile.TemporaryDirectory(prefix="bench_")
@@ -85,7 +85,7 @@ class Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        self.end()
         self._follower.join(5)
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):
@@ -112,7 +112,7 @@ class Worker:
         self._wait_for(self._is_prepared, self._began + self._timeout_s)
         if not self._is_prepared.is_set() and self._process.poll() is None:
             self._left_s = 0.0
-            self._end()
+            self.end()
 
     def measure(self, progress: Progress | None = None) -> list[Measurement]:
         """Times and inspects the ways; always returns one record for each way and regime."""
@@ -125,7 +125,7 @@ class Worker:
         except subprocess.TimeoutExpired:
             pass
         finally:
-            self._end()
+            self.end()
         self._follower.join(5)
         return _complete(self._job, _records(self._out), _error(status, self._timeout_s, self._log))
 
@@ -153,11 +153,12 @@ class Worker:
                 done, total, step = text.split(" ", 2)
                 self._progress(int(done), int(total), step)
 
-    def _end(self) -> None:
-        """Runs once: the id of a process that has ended may be reused."""
-        if not self._ended:
-            end(self._process)
-            self._ended = True
+    def end(self) -> None:
+        """Ends the process, once: the id of a process that has ended may be reused."""
+        with self._ending:
+            if not self._ended:
+                end(self._process)
+                self._ended = True
 
 
 def _error(status: int | None, timeout_s: float, log: Path) -> str | None:
