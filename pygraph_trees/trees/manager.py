@@ -8,7 +8,6 @@ given back (:mod:`.reclaiming`). Functions that were added before the patches wo
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
@@ -38,18 +37,16 @@ from .pools import ranges_of
 from .reclaiming import Reclaiming
 from .recording import Recording
 from .rerecord import siblings_of, why_recorded
-from .storms import is_endless, why_stopped
+from .steps import Steps
+from .storms import why_stopped
 from .verification import Verification
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from pygraph_trees.indirection.pool import PoolRanges
     from pygraph_trees.report.log import FunctionLog
 
 _log = logging.getLogger("pygraph_trees.trees")
 
-Upstream: type = cudagraph_trees.CUDAGraphTreeManager
 _EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
 _SKIP_TABLE = "skip_cudagraph" if has_skip_table() else "non_cudagraph_managed_mutation_hint"
 _FORWARD, _BACKWARD = cudagraph_trees.CompilationMode.FORWARD, cudagraph_trees.CompilationMode.BACKWARD
@@ -73,14 +70,13 @@ class _GraphID(cudagraph_trees.GraphID):
 _FunctionID.__qualname__, _GraphID.__qualname__ = "FunctionID", "GraphID"
 
 
-class Manager(fast_path.TreeState, Upstream):
+class Manager(fast_path.TreeState, Steps):
     """The recordings of one device, and of one thread if each thread has its own trees."""
 
     cuda_graphs_thread_pool: Any
     current_node: Any
     path_state: Any
     keeps_outputs: bool  # whether a function was added whose outputs must be kept; C++ reads it
-    _begins_step: bool | None = None  # the answer of can_start_new_generation while a path may end
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         search = Search()
@@ -113,18 +109,18 @@ class Manager(fast_path.TreeState, Upstream):
         return self.keeps_outputs or (fast_path.MAY_CLONE and self.has_live_user_visible_output_cloning)
 
     def try_end_curr_execution(self, *args: Any, **kwargs: Any) -> None:
-        with self._one_answer():
+        with self.one_answer():
             self._keep_outputs()
             super().try_end_curr_execution(*args, **kwargs)
 
     def try_end_curr_recording(self, function_id: Any) -> None:
-        with self._one_answer():
+        with self.one_answer():
             self._keep_outputs()
             super().try_end_curr_recording(function_id)
         self._give_back_if_ended()
 
     def try_end_curr_warmup(self, function_id: Any) -> None:
-        with self._one_answer():
+        with self.one_answer():
             self._keep_outputs()
             super().try_end_curr_warmup(function_id)
         self._give_back_if_ended()
@@ -187,29 +183,6 @@ class Manager(fast_path.TreeState, Upstream):
         if (mode := self.id_to_mode[function_id]) in (_FORWARD, _BACKWARD):  # as upstream's run does
             self.running_forwards_with_pending_backwards = mode == _FORWARD
         return outputs
-
-    def can_start_new_generation(self, *generation: Any) -> bool:
-        """Whether a step begins. Since torch 2.14 the argument is the current generation, if it is known."""
-        if self._begins_step is not None:
-            return self._begins_step
-        return bool(super().can_start_new_generation(*generation)) or self._has_endless_path(*generation)
-
-    def _has_endless_path(self, *generation: Any) -> bool:
-        node = self.current_node
-        if node is None or not self.keeps_outputs or not self.in_new_torch_compile_invocation(*generation):
-            return False
-        path = list(node._path_from_root)
-        is_forward = lambda node: self.id_to_mode[node.wrapped_function.id] == _FORWARD  # noqa: E731
-        return is_endless(path, is_forward) and all(keeps_outputs(node.wrapped_function.model) for node in path)
-
-    @contextlib.contextmanager
-    def _one_answer(self) -> Iterator[None]:
-        """Whether a step begins does not change inside, whatever other threads do: outputs are moved if a path ends."""
-        before, self._begins_step = self._begins_step, self.can_start_new_generation()
-        try:
-            yield
-        finally:
-            self._begins_step = before
 
     def is_graphed(self, function_id: Any, node_id: Any) -> bool:
         """Whether upstream is known to graph a function at a place; if the function mutates inputs, upstream decides

@@ -22,7 +22,8 @@ from pygraph_trees.settings import Settings
 from pygraph_trees.trees import entry_points, input_rules, pools
 from pygraph_trees.trees import manager as trees_manager
 from pygraph_trees.trees.choice import handed_on, recordings_below
-from pygraph_trees.trees.manager import Manager, Upstream
+from pygraph_trees.trees.manager import Manager
+from pygraph_trees.trees.steps import Upstream
 
 
 def end_path(manager):

@@ -22,8 +22,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.report.log import Count, GraphLog, RecordingLog, journal
 from pygraph_trees.selection.decision import Execution
 from pygraph_trees.settings import Settings
-from pygraph_trees.trees import choice, storms
-from pygraph_trees.trees import manager as trees_manager
+from pygraph_trees.trees import choice, steps, storms
 from pygraph_trees.trees.dispatch import Way
 from pygraph_trees.trees.function import FunctionModel
 from pygraph_trees.trees.manager import Manager
@@ -143,7 +142,7 @@ class TestPaths(TestCase):
     def test_a_step_begins_although_a_backward_is_pending(self):
         endless, short, overwritten = (self.path(*[False] * dead, True) for dead in (20, 1, 20))
         overwritten.wrapped_function.model = SimpleNamespace()  # its outputs are not kept
-        self.enterContext(mock.patch.object(trees_manager, "keeps_outputs", lambda model: isinstance(model, mock.Mock)))
+        self.enterContext(mock.patch.object(steps, "keeps_outputs", lambda model: isinstance(model, mock.Mock)))
         for node, keeps, generation, begins in (
             (overwritten, True, 1, False),
             (endless, True, 1, True),
