@@ -346,8 +346,8 @@ class Trial:
 
     def _awaits_gpu(self, members: Sequence[TrialMember]) -> bool:
         """Whether all calls are made, and the GPU has yet to finish some; counts the steps until then."""
-        made = min(sum(member.measurements.made(way) for way in Execution) for member in members)
         self._waited += 1
+        made = min((sum(member.measurements.made(way) for way in Execution) for member in members), default=0)
         return self.phase is Phase.MEASURING and made >= 2 * self._rules.most_pairs and self._waited < _MOST_WAITED
 
     def _look(self, members: Sequence[TrialMember]) -> None:
