@@ -328,6 +328,9 @@ class FakeWorker:
         self.happened.append(f"measure {self.name}")
         return self._run(self._job, self._timeout_s)
 
+    def end(self) -> None:
+        self.happened.append(f"end {self.name}")
+
 
 @contextlib.contextmanager
 def without_processes(blank: Results, run: Callable[..., list[Measurement]]) -> Iterator[Path]:
@@ -535,6 +538,31 @@ class TestCommandLine(TestCase):
             ways = ("eager", "compile", "upstream", "ours")
             self._main("EOS", *four)
             self.assertEqual(ran, ["EOS"])  # measured before in two ways alone
+
+    def test_an_interrupt_ends_what_is_being_timed(self):
+        """Before the pool of threads is left, which waits for all."""
+        ended = threading.Event()
+
+        def run(job: Job, _: float) -> list[Measurement]:
+            if job.name == "EOS":
+                raise KeyboardInterrupt
+            self.assertTrue(ended.wait(30))
+            return []
+
+        def end(worker: FakeWorker) -> None:
+            worker.happened.append(f"end {worker.name}")
+            ended.set()
+
+        blank = replace(Results("NVIDIA H200", "1", "2.11.0", "3", "3.12", "today", "hash", 4))
+        FakeWorker.happened.clear()
+        with (
+            without_processes(blank, run) as folder,
+            mock.patch("bench.quiet.wait_until_quiet"),
+            mock.patch.object(FakeWorker, "end", end),
+            self.assertRaises(KeyboardInterrupt),
+        ):
+            self._main("EOS", "TKE", "--gpus", "2", "--jobs", "2", "--rounds", "4", "--out", str(folder / "x.json"))
+        self.assertEqual(FakeWorker.happened[-2:], ["end EOS", "end TKE"])
 
     def test_batches(self):
         """The next ones import while some are prepared; a workload is timed alone, on a quiet machine."""
