@@ -78,7 +78,7 @@ ROUNDED = [
     Constant("rounded", "double precision", lambda n: count(n).double() / 3),
     Constant("rounded", "half", lambda n: count(n).half() * 0.1 + 0.3, eager=False),
     Constant("rounded", "bfloat16", lambda n: (count(n).bfloat16() / 3 - 1) * 0.7, eager=False),
-    Constant("rounded", "to half", lambda n: count(n).half(), "made", "made"),
+    Constant("rounded", "to half", lambda n: count(n).half(), "made", "copied"),
     Constant("rounded", "half to integers", lambda n: (count(n).half() * 0.7).long(), eager=False),
 ]
 ODD = [

@@ -164,9 +164,9 @@ class Addresses:
             return "a driver call failed"
         if self._is_preparing:
             return "it is being made ready for another call"
-        self._is_preparing = True
-        self._unsettle()
         try:
+            self._is_preparing = True
+            self._unsettle()
             return self._prepare(inputs, seen, stays, same_pool=same_pool)
         finally:
             self._is_preparing = False

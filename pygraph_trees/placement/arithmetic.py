@@ -44,6 +44,7 @@ _TAKE_NUMBERS = frozenset(
     }
 )  # fmt: skip
 _CHOOSES = frozenset({aten.minimum, aten.maximum})
+_JOINS = frozenset({aten.cat, aten.stack})
 
 
 def computes_in_double(node: fx.Node) -> bool:
@@ -90,13 +91,13 @@ def is_inverse_root(node: fx.Node) -> bool:
     return node.target is aten.pow.Tensor_Scalar and node.args[1] == -0.5
 
 
-def half_of(node: fx.Node) -> torch.dtype | None:
-    """The half-precision type to which the node converts given numbers; None if there is none."""
+def rounds_numbers_to(node: fx.Node) -> torch.dtype | None:
+    """The type to which the node converts given numbers, if a kernel would use them unrounded; None otherwise."""
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.overloadpacket not in _TAKE_NUMBERS:
         return None
     types = {tensor.dtype for tensor in [*tensors_given(node), *tensors_of(node)] if tensor.is_floating_point()}
-    return types.pop() if len(types) == 1 and types <= HALVES else None
+    return types.pop() if len(types) == 1 and types <= HALVES | {torch.float32} else None
 
 
 def mixes_with_half(node: fx.Node) -> bool:
@@ -108,13 +109,17 @@ def mixes_with_half(node: fx.Node) -> bool:
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor) or value.dtype not in HALVES or is_constructor(node):
         return False
-    if not isinstance(target, torch._ops.OpOverload) or target.overloadpacket not in _TAKE_NUMBERS | _CHOOSES:
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if target.overloadpacket in _JOINS:  # their numbers are dimensions
+        return any(tensor.dtype != value.dtype for tensor in tensors_given(node))
+    if target.overloadpacket not in _TAKE_NUMBERS | _CHOOSES:
         return False
     numbers = [
         arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in pytree.tree_leaves((node.args, node.kwargs))
     ]
     return any(
-        number.is_floating_point() and number.dtype != value.dtype
+        number.dtype not in (value.dtype, torch.bool)
         if isinstance(number, torch.Tensor)
         else isinstance(number, (int, torch.SymInt, torch.SymFloat)) and not isinstance(number, bool)
         for number in numbers

@@ -18,6 +18,7 @@ from .nodes import aten, is_constructor, tensors_of
 
 # From a lookup to the position of its indices among the arguments.
 LOOKUPS = {aten.index: 1, aten.index_select: 2, aten.gather: 2, aten.embedding: 1, aten.index_put: 1}
+_COUNT_FROM_THE_END = frozenset({aten.index, aten.index_put})  # negative indices
 # The result consists of elements of the inputs, whatever their values.
 _PASSES_ELEMENTS = frozenset(
     {
@@ -44,6 +45,7 @@ def looks_up_within(node: fx.Node, value_of: Callable[[fx.Node], torch.Tensor | 
     Args:
         value_of: the tensor that a node gives in every call, None if it is unknown.
     """
+    target: Any = node.target
     looked_up: Any = node.args[0]
     given = node.args[1]  # one index per dimension, or a dimension, or the index into the first dimension
     dim = given if isinstance(given, int) else 0
@@ -54,7 +56,8 @@ def looks_up_within(node: fx.Node, value_of: Callable[[fx.Node], torch.Tensor | 
             value = value_of(root)
             if value is None and _is_counted(root):
                 continue
-            if value is None or not isinstance(size, int) or not _is_within(value, size):
+            least = -size if target.overloadpacket in _COUNT_FROM_THE_END and isinstance(size, int) else 0
+            if value is None or not isinstance(size, int) or not _is_within(value, least, size):
                 return False
     return True
 
@@ -91,6 +94,6 @@ def _is_counted(node: fx.Node) -> bool:
     return True
 
 
-def _is_within(indices: torch.Tensor, size: int) -> bool:
+def _is_within(indices: torch.Tensor, least: int, size: int) -> bool:
     with unset_fake_temporarily():
-        return not indices.numel() or -size <= int(indices.min()) <= int(indices.max()) < size
+        return not indices.numel() or least <= int(indices.min()) <= int(indices.max()) < size

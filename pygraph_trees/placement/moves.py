@@ -20,11 +20,11 @@ from pygraph_trees.cuda.host_reads import HostRead
 from .arithmetic import (
     computes_in_double,
     factors_of,
-    half_of,
     is_conversion,
     is_inverse_root,
     is_negation,
     mixes_with_half,
+    rounds_numbers_to,
     terms_of,
 )
 from .nodes import (
@@ -173,7 +173,7 @@ class _Rewriting:
         value = node.meta["val"]
         if value.is_complex():
             with self._graph.inserting_after(there):
-                return self._call(aten.view_as_complex.default, (there,), node)
+                there = self._call(aten.view_as_complex.default, (there,), node)
         if there.meta["val"].shape == value.shape:
             return there
         with self._graph.inserting_after(there):
@@ -208,9 +208,9 @@ class _Rewriting:
             if is_negation(node):
                 return self._call(aten.mul.Tensor, (args[0], -1.0), node)
             if not computes_in_double(node):
-                half = half_of(node)
-                if half is not None:
-                    args, kwargs = tree_map(lambda arg: _rounded(arg, half), (args, kwargs))
+                dtype = rounds_numbers_to(node)
+                if dtype is not None:
+                    args, kwargs = tree_map(lambda arg: _rounded(arg, dtype), (args, kwargs))
                 result = self._call(node.target, args, node, kwargs)
                 if not mixes_with_half(node):
                     return result

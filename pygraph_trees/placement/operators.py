@@ -191,8 +191,16 @@ def _is_known(node: fx.Node) -> bool:
         return False
     if all(is_integral(tensor) for tensor in [*tensors_given(node), *tensors_of(node)]):
         computes = packet in _COMPUTES_INTEGERS | _COUNTS | _REDUCES | _DIVIDES or _is_small_power(node)
-        return computes and _numbers_fit(node)
+        return computes and _numbers_fit(node) and not _is_widened(node)
     return computes_in_double(node)
+
+
+def _is_widened(node: fx.Node) -> bool:
+    """Whether Inductor's code for the GPU has 32 bits, where the type has fewer and the next operator would wrap."""
+    target: Any = node.target
+    packet = target.overloadpacket
+    floors = packet is aten.floor_divide or (packet is aten.div and node.kwargs.get("rounding_mode") is not None)
+    return (packet is aten.relu or floors) and any(tensor.dtype.itemsize < 4 for tensor in tensors_of(node))
 
 
 def _converts_alike(node: fx.Node) -> bool:
@@ -267,7 +275,8 @@ def _only_root(node: fx.Node) -> list[fx.Node]:
 
 def _is_never_zero(node: fx.Node) -> bool:
     if node.target is aten.full.default:
-        return isinstance(node.args[1], (int, float)) and node.args[1] != 0
+        number = node.args[1]
+        return isinstance(number, (int, float)) and bool(torch.tensor(number, dtype=node.meta["val"].dtype) != 0)
     held = held_tensor(node)
     if held is None:
         return False

@@ -16,6 +16,7 @@ from torch import fx
 
 from pygraph_trees.report import records
 
+from .counting import Counting
 from .folding import Folding
 from .lookups import indices_of, looks_up_within
 from .nodes import (
@@ -89,6 +90,7 @@ class Plan:
     def __init__(self, graph: fx.Graph, *, exact: bool, folds: bool = True) -> None:
         self._exact, self._folds = exact, folds
         self.folding = Folding(graph)
+        self._counting = Counting()
         self._fusing: dict[fx.Node, bool] = {}  # of a constant and everything it depends on
         self._rounded: set[fx.Node] = set()  # made on the GPU, and may differ in the last place
         self._of_gpu: set[fx.Node] = set()  # depends on GPU values
@@ -128,7 +130,7 @@ class Plan:
             return How.COPIED
         if is_copy_between_devices(node) and is_on_gpu(node.args[0]):
             return How.KEPT
-        why = why_not_elsewhere(node, exact=self._exact)
+        why = why_not_elsewhere(node, exact=self._exact) or self._counting.why_not_counted(node)
         if node in self.folding.constants:
             if why is None and rounds_nearly(node):
                 why = "its last place may differ"
@@ -162,6 +164,7 @@ class Plan:
                 self._fusing[current] = True
             else:
                 alike = why_not_elsewhere(current, exact=True) is None and fuses(current)
+                alike = alike and self._counting.why_not_counted(current) is None
                 self._fusing[current] = alike and all(self._fusing[source] for source in sources)
         return self._fusing[node]
 

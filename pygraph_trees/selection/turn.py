@@ -20,7 +20,7 @@ class Taker(Protocol):
 
 class Turn:
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection under it may run a finalizer that comes here
         self._holder: weakref.ref[Taker] | None = None
         self._refused: dict[int, int] = {}  # requests by trial, since the holder's last one
 

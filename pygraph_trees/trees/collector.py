@@ -12,7 +12,7 @@ import gc
 import threading
 from collections.abc import Iterator
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # turning the collector on may run a finalizer that comes here, under the lock
 _inside = 0
 _was_on = False
 
@@ -21,15 +21,17 @@ _was_on = False
 def paused() -> Iterator[None]:
     """Inside, no garbage is collected unless the program calls the collector."""
     global _inside, _was_on
-    with _lock:
-        if _inside == 0:
-            _was_on = gc.isenabled()
-            gc.disable()
-        _inside += 1
+    is_counted = False  # an interrupt may come anywhere
     try:
+        with _lock:
+            _inside += 1
+            is_counted = True
+            if _inside == 1:
+                _was_on = gc.isenabled()
+                gc.disable()
         yield
     finally:
         with _lock:
-            _inside -= 1
+            _inside -= is_counted
             if _inside == 0 and _was_on:
                 gc.enable()

@@ -793,5 +793,13 @@ class TestLiveInputs(StagingTestCase):
         self.assertEqual(self.queue.waits, 2)
 
 
+class TestPinnedMemory(TestCase):
+    def test_it_is_on_the_cpu_whatever_the_default_device_is(self):
+        """``torch.set_default_device("cuda")`` gives ``torch.empty`` a device if the caller gives none."""
+        with mock.patch.object(torch, "empty") as made:
+            staging.pinned_bytes(64)
+        self.assertEqual(made.call_args.kwargs["device"], "cpu")
+
+
 if __name__ == "__main__":
     run_tests()

@@ -516,6 +516,29 @@ class TestTurns(TestCase):
             finally:
                 gc.enable()
 
+    def test_a_finalizer_that_runs_as_the_collector_is_turned_on(self):
+        """As where the garbage contains a compiled function; up to Python 3.11 it runs at once."""
+        calls = []
+
+        def finalizer():
+            with paused():
+                calls.append(gc.isenabled())
+
+        def enable(enable=gc.enable):
+            enable()
+            if not calls:
+                finalizer()
+
+        def record():
+            with mock.patch.object(gc, "enable", enable), paused():
+                pass
+
+        thread = threading.Thread(target=record, daemon=True)
+        thread.start()
+        thread.join(60)
+        self.assertFalse(thread.is_alive())
+        self.assertEqual((calls, gc.isenabled()), ([False], True))
+
 
 class TestInputsThatMove(TestCase):
     """Static inputs that are found elsewhere are live in the next recording; what else is recorded stays as it is."""

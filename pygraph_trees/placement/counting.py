@@ -1,0 +1,179 @@
+"""Numbers that a kernel counts instead of loading: where Inductor's arithmetic gives something else than the CPU's.
+
+Inductor makes one expression of ``iota`` and the arithmetic on it, which a kernel computes with its 32-bit index. It
+drops conversions in between, and what does not fit their types. :func:`why_not_counted` compares the numbers with both.
+They are intervals; where none is known, they do not fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from .nodes import aten, prims, tensors_given, tensors_of
+
+_COUNTS = frozenset({aten.arange, prims.iota})
+_CONVERTS = frozenset({aten._to_copy, prims.convert_element_type})
+# Their results are elements of their first input.
+_KEEPS = frozenset(
+    {
+        aten.lift_fresh_copy, aten.clone, aten.alias, aten.detach, aten.view, aten._unsafe_view, aten.reshape,
+        aten.expand, aten.permute, aten.t, aten.transpose, aten.squeeze, aten.unsqueeze, aten.select, aten.slice,
+        aten.flip, aten.repeat, prims.view_of, prims.rev,
+    }
+)  # fmt: skip
+# What Inductor puts into one expression.
+_COMPUTES = frozenset(
+    {
+        aten.add, aten.sub, aten.rsub, aten.mul, aten.square, aten.neg, aten.abs, aten.remainder, aten.fmod,
+        aten.floor_divide, aten.div, aten.pow, aten.minimum, aten.maximum, aten.clamp, aten.clamp_min, aten.clamp_max,
+        aten.relu, aten.sign, aten.bitwise_not,
+    }
+)  # fmt: skip
+# Taken for granted where a number is known at the call only. A CPU that counts more elements takes longer than a GPU
+# that waits for it, and a number is a size or a position; as with torch alone, others are counted with 32 bits.
+_MOST_ELEMENTS, _MOST_SYMBOLIC = 1 << 24, 1 << 30
+# The integers that a floating-point type holds without a gap.
+_MOST = {torch.float16: 1 << 11, torch.bfloat16: 1 << 8, torch.float32: 1 << 24, torch.float64: 1 << 53}
+_UNKNOWN = (-math.inf, math.inf)
+
+Interval = tuple[float, float]
+
+
+class Counting:
+    """The intervals of the nodes of one graph, by node; None for a node whose elements a kernel loads."""
+
+    def __init__(self) -> None:
+        self._found: dict[fx.Node, Interval | None] = {}
+
+    def why_not_counted(self, node: fx.Node) -> str | None:
+        """Why a kernel would count other numbers than the CPU computes; None if it loads them or counts the same."""
+        todo = [node]
+        while todo:  # inputs first
+            current = todo[-1]
+            missing = [source for source in _sources(current) if source not in self._found]
+            if current in self._found or not missing:
+                self._found.setdefault(current, self._of(current))
+                todo.pop()
+            else:
+                todo += missing
+        interval = self._found[node]
+        if interval is None or all(_fits(interval, tensor.dtype) for tensor in tensors_of(node)):
+            return None
+        return "a kernel would count it with 32 bits, or without the type's"
+
+    def _of(self, node: fx.Node) -> Interval | None:
+        target: Any = node.target
+        packet = getattr(target, "overloadpacket", None)
+        if packet in _COUNTS:
+            return _counted(node)
+        sources = _sources(node)
+        if packet not in _KEEPS | _CONVERTS | _COMPUTES or all(self._found[source] is None for source in sources):
+            return None
+        if any(self._found[source] is None for source in sources if tensors_of(source)):
+            # A loaded operand ends the expression; what was counted of the others is computed before.
+            return None
+        if packet in _KEEPS:
+            return self._found[sources[0]]
+        if packet in _CONVERTS:
+            # Something that does not fit the type is not what the next node counts with.
+            found = self._found[sources[0]]
+            return found if found is not None and all(_fits(found, t.dtype) for t in tensors_of(node)) else _UNKNOWN
+        if any(tensor.is_floating_point() for tensor in [*tensors_given(node), *tensors_of(node)]):
+            return None
+        return self._computed(packet, node)
+
+    def _computed(self, packet: Any, node: fx.Node) -> Interval:
+        numbers = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, int)]
+        if not all(_fits((number, number), tensor.dtype) for number in numbers for tensor in tensors_of(node)):
+            return _UNKNOWN  # a kernel has them as they are, in 32 bits
+        if packet in (aten.clamp, aten.clamp_min, aten.clamp_max):
+            return self._clamped(packet, node)
+        given = [self._interval(arg) for arg in node.args[:2]]
+        if node.kwargs.get("alpha", 1) != 1 or any(interval == _UNKNOWN for interval in given):
+            return _UNKNOWN
+        first = given[0]
+        if packet is aten.neg:
+            return -first[1], -first[0]
+        if packet is aten.square:
+            return _hull(bound * bound for bound in (*first, 0.0))
+        if len(given) < 2:
+            return _UNKNOWN
+        second = given[1]
+        if packet is aten.add:
+            return first[0] + second[0], first[1] + second[1]
+        if packet is aten.sub:
+            return first[0] - second[1], first[1] - second[0]
+        if packet is aten.rsub:
+            return second[0] - first[1], second[1] - first[0]
+        if packet is aten.mul:
+            return _hull(one * other for one in first for other in second)
+        divides = packet is aten.floor_divide or (packet is aten.div and node.kwargs.get("rounding_mode") == "floor")
+        if divides and second[0] == second[1] > 0:
+            return first[0] // second[0], first[1] // second[0]
+        if packet is aten.remainder and second[0] == second[1] > 0:
+            return 0.0, second[0] - 1
+        return _UNKNOWN
+
+    def _clamped(self, packet: Any, node: fx.Node) -> Interval:
+        names = {aten.clamp: ("min", "max"), aten.clamp_min: ("min",), aten.clamp_max: ("max",)}[packet]
+        bounds = dict(zip(names, node.args[1:], strict=False)) | dict(node.kwargs)
+        low, high = self._interval(node.args[0])
+        if (low, high) == _UNKNOWN or any(b is not None and _given(b) == _UNKNOWN for b in bounds.values()):
+            return _UNKNOWN
+        least, most = bounds.get("min"), bounds.get("max")
+        low, high = (low, high) if least is None else (max(low, least), max(high, least))
+        return (low, high) if most is None else (min(low, most), min(high, most))
+
+    def _interval(self, value: Any) -> Interval:
+        if not isinstance(value, fx.Node) or not tensors_of(value):
+            return _given(value)
+        found = self._found.get(value)
+        fits = found is not None and all(_fits(found, tensor.dtype) for tensor in tensors_of(value))
+        return found if found is not None and fits else _UNKNOWN
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    return list(node.all_input_nodes)
+
+
+def _given(value: Any) -> Interval:
+    """Of a number among the arguments."""
+    if isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.SymInt):
+        return -float(_MOST_SYMBOLIC), float(_MOST_SYMBOLIC)
+    return (float(value), float(value)) if isinstance(value, int) else _UNKNOWN
+
+
+def _counted(node: fx.Node) -> Interval:
+    """The least and the greatest number of ``iota`` or ``arange``."""
+    (tensor,) = tensors_of(node)
+    target: Any = node.target
+    if target is prims.iota.default:
+        start, step = node.kwargs.get("start"), node.kwargs.get("step")
+    else:
+        start, step = (0, 1) if len(node.args) == 1 else (node.args[0], node.args[2] if len(node.args) > 2 else 1)
+    count = tensor.shape[0] if isinstance(tensor.shape[0], int) else _MOST_ELEMENTS
+    if not isinstance(step, int):
+        return _UNKNOWN
+    starts = _given(start)
+    return _hull((*starts, *(bound + step * max(0, count - 1) for bound in starts)))
+
+
+def _hull(values: Iterable[float]) -> Interval:
+    known = list(values)
+    return min(known), max(known)
+
+
+def _fits(interval: Interval, dtype: torch.dtype) -> bool:
+    least, most = interval
+    if dtype == torch.bool or dtype.is_complex:
+        return False
+    if dtype.is_floating_point:
+        limit = min(_MOST.get(dtype, 0), 1 << 31)
+        return -limit <= least and most <= limit
+    info = torch.iinfo(dtype)
+    return max(info.min, -(1 << 31)) <= least and most <= min(info.max, (1 << 31) - 1)

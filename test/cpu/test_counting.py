@@ -1,0 +1,151 @@
+"""Numbers that kernels count: which of them have the CPU's values, and where the others come from."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._inductor import config
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.fake_gpu import lower
+from pygraph_trees.placement.counting import Counting
+from pygraph_trees.report.records import PLACED
+
+# From an operation to what it does with a value and a number.
+OPERATIONS = {
+    "+": lambda x, n: x + n,
+    "-": lambda x, n: n - x,
+    "*": lambda x, n: x * n,
+    "%": lambda x, n: x % (abs(n) + 1),
+    "//": lambda x, n: x // (abs(n) + 1),
+    "clamp": lambda x, n: x.clamp(-abs(n), abs(n)),
+    "at least": lambda x, n: x.clamp(min=n),
+    "square": lambda x, _: x.square(),
+    "negative": lambda x, _: -x,
+    "turned": lambda x, _: x.flip(0)[None],
+    "as bytes": lambda x, _: x.to(torch.uint8),
+    "as halves": lambda x, _: x.half().to(x.dtype),
+    "as singles": lambda x, _: x.float().to(x.dtype),
+}
+numbers = st.one_of(st.integers(-10, 10), st.integers(-(1 << 33), 1 << 33))
+steps = st.lists(st.tuples(st.sampled_from(sorted(OPERATIONS)), numbers), max_size=5)
+
+
+def result(graph):
+    """The node that a graph returns."""
+    (output,) = graph.find_nodes(op="output")
+    return output.args[0]
+
+
+class TestIntervals(TestCase):
+    @settings(max_examples=300)
+    @given(st.integers(-(1 << 34), 1 << 34), st.integers(1, 1 << 20), st.integers(1, 300), steps)
+    def test_what_is_counted_is_what_32_bits_without_conversions_give(self, start, step, count, drawn):
+        def program(counted, *, converts=True):
+            for name, number in drawn:
+                if converts or not name.startswith("as "):
+                    counted = OPERATIONS[name](counted, number)
+            return counted.long()
+
+        made = torch.arange(start, start + step * count, step)
+        try:
+            program(made)
+        except RuntimeError:  # a number does not fit the type of bytes
+            return
+        graph = make_fx(lambda: program(torch.arange(start, start + step * count, step)))().graph
+        for node in graph.nodes:
+            if node.op == "call_function" and Counting().why_not_counted(node) is not None:
+                return
+        if not any(name.startswith("as ") for name, _ in drawn) or program(made).dtype == torch.int64:
+            self.assertLess(int(made.abs().max()), 1 << 31)
+            self.assertEqual(program(made.int(), converts=False), program(made))
+
+    def test_numbers_that_fit(self):
+        for program in (
+            lambda: torch.arange(100) * 2 + 1,
+            lambda: (torch.arange(5000) // 3).clamp(max=7) % 5,
+            lambda: torch.arange(200).to(torch.uint8),
+            lambda: torch.arange(1 << 12).float(),
+        ):
+            graph = make_fx(program)().graph
+            self.assertIsNone(Counting().why_not_counted(result(graph)))
+
+    def test_numbers_that_do_not_fit(self):
+        for program in (
+            lambda: torch.arange(26) * 100_000_000,
+            lambda: (torch.arange(4096) * 1000003) % 4096,
+            lambda: torch.arange(1 << 40, (1 << 40) + 8),
+            lambda: torch.arange(300).to(torch.uint8),
+            lambda: torch.arange(3).bool(),
+            lambda: torch.arange(4096).half(),
+            lambda: torch.arange(4096, dtype=torch.int16) * 100,
+            lambda: torch.arange(1 << 24, (1 << 24) + 4).float(),
+        ):
+            graph = make_fx(program)().graph
+            self.assertIsNotNone(Counting().why_not_counted(result(graph)))
+
+
+class TestLowered(TestCase):
+    """Programs for a GPU that is not there: how values get there, and what the kernels compute."""
+
+    def placed(self, program, *inputs):
+        with config.patch({"triton.cudagraphs": True, "triton.pygraph_placement": "full", "fx_graph_cache": False}):
+            (graph,) = lower(program, inputs)
+        return {value.value: value.how for value in graph.gm.meta[PLACED]}, graph
+
+    def gpu(self, *size, dtype=torch.float32):
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    def test_what_does_not_fit_is_computed_once(self):
+        ids = torch.zeros(26, dtype=torch.int64)
+        hows, graph = self.placed(
+            lambda x, ids: x + (ids + torch.arange(26) * 100_000_000).to("cuda"), self.gpu(26, dtype=torch.int64), ids
+        )
+        self.assertEqual(hows["mul"], "computed once, a constant on the GPU")
+        self.assertNotIn("100000000", graph.source_code)
+        hows, _ = self.placed(lambda x, ids: x + (ids + torch.arange(26) * 3).to("cuda"), self.gpu(26), ids)
+        self.assertEqual(hows["mul"], "made on the GPU")
+
+    def test_numbers_of_single_precision_are_rounded(self):
+        _, graph = self.placed(lambda x, v: x + (v * torch.full((40,), 0.1)).to("cuda"), self.gpu(40), torch.rand(40))
+        self.assertIn("0.10000000149011612", graph.source_code)
+
+    def test_negative_indices_that_the_cpu_refuses(self):
+        indices = [-1, 0, 1, 2, 3]
+        for program, table, size in (
+            (lambda x, t: x + t.gather(0, torch.tensor(indices)).to("cuda"), torch.rand(5), (5,)),
+            (lambda x, t: x + F.embedding(torch.tensor(indices), t).to("cuda"), torch.rand(9, 4), (5, 4)),
+        ):
+            hows, graph = self.placed(program, self.gpu(*size), table)
+            self.assertNotIn("made on the GPU", [how for name, how in hows.items() if name in ("gather", "embedding")])
+            self.assertNotIn("device_assert", graph.source_code)
+
+    def test_a_complex_number_keeps_its_shape(self):
+        _, graph = self.placed(lambda x: x + torch.polar(torch.tensor(1.0), torch.tensor(-0.0)), self.gpu())
+        (added,) = graph.gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
+        self.assertEqual(added.meta["val"].shape, ())
+
+    def test_small_integers_wrap(self):
+        for program, dtype in (
+            (lambda x, v: x + ((v // 5) * 200).to("cuda"), torch.uint8),
+            (lambda x, v: x + (torch.relu(v) * 100).to("cuda"), torch.int8),
+        ):
+            hows, _ = self.placed(program, self.gpu(3), torch.zeros(3, dtype=dtype))
+            self.assertEqual(hows["mul"], "staged")
+
+    def test_what_joins_half_precision_is_rounded(self):
+        h, i = torch.zeros(4, dtype=torch.float16), torch.zeros(4, dtype=torch.int64)
+        _, graph = self.placed(lambda x, h, i: x + torch.cat([h, i]).to("cuda"), self.gpu(8), h, i)
+        self.assertIn(".to(tl.float16)", graph.source_code)
+
+
+if __name__ == "__main__":
+    run_tests()
