@@ -1,8 +1,8 @@
-"""Numbers that a kernel counts instead of loading: where Inductor's arithmetic gives something else than the CPU's.
+"""Integers that a kernel computes from its index instead of loading them, and where they differ from the CPU's.
 
 Inductor makes one expression of ``iota`` and the arithmetic on it, which a kernel computes with its 32-bit index. It
-drops conversions in between, and what does not fit their types. :func:`why_not_counted` compares the numbers with both.
-They are intervals; where none is known, they do not fit.
+drops the conversions in between. :meth:`Counting.why_not_counted` bounds the numbers and compares them with 32 bits and
+with the types of the nodes. Numbers without a known bound do not fit. ``ranges.py`` bounds fractions, for conversions.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _COMPUTES = frozenset(
         aten.relu, aten.sign, aten.bitwise_not,
     }
 )  # fmt: skip
-# Taken for granted where a number is known at the call only. A CPU that counts more elements takes longer than a GPU
-# that waits for it, and a number is a size or a position; as with torch alone, others are counted with 32 bits.
+# Assumed where a number is known only at the call: it is a size or a position, and nobody has the CPU make more
+# elements at each call. Torch alone assumes the same of what it moves.
 _MOST_ELEMENTS, _MOST_SYMBOLIC = 1 << 24, 1 << 30
 # The integers that a floating-point type holds without a gap.
 _MOST = {torch.float16: 1 << 11, torch.bfloat16: 1 << 8, torch.float32: 1 << 24, torch.float64: 1 << 53}
@@ -51,11 +51,11 @@ class Counting:
         self._found: dict[fx.Node, Interval | None] = {}
 
     def why_not_counted(self, node: fx.Node) -> str | None:
-        """Why a kernel would count other numbers than the CPU computes; None if it loads them or counts the same."""
+        """Why a kernel would compute other numbers than the CPU; None if it loads them or computes the same."""
         todo = [node]
         while todo:  # inputs first
             current = todo[-1]
-            missing = [source for source in _sources(current) if source not in self._found]
+            missing = [source for source in current.all_input_nodes if source not in self._found]
             if current in self._found or not missing:
                 self._found.setdefault(current, self._of(current))
                 todo.pop()
@@ -64,14 +64,14 @@ class Counting:
         interval = self._found[node]
         if interval is None or all(_fits(interval, tensor.dtype) for tensor in tensors_of(node)):
             return None
-        return "a kernel would count it with 32 bits, or without the type's"
+        return "a kernel would compute it with 32 bits, or without a conversion"
 
     def _of(self, node: fx.Node) -> Interval | None:
         target: Any = node.target
         packet = getattr(target, "overloadpacket", None)
         if packet in _COUNTS:
             return _counted(node)
-        sources = _sources(node)
+        sources = node.all_input_nodes
         if packet not in _KEEPS | _CONVERTS | _COMPUTES or all(self._found[source] is None for source in sources):
             return None
         if any(self._found[source] is None for source in sources if tensors_of(source)):
@@ -135,10 +135,6 @@ class Counting:
         found = self._found.get(value)
         fits = found is not None and all(_fits(found, tensor.dtype) for tensor in tensors_of(value))
         return found if found is not None and fits else _UNKNOWN
-
-
-def _sources(node: fx.Node) -> list[fx.Node]:
-    return list(node.all_input_nodes)
 
 
 def _given(value: Any) -> Interval:

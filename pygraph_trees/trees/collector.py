@@ -33,5 +33,5 @@ def paused() -> Iterator[None]:
     finally:
         with _lock:
             _inside -= is_counted
-            if _inside == 0 and _was_on:
+            if is_counted and _inside == 0 and _was_on:
                 gc.enable()

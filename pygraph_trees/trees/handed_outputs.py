@@ -42,9 +42,7 @@ class Handed:
 class Templates:
     """Makes the tensors that a call of a function is given for its outputs."""
 
-    def __init__(
-        self, handed: Handed, memory: Mapping[int, Memory], device: torch.device, plan: OutputPlan | None = None
-    ) -> None:
+    def __init__(self, handed: Handed, memory: Mapping[int, Memory], device: torch.device, plan: OutputPlan) -> None:
         """
         Args:
             memory: the function's allocations by output, which ``handed`` must fit.
@@ -86,9 +84,9 @@ class OutputPlan:
         Inputs after the first :attr:`takes` are memory for outputs. They are removed.
         """
         templates = templates_of_call()
-        # The thread's call may be of another function, whose code, or a finalizer meanwhile, calls this one.
-        is_own = templates is not None and templates.plan is self
-        if templates is not None and is_own and len(inputs) == self.takes + len(templates):
+        # They may be another function's, if its code or a finalizer calls this one.
+        is_given = templates is not None and templates.plan is self and len(inputs) == self.takes + len(templates)
+        if templates is not None and is_given:
             given = inputs[self.takes :]
             del inputs[self.takes :]
             return templates.allocations(given)

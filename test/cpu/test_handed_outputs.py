@@ -33,7 +33,7 @@ from pygraph_trees.trees.allocations import (
     watching,
 )
 from pygraph_trees.trees.function import FunctionModel
-from pygraph_trees.trees.handed_outputs import Handed, Templates, given_memory
+from pygraph_trees.trees.handed_outputs import Handed, OutputPlan, Templates, given_memory
 
 CPU = torch.device("cpu")
 # As Inductor writes it: a buffer that is freed, an output in its memory, a scratch buffer, and an output.
@@ -101,7 +101,7 @@ class TestAllocations(TestCase):
         memory = self.found()
         self.names["made"].clear()
         given = [torch.empty(4), torch.empty(2)]
-        templates = Templates(Handed.of(memory), memory, CPU)
+        templates = Templates(Handed.of(memory), memory, CPU, OutputPlan())
         with watching(self.call, templates.allocations(given)):
             outputs = self.call([self.x])
         self.assertIs(outputs[0], given[0])
@@ -151,7 +151,7 @@ class TestAllocations(TestCase):
         memory = {1: Memory(None, (2,), (1,), torch.float32), 0: Memory(0, (4,), (1,), torch.float32)}
         given = [torch.empty(2), torch.empty(4)]
         for is_capturing in (True, False):
-            watch = Templates(Handed.of(memory), memory, CPU).allocations(given)
+            watch = Templates(Handed.of(memory), memory, CPU, OutputPlan()).allocations(given)
             with (
                 mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: is_capturing),  # noqa: B023
                 watching(self.call, watch),
@@ -449,7 +449,7 @@ class TestFastPath(TestCase):
         super().setUp()
         self.x, self.y = torch.arange(4.0), torch.arange(2.0)
         found = {0: Memory(0, (4,), (1,), torch.float32), 1: Memory(2, (2, 3), (3, 1), torch.float64)}
-        self.templates = Templates(Handed.of(found), found, CPU)
+        self.templates = Templates(Handed.of(found), found, CPU, OutputPlan())
 
     def trees(self, templates, **arguments):
         """A recording that returns the third and the fourth input, which are memory for outputs."""
@@ -503,7 +503,7 @@ class TestFastPath(TestCase):
 
     def others(self):
         found = {0: Memory(0, (1,), (1,), torch.float32), 1: Memory(2, (1,), (1,), torch.float64)}
-        return Templates(Handed.of(found), found, CPU)
+        return Templates(Handed.of(found), found, CPU, OutputPlan())
 
     def test_a_replay_in_python_is_given_them_too(self):
         trees = self.trees(self.templates, in_python=True)
@@ -513,7 +513,7 @@ class TestFastPath(TestCase):
 
     def test_without_memory_python_is_asked(self):
         huge = {0: Memory(0, (1 << 60,), (1,), torch.float32)}
-        templates = Templates(Handed.of(huge), huge, CPU)
+        templates = Templates(Handed.of(huge), huge, CPU, OutputPlan())
         trees = self.trees(templates)
         trees.function.handed = templates.native
         inputs = [self.x, self.y]
