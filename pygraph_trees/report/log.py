@@ -63,6 +63,7 @@ class RecordingLog:
     counter: Counted = field(default_factory=Count)  # of replays
     extra_copies: int = 0
     extra_copied_bytes: int = 0
+    has_fast_path: bool = True  # whether C++ may replay it
 
     @property
     def replays(self) -> int:
@@ -154,7 +155,9 @@ class FunctionLog:
         """Notes which way the function's calls go from now on, and the measurements for a decision, if any."""
         is_news = text != self.decision
         self.decision = text
-        if not graphed:
+        if not graphed and self.ungraphed_reason and not self.recordings:
+            pass  # it could not be recorded, for that reason
+        elif not graphed:
             is_news |= self._takes_reason(_FASTER)
             self.is_ungraphed_by_decision = True
         elif self.is_ungraphed_by_decision:

@@ -142,7 +142,7 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Rules:
     margin: float = 0.02  # fraction of the un-graphed step
-    floor_us: float = 1.0  # smallest margin
+    floor_us: float = 2.0  # smallest margin; a measured replay takes 1 us more than a later one
     errors: float = 3.0  # standard errors that a difference needs
     fewest_pairs: int = 5
     most_pairs: int = 10
@@ -236,20 +236,22 @@ class Decision:
         return f"{self.way.value}: {_us(ours)} a call against {_us(other)} ({', '.join(notes)})"
 
 
-def plain_way(parts: Sequence[Facts], costs: Costs = Costs()) -> Execution | None:
+def plain_way(parts: Sequence[Facts], costs: Costs = Costs(), rules: Rules = Rules()) -> Execution | None:
     """The way of functions that are decided together, if their facts leave no doubt; None if calls must be measured.
 
     Un-graphed code launches each kernel; a replay copies and sets addresses instead. A way is plain if its work is at
-    most half of the other's.
+    most half of the other's. While the GPU computes, launches cost nothing, but what a replay does before its launch
+    does; so that must be within the margin too.
     """
     launches_us = sum(costs.launch_us * part.launches for part in parts)
-    host_us = gpu_us = 0.0
+    replays_us = before_us = gpu_us = 0.0
     for part in parts:
         copies = costs.of_copies(part.copied, part.copied_bytes)
-        replay_us = costs.replay_us if part.has_fast_path else costs.slow_replay_us
-        host_us += replay_us + costs.patch_us * part.by_address + copies.host_us
+        replays_us += costs.replay_us if part.has_fast_path else costs.slow_replay_us
+        before_us += costs.patch_us * part.by_address + copies.host_us
         gpu_us += copies.gpu_us
-    if launches_us >= 2 * (host_us + gpu_us):
+    work_us = replays_us + before_us + gpu_us
+    if launches_us >= 2 * work_us and before_us + gpu_us <= rules.margin * launches_us:
         return Execution.GRAPHED
     return Execution.UNGRAPHED if gpu_us >= 2 * launches_us else None
 

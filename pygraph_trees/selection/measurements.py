@@ -97,7 +97,11 @@ class Measurements:
         return self.finished(way) + sum(waiting is way for waiting, _ in pending)
 
     def facts(self, *, has_fast_path: bool) -> Facts | None:
-        """The facts of the newest recording; None if there is none, or if its nodes are not known."""
+        """The facts of the newest recording; None if there is none, or if its nodes are not known.
+
+        Args:
+            has_fast_path: whether the process has a fast path.
+        """
         if not self._log.recordings:
             return None
         last = self._log.recordings[-1]
@@ -105,7 +109,8 @@ class Measurements:
             return None
         routes = last.routes
         launches, copied = last.kernels + (last.other_nodes or 0), routes["copy"]
-        return Facts(launches, routes.total() - copied, copied, last.copied_bytes, has_fast_path)
+        is_fast = has_fast_path and last.has_fast_path
+        return Facts(launches, routes.total() - copied, copied, last.copied_bytes, is_fast)
 
     def part(self, handed: Handed) -> Part:
         """The function's part of a comparison; both ways must have finished calls."""

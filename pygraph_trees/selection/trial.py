@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("pygraph_trees.selection")
 
 _MOST_STEPS = 60  # with the measured integers, in a trial; also the limit of consecutive steps with others
+_MOST_WAITED = 4096  # steps until the GPU must have finished what is measured
 _MOST_RESTARTS = 3  # of a trial
 
 
@@ -112,6 +113,9 @@ class TrialMember:
 
     def __call__(self, inputs: list[Any]) -> Any:
         trial = self._trial
+        # While the program captures, even to ask whether the GPU has finished a call could break the capture.
+        if trial.phase is Phase.MEASURING and self._device.is_captured():
+            return self._run[trial.way](inputs)
         way = trial.way_of(self, inputs)
         run = self._run[way]
         if trial.phase is not Phase.MEASURING or self._device.is_captured():
@@ -153,6 +157,9 @@ class TrialMember:
 
     def is_recorded(self) -> bool:
         return bool(self._log.recordings)
+
+    def is_warmed_up(self) -> bool:
+        return self._log.warmups > 0
 
     def facts(self) -> Facts | None:
         """The facts of its newest recording; None if they are not known."""
@@ -208,6 +215,7 @@ class Trial:
         self._first: weakref.ref[TrialMember] | None = None  # the one whose calls begin steps
         self._steps = 0
         self._others = 0  # consecutive steps with other integers
+        self._waited = 0  # steps since the measurement began
         self._asked: tuple[int, ...] = ()  # integers of the memory's lookup
         self._integers: tuple[int, ...] | None = None  # integers of the measured steps
         self._given: tuple[int, ...] | None = ()  # this step's; None right after a new start
@@ -265,7 +273,7 @@ class Trial:
 
     def _start_over(self, phase: Phase) -> None:
         self.phase = phase
-        self._steps = self._others = 0
+        self._steps = self._others = self._waited = 0
         self._integers = None
 
     def way_of(self, member: TrialMember, inputs: Sequence[object]) -> Execution:
@@ -318,7 +326,7 @@ class Trial:
     def _step(self) -> None:
         members = self._alive()
         if self.measures_step():
-            self._steps += 1
+            self._steps += not self._awaits_gpu(members)
             self._others = 0
         else:
             self._others += 1
@@ -331,7 +339,16 @@ class Trial:
             if self.phase is Phase.WAITING or self.phase is Phase.MEASURING:
                 self._measure(members)
         if not self.is_over and max(self._steps, self._others) > _MOST_STEPS:
-            self._end_undecided(None)
+            if any(member.is_recorded() or not member.is_warmed_up() for member in members):
+                self._end_undecided(None)
+            else:  # each call runs un-graphed already, the long way
+                self._end(Execution.UNGRAPHED, None, f"{Execution.UNGRAPHED.value}: nothing could be recorded")
+
+    def _awaits_gpu(self, members: Sequence[TrialMember]) -> bool:
+        """Whether all calls are made, and the GPU has yet to finish some; counts the steps until then."""
+        self._waited += 1
+        made = min((sum(member.measurements.made(way) for way in Execution) for member in members), default=0)
+        return self.phase is Phase.MEASURING and made >= 2 * self._rules.most_pairs and self._waited < _MOST_WAITED
 
     def _look(self, members: Sequence[TrialMember]) -> None:
         """Decides without a measurement once everything is recorded, if that is possible."""
@@ -374,6 +391,15 @@ class Trial:
                 member.measurements.start_over()
         self._steps = self._others = 0
         self._way = Execution.GRAPHED if self._standing is None else self._standing.way
+
+    def leave(self, member: TrialMember) -> None:
+        """Takes out a function that goes its own way from now on; the last one ends the trial."""
+        with self.lock:
+            self._members = [reference for reference in self._members if reference() not in (None, member)]
+            if self._first is not None and self._first() is member:
+                self._first = None
+            if not self._members:
+                self._end_undecided(None)
 
     def give_up(self) -> None:
         """Ends the trial without a decision, for example because calls do not repeat."""

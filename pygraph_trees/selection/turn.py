@@ -10,7 +10,7 @@ import threading
 import weakref
 from typing import Protocol
 
-_MOST_REFUSED = 200  # requests of other trials after the holder's last one
+_MOST_REFUSED = 200  # requests of one other trial after the holder's last one
 
 
 class Taker(Protocol):
@@ -20,18 +20,19 @@ class Taker(Protocol):
 
 class Turn:
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection under it may run a finalizer that comes here
         self._holder: weakref.ref[Taker] | None = None
-        self._refused = 0
+        self._refused: dict[int, int] = {}  # requests by trial, since the holder's last one
 
     def take(self, trial: Taker) -> bool:
         """Gives the turn to a trial, or lets it keep the turn; returns whether the trial has it."""
         with self._lock:
             holder = None if self._holder is None else self._holder()
-            if holder is not None and holder is not trial and not holder.is_over and self._refused < _MOST_REFUSED:
-                self._refused += 1
-                return False
-            self._refused = 0
+            if holder is not None and holder is not trial and not holder.is_over:
+                refused = self._refused[id(trial)] = self._refused.get(id(trial), 0) + 1
+                if refused <= _MOST_REFUSED:
+                    return False
+            self._refused.clear()
             if holder is not trial:
                 self._holder = weakref.ref(trial)
             return True

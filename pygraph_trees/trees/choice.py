@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,7 @@ class _Choice(Environment):
     def __init__(self, function: FunctionModel, trial: Trial, trees: _Trees, ungraphed: Run) -> None:
         self._function, self._dispatch, self._trial, self._trees = function, function.dispatch, trial, trees
         self._ungraphed = _as_upstream_has_it(ungraphed, function.log.mode, trees)
+        self._is_stopped = False
 
     # -- calls
 
@@ -118,8 +120,12 @@ class _Choice(Environment):
 
     def stop(self, why: str) -> None:
         """Lets the function run un-graphed from the next call on, whatever its trial decides."""
+        self._is_stopped = True
         self._function.log.not_graphed(why)
         self._dispatch.go(Way.UNGRAPHED, self._ungraphed)
+        member = self.member()
+        if member is not None:
+            self._trial.leave(member)
         manager = self._manager()
         if manager is not None:
             manager.forget(self._function, later=True)
@@ -131,9 +137,12 @@ class _Choice(Environment):
         return manager if isinstance(manager, Manager) else None
 
     def restarted(self) -> None:
-        self._dispatch.go(Way.MEASURED, self.measured)
+        if not self._is_stopped:
+            self._dispatch.go(Way.MEASURED, self.measured)
 
     def ended(self, way: Execution) -> None:
+        if self._is_stopped:
+            return
         dispatch = self._dispatch
         if way is Execution.GRAPHED:
             samples = self.sample if self._trial.may_restart() else None
@@ -220,18 +229,24 @@ def _newest(manager: Manager, model: FunctionModel) -> Any:
 
 
 def recordings_below(manager: Manager, model: FunctionModel) -> int:
-    """The number of recordings after the newest one of a function, except those of its own trial.
+    """The number of recordings after one of a function, except those of its own trial; the most of all its recordings.
 
-    If the function runs un-graphed, all of them have other recordings before them, and are made again.
+    If the function runs un-graphed, all of them have other recordings before them, and are made again. In a step that
+    calls the function many times, most follow the first call.
     """
-    own = _newest(manager, model)
-    todo, count = [] if own is None else [own.children], 0
+    counts: list[int] = []
+    todo = [(manager.roots or {}, -1)]  # with the position of the count that recordings there belong to
     while todo:
-        for recordings in todo.pop().values():
-            todo += [node.children for node in recordings]
-            trials = (getattr(node.wrapped_function.model, "trial", None) for node in recordings)
-            count += sum(trial is not model.trial for trial in trials)
-    return count
+        children, position = todo.pop()
+        for node in itertools.chain.from_iterable(children.values()):
+            below = position
+            if position >= 0:
+                counts[position] += getattr(node.wrapped_function.model, "trial", None) is not model.trial
+            elif node.wrapped_function.model is model:
+                below = len(counts)
+                counts.append(0)
+            todo.append((node.children, below))
+    return max(counts, default=0)
 
 
 def handed_on(manager: Manager, model: FunctionModel) -> list[int]:

@@ -20,6 +20,7 @@ from pygraph_trees.indirection.retired import release_retired
 from pygraph_trees.selection.functions import why_not_graphed
 
 from .choice import chooser, only_sizes_that_come_again
+from .collector import paused
 from .function import FunctionModel, entered
 from .saved_tensors import conforming
 
@@ -55,10 +56,12 @@ def cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
             kwargs["mutated_input_idxs"] = tuple(index for index in mutated if not _is_on_cpu(inputs[index]))
         run = upstream(function, inputs, static_input_idxs, *args, **kwargs)
         mutated = set(kwargs.get("mutated_input_idxs", ()))
+        if mutated and function.settings.indirection != "off":
+            run = _keeps_writes(run, static_input_idxs, mutated)
         run = only_sizes_that_come_again(function, run, inputs, static_input_idxs, mutated, kwargs["device_index"])
         if function.settings.indirection == "off":
             return run
-        run = entered(function, _keeps_writes(run, static_input_idxs, mutated) if mutated else run)
+        run = entered(function, run)
         # Functions from Inductor do not need this: the call of their compiled graph conforms the inputs.
         return run if function is model else conforming(run, is_backward=kwargs["is_backward"])
 
@@ -66,11 +69,20 @@ def cudagraphify_impl(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reset_cudagraph_trees(upstream: Callable[[], None]) -> Callable[[], None]:
-    """Also gives back the memory of managers that were freed with their functions instead of being shut down."""
+    """Also gives back the memory of managers that were freed with their functions instead of being shut down.
+
+    Upstream drops the trees of this thread, and disables for all threads what trees need to cache tensors.
+    """
 
     @functools.wraps(upstream)
     def reset_cudagraph_trees() -> None:
-        upstream()
+        dropped = _containers_of_this_thread()  # freed below, since other threads may run while they are
+        try:
+            with paused():  # upstream holds a lock for which a finalizer would wait
+                upstream()
+        finally:
+            cudagraph_trees._set_cached_tensors_enabled(True)
+        dropped.clear()
         release_retired()
 
     return reset_cudagraph_trees
@@ -110,6 +122,13 @@ def _keeps_writes(run: Any, static_input_idxs: Any, mutated: set[int]) -> Callab
         return aligned(inputs)
 
     return call
+
+
+def _containers_of_this_thread() -> list[Any]:
+    name = "tree_manager_containers"
+    if not hasattr(cudagraph_trees.local, name) and not torch._C._is_key_in_tls(name):
+        return []
+    return list(cudagraph_trees.get_obj(cudagraph_trees.local, name).values())
 
 
 def _is_on_cpu(value: Any) -> bool:

@@ -37,6 +37,7 @@ from .pools import ranges_of
 from .reclaiming import Reclaiming
 from .recording import Recording
 from .rerecord import siblings_of, why_recorded
+from .steps import Steps
 from .storms import why_stopped
 from .verification import Verification
 
@@ -46,10 +47,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("pygraph_trees.trees")
 
-Upstream: type = cudagraph_trees.CUDAGraphTreeManager
 _EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
 _SKIP_TABLE = "skip_cudagraph" if has_skip_table() else "non_cudagraph_managed_mutation_hint"
-_BACKWARD = cudagraph_trees.CompilationMode.BACKWARD
+_FORWARD, _BACKWARD = cudagraph_trees.CompilationMode.FORWARD, cudagraph_trees.CompilationMode.BACKWARD
 
 
 class _FunctionID(cudagraph_trees.FunctionID):
@@ -70,7 +70,7 @@ class _GraphID(cudagraph_trees.GraphID):
 _FunctionID.__qualname__, _GraphID.__qualname__ = "FunctionID", "GraphID"
 
 
-class Manager(fast_path.TreeState, Upstream):
+class Manager(fast_path.TreeState, Steps):
     """The recordings of one device, and of one thread if each thread has its own trees."""
 
     cuda_graphs_thread_pool: Any
@@ -109,17 +109,20 @@ class Manager(fast_path.TreeState, Upstream):
         return self.keeps_outputs or (fast_path.MAY_CLONE and self.has_live_user_visible_output_cloning)
 
     def try_end_curr_execution(self, *args: Any, **kwargs: Any) -> None:
-        self._keep_outputs()
-        super().try_end_curr_execution(*args, **kwargs)
+        with self.one_answer():
+            self._keep_outputs()
+            super().try_end_curr_execution(*args, **kwargs)
 
     def try_end_curr_recording(self, function_id: Any) -> None:
-        self._keep_outputs()
-        super().try_end_curr_recording(function_id)
+        with self.one_answer():
+            self._keep_outputs()
+            super().try_end_curr_recording(function_id)
         self._give_back_if_ended()
 
     def try_end_curr_warmup(self, function_id: Any) -> None:
-        self._keep_outputs()
-        super().try_end_curr_warmup(function_id)
+        with self.one_answer():
+            self._keep_outputs()
+            super().try_end_curr_warmup(function_id)
         self._give_back_if_ended()
 
     def _give_back_if_ended(self) -> None:
@@ -176,7 +179,10 @@ class Manager(fast_path.TreeState, Upstream):
         model = self.ids_to_funcs[function_id].model
         if isinstance(model, FunctionModel):
             model.log.not_graphed("it was called while another call that uses the same CUDA graph trees was under way")
-        return model(inputs)
+        outputs = model(inputs)
+        if (mode := self.id_to_mode[function_id]) in (_FORWARD, _BACKWARD):  # as upstream's run does
+            self.running_forwards_with_pending_backwards = mode == _FORWARD
+        return outputs
 
     def is_graphed(self, function_id: Any, node_id: Any) -> bool:
         """Whether upstream is known to graph a function at a place; if the function mutates inputs, upstream decides

@@ -33,10 +33,10 @@ class ManagerContainer(Upstream):
 
     def finalize_cudagraphify_fn(self) -> None:
         manager = self.tree_manager  # freed at the end of this function
-        if self.live_cudagraphify_fns == 1 and isinstance(manager, Manager):
-            manager.move_last_outputs()
         with paused():
             super().finalize_cudagraphify_fn()
+        if isinstance(manager, Manager) and self.tree_manager is not manager:
+            manager.move_last_outputs()
         del manager
 
 

@@ -110,6 +110,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
             and not self._has_moving
             and not _is_debugged()
         )
+        self.log.has_fast_path = self.has_fast_path
         self.log.inputs = tuple(describe(self, self._live, self._copied_indices(), attempts.why_copied))
         self.log.outputs = tuple(describe_outputs(self, self._live, self.templates))
         if isinstance(wrapped_function.model, FunctionModel):

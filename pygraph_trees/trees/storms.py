@@ -2,15 +2,19 @@
 
 :class:`Sizes` chooses the sets of integers with which a function is graphed: the first ones, and later those that come
 again. :func:`why_stopped` tells from the recordings at one place that a function must not be recorded there once more.
-Both work with bounded memory, and are asked only if ``pygraph_selective`` is "auto".
+Both work with bounded memory, and are asked only if ``pygraph_selective`` is "auto". :func:`is_endless` tells that a
+path must end, although a backward seems to be awaited.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from .liveness import release_unneeded
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pygraph_trees.report.log import RecordingLog
 
@@ -20,6 +24,7 @@ COMES_AGAIN = 4  # calls with a later set until it is graphed
 REFUSED = 16  # consecutive calls that are not graphed, after which later ones take the shortest way
 MOST_WAITING = 1024  # sets whose calls are counted
 MOST_RECORDINGS = 16  # of a function at one place in the tree, until their replays must be as many
+MOST_DEAD = 16  # forwards at the begin of a path, none of whose outputs is alive, until it must end
 
 OTHER_SIZES = (
     f"its sizes change too often: {FIRST_SIZES} sets of integers are graphed, and others once they have come "
@@ -64,3 +69,21 @@ def why_stopped(recordings: Sequence[RecordingLog]) -> str | None:
     if count < MOST_RECORDINGS or replays >= count:
         return None
     return f"it was recorded {count} times for {replays} replays, the last time because: {recordings[-1].reason}"
+
+
+def is_endless(path: Sequence[Any], is_forward: Callable[[Any], bool]) -> bool:
+    """Whether a path becomes longer at each call, because forwards are called whose backward never comes.
+
+    Upstream begins no step while a backward may be pending: what it reads must stay. This path begins with forwards
+    none of whose outputs is alive, so they have none. What is alive after them is for the caller to keep.
+    """
+    if len(path) <= MOST_DEAD:
+        return False
+    return _begins_dead(path, is_forward) or (
+        release_unneeded(path[-1].cuda_graphs_pool) and _begins_dead(path, is_forward)
+    )
+
+
+def _begins_dead(path: Sequence[Any], is_forward: Callable[[Any], bool]) -> bool:
+    dead = itertools.takewhile(lambda node: not any(held and held() for held in node.outputs_weakrefs), path)
+    return sum(map(is_forward, dead)) >= MOST_DEAD

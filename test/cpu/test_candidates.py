@@ -27,8 +27,8 @@ from pygraph_trees.trees import candidates as candidates_module
 from pygraph_trees.trees import fast_path
 from pygraph_trees.trees.dispatch import PER_THREAD
 from pygraph_trees.trees.function import FunctionModel
-from pygraph_trees.trees.manager import Upstream
 from pygraph_trees.trees.recording import Recording
+from pygraph_trees.trees.steps import Upstream
 
 MODE, EXECUTION = cudagraph_trees.CompilationMode, cudagraph_trees.ExecutionState.EXECUTION
 

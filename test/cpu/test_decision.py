@@ -68,6 +68,17 @@ class TestPlain(TestCase):
         self.assertIs(plain_way([Facts(30)]), GRAPHED)
         self.assertIs(plain_way([Facts(274, by_address=3)]), GRAPHED)
 
+    def test_what_a_replay_does_before_its_launch_is_measured(self):
+        """Un-graphed code launches while the GPU computes, so a graph wins nothing there."""
+        for facts in (
+            Facts(100, copied=1, copied_bytes=200_000_000),
+            Facts(30, copied=1, copied_bytes=1000),
+            Facts(60, by_address=100),
+            Facts(30, by_address=20),
+        ):
+            self.assertIsNone(plain_way([facts]))
+        self.assertIs(plain_way([Facts(60, by_address=6)]), GRAPHED)
+
     def test_large_copies_for_few_launches_are_not(self):
         self.assertIs(plain_way([Facts(1, copied=3, copied_bytes=25_000_000)]), UNGRAPHED)
 

@@ -25,7 +25,8 @@ from pygraph_trees.settings import Settings
 from pygraph_trees.trees import kept_outputs
 from pygraph_trees.trees.function import FunctionModel
 from pygraph_trees.trees.kept_outputs import keeps_outputs, kept_indices, move_alive, why_not_moved
-from pygraph_trees.trees.manager import Manager, Upstream
+from pygraph_trees.trees.manager import Manager
+from pygraph_trees.trees.steps import Upstream
 
 POOL = (0, 38)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from pathlib import Path
@@ -20,8 +21,9 @@ from pygraph_trees.report.log import Count, RecordingLog
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees import entry_points, input_rules, pools
 from pygraph_trees.trees import manager as trees_manager
-from pygraph_trees.trees.choice import handed_on
-from pygraph_trees.trees.manager import Manager, Upstream
+from pygraph_trees.trees.choice import handed_on, recordings_below
+from pygraph_trees.trees.manager import Manager
+from pygraph_trees.trees.steps import Upstream
 
 
 def end_path(manager):
@@ -343,6 +345,23 @@ class TestShutdown(TestCase):
             reset()
         self.assertEqual((order, closed), ([[]], [1]))
 
+    def test_trees_of_other_threads_cache_tensors_after_a_reset(self):
+        """Also while what the reset drops is freed, as other threads may run then."""
+        order, containers = [], {0: mock.Mock()}
+        weakref.finalize(containers[0], order.append, "freed")
+
+        def upstream():
+            cudagraph_trees._set_cached_tensors_enabled(False)
+            containers.clear()
+
+        local = SimpleNamespace(tree_manager_containers=containers)
+        with (
+            mock.patch.object(cudagraph_trees, "local", local),
+            mock.patch.object(cudagraph_trees, "_set_cached_tensors_enabled", order.append),
+        ):
+            entry_points.reset_cudagraph_trees(upstream)()
+        self.assertEqual(order, [False, True, "freed"])
+
 
 class TestHandedOn(TestCase):
     """What other functions take of a function's outputs in the graph pool."""
@@ -375,6 +394,18 @@ class TestHandedOn(TestCase):
         self.assertEqual(handed_on(manager, SimpleNamespace(trial=own)), [])
         manager.roots = {1: [self.node(first, 1)]}
         self.assertEqual(handed_on(manager, first), [])
+
+    def test_recordings_that_a_trial_would_cause_to_be_made_again(self):
+        """A block that is called in each layer of a step: those after its first call count."""
+        own, other = object(), object()
+        block, layer, backward = (SimpleNamespace(trial=trial) for trial in (own, other, own))
+        nodes = [self.node(model, number) for number, model in enumerate([block, layer] * 16 + [backward])]
+        for node, following in itertools.pairwise(nodes):
+            node.children = {0: [following]}
+        manager = bare_manager(roots={0: [self.node(layer, 99)], 1: nodes[:1]})
+        self.assertEqual(recordings_below(manager, block), 16)
+        self.assertEqual(recordings_below(manager, layer), 16)  # 15 blocks and a backward
+        self.assertEqual(recordings_below(manager, SimpleNamespace(trial=None)), 0)
 
 
 if __name__ == "__main__":

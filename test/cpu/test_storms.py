@@ -20,12 +20,13 @@ from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.report.log import Count, GraphLog, RecordingLog, journal
+from pygraph_trees.selection.decision import Execution
 from pygraph_trees.settings import Settings
-from pygraph_trees.trees import choice, storms
+from pygraph_trees.trees import choice, steps, storms
 from pygraph_trees.trees.dispatch import Way
 from pygraph_trees.trees.function import FunctionModel
 from pygraph_trees.trees.manager import Manager
-from pygraph_trees.trees.storms import Sizes, why_stopped
+from pygraph_trees.trees.storms import Sizes, is_endless, why_stopped
 
 
 class TestSizes(TestCase):
@@ -100,6 +101,123 @@ class TestRecordings(TestCase):
         self.assertIsNone(manager._why_stopped(SimpleNamespace(stop=None), 7))  # it is always graphed
 
 
+class TestPaths(TestCase):
+    def path(self, *alive):
+        """A path with a recording for each value; the outputs of some are alive."""
+        function = SimpleNamespace(id=7, model=mock.Mock())
+        nodes = [
+            SimpleNamespace(
+                outputs_weakrefs=[None, lambda is_alive=is_alive: 7 if is_alive else None],
+                wrapped_function=function,
+                cuda_graphs_pool=(0, 7),
+            )
+            for is_alive in alive
+        ]
+        nodes[-1]._path_from_root = nodes
+        return nodes[-1]
+
+    def is_endless(self, *alive, forwards=None):
+        """``forwards``: the positions of those; all by default."""
+        nodes = self.path(*alive)._path_from_root
+        return is_endless(nodes, lambda node: forwards is None or nodes.index(node) in forwards)
+
+    def test_a_path_of_forwards_without_a_backward_ends(self):
+        """What the last call made may have one, in several graphs."""
+        for dead, ends in ((0, False), (storms.MOST_DEAD - 1, False), (storms.MOST_DEAD, True), (100, True)):
+            for alive in (1, 3):
+                self.assertEqual(self.is_endless(*[False] * dead, *[True] * alive), ends, dead)
+
+    def test_a_path_stays_while_an_earlier_forward_may_have_a_backward(self):
+        for place in (0, 7, 15):
+            alive = [False] * 20
+            alive[place] = True
+            self.assertFalse(self.is_endless(*alive, True), place)
+
+    def test_functions_without_a_backward_are_no_such_forwards(self):
+        """Layers whose weights are frozen, before one that is trained."""
+        self.assertFalse(self.is_endless(*[False] * 48, True, forwards=[48]))
+        self.assertFalse(self.is_endless(*[False] * 48, True, forwards=range(15)))
+        self.assertTrue(self.is_endless(*[False] * 48, True, forwards=range(0, 48, 2)))
+
+    def test_a_step_begins_although_a_backward_is_pending(self):
+        endless, short, overwritten = (self.path(*[False] * dead, True) for dead in (20, 1, 20))
+        overwritten.wrapped_function.model = SimpleNamespace()  # its outputs are not kept
+        self.enterContext(mock.patch.object(steps, "keeps_outputs", lambda model: isinstance(model, mock.Mock)))
+        for node, keeps, generation, begins in (
+            (overwritten, True, 1, False),
+            (endless, True, 1, True),
+            (endless, False, 1, False),  # as upstream
+            (endless, True, 0, False),  # in the same call of the program
+            (short, True, 1, False),
+            (None, True, 1, False),
+        ):
+            manager = bare_manager(
+                current_node=node, current_gen=0, keeps_outputs=keeps, running_forwards_with_pending_backwards=True
+            )
+            manager.id_to_mode = {7: cudagraph_trees.CompilationMode.FORWARD}
+            with (
+                mock.patch.object(manager, "get_curr_generation", lambda found=generation: found),
+                mock.patch.object(manager, "user_invoked_mark_step", lambda: False),
+            ):
+                self.assertEqual(manager.can_start_new_generation(), begins)
+
+    def test_the_end_of_a_path_and_the_move_of_its_outputs_go_by_one_answer(self):
+        """By torch's own code, of any version; another thread begins a step in between."""
+        moved = []
+
+        class Path(cudagraph_trees.CUDAGraphNode):
+            def __init__(self):
+                pass
+
+            _parent = staticmethod(lambda: None)
+
+            def all_outputs_are_dead(self):
+                return False
+
+            def clear_path_state(self):
+                moved.append("ended")
+
+        class Manages(Manager):
+            def get_curr_generation(self):
+                return now[0]
+
+            def user_invoked_mark_step(self):
+                return True
+
+            def _clone_current_path_live_user_visible_outputs(self):
+                pass  # torch 2.14 and later
+
+            def _keep_outputs(self):
+                if self.can_start_new_generation():
+                    moved.append("moved")
+                now[0] = 1  # another thread begins a step
+
+        for generation, expected in ((1, ["moved", "ended"]), (0, [])):
+            moved.clear()
+            now = [generation]
+            manager = bare_manager(Manages, current_node=Path(), current_gen=0, keeps_outputs=True)
+            manager.path_state = cudagraph_trees.ExecutionState.EXECUTION
+            manager.try_end_curr_execution()
+            self.assertEqual(moved, expected)
+
+    def test_a_backward_beside_another_call_is_no_longer_awaited(self):
+        mode = cudagraph_trees.CompilationMode
+        for name, pending, expected in (
+            (mode.BACKWARD, True, False),
+            (mode.FORWARD, False, True),
+            (mode.INFERENCE, True, True),
+            (mode.INFERENCE, False, False),
+        ):
+            function = SimpleNamespace(model=lambda inputs: [inputs[0] + 1])
+            manager = bare_manager(
+                ids_to_funcs={7: function}, id_to_mode={7: name}, running_forwards_with_pending_backwards=pending
+            )
+            self.assertTrue(manager.take_turn())
+            self.assertEqual(manager.run([1], 7), [2])
+            self.assertEqual(manager.running_forwards_with_pending_backwards, expected)
+            manager.end_turn()
+
+
 class TestFunctions(TestCase):
     """Functions that are chosen by measurement; numbers are doubled."""
 
@@ -154,6 +272,11 @@ class TestFunctions(TestCase):
             model.stop("of the test")
             self.assertIs(model.dispatch.way, Way.UNGRAPHED)
             self.assertEqual(model.dispatch.call([3, torch.ones(2)]), [torch.full((2,), 2.0)])
+            self.assertTrue(model.trial.is_over)  # it has no other function
+            self.assertEqual(model.dispatch.call([3, torch.ones(2)]), [torch.full((2,), 2.0)])
+            kept.environment.restarted()
+            kept.environment.ended(Execution.GRAPHED)
+            self.assertIs(model.dispatch.way, Way.UNGRAPHED)
         manager.forget.assert_called_once_with(model, later=True)
         self.assertEqual(model.log.ungraphed_reason, "of the test")
         self.assertIsNotNone(kept)

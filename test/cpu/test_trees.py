@@ -39,10 +39,11 @@ from pygraph_trees.trees.collector import paused
 from pygraph_trees.trees.containers import Trees
 from pygraph_trees.trees.function import FunctionModel, entered
 from pygraph_trees.trees.input_rules import Given
-from pygraph_trees.trees.manager import Manager, Upstream
+from pygraph_trees.trees.manager import Manager
 from pygraph_trees.trees.outputs import as_they_read
 from pygraph_trees.trees.recording import Recording
 from pygraph_trees.trees.rerecord import why_recorded
+from pygraph_trees.trees.steps import Upstream
 
 # Of a function, since torch 2.15; None is no limit.
 LIMITS = {name: None for name in inspect.signature(WrappedFunction).parameters if "managed_input_rerecord" in name}

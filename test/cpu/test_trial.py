@@ -316,9 +316,69 @@ class TestTrial(TrialTestCase):
         """If the GPU stays behind, calls go on the way they go until the trial ends."""
         trial, function = self.one()
         self.world.behind = True
-        self.steps(trials._MOST_STEPS + 4, function)
+        self.steps(trials._MOST_WAITED - 10, function)
+        self.assertFalse(trial.is_over)
+        self.steps(trials._MOST_STEPS + 14, function)
         self.assertEqual((trial.is_over, trial.decision, function.went), (True, None, [Execution.GRAPHED]))
         self.assertIsNone(function.log.decision)
+
+    def test_a_loop_that_is_far_ahead_of_the_gpu_is_decided(self):
+        """The GPU finishes the measured calls long after all were made; the graph is slower there."""
+        trial = self.trial()
+        function = Function(self.world, trial, ungraphed=(100.0, 1000.0), graphed=(20.0, 1100.0), kernels=1)
+        self.steps(400, function, wait=False)
+        self.world.wait()
+        self.steps(2, function)
+        self.assertEqual(trial.decision.way, Execution.UNGRAPHED)
+
+    def test_a_function_that_cannot_be_recorded_runs_ungraphed(self):
+        """Whether it was warmed up tells it from one whose thread has no trees."""
+        for warmed_up, way in ((True, Execution.UNGRAPHED), (False, Execution.GRAPHED)):
+            trial, function = self.one()
+
+            def graph(inputs, function=function, warmed_up=warmed_up):
+                function.log.warmups |= warmed_up
+                function.log.not_graphed("it mutates an input")
+                return function.outputs(inputs)
+
+            function.member._run[Execution.GRAPHED] = graph
+            self.steps(trials._MOST_STEPS + 4, function)
+            self.assertEqual((trial.is_over, trial.way), (True, way))
+            self.assertEqual(function.log.ungraphed_reason, "it mutates an input")
+
+    def test_nothing_is_asked_of_the_gpu_while_the_program_captures(self):
+        trial, function = self.one()
+        self.steps(8, function)
+        self.assertIs(trial.phase, trials.Phase.MEASURING)
+        self.world.captured = True
+        with (
+            mock.patch.object(self.world, "us_between", lambda *_: self.fail("asked")),
+            mock.patch.object(self.world, "mark", lambda: self.fail("marked")),
+        ):
+            self.steps(8, function)
+        self.world.captured = False
+        self.steps(40, function)
+        self.assertTrue(trial.is_over)
+
+    def test_a_function_that_leaves_ends_its_trial_if_it_was_alone(self):
+        trial = self.trial()
+        first, second = (Function(self.world, trial, kernels=1) for _ in range(2))
+        self.steps(5, first, second)
+        trial.leave(first.member)
+        self.assertFalse(trial.is_over)
+        self.steps(40, second)
+        self.assertTrue(trial.is_over)
+        trial, alone = self.one()
+        self.steps(5, alone)
+        trial.leave(alone.member)
+        self.assertTrue(trial.is_over)
+
+    def test_many_trials_pass_the_turn_on(self):
+        waiting = [self.trial() for _ in range(300)]
+        holder = self.trial()
+        for _ in range(1000):
+            self.assertTrue(self.turn.take(holder))
+            self.assertFalse(any(map(self.turn.take, waiting)))
 
     def test_calls_are_measured_after_the_gpu_is_done_with_them(self):
         trial = self.trial()
@@ -750,14 +810,14 @@ class TestRestart(TrialTestCase):
             standing = trial.decision
             trial.restart()
             self.world.behind = True
-            self.steps(trials._MOST_STEPS + 2, function)
+            self.steps(trials._MOST_WAITED + trials._MOST_STEPS + 4, function)
             self.world.behind = False
             self.assertEqual((trial.is_over, trial.decision, function.went), (True, standing, [way, way]))
 
     def test_without_a_decision_nothing_starts_again(self):
         trial, function = self.one()
         self.world.behind = True
-        self.steps(trials._MOST_STEPS + 4, function)
+        self.steps(trials._MOST_WAITED + trials._MOST_STEPS + 4, function)
         self.assertFalse(trial.may_restart())
         trial.restart()
         self.assertEqual((trial.is_over, function.began), (True, 0))
@@ -822,7 +882,7 @@ class TestMemory(TrialTestCase):
             memory = no_memory()
             trial, function = self.one(memory)
             self.world.behind = behind
-            self.steps(200, function)
+            self.steps(trials._MOST_WAITED + 200, function)
             self.assertTrue(trial.is_over)
             memory.find.assert_called_once()
             self.assertEqual([call.args for call in memory.store.call_args_list], [] if behind else [(trial.decision,)])

@@ -300,6 +300,22 @@ class TestTraining(Kept):
             for one, other in zip(model.parameters(), eager.parameters(), strict=True):
                 self.close(one.grad, other.grad, step)
 
+    def test_forwards_without_a_backward(self) -> None:
+        """As in a loop that forgot ``no_grad``: at each call, the last outputs are alive, and may have a backward."""
+        model, eager = self.both()
+        graphed, kept = self.graphed(model), None
+        for call in range(60):
+            x = self.some()
+            kept = graphed(x), eager(x)
+            self.close(kept[0], kept[1], call)
+        kept[0].square().mean().backward()
+        kept[1].square().mean().backward()
+        for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+            self.close(one.grad, other.grad)
+        (function,) = (found for found in self.functions() if found.mode == "forward")
+        self.assertLess(len(function.recordings), 40)
+        self.assertGreater(sum(recording.replays for recording in function.recordings), 10)
+
     def test_a_compiled_optimizer_step_with_kept_gradients(self) -> None:
         model, eager = self.both()
         graphed = self.graphed(model)

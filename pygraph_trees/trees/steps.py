@@ -1,0 +1,48 @@
+"""When a step begins: by torch's rules, and if a path would grow at each call because a backward never comes."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from torch._inductor import cudagraph_trees
+
+from .kept_outputs import keeps_outputs
+from .storms import is_endless
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Upstream: type = cudagraph_trees.CUDAGraphTreeManager
+_FORWARD = cudagraph_trees.CompilationMode.FORWARD
+
+
+class Steps(Upstream):
+    """The part of a manager that tells whether a step begins, which ends the last step's path."""
+
+    current_node: Any
+    keeps_outputs: bool  # whether a function was added whose outputs must be kept
+    _begins_step: bool | None = None  # the answer of can_start_new_generation while a path may end
+
+    def can_start_new_generation(self, *generation: Any) -> bool:
+        """Whether a step begins. Since torch 2.14 the argument is the current generation, if it is known."""
+        if self._begins_step is not None:
+            return self._begins_step
+        return bool(super().can_start_new_generation(*generation)) or self._has_endless_path(*generation)
+
+    def _has_endless_path(self, *generation: Any) -> bool:
+        node = self.current_node
+        if node is None or not self.keeps_outputs or not self.in_new_torch_compile_invocation(*generation):
+            return False
+        path = list(node._path_from_root)
+        is_forward = lambda node: self.id_to_mode[node.wrapped_function.id] == _FORWARD  # noqa: E731
+        return is_endless(path, is_forward) and all(keeps_outputs(node.wrapped_function.model) for node in path)
+
+    @contextlib.contextmanager
+    def one_answer(self) -> Iterator[None]:
+        """Whether a step begins does not change inside, whatever other threads do: outputs are moved if a path ends."""
+        before, self._begins_step = self._begins_step, self.can_start_new_generation()
+        try:
+            yield
+        finally:
+            self._begins_step = before
