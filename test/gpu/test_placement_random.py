@@ -78,8 +78,11 @@ class TestRandomPlacement(IndirectionTestCase):
                 self.assertSame(graphed(*on_devices(inputs, call)), program(*on_devices(inputs, call)))
             replays.append(Facts.now().replays)
 
-        check()
-        self.assertGreater(sum(map(bool, replays)), 3)
+        for _ in range(4):  # not every program is graphed
+            check()
+            if sum(map(bool, replays)) > 3:
+                return
+        self.fail(f"replays of {len(replays)} programs: {replays}")
 
 
 if __name__ == "__main__":
