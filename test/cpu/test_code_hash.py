@@ -227,12 +227,14 @@ class TestEvidence(TestCase):
         return outcome
 
     def test_parts_take_turns_among_gpus(self):
-        """Files with tests that want two see all; each file is told of once, when all of its parts are done."""
+        """Files with tests that want two see all, inherited ones too; each file is told of once, with all its parts."""
         self.assertEqual([slot["CUDA_VISIBLE_DEVICES"] for slot in self.module.slots(3, 2)], ["0", "1", "0"])
         self.assertEqual((len(self.module.slots(1, 2)), self.module.slots(2, 1)), (2, [{}, {}]))
-        one, two = self.files("test_one.py", "test_two.py")
+        one, two, heir = self.files("test_one.py", "test_two.py", "test_heir.py")
         two.write_text("requires_two_gpus")
-        parts, told, seen = [*self.module.parts_of(one, 350, 90), *self.module.parts_of(two, 100, 90)], [], []
+        heir.write_text("import test_two")
+        sizes = {one: 350, two: 100, heir: 50}
+        parts, told, seen = [part for file, s in sizes.items() for part in self.module.parts_of(file, s, 90)], [], []
 
         def run(jobs, slots, show):
             for job in jobs:
@@ -241,11 +243,11 @@ class TestEvidence(TestCase):
 
         with mock.patch.object(self.module, "ROOT", self.folder), mock.patch.object(self.module.lane, "run", run):
             self.module.run_parts(parts, [{}], lambda path, outcome: told.append((path, outcome.passed)))
-        self.assertEqual(told, [(one, 4), (two, 2)])
+        self.assertEqual(told, [(one, 4), (two, 2), (heir, 1)])
         numbers = [each["PYGRAPH_TEST_PART"] for each in seen]
-        self.assertEqual(numbers, [*(f"{n}/4" for n in range(4)), "0/2", "1/2"])
+        self.assertEqual(numbers, [*(f"{n}/4" for n in range(4)), "0/2", "1/2", "0/1"])
         gpus = [each["CUDA_VISIBLE_DEVICES"].split(",")[:2] for each in seen]
-        self.assertEqual(gpus, [["0"]] * 4 + [["0", "1"]] * 2)
+        self.assertEqual(gpus, [["0"]] * 4 + [["0", "1"]] * 3)
 
     def test_files_that_compile_the_same_run_last(self):
         names = ["test_x_table_a.py", "test_x_table_only.py", "test_x_a.py", "test_x_table.py"]

@@ -180,7 +180,7 @@ def decoder() -> Case:
 
 
 def generate() -> Case:
-    """48 tokens by transformers' ``generate``, which copies the logits itself; with upstream, steps are marked."""
+    """16 tokens by transformers' ``generate``, which copies the logits itself; with upstream, steps are marked."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -210,8 +210,8 @@ def generate() -> Case:
         tokens: torch.Tensor = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=48,
-            min_new_tokens=48,
+            max_new_tokens=16,
+            min_new_tokens=16,
             do_sample=False,
             cache_implementation="static",
             disable_compile=True,
