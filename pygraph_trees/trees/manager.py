@@ -84,9 +84,6 @@ class Manager(fast_path.TreeState, Steps):
         self.reclaiming = Reclaiming(functools.partial(type(self), *args, **kwargs), self._candidates)
         self._warmups = Warmups()
         self.handing_out = HandingOut(self._candidates)
-        # A call has the turn from before it reads the trees until its graph is launched. No call waits for it: calls
-        # that come meanwhile, from a finalizer, a hook or another thread, run un-graphed.
-        self._turn_of: Any = None  # the list of inputs of the call that has it
         build.announce()
         super().__init__(*args, **kwargs)
         pools.OWNED.add(self.cuda_graphs_thread_pool)
@@ -162,17 +159,17 @@ class Manager(fast_path.TreeState, Steps):
         return bool(counts and counts.get(function_id) and super().exceed_rerecord_limit(node_id, function_id))
 
     def run(self, new_inputs: list[Any], function_id: Any) -> Any:
-        if new_inputs is self._turn_of:  # upstream begins again, at a root
+        # A call has the turn from before it reads the trees until its graph is launched. No call waits for it: calls
+        # that come meanwhile, from a finalizer, a hook or another thread, run un-graphed.
+        if self.has_turn(new_inputs):  # upstream begins again, at a root
             return super().run(new_inputs, function_id)
-        if not self.take_turn():
-            return self._run_beside(new_inputs, function_id)
-        try:
-            self._turn_of = new_inputs
+        try:  # an interrupt may come anywhere
+            if not self.take_turn(new_inputs):
+                return self._run_beside(new_inputs, function_id)
             with self.handing_out.call(self, function_id, new_inputs):
                 return super().run(new_inputs, function_id)
         finally:
-            self._turn_of = None
-            self.end_turn()
+            self.end_turn(new_inputs)
 
     def _run_beside(self, inputs: list[Any], function_id: Any) -> Any:
         """Runs a call that comes during another one: un-graphed, so that it does not touch graphs and their pool."""
