@@ -37,6 +37,7 @@ from .pools import ranges_of
 from .reclaiming import Reclaiming
 from .recording import Recording
 from .rerecord import siblings_of, why_recorded
+from .sharded import gathered_addresses
 from .steps import Steps
 from .storms import why_stopped
 from .verification import Verification
@@ -345,7 +346,7 @@ class Manager(fast_path.TreeState, Steps):
 
     def _demote(self, given: Given, function_id: Any) -> None:
         """Makes moved inputs live from now on: static and managed ones whose addresses differ from those in the newest
-        recording here, and a forward's live inputs that its backward is given.
+        recording here, parameters that FSDP2 gathers, and a forward's live inputs that its backward is given.
 
         Only a recording at placeholder addresses finds all places that hold their addresses. They are therefore
         recorded again there, and patched from then on.
@@ -354,6 +355,7 @@ class Manager(fast_path.TreeState, Steps):
             return
         node = self.current_node
         live = given.saved(node) if self.id_to_mode[function_id] is _BACKWARD else []
+        live += given.static_at(gathered_addresses())
         siblings = siblings_of(self, function_id)
         if siblings:
             live += given.moved_static(siblings[-1])

@@ -34,6 +34,7 @@ from pygraph_trees.report.summary import clear
 from pygraph_trees.selection.functions import why_not_graphed
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees import attempts, compiled_graph, fast_path, input_rules, liveness, pools
+from pygraph_trees.trees import manager as manager_module
 from pygraph_trees.trees import recording as recording_module
 from pygraph_trees.trees.containers import Trees
 from pygraph_trees.trees.function import FunctionModel, entered
@@ -534,6 +535,13 @@ class TestInputsThatMove(TestCase):
         self.assertIs(self.manager.ids_to_funcs[self.id], before)
         for moved, static in (((1,), [0, 2]), ((1,), [0, 2]), ((0, 1), [2])):
             self.assertEqual(self.static(*moved), static)
+
+    def test_parameters_that_are_gathered_are_live_from_the_first_recording_on(self):
+        self.manager.roots = {}
+        gathered = {self.inputs[index].data_ptr() for index in (1, 3)}
+        with mock.patch.object(manager_module, "gathered_addresses", lambda: gathered):
+            self.assertEqual(self.static(), [0, 2])
+        self.assertEqual(self.static(), [0, 2])
 
     def test_one_that_is_written_to_is_live_only_if_it_can_be_written_in_place(self):
         self.in_place = False
