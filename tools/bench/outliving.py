@@ -6,6 +6,7 @@ Upstream's graphs overwrite outputs, so these programs raise as they are. With u
 marked; a model that caches tensors fills its cache un-graphed first; gradients are accumulated into memory that is not
 the pool's. ``torch.compile`` without graphs runs them as they are, as ours does. All alternate in rounds of steps that
 nothing waits for. Figures are medians over rounds, in ms a step; *apart* is the largest difference from eager's values.
+The file has each round's time, and the recordings and un-graphed calls of ours in it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from torch import nn
 from torch._inductor.cudagraph_trees import MarkStepBox
 
+import pygraph_trees
 from bench.figures import has_gpu, options_of, write_figures
 from pygraph_trees.benchmark.program import Program
 from pygraph_trees.benchmark.settling import call_until_chosen, functions_so_far
@@ -253,11 +255,21 @@ def measure(name: str, rounds: int, calls: int) -> dict[str, Any]:
             wanted = found
         apart[way.name] = float((found - wanted).abs().max())
     samples: dict[str, list[float]] = {way.name: [] for way in ways}
+    besides: dict[str, list[int]] = {"recordings": [], "ungraphed": []}  # of ours, by round
     for _, way in schedule(ways, rounds):
+        before = pygraph_trees.report()
         with way.active(), _own_marks(marks, way.name):
             samples[way.name].append(_block(steps[way.name], calls))
+        if way.name == "ours":
+            after = pygraph_trees.report()
+            besides["recordings"].append(after.recordings - before.recordings)
+            besides["ungraphed"].append(_ungraphed(after) - _ungraphed(before))
     ms = {way: statistics.median(found) for way, found in samples.items()}
-    return {"program": name, "ms": ms, "apart": apart, "rounds_ms": samples}
+    return {"program": name, "ms": ms, "apart": apart, "rounds_ms": samples, "besides": besides}
+
+
+def _ungraphed(report: pygraph_trees.Report) -> int:
+    return sum(function.ungraphed_calls for function in report.functions)
 
 
 @contextlib.contextmanager
