@@ -88,6 +88,7 @@ class TestIntervals(TestCase):
             lambda: torch.arange(4096).half(),
             lambda: torch.arange(4096, dtype=torch.int16) * 100,
             lambda: torch.arange(1 << 24, (1 << 24) + 4).float(),
+            lambda: torch.arange(8, dtype=torch.int32).view(torch.int64),  # 1 << 32 and so on
         ):
             graph = make_fx(program)().graph
             self.assertIsNotNone(Counting().why_not_counted(result(graph)))
