@@ -71,7 +71,7 @@ class Counting:
             # A loaded operand ends the expression; what was counted of the others is computed before.
             return None
         if packet in _KEEPS:
-            return _UNKNOWN if target is aten.view.dtype else self._found[sources[0]]
+            return self._found[sources[0]]
         if packet in _CONVERTS:
             # Something that does not fit the type is not what the next node counts with.
             found = self._found[sources[0]]

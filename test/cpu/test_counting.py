@@ -88,7 +88,6 @@ class TestIntervals(TestCase):
             lambda: torch.arange(4096).half(),
             lambda: torch.arange(4096, dtype=torch.int16) * 100,
             lambda: torch.arange(1 << 24, (1 << 24) + 4).float(),
-            lambda: torch.arange(8, dtype=torch.int32).view(torch.int64),  # 1 << 32 and so on
         ):
             graph = make_fx(program)().graph
             self.assertIsNotNone(Counting().why_not_counted(result(graph)))
@@ -118,6 +117,17 @@ class TestLowered(TestCase):
     def test_numbers_of_single_precision_are_rounded(self):
         _, graph = self.placed(lambda x, v: x + (v * torch.full((40,), 0.1)).to("cuda"), self.gpu(40), torch.rand(40))
         self.assertIn("0.10000000149011612", graph.source_code)
+
+    def test_bytes_that_are_read_as_another_type(self):
+        """A kernel converts what it counts to the type before, or loads it if the sizes differ."""
+        _, graph = self.placed(
+            lambda x: x + torch.arange(8).view(torch.float64).to("cuda"), self.gpu(8, dtype=torch.float64)
+        )
+        source = graph.source_code
+        self.assertLess(source.index(".to(tl.int64)"), source.index(".to(tl.float64, bitcast=True)"))
+        wide = self.gpu(8, dtype=torch.int64)
+        _, graph = self.placed(lambda x: x + torch.arange(16, dtype=torch.int32).view(torch.int64).to("cuda"), wide)
+        self.assertEqual(graph.source_code.count("def triton_"), 2)
 
     def test_negative_indices_that_the_cpu_refuses(self):
         indices = [-1, 0, 1, 2, 3]
