@@ -208,14 +208,14 @@ class TestPaths(TestCase):
             (mode.INFERENCE, True, True),
             (mode.INFERENCE, False, False),
         ):
-            function, other = SimpleNamespace(model=lambda inputs: [inputs[0] + 1]), ["of another call"]
+            function = SimpleNamespace(model=lambda inputs: [inputs[0] + 1])
             manager = bare_manager(
                 ids_to_funcs={7: function}, id_to_mode={7: name}, running_forwards_with_pending_backwards=pending
             )
-            self.assertTrue(manager.take_turn(other))
+            self.assertTrue(manager.take_turn())
             self.assertEqual(manager.run([1], 7), [2])
             self.assertEqual(manager.running_forwards_with_pending_backwards, expected)
-            manager.end_turn(other)
+            manager.end_turn()
 
 
 class TestFunctions(TestCase):
