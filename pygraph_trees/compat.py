@@ -83,6 +83,12 @@ def lists_copied_inputs(node: Any) -> bool:
     return hasattr(node, "input_copy_idxs")
 
 
+def lists_groups_of_parameters(state: Any) -> bool:
+    """Whether FSDP2's state of a module has a list of groups of parameters; otherwise it has one group or None."""
+    # Since 2.12.
+    return hasattr(state, "_fsdp_param_groups")
+
+
 def sees_what_autograd_holds(node: Any) -> bool:
     """Whether a recording counts an output as alive if only autograd holds it."""
     # Since 2.15.

@@ -3,6 +3,7 @@
    Entry(**arguments)(inputs) returns the outputs of a fast replay, which consumes the inputs, or None, and then the
    inputs are unchanged. trees/fast_path.py makes it. */
 
+#include "collector.h"
 #include "results.h"
 #include "tree.h"
 
@@ -107,21 +108,6 @@ void entry_dealloc(PyObject *self) {
     Py_DECREF(type);
 }
 
-/* Keeps the garbage collector off while it exists. */
-class Uncollected {
-  public:
-    Uncollected() : was_on(PyGC_Disable() != 0) {}
-    ~Uncollected() {
-        if (was_on)
-            PyGC_Enable();
-    }
-    Uncollected(const Uncollected &) = delete;
-    Uncollected &operator=(const Uncollected &) = delete;
-
-  private:
-    bool was_on;
-};
-
 /* The inputs that are returned unchanged; NULL with an exception. */
 Ref given_back(const Replay::State *replay, const Inputs &inputs) {
     Ref given(PyTuple_New(static_cast<Py_ssize_t>(replay->returned.size())));
@@ -141,7 +127,7 @@ Ref given_back(const Replay::State *replay, const Inputs &inputs) {
 Ref replayed(Entry::State *state, Found &found, Replay::State *replay, const Inputs &inputs, const Ref &kept) {
     Ref given, result;
     {
-        Uncollected until_launched;
+        CollectorOff until_launched; // during the launch, other threads run
         given = given_back(replay, inputs);
         result = given ? result_at_hand(&state->results, replay, kept, given.get()) : Ref();
         if (PyErr_Occurred() || !launch(replay))

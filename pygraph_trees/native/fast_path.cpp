@@ -25,6 +25,24 @@ PyObject *thread_id(PyObject *, PyObject *) {
     return PyLong_FromUnsignedLongLong(PyThreadState_GetID(PyThreadState_Get()));
 }
 
+/* The only item of the list tells whether its owner is counted among those that need the collector off. */
+PyObject *switch_collector(PyObject *list, bool is_off) {
+    if (!PyList_CheckExact(list) || PyList_GET_SIZE(list) != 1)
+        return PyErr_Format(PyExc_TypeError, "expected a list of one item");
+    const int before = PyObject_IsTrue(PyList_GET_ITEM(list, 0));
+    if (before < 0 || PyList_SetItem(list, 0, PyBool_FromLong(is_off)) < 0)
+        return nullptr;
+    if (is_off && before == 0)
+        CollectorOff::enter();
+    else if (!is_off && before == 1)
+        CollectorOff::leave();
+    Py_RETURN_NONE;
+}
+
+PyObject *collector_off(PyObject *, PyObject *list) { return switch_collector(list, true); }
+
+PyObject *collector_on(PyObject *, PyObject *list) { return switch_collector(list, false); }
+
 PyObject *exchange_memory(PyObject *, PyObject *arguments) {
     PyObject *one, *other;
     if (!PyArg_ParseTuple(arguments, "OO", &one, &other))
@@ -42,6 +60,8 @@ PyObject *exchange_memory(PyObject *, PyObject *arguments) {
 }
 
 PyMethodDef methods[] = {
+    {"collector_off", collector_off, METH_O, "Turns the collector off, and sets the list's only item."},
+    {"collector_on", collector_on, METH_O, "Turns it on again, unless it is off for others, if the item was set."},
     {"counts", counts, METH_NOARGS, "How many calls asked for a fast replay, and how many got one."},
     {"exchange_memory", exchange_memory, METH_VARARGS, "Exchanges the memory of the storages of two tensors."},
     {"thread_id", thread_id, METH_NOARGS, "A number that identifies this thread among all, also those that have ended."},

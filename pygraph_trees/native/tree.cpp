@@ -20,20 +20,33 @@ Ref of_class(PyObject *type, PyObject *name) {
     return value == nullptr && !PyErr_Occurred() ? Ref(PyObject_GetAttr(type, name)) : Ref::dup(value);
 }
 
-PyObject *take_turn(PyObject *self, PyObject *) {
-    return PyBool_FromLong(!std::exchange(reinterpret_cast<TreeState *>(self)->is_taken, true));
+PyObject *take_turn(PyObject *self, PyObject *inputs) {
+    return PyBool_FromLong(reinterpret_cast<TreeState *>(self)->take_turn(inputs));
 }
 
-PyObject *end_turn(PyObject *self, PyObject *) {
-    if (!std::exchange(reinterpret_cast<TreeState *>(self)->is_taken, false))
-        return PyErr_Format(PyExc_RuntimeError, "no call has the turn");
+PyObject *has_turn(PyObject *self, PyObject *inputs) {
+    return PyBool_FromLong(reinterpret_cast<TreeState *>(self)->turn_of == inputs);
+}
+
+PyObject *end_turn(PyObject *self, PyObject *inputs) {
+    reinterpret_cast<TreeState *>(self)->end_turn(inputs);
     Py_RETURN_NONE;
 }
 
+PyObject *is_taken(PyObject *self, void *) {
+    return PyBool_FromLong(reinterpret_cast<TreeState *>(self)->turn_of != nullptr);
+}
+
 PyMethodDef tree_state_methods[] = {
-    {"take_turn", take_turn, METH_NOARGS, "Takes the turn and returns True, unless another call has it."},
-    {"end_turn", end_turn, METH_NOARGS, "Gives the turn back."},
+    {"take_turn", take_turn, METH_O, "Takes the turn for the call with this list, and returns whether the call has it."},
+    {"has_turn", has_turn, METH_O, "Whether the call with this list has the turn."},
+    {"end_turn", end_turn, METH_O, "Gives the turn back if the call with this list has it."},
     {nullptr, nullptr, 0, nullptr},
+};
+
+PyGetSetDef tree_state_properties[] = {
+    {"is_taken", is_taken, nullptr, "Whether a call has the turn.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
 #define ATTRIBUTE(owner, name, field) {name, T_OBJECT_EX, offsetof(owner, field), 0, nullptr}
@@ -54,7 +67,6 @@ PyMemberDef tree_state_members[] = {
     ATTRIBUTE(TreeState, "_candidates", candidates),
     ATTRIBUTE(TreeState, "_find", find),
     {"keeps_outputs", T_BOOL, offsetof(TreeState, keeps_outputs), 0, "Whether outputs may have to be moved."},
-    {"is_taken", T_BOOL, offsetof(TreeState, is_taken), READONLY, "Whether a call has the turn."},
     {nullptr, 0, 0, 0, nullptr},
 };
 
@@ -63,6 +75,7 @@ PyType_Slot tree_state_slots[] = {
     {Py_tp_new, reinterpret_cast<void *>(PyType_GenericNew)},
     {Py_tp_methods, tree_state_methods},
     {Py_tp_members, tree_state_members},
+    {Py_tp_getset, tree_state_properties},
     OBJECT_SLOTS(TreeState),
     {0, nullptr},
 };
@@ -180,11 +193,11 @@ bool pygraph::is_function_state(PyObject *object) { return PyObject_TypeCheck(ob
 
 pygraph::OwnTurn::~OwnTurn() {
     if (owner)
-        reinterpret_cast<TreeState *>(owner.get())->is_taken = false;
+        reinterpret_cast<TreeState *>(owner.get())->end_turn(this);
 }
 
 bool pygraph::OwnTurn::take(TreeState *trees) {
-    if (std::exchange(trees->is_taken, true))
+    if (!trees->take_turn(this))
         return false;
     owner = Ref::dup(reinterpret_cast<PyObject *>(trees));
     return true;

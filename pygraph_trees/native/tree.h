@@ -13,9 +13,21 @@ struct TreeState {
     PyObject *graph, *current_node, *path_state, *mode, *compile_id, *generation, *pending; // upstream's
     PyObject *candidates; // by function, then by the recording that was replayed before: Candidates
     PyObject *find;       // a Python callable that finds unknown candidates; it does not hold the manager
-    /* Whether a call has the turn. No code waits for it, so it is no lock; the GIL protects it. */
-    char is_taken;
+    /* What the call that has the turn is known by, NULL if none has it. No code waits for the turn, so it is no lock; the
+       GIL protects it. */
+    const void *turn_of;
     char keeps_outputs; // whether outputs that are alive when a new step begins are moved
+
+    bool take_turn(const void *call) {
+        if (turn_of == nullptr)
+            turn_of = call;
+        return turn_of == call;
+    }
+
+    void end_turn(const void *call) {
+        if (turn_of == call)
+            turn_of = nullptr;
+    }
 
     std::array<PyObject **, 9> held() {
         return {&graph, &current_node, &path_state, &mode, &compile_id, &generation, &pending, &candidates, &find};

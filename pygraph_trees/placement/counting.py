@@ -14,18 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from .nodes import aten, prims, tensors_given, tensors_of
+from .nodes import REARRANGES, aten, prims, tensors_given, tensors_of
 
 _COUNTS = frozenset({aten.arange, prims.iota})
 _CONVERTS = frozenset({aten._to_copy, prims.convert_element_type})
-# Their results are elements of their first input.
-_KEEPS = frozenset(
-    {
-        aten.lift_fresh_copy, aten.clone, aten.alias, aten.detach, aten.view, aten._unsafe_view, aten.reshape,
-        aten.expand, aten.permute, aten.t, aten.transpose, aten.squeeze, aten.unsqueeze, aten.select, aten.slice,
-        aten.flip, aten.repeat, prims.view_of, prims.rev,
-    }
-)  # fmt: skip
+_KEEPS = REARRANGES | {aten.view, prims.view_of, prims.rev}
 # What Inductor puts into one expression.
 _COMPUTES = frozenset(
     {

@@ -14,19 +14,13 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from .nodes import aten, is_constructor, tensors_of
+from .nodes import REARRANGES, aten, is_constructor, tensors_of
 
 # From a lookup to the position of its indices among the arguments.
 LOOKUPS = {aten.index: 1, aten.index_select: 2, aten.gather: 2, aten.embedding: 1, aten.index_put: 1}
 _COUNT_FROM_THE_END = frozenset({aten.index, aten.index_put})  # negative indices
 # The result consists of elements of the inputs, whatever their values.
-_PASSES_ELEMENTS = frozenset(
-    {
-        aten.lift_fresh_copy, aten.clone, aten.alias, aten.detach, aten.view, aten._unsafe_view, aten.reshape,
-        aten.expand, aten.permute, aten.t, aten.transpose, aten.squeeze, aten.unsqueeze, aten.select, aten.slice,
-        aten.flip, aten.roll, aten.repeat, aten.cat, aten.stack,
-    }
-)  # fmt: skip
+_PASSES_ELEMENTS = REARRANGES | {aten.view, aten.roll, aten.cat, aten.stack}
 
 
 def indices_of(node: fx.Node) -> list[fx.Node]:

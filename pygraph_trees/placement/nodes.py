@@ -20,6 +20,14 @@ from pygraph_trees.report.naming import source_line
 
 aten, prims = torch.ops.aten, torch.ops.prims
 HALVES = frozenset({torch.float16, torch.bfloat16})
+# Their results are elements of their first input. `view` is not among them, as it may read the bytes as another type.
+REARRANGES = frozenset(
+    {
+        aten.lift_fresh_copy, aten.clone, aten.alias, aten.detach, aten._unsafe_view, aten.reshape, aten.expand,
+        aten.permute, aten.t, aten.transpose, aten.squeeze, aten.unsqueeze, aten.select, aten.slice, aten.flip,
+        aten.repeat,
+    }
+)  # fmt: skip
 # Operators that copy a tensor to another device, possibly to another type.
 _COPIES = (aten._to_copy.default, prims.device_put.default, aten.to.device)
 

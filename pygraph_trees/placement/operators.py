@@ -18,18 +18,27 @@ from torch.utils import _pytree as pytree
 
 from .arithmetic import COMPUTES_NEARLY, CONVERSIONS, SINGLE, computes_in_double
 from .lookups import LOOKUPS, is_by_integers, roots_of
-from .nodes import HALVES, aten, held_tensor, is_constructor, is_integral, is_on_gpu, prims, tensors_given, tensors_of
+from .nodes import (
+    HALVES,
+    REARRANGES,
+    aten,
+    held_tensor,
+    is_constructor,
+    is_integral,
+    is_on_gpu,
+    prims,
+    tensors_given,
+    tensors_of,
+)
 from .ranges import fits_integers
 
 # The result consists of elements of the inputs, or of given numbers. It is the same on every device, for every type.
-_MOVES_ELEMENTS = frozenset(
+_MOVES_ELEMENTS = REARRANGES | frozenset(
     {
         aten.full, aten.zeros, aten.ones, aten.scalar_tensor, aten.full_like, aten.zeros_like, aten.ones_like,
         aten.new_full, aten.new_zeros, aten.new_ones, aten.eye, aten.tril_indices, aten.triu_indices,
-        aten.lift_fresh_copy, aten.clone, aten.alias, aten.detach,
-        aten.view, aten._unsafe_view, aten.reshape, aten.expand, aten.permute, aten.t, aten.transpose, aten.squeeze,
-        aten.unsqueeze, aten.select, aten.slice, aten.split, aten.split_with_sizes, aten.unbind, aten.diagonal,
-        aten.unfold, aten.flip, aten.roll, aten.repeat, aten.cat, aten.stack, aten.tril, aten.triu,
+        aten.view, aten.split, aten.split_with_sizes, aten.unbind, aten.diagonal,
+        aten.unfold, aten.roll, aten.cat, aten.stack, aten.tril, aten.triu,
         aten.index, aten.index_select, aten.gather, aten.embedding, aten.where, aten.masked_fill,
         aten.constant_pad_nd, aten.select_scatter, aten.slice_scatter, aten.diagonal_scatter,
         aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.isnan, aten.isinf, aten.logical_not,

@@ -13,15 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-aten, prims = torch.ops.aten, torch.ops.prims
+from .nodes import REARRANGES, aten, prims
 
-_KEEPS = frozenset(
-    {
-        aten.lift_fresh_copy, aten.clone, aten.alias, aten.detach, aten._unsafe_view, aten.reshape, aten.expand,
-        aten.permute, aten.t, aten.transpose, aten.squeeze, aten.unsqueeze, aten.select, aten.slice, aten.flip,
-        aten.roll, aten.repeat, aten.tril, aten.triu, aten.neg, aten.abs, aten.trunc,
-    }
-)  # fmt: skip
+_KEEPS = REARRANGES | {aten.roll, aten.tril, aten.triu, aten.neg, aten.abs, aten.trunc}
 _CONVERTS = frozenset({aten._to_copy, prims.convert_element_type})
 _ROUNDS = frozenset({aten.ceil, aten.floor, aten.round})
 _MOST_NODES = 64  # visited for one bound

@@ -155,13 +155,12 @@ class FunctionLog:
         """Notes which way the function's calls go from now on, and the measurements for a decision, if any."""
         is_news = text != self.decision
         self.decision = text
-        if not graphed and self.ungraphed_reason and not self.recordings:
-            pass  # it could not be recorded, for that reason
-        elif not graphed:
+        was_refused = self.ungraphed_reason is not None and not self.recordings  # the reason stays
+        if graphed and self.is_ungraphed_by_decision:
+            self.ungraphed_reason, self.is_ungraphed_by_decision, is_news = None, False, True
+        elif not graphed and not was_refused:
             is_news |= self._takes_reason(_FASTER)
             self.is_ungraphed_by_decision = True
-        elif self.is_ungraphed_by_decision:
-            self.ungraphed_reason, self.is_ungraphed_by_decision, is_news = None, False, True
         if is_news:
             _trace("pygraph_function", self)
 

@@ -7,7 +7,6 @@ Without the native part no replay is fast, and upstream's code replays.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,23 +43,28 @@ class _TreeState:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__new__(cls)
-        made._turn = threading.Lock()
+        made._turn = {}
         return made
 
     @property
     def is_taken(self) -> bool:
         """Whether a call has the turn."""
-        return self._turn.locked()
+        return bool(self._turn)
 
-    def take_turn(self) -> bool:
-        """Takes the turn and returns True, unless another call has it."""
-        return self._turn.acquire(blocking=False)
+    def take_turn(self, inputs: list[Any]) -> bool:
+        """Takes the turn for the call with this list, and returns whether the call has it."""
+        return self._turn.setdefault("call", inputs) is inputs  # one step, between other threads' and interrupts
 
-    def end_turn(self) -> None:
-        """Gives the turn back."""
-        self._turn.release()
+    def has_turn(self, inputs: list[Any]) -> bool:
+        """Whether the call with this list has the turn."""
+        return self._turn.get("call") is inputs
 
-    _turn: threading.Lock
+    def end_turn(self, inputs: list[Any]) -> None:
+        """Gives the turn back if the call with this list has it."""
+        if self.has_turn(inputs):
+            del self._turn["call"]
+
+    _turn: dict[str, list[Any]]
 
 
 class _FunctionState:

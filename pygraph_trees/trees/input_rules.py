@@ -25,7 +25,7 @@ from .recording import Recording
 from .rerecord import moved
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from pygraph_trees.indirection.inputs import LiveInputs
     from pygraph_trees.indirection.pool import PoolRanges
@@ -129,6 +129,13 @@ class Given:
             and isinstance(self.inputs[index], torch.Tensor)
             and self.inputs[index].data_ptr() != recorded.static_input_data_ptrs[index]
         ]
+
+    def static_at(self, addresses: Collection[int]) -> list[int]:
+        """Static inputs at these addresses."""
+        if not addresses:
+            return []
+        tensors = [(i, self.inputs[i]) for i in self.function.static_input_idxs]
+        return [i for i, value in tensors if isinstance(value, torch.Tensor) and value.data_ptr() in addresses]
 
     def moved_managed(self, recorded: Any) -> set[int]:
         """Managed inputs whose addresses differ from the recorded ones.

@@ -37,6 +37,7 @@ from .pools import ranges_of
 from .reclaiming import Reclaiming
 from .recording import Recording
 from .rerecord import siblings_of, why_recorded
+from .sharded import gathered_addresses
 from .steps import Steps
 from .storms import why_stopped
 from .verification import Verification
@@ -84,9 +85,6 @@ class Manager(fast_path.TreeState, Steps):
         self.reclaiming = Reclaiming(functools.partial(type(self), *args, **kwargs), self._candidates)
         self._warmups = Warmups()
         self.handing_out = HandingOut(self._candidates)
-        # A call has the turn from before it reads the trees until its graph is launched. No call waits for it: calls
-        # that come meanwhile, from a finalizer, a hook or another thread, run un-graphed.
-        self._turn_of: Any = None  # the list of inputs of the call that has it
         build.announce()
         super().__init__(*args, **kwargs)
         pools.OWNED.add(self.cuda_graphs_thread_pool)
@@ -162,17 +160,17 @@ class Manager(fast_path.TreeState, Steps):
         return bool(counts and counts.get(function_id) and super().exceed_rerecord_limit(node_id, function_id))
 
     def run(self, new_inputs: list[Any], function_id: Any) -> Any:
-        if new_inputs is self._turn_of:  # upstream begins again, at a root
+        # A call has the turn from before it reads the trees until its graph is launched. No call waits for it: calls
+        # that come meanwhile, from a finalizer, a hook or another thread, run un-graphed.
+        if self.has_turn(new_inputs):  # upstream begins again, at a root
             return super().run(new_inputs, function_id)
-        if not self.take_turn():
-            return self._run_beside(new_inputs, function_id)
-        try:
-            self._turn_of = new_inputs
+        try:  # an interrupt may come anywhere
+            if not self.take_turn(new_inputs):
+                return self._run_beside(new_inputs, function_id)
             with self.handing_out.call(self, function_id, new_inputs):
                 return super().run(new_inputs, function_id)
         finally:
-            self._turn_of = None
-            self.end_turn()
+            self.end_turn(new_inputs)
 
     def _run_beside(self, inputs: list[Any], function_id: Any) -> Any:
         """Runs a call that comes during another one: un-graphed, so that it does not touch graphs and their pool."""
@@ -348,7 +346,7 @@ class Manager(fast_path.TreeState, Steps):
 
     def _demote(self, given: Given, function_id: Any) -> None:
         """Makes moved inputs live from now on: static and managed ones whose addresses differ from those in the newest
-        recording here, and a forward's live inputs that its backward is given.
+        recording here, parameters that FSDP2 gathers, and a forward's live inputs that its backward is given.
 
         Only a recording at placeholder addresses finds all places that hold their addresses. They are therefore
         recorded again there, and patched from then on.
@@ -357,6 +355,7 @@ class Manager(fast_path.TreeState, Steps):
             return
         node = self.current_node
         live = given.saved(node) if self.id_to_mode[function_id] is _BACKWARD else []
+        live += given.static_at(gathered_addresses())
         siblings = siblings_of(self, function_id)
         if siblings:
             live += given.moved_static(siblings[-1])

@@ -35,8 +35,10 @@ class Steps(Upstream):
         if node is None or not self.keeps_outputs or not self.in_new_torch_compile_invocation(*generation):
             return False
         path = list(node._path_from_root)
-        is_forward = lambda node: self.id_to_mode[node.wrapped_function.id] == _FORWARD  # noqa: E731
-        return is_endless(path, is_forward) and all(keeps_outputs(node.wrapped_function.model) for node in path)
+        return is_endless(path, self._is_forward) and all(keeps_outputs(node.wrapped_function.model) for node in path)
+
+    def _is_forward(self, node: Any) -> bool:
+        return bool(self.id_to_mode[node.wrapped_function.id] == _FORWARD)
 
     @contextlib.contextmanager
     def one_answer(self) -> Iterator[None]:

@@ -38,7 +38,6 @@ def bare_manager(kind: type[Manager] = Manager, **state: Any) -> Manager:
         "warmed_up_functions": set(),
         "num_rerecord": {},
         SKIPPED: collections.defaultdict(dict),
-        "_turn_of": None,
         "_candidates": search.known,
         "_find": search.find,
         "handing_out": HandingOut(search.known),

@@ -23,6 +23,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.native import binding
 from pygraph_trees.trees import fast_path
+from pygraph_trees.trees.collector import paused
 from pygraph_trees.trees.liveness import Deaths
 
 EXECUTION = cudagraph_trees.ExecutionState.EXECUTION
@@ -37,11 +38,13 @@ class TestPython(TestCase):
 
     def test_one_call_has_the_turn(self):
         for kind in {fast_path.TreeState, fast_path._TreeState}:
-            trees = kind()
-            self.assertEqual((trees.is_taken, trees.take_turn(), trees.take_turn()), (False, True, False))
-            self.assertTrue(trees.is_taken)
-            trees.end_turn()
-            self.assertEqual((trees.is_taken, trees.take_turn()), (False, True))
+            trees, one, other = kind(), [], []
+            self.assertEqual((trees.is_taken, trees.has_turn(one)), (False, False))
+            self.assertEqual((trees.take_turn(one), trees.take_turn(other)), (True, False))
+            trees.end_turn(other)
+            self.assertEqual((trees.is_taken, trees.has_turn(one), trees.has_turn(other)), (True, True, False))
+            trees.end_turn(one)
+            self.assertEqual((trees.is_taken, trees.take_turn(other)), (False, True))
 
 
 @unittest.skipIf(binding.extension is None, "not built for this torch")
@@ -222,14 +225,23 @@ class TestNative(TestCase):
             trees.function.manager = lambda: None
             self.check_missed(trees, call, list(first), was_asked=True)
 
+    def test_another_thread_records_when_the_launch_ends(self):
+        """The collector, which is off during the launch, stays off until the recording is made."""
+        trees = Trees({}, some(1), live=Live([0], None))
+        call, recording = trees.entry(), paused()
+        trees.graph.at_launch = recording.__enter__  # as another thread does, which runs during a launch
+        self.assertIsNotNone(call(some(1)))
+        self.assertFalse(gc.isenabled())
+        recording.__exit__(None, None, None)
+        self.assertTrue(gc.isenabled())
+
     def test_a_call_beside_another_one(self):
         """Another call has the turn: one in Python, or one in C++ that was interrupted by a hook or a finalizer."""
         trees = Trees({}, some(1), live=Live([0], None))
         call, given_, manager = trees.entry(), some(1), trees.manager
-        manager.take_turn()
+        manager.take_turn(other := [])
         self.check_missed(trees, call, given_)
-        manager.end_turn()
-        self.assertRaises(RuntimeError, manager.end_turn)
+        manager.end_turn(other)
         inner, seen = some(1), []
 
         def interrupt():

@@ -208,14 +208,14 @@ class TestPaths(TestCase):
             (mode.INFERENCE, True, True),
             (mode.INFERENCE, False, False),
         ):
-            function = SimpleNamespace(model=lambda inputs: [inputs[0] + 1])
+            function, other = SimpleNamespace(model=lambda inputs: [inputs[0] + 1]), ["of another call"]
             manager = bare_manager(
                 ids_to_funcs={7: function}, id_to_mode={7: name}, running_forwards_with_pending_backwards=pending
             )
-            self.assertTrue(manager.take_turn())
+            self.assertTrue(manager.take_turn(other))
             self.assertEqual(manager.run([1], 7), [2])
             self.assertEqual(manager.running_forwards_with_pending_backwards, expected)
-            manager.end_turn()
+            manager.end_turn(other)
 
 
 class TestFunctions(TestCase):

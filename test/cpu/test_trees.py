@@ -34,8 +34,8 @@ from pygraph_trees.report.summary import clear
 from pygraph_trees.selection.functions import why_not_graphed
 from pygraph_trees.settings import Settings
 from pygraph_trees.trees import attempts, compiled_graph, fast_path, input_rules, liveness, pools
+from pygraph_trees.trees import manager as manager_module
 from pygraph_trees.trees import recording as recording_module
-from pygraph_trees.trees.collector import paused
 from pygraph_trees.trees.containers import Trees
 from pygraph_trees.trees.function import FunctionModel, entered
 from pygraph_trees.trees.input_rules import Given
@@ -467,14 +467,14 @@ class TestTurns(TestCase):
 
     def test_a_call_of_another_thread_is_ungraphed_meanwhile(self):
         for replays in (False, True):
-            self.assertTrue(self.manager.take_turn())
+            self.assertTrue(self.manager.take_turn(other := []))
             with ThreadPoolExecutor(1) as pool:
                 if replays:
                     self.assertIsNone(pool.submit(self.fast_call, [torch.ones(1)]).result(60))
                 else:
                     outputs = pool.submit(self.manager.run, [torch.ones(1)], self.id).result(60)
                     self.assertEqual(outputs, [torch.full((1,), 2.0)])
-            self.manager.end_turn()
+            self.manager.end_turn(other)
         self.assertEqual(self.runs(), (1, 0))
         self.assertEqual(self.manager.run([], self.id), ["graphed"])
 
@@ -484,7 +484,7 @@ class TestTurns(TestCase):
 
         self.run_by_upstream = twice
         self.assertEqual(self.manager.run([torch.ones(1)], self.id), ["graphed"])
-        self.assertEqual((self.runs(), self.manager._turn_of), ((0, 2), None))
+        self.assertEqual((self.runs(), self.manager.is_taken), ((0, 2), False))
 
     def test_a_call_that_raises_gives_its_turn_back(self):
         self.run_by_upstream = mock.Mock(side_effect=KeyboardInterrupt)
@@ -492,52 +492,14 @@ class TestTurns(TestCase):
             self.assertRaises(KeyboardInterrupt, self.manager.run, [], self.id)
         self.assertFalse(self.manager.is_taken)
 
-    def test_the_collector_waits_for_the_last_recording(self):
-        """No finalizer launches what would be captured; afterwards the collector is as the program had it."""
-        for was_on in (True, False):
-            (gc.enable if was_on else gc.disable)()
-            try:
-                inside, leave = threading.Event(), threading.Event()
+    def test_a_call_that_is_interrupted_once_it_has_its_turn_gives_it_back(self):
+        def take_turn(inputs):
+            self.assertTrue(type(self.manager).take_turn(self.manager, inputs))
+            raise KeyboardInterrupt
 
-                def record(inside=inside, leave=leave):
-                    with paused():
-                        inside.set()
-                        leave.wait(60)
-
-                with ThreadPoolExecutor(1) as pool:
-                    other = pool.submit(record)
-                    self.assertTrue(inside.wait(60))
-                    with paused(), paused():
-                        self.assertFalse(gc.isenabled())
-                    self.assertFalse(gc.isenabled())  # the other thread still records
-                    leave.set()
-                    other.result(60)
-                self.assertEqual(gc.isenabled(), was_on)
-            finally:
-                gc.enable()
-
-    def test_a_finalizer_that_runs_as_the_collector_is_turned_on(self):
-        """As where the garbage contains a compiled function; up to Python 3.11 it runs at once."""
-        calls = []
-
-        def finalizer():
-            with paused():
-                calls.append(gc.isenabled())
-
-        def enable(enable=gc.enable):
-            enable()
-            if not calls:
-                finalizer()
-
-        def record():
-            with mock.patch.object(gc, "enable", enable), paused():
-                pass
-
-        thread = threading.Thread(target=record, daemon=True)
-        thread.start()
-        thread.join(60)
-        self.assertFalse(thread.is_alive())
-        self.assertEqual((calls, gc.isenabled()), ([False], True))
+        with mock.patch.object(self.manager, "take_turn", take_turn):
+            self.assertRaises(KeyboardInterrupt, self.manager.run, [], self.id)
+        self.assertFalse(self.manager.is_taken)
 
 
 class TestInputsThatMove(TestCase):
@@ -573,6 +535,13 @@ class TestInputsThatMove(TestCase):
         self.assertIs(self.manager.ids_to_funcs[self.id], before)
         for moved, static in (((1,), [0, 2]), ((1,), [0, 2]), ((0, 1), [2])):
             self.assertEqual(self.static(*moved), static)
+
+    def test_parameters_that_are_gathered_are_live_from_the_first_recording_on(self):
+        self.manager.roots = {}
+        gathered = {self.inputs[index].data_ptr() for index in (1, 3)}
+        with mock.patch.object(manager_module, "gathered_addresses", lambda: gathered):
+            self.assertEqual(self.static(), [0, 2])
+        self.assertEqual(self.static(), [0, 2])
 
     def test_one_that_is_written_to_is_live_only_if_it_can_be_written_in_place(self):
         self.in_place = False

@@ -1,4 +1,4 @@
-"""Programs on one and two ranks over NCCL: eager's values, and soon no more recordings."""
+"""Programs on one, two and four ranks over NCCL: eager's values, and soon no more recordings."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from packages import is_nccl_a_stub
-from parity import requires_cuda, requires_two_gpus
+from parity import requires_cuda, requires_four_gpus, requires_two_gpus
 from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 
 RANKS = Path(__file__).with_name("ranks.py")
 PROGRAMS = ("data_parallel", "fully_sharded", "tensor_parallel", "collective_inside", "collective_between")
 LONGEST_S = 150
-# Steps that may record, 3 for others. FSDP gathers parameters at any free address; they are static until they move.
-SETTLES = {"fully_sharded": 9}
+SETTLES = 3  # steps that may record
 
 
 def run(name: str, world: int) -> subprocess.CompletedProcess[str]:
@@ -39,7 +38,9 @@ class TestDistributed(TestCase):
         facts: dict[str, Any] = json.loads(line.removeprefix("FACTS "))
         self.assertGreater(facts["replays"], 0, str(facts))
         recordings = facts["recordings"]
-        self.assertEqual(recordings[-1], recordings[SETTLES.get(name, 3) - 1], str(facts))
+        self.assertEqual(recordings[-1], recordings[SETTLES - 1], str(facts))
+        if name == "fully_sharded":  # its gathered parameters move
+            self.assertEqual(facts["copied"], 0, str(facts))
         return facts
 
     @requires_cuda
@@ -51,6 +52,11 @@ class TestDistributed(TestCase):
     @parametrize("name", PROGRAMS)
     def test_two_ranks(self, name: str) -> None:
         self.check(name, 2)
+
+    @requires_four_gpus
+    @parametrize("name", PROGRAMS)
+    def test_four_ranks(self, name: str) -> None:
+        self.check(name, 4)
 
     @requires_two_gpus
     def test_a_rank_that_raises_ends_the_others(self) -> None:

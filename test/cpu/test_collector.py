@@ -1,0 +1,107 @@
+"""Python's garbage collector is off while anything is recorded or replayed, in whatever thread, and then as before."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import unittest
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest import mock
+
+from torch.testing._internal.common_utils import TestCase, run_tests
+
+from pygraph_trees.native import binding
+from pygraph_trees.trees import collector
+from pygraph_trees.trees.collector import paused
+
+
+class TestSwitch(TestCase):
+    """The switch in Python; :class:`TestSwitchInCpp` has the one in C++."""
+
+    switch: Any = collector
+    off = "_off"
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.enterContext(mock.patch.object(binding, "extension", None))
+        self.addCleanup(gc.enable)
+
+    def test_it_waits_for_the_last_recording(self) -> None:
+        for was_on in (True, False):
+            (gc.enable if was_on else gc.disable)()
+            inside, leave = threading.Event(), threading.Event()
+
+            def record(inside: threading.Event = inside, leave: threading.Event = leave) -> None:
+                with paused():
+                    inside.set()
+                    leave.wait(60)
+
+            with ThreadPoolExecutor(1) as pool:
+                other = pool.submit(record)
+                self.assertTrue(inside.wait(60))
+                with paused(), paused():
+                    self.assertFalse(gc.isenabled())
+                self.assertFalse(gc.isenabled())  # the other thread still records
+                leave.set()
+                other.result(60)
+            self.assertEqual(gc.isenabled(), was_on)
+
+    def test_an_interrupt_before_or_after_it_is_turned_off(self) -> None:
+        off = getattr(self.switch, self.off)
+        for is_late in (False, True):
+
+            def interrupted(counted: list[bool], is_late: bool = is_late) -> None:
+                if is_late:
+                    off(counted)
+                    self.assertFalse(gc.isenabled())
+                raise KeyboardInterrupt
+
+            with mock.patch.object(self.switch, self.off, interrupted), self.assertRaises(KeyboardInterrupt), paused():
+                self.fail("unreachable")
+            self.assertTrue(gc.isenabled())
+
+
+@unittest.skipIf(binding.extension is None, "not built for this torch")
+class TestSwitchInCpp(TestSwitch):
+    switch, off = binding.extension, "collector_off"
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.enterContext(mock.patch.object(binding, "extension", self.switch))
+
+    def test_other_lists_are_refused(self) -> None:
+        for wrong in ((), [], [False, False], None):
+            for function in (self.switch.collector_off, self.switch.collector_on):
+                self.assertRaises(TypeError, function, wrong)
+        self.assertTrue(gc.isenabled())
+
+
+class TestFinalizer(TestCase):
+    def test_one_that_runs_as_the_collector_is_turned_on(self) -> None:
+        """As where the garbage contains a compiled function; up to Python 3.11 it runs at once."""
+        calls = []
+
+        def finalizer() -> None:
+            with paused():
+                calls.append(gc.isenabled())
+
+        def enable(enable: Any = gc.enable) -> None:
+            enable()
+            if not calls:
+                finalizer()
+
+        def record() -> None:
+            with mock.patch.object(gc, "enable", enable), paused():
+                pass
+
+        with mock.patch.object(binding, "extension", None):
+            thread = threading.Thread(target=record, daemon=True)
+            thread.start()
+            thread.join(60)
+        self.assertFalse(thread.is_alive())
+        self.assertEqual((calls, gc.isenabled()), ([False], True))
+
+
+if __name__ == "__main__":
+    run_tests()
