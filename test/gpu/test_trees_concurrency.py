@@ -41,11 +41,21 @@ def in_thread(work: Callable[[], Any]) -> Any:
 
 
 def stash(key: str, value: Any) -> None:
-    """Lets autograd threads find ``value``; adds a reference, since torch 2.11 drops one that it does not own."""
-    before = sys.getrefcount(value)
-    torch._C._stash_obj_in_tls(key, value)
-    if sys.getrefcount(value) == before:
+    """Lets autograd threads find ``value``, with a reference of its own, which torch 2.11 drops but does not take."""
+    if not torch_counts_what_is_stashed():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(key, value)
+
+
+def torch_counts_what_is_stashed() -> bool:
+    """Whether torch takes a reference; asked with an object that no other thread uses, whose count is thus exact."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls("pygraph_test_probe", probe)
+    taken = sys.getrefcount(probe) > before
+    if not taken:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return taken
 
 
 def with_own_manager(work: Callable[[], Any], resets: bool = True) -> Callable[[], Any]:
