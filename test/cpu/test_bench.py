@@ -7,6 +7,7 @@ import functools
 import importlib
 import io
 import json
+import os
 import re
 import sys
 import tempfile
@@ -27,7 +28,19 @@ from torch.utils import _pytree as pytree
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
-from bench import command_line, figures, graph_host, host_time, kept_outputs, many, quiet, record_time, routes
+from bench import (
+    choices,
+    command_line,
+    figures,
+    graph_host,
+    host_time,
+    kept_outputs,
+    many,
+    product,
+    quiet,
+    record_time,
+    routes,
+)
 from bench.isolated import Job, Worker
 from bench.loading import load_workloads
 
@@ -466,7 +479,7 @@ class TestCommandLine(TestCase):
         super().setUp()
         for patch in (
             mock.patch.object(quiet, "wait_until_quiet", lambda: FakeWorker.happened.append("quiet")),
-            mock.patch("pygraph_trees.code_hash.code_hash", return_value="hash"),  # takes a second
+            mock.patch("bench.product.product_hash", return_value="hash"),  # takes a second
         ):
             self.addCleanup(patch.stop)
             patch.start()
@@ -623,6 +636,12 @@ class TestCommandLine(TestCase):
         self.assertEqual(found, [(name, None) for name in names])
         own = [jobs[name].environment()["CUDA_VISIBLE_DEVICES"] for name in names]
         self.assertEqual(own, ["0", "1", "0", "1"])
+        with mock.patch.dict(os.environ):
+            os.environ.pop("TORCHINDUCTOR_COMPILE_THREADS", None)
+            threads = int(jobs["EOS"].environment()["TORCHINDUCTOR_COMPILE_THREADS"])
+            self.assertEqual(threads, max(2, (os.cpu_count() or 1) // 2))
+            os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "7"  # the user's
+            self.assertEqual(jobs["EOS"].environment()["TORCHINDUCTOR_COMPILE_THREADS"], "7")
 
     def test_kept_caches_leave_no_times_to_compile(self):
         jobs: list[Job] = []
@@ -688,6 +707,40 @@ class TestCommandLine(TestCase):
                 self.assertEqual("matplotlib" in shown, not has_plots)
                 written = out if elsewhere else Path(folder) / "h200-torch2.11.json"
                 self.assertEqual([r.workload for r in Results.read(written).records], ["EOS"])
+
+
+class TestChoices(TestCase):
+    def test_the_way_that_is_gone_is_told_from_noise(self):
+        times = {"compile": 4.0, "ours:graphed": 2.0, "ours": 2.2}
+        graphed, plain = (choices.ratios_of(times, is_graphed=is_graphed) for is_graphed in (True, False))
+        self.assertEqual(graphed, {"ratio": 1.1, "choice_ratio": 1.0})
+        self.assertEqual(plain, {"ratio": 1.1, "choice_ratio": 2.0})
+        faster = {"ratio": 0.9, "choice_ratio": 1.02}
+        self.assertEqual(
+            choices.summary_of([graphed, plain, faster]),
+            "2 of 3 functions go a way within 3% of the better forced one; 1 are within 3% of its time, "
+            "1 faster by more than that",
+        )
+
+    def test_drawn_programs(self):
+        """A training step of a drawn function gives its weight a gradient."""
+        drawn = choices.Drawn(kernels=3, inputs=2, megabytes=0.0, host_us=0, waits=False)
+        trained = drawn.program(torch.device("cpu"), training=True)
+        loss, (gradient, *_) = trained.step(trained.fn, trained.args, trained.kwargs)
+        self.assertEqual((loss.dim(), gradient.shape), (0, (256, 16)))
+        inferred = drawn.program(torch.device("cpu"))
+        self.assertFalse(inferred.step(inferred.fn, inferred.args, inferred.kwargs)[0].requires_grad)
+
+
+class TestProductHash(TestCase):
+    def test_tests_do_not_count(self):
+        """The hash is of both packages; that of the evidence covers the tests on a GPU too."""
+        from pygraph_trees import code_hash
+
+        with mock.patch.object(code_hash, "_COVERED", ("pygraph_trees", "inductor_patches")):
+            wanted = code_hash.code_hash()
+        self.assertEqual(product.product_hash(), wanted)
+        self.assertNotEqual(wanted, code_hash.code_hash())
 
 
 class TestFigures(TestCase):

@@ -190,11 +190,26 @@ class TestSummary(TestCase):
         for name in pages._TITLES:
             self.assertIn(name, pages.load_workloads(pages.WORKLOADS_FOLDER))
         self.assertIn("| all 2, geometric mean |  |  | 2.83x |", table)
+        part = pages.short_table(pages.summarise({Path("a.json"): results(*records)}, ["A", "B", "D"]))
+        self.assertNotIn("geometric mean", part)  # of a part of them says little
         text = f"before\n{pages.BEGIN}\nold\n{pages.END}\nbehind\n"
         self.assertEqual(pages.with_table(text, "new"), text.replace("old", "new"))
         for broken in ("no marks", pages.BEGIN):
             with self.assertRaisesRegex(ValueError, "has no lines"):
                 pages.with_table(broken, table)
+
+    def test_the_readme_shows_five_of_several_kinds(self):
+        """And means over upstream, and over the better one of upstream and no graphs."""
+        no_graphs = [("compile", {"latency_ms": 1.0})]
+        records = [record for name in pages._SHOWN for record in both(name, {"latency_ms": 0.5}, others=no_graphs)]
+        found = pages.summarise({Path("a.json"): results(*records)}, [])
+        lines = pages.short_table(found).splitlines()
+        titles = [pages._TITLES.get(name, name) for name in pages._SHOWN[:5]]
+        self.assertEqual([line.split("|")[1].strip() for line in lines[2:7]], titles)
+        self.assertEqual(len(lines), 2 + 5 + 2)
+        self.assertRegex(lines[-2], r"all 8, geometric mean \|.*\| 4.00x \|")  # BERT-I is not the paper's
+        self.assertRegex(lines[-1], r"all 8, over the better of .*\| 2.00x \|")
+        self.assertIn("| geometric mean of 8 |  |  |  | 4.00x | 2.00x |", pages.page(found))
 
 
 if __name__ == "__main__":

@@ -15,10 +15,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import torch
 from bench import start_time
+from bench.product import product_hash
 from bench.start_time import Job, Start
 from torch.testing._internal.common_utils import TestCase, run_tests
-
-from pygraph_trees.code_hash import code_hash
 
 MISSED = {"fxgraph_cache_miss": 2, "autograd_cache_miss": 1, "autograd_cache_saved": 1}
 HIT = {"fxgraph_cache_hit": 2, "autograd_cache_hit": 1}
@@ -45,7 +44,7 @@ class TestProcesses(TestCase):
                 status, text, err = main("MLP", "--device", "cpu", "--repeats", "1", "--out", str(path))
             self.assertEqual((status, err), (0, ""), text)
             found = json.loads(path.read_text())
-        self.assertEqual((found["torch"], found["code_hash"]), (torch.__version__, code_hash()))
+        self.assertEqual((found["torch"], found["code_hash"]), (torch.__version__, product_hash()))
         self.assertIn("triton", found)
         processes = [Start(**one) for one in found["processes"]]
         self.assertEqual(

@@ -11,6 +11,8 @@ from pygraph_trees.benchmark import Measurement, Results
 
 from . import paper
 
+_OTHERS = ("upstream", "compile")
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -31,6 +33,12 @@ class Workload:
         ours, upstream = (self.get(way, regime, figure) for way in ("ours", "upstream"))
         return upstream / ours if ours and upstream else None
 
+    def ratio_to_best(self, figure: str, regime: str) -> float | None:
+        """The figure of the better one of upstream's graphs and no graphs by ours, if all three were measured."""
+        ours, found = self.get("ours", regime, figure), [self.get(way, regime, figure) for way in _OTHERS]
+        known = [value for value in found if value]
+        return min(known) / ours if ours and len(known) == len(_OTHERS) else None
+
     def rounds(self, figure: str, regime: str) -> list[float]:
         """The ratio of each round in which both were measured."""
         ours, upstream = (self.by_way.get((way, regime)) for way in ("ours", "upstream"))
@@ -46,7 +54,7 @@ class Workload:
 
     def best_other(self, figure: str, regime: str) -> tuple[str, float] | None:
         """The better one of upstream's graphs and no graphs, of those that were measured."""
-        found = [(self.get(way, regime, figure), way) for way in ("upstream", "compile")]
+        found = [(self.get(way, regime, figure), way) for way in _OTHERS]
         known = [(value, way) for value, way in found if value]
         return (min(known)[1], min(known)[0]) if known else None
 
@@ -62,9 +70,15 @@ class Summary:
     missing: Sequence[str]  # workloads that were not measured
 
     def ratios(self, figure: str, regime: str) -> list[float]:
-        """Of what is on the paper's list."""
-        listed = [w for w in self.workloads if w.name not in paper.BESIDES]
-        return [ratio for w in listed if (ratio := w.ratio(figure, regime)) is not None]
+        """Over upstream, of what is on the paper's list."""
+        return [ratio for w in self._listed() if (ratio := w.ratio(figure, regime)) is not None]
+
+    def ratios_to_best(self, figure: str, regime: str) -> list[float]:
+        """Over the better one of upstream's graphs and no graphs, of what is on the paper's list."""
+        return [ratio for w in self._listed() if (ratio := w.ratio_to_best(figure, regime)) is not None]
+
+    def _listed(self) -> list[Workload]:
+        return [w for w in self.workloads if w.name not in paper.BESIDES]
 
 
 def read_all(paths: Iterable[Path]) -> dict[Path, Results]:

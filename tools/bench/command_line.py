@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import difflib
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +53,8 @@ def parser() -> argparse.ArgumentParser:
         type=_at_least_one,
         default=1,
         metavar="N",
-        help="workloads prepared at a time (1), and timed one by one; with several there are no times to compile",
+        help="workloads prepared at a time (1), which share the cores, and timed one by one; with several there are no "
+        "times to compile",
     )
     parse.add_argument(
         "--gpus",
@@ -135,11 +137,11 @@ def _measure(
 ) -> int:
     from pygraph_trees.benchmark import Results, markdown_table, text_table
     from pygraph_trees.benchmark.results import file_stem, here
-    from pygraph_trees.code_hash import code_hash
 
     from .isolated import Job
+    from .product import product_hash
 
-    results = here(code_hash(), effort.rounds)
+    results = here(product_hash(), effort.rounds)
     out: Path = options.out or RESULTS_FOLDER / f"{file_stem(results.gpu, results.torch)}.json"
     done: set[str] = set()
     if options.resume:
@@ -167,6 +169,7 @@ def _measure(
             options.workloads,
             caches=caches,
             gpu=None if gpus == 1 else number % size % gpus,
+            compile_threads=None if size == 1 else max(2, (os.cpu_count() or 1) // size),
         )
         for number, name in enumerate(left)
     ]

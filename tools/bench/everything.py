@@ -211,13 +211,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     from bench.figures import has_gpu
     from bench.folders import RESULTS_FOLDER
+    from bench.product import product_hash
     from pygraph_trees.benchmark.results import file_stem
-    from pygraph_trees.code_hash import code_hash
 
     if not has_gpu():
         return 2
     gpu, version = torch.cuda.get_device_name(), str(torch.__version__)
-    done = Done(RESULTS_FOLDER / "done.txt", {"gpu": gpu, "torch": version, "code_hash": code_hash()})
+    done = Done(RESULTS_FOLDER / "done.txt", {"gpu": gpu, "torch": version, "code_hash": product_hash()})
     steps = [known[name] for name in options.steps] or list(STEPS)
     left_s = lambda: options.seconds - (time.monotonic() - begin)  # noqa: E731
     return run_all(steps, RESULTS_FOLDER, file_stem(gpu, version), done, again=options.again, left_s=left_s)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pygraph_trees.code_hash import code_hash
+from bench.product import product_hash
 
 
 def options_of(doc: str | None, names: Sequence[str], *, rounds: int, calls: int = 0) -> argparse.Namespace:
@@ -57,5 +57,5 @@ def write_figures(path: Path | None, results: list[Any], **how: Any) -> None:
     if path is not None:
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
         versions = {"torch": torch.__version__, "triton": triton_version()}
-        machine = {"gpu": gpu, **versions, "code_hash": code_hash()}
+        machine = {"gpu": gpu, **versions, "code_hash": product_hash()}
         path.write_text(json.dumps({**machine, **how, "results": results}, indent=1) + "\n", encoding="utf-8")

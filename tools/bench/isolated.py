@@ -27,6 +27,7 @@ from pygraph_trees.benchmark.measure import Progress
 
 WORKER = Path(__file__).parent / "worker.py"
 IMPORTED, PREPARED = "imported", "prepared"  # messages of the worker
+_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,15 @@ class Job:
     device: str = "cuda"
     caches: Path | None = None  # the compilers' caches, if the effort has none for each way
     gpu: int | None = None  # its number; None for the first
+    compile_threads: int | None = None  # None leaves Inductor its own number, which is for a process alone
 
     def environment(self) -> dict[str, str] | None:
         """The environment of its process; None for this one's."""
         own = {} if self.caches is None else {"TORCHINDUCTOR_CACHE_DIR": str(self.caches)}
         if self.gpu is not None:
             own["CUDA_VISIBLE_DEVICES"] = str(self.gpu)
+        if self.compile_threads is not None and _THREADS not in os.environ:
+            own[_THREADS] = str(self.compile_threads)
         return {**os.environ, **own} if own else None
 
     def to_json(self, out: Path) -> str:
