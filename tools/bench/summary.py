@@ -48,7 +48,7 @@ _NAMES = {
 _SHOWN = ("BERT-I", "DLRM", "DR-T", "EOS", "TKE", "BSCG", "DALLE2", "DMLM", "DCGAN")
 _TITLES = {  # in the README, for those who do not know the paper's abbreviations
     "ALNET": "AlexNet",
-    "BERT-I": "BERT",
+    "BERT-I": "BERT, inference",
     "BSCG": "Blenderbot",
     "MMC": "CLIP",
     "DALLE2": "DALL-E 2",
@@ -177,7 +177,8 @@ def page(summary: Summary, plots: Sequence[str] = ()) -> str:
         f"# Benchmarks: {latest.gpu}, torch {latest.torch}",
         'Made by `python tools/bench/summary.py`. *Upstream* is `mode="reduce-overhead"`, *no graphs* is '
         "`torch.compile` alone. *Same* inputs are the same tensors at each call, *fresh* ones lie elsewhere than at "
-        "the call before. *The better* is upstream or no graphs. Medians of rounds in which all ways took turns.",
+        "the call before. *The better* is upstream or no graphs. Means leave out BERT-I, which is not the paper's. "
+        "`python tools/bench --list` describes the workloads. Medians of rounds in which all ways took turns.",
         "\n".join(_described(summary)),
         "## Worse than upstream or no graphs, or different",
         "\n".join(f"- {line}" for line in regressions(summary)) or "Nothing.",
@@ -270,7 +271,7 @@ def short_table(summary: Summary) -> str:
             rows.append([f"all {len(ratios)}, {what}", *[""] * len(ways), _times(geometric_mean(ratios)), "", ""])
     names = {"compile": "torch.compile", "upstream": "reduce-overhead", "ours": "ours"}
     return markdown_table(
-        ["program", *(f"{names[way]}, ms" for way in ways), "", "CPU per call, µs", "copied per call"], rows
+        ["program", *(f"{names[way]}, ms" for way in ways), "speedup", "CPU per call, µs", "copied per call"], rows
     )
 
 
