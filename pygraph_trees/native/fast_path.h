@@ -6,6 +6,8 @@
 
 #include "addresses.h"
 
+#include <ATen/core/DimVector.h>
+
 #include <array>
 #include <utility>
 #include <vector>
@@ -160,6 +162,12 @@ struct Replay {
     struct Returned {
         uint64_t input, output;
     };
+    /* Object, storage and layout of a cached output; its object is NULL for another one. */
+    struct Made {
+        const void *object = nullptr, *storage = nullptr;
+        int64_t offset = 0;
+        at::DimVector sizes, strides;
+    };
     struct State {
         PyObject *recording = nullptr; // a weak reference
         PyObject *prepare = nullptr;   // makes the graph hold other addresses, in Python; NULL without live inputs
@@ -178,6 +186,7 @@ struct Replay {
         bool python_checks = false;    // if Python replays, it also checks which tensors have died
         Mortal before, after;
         Mortal outliving; // outputs that are moved if they are alive when the next step begins
+        std::vector<Made> made; // the cached outputs as they were made; empty if not known
 
         std::array<PyObject **, 11> held() {
             return {&recording, &prepare, &addresses, &replays, &graph, &cached,
@@ -229,8 +238,15 @@ bool launch(const Replay::State *replay);
    inputs that are outputs. False if an output must be made. */
 bool at_hand(const Replay::State *replay, PyObject *returned, std::vector<PyObject *> *outputs);
 
+/* Notes the cached outputs, which Python has just made or found untouched. */
+void note_made(Replay::State *replay);
+
+/* Whether the program left all cached outputs as they were made, so that they can be returned again; false if that is not
+   known yet. */
+bool are_untouched(const Replay::State *replay);
+
 /* The outputs of a recording as a list, made in Python; NULL with an exception. */
-Ref outputs_of(PyObject *recording, const Replay::State *replay, PyObject *returned);
+Ref outputs_of(PyObject *recording, Replay::State *replay, PyObject *returned);
 
 /* Where a parameter was at the last call. */
 struct Parameter {
