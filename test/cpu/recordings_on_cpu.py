@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from bare_manager import bare_manager
+from fake_trees import LIMITS, liveness_check
 from torch._inductor import cudagraph_trees
 from torch._inductor.cudagraph_trees import CompilationMode, StorageWeakRefWrapper, UnaliasedStorage, WrappedFunction
 
@@ -83,7 +84,10 @@ class Function:
         made: Any = Recording.__new__(Recording)
         made._reconstruct_from_tensor_metadata = _tensor_of  # on a GPU otherwise
         made.id, made.device, made._parent, made.cuda_graphs_pool = self.id, 0, None, (0, 38)
-        made.wrapped_function = WrappedFunction(model, [], self.id, (), (), ())
+        made.wrapped_function = WrappedFunction(model, [], self.id, (), (), (), **LIMITS)
+        made.user_visible_output_idxs, made.input_copy_idxs = (), []
+        for name, value in liveness_check().items():
+            setattr(made, name, value)
         made.children = collections.defaultdict(list)
         made.outputs_metadata = [
             {
