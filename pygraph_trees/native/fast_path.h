@@ -162,10 +162,12 @@ struct Replay {
     struct Returned {
         uint64_t input, output;
     };
-    /* Object, storage and layout of a cached output; its object is NULL for another one. */
+    /* What a cached output was when it was made; `known` is of NULLs for another output. */
     struct Made {
-        const void *object = nullptr, *storage = nullptr;
+        Known known;
+        const void *data = nullptr, *kind = nullptr;
         int64_t offset = 0;
+        caffe2::TypeMeta dtype;
         at::DimVector sizes, strides;
     };
     struct State {
@@ -238,15 +240,14 @@ bool launch(const Replay::State *replay);
    inputs that are outputs. False if an output must be made. */
 bool at_hand(const Replay::State *replay, PyObject *returned, std::vector<PyObject *> *outputs);
 
-/* Notes the cached outputs, which Python has just made or found untouched. */
+/* Notes the cached outputs, which Python has just made. */
 void note_made(Replay::State *replay);
 
-/* Whether the program left all cached outputs as they were made, so that they can be returned again; false if that is not
-   known yet. */
+/* Whether the program left all cached outputs as they were made, so that they can be returned again. */
 bool are_untouched(const Replay::State *replay);
 
 /* The outputs of a recording as a list, made in Python; NULL with an exception. */
-Ref outputs_of(PyObject *recording, Replay::State *replay, PyObject *returned);
+Ref outputs_of(PyObject *recording, const Replay::State *replay, PyObject *returned);
 
 /* Where a parameter was at the last call. */
 struct Parameter {

@@ -6,14 +6,31 @@ namespace {
 
 using namespace pygraph;
 
-/* Whether a cached output has the memory and the layout with which it was made, and nothing that its last user left: a
-   gradient, hooks, attributes, weak references. */
+/* Whether there are attributes besides those that AOTAutograd sets at each call on outputs of symbolic size; the second
+   name is that of torch 2.11 and 2.12. */
+bool has_attributes(PyObject *output) {
+    PyObject **attributes = _PyObject_GetDictPtr(output), *name, *value;
+    Py_ssize_t position = 0;
+    if (attributes != nullptr && *attributes != nullptr)
+        while (PyDict_Next(*attributes, &position, &name, &value))
+            if (!PyUnicode_Check(name) ||
+                (PyUnicode_CompareWithASCIIString(name, "_dynamo_propagated_dynamic_indices") != 0 &&
+                 PyUnicode_CompareWithASCIIString(name, "_dynamo_weak_dynamic_indices") != 0))
+                return true;
+    return false;
+}
+
+/* Whether a cached output is as it was made, and has nothing that its last user left: a gradient, hooks, attributes, weak
+   references. */
 bool is_untouched(PyObject *output, const Replay::Made &made) {
-    if (output != made.object)
+    if (output != made.known.object || Py_TYPE(output) != made.kind)
         return false;
-    const c10::TensorImpl *impl = THPVariable_Unpack(output).unsafeGetTensorImpl();
-    if (impl->unsafe_storage().unsafeGetStorageImpl() != made.storage || impl->storage_offset() != made.offset ||
-        impl->sizes() != at::IntArrayRef(made.sizes) || impl->strides() != at::IntArrayRef(made.strides))
+    const at::Tensor &tensor = THPVariable_Unpack(output);
+    const c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+    const c10::StorageImpl *storage = impl->unsafe_storage().unsafeGetStorageImpl();
+    if (storage != made.known.storage || storage->data() != made.data || impl->storage_offset() != made.offset ||
+        impl->dtype() != made.dtype || impl->sizes() != at::IntArrayRef(made.sizes) ||
+        impl->strides() != at::IntArrayRef(made.strides) || tensor.is_conj() || tensor.is_neg())
         return false;
     if (impl->autograd_meta() != nullptr) {
         const auto *known = static_cast<const torch::autograd::AutogradMeta *>(impl->autograd_meta());
@@ -21,9 +38,7 @@ bool is_untouched(PyObject *output, const Replay::Made &made) {
             known->post_acc_grad_hooks_ != nullptr)
             return false;
     }
-    PyObject **references = PyObject_GET_WEAKREFS_LISTPTR(output), **attributes = _PyObject_GetDictPtr(output);
-    return *references == nullptr &&
-           (attributes == nullptr || *attributes == nullptr || PyDict_GET_SIZE(*attributes) == 0);
+    return *PyObject_GET_WEAKREFS_LISTPTR(output) == nullptr && !has_attributes(output);
 }
 
 } // namespace
@@ -36,18 +51,26 @@ void pygraph::note_made(Replay::State *replay) {
         if (!is_tensor(output))
             continue;
         const c10::TensorImpl *impl = THPVariable_Unpack(output).unsafeGetTensorImpl();
-        made = {output, impl->unsafe_storage().unsafeGetStorageImpl(), impl->storage_offset(),
-                at::DimVector(impl->sizes()), at::DimVector(impl->strides())};
+        made.known.note(output);
+        made.data = impl->unsafe_storage().unsafeGetStorageImpl()->data();
+        made.kind = Py_TYPE(output);
+        made.offset = impl->storage_offset();
+        made.dtype = impl->dtype();
+        made.sizes = at::DimVector(impl->sizes());
+        made.strides = at::DimVector(impl->strides());
     }
 }
 
 bool pygraph::are_untouched(const Replay::State *replay) {
-    const Py_ssize_t count = PyList_GET_SIZE(replay->cached);
-    if (static_cast<size_t>(count) != replay->made.size())
-        return false;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *output = PyList_GET_ITEM(replay->cached, i);
-        if (is_tensor(output) && !is_untouched(output, replay->made[static_cast<size_t>(i)]))
+    constexpr size_t further = 8;
+    const size_t count = static_cast<size_t>(PyList_GET_SIZE(replay->cached));
+    if (count != replay->made.size())
+        return count == 0;
+    for (size_t i = 0; i < count; i++) {
+        if (i + further < count)
+            replay->made[i + further].known.load();
+        PyObject *output = PyList_GET_ITEM(replay->cached, static_cast<Py_ssize_t>(i));
+        if (is_tensor(output) && !is_untouched(output, replay->made[i]))
             return false;
     }
     return true;
@@ -79,10 +102,8 @@ bool pygraph::at_hand(const Replay::State *replay, PyObject *returned, std::vect
     return true;
 }
 
-Ref pygraph::outputs_of(PyObject *recording, Replay::State *replay, PyObject *returned) {
+Ref pygraph::outputs_of(PyObject *recording, const Replay::State *replay, PyObject *returned) {
     Ref outputs(PyObject_CallOneArg(replay->make, recording));
-    if (outputs)
-        note_made(replay);
     for (size_t i = 0; outputs && i < replay->returned.size(); i++) {
         PyObject *input = PyTuple_GET_ITEM(returned, static_cast<Py_ssize_t>(i));
         if (PySequence_SetItem(outputs.get(), static_cast<Py_ssize_t>(replay->returned[i].output), input) < 0)

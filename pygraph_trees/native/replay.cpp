@@ -284,7 +284,25 @@ Answer prepare(Replay::State *state, Inputs &inputs, bool *is_copied, bool *aske
     return copies.get() == Py_None ? Answer::no : Answer::yes;
 }
 
+PyObject *note_cached(PyObject *self, PyObject *) {
+    if (auto *state = reinterpret_cast<Replay *>(self)->state; state != nullptr)
+        note_made(state);
+    Py_RETURN_NONE;
+}
+
+PyObject *is_untouched(PyObject *self, PyObject *) {
+    const auto *state = reinterpret_cast<Replay *>(self)->state;
+    return PyBool_FromLong(state != nullptr && are_untouched(state));
+}
+
+PyMethodDef replay_methods[] = {
+    {"note_cached", note_cached, METH_NOARGS, "Notes the cached outputs, which were just made."},
+    {"is_untouched", is_untouched, METH_NOARGS, "Whether the program left the cached outputs as they were made."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
 PyType_Slot replay_slots[] = {
+    {Py_tp_methods, replay_methods},
     {Py_tp_doc, const_cast<char *>("One recording's part in a fast replay; see the source.")},
     {Py_tp_new, reinterpret_cast<void *>(translate<make_replay>)},
     {Py_tp_dealloc, reinterpret_cast<void *>(replay_dealloc)},
@@ -332,6 +350,7 @@ static bool release_unneeded(const Inputs &inputs, const std::vector<uint64_t> &
 }
 
 Answer pygraph::accept(Replay::State *state, Inputs &inputs, bool *is_copied) {
+    *is_copied = false;
     if (state->handed != inputs.handed && (PyTuple_GET_SIZE(state->handed) != 0 || inputs.handed != nullptr))
         return Answer::no; // it was recorded with memory for other outputs
     const Answer found = find(state, inputs);
@@ -346,8 +365,10 @@ Answer pygraph::accept(Replay::State *state, Inputs &inputs, bool *is_copied) {
         if (prepared != Answer::yes)
             return prepared;
     }
-    if (has_run && !are_still_there(state, inputs))
+    if (has_run && !are_still_there(state, inputs)) {
+        *is_copied = false;
         return Answer::no;
+    }
     if (state->python_checks && (*is_copied || state->in_python))
         return release_unneeded(inputs, state->managed) ? Answer::yes : Answer::error;
     if (!has_run && state->after.died_as(state->fixed)) {

@@ -51,6 +51,7 @@ _log = logging.getLogger("pygraph_trees.selection")
 _MOST_STEPS = 60  # with the measured integers, in a trial; also the limit of consecutive steps with others
 _MOST_WAITED = 4096  # steps until the GPU must have finished what is measured
 _MOST_RESTARTS = 3  # of a trial
+_LONGEST_ROW = 4 * _MOST_STEPS  # forwards of one step before their backwards
 
 
 class Phase(enum.Enum):
@@ -327,12 +328,12 @@ class Trial:
     def _is_new_step(self, members: Sequence[TrialMember]) -> bool:
         """Whether the call counts as a step: not if it is one of several forwards before their backwards.
 
-        In a long row of forwards, as without any backward, one of many counts.
+        In a long row of forwards, as without any backward, one of many counts, and in a longer one each.
         """
         backwards = [member for member in members if member.mode == BACKWARD]
         is_repeat = bool(backwards) and not any(member.calls for member in backwards)
         self._repeats = self._repeats + 1 if is_repeat else 0
-        return self._repeats % _MOST_STEPS == 0
+        return self._repeats % _MOST_STEPS == 0 or self._repeats > _LONGEST_ROW
 
     def _awaits_gpu(self, members: Sequence[TrialMember]) -> bool:
         """Whether all calls are made, and the GPU has yet to finish some; counts the steps until then."""

@@ -149,10 +149,20 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         try:
             super()._initialize_cached_tensors()
             self.cached_as_made = [None if output is None else as_made(output) for output in self.cached_tensor_outputs]
+            if self.native is not None:
+                self.native.note_cached()
             self._registered = register(self)
         except BaseException:  # an interrupt may come anywhere, and a part of them must not stay
             self.remove_node_cached_tensors()
             raise
+
+    def remove_node_cached_tensors(self) -> None:
+        held = list(self.cached_tensor_outputs)  # freeing one may run code that asks which outputs are alive
+        super().remove_node_cached_tensors()
+        held.clear()
+
+    def _is_untouched(self) -> bool:
+        return are_untouched(self) if self.native is None else bool(self.native.is_untouched())
 
     def all_outputs_are_dead(self) -> bool:
         """Whether all outputs of the path from this node to its root are dead."""
@@ -402,7 +412,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
     def own_outputs(self) -> Any:
         """All outputs except those on live inputs."""
-        if self._gives_addresses and not are_untouched(self):
+        if self._gives_addresses and not self._is_untouched():
             self.remove_node_cached_tensors()
         return super().reconstruct_outputs()
 

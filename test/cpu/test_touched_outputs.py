@@ -27,6 +27,14 @@ from pygraph_trees.trees import kept_outputs
 from pygraph_trees.trees.liveness import Deaths
 from pygraph_trees.trees.recording import Recording
 
+# What AOTAutograd calls at each call of a function of symbolic sizes.
+STAMPS = ("_dynamo_propagated_dynamic_indices", "_dynamo_weak_dynamic_indices")
+
+
+def stamp(output, indices):
+    for name in STAMPS:
+        setattr(output, name, indices)
+
 
 def all_of(value):
     return torch.full((SIZE,), float(value))
@@ -49,12 +57,16 @@ class TestDropped(OnCpuTestCase):
         return found
 
     @parametrize("fast", [False, True])
-    @parametrize("change", ["unsqueeze_", "requires_grad_", "retains its gradient", "an attribute"])
+    @parametrize("change", ["unsqueeze_", "requires_grad_", "retains its gradient", "an attribute", "dtype", "negated"])
     def test_what_is_left_on_an_output(self, change, fast):
         function = Function()
         (output,) = function.call(3.0)
         if change == "an attribute":
             output.tag = 1
+        elif change == "dtype":
+            output.data = output.view(torch.int32)
+        elif change == "negated":
+            output.data = torch._neg_view(output)
         elif change == "retains its gradient":
             output.requires_grad_().retain_grad()
             (output * 2).sum().backward()
@@ -109,6 +121,19 @@ class TestDropped(OnCpuTestCase):
         function.call(6.0)
         self.assertIsNone(of_this_step())
 
+    def test_code_that_runs_while_outputs_are_dropped(self):
+        """It may ask which outputs are alive."""
+        function, asked = Function(outputs=2), []
+        outputs = function.call(3.0)
+
+        def ask():
+            asked.append([held() for held in function.recording.outputs_weakrefs])
+
+        weakref.finalize(outputs[0], ask).atexit = False
+        outputs.clear()
+        self.assertEqual(function.call(4.0), [all_of(4)] * 2)
+        self.assertEqual(len(asked), 1)
+
     @parametrize("fast", [False, True])
     @parametrize("is_held", [False, True])
     @parametrize("how", ["data", "set_"])
@@ -146,6 +171,7 @@ class TestDropped(OnCpuTestCase):
             for step in range(3, 7):
                 output = Graphed.apply(leaf * step) if has_graph else function.call(step)[0]
                 self.assertEqual(output, all_of(step))
+                stamp(output, frozenset({0}))  # as AOTAutograd does with outputs of symbolic size
                 if has_graph:
                     output.sum().backward()
                 objects.add(id(output))

@@ -481,7 +481,7 @@ class TestTrial(TrialTestCase):
         self.steps(3, forward, backward)
         self.steps(2 * trials._MOST_STEPS, forward)
         self.assertFalse(trial.is_over)  # they may be of one step
-        self.steps(trials._MOST_STEPS**2, forward)
+        self.steps(trials._LONGEST_ROW, forward)
         self.assertEqual((trial.is_over, trial.decision), (True, None))
 
     def test_a_forward_with_many_backwards_ends_without_a_decision(self):
