@@ -35,9 +35,8 @@ class Workload:
 
     def ratio_to_best(self, figure: str, regime: str) -> float | None:
         """The figure of the better one of upstream's graphs and no graphs by ours, if all three were measured."""
-        ours, found = self.get("ours", regime, figure), [self.get(way, regime, figure) for way in _OTHERS]
-        known = [value for value in found if value]
-        return min(known) / ours if ours and len(known) == len(_OTHERS) else None
+        ours, best = self.get("ours", regime, figure), self.best_other(figure, regime)
+        return best[1] / ours if ours and best and all(self.get(way, regime, figure) for way in _OTHERS) else None
 
     def rounds(self, figure: str, regime: str) -> list[float]:
         """The ratio of each round in which both were measured."""
