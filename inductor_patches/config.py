@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import secrets
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from . import environment
@@ -88,22 +87,15 @@ def _attribute_entry(flag: Flag, unset: object) -> type:
 
 
 def _mark_dirty(config: Any) -> None:
-    """Makes the config compute its dictionary and hash again after entries were added or removed.
-
-    Each thread may keep both. A new context variable has its default, which is dirty, in all threads.
-    """
+    """Makes the config compute its dictionary and hash again after entries were added or removed."""
     from pygraph_trees.compat import has_dirty_keys, has_hash_variable
 
     if has_dirty_keys():
-        _replace_variable(config, "_get_dict_dirty_keys_var", None)
+        config._get_dict_dirty_keys_var.set(None)
     if has_hash_variable():
-        _replace_variable(config, "_hash_dirty_var", True)
+        config._hash_dirty_var.set(True)
     else:
         config._is_dirty = True
-
-
-def _replace_variable(config: Any, name: str, default: object) -> None:
-    vars(config)[name] = ContextVar(vars(config)[name].name, default=default)
 
 
 def _ignored_prefix_lists(config: Any) -> list[list[str]]:
