@@ -17,7 +17,8 @@ from bench import summary as pages
 from bench.paper import FIGURES
 from torch.testing._internal.common_utils import TestCase, run_tests
 
-from pygraph_trees.benchmark.results import Measurement, Results, ResultsFormatError
+from pygraph_trees.benchmark.results import REGIMES, Measurement, Results, ResultsFormatError
+from pygraph_trees.benchmark.ways import WAYS
 
 GOOD = {
     "latency_ms": 1.0,
@@ -111,6 +112,12 @@ class TestSummary(TestCase):
         self.assertEqual(self.lines(*records)[0], "**A**, ours, same inputs: failed: out of memory")
         text = pages.page(pages.summarise({Path("a.json"): results(*records)}, []))
         self.assertIn("| A | 1.000 | - |", text)
+
+    def test_a_workload_that_failed_in_every_way_is_one_line(self):
+        failed = [measured("A", way, regime).failed("no end after 5 s") for way in WAYS for regime in REGIMES]
+        self.assertEqual(self.lines(*failed), ["**A**, in every way: failed: no end after 5 s"])
+        failed[0] = failed[0].failed("out of memory")
+        self.assertEqual(len(self.lines(*failed)), len(WAYS) * len(REGIMES))
 
     def test_page(self):
         records = [*both("EOS", {"latency_ms": 1.0}), *both("B", {"latency_ms": 0.5})]

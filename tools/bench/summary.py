@@ -79,12 +79,17 @@ _TITLES = {  # in the README, for those who do not know the paper's abbreviation
 def regressions(summary: Summary) -> Iterator[str]:
     """Everything worse than upstream or than no graphs, or different, a line each."""
     for w in summary.workloads:
+        if not w.by_way and len(set(w.errors.values())) == 1:
+            (error,) = set(w.errors.values())
+            yield f"**{w.name}**, in every way: failed: {' '.join(error.split())}"
+            continue
         for (way, regime), error in w.errors.items():
             yield f"**{w.name}**, {_NAMES[way]}, {regime} inputs: failed: {' '.join(error.split())}"
-    untold = [w.name for w in summary.workloads if not any(w.get("compile", r, "latency_ms") for r in REGIMES)]
+    measured = [w for w in summary.workloads if w.by_way]
+    untold = [w.name for w in measured if not any(w.get("compile", r, "latency_ms") for r in REGIMES)]
     if untold:
         yield f"without a figure of no graphs, so compared with upstream alone: {', '.join(untold)}"
-    untold = [w.name for w in summary.workloads if any(_to_start(w, way) is None for way in ("ours", "upstream"))]
+    untold = [w.name for w in measured if any(_to_start(w, way) is None for way in ("ours", "upstream"))]
     if untold:
         yield f"without times to compile and record, so not compared in them: {', '.join(untold)}"
     for figure, what in (("latency_ms", "latency"), ("throughput_ms", "time a call without waits")):
