@@ -89,12 +89,6 @@ def lists_groups_of_parameters(state: Any) -> bool:
     return hasattr(state, "_fsdp_param_groups")
 
 
-def sees_what_autograd_holds(node: Any) -> bool:
-    """Whether a recording counts an output as alive if only autograd holds it."""
-    # Since 2.15.
-    return hasattr(node, "liveness_check_state")
-
-
 def is_kernel_free(function: Any) -> bool:
     """Whether a wrapped function is recorded without a graph, since it launches no kernel."""
     # Since 2.14.

@@ -15,8 +15,12 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils import _pytree as pytree
 
+import inductor_patches
+from pygraph_trees.errors import PygraphError
 from pygraph_trees.fake_gpu import ValueNeededError, absent_gpu, lower
+from pygraph_trees.fake_gpu.tracing import modules_of
 from pygraph_trees.report.compiled import partitions_of
 from pygraph_trees.report.naming import mode_name
 from pygraph_trees.report.records import PLACED, WHY_NOT_PLACED
@@ -31,13 +35,34 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int, str], None]
 
+_WHAT_TO_DO = {"disabled": "; unset PYGRAPH_DISABLE", "off": "; call inductor_patches.install()"}
+
+
+class PatchesOffError(PygraphError):
+    template = "explain needs the patches of {feature!r}, and their state is {state!r}{hint}"
+
+
+class OnCpuError(PygraphError):
+    """The program failed, and its inputs and its parameters are on different devices."""
+
+    template = "{found}; put the model and its inputs on device='meta', which stands for the GPU"
+    found: str
+
 
 def explain(program: Program, arch: str = "sm_90", progress: Progress | None = None) -> Explanation:
     """Explains a program whose GPU tensors are on ``meta``; raises what the program raises.
 
     Args:
         progress: called with the steps done, their number, and the name of the next one.
+
+    Raises:
+        PatchesOffError: torch is not patched, so its graphs lack what an explanation tells.
+        OnCpuError: the program failed, probably because its inputs or parameters were left on the CPU.
     """
+    for status in inductor_patches.status():
+        if status.state not in ("on", "waiting"):
+            hint = _WHAT_TO_DO.get(status.state, "")
+            raise PatchesOffError(feature=status.feature, state=status.state, hint=hint)
     tell = progress or (lambda done, total, text: None)
     before: Sequence[LoweredGraph] | None = None
     breaks: Counter[str] = Counter()
@@ -77,6 +102,27 @@ def _lowered(program: Program, arch: str, breaks: Counter[str]) -> tuple[Sequenc
         if not error.graphs:
             raise
         return error.graphs, str(error)
+    except RuntimeError as error:
+        found = _left_on_cpu(program)
+        if found is None:
+            raise
+        raise OnCpuError(found=found) from error
+
+
+def _left_on_cpu(program: Program) -> str | None:
+    """Says that all inputs are on the CPU and some parameters are not, or the reverse; None otherwise."""
+    leaves = pytree.tree_leaves((program.args, dict(program.kwargs)))
+    inputs = {leaf.is_cpu for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    parameters = {
+        tensor.is_cpu and not all_on_gpu
+        for module, all_on_gpu in modules_of(program.fn).items()
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    }
+    if inputs == {True} and False in parameters:
+        return "all inputs are on the CPU, and parameters count as on the GPU"
+    if parameters == {True} and False in inputs:
+        return "all parameters are on the CPU, and inputs on the GPU"
+    return None
 
 
 @contextlib.contextmanager

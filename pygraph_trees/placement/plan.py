@@ -24,6 +24,7 @@ from .nodes import (
     cpu_inputs,
     is_constructor,
     is_copy_between_devices,
+    is_narrow,
     is_on_cpu,
     is_on_gpu,
     is_view,
@@ -129,7 +130,11 @@ class Plan:
             self.why[node] = "it is an input"
             return How.COPIED
         if is_copy_between_devices(node) and is_on_gpu(node.args[0]):
-            return How.KEPT
+            value = node.meta["val"]
+            if node.args[0].op == "placeholder" or value.dtype == torch.bool or not is_narrow(value):
+                return How.KEPT
+            self.why[node] = "a kernel may hold it in more bits than its type has"
+            return How.COPIED
         why = why_not_elsewhere(node, exact=self._exact) or self._counting.why_not_counted(node)
         if node in self.folding.constants:
             if why is None and rounds_nearly(node):

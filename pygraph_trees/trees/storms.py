@@ -8,6 +8,7 @@ path must end, although a backward seems to be awaited.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +53,9 @@ class Sizes:
             self.refused = 0
             return True
         self.refused += 1
-        if len(waiting) >= MOST_WAITING:
-            waiting.pop(next(iter(waiting)), None)  # another thread may have removed it
+        while len(waiting) >= MOST_WAITING:
+            with contextlib.suppress(RuntimeError, StopIteration):  # another thread may change it meanwhile
+                waiting.pop(next(iter(waiting)), None)
         waiting[integers] = min(calls, COMES_AGAIN)
         return False
 

@@ -19,6 +19,12 @@ MODE = cudagraph_trees.CompilationMode
 MAY_CLONE = fast_path.MAY_CLONE
 # Since torch 2.15, a recording asks again which outputs are alive, after it has found some that nobody needs.
 CHECKS_LIVENESS_AGAIN = "liveness_check_state" in inspect.signature(UpstreamRecording).parameters
+# Of a function, since torch 2.15; None is no limit.
+LIMITS = {
+    name: None
+    for name in inspect.signature(cudagraph_trees.WrappedFunction).parameters
+    if "managed_input_rerecord" in name
+}
 
 
 class Failed(Exception): ...

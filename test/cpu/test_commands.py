@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from hypothesis import strategies as st
 from page_elements import Elements, needed
 from torch.testing._internal.common_utils import TestCase, run_tests
 
+import inductor_patches
 import pygraph_trees
 from pygraph_trees import __main__ as command_line
 from pygraph_trees.benchmark import Effort, Measurement
@@ -66,6 +68,8 @@ def plain():
 
 def number(): return 3
 def lists(): return torch.sin, 3
+def bare(): return torch.sin, torch.ones(4)
+def on_cpu(): return Net().eval(), (torch.ones(8, SIZE),), {"scale": torch.ones(SIZE)}
 def needs(a, device): return torch.sin, (a,)
 def broken(device): raise ZeroDivisionError("mine")
 """
@@ -132,11 +136,35 @@ class TestTarget(Folder):
         self.assertEqual(rows[0, 3].item(), 256)
         self.assertEqual((rows == 256).sum().item(), 128)
 
+    def test_a_file_named_like_a_loaded_module(self):
+        """Replaces nothing; what it defines can still be pickled, and be a dataclass."""
+        import random
+
+        file = self.file.with_name("random.py")
+        file.write_text(
+            "from __future__ import annotations\nimport dataclasses\nimport torch\n\n"
+            "@dataclasses.dataclass\nclass Sine:\n    scale: float\n\n"
+            "    def __call__(self, x):\n        return x.sin() * self.scale\n\n"
+            "def build():\n    return Sine(2.0), (torch.ones(4),)\n"
+        )
+        program = target.resolve(f"{file}:build", META)
+        self.assertIs(sys.modules["random"], random)
+        self.assertEqual(pickle.loads(pickle.dumps(program.fn)), program.fn)
+
+    def test_a_file_without_a_function(self):
+        with self.assertRaisesRegex(target.TargetError, r"it names no function; add one, as in .*program.py:build$"):
+            target.resolve(str(self.file), META)
+
     def test_what_is_said(self):
+        self.file.with_name("w.txt").write_text("")
         for text, problem in (
             (f"{self.file}:missing", "has no function 'missing'"),
             (f"{self.file}:number", "it returned int"),
             (f"{self.file}:lists", "it returned a tuple of"),
+            (f"{self.file}:bare", "it returned a tuple of .*, Tensor; args must be a tuple"),
+            (f"{self.file.with_name('w.txt')}:build", "w.txt is not a .py file"),
+            (":build", "'' is neither a .py file nor the name of a module"),
+            (".:build", "'.' is neither a .py file nor the name of a module"),
             (f"{self.file}:needs", r"it needs arguments \(a, device\)"),
             ("nowhere.py:f", "there is no file nowhere.py"),
             ("no_such_package.x:f", "there is no module no_such_package.x"),
@@ -160,20 +188,19 @@ class TestTarget(Folder):
         if text is not None:
             self.file.write_text(text)
         status, out, line = run("explain", f"{self.file}:{function}")
-        sys.modules.pop("program", None)
         self.assertEqual((status, out), (2, ""))
         line = line.splitlines()[-1]  # after the progress
         self.assertTrue(line.startswith("error: target "), line)
-        status, _, traced = run("--traceback", "explain", f"{self.file}:{function}")
-        sys.modules.pop("program", None)
-        self.assertEqual(status, 2)
-        self.assertIn("Traceback (most recent call last)", traced)
+        for options in (("--traceback", "explain"), ("explain", "--traceback")):
+            status, _, traced = run(*options, f"{self.file}:{function}")
+            self.assertEqual(status, 2)
+            self.assertIn("Traceback (most recent call last)", traced)
         return line.replace(str(self.file), "program.py")
 
     def test_an_error_of_the_target_is_one_line(self):
         line = "error: target 'program.py:{}': {} (--traceback shows where)"
         self.assertEqual(
-            self.error_of("broken"), line.format("broken", "ZeroDivisionError: mine (program.py:27 in broken)")
+            self.error_of("broken"), line.format("broken", "ZeroDivisionError: mine (program.py:29 in broken)")
         )
         for text, problem in (
             (
@@ -201,6 +228,13 @@ class TestTarget(Folder):
             done.stderr.replace(str(self.file), "program.py"),
             "error: target 'program.py:net': it uses a GPU at program.py:2 in net, and torch finds none; add a "
             "parameter `device` to the function, and build for it (--traceback shows where)\n",
+        )
+
+    def test_a_target_that_is_built_on_the_cpu(self):
+        self.assertEqual(
+            self.error_of("on_cpu"),
+            "error: target 'program.py:on_cpu': all inputs are on the CPU, and parameters count as on the GPU; add a "
+            "parameter `device` to the function, and build for it (--traceback shows where)",
         )
 
     def test_an_error_of_the_run_names_the_line_of_the_program(self):
@@ -400,6 +434,52 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
         self.assertIn("Linear for sm_80", found._repr_html_())
         self.assertRaisesRegex(TypeError, "a module or a function, got int", pygraph_trees.explain, 3)
 
+    def test_what_is_left_on_the_cpu(self):
+        """Is named, and so is the device to use."""
+        net, x = torch.nn.Linear(4, 4).eval(), torch.ones(2, 4)
+        for fn, inputs, found in (
+            (net, x, "all inputs are on the CPU, and parameters count as on the GPU"),
+            (lambda x: net(x), x.to("meta"), "all parameters are on the CPU, and inputs on the GPU"),
+        ):
+            with self.assertRaises(PygraphError) as caught:
+                pygraph_trees.explain(fn, inputs)
+            self.assertEqual(
+                str(caught.exception),
+                f"{found}; put the model and its inputs on device='meta', which stands for the GPU",
+            )
+        with self.assertRaisesRegex(RuntimeError, "same reduction dim"):  # another error stays as it is
+            pygraph_trees.explain(net, torch.ones(2, 5, device="meta"))
+
+    def test_an_input_that_is_meant_to_be_on_the_cpu(self):
+        class Moves(torch.nn.Linear):
+            def forward(self, x):
+                return super().forward(x.to(self.weight.device))
+
+        found = pygraph_trees.explain(Moves(4, 4).eval(), torch.ones(2, 4))
+        self.assertIn("staged: x, because it is an input", str(found))
+
+    def test_without_the_patches_nothing_is_told(self):
+        command = [sys.executable, "-m", "pygraph_trees", "explain", f"{self.file}:net"]
+        environment = os.environ | {"PYGRAPH_DISABLE": "1"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+        self.assertEqual((done.returncode, done.stdout), (2, ""))
+        self.assertEqual(
+            done.stderr,
+            "error: explain needs the patches of 'flags', and their state is 'disabled'; unset PYGRAPH_DISABLE\n",
+        )
+        inductor_patches.uninstall()
+        self.addCleanup(inductor_patches.install)
+        with self.assertRaisesRegex(PygraphError, r"their state is 'off'; call inductor_patches.install\(\)$"):
+            pygraph_trees.explain(torch.sin, torch.ones(4, device="meta"))
+
+    def test_output_that_cannot_be_written(self):
+        command = [sys.executable, "-m", "pygraph_trees", "explain", f"{self.file}:net"]
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+        self.assertEqual(done.returncode, 2)
+        self.assertEqual(done.stderr.splitlines()[-1], "error: standard output: No space left on device")
+        self.assertNotIn("Traceback", done.stderr)
+
     def test_files(self):
         names = [self.file.with_name(name) for name in ("out.json", "out.html")]
         status, _, err = run("explain", f"{self.file}:net", "--json", str(names[0]), "--html", str(names[1]))
@@ -474,7 +554,18 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
 
     def test_usage(self):
         self.assertEqual(run()[0], 2)
-        self.assertEqual(run("compare", "--rounds", "0")[0], 2)
+        for options, problem in (
+            (("--rounds", "0"), "argument --rounds: expected a whole number of 1 or more, got '0'"),
+            (("--rounds", "x"), "argument --rounds: expected a whole number of 1 or more, got 'x'"),
+            (("--tolerance", "-5"), "argument --tolerance: expected a number of 0 or more, got '-5'"),
+            (("--tolerance", "x"), "argument --tolerance: expected a number of 0 or more, got 'x'"),
+            (("--json", ""), "argument --json: expected the name of a file, got ''"),
+            (("--ways", "ours,foo"), "error: a way is one of eager, compile, upstream, ours, .*; got 'foo'"),
+        ):
+            with mock.patch.object(torch.cuda, "is_available", lambda: False):
+                status, out, err = run("compare", f"{self.file}:net", *options)
+            self.assertEqual((status, out), (2, ""))
+            self.assertRegex(err, problem)
         status, out, _ = run("--version")
         self.assertEqual(status, 0)
         self.assertIn("pygraph_trees 0.", out)
