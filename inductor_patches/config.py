@@ -1,9 +1,9 @@
 """The flags in ``torch._inductor.config.triton``: entries that check their values.
 
-Entries are added to ``config._config``, and undoing removes them. Each one is part of the FX and AOTAutograd cache
-keys, which keeps artifacts of patched and unpatched processes apart, unless its name is in
-``_cache_config_ignore_prefix``, as for flags that act only at run time. The entry ``pygraph_version`` holds the version
-and a hash of the code that shapes artifacts.
+Entries are added to ``config._config``, and undoing removes them. Each entry is part of the FX and AOTAutograd cache
+keys, which keeps artifacts of patched and unpatched processes apart. The exceptions are flags that act only at run
+time: their names are in ``_cache_config_ignore_prefix``. The entry ``pygraph_version`` holds the version and a hash of
+the code that shapes artifacts.
 """
 
 from __future__ import annotations
