@@ -1,9 +1,9 @@
 """Every question about the version of torch, one function each.
 
-A function looks for what torch has, never at its version number, so nightly builds and backports get the right answer;
-a comment names the version that started or ended it. A question without a parameter has one answer for a process, also
-while patches are on, so code for replays keeps it. A question with a parameter is about an object. Torch is imported
-when a question is asked.
+A function checks torch for a feature, never for its version number, so nightly builds and backports get the right
+answer; a comment names the version that added or removed the feature. A question without a parameter has one answer per
+process, even while patches are on, so replay code keeps it. A question with a parameter is about an object. Torch is
+imported when a question is asked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a trial asks of the functions that it measures."""
+"""The questions that a trial asks of the functions it measures."""
 
 from __future__ import annotations
 

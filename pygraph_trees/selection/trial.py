@@ -1,8 +1,8 @@
 """Decides whether functions are graphed: at once if the answer is plain, otherwise by measured calls of both ways.
 
 A :class:`Trial` covers functions that are decided together. Each is a :class:`TrialMember`, called in place of the
-function. All are graphed as torch would do it; if their recordings leave a doubt, steps go graphed and un-graphed in
-turn until one way proves better. No call is repeated. README.md describes the procedure.
+function. All are graphed as torch would do it. If their recordings leave a doubt, steps run graphed and un-graphed in
+turn until the answer is clear or enough is measured. No call is repeated. README.md describes the procedure.
 """
 
 from __future__ import annotations

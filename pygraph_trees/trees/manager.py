@@ -3,7 +3,7 @@
 :class:`Manager` subclasses the installed ``CUDAGraphTreeManager`` and replaces it. It decides as upstream does, except
 for functions that mutate live inputs and for static inputs that move (:mod:`.input_rules`). A fast replay skips
 upstream's code if that would do the same (:mod:`.candidates`). Recordings and memory that are no longer needed are
-given back (:mod:`.reclaiming`). Functions that were added before the patches work too, but have no log.
+given back (:mod:`.reclaiming`). Functions that were added before the patches also work, but have no log.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When a step begins: by torch's rules, and if a path would grow at each call because a backward never comes."""
+"""When a step begins: by torch's rules, or if a path would grow at each call because a backward never comes."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 :class:`Sizes` chooses the sets of integers with which a function is graphed: the first ones, and later those that come
 again. :func:`why_stopped` tells from the recordings at one place that a function must not be recorded there once more.
 Both work with bounded memory, and are asked only if ``pygraph_selective`` is "auto". :func:`is_endless` tells that a
-path must end, although a backward seems to be awaited.
+path must end, although a backward seems pending.
 """
 
 from __future__ import annotations
