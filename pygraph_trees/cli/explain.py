@@ -1,8 +1,8 @@
 """Explains, without a GPU, how a program would run on one.
 
-:func:`explain` lowers a program for a named architecture on fake tensors and returns an :class:`~.Explanation`: each
-graph's partitions, what keeps some of them outside of CUDA graphs, the inputs of each graphed partition by kind and
-bytes, graph breaks, and the effect of each feature under the current flags. Errors of the program are raised.
+:func:`explain` lowers a program for a named architecture on fake tensors and returns an :class:`~.Explanation`. This
+has each graph's partitions, the causes that keep some outside of CUDA graphs, the inputs of each graphed partition by
+kind and bytes, graph breaks, and the effect of each feature under the current flags. Errors of the program are raised.
 """
 
 from __future__ import annotations
