@@ -1,6 +1,6 @@
 """Every question about the version of torch, one function each.
 
-A function checks torch for a feature, never for its version number, so nightly builds and backports get the right
+A function checks whether torch has a feature, never its version number, so nightly builds and backports get the right
 answer; a comment names the version that added or removed the feature. A question without a parameter has one answer per
 process, even while patches are on, so replay code keeps it. A question with a parameter is about an object. Torch is
 imported when a question is asked.

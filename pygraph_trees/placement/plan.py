@@ -37,9 +37,9 @@ from .operators import fuses, keeps_elements, rounds_nearly, why_not_elsewhere
 _WRITES = (aten.index_put.default, aten.index_put_.default)
 _INDEX = (*_WRITES, aten.index.Tensor, aten.copy.default, aten.slice_scatter.default, aten._unsafe_index.Tensor)
 
-# A larger value is copied outside of the CUDA graph: once to pinned memory and once to the GPU. Upstream copies pinned
-# memory once, which at about this size takes as long as splitting the graph (measured: 98 us against 80 a call for 4
-# KiB; the host copies 12 to 16 GB/s).
+# A larger value is copied outside of the CUDA graph, once to pinned memory and once to the GPU. Upstream copies pinned
+# memory only once; at about this size, the additional copy takes as long as splitting the graph (measured: 98 us
+# against 80 a call for 4 KiB; the host copies 12 to 16 GB/s).
 MOST_STAGED_NBYTES = 320 << 10
 # Inputs up to this size are copied in place of a smaller value that depends on them: the transfer takes about as long
 # as the shortest one, and copying the value would be a transfer as well.
