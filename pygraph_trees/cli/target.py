@@ -146,8 +146,11 @@ def raising_errors_of(target: str) -> Iterator[None]:
     except PygraphError:
         raise
     except ModuleNotFoundError as error:
-        package = str(error.name).partition(".")[0]
-        problem = f"it needs the package {package}, which is not installed: pip install {package}"
+        problem = f"it needs the package {error.name}, which is not installed: pip install {error.name}"
+        if error.name is None:  # raised by a package that looks for others itself
+            problem = _problem(error)
+        elif "." in error.name:  # the package is there
+            problem = f"there is no module {error.name}"
         raise TargetError(target=target, problem=problem) from error
     except SyntaxError as error:
         problem = f"{error.filename}:{error.lineno} is not valid Python: {error.msg}"

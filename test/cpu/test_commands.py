@@ -207,6 +207,8 @@ class TestTarget(Folder):
                 "import a_package.inside",
                 "it needs the package a_package, which is not installed: pip install a_package",
             ),
+            ("import torch.nosuch", "there is no module torch.nosuch"),
+            ("raise ModuleNotFoundError('install it')", "ModuleNotFoundError: install it (program.py:1 in <module>)"),
             ("def net(:", "program.py:1 is not valid Python: invalid syntax"),
             ("from os import nothing_such\n", None),
         ):
