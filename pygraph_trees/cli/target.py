@@ -155,6 +155,9 @@ def raising_errors_of(target: str) -> Iterator[None]:
     except SyntaxError as error:
         problem = f"{error.filename}:{error.lineno} is not valid Python: {error.msg}"
         raise TargetError(target=target, problem=problem) from error
+    except SystemExit as error:  # a script, which may also have refused our command line
+        problem = f"it calls sys.exit({error.code!r}); do this under if __name__ == '__main__'"
+        raise TargetError(target=target, problem=problem) from error
     except Exception as error:
         raise TargetError(target=target, problem=_problem(error)) from error
 

@@ -209,6 +209,7 @@ class TestTarget(Folder):
             ),
             ("import torch.nosuch", "there is no module torch.nosuch"),
             ("raise ModuleNotFoundError('install it')", "ModuleNotFoundError: install it (program.py:1 in <module>)"),
+            ("import sys; sys.exit(0)", "it calls sys.exit(0); do this under if __name__ == '__main__'"),
             ("def net(:", "program.py:1 is not valid Python: invalid syntax"),
             ("from os import nothing_such\n", None),
         ):
