@@ -31,6 +31,10 @@ class OutputError(PygraphError):
     template = "standard output: {why}"
 
 
+class NeedsTorch(PygraphError):
+    template = "there is no torch: pip install torch"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Carries out one command; returns the exit status."""
     options = _parser().parse_args(argv)
@@ -149,10 +153,25 @@ def _show(text: object) -> None:
         raise OutputError(why=error.strerror) from None
 
 
+def _check_torch() -> None:
+    """Raises if there is no torch, or if its compiler cannot make its cache: then it cannot be imported."""
+    from .native.location import torch_folder
+    from .selection.profiles import NoCacheFolder, Profiles
+
+    if torch_folder() is None:
+        raise NeedsTorch
+    folder = Profiles.default().folder.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NoCacheFolder(folder=folder, why=error.strerror) from None
+
+
 def _compare(options: argparse.Namespace) -> int:
     from .cli import destination
 
     destination.check({"--json": options.json, "--html": options.html})
+    _check_torch()
     import torch
 
     from pygraph_trees.benchmark.verify import NO_GPU, NothingVerified
@@ -199,13 +218,16 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
+    from .cli import destination
+
+    destination.check({"--json": options.json, "--html": options.html})
+    _check_torch()
     import torch
 
-    from .cli import destination, target
+    from .cli import target
     from .cli.explain import explain
     from .cli.progress import Progress
 
-    destination.check({"--json": options.json, "--html": options.html})
     program = target.resolve(options.target, torch.device("meta"))
     with target.raising_errors_of(options.target or target.DEFAULT):
         explained = explain(program, options.arch, Progress())

@@ -42,6 +42,7 @@ from pygraph_trees.report.records import Environment
 from pygraph_trees.report.summary import clear
 
 META = torch.device("meta")
+MAIN = "import sys; from pygraph_trees.__main__ import main; sys.exit(main())"
 
 PROGRAM = """
 import torch
@@ -474,6 +475,26 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
         self.addCleanup(inductor_patches.install)
         with self.assertRaisesRegex(PygraphError, r"their state is 'off'; call inductor_patches.install\(\)$"):
             pygraph_trees.explain(torch.sin, torch.ones(4, device="meta"))
+
+    def test_a_torch_that_cannot_be_imported(self):
+        """There is none, or its compiler has no folder for its cache."""
+        place = self.file / "cache"  # in a file
+        for command in ("explain", "compare"):
+            no_torch = f"from pygraph_trees.native import location; location.torch_folder = lambda: None; {MAIN}"
+            for code, problem in (
+                (no_torch, "there is no torch: pip install torch"),
+                (
+                    MAIN,
+                    f"Inductor's cache, {place}, cannot be made: Not a directory. TORCHINDUCTOR_CACHE_DIR names "
+                    "another folder for it.",
+                ),
+            ):
+                done = subprocess.run(
+                    [sys.executable, "-c", code, command, f"{self.file}:net"],
+                    cwd=ROOT, env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(place)},
+                    capture_output=True, text=True, timeout=120,
+                )  # fmt: skip
+                self.assertEqual((done.returncode, done.stdout, done.stderr), (2, "", f"error: {problem}\n"))
 
     def test_output_that_cannot_be_written(self):
         command = [sys.executable, "-m", "pygraph_trees", "explain", f"{self.file}:net"]
