@@ -25,6 +25,7 @@ from pygraph_trees.report.compiled import partitions_of
 from pygraph_trees.report.naming import mode_name
 from pygraph_trees.report.records import PLACED, WHY_NOT_PLACED
 from pygraph_trees.report.summary import breaks_in
+from pygraph_trees.selection.functions import why_not_graphed
 from pygraph_trees.settings import Settings
 
 from .explanation import ExplainedGraph, ExplainedPartition, Explanation, Input
@@ -142,11 +143,18 @@ def _explained(graph: LoweredGraph) -> ExplainedGraph:
     return ExplainedGraph(
         name=graph.name,
         mode=mode_name(is_backward=graph.is_backward, is_inference=graph.is_inference),
-        not_graphed=graph.disabled_reason or None,
+        not_graphed=_why_not_graphed(graph),
         partitions=tuple(partitions(graph)),
         placed=tuple(placed),
         why_not_placed=graph.gm.meta.get(WHY_NOT_PLACED),
     )
+
+
+def _why_not_graphed(graph: LoweredGraph) -> str | None:
+    left_out = why_not_graphed(Settings.current())
+    if left_out is None and "cuda" not in graph.graph.device_types:
+        return "all of its tensors are on the CPU; device='meta' stands for the GPU"
+    return left_out or graph.disabled_reason or None
 
 
 def _readable_names(graph: LoweredGraph) -> dict[str, str]:

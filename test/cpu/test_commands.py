@@ -462,6 +462,12 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
         found = pygraph_trees.explain(Moves(4, 4).eval(), torch.ones(2, 4))
         self.assertIn("staged: x, because it is an input", str(found))
 
+    def test_a_program_on_the_cpu_is_told_what_stands_for_the_gpu(self):
+        found = str(pygraph_trees.explain(torch.sin, torch.ones(4)))
+        self.assertIn(
+            "not graphed, 1 cpu outside: all of its tensors are on the CPU; device='meta'\n  stands for the GPU", found
+        )
+
     def test_without_the_patches_nothing_is_told(self):
         command = [sys.executable, "-m", "pygraph_trees", "explain", f"{self.file}:net"]
         environment = os.environ | {"PYGRAPH_DISABLE": "1"}
@@ -538,6 +544,7 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
             _, out, _ = run("explain", f"{self.file}:net")
         self.assertIn("placement off", out)
         self.assertIn("selective never: nothing is graphed", out)
+        self.assertRegex(out, "Net .*: not graphed, .*: pygraph_selective is 'never'")
 
     def test_wrong_arch(self):
         status, out, err = run("explain", f"{self.file}:net", "--arch", "sm_12")
