@@ -33,7 +33,7 @@ from pygraph_trees.code_hash import artifact_hash
 from pygraph_trees.report import compiled
 from pygraph_trees.report.summary import clear
 from pygraph_trees.selection.functions import are_graphs_left_out, compiling_without_graphs
-from pygraph_trees.settings import FLAGS, Flag, InvalidFlag, Settings, flags_table
+from pygraph_trees.settings import FLAGS, Flag, InvalidFlag, Settings, UnknownFlag, flags_table
 from pygraph_trees.trees.compiled_graph import putting_to_use
 
 
@@ -121,6 +121,18 @@ class TestFlags(TestCase):
             with self.assertRaisesRegex(InvalidFlag, "Did you mean 'never'"):
                 torch.compile(lambda x: x, options={"triton.cudagraphs": True, **options})
         self.assertEqual(config.get_config_copy(), before)
+
+    def test_an_option_that_is_no_flag(self):
+        for name in ("triton.pygraph_selectve", "triton.pygraph-selectve", "pygraph_selective"):
+            message = (
+                f"^{name} is no option; the flags are triton.pygraph_placement, .* Did you mean 'triton.pygraph_sel"
+            )
+            with self.assertRaisesRegex(UnknownFlag, message):
+                torch.compile(lambda x: x, options={name: "never"})
+        entry = {"triton.pygraph_version": config.triton.pygraph_version}  # of ours, and no flag
+        torch.compile(lambda x: x, options=entry)
+        with self.assertRaisesRegex(RuntimeError, "Unexpected optimization option"):
+            torch.compile(lambda x: x, options={"max_autotun": True})
 
     def test_options_hold_while_compiling(self):
         found = self.seen_while_compiling({"triton.pygraph_selective": "never"})
