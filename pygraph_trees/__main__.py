@@ -3,7 +3,7 @@
 ``compare`` runs a target four ways and prints times, costs and the report; ``explain`` shows, without a GPU, how a
 target is split and what each input costs; ``build`` compiles the parts in C and C++; ``profiles`` lists or removes the
 decisions kept on disk. Exit status: 0; 1 if a way failed, its outputs differ from eager's, or it is slower than the
-baseline; 2 for a command that cannot be carried out as given.
+baseline; 2 for a command that cannot be carried out as given; 130 after an interrupt.
 """
 
 from __future__ import annotations
@@ -46,11 +46,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = "" if options.traceback or error.__cause__ is None else " (--traceback shows where)"
         print(f"error: {error}{hint}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130  # as a shell reports it
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m pygraph_trees", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m pygraph_trees", description=__doc__.splitlines()[0].replace("`", "")
+    )
     parser.add_argument("--version", action=_Version, help="show versions, and whether the native parts are built")
     _add_traceback(parser, default=False)
     commands = parser.add_subparsers(title="commands", required=True)

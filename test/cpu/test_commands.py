@@ -546,6 +546,10 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
         self.assertIn("selective never: nothing is graphed", out)
         self.assertRegex(out, "Net .*: not graphed, .*: pygraph_selective is 'never'")
 
+    def test_an_interrupt_is_one_line(self):
+        self.file.write_text("raise KeyboardInterrupt")
+        self.assertEqual(run("explain", f"{self.file}:net"), (130, "", "interrupted\n"))
+
     def test_wrong_arch(self):
         status, out, err = run("explain", f"{self.file}:net", "--arch", "sm_12")
         self.assertEqual((status, out), (2, ""))
@@ -600,6 +604,8 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
         status, out, _ = run("--version")
         self.assertEqual(status, 0)
         self.assertIn("pygraph_trees 0.", out)
+        status, out, _ = run("--help")
+        self.assertEqual((status, "`" in out), (0, False))
 
 
 class TestCompare(Folder):
