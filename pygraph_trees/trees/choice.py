@@ -198,6 +198,7 @@ def only_sizes_that_come_again(
         return run
     sizes, dispatch, aligned = Sizes(), function.dispatch, _Aligned(function, static_input_idxs, mutated)
     ungraphed = _as_upstream_has_it(aligned, function.log.mode, _Trees(device))
+    replayed = 0  # at the last call that was not graphed
 
     def instead(inputs: list[Any]) -> Any:
         """Makes calls after many others with sizes that are not graphed, until one is; none of them looks further."""
@@ -206,9 +207,13 @@ def only_sizes_that_come_again(
         return ungraphed(inputs)
 
     def call(inputs: list[Any]) -> Any:
+        nonlocal replayed
         aligned.decide(inputs)
         if sizes.are_graphed(tuple([inputs[index] for index in indices])):
             return run(inputs)
+        before, replayed = replayed, sum(recording.replays for recording in function.log.recordings)
+        if replayed != before:  # calls that C++ replayed did not come here
+            sizes.refused = 1
         function.log.not_graphed(OTHER_SIZES)
         if sizes.refused >= REFUSED:
             if function.trial is not None:

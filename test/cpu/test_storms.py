@@ -267,6 +267,19 @@ class TestFunctions(TestCase):
         self.assertIs(model.dispatch.way, Way.REPLAYED)
         self.assertIsNone(model.dispatch.call)
 
+    def test_sizes_that_are_replayed_in_between_go_on_being_replayed_and_measured(self):
+        """C++ replays them, so that their calls are not seen here."""
+        model, recording = self.model(), RecordingLog()
+        model.trial = mock.Mock()
+        call = self.limited(model, lambda inputs: [inputs[1] * 2])
+        for n in range(storms.FIRST_SIZES + 3 * storms.REFUSED):
+            call([n, torch.ones(2)])
+            model.log.recordings[:] = [recording]
+            recording.counter.value += 1
+        self.assertIs(model.dispatch.way, Way.REPLAYED)
+        self.assertIsNone(model.dispatch.call)
+        model.trial.give_up.assert_not_called()
+
     def test_the_first_call_decides_which_inputs_must_be_aligned(self):
         """Those after it, whose sizes are not graphed, may be given others."""
         model, seen = self.model(), []
