@@ -46,7 +46,7 @@ class PatchesOffError(PygraphError):
 class OnCpuError(PygraphError):
     """The program failed, and its inputs and its parameters are on different devices."""
 
-    template = "{found}; put the model and its inputs on device='meta', which stands for the GPU"
+    template = "{found}; put the {left} on device='meta', which stands for the GPU"
     found: str
 
 
@@ -107,11 +107,11 @@ def _lowered(program: Program, arch: str, breaks: Counter[str]) -> tuple[Sequenc
         found = _left_on_cpu(program)
         if found is None:
             raise
-        raise OnCpuError(found=found) from error
+        raise OnCpuError(found=found[1], left=found[0]) from error
 
 
-def _left_on_cpu(program: Program) -> str | None:
-    """Says that all inputs are on the CPU and some parameters are not, or the reverse; None otherwise."""
+def _left_on_cpu(program: Program) -> tuple[str, str] | None:
+    """What is on the CPU alone, inputs or the model, and a sentence that says so; None if neither is."""
     leaves = pytree.tree_leaves((program.args, dict(program.kwargs)))
     inputs = {leaf.is_cpu for leaf in leaves if isinstance(leaf, torch.Tensor)}
     parameters = {
@@ -120,9 +120,9 @@ def _left_on_cpu(program: Program) -> str | None:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
     }
     if inputs == {True} and False in parameters:
-        return "all inputs are on the CPU, and parameters count as on the GPU"
+        return "inputs", "all inputs are on the CPU, and parameters count as on the GPU"
     if parameters == {True} and False in inputs:
-        return "all parameters are on the CPU, and inputs on the GPU"
+        return "model", "all parameters are on the CPU, and inputs on the GPU"
     return None
 
 

@@ -441,16 +441,17 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
     def test_what_is_left_on_the_cpu(self):
         """Is named, and so is the device to use."""
         net, x = torch.nn.Linear(4, 4).eval(), torch.ones(2, 4)
-        for fn, inputs, found in (
-            (net, x, "all inputs are on the CPU, and parameters count as on the GPU"),
-            (lambda x: net(x), x.to("meta"), "all parameters are on the CPU, and inputs on the GPU"),
+        for fn, inputs, found, left in (
+            (net, x, "all inputs are on the CPU, and parameters count as on the GPU", "inputs"),
+            (lambda x: net(x), x.to("meta"), "all parameters are on the CPU, and inputs on the GPU", "model"),
         ):
             with self.assertRaises(PygraphError) as caught:
                 pygraph_trees.explain(fn, inputs)
             self.assertEqual(
                 str(caught.exception),
-                f"{found}; put the model and its inputs on device='meta', which stands for the GPU",
+                f"{found}; put the {left} on device='meta', which stands for the GPU",
             )
+        self.assertEqual(len(pygraph_trees.explain(net, x.to("meta")).graphs), 1)  # a model loses its weights there
         with self.assertRaisesRegex(RuntimeError, "same reduction dim"):  # another error stays as it is
             pygraph_trees.explain(net, torch.ones(2, 5, device="meta"))
 
