@@ -53,9 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m pygraph_trees", description=__doc__.splitlines()[0].replace("`", "")
-    )
+    description = "Measures and explains programs with CUDA graphs."  # python -OO has no docstring
+    parser = argparse.ArgumentParser(prog="python -m pygraph_trees", description=description)
     parser.add_argument("--version", action=_Version, help="show versions, and whether the native parts are built")
     _add_traceback(parser, default=False)
     commands = parser.add_subparsers(title="commands", required=True)

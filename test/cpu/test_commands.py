@@ -547,6 +547,13 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
         self.assertIn("selective never: nothing is graphed", out)
         self.assertRegex(out, "Net .*: not graphed, .*: pygraph_selective is 'never'")
 
+    def test_python_without_docstrings(self):
+        done = subprocess.run(
+            [sys.executable, "-OO", "-m", "pygraph_trees", "--help"],
+            cwd=ROOT, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+
     def test_an_interrupt_is_one_line(self):
         self.file.write_text("raise KeyboardInterrupt")
         self.assertEqual(run("explain", f"{self.file}:net"), (130, "", "interrupted\n"))
