@@ -34,7 +34,8 @@ _WORKLOADS = Path(__file__).resolve().parents[2] / "tools" / "bench" / "workload
 _RETURNED = "(model, args), (model, args, kwargs) or (model, args, kwargs, loss)"
 _ADD_DEVICE = "add a parameter `device` to the function, and build for it"
 _MOST_TEXT = 300  # characters of an error's text
-_TORCH, _PACKAGE = (str(Path(module).resolve().parent) for module in (torch.__file__, Path(__file__).parent))
+# Not resolved: frames name files as they were imported, which may be through a link.
+_TORCH, _PACKAGE = (str(Path(module).parent) for module in (torch.__file__, Path(__file__).parent))
 
 
 class TargetError(PygraphError):

@@ -224,9 +224,13 @@ class TestTarget(Folder):
                     self.assertEqual(found, line.format("net", problem))
 
     def test_a_target_that_asks_for_a_gpu(self):
+        """The line is the program's, also if torch is imported through a link."""
         self.file.write_text("import torch\ndef net(): return torch.ones(2).cuda(), ()\n")
+        link = self.file.with_name("packages")
+        link.symlink_to(Path(torch.__file__).parents[1], target_is_directory=True)
         command = [sys.executable, "-m", "pygraph_trees", "explain", f"{self.file}:net"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        environment = os.environ | {"PYTHONPATH": str(link)}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
         self.assertEqual((done.returncode, done.stdout), (2, ""))
         self.assertEqual(
             done.stderr.replace(str(self.file), "program.py"),
