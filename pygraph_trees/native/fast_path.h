@@ -186,6 +186,7 @@ struct Replay {
         std::vector<Returned> returned; // inputs that are outputs, unchanged
         bool in_python = false;        // inputs are copied, or an output is made from an input in another way
         bool python_checks = false;    // if Python replays, it also checks which tensors have died
+        bool has_new_history = false;  // whether autograd gives the outputs a new history at each call
         Mortal before, after;
         Mortal outliving; // outputs that are moved if they are alive when the next step begins
         std::vector<Made> made; // the cached outputs as they were made; empty if not known

@@ -20,9 +20,9 @@ bool has_attributes(PyObject *output) {
     return false;
 }
 
-/* Whether a cached output is as it was made, and has nothing that its last user left: a gradient, hooks, attributes, weak
-   references. */
-bool is_untouched(PyObject *output, const Replay::Made &made) {
+/* Whether a cached output is as it was made, and has nothing that its last user left: a gradient, a history that is not
+   replaced, hooks, attributes, weak references. */
+bool is_untouched(PyObject *output, const Replay::Made &made, bool has_new_history) {
     if (output != made.known.object || Py_TYPE(output) != made.kind)
         return false;
     const at::Tensor &tensor = THPVariable_Unpack(output);
@@ -35,7 +35,7 @@ bool is_untouched(PyObject *output, const Replay::Made &made) {
     if (impl->autograd_meta() != nullptr) {
         const auto *known = static_cast<const torch::autograd::AutogradMeta *>(impl->autograd_meta());
         if (known->grad_.defined() || known->requires_grad_ || known->retains_grad_ ||
-            known->post_acc_grad_hooks_ != nullptr)
+            known->post_acc_grad_hooks_ != nullptr || (!has_new_history && known->grad_fn_ != nullptr))
             return false;
     }
     return *PyObject_GET_WEAKREFS_LISTPTR(output) == nullptr && !has_attributes(output);
@@ -70,7 +70,7 @@ bool pygraph::are_untouched(const Replay::State *replay) {
         if (i + further < count)
             replay->made[i + further].known.load();
         PyObject *output = PyList_GET_ITEM(replay->cached, static_cast<Py_ssize_t>(i));
-        if (is_tensor(output) && !is_untouched(output, replay->made[i]))
+        if (is_tensor(output) && !is_untouched(output, replay->made[i], replay->has_new_history))
             return false;
     }
     return true;

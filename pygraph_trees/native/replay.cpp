@@ -139,14 +139,15 @@ namespace {
 PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static const char *known[] = {"recording", "prepare", "addresses", "replays", "graph", "cached", "others",
                                   "places",    "patched", "managed", "returned", "before", "after", "outliving", "handed",
-                                  "check", "make", "run", "python_checks", nullptr};
+                                  "check", "make", "run", "python_checks", "has_new_history", nullptr};
     PyObject *recording, *prepare, *addresses, *replays, *graph, *cached, *others, *places, *patched, *managed, *returned,
         *before, *after, *outliving, *handed, *check, *make, *run;
-    int python_checks = 0;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOO!O!OOOOOOOO!OOOp", const_cast<char **>(known), &recording,
+    int python_checks = 0, has_new_history = 0;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOO!O!OOOOOOOO!OOOpp", const_cast<char **>(known), &recording,
                                      &prepare, &addresses, &replays, &graph, &PyList_Type, &cached, &PyList_Type, &others,
                                      &places, &patched, &managed, &returned, &before, &after, &outliving,
-                                     &PyTuple_Type, &handed, &check, &make, &run, &python_checks))
+                                     &PyTuple_Type, &handed, &check, &make, &run, &python_checks,
+                                     &has_new_history))
         return nullptr;
     if ((addresses != Py_None && addresses_in(addresses) == nullptr) || counter_in(replays) == nullptr) {
         PyErr_SetString(PyExc_TypeError, "expected an Addresses or None, and a Counter");
@@ -181,6 +182,7 @@ PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keyword
         state->asked.push_back({index, 0, {}});
     state->in_python = returned == Py_None;
     state->python_checks = python_checks != 0;
+    state->has_new_history = has_new_history != 0;
     for (Py_ssize_t i = 0; i < unchanged.count; i++)
         state->returned.push_back(unchanged[i]);
     note_made(state);

@@ -30,6 +30,7 @@ class HoldsOutputs(Protocol):
     outputs_weakrefs: Any
     path_weakrefs: Any
     cuda_graphs_pool: Any
+    has_new_history: bool  # whether autograd gives the outputs a new history at each call
 
     @property
     def _path_from_root(self) -> Iterator[Any]: ...
@@ -63,12 +64,14 @@ def are_untouched(recording: HoldsOutputs) -> bool:
     C++ asks the same (``native/own_outputs.cpp``), much faster.
     """
     cached = zip(recording.cached_tensor_outputs, recording.cached_as_made, strict=False)  # nothing is cached at first
-    return all(output is None or _is_untouched(output, made) for output, made in cached)
+    renewed = recording.has_new_history
+    return all(output is None or _is_untouched(output, made, renewed) for output, made in cached)
 
 
-def _is_untouched(output: Any, made: AsMade | None) -> bool:
+def _is_untouched(output: Any, made: AsMade | None, has_new_history: bool) -> bool:
     return (
         as_made(output) == made
+        and (has_new_history or output.grad_fn is None)
         and output._grad is None
         and not (output.requires_grad and output.grad_fn is None)
         and not output.retains_grad

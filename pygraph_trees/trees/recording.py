@@ -26,6 +26,7 @@ from pygraph_trees.indirection.routes import Route
 from pygraph_trees.native.binding import new_counter
 from pygraph_trees.placement.staging import observed
 from pygraph_trees.report.log import RecordingLog
+from pygraph_trees.report.naming import FORWARD
 
 from . import fast_path, pools
 from .attempts import Attempts
@@ -87,6 +88,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     templates: Templates | None = None  # of its inputs that are memory for outputs
     outliving: Any = None  # outputs that must be moved if they are alive when the next step begins
     cached_as_made: Sequence[AsMade | None] = ()  # of each cached output, in their order
+    has_new_history = False  # whether autograd gives the outputs a new history at each call
     older_outputs: Any = ()  # references to outputs that newer ones have replaced
     _attempts: Attempts | None = None  # while it is made
     graph: Any
@@ -99,6 +101,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         self.templates = templates_of_call()
         model = wrapped_function.model
         self._gives_addresses = isinstance(model, FunctionModel) and model.settings.indirection != "off"
+        self.has_new_history = isinstance(model, FunctionModel) and model.log.mode == FORWARD
         self._attempts = attempts = Attempts(wrapped_function, inputs)
         record = functools.partial(super().__init__, wrapped_function, id, parent, inputs, *args, **kwargs)
         attempts.until_one_works(functools.partial(self._make, attempts, record, parent), inputs)

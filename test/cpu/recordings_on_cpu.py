@@ -45,7 +45,7 @@ class Function:
         settings = Settings(placement="off", indirection="auto", selective="always", outputs="keep")
         model = FunctionModel(self._fail, settings, FunctionLog("f", "0/0", "inference", 1, {}))
         self.id = cudagraph_trees.FunctionID(0)
-        self.recording = self._record(model, outputs)
+        self.recording = self._record(model, outputs, mode)
         self.manager = bare_manager(
             roots={self.id: [self.recording]},
             warmed_up_functions={self.id},
@@ -80,7 +80,7 @@ class Function:
     def _fail(self, inputs: list[Any]) -> None:
         raise AssertionError("it was called un-graphed")
 
-    def _record(self, model: FunctionModel, outputs: int) -> Recording:
+    def _record(self, model: FunctionModel, outputs: int, mode: CompilationMode) -> Recording:
         made: Any = Recording.__new__(Recording)
         made._reconstruct_from_tensor_metadata = _tensor_of  # on a GPU otherwise
         made.id, made.device, made._parent, made.cuda_graphs_pool = self.id, 0, None, (0, 38)
@@ -114,7 +114,7 @@ class Function:
         made.non_managed_static_input_idxs, made.reconstructed_inputs = [], []
         made.expected_dead_indices_before_graph, made.expected_dead_indices_after_graph = [], []
         made.rerecord_if_static_inputs_change = made.has_fast_path = made._gives_addresses = True
-        made._has_moving = False
+        made._has_moving, made.has_new_history = False, mode == CompilationMode.FORWARD
         made.log = RecordingLog(number=0, parent=None, counter=new_counter())
         made.graph = _Graph(self._fill)
         made.deaths_before = made.deaths_after = None

@@ -99,6 +99,19 @@ class TestDropped(OnCpuTestCase):
             self.assertEqual(output.grad, all_of(step))
             del output
 
+    @parametrize("mode", [CompilationMode.INFERENCE, CompilationMode.BACKWARD])
+    @parametrize("fast", [False, True])
+    def test_changes_in_place_that_autograd_records(self, mode, fast):
+        """They are of one step, as if a frozen backbone's features got a bias that is trained."""
+        function, bias = Function(mode=mode), torch.zeros(SIZE, requires_grad=True)
+        for step in (3, 4, 5):
+            (output,) = function.call(step, fast=fast)
+            self.assertFalse(output.requires_grad)
+            output.add_(bias)
+            (gradient,) = torch.autograd.grad(output.sum(), bias)
+            self.assertEqual((output, gradient), (all_of(step), all_of(1)))
+            del output
+
     def test_hooks_after_accumulation(self):
         function, seen = Function(), []
         for step in (3, 4):
