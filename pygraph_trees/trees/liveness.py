@@ -148,7 +148,9 @@ def _is_released(recording: Callable[[], Any], number: int, check: Callable[[], 
     node = recording()
     if node is None:
         return check()
-    if node.cached_tensor_outputs[number].data_ptr() != node.cached_as_made[number].address:
+    # There are none if an interrupt came while they were removed.
+    cached = node.cached_tensor_outputs
+    if not cached or cached[number].data_ptr() != node.cached_as_made[number].address:
         node.remove_node_cached_tensors()  # from now on the reference counts what holds the storage that it had
         return True
     # The output must have no name here: it would count. One of the storage's references is its own, one the argument's.

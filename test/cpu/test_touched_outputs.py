@@ -266,6 +266,21 @@ class TestInterrupts(OnCpuTestCase):
             self.assertEqual(function.call(step), [all_of(step)] * 2)
         self.assertEqual(outputs, [all_of(3)] * (2 * is_kept))
 
+    @parametrize("is_kept", [False, True])
+    def test_while_cached_outputs_are_dropped(self, is_kept):
+        """Torch has forgotten the tensors, but not yet all that it expects to hold them."""
+        function = Function(outputs=2)
+        outputs = function.call(3.0)
+        if not is_kept:
+            outputs[0].tag = 1
+            outputs.clear()
+        interrupted = mock.patch.object(StorageWeakRefWrapper, "remove_extra_reference", side_effect=KeyboardInterrupt)
+        with interrupted, self.assertRaises(KeyboardInterrupt):
+            function.call(4.0)
+        for step in (5, 6):
+            self.assertEqual(function.call(step), [all_of(step)] * 2)
+        self.assertEqual(outputs, [all_of(3)] * (2 * is_kept))
+
     def test_while_cached_outputs_are_made(self):
         function, made = Function(outputs=3), []
         function.recording.remove_node_cached_tensors()
