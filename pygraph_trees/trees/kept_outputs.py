@@ -11,6 +11,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._inductor.cudagraph_trees import StorageWeakRefWrapper
 
 from pygraph_trees.compat import exchanges_memory
 from pygraph_trees.cuda.extent import copy_bits
@@ -89,8 +90,9 @@ def _exchange(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> Non
 def _forget(places: Sequence[tuple[Any, int]], gone: torch.UntypedStorage) -> None:
     """Redirects references to a moved output to the storage that has its old memory now and is freed next."""
     for made_by, number in places:
-        held = made_by.outputs_weakrefs[number]
-        held.remove_extra_reference()
-        held.swap_weakref(gone._weak_ref())
+        address = made_by.outputs_weakrefs[number].data_ptr()
+        # Upstream's swap_weakref would free the old reference twice after an interrupt.
+        redirected = StorageWeakRefWrapper.from_weakref_and_data_ptr(gone._weak_ref(), address)
+        made_by.outputs_weakrefs[number] = redirected
     made_by, number = places[0]
     made_by.wrapped_function.model.log.output_moved(number, gone.nbytes())

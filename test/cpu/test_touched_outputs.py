@@ -19,6 +19,7 @@ import torch
 from fake_trees import Trees, some
 from recordings_on_cpu import SIZE, Function
 from torch._inductor.cudagraph_trees import CompilationMode, ExecutionState, StorageWeakRefWrapper, TensorWeakRef
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -280,6 +281,26 @@ class TestInterrupts(OnCpuTestCase):
         for step in (5, 6):
             self.assertEqual(function.call(step), [all_of(step)] * 2)
         self.assertEqual(outputs, [all_of(3)] * (2 * is_kept))
+
+    def test_while_references_are_redirected(self):
+        """At the first one. None is freed twice, which would crash."""
+        function = Function(outputs=2)
+        before = StorageWeakRef.__del__
+
+        def interrupted(reference):
+            before(reference)
+            raise KeyboardInterrupt
+
+        for step in range(50):
+            outputs = function.call(step)
+            with (
+                contextlib.suppress(KeyboardInterrupt),  # in a destructor, an interrupt is only reported
+                mock.patch.object(StorageWeakRef, "__del__", interrupted),
+                mock.patch.object(sys, "unraisablehook"),
+            ):
+                function.call(-1)
+            del outputs
+            self.assertEqual(function.call(step), [all_of(step)] * 2)
 
     def test_while_cached_outputs_are_made(self):
         function, made = Function(outputs=3), []
