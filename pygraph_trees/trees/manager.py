@@ -107,20 +107,17 @@ class Manager(fast_path.TreeState, Steps):
         return self.keeps_outputs or (fast_path.MAY_CLONE and self.has_live_user_visible_output_cloning)
 
     def try_end_curr_execution(self, *args: Any, **kwargs: Any) -> None:
-        with self.one_answer():
-            self._keep_outputs()
-            super().try_end_curr_execution(*args, **kwargs)
+        end = functools.partial(super().try_end_curr_execution, *args, **kwargs)
+        self.by_one_answer(self._keep_outputs, end)
 
     def try_end_curr_recording(self, function_id: Any) -> None:
-        with self.one_answer():
-            self._keep_outputs()
-            super().try_end_curr_recording(function_id)
+        end = functools.partial(super().try_end_curr_recording, function_id)
+        self.by_one_answer(self._keep_outputs, end)
         self._give_back_if_ended()
 
     def try_end_curr_warmup(self, function_id: Any) -> None:
-        with self.one_answer():
-            self._keep_outputs()
-            super().try_end_curr_warmup(function_id)
+        end = functools.partial(super().try_end_curr_warmup, function_id)
+        self.by_one_answer(self._keep_outputs, end)
         self._give_back_if_ended()
 
     def _give_back_if_ended(self) -> None:

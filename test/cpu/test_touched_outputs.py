@@ -7,6 +7,7 @@ left on them, and memory that the program gave an output is the program's.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import unittest
 import weakref
@@ -266,6 +267,39 @@ class TestInterrupts(OnCpuTestCase):
         for step in (5, 6):
             self.assertEqual(function.call(step), [all_of(step)] * 2)
         self.assertEqual(outputs, [all_of(3)] * (2 * is_kept))
+
+    @parametrize("is_kept", [False, True])
+    def test_while_a_path_is_about_to_end(self, is_kept):
+        """In the middle of a step; the program keeps the traceback, as an interactive one does."""
+        function = Function(mode=CompilationMode.FORWARD)
+        manager = function.manager
+        first = function.call(3.0)
+        manager.current_gen = manager.get_curr_generation()
+        kept = []
+
+        def trace(frame, event, _):
+            is_generator = frame.f_code.co_flags & inspect.CO_GENERATOR
+            if event == "return" and not is_generator and manager._begins_step is not None and kept == []:
+                kept.append(frame.f_code.co_name)
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        with mock.patch("torch.cuda.is_current_stream_capturing", return_value=False):
+            try:
+                sys.settrace(trace)
+                manager.try_end_curr_execution()
+            except KeyboardInterrupt as error:
+                kept.append(error)
+            finally:
+                sys.settrace(before)
+        self.assertEqual(len(kept), 2)
+        manager.running_forwards_with_pending_backwards = False
+        if not is_kept:
+            first.clear()
+        for step in (5, 6):
+            self.assertEqual(function.call(step), [all_of(step)])
+            self.assertEqual(first, [all_of(3)] * is_kept)
 
     @parametrize("is_kept", [False, True])
     def test_while_cached_outputs_are_dropped(self, is_kept):
