@@ -47,7 +47,7 @@ from .plan import MOST_STAGED_NBYTES, How, Placed, Plan, Value, needs
 from .rounding import lower_rounding, rounded_product, rounded_quotient, rounded_to
 from .staging import staged
 
-# What a new node says about its origin. Inductor names kernels by it, and keeps what it tunes under a hash with the name.
+# What a node says about its origin. Inductor names kernels by it, and keeps what it tunes under a hash with the name.
 _ORIGIN = ("stack_trace", "original_aten", "from_node")
 
 
