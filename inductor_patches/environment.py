@@ -8,7 +8,6 @@ needs neither torch nor ``pygraph_trees``.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 import warnings
@@ -63,11 +62,8 @@ def value_of(variable: str, values: Sequence[str], default: str | int) -> str | 
         return choice(variable, values, instead)
     value = os.environ.get(variable, "")
     word = value.strip()
-    if not word:
-        return None
-    if word.isascii() and word.isdigit():
-        with contextlib.suppress(ValueError):  # Python's limit of digits
-            return int(word)
+    if not word or (word.isascii() and word.isdigit()):
+        return int(word) if word else None
     _warn(ValueIgnored, variable, value, "", allowed="0, 1, 2, ...", instead=instead)
     return None
 
