@@ -1,7 +1,7 @@
 """Patch of ``torch._functorch._aot_autograd.aot_autograd_result``: programs that come from AOTAutograd's cache.
 
-For such a program only the cache's entry has AOTAutograd's metadata, which a compilation leaves in the tracing context.
-The replacement keeps it while the program's graphs are put to use.
+A compilation leaves AOTAutograd's metadata in the tracing context; for such a program, only the cache's entry has it.
+The replacement keeps the metadata while the program's graphs are installed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Patches of ``torch._inductor.compile_fx``.
 
-Every whole graph and every partition goes through ``cudagraphify``, which becomes the drop-in's. The passes over a
-graph are counted, so that placement knows a graph inside another one, and ``compile_fx`` compiles without CUDA graphs
-if the flags say so.
+Every whole graph and every partition goes through ``cudagraphify``, which the drop-in replaces. Nested passes over
+graphs are counted, so placement recognizes a graph inside another one. ``compile_fx`` compiles without CUDA graphs if
+the flags say so.
 """
 
 from __future__ import annotations

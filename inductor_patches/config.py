@@ -1,9 +1,9 @@
 """The flags in ``torch._inductor.config.triton``: entries that check their values.
 
-Entries are added to ``config._config``, and undoing removes them. Each one is part of the FX and AOTAutograd cache
-keys, which keeps artifacts of patched and unpatched processes apart, unless its name is in
-``_cache_config_ignore_prefix``, as for flags that act only at run time. The entry ``pygraph_version`` holds the version
-and a hash of the code that shapes artifacts.
+Entries are added to ``config._config``, and undoing removes them. Each entry is part of the FX and AOTAutograd cache
+keys, which keeps artifacts of patched and unpatched processes apart. The exceptions are flags that act only at run
+time: their names are in ``_cache_config_ignore_prefix``. The entry ``pygraph_version`` holds the version and a hash of
+the code that shapes artifacts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import secrets
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from . import environment
@@ -87,15 +88,22 @@ def _attribute_entry(flag: Flag, unset: object) -> type:
 
 
 def _mark_dirty(config: Any) -> None:
-    """Makes the config compute its dictionary and hash again after entries were added or removed."""
+    """Makes the config compute its dictionary and hash again after entries were added or removed.
+
+    Each thread may keep both. A new context variable has its default, which is dirty, in all threads.
+    """
     from pygraph_trees.compat import has_dirty_keys, has_hash_variable
 
     if has_dirty_keys():
-        config._get_dict_dirty_keys_var.set(None)
+        _replace_variable(config, "_get_dict_dirty_keys_var", None)
     if has_hash_variable():
-        config._hash_dirty_var.set(True)
+        _replace_variable(config, "_hash_dirty_var", True)
     else:
         config._is_dirty = True
+
+
+def _replace_variable(config: Any, name: str, default: object) -> None:
+    vars(config)[name] = ContextVar(vars(config)[name].name, default=default)
 
 
 def _ignored_prefix_lists(config: Any) -> list[list[str]]:

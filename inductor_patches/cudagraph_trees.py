@@ -1,7 +1,7 @@
 """Patches of ``torch._inductor.cudagraph_trees``: our recording, manager, container, entry of functions and reset.
 
-Upstream looks all names up in the module when it uses them, so rebinding them there is enough. Thread-local state,
-liveness and pool rules, and additions of a torch version, stay upstream's.
+Upstream looks all names up in the module when it uses them, so rebinding them there is enough. Thread-local state, the
+rules of liveness and pools, and additions of a torch version stay upstream's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Patches of ``torch._dynamo.utils``: the two profiler marks around the code that gathers a compiled function's inputs.
 
-Each call of a compiled function makes them, also if no profiler runs. The replacements then do nothing. Torch 2.15 no
-longer wraps the marks in ``torch._dynamo.disable``, so they stay upstream's there.
+Each call of a compiled function makes these marks, even if no profiler runs; the replacements then do nothing. Torch
+2.15 no longer wraps the marks in ``torch._dynamo.disable``, so they stay upstream's there.
 """
 
 from __future__ import annotations

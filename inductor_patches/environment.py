@@ -8,6 +8,7 @@ needs neither torch nor ``pygraph_trees``.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import warnings
@@ -62,8 +63,11 @@ def value_of(variable: str, values: Sequence[str], default: str | int) -> str | 
         return choice(variable, values, instead)
     value = os.environ.get(variable, "")
     word = value.strip()
-    if not word or (word.isascii() and word.isdigit()):
-        return int(word) if word else None
+    if not word:
+        return None
+    if word.isascii() and word.isdigit():
+        with contextlib.suppress(ValueError):  # Python's limit of digits
+            return int(word)
     _warn(ValueIgnored, variable, value, "", allowed="0, 1, 2, ...", instead=instead)
     return None
 

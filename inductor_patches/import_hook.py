@@ -48,7 +48,8 @@ class ImportHook(importlib.abc.MetaPathFinder):
         if fullname not in self._waiting:
             return None
         for finder in sys.meta_path:
-            found = None if finder is self else finder.find_spec(fullname, path, target)
+            find_spec = getattr(finder, "find_spec", None)  # the import system passes over finders without it
+            found = None if finder is self or find_spec is None else find_spec(fullname, path, target)
             if found is not None:
                 if found.loader is not None:
                     found.loader = _Loader(found.loader, lambda: self._run(fullname))

@@ -1,7 +1,7 @@
 """Patch of ``torch._dynamo.variables.optimizer``: whether a gradient is static for CUDA graphs.
 
-While no recording is open, torch asserts that one is: an optimizer's step cannot be compiled after a backward that ran
-un-graphed. The replacement then asks the tensor alone.
+Torch asserts that a recording is open, so an optimizer's step cannot be compiled after a backward that ran un-graphed.
+If no recording is open, the replacement decides from the tensor alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Patches of ``torch._inductor.output_code``: the life of a compiled graph.
 
-When a graph is made, it is described for the report, and its saved tensors are noted. When it is put to use, the
-decision whether it is graphed is made. When it is called, the fast path comes first.
+When a graph is made, it is described for the report, and its saved tensors are noted. When it is installed, it is
+decided whether it is graphed. When it is called, the fast path is tried first.
 """
 
 from __future__ import annotations

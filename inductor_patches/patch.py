@@ -2,8 +2,8 @@
 
 :meth:`Patch.mismatches` compares the target's fingerprints (:mod:`.fingerprints`) with the definitions that a
 :class:`Probe` finds in live objects or in source files, and returns what does not fit; such a patch is never applied.
-:meth:`Patch.apply` returns the function that restores the original objects. If other code has replaced the target
-since, that function leaves it alone and warns.
+:meth:`Patch.apply` returns the function that restores the original objects. If other code has replaced the target in
+the meantime, that function does not touch it and warns.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Finds definitions in the source files of a torch that is not imported: a wheel, or a folder that contains ``torch/``.
 
 :class:`SourceProbe` answers from syntax trees as :class:`~.patch.LiveProbe` does from objects. A path that is neither a
-wheel nor contains a torch raises :class:`NoTorchSources`.
+wheel nor a folder with torch raises :class:`NoTorchSources`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Patch of ``torch.compile``'s options: a flag given in ``options=`` is checked at once.
 
-The check runs before Inductor applies any of the options, so a wrong value raises in ``torch.compile``, and not at the
+The check runs before Inductor applies any option, so a wrong value raises in ``torch.compile`` and not at the
 function's first call.
 """
 

@@ -1,7 +1,7 @@
 """``TORCH_LOGS="pygraph"`` and ``"+pygraph"``: the facts of the report as they happen.
 
-Torch reads ``TORCH_LOGS`` once, during its import, and raises on an unknown name. :func:`register` runs before that if
-``pygraph_trees`` is imported before torch, or, since torch 2.12, if the package is installed, by its entry point.
+Torch reads ``TORCH_LOGS`` once, during its import, and raises on an unknown name. :func:`register` runs earlier if
+``pygraph_trees`` is imported before torch or, since torch 2.12, through the installed package's entry point.
 ``TORCH_LOGS="+pygraph_trees"`` always works.
 """
 

@@ -3,12 +3,14 @@
 ``compare`` runs a target four ways and prints times, costs and the report; ``explain`` shows, without a GPU, how a
 target is split and what each input costs; ``build`` compiles the parts in C and C++; ``profiles`` lists or removes the
 decisions kept on disk. Exit status: 0; 1 if a way failed, its outputs differ from eager's, or it is slower than the
-baseline; 2 for a command that cannot be carried out as given.
+baseline; 2 for a command that cannot be carried out as given; 130 after an interrupt.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import shutil
 import sys
 import time
@@ -25,6 +27,14 @@ if TYPE_CHECKING:
     from pygraph_trees.selection.profiles import Profile
 
 
+class OutputError(PygraphError):
+    template = "standard output: {why}"
+
+
+class NeedsTorch(PygraphError):
+    template = "there is no torch: pip install torch"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Carries out one command; returns the exit status."""
     options = _parser().parse_args(argv)
@@ -36,13 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = "" if options.traceback or error.__cause__ is None else " (--traceback shows where)"
         print(f"error: {error}{hint}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130  # as a shell reports it
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m pygraph_trees", description=__doc__.splitlines()[0])
+    description = "Measures and explains programs with CUDA graphs."  # python -OO has no docstring
+    parser = argparse.ArgumentParser(prog="python -m pygraph_trees", description=description)
     parser.add_argument("--version", action=_Version, help="show versions, and whether the native parts are built")
-    parser.add_argument("--traceback", action="store_true", help="print the traceback of an error in the target")
+    _add_traceback(parser, default=False)
     commands = parser.add_subparsers(title="commands", required=True)
     help_target = (
         "file.py:function or package.module:function returning (model, args), (model, args, kwargs) or (model, args, "
@@ -60,10 +74,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_files(compare, "measurements and report")
     compare.add_argument(
-        "--baseline", type=Path, metavar="FILE", help="exit with 1 if a way is slower than in FILE, from --json"
+        "--baseline", type=_file, metavar="FILE", help="exit with 1 if a way is slower than in FILE, from --json"
     )
     compare.add_argument(
-        "--tolerance", type=float, default=5, metavar="PERCENT", help="by which it may be slower (default 5)"
+        "--tolerance", type=_percent, default=5, metavar="PERCENT", help="by which it may be slower (default 5)"
     )
     compare.set_defaults(command=_compare)
 
@@ -80,6 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     profiles = commands.add_parser("profiles", help="list what was decided of functions in earlier processes")
     profiles.add_argument("--clear", action="store_true", help="remove all of it, so that functions are measured again")
     profiles.set_defaults(command=_profiles)
+    for command in (compare, explain, built, profiles):
+        _add_traceback(command, default=argparse.SUPPRESS)  # keeps the one given before the command
     return parser
 
 
@@ -97,26 +113,69 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+def _add_traceback(parser: argparse.ArgumentParser, default: bool | str) -> None:
+    what = "print the traceback of an error in the target"
+    parser.add_argument("--traceback", action="store_true", default=default, help=what)
+
+
 def _add_arch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", default="sm_90", help="architecture of the GPU to explain for (default sm_90)")
 
 
 def _add_files(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help=f"also write {what} to FILE")
-    parser.add_argument("--html", type=Path, metavar="FILE", help=f"also write {what} as a page to FILE")
+    parser.add_argument("--json", type=_file, metavar="FILE", help=f"also write {what} to FILE")
+    parser.add_argument("--html", type=_file, metavar="FILE", help=f"also write {what} as a page to FILE")
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of 1 or more, got {text}")
-    return value
+    with contextlib.suppress(ValueError):
+        if (value := int(text)) >= 1:
+            return value
+    raise argparse.ArgumentTypeError(f"expected a whole number of 1 or more, got {text!r}")
+
+
+def _percent(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if (value := float(text)) >= 0:
+            return value
+    raise argparse.ArgumentTypeError(f"expected a number of 0 or more, got {text!r}")
+
+
+def _file(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("expected the name of a file, got ''")
+    return Path(text)
+
+
+def _show(text: object) -> None:
+    """Prints a result; raises :class:`OutputError` if standard output cannot take it."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        with open(os.devnull, "wb") as nowhere:  # takes what is left in the buffer, which Python writes at exit
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        raise OutputError(why=error.strerror) from None
+
+
+def _check_torch() -> None:
+    """Raises if there is no torch, or if its compiler cannot make its cache: then it cannot be imported."""
+    from .native.location import torch_folder
+    from .selection.profiles import NoCacheFolder, Profiles
+
+    if torch_folder() is None:
+        raise NeedsTorch
+    folder = Profiles.default().folder.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NoCacheFolder(folder=folder, why=error.strerror) from None
 
 
 def _compare(options: argparse.Namespace) -> int:
     from .cli import destination
 
     destination.check({"--json": options.json, "--html": options.html})
+    _check_torch()
     import torch
 
     from pygraph_trees.benchmark.verify import NO_GPU, NothingVerified
@@ -124,10 +183,16 @@ def _compare(options: argparse.Namespace) -> int:
     from .benchmark import WAYS, Effort, compare
     from .benchmark.baseline import Baseline
     from .benchmark.outcome import NeedsGpu, Outcome
+    from .benchmark.ways import MORE_WAYS, UnknownWayError
     from .cli import target
     from .cli.progress import Progress
     from .settings import Settings
 
+    ways = options.ways.split(",") if options.ways else WAYS
+    known = (*WAYS, *MORE_WAYS)
+    for way in ways:
+        if way not in known:
+            raise UnknownWayError(allowed=", ".join(known), got=way)
     verifies = Settings.current().verify == "on"
     if not torch.cuda.is_available():
         if verifies:
@@ -135,15 +200,14 @@ def _compare(options: argparse.Namespace) -> int:
         for option in ("json", "html", "baseline"):
             if getattr(options, option) is not None:
                 raise NeedsGpu(instead=f"it has no measurements for --{option}")
-        print("compare needs a GPU, and torch finds none here; `explain` shows what it would run.\n")
+        _show("compare needs a GPU, and torch finds none here; `explain` shows what it would run.\n")
         return _explain(options)
 
     baseline = Baseline.read(options.baseline, torch.cuda.get_device_name()) if options.baseline else None
     program = target.resolve(options.target, torch.device("cuda"))
-    ways = options.ways.split(",") if options.ways else WAYS
     measurements = compare(program, ways, Effort(rounds=options.rounds), Progress())
     found = Outcome(tuple(measurements), report())
-    print(found)
+    _show(found)
     if options.json:
         options.json.write_text(found.to_json() + "\n", encoding="utf-8")
     if options.html:
@@ -153,22 +217,25 @@ def _compare(options: argparse.Namespace) -> int:
         raise NothingVerified(why="no part of the target ran in a CUDA graph of ours; the report says why")
     slower = [] if baseline is None else list(baseline.slower(found.measurements, options.tolerance / 100))
     for line in slower:
-        print(f"slower than {options.baseline}: {line}")
+        _show(f"slower than {options.baseline}: {line}")
     return 1 if found.failed or slower else 0
 
 
 def _explain(options: argparse.Namespace) -> int:
+    from .cli import destination
+
+    destination.check({"--json": options.json, "--html": options.html})
+    _check_torch()
     import torch
 
-    from .cli import destination, target
+    from .cli import target
     from .cli.explain import explain
     from .cli.progress import Progress
 
-    destination.check({"--json": options.json, "--html": options.html})
     program = target.resolve(options.target, torch.device("meta"))
     with target.raising_errors_of(options.target or target.DEFAULT):
         explained = explain(program, options.arch, Progress())
-    print(explained)
+    _show(explained)
     if options.json:
         options.json.write_text(explained.to_json() + "\n", encoding="utf-8")
     if options.html:
@@ -179,7 +246,7 @@ def _explain(options: argparse.Namespace) -> int:
 def _build(options: argparse.Namespace) -> int:
     from .native import build
 
-    print(f"built in {build.build()}")
+    _show(f"built in {build.build()}")
     return 0
 
 
@@ -189,14 +256,14 @@ def _profiles(options: argparse.Namespace) -> int:
 
     profiles = Profiles.default()
     if options.clear:
-        print(f"{_count_profiles(profiles.clear())} removed from {profiles.folder}")
+        _show(f"{_count_profiles(profiles.clear())} removed from {profiles.folder}")
         return 0
     found, now_s = profiles.list(), time.time()
     if found:
         head = ("function", "decision", "us", "against us", "for", "uses", "age")
         rows = [_profile_row(profile, now_s) for profile in found]
-        print(table(head, rows, max(80, shutil.get_terminal_size((100, 24)).columns)) + "\n")
-    print(f"{_count_profiles(len(found))} in {profiles.folder}")
+        _show(table(head, rows, max(80, shutil.get_terminal_size((100, 24)).columns)) + "\n")
+    _show(f"{_count_profiles(len(found))} in {profiles.folder}")
     return 0
 
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
-_COVERED = ("pygraph_trees", "inductor_patches", "test/gpu")
+PRODUCT = ("pygraph_trees", "inductor_patches")
+_TESTED = (*PRODUCT, "test/gpu")
 # The code that rewrites a graph, decides how it is partitioned, or describes it on its artifact; a folder stands for
 # all its modules.
 ARTIFACT_CODE = (
@@ -37,10 +38,10 @@ ARTIFACT_CODE = (
 _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def code_hash(root: Path = _ROOT) -> str:
-    """The SHA-256 of tested code, 64 hexadecimal digits; ``root`` is the checkout's folder."""
+def code_hash(root: Path = _ROOT, folders: Sequence[str] = _TESTED) -> str:
+    """The SHA-256 of the code in these folders, 64 hexadecimal digits; ``root`` is the checkout's folder."""
     digest = hashlib.sha256()
-    for path in covered_files(root):
+    for path in covered_files(root, folders):
         digest.update(f"{path.relative_to(root).as_posix()}\n".encode())
         text = path.read_text(encoding="utf-8")
         for piece in _pieces(ast.parse(text)) if path.suffix == ".py" else (text,):
@@ -68,9 +69,9 @@ def artifact_files(root: Path = _ROOT) -> list[Path]:
     return sorted(file for path in named for file in ([path] if path.suffix == ".py" else path.rglob("*.py")))
 
 
-def covered_files(root: Path = _ROOT) -> list[Path]:
+def covered_files(root: Path = _ROOT, folders: Sequence[str] = _TESTED) -> list[Path]:
     """The files that :func:`code_hash` covers, in hashing order."""
-    files = (path for part in _COVERED for path in (root / part).rglob("*"))
+    files = (path for folder in folders for path in (root / folder).rglob("*"))
     return sorted(path for path in files if path.suffix in (".py", ".c", ".cpp", ".h"))
 
 

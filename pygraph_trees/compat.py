@@ -1,9 +1,9 @@
 """Every question about the version of torch, one function each.
 
-A function looks for what torch has, never at its version number, so nightly builds and backports get the right answer;
-a comment names the version that started or ended it. A question without a parameter has one answer for a process, also
-while patches are on, so code for replays keeps it. A question with a parameter is about an object. Torch is imported
-when a question is asked.
+A function checks whether torch has a feature, never its version number, so nightly builds and backports get the right
+answer; a comment names the version that added or removed the feature. A question without a parameter has one answer per
+process, even while patches are on, so replay code keeps it. A question with a parameter is about an object. Torch is
+imported when a question is asked.
 """
 
 from __future__ import annotations
@@ -87,12 +87,6 @@ def lists_groups_of_parameters(state: Any) -> bool:
     """Whether FSDP2's state of a module has a list of groups of parameters; otherwise it has one group or None."""
     # Since 2.12.
     return hasattr(state, "_fsdp_param_groups")
-
-
-def sees_what_autograd_holds(node: Any) -> bool:
-    """Whether a recording counts an output as alive if only autograd holds it."""
-    # Since 2.15.
-    return hasattr(node, "liveness_check_state")
 
 
 def is_kernel_free(function: Any) -> bool:

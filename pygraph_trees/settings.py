@@ -24,6 +24,12 @@ class InvalidFlag(PygraphError):
     template = "{name} must be one of {allowed}; got {value!r}.{hint}"
 
 
+class UnknownFlag(PygraphError):
+    """An option has the name of no flag."""
+
+    template = "{name} is no option; the flags are {allowed}.{hint}"
+
+
 @dataclass(frozen=True, slots=True)
 class Flag:
     name: str  # in torch._inductor.config.triton
@@ -122,9 +128,17 @@ def checking_options(upstream: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(upstream)
     def apply_options(self: Any, options: dict[str, Any] | None) -> None:
         for key, value in (options or {}).items():
-            flag = flags.get(key.replace("-", "_"))
+            name = key.replace("-", "_")
+            flag = flags.get(name)
             if flag is not None:
                 flag.check(value)
+            elif "pygraph_" in name:  # torch would list all of its options
+                from torch._inductor import config
+
+                if name not in config.get_config_copy():
+                    near = difflib.get_close_matches(name, flags, n=1)
+                    hint = f" Did you mean {near[0]!r}?" if near else ""
+                    raise UnknownFlag(name=key, allowed=", ".join(flags), hint=hint)
         upstream(self, options)
 
     return apply_options

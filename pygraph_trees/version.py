@@ -1,4 +1,4 @@
-"""The version of the package, part of Inductor's cache keys while the patches are on; the version of Triton."""
+"""The versions of the package, which is part of Inductor's cache keys while the patches are on, and of Triton."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Earlier measurements of a program, to which new ones are compared, as in a CI.
+"""Earlier measurements of a program, with which new ones are compared, for example in CI.
 
-:meth:`Baseline.read` reads a file that ``compare --json`` wrote. It raises :class:`NoBaseline` for another file, and
-:class:`OtherGpu` if the times are of another GPU than this process has.
+:meth:`Baseline.read` reads a file that ``compare --json`` wrote. It raises :class:`NoBaseline` for any other file, and
+:class:`OtherGpu` if the times are from another GPU than this process has.
 """
 
 from __future__ import annotations

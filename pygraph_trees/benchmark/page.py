@@ -1,4 +1,4 @@
-"""The parts of a comparison's page besides the report: figures of each way, bars, and a timeline of one call.
+"""The parts of a comparison's page besides the report: each way's figures, bars, and a timeline of one call.
 
 :func:`sections` takes measurements and returns sections of HTML; :func:`write_page` writes the page. Drawings are
 inline SVG. Times are in µs or ms, as labelled, and bars begin at 0. A missing figure is left out.

@@ -1,9 +1,9 @@
 """Measurements and result files.
 
-A :class:`Measurement` is one way of running one workload in one regime. A :class:`Results` is a file of them, with
-place and time. Both convert to JSON and back without loss. Fields may be added, but never dropped. Times are medians
-over rounds. A failed measurement has ``error`` set and no figures; an unavailable figure is None. The compile time
-belongs to the way and appears in both regimes. A malformed file raises :class:`ResultsFormatError`.
+A :class:`Measurement` is one way of running one workload in one regime. A :class:`Results` is a file of measurements,
+with machine, versions and date. Both convert to JSON and back without loss. Fields may be added, but never dropped.
+Times are medians over rounds. A failed measurement has ``error`` set and no figures; an unavailable figure is None. The
+compile time belongs to the way and appears in both regimes. A malformed file raises :class:`ResultsFormatError`.
 """
 
 from __future__ import annotations

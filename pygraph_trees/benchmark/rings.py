@@ -2,8 +2,8 @@
 
 A :class:`Ring` holds the program's inputs (set 0) and clones of them, allocated before timing. A clone copies whole
 storages, so strides, offsets, overlaps and shared storage stay. Inputs that are not ``live`` are the same in all sets.
-A byte budget limits their number, two at least. :meth:`Ring.restore` resets a set from a copy that the program never
-sees.
+A byte budget limits the number of sets, which is at least two. :meth:`Ring.restore` resets a set from a copy that the
+program never sees.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Makes calls before the measured ones, until a program has chosen how its inputs are given.
 
 :func:`call_until_chosen` calls the program until ``indirection.route_rule`` has decided and its choice is in use, or
-until a limit of calls or time is reached. Then the measured calls do not contain the choice itself. :func:`routes_of`
+until a limit of calls or time is reached. The measured calls thus exclude the choice itself. :func:`routes_of`
 describes the choices.
 """
 

@@ -1,9 +1,9 @@
 """Verifies that a function compiled with CUDA graphs gives the same results as without.
 
-:func:`verify` runs both on arguments that are at another address in each call, and overwrites those of earlier calls: a
-graph that still reads an old address is revealed. Arguments and modules are copied, so the caller's stay unchanged. A
-difference raises :class:`DiffersUngraphed`. Without a GPU, or if nothing runs in a CUDA graph, :class:`NothingVerified`
-is raised.
+:func:`verify` runs both on arguments that are at another address in each call, and overwrites those of earlier calls,
+which reveals a graph that still reads an old address. Arguments and modules are copied, so the caller's stay unchanged.
+A difference raises :class:`DiffersUngraphed`. Without a GPU, or if nothing runs in a CUDA graph,
+:class:`NothingVerified` is raised.
 """
 
 from __future__ import annotations

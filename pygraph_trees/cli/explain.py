@@ -1,8 +1,8 @@
 """Explains, without a GPU, how a program would run on one.
 
-:func:`explain` lowers a program for a named architecture on fake tensors and returns an :class:`~.Explanation`: each
-graph's partitions, what keeps some of them outside of CUDA graphs, the inputs of each graphed partition by kind and
-bytes, graph breaks, and the effect of each feature under the current flags. Errors of the program are raised.
+:func:`explain` lowers a program for a named architecture on fake tensors and returns an :class:`~.Explanation`. This
+has each graph's partitions, the causes that keep some outside of CUDA graphs, the inputs of each graphed partition by
+kind and bytes, graph breaks, and the effect of each feature under the current flags. Errors of the program are raised.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils import _pytree as pytree
 
+import inductor_patches
+from pygraph_trees.errors import PygraphError
 from pygraph_trees.fake_gpu import ValueNeededError, absent_gpu, lower
+from pygraph_trees.fake_gpu.tracing import modules_of
 from pygraph_trees.report.compiled import partitions_of
 from pygraph_trees.report.naming import mode_name
 from pygraph_trees.report.records import PLACED, WHY_NOT_PLACED
 from pygraph_trees.report.summary import breaks_in
+from pygraph_trees.selection.functions import why_not_graphed
 from pygraph_trees.settings import Settings
 
 from .explanation import ExplainedGraph, ExplainedPartition, Explanation, Input
@@ -31,13 +36,34 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int, str], None]
 
+_WHAT_TO_DO = {"disabled": "; unset PYGRAPH_DISABLE", "off": "; call inductor_patches.install()"}
+
+
+class PatchesOffError(PygraphError):
+    template = "explain needs the patches of {feature!r}, and their state is {state!r}{hint}"
+
+
+class OnCpuError(PygraphError):
+    """The program failed, and its inputs and its parameters are on different devices."""
+
+    template = "{found}; put the {left} on device='meta', which stands for the GPU"
+    found: str
+
 
 def explain(program: Program, arch: str = "sm_90", progress: Progress | None = None) -> Explanation:
     """Explains a program whose GPU tensors are on ``meta``; raises what the program raises.
 
     Args:
         progress: called with the steps done, their number, and the name of the next one.
+
+    Raises:
+        PatchesOffError: torch is not patched, so its graphs lack what an explanation tells.
+        OnCpuError: the program failed, probably because its inputs or parameters were left on the CPU.
     """
+    for status in inductor_patches.status():
+        if status.state not in ("on", "waiting"):
+            hint = _WHAT_TO_DO.get(status.state, "")
+            raise PatchesOffError(feature=status.feature, state=status.state, hint=hint)
     tell = progress or (lambda done, total, text: None)
     before: Sequence[LoweredGraph] | None = None
     breaks: Counter[str] = Counter()
@@ -77,6 +103,27 @@ def _lowered(program: Program, arch: str, breaks: Counter[str]) -> tuple[Sequenc
         if not error.graphs:
             raise
         return error.graphs, str(error)
+    except RuntimeError as error:
+        found = _left_on_cpu(program)
+        if found is None:
+            raise
+        raise OnCpuError(found=found[1], left=found[0]) from error
+
+
+def _left_on_cpu(program: Program) -> tuple[str, str] | None:
+    """What is on the CPU alone, inputs or the model, and a sentence that says so; None if neither is."""
+    leaves = pytree.tree_leaves((program.args, dict(program.kwargs)))
+    inputs = {leaf.is_cpu for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    parameters = {
+        tensor.is_cpu and not all_on_gpu
+        for module, all_on_gpu in modules_of(program.fn).items()
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    }
+    if inputs == {True} and False in parameters:
+        return "inputs", "all inputs are on the CPU, and parameters count as on the GPU"
+    if parameters == {True} and False in inputs:
+        return "model", "all parameters are on the CPU, and inputs on the GPU"
+    return None
 
 
 @contextlib.contextmanager
@@ -96,11 +143,18 @@ def _explained(graph: LoweredGraph) -> ExplainedGraph:
     return ExplainedGraph(
         name=graph.name,
         mode=mode_name(is_backward=graph.is_backward, is_inference=graph.is_inference),
-        not_graphed=graph.disabled_reason or None,
+        not_graphed=_why_not_graphed(graph),
         partitions=tuple(partitions(graph)),
         placed=tuple(placed),
         why_not_placed=graph.gm.meta.get(WHY_NOT_PLACED),
     )
+
+
+def _why_not_graphed(graph: LoweredGraph) -> str | None:
+    left_out = why_not_graphed(Settings.current())
+    if left_out is None and "cuda" not in graph.graph.device_types:
+        return "all of its tensors are on the CPU; device='meta' stands for the GPU"
+    return left_out or graph.disabled_reason or None
 
 
 def _readable_names(graph: LoweredGraph) -> dict[str, str]:

@@ -131,7 +131,9 @@ def _graph(graph: ExplainedGraph) -> str:
     title = f"{graph.name}, {graph.mode}"
     if graph.not_graphed is not None:
         outside = _kernels(sum((Counter(p.partition.kernels) for p in graph.partitions), Counter()))
-        return f"{title}: not graphed, {outside} outside: {' '.join(graph.not_graphed.split())}"
+        return textwrap.fill(
+            f"{title}: not graphed, {outside} outside: {graph.not_graphed}", WIDTH, subsequent_indent="  "
+        )
     parts, graphed = len(graph.partitions), graph.graphed
     lines = [f"{title}: {counted(parts, 'partition')}, {'all' if graphed == parts else graphed} graphed"]
     for number, part in enumerate(graph.partitions, 1):

@@ -27,11 +27,15 @@ from pygraph_trees.errors import PygraphError
 from pygraph_trees.fake_gpu.tracing import modules_of
 from pygraph_trees.report.naming import FRAME
 
+from .explain import OnCpuError
+
 DEFAULT = "pygraph_trees.cli.default_target:bert_reads_text"
 _WORKLOADS = Path(__file__).resolve().parents[2] / "tools" / "bench" / "workloads" / "__init__.py"
 _RETURNED = "(model, args), (model, args, kwargs) or (model, args, kwargs, loss)"
+_ADD_DEVICE = "add a parameter `device` to the function, and build for it"
 _MOST_TEXT = 300  # characters of an error's text
-_TORCH, _PACKAGE = (str(Path(module).resolve().parent) for module in (torch.__file__, Path(__file__).parent))
+# Not resolved: frames name files as they were imported, which may be through a link.
+_TORCH, _PACKAGE = (str(Path(module).parent) for module in (torch.__file__, Path(__file__).parent))
 
 
 class TargetError(PygraphError):
@@ -67,6 +71,8 @@ def resolve(target: str, device: torch.device) -> Program:
             near = difflib.get_close_matches(target.upper(), workload_names(), n=1)
             if near:
                 raise TargetError(target=target, problem=f"no such workload; did you mean {near[0]}?")
+            if target.endswith(".py"):
+                raise TargetError(target=target, problem=f"it names no function; add one, as in {target}:build")
             raise TargetFormError(target, "no such workload")
         with raising_errors_of(target):
             return workload.build(device)
@@ -88,7 +94,9 @@ def resolve(target: str, device: torch.device) -> Program:
             if isinstance(made, tuple)
             else type(made).__name__
         )
-        raise TargetFormError(target, f"it returned {shape}")
+        is_model_first = isinstance(made, tuple) and 2 <= len(made) <= 4 and callable(made[0])
+        hint = "; args must be a tuple" if is_model_first and not isinstance(made[1], (tuple, list)) else ""
+        raise TargetFormError(target, f"it returned {shape}{hint}")
     return program
 
 
@@ -134,14 +142,22 @@ def raising_errors_of(target: str) -> Iterator[None]:
     """Turns exceptions of the target's code into a :class:`TargetError` with one line of text."""
     try:
         yield
+    except OnCpuError as error:
+        raise TargetError(target=target, problem=f"{error.found}; {_ADD_DEVICE}") from error
     except PygraphError:
         raise
     except ModuleNotFoundError as error:
-        package = str(error.name).partition(".")[0]
-        problem = f"it needs the package {package}, which is not installed: pip install {package}"
+        problem = f"it needs the package {error.name}, which is not installed: pip install {error.name}"
+        if error.name is None:  # raised by a package that looks for others itself
+            problem = _problem(error)
+        elif "." in error.name:  # the package is there
+            problem = f"there is no module {error.name}"
         raise TargetError(target=target, problem=problem) from error
     except SyntaxError as error:
         problem = f"{error.filename}:{error.lineno} is not valid Python: {error.msg}"
+        raise TargetError(target=target, problem=problem) from error
+    except SystemExit as error:  # a script, which may also have refused our command line
+        problem = f"it calls sys.exit({error.code!r}); do this under if __name__ == '__main__'"
         raise TargetError(target=target, problem=problem) from error
     except Exception as error:
         raise TargetError(target=target, problem=_problem(error)) from error
@@ -160,10 +176,7 @@ def _problem(error: Exception) -> str:
     if traced:
         place = f"{traced[-1]['file']}:{traced[-1]['line']} in {traced[-1]['function']}"
     if frames and frames[-1].name == "_lazy_init" and not torch.cuda.is_available():
-        return (
-            f"it uses a GPU{f' at {place}' if place else ''}, and torch finds none; add a parameter `device` to the "
-            "function, and build for it"
-        )
+        return f"it uses a GPU{f' at {place}' if place else ''}, and torch finds none; {_ADD_DEVICE}"
     first = next((line.strip() for line in str(root).splitlines() if line.strip()), "")
     shown = first if len(first) <= _MOST_TEXT else first[: _MOST_TEXT - 3] + "..."
     return f"{type(root).__name__}: {shown}" + (f" ({place})" if place else "")
@@ -188,7 +201,13 @@ def _module(target: str, place: str) -> ModuleType:
         if not path.exists():
             raise TargetFormError(target, f"there is no file {place}")
         sys.path.insert(0, str(path.resolve().parent))  # so that it can import its neighbours, as a script can
-        return _load(path.stem, path)
+        # A name of its own, so that a file named like a loaded module, such as random.py, does not replace it. Without
+        # dots: pickle finds the module by its name.
+        return _load(f"pygraph_target_{path.stem.replace('.', '_')}", path)
+    if Path(place).is_file():
+        raise TargetFormError(target, f"{place} is not a .py file")
+    if not all(part.isidentifier() for part in place.split(".")):
+        raise TargetFormError(target, f"{place!r} is neither a .py file nor the name of a module")
     sys.path.insert(0, "")
     try:
         return importlib.import_module(place)

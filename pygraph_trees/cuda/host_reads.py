@@ -1,7 +1,7 @@
 """The time at which a program reads the CPU memory that it gives to the GPU.
 
 Placement derives a :class:`HostRead` from the graph and writes it into generated code as a number, so the numbers must
-not change. Staging must then not read the memory earlier or later than the program does.
+not change. Staging must read the memory neither earlier nor later than the program does.
 """
 
 from __future__ import annotations

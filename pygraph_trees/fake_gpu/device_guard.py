@@ -2,8 +2,8 @@
 
 Inside :func:`no_op_device_guard`, C++ code that looks up the CUDA device guard finds torch's no-op guard, and code that
 asks for the accelerator's type finds CUDA. Fake CUDA tensors can then be moved, made contiguous and differentiated. On
-exit both are as before. If torch has a CUDA device, nothing changes. If torch cannot be convinced, everything is undone
-and :class:`NoDeviceGuardError` is raised. README.md explains the method.
+exit both are as before. If torch has a CUDA device, nothing changes. If any step fails, everything is undone and
+:class:`NoDeviceGuardError` is raised. README.md explains the method.
 """
 
 from __future__ import annotations

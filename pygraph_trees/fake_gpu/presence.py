@@ -1,7 +1,7 @@
 """Makes torch, Inductor and Triton act as if one CUDA GPU, ``cuda:0`` of a named architecture, existed.
 
 :func:`absent_gpu` replaces what they ask about GPUs. On exit, even by an exception, every replaced attribute is the
-very object from before, and memoised answers that may depend on the GPU are dropped. A nested context of another
+original object again, and memoised answers that may depend on the GPU are dropped. A nested context of another
 architecture raises. A real GPU makes no difference. Nothing can run on the fake GPU: it serves tracing, lowering and
 code generation.
 """

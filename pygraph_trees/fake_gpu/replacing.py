@@ -1,7 +1,7 @@
 """Replaces attributes temporarily.
 
-:func:`replaced` takes owners, attribute names and new values, and sets them inside a ``with``. On exit, also after an
-exception, each attribute is the very object from before; replacements are undone in reverse order.
+:func:`replaced` takes owners, attribute names and new values, and sets them inside a ``with``. On exit, even after an
+exception, each attribute is the original object again; replacements are undone in reverse order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Traces a program with Dynamo as if its parameters and inputs were on the fake GPU.
 
 :func:`lower` runs the program once on fake tensors and returns what Inductor would have compiled. Whether it returns or
-raises, the program's modules and arguments, the compilers' state and their counters are as before. Only functions of
-the program that were compiled earlier are compiled again at their next call.
+raises, the program's modules and arguments, the compilers' state and their counters are as before. The one exception is
+that functions of the program that were compiled earlier are compiled again at their next call.
 """
 
 from __future__ import annotations

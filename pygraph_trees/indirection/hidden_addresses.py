@@ -1,4 +1,4 @@
-"""Checks, when a graph is recorded, that no unknown kernel holds an input's address that a scan does not see.
+"""Checks, when a graph is recorded, that no unknown kernel holds an input's address in a form that a scan misses.
 
 A :class:`Rehearsal` launches the graph with all inputs at their placeholder addresses, then with inputs at their own
 addresses and other contents at the placeholders. An input for which the results differ in a bit, or the contents

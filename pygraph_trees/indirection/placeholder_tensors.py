@@ -1,8 +1,8 @@
-"""Tensors in the place of a live input.
+"""Tensors that stand in for a live input.
 
-:func:`placeholder_tensor` is at placeholder addresses during the recording, :func:`copy_at` is used for one call, and
-:func:`seen_as` is an output that is a view of the input. None of them has autograd. Addresses and sizes are in bytes,
-offsets and strides in elements.
+:func:`placeholder_tensor` makes one at placeholder addresses for the recording, :func:`copy_at` a copy for one call,
+and :func:`seen_as` an output that is a view of the input. Autograd follows none of them. Addresses and sizes are in
+bytes, offsets and strides in elements.
 """
 
 from __future__ import annotations

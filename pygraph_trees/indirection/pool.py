@@ -1,8 +1,8 @@
 """Which addresses are in a graph pool, from snapshots of the allocator.
 
 A pool grows only when upstream warms up or records in it, and then :meth:`PoolRanges.forget` must be called. Until the
-next such call the ranges of the last snapshot are valid, and :meth:`PoolRanges.holds` is a bisection. A snapshot is
-taken at the first question after it.
+next ``forget`` the ranges of the last snapshot are valid, and :meth:`PoolRanges.holds` is a bisection. The first query
+after a ``forget`` takes a snapshot.
 """
 
 from __future__ import annotations

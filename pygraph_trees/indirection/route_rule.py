@@ -1,9 +1,9 @@
 """The rule that chooses a recording's route: its inputs are patched unless a table pays.
 
-A table pays if at least 16 kernels with variants hold at least 4 inputs whose addresses change in at least a quarter
-of the replays, and if most of the first eight sampled replays are host-bound. :func:`choose_route` decides from these
-:class:`Facts`. A choice is kept for a function and its sizes, also if it is recorded again; the function's log gets
-each choice as a sentence.
+A table pays if at least 16 kernels with variants hold at least 4 inputs whose addresses change in at least a quarter of
+the replays, and if most of the first eight sampled replays are host-bound. :func:`choose_route` decides from these
+:class:`Facts`. A choice is kept for a function and its sizes, even if the function is recorded again; its log gets each
+choice as a sentence.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The rules are functions of plain facts: :func:`why_not_placeholder` before an input is recorded, :func:`decide` after
 the captured graph is scanned, :func:`fits` for a changed address at a replay. All consumers of an input agree. The
-route is table if a kernel reads the address from a slot; kernels that hold it are patched. A reason follows "because".
+route is table if a kernel reads the address from a slot; kernels that hold it are patched. A reason is worded to follow
+"because".
 """
 
 from __future__ import annotations

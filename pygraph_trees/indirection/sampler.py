@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
+from pygraph_trees.cuda.progress import is_over
+
 from .route_rule import (
     BY_TABLE,
     LEAST_INPUTS,
@@ -102,7 +104,7 @@ class Sampler:
             return choice.reason in BY_TABLE and self._go_on(function)
         self._first = self._first if self._samples else (replays, set_calls)
         self._samples += 1
-        self._host_bound += torch.cuda.current_stream(self._device).query()
+        self._host_bound += is_over(torch.cuda.current_stream(self._device))
         self._moved.update(moved)
         self._set_nodes += set_nodes
         if self._samples < SAMPLES:

@@ -1,4 +1,4 @@
-"""The inputs of one recording that are on the CPU, and that nodes of its graph copy from staging buffers.
+"""The CPU inputs of one recording, which nodes of its graph copy from staging buffers.
 
 :class:`StagedInputs` knows when the program reads each of them, checks that the captured graph copies all of them, and
 fills the buffers at each replay. An input's *number* is its position among the staged inputs.

@@ -1,4 +1,4 @@
-"""Staging: how a recording takes inputs that are on the CPU.
+"""Staging: how a recording gets inputs that are on the CPU.
 
 Before a launch, :meth:`Staging.put` writes the call's inputs to a pinned block that no queued launch still reads, and
 returns the addresses for the graph's copies (:class:`Source`): one copy takes most inputs, the others have their own.

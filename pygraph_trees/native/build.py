@@ -188,4 +188,4 @@ def _compile(folder: Path) -> None:
         command.ensure_finalized()
         command.run()
     except (BaseError, CCompilerError) as error:
-        raise BuildFailed(why=str(error)) from error
+        raise BuildFailed(why=f"{error}; they need a C++ compiler and Python's headers") from error

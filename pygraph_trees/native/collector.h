@@ -20,8 +20,15 @@ class CollectorOff {
     }
 
     static void leave() {
-        if (--inside == 0 && was_on)
+        if (inside != 0 && --inside == 0 && was_on) // 0 if this process was forked inside
             PyGC_Enable();
+    }
+
+    /* In a new process: the threads that were inside do not exist there. */
+    static void forked() {
+        if (inside != 0 && was_on)
+            PyGC_Enable();
+        inside = 0;
     }
 
   private:

@@ -129,7 +129,7 @@ Ref replayed(Entry::State *state, Found &found, Replay::State *replay, const Inp
     {
         CollectorOff until_launched; // during the launch, other threads run
         given = given_back(replay, inputs);
-        result = given ? result_at_hand(&state->results, replay, kept, given.get()) : Ref();
+        result = given && are_untouched(replay) ? result_at_hand(&state->results, replay, kept, given.get()) : Ref();
         if (PyErr_Occurred() || !launch(replay))
             return Ref();
     }

@@ -8,6 +8,7 @@
 #include "candidates.cpp"
 #include "entry.cpp"
 #include "gradients.cpp"
+#include "own_outputs.cpp"
 #include "replay.cpp"
 #include "results.cpp"
 #include "tree.cpp"
@@ -43,6 +44,11 @@ PyObject *collector_off(PyObject *, PyObject *list) { return switch_collector(li
 
 PyObject *collector_on(PyObject *, PyObject *list) { return switch_collector(list, false); }
 
+PyObject *collector_forked(PyObject *, PyObject *) {
+    CollectorOff::forked();
+    Py_RETURN_NONE;
+}
+
 PyObject *exchange_memory(PyObject *, PyObject *arguments) {
     PyObject *one, *other;
     if (!PyArg_ParseTuple(arguments, "OO", &one, &other))
@@ -60,6 +66,7 @@ PyObject *exchange_memory(PyObject *, PyObject *arguments) {
 }
 
 PyMethodDef methods[] = {
+    {"collector_forked", collector_forked, METH_NOARGS, "Turns it on after a fork, if it was off for any."},
     {"collector_off", collector_off, METH_O, "Turns the collector off, and sets the list's only item."},
     {"collector_on", collector_on, METH_O, "Turns it on again, unless it is off for others, if the item was set."},
     {"counts", counts, METH_NOARGS, "How many calls asked for a fast replay, and how many got one."},

@@ -6,6 +6,8 @@
 
 #include "addresses.h"
 
+#include <ATen/core/DimVector.h>
+
 #include <array>
 #include <utility>
 #include <vector>
@@ -160,6 +162,14 @@ struct Replay {
     struct Returned {
         uint64_t input, output;
     };
+    /* What a cached output was when it was made; `known` is of NULLs for another output. */
+    struct Made {
+        Known known;
+        const void *data = nullptr, *kind = nullptr;
+        int64_t offset = 0;
+        caffe2::TypeMeta dtype;
+        at::DimVector sizes, strides;
+    };
     struct State {
         PyObject *recording = nullptr; // a weak reference
         PyObject *prepare = nullptr;   // makes the graph hold other addresses, in Python; NULL without live inputs
@@ -176,8 +186,10 @@ struct Replay {
         std::vector<Returned> returned; // inputs that are outputs, unchanged
         bool in_python = false;        // inputs are copied, or an output is made from an input in another way
         bool python_checks = false;    // if Python replays, it also checks which tensors have died
+        bool has_new_history = false;  // whether autograd gives the outputs a new history at each call
         Mortal before, after;
         Mortal outliving; // outputs that are moved if they are alive when the next step begins
+        std::vector<Made> made; // the cached outputs as they were made; empty if not known
 
         std::array<PyObject **, 11> held() {
             return {&recording, &prepare, &addresses, &replays, &graph, &cached,
@@ -228,6 +240,12 @@ bool launch(const Replay::State *replay);
 /* Outputs of a recording that exist already, valid until other code runs: cached outputs, substitutes for others, and
    inputs that are outputs. False if an output must be made. */
 bool at_hand(const Replay::State *replay, PyObject *returned, std::vector<PyObject *> *outputs);
+
+/* Notes the cached outputs, which Python has just made. */
+void note_made(Replay::State *replay);
+
+/* Whether the program left all cached outputs as they were made, so that they can be returned again. */
+bool are_untouched(const Replay::State *replay);
 
 /* The outputs of a recording as a list, made in Python; NULL with an exception. */
 Ref outputs_of(PyObject *recording, const Replay::State *replay, PyObject *returned);

@@ -139,14 +139,15 @@ namespace {
 PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keywords) {
     static const char *known[] = {"recording", "prepare", "addresses", "replays", "graph", "cached", "others",
                                   "places",    "patched", "managed", "returned", "before", "after", "outliving", "handed",
-                                  "check", "make", "run", "python_checks", nullptr};
+                                  "check", "make", "run", "python_checks", "has_new_history", nullptr};
     PyObject *recording, *prepare, *addresses, *replays, *graph, *cached, *others, *places, *patched, *managed, *returned,
         *before, *after, *outliving, *handed, *check, *make, *run;
-    int python_checks = 0;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOO!O!OOOOOOOO!OOOp", const_cast<char **>(known), &recording,
+    int python_checks = 0, has_new_history = 0;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOO!O!OOOOOOOO!OOOpp", const_cast<char **>(known), &recording,
                                      &prepare, &addresses, &replays, &graph, &PyList_Type, &cached, &PyList_Type, &others,
                                      &places, &patched, &managed, &returned, &before, &after, &outliving,
-                                     &PyTuple_Type, &handed, &check, &make, &run, &python_checks))
+                                     &PyTuple_Type, &handed, &check, &make, &run, &python_checks,
+                                     &has_new_history))
         return nullptr;
     if ((addresses != Py_None && addresses_in(addresses) == nullptr) || counter_in(replays) == nullptr) {
         PyErr_SetString(PyExc_TypeError, "expected an Addresses or None, and a Counter");
@@ -181,8 +182,10 @@ PyObject *make_replay(PyTypeObject *type, PyObject *arguments, PyObject *keyword
         state->asked.push_back({index, 0, {}});
     state->in_python = returned == Py_None;
     state->python_checks = python_checks != 0;
+    state->has_new_history = has_new_history != 0;
     for (Py_ssize_t i = 0; i < unchanged.count; i++)
         state->returned.push_back(unchanged[i]);
+    note_made(state);
     return made.release();
 }
 
@@ -283,7 +286,25 @@ Answer prepare(Replay::State *state, Inputs &inputs, bool *is_copied, bool *aske
     return copies.get() == Py_None ? Answer::no : Answer::yes;
 }
 
+PyObject *note_cached(PyObject *self, PyObject *) {
+    if (auto *state = reinterpret_cast<Replay *>(self)->state; state != nullptr)
+        note_made(state);
+    Py_RETURN_NONE;
+}
+
+PyObject *is_untouched(PyObject *self, PyObject *) {
+    const auto *state = reinterpret_cast<Replay *>(self)->state;
+    return PyBool_FromLong(state != nullptr && are_untouched(state));
+}
+
+PyMethodDef replay_methods[] = {
+    {"note_cached", note_cached, METH_NOARGS, "Notes the cached outputs, which were just made."},
+    {"is_untouched", is_untouched, METH_NOARGS, "Whether the program left the cached outputs as they were made."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
 PyType_Slot replay_slots[] = {
+    {Py_tp_methods, replay_methods},
     {Py_tp_doc, const_cast<char *>("One recording's part in a fast replay; see the source.")},
     {Py_tp_new, reinterpret_cast<void *>(translate<make_replay>)},
     {Py_tp_dealloc, reinterpret_cast<void *>(replay_dealloc)},
@@ -302,6 +323,20 @@ Replay::State *pygraph::replay_in(PyObject *object) {
     return Py_TYPE(object)->tp_dealloc == replay_dealloc ? reinterpret_cast<Replay *>(object)->state : nullptr;
 }
 
+/* Whether the inputs that were not released are where `find` found them. */
+static bool are_still_there(const Replay::State *state, const Inputs &inputs) {
+    for (const std::vector<Watched> *all : {&state->fixed, &state->asked})
+        for (const Watched &input : *all) {
+            PyObject *object = inputs.at(input.index);
+            if (object == Py_None)
+                continue;
+            if (object == nullptr || !is_tensor(object) ||
+                reinterpret_cast<uintptr_t>(THPVariable_Unpack(object).data_ptr()) != input.address)
+                return false;
+        }
+    return true;
+}
+
 /* Releases some inputs; false with an exception. */
 static bool release_unneeded(const Inputs &inputs, const std::vector<uint64_t> &indices) {
     for (const uint64_t index : indices) {
@@ -317,6 +352,7 @@ static bool release_unneeded(const Inputs &inputs, const std::vector<uint64_t> &
 }
 
 Answer pygraph::accept(Replay::State *state, Inputs &inputs, bool *is_copied) {
+    *is_copied = false;
     if (state->handed != inputs.handed && (PyTuple_GET_SIZE(state->handed) != 0 || inputs.handed != nullptr))
         return Answer::no; // it was recorded with memory for other outputs
     const Answer found = find(state, inputs);
@@ -331,6 +367,10 @@ Answer pygraph::accept(Replay::State *state, Inputs &inputs, bool *is_copied) {
         if (prepared != Answer::yes)
             return prepared;
     }
+    if (has_run && !are_still_there(state, inputs)) {
+        *is_copied = false;
+        return Answer::no;
+    }
     if (state->python_checks && (*is_copied || state->in_python))
         return release_unneeded(inputs, state->managed) ? Answer::yes : Answer::error;
     if (!has_run && state->after.died_as(state->fixed)) {
@@ -341,7 +381,12 @@ Answer pygraph::accept(Replay::State *state, Inputs &inputs, bool *is_copied) {
     }
     if (!release_unneeded(inputs, state->managed))
         return Answer::error;
-    const int dead = state->after.are_dead(&has_run);
+    bool has_run_again = false;
+    const int dead = state->after.are_dead(&has_run_again);
+    if (has_run_again && !are_still_there(state, inputs)) {
+        PyErr_SetString(PyExc_RuntimeError, "an input was given other memory while a call released its inputs");
+        return Answer::error;
+    }
     if (dead == 1 && state->after.find_among(&state->fixed)) {
         std::unordered_set<uint64_t> dying;
         for (const Watched &input : state->fixed)
@@ -360,40 +405,4 @@ Answer pygraph::accept(Replay::State *state, Inputs &inputs, bool *is_copied) {
 bool pygraph::launch(const Replay::State *replay) {
     counter_in(replay->replays)->value++;
     return bool(Ref(PyObject_CallMethodNoArgs(replay->graph, names.replay)));
-}
-
-bool pygraph::at_hand(const Replay::State *replay, PyObject *returned, std::vector<PyObject *> *outputs) {
-    const Py_ssize_t count = PyList_GET_SIZE(replay->others);
-    if (count == 0 || PyList_GET_SIZE(replay->cached) != count)
-        return false;
-    constexpr Py_ssize_t further = 32;
-    outputs->resize(static_cast<size_t>(count));
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (i + further < count) {
-            const PyObject *later = PyList_GET_ITEM(replay->cached, i + further);
-            Known::ahead(later, 0), Known::ahead(later, 31);
-        }
-        PyObject *output = PyList_GET_ITEM(replay->cached, i);
-        if (output == Py_None)
-            output = PyList_GET_ITEM(replay->others, i);
-        else if (!is_tensor(output) || reinterpret_cast<THPVariable *>(output)->backward_hooks != nullptr)
-            return false; // upstream removes the hooks
-        if (output == Py_NotImplemented)
-            return false;
-        (*outputs)[static_cast<size_t>(i)] = output;
-    }
-    for (size_t i = 0; i < replay->returned.size(); i++)
-        if (replay->returned[i].output < outputs->size())
-            (*outputs)[replay->returned[i].output] = PyTuple_GET_ITEM(returned, static_cast<Py_ssize_t>(i));
-    return true;
-}
-
-Ref pygraph::outputs_of(PyObject *recording, const Replay::State *replay, PyObject *returned) {
-    Ref outputs(PyObject_CallOneArg(replay->make, recording));
-    for (size_t i = 0; outputs && i < replay->returned.size(); i++) {
-        PyObject *input = PyTuple_GET_ITEM(returned, static_cast<Py_ssize_t>(i));
-        if (PySequence_SetItem(outputs.get(), static_cast<Py_ssize_t>(replay->returned[i].output), input) < 0)
-            return Ref();
-    }
-    return outputs;
 }

@@ -83,7 +83,7 @@ struct Place {
 };
 
 /* Whether a tensor has only the given number of references in Python and none in C++, no autograd graph, and a storage
-   that only the tensor and its Python object reference. */
+   that only the tensor and its Python object reference, which nothing else references. */
 inline bool is_dead(PyObject *object, Py_ssize_t references = 1) {
     if (Py_REFCNT(object) != references)
         return false;
@@ -94,7 +94,10 @@ inline bool is_dead(PyObject *object, Py_ssize_t references = 1) {
     if (impl->autograd_meta() != nullptr && tensor->grad_fn() != nullptr)
         return false;
     const c10::Storage &storage = impl->unsafe_storage(); // torch's other accessors are virtual functions
-    return storage && storage.use_count() == 2;
+    if (!storage || storage.use_count() != 2)
+        return false;
+    const PyObject *own = storage.unsafeGetStorageImpl()->pyobj_slot()->load_pyobj();
+    return own != nullptr && Py_REFCNT(const_cast<PyObject *>(own)) == 1;
 }
 
 /* Calls a function and turns C++ exceptions into Python's. */

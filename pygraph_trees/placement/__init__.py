@@ -1,8 +1,8 @@
-"""Computes CPU values that the GPU needs on the GPU, or once at compile time, if no result changes.
+"""Computes CPU values that the GPU needs: on the GPU, or once at compile time, if no result changes.
 
 :func:`place` rewrites one graph as Inductor's post-grad passes leave it. :func:`place_for_graphs` does so if the flags
-ask for it, and stores what it did in the graph module's ``meta``. An error is logged and leaves a valid graph: each
-step of the rewrite is complete in itself. README.md explains the choices.
+ask for it, and stores a record in the graph module's ``meta``. An error is logged and leaves a valid graph: each step
+of the rewrite is complete in itself. README.md explains the choices.
 """
 
 from __future__ import annotations

@@ -66,9 +66,9 @@ def computes_in_double(node: fx.Node) -> bool:
 
 
 def _clamps_beside_zero(node: fx.Node) -> bool:
-    """Whether no bound is zero: with such a bound, CPU and GPU may return zeros with different signs."""
+    """Whether no bound is zero in single precision: then CPU and GPU may return zeros with different signs."""
     bounds = [bound for bound in (*node.args[1:], *node.kwargs.values()) if bound is not None]
-    return all(isinstance(bound, (int, float)) and bound != 0 for bound in bounds)
+    return all(isinstance(bound, (int, float)) and bool(torch.tensor(bound, dtype=torch.float32)) for bound in bounds)
 
 
 def is_conversion(node: fx.Node) -> bool:

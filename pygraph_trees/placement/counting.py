@@ -1,8 +1,9 @@
 """Integers that a kernel computes from its index instead of loading them, and where they differ from the CPU's.
 
-Inductor makes one expression of ``iota`` and the arithmetic on it, which a kernel computes with its 32-bit index. It
-drops the conversions in between. :meth:`Counting.why_not_counted` bounds the numbers and compares them with 32 bits and
-with the types of the nodes. Numbers without a known bound do not fit. ``ranges.py`` bounds fractions, for conversions.
+Inductor merges ``iota`` and the arithmetic on it into one expression, which a kernel computes with its 32-bit index,
+and drops the conversions in between. :meth:`Counting.why_not_counted` bounds the numbers and checks whether they fit 32
+bits and the types of the nodes. Numbers without a known bound do not fit. ``ranges.py`` bounds fractions, for
+conversions.
 """
 
 from __future__ import annotations

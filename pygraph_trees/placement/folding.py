@@ -1,9 +1,9 @@
 """Computes, at compile time, CPU values that depend on constants alone.
 
 :class:`Folding` runs the graph's own operators on real CPU tensors, so a value has eager's bits. It runs no random,
-mutating or custom operator, none whose size is symbolic or depends on data, and at most :data:`MOST_EVALUATED_NBYTES`
-in total. If an operator fails, its value stays on the CPU and the reason is kept. Folding costs a compilation at most
-the time of one eager call of these operators.
+mutating or custom operator, none whose size is symbolic or depends on data, and evaluates at most
+:data:`MOST_EVALUATED_NBYTES` in total. If an operator fails, its value stays on the CPU and the reason is kept. Folding
+costs a compilation at most the time of one eager call of these operators.
 """
 
 from __future__ import annotations

@@ -42,6 +42,8 @@ def looks_up_within(node: fx.Node, value_of: Callable[[fx.Node], torch.Tensor | 
     target: Any = node.target
     looked_up: Any = node.args[0]
     given = node.args[1]  # one index per dimension, or a dimension, or the index into the first dimension
+    if isinstance(given, (list, tuple)) and len(given) > 1 and any(is_mask(index) for index in indices_of(node)):
+        return False  # a mask stands for several dimensions
     dim = given if isinstance(given, int) else 0
     places = enumerate(given) if isinstance(given, (list, tuple)) else ((dim, index) for index in indices_of(node))
     for place, index in places:
@@ -58,9 +60,12 @@ def looks_up_within(node: fx.Node, value_of: Callable[[fx.Node], torch.Tensor | 
 
 def is_by_integers(node: fx.Node) -> bool:
     """Whether the node is an index whose number of elements does not depend on the values."""
-    return node.target is aten.index.Tensor and all(
-        index is None or index.meta["val"].dtype not in (torch.bool, torch.uint8) for index in node.args[1]
-    )
+    return node.target is aten.index.Tensor and not any(map(is_mask, indices_of(node)))
+
+
+def is_mask(index: fx.Node) -> bool:
+    """Whether an index selects where it is true."""
+    return index.meta["val"].dtype in (torch.bool, torch.uint8)
 
 
 def roots_of(node: fx.Node) -> list[fx.Node]:

@@ -47,6 +47,9 @@ from .plan import MOST_STAGED_NBYTES, How, Placed, Plan, Value, needs
 from .rounding import lower_rounding, rounded_product, rounded_quotient, rounded_to
 from .staging import staged
 
+# What a node says about its origin. Inductor names kernels by it, and keeps what it tunes under a hash with the name.
+_ORIGIN = ("stack_trace", "original_aten", "from_node")
+
 
 def place(
     graph: fx.Graph, *, exact: bool = False, stages: bool = True, folds: bool = True, placed: Placed | None = None
@@ -250,8 +253,7 @@ class _Rewriting:
 
     def _call(self, target: Any, args: Any, like: fx.Node, kwargs: Any = None) -> fx.Node:
         node = self._graph.call_function(target, args, kwargs or {})
-        if "stack_trace" in like.meta:
-            node.meta["stack_trace"] = like.meta["stack_trace"]
+        node.meta |= {name: like.meta[name] for name in _ORIGIN if name in like.meta}
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         with contextlib.nullcontext() if self._mode is None else self._mode:
             node.meta["val"] = target(*args, **kwargs)

@@ -82,6 +82,11 @@ def is_integral(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
+def is_narrow(tensor: torch.Tensor) -> bool:
+    """Whether its integers have fewer bits than the 32 in which a kernel computes them."""
+    return is_integral(tensor) and tensor.dtype.itemsize < 4
+
+
 def source_of(node: fx.Node) -> str | None:
     """The line of the user's code that the node comes from."""
     return source_line(node.meta.get("stack_trace"))

@@ -25,6 +25,7 @@ from .nodes import (
     held_tensor,
     is_constructor,
     is_integral,
+    is_narrow,
     is_on_gpu,
     prims,
     tensors_given,
@@ -113,6 +114,8 @@ def why_not_elsewhere(node: fx.Node, *, exact: bool) -> str | None:
     numbers = (arg for arg in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(arg, float))
     if any(number == 0 and math.copysign(1, number) < 0 for number in numbers):
         return "it is given -0.0, of which the GPU's compiler may make 0.0"
+    if any(map(_is_fraction, node.all_input_nodes)):
+        return "it is given a fraction of sizes, which a kernel computes in single precision"
     if _may_divide_by_zero(node):
         return "it divides integers, and a division by zero is an error of the CPU's"
     if exact and not is_exact(node):
@@ -185,10 +188,12 @@ def _is_known(node: fx.Node) -> bool:
     target: Any = node.target
     if target is aten.index_put.default:
         return _writes_one_number(node)
-    if target is aten.view.dtype and any(tensor.dtype in HALVES for tensor in tensors_given(node)):
-        return False  # a kernel holds them in single precision
+    if target is aten.view.dtype and any(tensor.dtype in HALVES | {torch.bool} for tensor in tensors_given(node)):
+        return False  # a kernel holds them in single precision, or in one bit
     packet = target.overloadpacket
     types = {tensor.dtype for tensor in [*tensors_given(node), *tensors_of(node)]}
+    if packet in _COMPARES and types & HALVES and len(types - {torch.bool}) > 1:
+        return False  # the CPU rounds the other one to half precision first
     if packet in _MOVES_ELEMENTS:
         if packet in _CHOOSES_ZEROS and _may_choose_a_zero(node):
             return False
@@ -209,7 +214,19 @@ def _is_widened(node: fx.Node) -> bool:
     target: Any = node.target
     packet = target.overloadpacket
     floors = packet is aten.floor_divide or (packet is aten.div and node.kwargs.get("rounding_mode") is not None)
-    return (packet is aten.relu or floors) and any(tensor.dtype.itemsize < 4 for tensor in tensors_of(node))
+    sums = packet in (aten.sum, aten.prod, aten.cumsum, aten.cumprod)
+    return (packet is aten.relu or floors or sums) and any(map(is_narrow, tensors_of(node)))
+
+
+def _is_fraction(number: fx.Node) -> bool:
+    """Whether a number that is made of sizes is a fraction, or is made of one (``int(n / 3)``)."""
+    value = number.meta.get("val")
+    return isinstance(value, torch.SymFloat) or (isinstance(value, torch.SymInt) and not _is_whole(value.node.expr))
+
+
+def _is_whole(expression: Any) -> bool:
+    """Whether sympy knows that an expression and all parts of it are integers."""
+    return bool(getattr(expression, "is_integer", None)) and all(map(_is_whole, expression.args))
 
 
 def _converts_alike(node: fx.Node) -> bool:

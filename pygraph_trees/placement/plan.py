@@ -24,6 +24,7 @@ from .nodes import (
     cpu_inputs,
     is_constructor,
     is_copy_between_devices,
+    is_narrow,
     is_on_cpu,
     is_on_gpu,
     is_view,
@@ -36,9 +37,9 @@ from .operators import fuses, keeps_elements, rounds_nearly, why_not_elsewhere
 _WRITES = (aten.index_put.default, aten.index_put_.default)
 _INDEX = (*_WRITES, aten.index.Tensor, aten.copy.default, aten.slice_scatter.default, aten._unsafe_index.Tensor)
 
-# A larger value is copied outside of the CUDA graph: once to pinned memory and once to the GPU. Upstream copies pinned
-# memory once, which at about this size takes as long as splitting the graph (measured: 98 us against 80 a call for 4
-# KiB; the host copies 12 to 16 GB/s).
+# A larger value is copied outside of the CUDA graph, once to pinned memory and once to the GPU. Upstream copies pinned
+# memory only once; at about this size, the additional copy takes as long as splitting the graph (measured: 98 us
+# against 80 a call for 4 KiB; the host copies 12 to 16 GB/s).
 MOST_STAGED_NBYTES = 320 << 10
 # Inputs up to this size are copied in place of a smaller value that depends on them: the transfer takes about as long
 # as the shortest one, and copying the value would be a transfer as well.
@@ -129,7 +130,11 @@ class Plan:
             self.why[node] = "it is an input"
             return How.COPIED
         if is_copy_between_devices(node) and is_on_gpu(node.args[0]):
-            return How.KEPT
+            value = node.meta["val"]
+            if node.args[0].op == "placeholder" or value.dtype == torch.bool or not is_narrow(value):
+                return How.KEPT
+            self.why[node] = "a kernel may hold it in more bits than its type has"
+            return How.COPIED
         why = why_not_elsewhere(node, exact=self._exact) or self._counting.why_not_counted(node)
         if node in self.folding.constants:
             if why is None and rounds_nearly(node):

@@ -2,7 +2,7 @@
 
 :func:`largest` returns a bound on the absolute values of all elements, or infinity if none is known or if an element
 may be infinite or NaN. :func:`fits_integers` asks whether all elements fit an integer type. Only then does a conversion
-to that type give the same on every device: processors differ in what they make of other numbers.
+to that type give the same result on every device: processors convert other numbers differently.
 """
 
 from __future__ import annotations

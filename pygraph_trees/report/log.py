@@ -235,7 +235,7 @@ class Journal:
     """The logs of the process, in the order of compilation. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection under it may run a finalizer that comes here
         self._graphs: list[GraphLog] = []
         self._functions: list[FunctionLog] = []
         self._compiling = threading.local()

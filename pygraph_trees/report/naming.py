@@ -20,11 +20,11 @@ def compile_id() -> str | None:
     return None if current is None else str(current)
 
 
-BACKWARD, INFERENCE = "backward", "inference"
+BACKWARD, FORWARD, INFERENCE = "backward", "forward", "inference"
 
 
 def mode_name(*, is_backward: bool, is_inference: bool) -> str:
-    return BACKWARD if is_backward else INFERENCE if is_inference else "forward"
+    return BACKWARD if is_backward else INFERENCE if is_inference else FORWARD
 
 
 def program_name() -> str | None:

@@ -2,7 +2,7 @@
 
 A recording follows the one that was replayed or recorded before it, often of another function. Successive recordings
 are elements of one list. If several follow the same recording, each begins a nested list, so indentation shows choices
-and not steps. Numbers belong to a manager and may repeat. A recording whose parent is ambiguous starts a tree, and says
+and not steps. Numbers belong to a manager and may repeat. A recording whose parent is ambiguous starts a tree and names
 what it follows.
 """
 

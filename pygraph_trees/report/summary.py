@@ -44,7 +44,8 @@ class Report(Snapshot):
         """The report as a self-contained page for a browser, also written to ``path`` if given."""
         text = page(self)
         if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
+            # Arguments of the command line that are no UTF-8 are surrogates.
+            Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
         return text
 
     def diff(self, earlier: Snapshot) -> str:

@@ -1,7 +1,7 @@
 """Renders the report as text.
 
 :func:`render` takes a report and a width in columns, and returns tables and lines that fit the width. Long lists of
-causes and reasons are cut; the first column of a table shrinks if the width is short.
+causes and reasons are shortened; the first column of a table shrinks if the width is small.
 """
 
 from __future__ import annotations

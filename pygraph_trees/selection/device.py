@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pygraph_trees.cuda import progress
+
 
 class CudaDevice:
     """The CUDA device with this index, and its current stream."""
@@ -20,8 +22,7 @@ class CudaDevice:
 
     def is_idle(self) -> bool:
         """Whether the GPU has finished the stream's work."""
-        idle: bool = self._cuda.current_stream(self._index).query()
-        return idle
+        return progress.is_over(self._cuda.current_stream(self._index))
 
     def is_captured(self) -> bool:
         """Whether the program captures the stream's work in a graph of its own, which clocks would break."""
@@ -35,7 +36,7 @@ class CudaDevice:
 
     def us_between(self, begin: Any, end: Any) -> float | None:
         """GPU time between two marks; None if the GPU has not reached the second one."""
-        return begin.elapsed_time(end) * 1e3 if end.query() else None
+        return progress.us_between(begin, end)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Detects that calls have changed since a decision was made.
 
-A :class:`Sample` is one call: its times, run the way that was decided, and whether the GPU was idle before it.
-The first window of samples after a decision sets the reference. If two consecutive windows differ from it, the load has
-changed: sizes, other work, or what waits for what. A window consists of consecutive samples with the same sizes;
-constantly changing sizes never fill one.
+A :class:`Sample` holds the times of one call, run in the chosen way, and whether the GPU was idle before it. The first
+window of samples after a decision is the reference. If two consecutive windows differ from it, the load has changed:
+sizes, other work, or what waits for what. A window consists of consecutive samples with the same sizes; constantly
+changing sizes never fill one.
 """
 
 from __future__ import annotations

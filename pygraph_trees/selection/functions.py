@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pygraph_trees.report.log import FunctionLog
 
 _trials: WeakValueDictionary[str, Trial] = WeakValueDictionary()  # from a program to its newest trial
-_lock = threading.Lock()
+_lock = threading.RLock()  # a collection under it may run a finalizer that comes here
 
 
 class _Compiling(threading.local):

@@ -2,7 +2,7 @@
 
 :meth:`Measurements.time` runs a call once and times it; :meth:`Measurements.add` counts it as measured, and
 :meth:`Measurements.collect` reads the times of calls that the GPU has finished. The first call of each way is not
-measured, nor is a graphed call that is no plain replay. Nothing waits for the GPU.
+measured, nor is a graphed call that is not a plain replay. Nothing waits for the GPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Decides whether functions are graphed: at once if the answer is plain, otherwise by measured calls of both ways.
 
 A :class:`Trial` covers functions that are decided together. Each is a :class:`TrialMember`, called in place of the
-function. All are graphed as torch would do it; if their recordings leave a doubt, steps go graphed and un-graphed in
-turn until one way proves better. No call is repeated. README.md describes the procedure.
+function. All are graphed as torch would do it. If their recordings leave a doubt, steps run graphed and un-graphed in
+turn until the answer is clear or enough is measured. No call is repeated. README.md describes the procedure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from .decision import (
     Decision,
     Execution,
     Facts,
-    Handed,
     Part,
     Rules,
     compare,
@@ -34,6 +33,7 @@ from .decision import (
     plain_way,
 )
 from .drift import Drift, Sample
+from .environment import Environment
 from .measurements import Measurements
 from .turn import TURN
 
@@ -51,6 +51,7 @@ _log = logging.getLogger("pygraph_trees.selection")
 _MOST_STEPS = 60  # with the measured integers, in a trial; also the limit of consecutive steps with others
 _MOST_WAITED = 4096  # steps until the GPU must have finished what is measured
 _MOST_RESTARTS = 3  # of a trial
+_LONGEST_ROW = 4 * _MOST_STEPS  # forwards of one step before their backwards
 
 
 class Phase(enum.Enum):
@@ -58,28 +59,6 @@ class Phase(enum.Enum):
     WAITING = enum.auto()  # calls are graphed; another trial measures
     MEASURING = enum.auto()
     OVER = enum.auto()
-
-
-class Environment:
-    """What a member asks of the function's surroundings; each method has a plain answer."""
-
-    def ended(self, way: Execution) -> None:
-        """Notes the way that is taken from now on."""
-
-    def restarted(self) -> None:
-        """Notes that the trial starts again and needs the function's calls again."""
-
-    def handed(self) -> Handed:
-        """The extra work of graphed functions downstream if this one is un-graphed."""
-        return Handed()
-
-    def has_room(self) -> bool:
-        """Whether memory suffices to record it again while it runs un-graphed."""
-        return True
-
-    def why_not_tried(self) -> str | None:
-        """Why un-graphed calls would disturb other functions too much; None if they would not."""
-        return None
 
 
 class TrialMember:
@@ -216,6 +195,7 @@ class Trial:
         self._steps = 0
         self._others = 0  # consecutive steps with other integers
         self._waited = 0  # steps since the measurement began
+        self._repeats = 0  # consecutive forwards of one step, after the first one
         self._asked: tuple[int, ...] = ()  # integers of the memory's lookup
         self._integers: tuple[int, ...] | None = None  # integers of the measured steps
         self._given: tuple[int, ...] | None = ()  # this step's; None right after a new start
@@ -309,7 +289,7 @@ class Trial:
         if member is first:
             self._given = _integers(inputs)
             self._step()
-        elif member.calls > _MOST_STEPS:
+        elif member.calls > _MOST_STEPS + self._repeats:
             self._end_undecided(None)
         if member.mode != "inference":
             goes_graphed = member.mode == "forward" and self._way is Execution.GRAPHED
@@ -325,11 +305,12 @@ class Trial:
 
     def _step(self) -> None:
         members = self._alive()
-        if self.measures_step():
-            self._steps += not self._awaits_gpu(members)
-            self._others = 0
-        else:
-            self._others += 1
+        if self._is_new_step(members):
+            if self.measures_step():
+                self._steps += not self._awaits_gpu(members)
+                self._others = 0
+            else:
+                self._others += 1
         for member in members:
             member.calls = 0
             member.measurements.collect()
@@ -344,11 +325,22 @@ class Trial:
             else:  # each call runs un-graphed already, the long way
                 self._end(Execution.UNGRAPHED, None, f"{Execution.UNGRAPHED.value}: nothing could be recorded")
 
+    def _is_new_step(self, members: Sequence[TrialMember]) -> bool:
+        """Whether the call counts as a step: not if it is one of several forwards before their backwards.
+
+        In a long row of forwards, as without any backward, one of many counts, and in a longer one each.
+        """
+        backwards = [member for member in members if member.mode == BACKWARD]
+        is_repeat = bool(backwards) and not any(member.calls for member in backwards)
+        self._repeats = self._repeats + 1 if is_repeat else 0
+        return self._repeats % _MOST_STEPS == 0 or self._repeats > _LONGEST_ROW
+
     def _awaits_gpu(self, members: Sequence[TrialMember]) -> bool:
         """Whether all calls are made, and the GPU has yet to finish some; counts the steps until then."""
         self._waited += 1
-        made = min((sum(member.measurements.made(way) for way in Execution) for member in members), default=0)
-        return self.phase is Phase.MEASURING and made >= 2 * self._rules.most_pairs and self._waited < _MOST_WAITED
+        made, rules = _made(members), self._rules
+        is_made = sum(made.values()) >= 2 * rules.most_pairs and min(made.values()) >= rules.fewest_pairs
+        return self.phase is Phase.MEASURING and is_made and self._waited < _MOST_WAITED
 
     def _look(self, members: Sequence[TrialMember]) -> None:
         """Decides without a measurement once everything is recorded, if that is possible."""
@@ -373,11 +365,13 @@ class Trial:
             return
         if self.phase is Phase.WAITING:
             self._start_over(Phase.MEASURING)
-        made = min(sum(member.measurements.made(way) for way in Execution) for member in members)
+        made, fewest = _made(members), self._rules.fewest_pairs
         finished = min(member.measurements.finished(way) for member in members for way in Execution)
-        enough = finished >= self._rules.fewest_pairs
-        compared = compare([member.part() for member in members], self._rules) if enough else None
-        wanted = next_way(made, self._rules, is_clear=compared is not None and compared.is_clear)
+        compared = compare([member.part() for member in members], self._rules) if finished >= fewest else None
+        wanted = next_way(sum(made.values()), self._rules, is_clear=compared is not None and compared.is_clear)
+        lacking = min(made, key=lambda way: made[way])  # a step may call a function many times, all of them one way
+        if made[lacking] < fewest and (wanted is None or made[wanted] >= fewest):
+            wanted = lacking
         if wanted is not None:
             self._way = wanted
         elif compared is not None:  # otherwise the GPU has not caught up
@@ -432,6 +426,11 @@ class Trial:
             member.end(way, why)
         _log.info("%s", why or f"{way.value}: not enough calls could be measured")
         return True
+
+
+def _made(members: Sequence[TrialMember]) -> dict[Execution, int]:
+    """The number of measured calls of each way, of the member with the fewest."""
+    return {way: min((member.measurements.made(way) for member in members), default=0) for way in Execution}
 
 
 def _is_disturbed() -> bool:

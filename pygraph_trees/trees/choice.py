@@ -20,8 +20,9 @@ from pygraph_trees.native import binding
 from pygraph_trees.report.naming import BACKWARD
 from pygraph_trees.selection.decision import Execution, Handed
 from pygraph_trees.selection.device import CudaDevice
+from pygraph_trees.selection.environment import Environment
 from pygraph_trees.selection.functions import trial_of
-from pygraph_trees.selection.trial import Environment, TrialMember
+from pygraph_trees.selection.trial import TrialMember
 
 from . import dispatch as dispatch_module
 from .dispatch import PER_THREAD, Way
@@ -50,7 +51,7 @@ def chooser(
         trial = trial_of(function.log, function.settings, device, has_fast_path=binding.extension is not None)
         if trial is None:
             return None
-        choice = _Choice(function, trial, _Trees(device), _aligned(function, static_input_idxs, mutated))
+        choice = _Choice(function, trial, _Trees(device), _Aligned(function, static_input_idxs, mutated))
         both = functools.partial(choice.graphed, graphed), choice.ungraphed
         made = TrialMember(trial, function.log, *both, CudaDevice(device), choice)
         choice.member = weakref.ref(made)
@@ -70,9 +71,10 @@ class _Choice(Environment):
 
     member: Callable[[], TrialMember | None]
 
-    def __init__(self, function: FunctionModel, trial: Trial, trees: _Trees, ungraphed: Run) -> None:
+    def __init__(self, function: FunctionModel, trial: Trial, trees: _Trees, aligned: _Aligned) -> None:
         self._function, self._dispatch, self._trial, self._trees = function, function.dispatch, trial, trees
-        self._ungraphed = _as_upstream_has_it(ungraphed, function.log.mode, trees)
+        self._aligned = aligned
+        self._ungraphed = _as_upstream_has_it(aligned, function.log.mode, trees)
         self._is_stopped = False
 
     # -- calls
@@ -83,6 +85,7 @@ class _Choice(Environment):
 
     def graphed(self, graphed: Run, inputs: list[Any]) -> Any:
         self._trees.remember()
+        self._aligned.decide(inputs)
         with self._trees.at_hand() as there:
             if there:
                 return graphed(inputs)
@@ -193,8 +196,9 @@ def only_sizes_that_come_again(
     indices = [index for index, value in enumerate(inputs) if isinstance(value, int)]
     if not indices or function.settings.selective != "auto":
         return run
-    sizes, dispatch = Sizes(), function.dispatch
-    ungraphed = _as_upstream_has_it(_aligned(function, static_input_idxs, mutated), function.log.mode, _Trees(device))
+    sizes, dispatch, aligned = Sizes(), function.dispatch, _Aligned(function, static_input_idxs, mutated)
+    ungraphed = _as_upstream_has_it(aligned, function.log.mode, _Trees(device))
+    replayed = 0  # at the last call that was not graphed
 
     def instead(inputs: list[Any]) -> Any:
         """Makes calls after many others with sizes that are not graphed, until one is; none of them looks further."""
@@ -203,8 +207,13 @@ def only_sizes_that_come_again(
         return ungraphed(inputs)
 
     def call(inputs: list[Any]) -> Any:
+        nonlocal replayed
+        aligned.decide(inputs)
         if sizes.are_graphed(tuple([inputs[index] for index in indices])):
             return run(inputs)
+        before, replayed = replayed, sum(recording.replays for recording in function.log.recordings)
+        if replayed != before:  # calls that C++ replayed did not come here
+            sizes.refused = 1
         function.log.not_graphed(OTHER_SIZES)
         if sizes.refused >= REFUSED:
             if function.trial is not None:
@@ -354,19 +363,27 @@ def _as_upstream_has_it(run: Run, mode: str, trees: _Trees) -> Run:
     return forward if mode == "forward" else backward if mode == BACKWARD else run
 
 
-def _aligned(function: FunctionModel, static_input_idxs: Sequence[int], mutated: Collection[int]) -> Run:
-    """The compiled code with aligned inputs; the first call, with real inputs, decides which must be aligned."""
-    from torch._inductor.compile_fx import get_input_idxs_to_check
-    from torch._inductor.utils import align_inputs_from_check_idxs
-    from torch.utils._ordered_set import OrderedSet
+class _Aligned:
+    """The compiled code with aligned inputs; the function's first call, graphed or not, decides which must be aligned.
 
-    run: Run | None = None
+    Before that call, inputs may not be real.
+    """
 
-    def ungraphed(inputs: list[Any]) -> Any:
-        nonlocal run
-        if run is None:
-            checked = get_input_idxs_to_check(inputs, static_input_idxs)
-            run = align_inputs_from_check_idxs(function, checked, OrderedSet(mutated) & OrderedSet(checked))
-        return run(inputs)
+    def __init__(self, function: FunctionModel, static_input_idxs: Sequence[int], mutated: Collection[int]) -> None:
+        self._function, self._static_input_idxs, self._mutated = function, static_input_idxs, mutated
+        self._run: Run | None = None
 
-    return ungraphed
+    def decide(self, inputs: Sequence[Any]) -> Run:
+        """Returns the code for all calls; ``inputs`` matter in the first call."""
+        if self._run is None:
+            from torch._inductor.compile_fx import get_input_idxs_to_check
+            from torch._inductor.utils import align_inputs_from_check_idxs
+            from torch.utils._ordered_set import OrderedSet
+
+            checked = get_input_idxs_to_check(inputs, self._static_input_idxs)
+            mutated = OrderedSet(self._mutated) & OrderedSet(checked)
+            self._run = align_inputs_from_check_idxs(self._function, checked, mutated)
+        return self._run
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        return self.decide(inputs)(inputs)

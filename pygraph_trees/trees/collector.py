@@ -1,14 +1,16 @@
 """Turns Python's garbage collector off while a graph is captured or a function is warmed up.
 
-The collector may run finalizers of the program. Kernels that a finalizer launches would be captured, and memory that it
-allocates would come from the graph pool. :func:`paused` may be nested and entered by several threads. When the last one
-leaves, the collector is turned on again if it was on when the first one entered. Fast replays are counted too.
+A collection may run the program's finalizers: kernels that they launch would be captured, and memory that they allocate
+would come from the graph pool. :func:`paused` may be nested and entered by several threads. When the last one leaves,
+the collector is on again if it was on when the first one entered. Fast replays are counted too. A forked process
+restarts the count, because the threads that were inside do not exist there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 from collections.abc import Iterator
 
@@ -45,6 +47,21 @@ def _off(is_counted: list[bool]) -> None:
 def _on(is_counted: list[bool]) -> None:
     global _inside
     with _lock:
-        _inside -= is_counted[0]
-        if is_counted[0] and _inside == 0 and _was_on:
+        is_last = is_counted[0] and _inside == 1
+        _inside -= is_counted[0] and _inside > 0  # 0 if this process was forked inside
+        if is_last and _was_on:
             gc.enable()
+
+
+def _forked() -> None:
+    """Makes the count 0, and turns the collector on if it was off for the count."""
+    global _inside, _lock
+    _lock = threading.RLock()
+    if _inside and _was_on:
+        gc.enable()
+    _inside = 0
+    if binding.extension is not None:
+        binding.extension.collector_forked()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -2,8 +2,7 @@
 
 Each function takes upstream's method and returns its replacement: :func:`loading` for ``wrap_post_compile`` of
 AOTAutograd's result, :func:`putting_to_use` for ``CompiledFxGraph.post_compile``, :func:`calling` for
-``CompiledFxGraph.__call__``. Each replacement calls the method of upstream; only a call that a fast replay answers does
-not.
+``CompiledFxGraph.__call__``. Each replacement calls upstream's method, except for a call that a fast replay answers.
 """
 
 from __future__ import annotations

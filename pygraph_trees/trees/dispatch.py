@@ -1,4 +1,4 @@
-"""Which way the calls of a function go, and which manager may replay them on the fast path.
+"""The way that a function's calls go, and the manager that may replay them on the fast path.
 
 A function has a :class:`Dispatch`; a trial changes its :class:`Way`. C++ reads the manager, the function's id and the
 thread. Torch treats a function of integers as a separate function for each set of their values, so each set has a

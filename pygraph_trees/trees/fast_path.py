@@ -87,6 +87,7 @@ class Replayed(Protocol):
     deaths_after: Deaths | None
     outliving: Deaths | None  # outputs that must be moved if they are alive when the next step begins
     templates: Templates | None  # of its inputs that are memory for outputs
+    has_new_history: bool  # whether autograd gives the outputs a new history at each call
 
     @property
     def live(self) -> LiveInputs | None: ...
@@ -178,6 +179,7 @@ def replay(recording: Replayed, managed: Sequence[int], others: Sequence[Any], *
         make=kind.own_outputs,
         run=kind.replay,
         python_checks=CHECKS_LATE,
+        has_new_history=recording.has_new_history,
     )
 
 

@@ -1,9 +1,9 @@
 """Outputs that are handed out: a graph writes them to memory that each call allocates, as un-graphed code does.
 
 If a library allocates an output, the graph ends with a copy to that memory. A function that hands out outputs has
-further inputs, a tensor for each, which it writes to and returns. :class:`Handed` says which outputs these are,
-:class:`Templates` makes the tensors. During a call, generated code and recordings read from its templates what its last
-inputs are.
+additional inputs, a tensor for each, which it writes to and returns. :class:`Handed` says which outputs these are, and
+:class:`Templates` makes the tensors. During a call, the function's templates tell generated code and recordings what
+its last inputs are.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A function of a graph for inference hands out all outputs that its code allocates, if it is the graph's only partition.
 Other outputs are handed out after they outlive two steps, from the next call on. An output that a recording cannot
-write to memory of each call stays in the graph pool. If the outputs change, the function is recorded again.
+write to a call's memory stays in the graph pool. If the outputs change, the function is recorded again.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._inductor.cudagraph_trees import StorageWeakRefWrapper
 
 from pygraph_trees.compat import exchanges_memory
 from pygraph_trees.cuda.extent import copy_bits
@@ -48,27 +49,30 @@ def move_alive(node: Any) -> None:
     Raises ``torch.OutOfMemoryError`` if there is no memory for them; nothing has changed then.
     """
     release_unneeded(node.cuda_graphs_pool)
+    kept_by = [made_by for made_by in node._path_from_root if keeps_outputs(made_by.wrapped_function.model)]
     # By storage: the recordings or warm-ups that hold references to it, and the output's number there.
     places: dict[int, list[tuple[Any, int]]] = {}
-    for made_by in node._path_from_root:
-        if keeps_outputs(made_by.wrapped_function.model):
-            for number, held in enumerate(made_by.outputs_weakrefs):
-                storage = None if held is None else held()
-                if storage is not None:
-                    places.setdefault(storage, []).append((made_by, number))
-    if not places:
-        return
-    storages = [torch.UntypedStorage._new_with_weak_ptr(storage) for storage in places]
-    with torch.inference_mode(False), torch.no_grad():
-        before = [_bytes_of(storage) for storage in storages]
-        copies = [torch.empty_like(tensor) for tensor in before]
-        copy_bits(copies, before)
-    for storage, copy, held_by in zip(storages, copies, places.values(), strict=True):
-        _exchange(storage, copy.untyped_storage())
-        _forget(held_by, copy.untyped_storage())
-    for made_by in {id(made_by): made_by for held_by in places.values() for made_by, _ in held_by}.values():
-        if hasattr(made_by, "remove_node_cached_tensors"):  # a warm-up has none
-            made_by.remove_node_cached_tensors()
+    for made_by in kept_by:
+        for number, held in enumerate(made_by.outputs_weakrefs):
+            storage = None if held is None else held()
+            if storage is not None:
+                places.setdefault(storage, []).append((made_by, number))
+    found = [(torch.UntypedStorage._new_with_weak_ptr(storage), held_by) for storage, held_by in places.items()]
+    alive = [(storage, held_by) for storage, held_by in found if storage is not None]
+    if alive:
+        with torch.inference_mode(False), torch.no_grad():
+            before = [_bytes_of(storage) for storage, _ in alive]
+            copies = [torch.empty_like(tensor) for tensor in before]
+            copy_bits(copies, before)
+        # First of all: after an interrupt, a recording that had a moved tensor in its cache would return it again.
+        for made_by in {id(made_by): made_by for _, held_by in alive for made_by, _ in held_by}.values():
+            if hasattr(made_by, "remove_node_cached_tensors"):  # a warm-up has none
+                made_by.remove_node_cached_tensors()
+        for (storage, held_by), copy in zip(alive, copies, strict=True):
+            _exchange(storage, copy.untyped_storage())
+            _forget(held_by, copy.untyped_storage())
+    for made_by in kept_by:  # of a tensor that the program gave other memory, upstream would free that
+        made_by.tensor_weakrefs[:] = [None] * len(made_by.tensor_weakrefs)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -86,9 +90,9 @@ def _exchange(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> Non
 def _forget(places: Sequence[tuple[Any, int]], gone: torch.UntypedStorage) -> None:
     """Redirects references to a moved output to the storage that has its old memory now and is freed next."""
     for made_by, number in places:
-        held = made_by.outputs_weakrefs[number]
-        held.remove_extra_reference()
-        held.swap_weakref(gone._weak_ref())
-        made_by.tensor_weakrefs[number] = None
+        address = made_by.outputs_weakrefs[number].data_ptr()
+        # Upstream's swap_weakref would free the old reference twice after an interrupt.
+        redirected = StorageWeakRefWrapper.from_weakref_and_data_ptr(gone._weak_ref(), address)
+        made_by.outputs_weakrefs[number] = redirected
     made_by, number = places[0]
     made_by.wrapped_function.model.log.output_moved(number, gone.nbytes())

@@ -12,11 +12,10 @@ import functools
 import itertools
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from pygraph_trees import compat
 from pygraph_trees.native.binding import packed
 
 if TYPE_CHECKING:
@@ -27,12 +26,59 @@ class HoldsOutputs(Protocol):
     """The attributes of a recording that concern its outputs."""
 
     cached_tensor_outputs: Any
+    cached_as_made: Sequence[AsMade | None]
     outputs_weakrefs: Any
     path_weakrefs: Any
     cuda_graphs_pool: Any
+    has_new_history: bool  # whether autograd gives the outputs a new history at each call
 
     @property
     def _path_from_root(self) -> Iterator[Any]: ...
+
+    def remove_node_cached_tensors(self) -> None: ...
+
+
+# What AOTAutograd notes on outputs of symbolic size at each call; the second name is that of torch 2.11 and 2.12.
+_STAMPS = frozenset({"_dynamo_propagated_dynamic_indices", "_dynamo_weak_dynamic_indices"})
+
+
+class AsMade(NamedTuple):
+    """What a cached output was when it was made."""
+
+    address: int
+    size: Sequence[int]
+    stride: Sequence[int]
+    dtype: torch.dtype
+    kind: type
+    is_lazy: bool  # conjugated or negated when it is read
+
+
+def as_made(output: torch.Tensor) -> AsMade:
+    is_lazy = output.is_conj() or output.is_neg()
+    return AsMade(output.data_ptr(), output.size(), output.stride(), output.dtype, type(output), is_lazy)
+
+
+def are_untouched(recording: HoldsOutputs) -> bool:
+    """Whether the program left all cached outputs as they were made; others cannot be returned again.
+
+    C++ asks the same (``native/own_outputs.cpp``), much faster.
+    """
+    cached = zip(recording.cached_tensor_outputs, recording.cached_as_made, strict=False)  # nothing is cached at first
+    renewed = recording.has_new_history
+    return all(output is None or _is_untouched(output, made, renewed) for output, made in cached)
+
+
+def _is_untouched(output: Any, made: AsMade | None, has_new_history: bool) -> bool:
+    return (
+        as_made(output) == made
+        and (has_new_history or output.grad_fn is None)
+        and output._grad is None
+        and not (output.requires_grad and output.grad_fn is None)
+        and not output.retains_grad
+        and output._post_accumulate_grad_hooks is None
+        and vars(output).keys() <= _STAMPS
+        and not weakref.getweakrefcount(output)
+    )
 
 
 class Deaths:
@@ -64,14 +110,11 @@ _by_pool: weakref.WeakValueDictionary[Any, weakref.WeakSet[HoldsOutputs]] = weak
 def register(recording: HoldsOutputs) -> object:
     """Adds a recording to those of its pool, as long as it holds the returned object.
 
-    Before torch 2.15, upstream's references to cached outputs regard an output as dead if only autograd holds it. From
-    now on they regard it as alive.
+    Upstream's references to cached outputs regard an output as dead if only its storage is held and, before torch 2.15,
+    if only autograd holds it. From now on they regard it as alive. One that the program gave other memory is dead.
     """
     held = _by_pool.setdefault(recording.cuda_graphs_pool, weakref.WeakSet())
     held.add(recording)
-    if compat.sees_what_autograd_holds(recording):
-        return held
-    # Upstream would overwrite outputs that a backward reads later.
     reference = weakref.ref(recording)
     for number in range(len(recording.cached_tensor_outputs)):
         if recording.cached_tensor_outputs[number] is not None:
@@ -101,9 +144,21 @@ def deaths(recording: HoldsOutputs, indices: list[tuple[int, int]]) -> Deaths | 
 
 
 def _is_released(recording: Callable[[], Any], number: int, check: Callable[[], bool]) -> bool:
-    """Whether only its recording holds a cached output: C++ does not, and upstream's ``check`` says so too."""
+    """Whether only its recording holds a cached output: neither C++ nor a holder of its storage, as ``check`` says."""
     node = recording()
-    return (node is None or node.cached_tensor_outputs[number]._use_count() == 1) and check()
+    if node is None:
+        return check()
+    # There are none if an interrupt came while they were removed.
+    cached = node.cached_tensor_outputs
+    if not cached or cached[number].data_ptr() != node.cached_as_made[number].address:
+        node.remove_node_cached_tensors()  # from now on the reference counts what holds the storage that it had
+        return True
+    # The output must have no name here: it would count. One of the storage's references is its own, one the argument's.
+    is_held = (
+        node.cached_tensor_outputs[number]._use_count() > 1
+        or sys.getrefcount(node.cached_tensor_outputs[number].untyped_storage()) > 2
+    )
+    return not is_held and check()
 
 
 def _release_autograd(recording: HoldsOutputs) -> bool:

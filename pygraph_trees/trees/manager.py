@@ -3,7 +3,7 @@
 :class:`Manager` subclasses the installed ``CUDAGraphTreeManager`` and replaces it. It decides as upstream does, except
 for functions that mutate live inputs and for static inputs that move (:mod:`.input_rules`). A fast replay skips
 upstream's code if that would do the same (:mod:`.candidates`). Recordings and memory that are no longer needed are
-given back (:mod:`.reclaiming`). Functions that were added before the patches work too, but have no log.
+given back (:mod:`.reclaiming`). Functions that were added before the patches also work, but have no log.
 """
 
 from __future__ import annotations
@@ -107,20 +107,17 @@ class Manager(fast_path.TreeState, Steps):
         return self.keeps_outputs or (fast_path.MAY_CLONE and self.has_live_user_visible_output_cloning)
 
     def try_end_curr_execution(self, *args: Any, **kwargs: Any) -> None:
-        with self.one_answer():
-            self._keep_outputs()
-            super().try_end_curr_execution(*args, **kwargs)
+        end = functools.partial(super().try_end_curr_execution, *args, **kwargs)
+        self.by_one_answer(self._keep_outputs, end)
 
     def try_end_curr_recording(self, function_id: Any) -> None:
-        with self.one_answer():
-            self._keep_outputs()
-            super().try_end_curr_recording(function_id)
+        end = functools.partial(super().try_end_curr_recording, function_id)
+        self.by_one_answer(self._keep_outputs, end)
         self._give_back_if_ended()
 
     def try_end_curr_warmup(self, function_id: Any) -> None:
-        with self.one_answer():
-            self._keep_outputs()
-            super().try_end_curr_warmup(function_id)
+        end = functools.partial(super().try_end_curr_warmup, function_id)
+        self.by_one_answer(self._keep_outputs, end)
         self._give_back_if_ended()
 
     def _give_back_if_ended(self) -> None:

@@ -1,7 +1,7 @@
-"""Checks that the attributes of torch that the part in C++ finds by name exist, before any is needed.
+"""Checks in advance that torch has the attributes that the C++ part looks up by name.
 
-A missing name would raise ``AttributeError`` in a call of the user. If :func:`check` finds one, the part in C++ is not
-used, and the log names it.
+A missing attribute would raise ``AttributeError`` in a user's call. If :func:`check` finds that one is missing, the C++
+part is not used, and the log names the attribute.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Gives back recordings that a manager no longer needs, and the graph pool once it is empty.
 
-Callers name functions that are no longer graphed or must be recorded again. Their recordings, and all that follow
-them, go as soon as no path is open. The pool goes once no output in it may be alive. Nothing happens during capture or
-after shutdown. If no new pool can be made, the old one stays, with a warning.
+Callers name functions that are no longer graphed or must be recorded again. Their recordings, and all that follow them,
+are freed as soon as no path is open. The pool is freed once no output in it may be alive. Nothing happens during
+capture or after shutdown. If no new pool can be made, the old one stays, with a warning.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from pygraph_trees.indirection.routes import Route
 from pygraph_trees.native.binding import new_counter
 from pygraph_trees.placement.staging import observed
 from pygraph_trees.report.log import RecordingLog
+from pygraph_trees.report.naming import FORWARD
 
 from . import fast_path, pools
 from .attempts import Attempts
@@ -34,13 +35,13 @@ from .function import FunctionModel
 from .handed_outputs import Templates, templates_of_call
 from .input_records import describe
 from .kept_outputs import kept_indices
-from .liveness import deaths, register, release_unneeded
+from .liveness import AsMade, are_untouched, as_made, deaths, register, release_unneeded
 from .output_records import describe_outputs
 from .outputs import as_they_read, is_on_live_input, without_staged
 from .pools import ranges_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pygraph_trees.cuda.driver import Driver
     from pygraph_trees.cuda.host_reads import HostRead
@@ -86,6 +87,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     copies = False  # whether a replay copies an input
     templates: Templates | None = None  # of its inputs that are memory for outputs
     outliving: Any = None  # outputs that must be moved if they are alive when the next step begins
+    cached_as_made: Sequence[AsMade | None] = ()  # of each cached output, in their order
+    has_new_history = False  # whether autograd gives the outputs a new history at each call
     older_outputs: Any = ()  # references to outputs that newer ones have replaced
     _attempts: Attempts | None = None  # while it is made
     graph: Any
@@ -98,6 +101,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
         self.templates = templates_of_call()
         model = wrapped_function.model
         self._gives_addresses = isinstance(model, FunctionModel) and model.settings.indirection != "off"
+        self.has_new_history = isinstance(model, FunctionModel) and model.log.mode == FORWARD
         self._attempts = attempts = Attempts(wrapped_function, inputs)
         record = functools.partial(super().__init__, wrapped_function, id, parent, inputs, *args, **kwargs)
         attempts.until_one_works(functools.partial(self._make, attempts, record, parent), inputs)
@@ -145,8 +149,23 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     def _initialize_cached_tensors(self) -> None:
         known = (*self.older_outputs, *self.outputs_weakrefs)
         self.older_outputs = [held for held in known if held is not None and not held.expired()]
-        super()._initialize_cached_tensors()
-        self._registered = register(self)
+        try:
+            super()._initialize_cached_tensors()
+            self.cached_as_made = [None if output is None else as_made(output) for output in self.cached_tensor_outputs]
+            if self.native is not None:
+                self.native.note_cached()
+            self._registered = register(self)
+        except BaseException:  # an interrupt may come anywhere, and a part of them must not stay
+            self.remove_node_cached_tensors()
+            raise
+
+    def remove_node_cached_tensors(self) -> None:
+        held = list(self.cached_tensor_outputs)  # freeing one may run code that asks which outputs are alive
+        super().remove_node_cached_tensors()
+        held.clear()
+
+    def _is_untouched(self) -> bool:
+        return are_untouched(self) if self.native is None else bool(self.native.is_untouched())
 
     def all_outputs_are_dead(self) -> bool:
         """Whether all outputs of the path from this node to its root are dead."""
@@ -396,6 +415,8 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
 
     def own_outputs(self) -> Any:
         """All outputs except those on live inputs."""
+        if self._gives_addresses and not self._is_untouched():
+            self.remove_node_cached_tensors()
         return super().reconstruct_outputs()
 
     def reconstruct_outputs(self) -> Any:

@@ -1,7 +1,7 @@
 """Parameters that FSDP2 gathers before a module runs and frees afterwards, each time at any free address.
 
-Dynamo takes them for static inputs, like other parameters. A recording with a fixed address would fit until the address
-changes, and for as long as the allocator happens to return the same one. So they are live from the first recording on.
+Dynamo takes them for static inputs, like other parameters. A recording with a fixed address would fit only as long as
+the allocator happens to return the same one. These parameters are therefore live from the first recording on.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""When a step begins: by torch's rules, and if a path would grow at each call because a backward never comes."""
+"""When a step begins: by torch's rules, or if a path would grow at each call because a backward never comes."""
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 from torch._inductor import cudagraph_trees
@@ -11,7 +10,7 @@ from .kept_outputs import keeps_outputs
 from .storms import is_endless
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
 Upstream: type = cudagraph_trees.CUDAGraphTreeManager
 _FORWARD = cudagraph_trees.CompilationMode.FORWARD
@@ -40,11 +39,14 @@ class Steps(Upstream):
     def _is_forward(self, node: Any) -> bool:
         return bool(self.id_to_mode[node.wrapped_function.id] == _FORWARD)
 
-    @contextlib.contextmanager
-    def one_answer(self) -> Iterator[None]:
-        """Whether a step begins does not change inside, whatever other threads do: outputs are moved if a path ends."""
-        before, self._begins_step = self._begins_step, self.can_start_new_generation()
-        try:
-            yield
+    def by_one_answer(self, *calls: Callable[[], None]) -> None:
+        """Makes calls for which one answer tells if a step begins, whatever other threads do: outputs are moved if a
+        path ends.
+        """
+        before = self._begins_step
+        try:  # an interrupt may come anywhere, so this is no context manager
+            self._begins_step = self.can_start_new_generation()
+            for call in calls:
+                call()
         finally:
             self._begins_step = before

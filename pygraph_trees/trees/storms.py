@@ -3,11 +3,12 @@
 :class:`Sizes` chooses the sets of integers with which a function is graphed: the first ones, and later those that come
 again. :func:`why_stopped` tells from the recordings at one place that a function must not be recorded there once more.
 Both work with bounded memory, and are asked only if ``pygraph_selective`` is "auto". :func:`is_endless` tells that a
-path must end, although a backward seems to be awaited.
+path must end, although a backward seems pending.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +53,9 @@ class Sizes:
             self.refused = 0
             return True
         self.refused += 1
-        if len(waiting) >= MOST_WAITING:
-            waiting.pop(next(iter(waiting)), None)  # another thread may have removed it
+        while len(waiting) >= MOST_WAITING:
+            with contextlib.suppress(RuntimeError, StopIteration):  # another thread may change it meanwhile
+                waiting.pop(next(iter(waiting)), None)
         waiting[integers] = min(calls, COMES_AGAIN)
         return False
 

@@ -19,6 +19,12 @@ MODE = cudagraph_trees.CompilationMode
 MAY_CLONE = fast_path.MAY_CLONE
 # Since torch 2.15, a recording asks again which outputs are alive, after it has found some that nobody needs.
 CHECKS_LIVENESS_AGAIN = "liveness_check_state" in inspect.signature(UpstreamRecording).parameters
+# Of a function, since torch 2.15; None is no limit.
+LIMITS = {
+    name: None
+    for name in inspect.signature(cudagraph_trees.WrappedFunction).parameters
+    if "managed_input_rerecord" in name
+}
 
 
 class Failed(Exception): ...
@@ -91,7 +97,7 @@ class Live:
 
 
 class Recording:
-    are_held = True
+    are_held, has_new_history = True, False
 
     def __init__(self, fixed, cached, *, live=None, before=None, after=None, outliving=None, templates=None):
         self.graph, self.log, self.live = Graph(launches=0, at_launch=list), Plain(counter=binding.new_counter()), live
@@ -176,6 +182,7 @@ class _InPython:
         self.result, self.graph, self.log = None, None, Plain(counter=binding.new_counter())
         self.fixed, self.cached_tensor_outputs = (), []
         self.deaths_before = self.deaths_after = self.outliving = self.templates = None
+        self.has_new_history = False
 
         def prepare(inputs, _):
             self.result = replay(inputs, function_id)

@@ -54,6 +54,18 @@ class TestUsableDriver(TestCase):
         driver = SimpleNamespace(missing_calls=list)
         self.assertEqual(self.said(driver), (driver, []))
 
+    def test_a_program_without_a_gpu_is_not_told_of_the_driver(self):
+        with (
+            mock.patch.object(availability, "driver", lambda: None),
+            mock.patch.object(torch.cuda, "is_available", lambda: False),
+            torch._inductor.config.patch(fx_graph_cache=False),
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            compiled = torch.compile(lambda x: x.sin(), mode="reduce-overhead")
+            self.assertEqual(compiled(torch.ones(4)), torch.ones(4).sin())
+        self.assertEqual([w for w in caught if w.category is IndirectionOff], [])
+
     def test_without_a_driver_inputs_are_copied_and_writes_are_not_graphed(self):
         """As upstream does; the inputs say why."""
         model = FunctionModel(lambda inputs: inputs, Settings.current(), FunctionLog("f", "0/0", "inference", 1, {}))

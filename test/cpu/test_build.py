@@ -216,6 +216,9 @@ class TestProcess(TestCase):
             while "error: " not in log.read_text() and time.monotonic() < deadline:
                 time.sleep(0.2)
             self.assertIn("error: the parts in C and C++ were not built", log.read_text())
+            self.assertIn(
+                "; they need a C++ compiler and Python's headers (--traceback shows where)\n", log.read_text()
+            )
             self.assertTrue(failed.exists())
             told = subprocess.run([sys.executable, "-m", "pygraph_trees", "--version"], check=True, **arguments).stdout
         self.assertIn("native: no, because its build failed: see", " ".join(told.split()))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import os
 import threading
 import unittest
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -43,6 +46,34 @@ class TestSwitch(TestCase):
                 with paused(), paused():
                     self.assertFalse(gc.isenabled())
                 self.assertFalse(gc.isenabled())  # the other thread still records
+                leave.set()
+                other.result(60)
+            self.assertEqual(gc.isenabled(), was_on)
+
+    def test_a_process_that_is_forked_while_another_thread_records(self) -> None:
+        """That thread does not exist there; one that is inside itself may leave."""
+        for was_on, is_inside in itertools.product((True, False), repeat=2):
+            (gc.enable if was_on else gc.disable)()
+            inside, leave = threading.Event(), threading.Event()
+
+            def record(inside: threading.Event = inside, leave: threading.Event = leave) -> None:
+                with paused():
+                    inside.set()
+                    leave.wait(60)
+
+            with ThreadPoolExecutor(1) as pool:
+                other = pool.submit(record)
+                self.assertTrue(inside.wait(60))
+                with paused() if is_inside else nullcontext():
+                    child = os.fork()
+                    found = [gc.isenabled()]
+                if child == 0:
+                    for _ in range(2):
+                        with paused():
+                            found.append(gc.isenabled())
+                        found.append(gc.isenabled())
+                    os._exit(found != [was_on, False, was_on, False, was_on])
+                self.assertEqual((os.waitpid(child, 0)[1], found), (0, [False]))
                 leave.set()
                 other.result(60)
             self.assertEqual(gc.isenabled(), was_on)

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from hypothesis import strategies as st
 from page_elements import Elements, needed
 from torch.testing._internal.common_utils import TestCase, run_tests
 
+import inductor_patches
 import pygraph_trees
 from pygraph_trees import __main__ as command_line
 from pygraph_trees.benchmark import Effort, Measurement
@@ -40,6 +42,7 @@ from pygraph_trees.report.records import Environment
 from pygraph_trees.report.summary import clear
 
 META = torch.device("meta")
+MAIN = "import sys; from pygraph_trees.__main__ import main; sys.exit(main())"
 
 PROGRAM = """
 import torch
@@ -66,6 +69,8 @@ def plain():
 
 def number(): return 3
 def lists(): return torch.sin, 3
+def bare(): return torch.sin, torch.ones(4)
+def on_cpu(): return Net().eval(), (torch.ones(8, SIZE),), {"scale": torch.ones(SIZE)}
 def needs(a, device): return torch.sin, (a,)
 def broken(device): raise ZeroDivisionError("mine")
 """
@@ -132,11 +137,35 @@ class TestTarget(Folder):
         self.assertEqual(rows[0, 3].item(), 256)
         self.assertEqual((rows == 256).sum().item(), 128)
 
+    def test_a_file_named_like_a_loaded_module(self):
+        """Replaces nothing; what it defines can still be pickled, and be a dataclass."""
+        import random
+
+        file = self.file.with_name("random.py")
+        file.write_text(
+            "from __future__ import annotations\nimport dataclasses\nimport torch\n\n"
+            "@dataclasses.dataclass\nclass Sine:\n    scale: float\n\n"
+            "    def __call__(self, x):\n        return x.sin() * self.scale\n\n"
+            "def build():\n    return Sine(2.0), (torch.ones(4),)\n"
+        )
+        program = target.resolve(f"{file}:build", META)
+        self.assertIs(sys.modules["random"], random)
+        self.assertEqual(pickle.loads(pickle.dumps(program.fn)), program.fn)
+
+    def test_a_file_without_a_function(self):
+        with self.assertRaisesRegex(target.TargetError, r"it names no function; add one, as in .*program.py:build$"):
+            target.resolve(str(self.file), META)
+
     def test_what_is_said(self):
+        self.file.with_name("w.txt").write_text("")
         for text, problem in (
             (f"{self.file}:missing", "has no function 'missing'"),
             (f"{self.file}:number", "it returned int"),
             (f"{self.file}:lists", "it returned a tuple of"),
+            (f"{self.file}:bare", "it returned a tuple of .*, Tensor; args must be a tuple"),
+            (f"{self.file.with_name('w.txt')}:build", "w.txt is not a .py file"),
+            (":build", "'' is neither a .py file nor the name of a module"),
+            (".:build", "'.' is neither a .py file nor the name of a module"),
             (f"{self.file}:needs", r"it needs arguments \(a, device\)"),
             ("nowhere.py:f", "there is no file nowhere.py"),
             ("no_such_package.x:f", "there is no module no_such_package.x"),
@@ -160,26 +189,28 @@ class TestTarget(Folder):
         if text is not None:
             self.file.write_text(text)
         status, out, line = run("explain", f"{self.file}:{function}")
-        sys.modules.pop("program", None)
         self.assertEqual((status, out), (2, ""))
         line = line.splitlines()[-1]  # after the progress
         self.assertTrue(line.startswith("error: target "), line)
-        status, _, traced = run("--traceback", "explain", f"{self.file}:{function}")
-        sys.modules.pop("program", None)
-        self.assertEqual(status, 2)
-        self.assertIn("Traceback (most recent call last)", traced)
+        for options in (("--traceback", "explain"), ("explain", "--traceback")):
+            status, _, traced = run(*options, f"{self.file}:{function}")
+            self.assertEqual(status, 2)
+            self.assertIn("Traceback (most recent call last)", traced)
         return line.replace(str(self.file), "program.py")
 
     def test_an_error_of_the_target_is_one_line(self):
         line = "error: target 'program.py:{}': {} (--traceback shows where)"
         self.assertEqual(
-            self.error_of("broken"), line.format("broken", "ZeroDivisionError: mine (program.py:27 in broken)")
+            self.error_of("broken"), line.format("broken", "ZeroDivisionError: mine (program.py:29 in broken)")
         )
         for text, problem in (
             (
                 "import a_package.inside",
                 "it needs the package a_package, which is not installed: pip install a_package",
             ),
+            ("import torch.nosuch", "there is no module torch.nosuch"),
+            ("raise ModuleNotFoundError('install it')", "ModuleNotFoundError: install it (program.py:1 in <module>)"),
+            ("import sys; sys.exit(0)", "it calls sys.exit(0); do this under if __name__ == '__main__'"),
             ("def net(:", "program.py:1 is not valid Python: invalid syntax"),
             ("from os import nothing_such\n", None),
         ):
@@ -193,14 +224,25 @@ class TestTarget(Folder):
                     self.assertEqual(found, line.format("net", problem))
 
     def test_a_target_that_asks_for_a_gpu(self):
+        """The line is the program's, also if torch is imported through a link."""
         self.file.write_text("import torch\ndef net(): return torch.ones(2).cuda(), ()\n")
+        link = self.file.with_name("packages")
+        link.symlink_to(Path(torch.__file__).parents[1], target_is_directory=True)
         command = [sys.executable, "-m", "pygraph_trees", "explain", f"{self.file}:net"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        environment = os.environ | {"PYTHONPATH": str(link)}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
         self.assertEqual((done.returncode, done.stdout), (2, ""))
         self.assertEqual(
             done.stderr.replace(str(self.file), "program.py"),
             "error: target 'program.py:net': it uses a GPU at program.py:2 in net, and torch finds none; add a "
             "parameter `device` to the function, and build for it (--traceback shows where)\n",
+        )
+
+    def test_a_target_that_is_built_on_the_cpu(self):
+        self.assertEqual(
+            self.error_of("on_cpu"),
+            "error: target 'program.py:on_cpu': all inputs are on the CPU, and parameters count as on the GPU; add a "
+            "parameter `device` to the function, and build for it (--traceback shows where)",
         )
 
     def test_an_error_of_the_run_names_the_line_of_the_program(self):
@@ -400,6 +442,79 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
         self.assertIn("Linear for sm_80", found._repr_html_())
         self.assertRaisesRegex(TypeError, "a module or a function, got int", pygraph_trees.explain, 3)
 
+    def test_what_is_left_on_the_cpu(self):
+        """Is named, and so is the device to use."""
+        net, x = torch.nn.Linear(4, 4).eval(), torch.ones(2, 4)
+        for fn, inputs, found, left in (
+            (net, x, "all inputs are on the CPU, and parameters count as on the GPU", "inputs"),
+            (lambda x: net(x), x.to("meta"), "all parameters are on the CPU, and inputs on the GPU", "model"),
+        ):
+            with self.assertRaises(PygraphError) as caught:
+                pygraph_trees.explain(fn, inputs)
+            self.assertEqual(
+                str(caught.exception),
+                f"{found}; put the {left} on device='meta', which stands for the GPU",
+            )
+        self.assertEqual(len(pygraph_trees.explain(net, x.to("meta")).graphs), 1)  # a model loses its weights there
+        with self.assertRaisesRegex(RuntimeError, "same reduction dim"):  # another error stays as it is
+            pygraph_trees.explain(net, torch.ones(2, 5, device="meta"))
+
+    def test_an_input_that_is_meant_to_be_on_the_cpu(self):
+        class Moves(torch.nn.Linear):
+            def forward(self, x):
+                return super().forward(x.to(self.weight.device))
+
+        found = pygraph_trees.explain(Moves(4, 4).eval(), torch.ones(2, 4))
+        self.assertIn("staged: x, because it is an input", str(found))
+
+    def test_a_program_on_the_cpu_is_told_what_stands_for_the_gpu(self):
+        found = str(pygraph_trees.explain(torch.sin, torch.ones(4)))
+        self.assertIn(
+            "not graphed, 1 cpu outside: all of its tensors are on the CPU; device='meta'\n  stands for the GPU", found
+        )
+
+    def test_without_the_patches_nothing_is_told(self):
+        command = [sys.executable, "-m", "pygraph_trees", "explain", f"{self.file}:net"]
+        environment = os.environ | {"PYGRAPH_DISABLE": "1"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+        self.assertEqual((done.returncode, done.stdout), (2, ""))
+        self.assertEqual(
+            done.stderr,
+            "error: explain needs the patches of 'flags', and their state is 'disabled'; unset PYGRAPH_DISABLE\n",
+        )
+        inductor_patches.uninstall()
+        self.addCleanup(inductor_patches.install)
+        with self.assertRaisesRegex(PygraphError, r"their state is 'off'; call inductor_patches.install\(\)$"):
+            pygraph_trees.explain(torch.sin, torch.ones(4, device="meta"))
+
+    def test_a_torch_that_cannot_be_imported(self):
+        """There is none, or its compiler has no folder for its cache."""
+        place = self.file / "cache"  # in a file
+        for command in ("explain", "compare"):
+            no_torch = f"from pygraph_trees.native import location; location.torch_folder = lambda: None; {MAIN}"
+            for code, problem in (
+                (no_torch, "there is no torch: pip install torch"),
+                (
+                    MAIN,
+                    f"Inductor's cache, {place}, cannot be made: Not a directory. TORCHINDUCTOR_CACHE_DIR names "
+                    "another folder for it.",
+                ),
+            ):
+                done = subprocess.run(
+                    [sys.executable, "-c", code, command, f"{self.file}:net"],
+                    cwd=ROOT, env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(place)},
+                    capture_output=True, text=True, timeout=120,
+                )  # fmt: skip
+                self.assertEqual((done.returncode, done.stdout, done.stderr), (2, "", f"error: {problem}\n"))
+
+    def test_output_that_cannot_be_written(self):
+        command = [sys.executable, "-m", "pygraph_trees", "explain", f"{self.file}:net"]
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+        self.assertEqual(done.returncode, 2)
+        self.assertEqual(done.stderr.splitlines()[-1], "error: standard output: No space left on device")
+        self.assertNotIn("Traceback", done.stderr)
+
     def test_files(self):
         names = [self.file.with_name(name) for name in ("out.json", "out.html")]
         status, _, err = run("explain", f"{self.file}:net", "--json", str(names[0]), "--html", str(names[1]))
@@ -434,6 +549,18 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
             _, out, _ = run("explain", f"{self.file}:net")
         self.assertIn("placement off", out)
         self.assertIn("selective never: nothing is graphed", out)
+        self.assertRegex(out, "Net .*: not graphed, .*: pygraph_selective is 'never'")
+
+    def test_python_without_docstrings(self):
+        done = subprocess.run(
+            [sys.executable, "-OO", "-m", "pygraph_trees", "--help"],
+            cwd=ROOT, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+
+    def test_an_interrupt_is_one_line(self):
+        self.file.write_text("raise KeyboardInterrupt")
+        self.assertEqual(run("explain", f"{self.file}:net"), (130, "", "interrupted\n"))
 
     def test_wrong_arch(self):
         status, out, err = run("explain", f"{self.file}:net", "--arch", "sm_12")
@@ -474,10 +601,23 @@ outputs of an earlier graph (managed), or come with each call (live; cpu if on t
 
     def test_usage(self):
         self.assertEqual(run()[0], 2)
-        self.assertEqual(run("compare", "--rounds", "0")[0], 2)
+        for options, problem in (
+            (("--rounds", "0"), "argument --rounds: expected a whole number of 1 or more, got '0'"),
+            (("--rounds", "x"), "argument --rounds: expected a whole number of 1 or more, got 'x'"),
+            (("--tolerance", "-5"), "argument --tolerance: expected a number of 0 or more, got '-5'"),
+            (("--tolerance", "x"), "argument --tolerance: expected a number of 0 or more, got 'x'"),
+            (("--json", ""), "argument --json: expected the name of a file, got ''"),
+            (("--ways", "ours,foo"), "error: a way is one of eager, compile, upstream, ours, .*; got 'foo'"),
+        ):
+            with mock.patch.object(torch.cuda, "is_available", lambda: False):
+                status, out, err = run("compare", f"{self.file}:net", *options)
+            self.assertEqual((status, out), (2, ""))
+            self.assertRegex(err, problem)
         status, out, _ = run("--version")
         self.assertEqual(status, 0)
         self.assertIn("pygraph_trees 0.", out)
+        status, out, _ = run("--help")
+        self.assertEqual((status, "`" in out), (0, False))
 
 
 class TestCompare(Folder):

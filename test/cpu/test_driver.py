@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.cuda import driver as driver_module
+from pygraph_trees.cuda import progress
 from pygraph_trees.cuda.driver import Driver
 from pygraph_trees.cuda.graph_nodes import NodeKind
 from pygraph_trees.errors import NOT_FOUND, DriverError
@@ -97,6 +98,31 @@ class TestDriver(DriverTestCase):
             self.api.lack("cuThreadExchangeStreamCaptureMode", where)
             with self.assertRaises(DriverError), self.driver.without_disturbing_captures():
                 pass
+
+    def test_questions_about_progress_break_no_capture(self):
+        """Of the GPU, they are errors while another thread captures in the global mode."""
+        modes, asked = self.api.CUstreamCaptureMode, []
+
+        class Event:
+            def query(event):
+                asked.append(self.api.capture_mode)
+                return True
+
+            def elapsed_time(event, end):
+                asked.append(self.api.capture_mode)
+                return 0.25
+
+        before = self.api.capture_mode
+        with mock.patch.object(progress, "driver", lambda: self.driver):
+            self.assertTrue(progress.is_over(Event()))
+            self.assertEqual(progress.us_between(Event(), Event()), 250)
+            self.assertEqual(asked, [modes.CU_STREAM_CAPTURE_MODE_RELAXED] * 3)
+            self.assertIs(self.api.capture_mode, before)
+            self.api.lack("cuThreadExchangeStreamCaptureMode", "driver")
+            self.assertTrue(progress.is_over(Event()))
+        with mock.patch.object(progress, "driver", lambda: None):
+            self.assertTrue(progress.is_over(Event()))
+        self.assertEqual(asked[3:], [before] * 2)
 
     def test_each_failing_call_raises(self):
         graph = self.api.make_graph("KERNEL", "KERNEL")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from pygraph_trees.code_hash import artifact_hash
 from pygraph_trees.report import compiled
 from pygraph_trees.report.summary import clear
 from pygraph_trees.selection.functions import are_graphs_left_out, compiling_without_graphs
-from pygraph_trees.settings import FLAGS, Flag, InvalidFlag, Settings, flags_table
+from pygraph_trees.settings import FLAGS, Flag, InvalidFlag, Settings, UnknownFlag, flags_table
 from pygraph_trees.trees.compiled_graph import putting_to_use
 
 
@@ -77,7 +78,10 @@ class TestFlags(TestCase):
         for wrong in (-1, True, "1", 1.0, None):
             with self.assertRaisesRegex(InvalidFlag, "pygraph_pool_bytes must be one of 0, 1, 2, ...; got"):
                 config.triton.pygraph_pool_bytes = wrong
-        for word, value, warned in ((" 4096 ", 4096, 0), ("4k", None, 1), ("-1", None, 1), ("", None, 0)):
+        endless = "1" * 5000  # Python reads 4,300 digits
+        for word, value, warned in (
+            (" 4096 ", 4096, 0), ("4k", None, 1), ("-1", None, 1), ("", None, 0), (endless, None, 1),
+        ):  # fmt: skip
             with mock.patch.dict(os.environ, PYGRAPH_POOL_BYTES=word), warnings.catch_warnings(record=True) as found:
                 warnings.simplefilter("always")
                 self.assertEqual(environment.value_of("PYGRAPH_POOL_BYTES", (), 0), value)
@@ -118,6 +122,18 @@ class TestFlags(TestCase):
                 torch.compile(lambda x: x, options={"triton.cudagraphs": True, **options})
         self.assertEqual(config.get_config_copy(), before)
 
+    def test_an_option_that_is_no_flag(self):
+        for name in ("triton.pygraph_selectve", "triton.pygraph-selectve", "pygraph_selective"):
+            message = (
+                f"^{name} is no option; the flags are triton.pygraph_placement, .* Did you mean 'triton.pygraph_sel"
+            )
+            with self.assertRaisesRegex(UnknownFlag, message):
+                torch.compile(lambda x: x, options={name: "never"})
+        entry = {"triton.pygraph_version": config.triton.pygraph_version}  # of ours, and no flag
+        torch.compile(lambda x: x, options=entry)
+        with self.assertRaisesRegex(RuntimeError, "Unexpected optimization option"):
+            torch.compile(lambda x: x, options={"max_autotun": True})
+
     def test_options_hold_while_compiling(self):
         found = self.seen_while_compiling({"triton.pygraph_selective": "never"})
         self.assertEqual(found.selective, "never")
@@ -145,6 +161,24 @@ class TestFlags(TestCase):
         plain = key()
         with config.patch({"triton.pygraph_selective": "always"}):  # acts at run time: same artifacts
             self.assertEqual(key(), plain)
+
+    def test_threads_that_asked_before_see_flags_come_and_go(self):
+        """Since 2.12 each thread keeps the configuration's dictionary and hash."""
+
+        def state():
+            found = config.save_config_portable(ignore_private_configs=False, readonly_values=True)
+            return any("pygraph" in name for name in found), config.get_hash()
+
+        states = []
+        self.addCleanup(inductor_patches.install)
+        with ThreadPoolExecutor(1) as pool:
+            for change in (lambda: None, inductor_patches.uninstall, inductor_patches.install):
+                change()
+                states.append(pool.submit(state).result())
+                self.assertEqual(states[-1][0], state()[0])
+        self.assertEqual([has_flags for has_flags, _ in states], [True, False, True])
+        self.assertNotEqual(states[1][1], states[0][1])
+        self.assertEqual(states[2][1], states[0][1])
 
     def test_threads(self):
         # Since 2.12 an override is a context variable, which a new thread does not see: nothing may depend on one.

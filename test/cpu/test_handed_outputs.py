@@ -34,6 +34,7 @@ from pygraph_trees.trees.allocations import (
 )
 from pygraph_trees.trees.function import FunctionModel
 from pygraph_trees.trees.handed_outputs import Handed, OutputPlan, Templates, given_memory
+from pygraph_trees.trees.verification import Verification, VerificationFailed
 
 CPU = torch.device("cpu")
 # As Inductor writes it: a buffer that is freed, an output in its memory, a scratch buffer, and an output.
@@ -271,6 +272,53 @@ class TestFunction(TestCase):
         del outputs, given
         gc.collect()
         self.assertEqual([reference() for reference in gone], [None, None])
+
+
+class _Verified:
+    """A recording whose graph copies ``result(x)``, which a library allocates, to its last input."""
+
+    static_input_idxs, reconstructed_inputs = (), ()
+
+    def __init__(self, model, templates, result):
+        self.wrapped_function, self.templates, self._result = Plain(model=model, placeholders=()), templates, result
+        self.items, self.outputs = [Plain(index=0), Plain(index=1)], {0: (1, None)}
+        self.live = self.addresses = self
+        self.extra_copies = self.extra_copied_bytes = 0
+
+    def prepare(self, inputs):
+        self._given = list(inputs)
+
+    def replay_for_verification(self):
+        self._given[1].copy_(self._result(self._given[0]))
+
+    def output(self, index, view):
+        return self._given[index]
+
+    def kernels_of(self, index):
+        return []
+
+    def _nothing(self, *_):
+        pass
+
+    take = copy_in = finish = drop = _copy_inputs_and_remove_from_src = _nothing
+
+
+class TestVerification(TestCase):
+    def check(self, result):
+        code = "def call(args):\n    x, = args\n    args.clear()\n    return (torch.mul(x, 2),)"
+        x, model = torch.arange(4.0), function(generated(code))
+        model.outputs.takes, found = 1, {0: Memory(None, (4,), (1,), torch.float32)}
+        templates = Templates(Handed.of(found), found, CPU, model.outputs)
+        is_capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
+        with is_capturing, given_memory(templates):
+            inputs = [x, *(memory.fill_(-1) for memory in templates.allocate())]
+            Verification(inputs, [0]).check(_Verified(model, templates, result), [x * 2], "f")
+
+    def test_the_output_of_a_library(self):
+        """It is right in the memory that the graph was given; un-graphed, it is in memory of its own."""
+        self.check(lambda x: x * 2)
+        with self.assertRaisesRegex(VerificationFailed, "output 0"):
+            self.check(lambda x: x * 3)
 
 
 class TestHandingOut(TestCase):

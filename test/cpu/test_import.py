@@ -204,6 +204,14 @@ class TestImportHook(TestCase):
         importlib.import_module("faulty")
         self.assertEqual(self.ran, ["faulty"])
 
+    def test_finders_that_find_nothing_are_passed_over(self):
+        """As by the import system."""
+        self.module("watched_three")
+        self.enterContext(mock.patch.object(sys, "meta_path", [object(), *sys.meta_path]))
+        self.watch("watched_three")
+        importlib.import_module("watched_three")
+        self.assertEqual(self.ran, ["watched_three"])
+
     def test_an_action_that_raises_fails_the_import(self):
         self.module("watched_two")
 

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -102,6 +103,12 @@ class TestPage(TestCase):
         text = report().to_html()
         self.elements(text)
         self.assertIn("Nothing was compiled for CUDA graphs yet", text)
+
+    def test_arguments_that_are_no_utf_8_can_be_written(self):
+        with tempfile.TemporaryDirectory() as folder, mock.patch.object(sys, "argv", ["run.py", "caf\udce9"]):
+            path = Path(folder) / "page.html"
+            report().to_html(path)
+            self.assertIn(r"caf\udce9", path.read_text(encoding="utf-8"))
 
     def test_everything_is_there(self):
         text = FULL.to_html()

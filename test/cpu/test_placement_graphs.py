@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import math
 import operator
 import re
 import sys
@@ -292,6 +293,69 @@ class TestLowered(TestCase):
             loads = "_folded_constant0_cuda0" in graph.source_code
             self.assertEqual("tl.where" in graph.source_code, loads)
             self.assertNotRegex(graph.source_code, r"tl\.full\(\[1\], -?0\.0, tl\.float32\)" if loads else "tl.where")
+
+    def test_what_a_kernel_would_compute_otherwise(self):
+        """Stays on the CPU; the same operators with other types move."""
+        halves, integers, small = torch.rand(64).bfloat16(), torch.arange(64), torch.ones(64, 9, dtype=torch.int8)
+        mask = torch.tensor([[1, 0, 1, 0, 0], [0, 0, 0, 0, 0]], dtype=torch.bool)
+
+        def masked(v, rows, index):
+            written = v.clone()
+            written[(mask, index) if rows == 2 else (mask,)] = 1.0
+            return written
+
+        for program, inputs, name, moves in (
+            (lambda v, i: v == i, (halves, integers), "eq", False),
+            (lambda v: v < torch.tensor(0.1), (halves,), "lt", False),
+            (lambda v, i: v.float() == i, (halves, integers), "eq", True),
+            (lambda v: v < 0.1, (halves,), "lt", True),
+            (lambda v: v.sum(1, dtype=torch.int8), (small,), "sum", False),
+            (lambda v: v.prod(1, dtype=torch.uint8), (small,), "prod", False),
+            (lambda v: v.cumsum(1, dtype=torch.int16)[:, 0], (small,), "cumsum", False),
+            (lambda v: v.sum(1), (small,), "sum", True),
+            (lambda v: (v > 0.5).view(torch.uint8), (integers.float(),), "view.dtype", False),
+            (lambda v: v.view(torch.int32), (integers.float(),), "view.dtype", True),
+            (lambda v: v.clamp(min=1e-50), (integers.float(),), "clamp", False),
+            (lambda v: v.clamp(min=1e-30), (integers.float(),), "clamp", True),
+            (lambda v: masked(v, 2, torch.tensor([4, 4])).sum(), (torch.zeros(2, 5, 3),), "index_put", False),
+        ):
+            with self.subTest(name, moves=moves):
+                whole = lambda x, *given: x * program(*given).to("cuda")  # noqa: B023, E731
+                graph, _ = self.partitions(whole, (torch.empty(64, device="meta"), *inputs), "full")
+                found = [
+                    node.meta["val"].device.type
+                    for node in graph.gm.graph.nodes
+                    if node.op == "call_function" and f"aten.{name}" in str(node.target)
+                ]
+                self.assertEqual(found, ["cuda" if moves else "cpu"])
+
+    def test_fractions_of_sizes(self):
+        """A kernel computes them in single precision."""
+        for program, moves in (
+            (lambda v, n: v + math.ceil(n / 3), False),
+            (lambda v, n: v + int(math.sqrt(n)), False),
+            (lambda v, n: (v > n / 3).long(), False),
+            (lambda v, n: v + (n * n + 1) // 2, True),
+        ):
+            with self.subTest(moves=moves), torch._dynamo.config.patch(assume_static_by_default=False):
+                whole = lambda x, v: x.sum() + program(v, x.shape[0]).to("cuda")  # noqa: B023, E731
+                graph, _ = self.partitions(whole, (torch.empty(64, device="meta"), torch.arange(7)), "full")
+                (found,) = [
+                    node.meta["val"].device.type
+                    for node in graph.gm.graph.nodes
+                    if node.op == "call_function"
+                    and str(node.target) in ("aten.add.Tensor", "aten.gt.Scalar")
+                    and node.meta["val"].dtype in (torch.int64, torch.bool)
+                ]
+                self.assertEqual(found, "cuda" if moves else "cpu")
+
+    def test_narrow_integers_that_go_to_the_cpu_and_back(self):
+        """The CPU's memory has their type; a kernel that kept them would not let them wrap."""
+        for dtype, moves in ((torch.uint8, False), (torch.int16, False), (torch.int32, True), (torch.bool, True)):
+            program = lambda x: x * torch.arange(300, device="cuda").to(dtype).cpu().cuda()  # noqa: B023, E731
+            graph, _ = self.partitions(program, (torch.empty(300, device="meta"),), "full")
+            on_cpu = [node for node in graph.gm.graph.nodes if is_on_cpu(node)]
+            self.assertEqual(not on_cpu, moves, dtype)
 
     def test_constants_that_are_looked_up_where_they_may_not_be(self):
         """Out of bounds is an error of the CPU's, and on the GPU the end of all."""
@@ -604,6 +668,18 @@ class TestLowered(TestCase):
             graphs = [self.partitions(program, (torch.empty(64, device="meta"),), how)[0] for how in ("off", "full")]
             codes = [graph.source_code.partition("\n")[2] for graph in graphs]  # the first line has a number
             self.assertEqual(codes[0], codes[1])
+
+    def test_kernels_are_named_as_without_placement(self):
+        """Inductor keeps what it has tuned under a hash that contains the name: both ways run the same kernels."""
+
+        def program(x):
+            scale = torch.sqrt(torch.tensor(x.size(-1) * 3, dtype=torch.float))
+            return (x / scale.to(x.dtype)).softmax(-1)
+
+        x = torch.empty(64, 64, device="meta", dtype=torch.bfloat16)
+        codes = [self.partitions(program, (x,), how)[0].source_code for how in ("off", "full")]
+        without_comments = ["\n".join(line for line in code.splitlines() if line[:1] != "#") for code in codes]
+        self.assertEqual(*without_comments)
 
 
 if __name__ == "__main__":

@@ -265,6 +265,25 @@ class TestNaming(TestCase):
         self.assertIsNone(journal.model_of("3/0"))
         self.assertIsNone(journal.model_of(None))
 
+    def test_a_finalizer_that_adds_a_graph_while_logs_are_read(self):
+        journal, graph = Journal(), GraphLog("Net", "2/0", "forward", ())
+
+        class WithFinalizer(GraphLog):
+            @property
+            def compile_id(self):
+                journal.add_graph(graph)
+
+            @compile_id.setter
+            def compile_id(self, value):
+                pass
+
+        journal.add_graph(WithFinalizer("Other", "1/0", "forward", ()))
+        thread = threading.Thread(target=journal.model_of, args=("3/0",), daemon=True)
+        thread.start()
+        thread.join(60)
+        self.assertFalse(thread.is_alive())
+        self.assertEqual(journal.model_of("2/0"), "Net")
+
 
 class TestReport(TestCase):
     def records(self):

@@ -16,6 +16,7 @@ import torch
 from bare_manager import bare_manager
 from hypothesis import given
 from hypothesis import strategies as st
+from test_trial import if_aligned
 from torch._inductor import cudagraph_trees
 from torch.testing._internal.common_utils import TestCase, run_tests
 
@@ -52,6 +53,19 @@ class TestSizes(TestCase):
             for _ in range(storms.COMES_AGAIN):
                 sizes.are_graphed((-n,))
         self.assertEqual(len(sizes._graphed), storms.MOST_SIZES)
+
+    def test_another_thread_calls_while_one_is_dropped(self):
+        class Changing(dict):
+            def __iter__(self):
+                if next(changes):
+                    raise RuntimeError("dictionary changed size during iteration")
+                return super().__iter__()
+
+        sizes, changes = Sizes(), itertools.cycle((True, False, True, True, False))
+        sizes._waiting = Changing()
+        for n in range(storms.FIRST_SIZES + 2 * storms.MOST_WAITING):
+            sizes.are_graphed((n,))
+        self.assertEqual(len(sizes._waiting), storms.MOST_WAITING)
 
     @given(st.lists(st.integers(0, 40), max_size=400))
     def test_a_size_that_was_graphed_stays_graphed(self, drawn):
@@ -252,6 +266,30 @@ class TestFunctions(TestCase):
             self.assertEqual(model.dispatch.call([n, torch.ones(2)]), [torch.full((2,), 2.0)])
         self.assertIs(model.dispatch.way, Way.REPLAYED)
         self.assertIsNone(model.dispatch.call)
+
+    def test_sizes_that_are_replayed_in_between_go_on_being_replayed_and_measured(self):
+        """C++ replays them, so that their calls are not seen here."""
+        model, recording = self.model(), RecordingLog()
+        model.trial = mock.Mock()
+        call = self.limited(model, lambda inputs: [inputs[1] * 2])
+        for n in range(storms.FIRST_SIZES + 3 * storms.REFUSED):
+            call([n, torch.ones(2)])
+            model.log.recordings[:] = [recording]
+            recording.counter.value += 1
+        self.assertIs(model.dispatch.way, Way.REPLAYED)
+        self.assertIsNone(model.dispatch.call)
+        model.trial.give_up.assert_not_called()
+
+    def test_the_first_call_decides_which_inputs_must_be_aligned(self):
+        """Those after it, whose sizes are not graphed, may be given others."""
+        model, seen = self.model(), []
+        model.model = lambda inputs: seen.append(inputs[1].data_ptr() % 16) or [inputs[1]]
+        base = torch.zeros(9)
+        call = self.limited(model, lambda inputs: [inputs.pop()])
+        with mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", if_aligned):
+            for n in range(2 * storms.FIRST_SIZES):
+                call([n, base[n > 0 :]])
+        self.assertEqual(seen, [0] * storms.FIRST_SIZES)
 
     def test_always_graphs_all_sizes(self):
         run = mock.Mock()

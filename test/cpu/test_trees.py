@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import inspect
 import sys
 import threading
 import weakref
@@ -19,7 +18,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 import torch
 from bare_manager import SKIPPED, bare_manager
-from fake_trees import CHECKS_LIVENESS_AGAIN, FakeFunction, liveness_check, replaying
+from fake_trees import CHECKS_LIVENESS_AGAIN, LIMITS, FakeFunction, liveness_check, replaying
 from torch._inductor import compile_fx, config, cudagraph_trees
 from torch._inductor.cudagraph_utils import FunctionID, PlaceholderInfo, WrappedFunction
 from torch._inductor.utils import BoxedBool
@@ -44,9 +43,6 @@ from pygraph_trees.trees.outputs import as_they_read
 from pygraph_trees.trees.recording import Recording
 from pygraph_trees.trees.rerecord import why_recorded
 from pygraph_trees.trees.steps import Upstream
-
-# Of a function, since torch 2.15; None is no limit.
-LIMITS = {name: None for name in inspect.signature(WrappedFunction).parameters if "managed_input_rerecord" in name}
 
 
 def double(inputs):

@@ -13,6 +13,7 @@ import time
 import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,6 +148,11 @@ class Function(Environment):
 
     def __call__(self, *inputs, sizes=()):
         return self.member([*map(float, inputs), *sizes])
+
+
+def if_aligned(inputs, static):
+    """The indices of inputs for which code is compiled that needs them aligned."""
+    return [index for index, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.data_ptr() % 16 == 0]
 
 
 def no_memory():
@@ -380,6 +386,27 @@ class TestTrial(TrialTestCase):
             self.assertTrue(self.turn.take(holder))
             self.assertFalse(any(map(self.turn.take, waiting)))
 
+    def test_a_trial_that_asks_for_the_turn_waits_for_no_other_thread(self):
+        """That thread may run a finalizer that waits for this trial."""
+        holder, first, second = (self.trial() for _ in range(3))
+        self.assertTrue(self.turn.take(holder))
+        found = []
+
+        class Refused(dict):
+            def get(refused, *args):
+                self.turn._refused = {}
+                with ThreadPoolExecutor(1) as other:
+                    asked = other.submit(lambda: found.append(self.turn.take(second)))
+                    wait_for([asked], 10)
+                    found.append(asked.done())
+                return dict.get(refused, *args)
+
+        self.turn._refused = Refused()
+        thread = threading.Thread(target=lambda: found.append(self.turn.take(first)), daemon=True)
+        thread.start()
+        thread.join(60)
+        self.assertEqual(found, [False, True, False])
+
     def test_calls_are_measured_after_the_gpu_is_done_with_them(self):
         trial = self.trial()
         function = Function(self.world, trial, ungraphed=(10.0, 100.0), graphed=(5.0, 90.0), kernels=1)
@@ -425,6 +452,37 @@ class TestTrial(TrialTestCase):
         self.assertFalse(trial.is_over)
         self.steps(25, forward, backward)
         self.assertIsNotNone(trial.decision)
+
+    def test_a_block_that_is_called_many_times_in_a_step_is_decided(self):
+        """All forwards come first, and the way changes once a step."""
+        for partitions, count in itertools.product((1, 2), (1, 4, 12, 13, 24, 32, 64, 100)):
+            with self.subTest(partitions=partitions, count=count):
+                trial = self.trial()
+                made = functools.partial(Function, self.world, trial, **self.HEAVY)
+                forwards, backwards = ([made(mode=mode) for _ in range(partitions)] for mode in ("forward", "backward"))
+                step = [function for row in (forwards, backwards[::-1]) for _ in range(count) for function in row]
+                self.steps(20, *step)
+                self.assertEqual(trial.decision.way, Execution.UNGRAPHED)
+                for function in (*forwards, *backwards):
+                    self.assertEqual(function.calls, forwards[0].calls)
+                    for begin in range(0, len(function.calls), count):
+                        self.assertEqual(len(set(function.calls[begin : begin + count])), 1)
+
+    def test_a_block_that_is_called_many_times_passes_the_turn_on(self):
+        trial, other = self.trial(), self.trial()
+        forward, backward = (Function(self.world, trial, kernels=2, mode=mode) for mode in ("forward", "backward"))
+        function = Function(self.world, other)
+        self.steps(40, *[forward] * 12, *[backward] * 12, function)
+        self.assertTrue(trial.decision and other.decision)
+
+    def test_forwards_whose_backward_no_longer_comes_end_the_trial_without_a_decision(self):
+        trial = self.trial()
+        forward, backward = (Function(self.world, trial, kernels=2, mode=mode) for mode in ("forward", "backward"))
+        self.steps(3, forward, backward)
+        self.steps(2 * trials._MOST_STEPS, forward)
+        self.assertFalse(trial.is_over)  # they may be of one step
+        self.steps(trials._LONGEST_ROW, forward)
+        self.assertEqual((trial.is_over, trial.decision), (True, None))
 
     def test_a_forward_with_many_backwards_ends_without_a_decision(self):
         trial = self.trial()
@@ -971,6 +1029,22 @@ class TestTrialOf(TestCase):
         gc.collect()
         self.assertIsNone(kept())
 
+    def test_a_finalizer_that_needs_a_trial_while_one_is_made(self):
+        found, made = [], Trial
+
+        def make(**given):
+            if not found:
+                found.append(None)
+                found[0] = self.of(None, "9/1")
+            return made(**given)
+
+        with mock.patch.object(selection, "Trial", make):
+            thread = threading.Thread(target=lambda: found.append(self.of(None, "9/0")), daemon=True)
+            thread.start()
+            thread.join(60)
+        self.assertFalse(thread.is_alive())
+        self.assertEqual(list(map(type, found)), [Trial, Trial])
+
     def test_a_trial_is_held_only_if_it_is_asked_for(self):
         for way in ("always", "never"):
             self.assertIsNone(self.of(None, "8/0", replace(self.AUTO, selective=way)))
@@ -1145,6 +1219,29 @@ class TestChoice(TrialTestCase):
             call.kept.end(Execution.UNGRAPHED, None)
             call([base[1:]])
         self.assertEqual(base, torch.tensor([0.0] + [1.0] * 8))
+
+    def test_the_first_call_decides_which_inputs_must_be_aligned(self):
+        """Graphed, it consumes them; code that was compiled for aligned inputs computes wrong values with others."""
+        base = torch.zeros(16)
+        aligned, misaligned = base[:8], base[1:9]
+
+        def compiled(inputs):
+            seen.append(inputs[0].data_ptr() % 16)
+            return [inputs[0]]
+
+        def graphed(inputs):
+            inputs.clear()
+            return ["graphed"]
+
+        for first, sees in ((aligned, 0), (misaligned, 4)):
+            seen = []
+            with mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", if_aligned):
+                call = self.enter(self.model(compiled), graphed)
+                self.assertEqual(call([first]), ["graphed"])
+                call.kept.end(Execution.UNGRAPHED, None)
+                call([misaligned])
+                call([misaligned])
+            self.assertEqual(seen, [sees] * 2)
 
 
 if __name__ == "__main__":

@@ -115,7 +115,6 @@ OF_OBJECTS = {
     "lists_static_tensors": ({"tensor_static_input_idxs": []}, {}),
     "lists_copied_inputs": ({"input_copy_idxs": []}, {}),
     "lists_groups_of_parameters": ({"_fsdp_param_groups": []}, {}),
-    "sees_what_autograd_holds": ({"liveness_check_state": None}, {}),
     "is_kernel_free": ({"kernel_free_cudagraph": True}, {}),
     "has_plugins": ({"_plugins": [object()]}, {}),
     "is_for_any_device": ({"triton_meta": {"device": None}}, {"triton_meta": {"device": 0}}),

@@ -13,6 +13,7 @@ import datetime
 import gc
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -181,11 +182,24 @@ def collective_between(device: torch.device) -> None:
 
 @program
 def a_rank_raises(device: torch.device) -> None:
-    """Rank 1 leaves in the middle of a step; the other ranks must end too."""
+    """Rank 1 raises in the middle of a step; the other ranks must end too."""
+    _until_rank_1_leaves(device, ZeroDivisionError("rank 1 leaves"))
+
+
+@program
+def a_rank_dies(device: torch.device) -> None:
+    """Rank 1 ends in the middle of a step, without any cleanup; the other ranks must end too."""
+    _until_rank_1_leaves(device, None)
+
+
+def _until_rank_1_leaves(device: torch.device, error: Exception | None) -> None:
     call = graphed(lambda x: (x * 2).sin())
     for step, batch in enumerate(batches(device)):
         if step == 4 and dist.get_rank() == 1:
-            raise ZeroDivisionError("rank 1 leaves")
+            if error is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            else:
+                raise error
         found = call(batch)
         dist.all_reduce(found)
         if device.type == "cuda":

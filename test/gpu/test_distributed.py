@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -21,8 +24,45 @@ SETTLES = 3  # steps that may record
 
 
 def run(name: str, world: int) -> subprocess.CompletedProcess[str]:
+    """Runs a program on ranks of one host; one that takes too long is ended, and all its ranks with it."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    return subprocess.run([*launcher, str(RANKS), name], capture_output=True, text=True, timeout=LONGEST_S, check=False)
+    command = [*launcher, str(RANKS), name]
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=output, stderr=errors, text=True)
+        try:
+            process.wait(LONGEST_S)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the launcher ends its ranks, which have sessions of their own
+            process.wait(LONGEST_S)
+        for file in (output, errors):
+            file.seek(0)
+        return subprocess.CompletedProcess(command, process.returncode, output.read(), errors.read())
+
+
+def run_alone(name: str, world: int, *options: str) -> list[int]:
+    """The exit statuses of ranks without a launcher, which would end them when one fails.
+
+    A rank that sees the timeout ends at once here; by default it waits a minute for traces of the other ranks.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+    at_once = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(RANKS), name, *options],
+            env={**os.environ, **place, **at_once, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for rank in range(world)
+    ]
+    try:
+        return [rank.wait(LONGEST_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 class TestDistributed(TestCase):
@@ -65,6 +105,15 @@ class TestDistributed(TestCase):
         self.assertNotEqual(ended.returncode, 0)
         self.assertIn("rank 1 leaves", ended.stderr)
         self.assertLess(time.monotonic() - begin, 100)
+
+    @requires_two_gpus
+    @parametrize("name", ["a_rank_raises", "a_rank_dies"])
+    def test_the_timeout_of_nccl_ends_the_others(self, name: str) -> None:
+        """No launcher ends them, and no replay waits for ever: the timeout is 40 s."""
+        begin = time.monotonic()
+        statuses = run_alone(name, 2)
+        self.assertNotIn(0, statuses)
+        self.assertLess(time.monotonic() - begin, 120)
 
 
 instantiate_parametrized_tests(TestDistributed)

@@ -7,6 +7,7 @@ that change.
 from __future__ import annotations
 
 import sys
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -20,6 +21,7 @@ from torch.testing._internal.common_utils import run_tests
 import pygraph_trees
 from pygraph_trees.selection import trial
 from pygraph_trees.selection.decision import Execution, Rules
+from pygraph_trees.selection.device import CudaDevice
 from pygraph_trees.selection.drift import Drift, DriftRules
 from pygraph_trees.selection.profiles import Profiles
 from pygraph_trees.trees import dispatch as dispatch_module
@@ -350,6 +352,37 @@ class TestTrials(SelectionTestCase):
                 graphed(torch.ones(8, device=self.device))
         facts = Facts.now()
         self.assertEqual((facts.warmups, facts.recordings, facts.replays, facts.ungraphed_calls), (1, 1, 3, 0))
+
+    def test_clocks_break_no_capture_of_another_thread(self):
+        clocks = CudaDevice(torch.cuda.current_device())
+        marks = [clocks.mark(), clocks.mark()]
+        x, graph, made, errors = torch.ones(8, device=self.device), torch.cuda.CUDAGraph(), [], []
+        captures, was_asked = threading.Event(), threading.Event()
+
+        def capture():
+            try:
+                with torch.cuda.graph(graph, capture_error_mode="global"):
+                    made.append(x + 1)
+                    captures.set()
+                    was_asked.wait(60)
+            except RuntimeError as error:
+                errors.append(str(error))
+            finally:
+                captures.set()
+
+        torch.cuda.synchronize()
+        thread = threading.Thread(target=capture)
+        thread.start()
+        captures.wait(60)
+        try:
+            self.assertTrue(clocks.is_idle())
+            self.assertIsNotNone(clocks.us_between(*marks))
+        finally:
+            was_asked.set()
+            thread.join()
+        self.assertEqual(errors, [])
+        graph.replay()
+        self.assertEqual(made[0], x + 1)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Builds the variants and writers for a function's table while the program runs.
 
 :func:`begin` starts a build; each :func:`go_on` takes one step. Another process compiles (:mod:`.variant_worker`), then
-each step loads one kernel. Then the function's inputs have slots, and its next recording has a table. A build that
-fails is given up with one warning and not started again. A step never waits: it does nothing while another thread takes
-one, or while another function's build uses the process.
+each step loads one kernel. After the last step, the function's inputs have slots, and its next recording has a table. A
+failed build is given up with one warning and not started again. A step never waits: it does nothing while another
+thread takes one, or while another function's build uses the process.
 """
 
 from __future__ import annotations

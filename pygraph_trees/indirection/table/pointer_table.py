@@ -2,7 +2,7 @@
 
 The captured graph begins with the writers (:meth:`Table.captured`), whose parameters are the addresses; a replay only
 patches these. Inputs get slots if a warmup (:class:`Warmups`) saw them given to a kernel that has a variant by now. A
-table must live until no queued replay reads it. If a writer cannot be made, :func:`table_for` logs a warning, and the
+table must live until no queued replay reads it. If a writer cannot be made, :func:`table_for` logs a warning and the
 inputs are patched.
 """
 

@@ -1,0 +1,41 @@
+"""Asks how far the GPU has come, without waiting and without breaking a capture of another thread.
+
+While a thread captures in CUDA's global mode, which is the default of ``torch.cuda.graph``, such a question from any
+thread is an error and ends the capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from pygraph_trees.errors import DriverError
+
+from .driver import driver
+
+
+def is_over(work: Any) -> bool:
+    """Whether the GPU has finished ``work``, a ``torch.cuda.Event`` or ``Stream``.
+
+    Raises RuntimeError if the event or stream is part of a capture.
+    """
+    with _without_disturbing_captures():
+        done: bool = work.query()
+        return done
+
+
+def us_between(begin: Any, end: Any) -> float | None:
+    """GPU time between two events of ``torch.cuda`` that take times; None if the GPU has not reached the second one."""
+    with _without_disturbing_captures():
+        return begin.elapsed_time(end) * 1e3 if end.query() else None
+
+
+@contextlib.contextmanager
+def _without_disturbing_captures() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        found = driver()
+        if found is not None:
+            with contextlib.suppress(DriverError):  # the driver lacks the call
+                stack.enter_context(found.without_disturbing_captures())
+        yield

@@ -1,0 +1,113 @@
+/* A recording's outputs: those that it has cached, as long as the program leaves them as they were made. */
+
+#include "fast_path.h"
+
+namespace {
+
+using namespace pygraph;
+
+/* Whether there are attributes besides those that AOTAutograd sets at each call on outputs of symbolic size; the second
+   name is that of torch 2.11 and 2.12. */
+bool has_attributes(PyObject *output) {
+    PyObject **attributes = _PyObject_GetDictPtr(output), *name, *value;
+    Py_ssize_t position = 0;
+    if (attributes != nullptr && *attributes != nullptr)
+        while (PyDict_Next(*attributes, &position, &name, &value))
+            if (!PyUnicode_Check(name) ||
+                (PyUnicode_CompareWithASCIIString(name, "_dynamo_propagated_dynamic_indices") != 0 &&
+                 PyUnicode_CompareWithASCIIString(name, "_dynamo_weak_dynamic_indices") != 0))
+                return true;
+    return false;
+}
+
+/* Whether a cached output is as it was made, and has nothing that its last user left: a gradient, a history that is not
+   replaced, hooks, attributes, weak references. */
+bool is_untouched(PyObject *output, const Replay::Made &made, bool has_new_history) {
+    if (output != made.known.object || Py_TYPE(output) != made.kind)
+        return false;
+    const at::Tensor &tensor = THPVariable_Unpack(output);
+    const c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+    const c10::StorageImpl *storage = impl->unsafe_storage().unsafeGetStorageImpl();
+    if (storage != made.known.storage || storage->data() != made.data || impl->storage_offset() != made.offset ||
+        impl->dtype() != made.dtype || impl->sizes() != at::IntArrayRef(made.sizes) ||
+        impl->strides() != at::IntArrayRef(made.strides) || tensor.is_conj() || tensor.is_neg())
+        return false;
+    if (impl->autograd_meta() != nullptr) {
+        const auto *known = static_cast<const torch::autograd::AutogradMeta *>(impl->autograd_meta());
+        if (known->grad_.defined() || known->requires_grad_ || known->retains_grad_ ||
+            known->post_acc_grad_hooks_ != nullptr || (!has_new_history && known->grad_fn_ != nullptr))
+            return false;
+    }
+    return *PyObject_GET_WEAKREFS_LISTPTR(output) == nullptr && !has_attributes(output);
+}
+
+} // namespace
+
+void pygraph::note_made(Replay::State *replay) {
+    replay->made.clear();
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(replay->cached); i++) {
+        PyObject *output = PyList_GET_ITEM(replay->cached, i);
+        Replay::Made &made = replay->made.emplace_back();
+        if (!is_tensor(output))
+            continue;
+        const c10::TensorImpl *impl = THPVariable_Unpack(output).unsafeGetTensorImpl();
+        made.known.note(output);
+        made.data = impl->unsafe_storage().unsafeGetStorageImpl()->data();
+        made.kind = Py_TYPE(output);
+        made.offset = impl->storage_offset();
+        made.dtype = impl->dtype();
+        made.sizes = at::DimVector(impl->sizes());
+        made.strides = at::DimVector(impl->strides());
+    }
+}
+
+bool pygraph::are_untouched(const Replay::State *replay) {
+    constexpr size_t further = 8;
+    const size_t count = static_cast<size_t>(PyList_GET_SIZE(replay->cached));
+    if (count != replay->made.size())
+        return count == 0;
+    for (size_t i = 0; i < count; i++) {
+        if (i + further < count)
+            replay->made[i + further].known.load();
+        PyObject *output = PyList_GET_ITEM(replay->cached, static_cast<Py_ssize_t>(i));
+        if (is_tensor(output) && !is_untouched(output, replay->made[i], replay->has_new_history))
+            return false;
+    }
+    return true;
+}
+
+bool pygraph::at_hand(const Replay::State *replay, PyObject *returned, std::vector<PyObject *> *outputs) {
+    const Py_ssize_t count = PyList_GET_SIZE(replay->others);
+    if (count == 0 || PyList_GET_SIZE(replay->cached) != count)
+        return false;
+    constexpr Py_ssize_t further = 32;
+    outputs->resize(static_cast<size_t>(count));
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (i + further < count) {
+            const PyObject *later = PyList_GET_ITEM(replay->cached, i + further);
+            Known::ahead(later, 0), Known::ahead(later, 31);
+        }
+        PyObject *output = PyList_GET_ITEM(replay->cached, i);
+        if (output == Py_None)
+            output = PyList_GET_ITEM(replay->others, i);
+        else if (!is_tensor(output) || reinterpret_cast<THPVariable *>(output)->backward_hooks != nullptr)
+            return false; // upstream removes the hooks
+        if (output == Py_NotImplemented)
+            return false;
+        (*outputs)[static_cast<size_t>(i)] = output;
+    }
+    for (size_t i = 0; i < replay->returned.size(); i++)
+        if (replay->returned[i].output < outputs->size())
+            (*outputs)[replay->returned[i].output] = PyTuple_GET_ITEM(returned, static_cast<Py_ssize_t>(i));
+    return true;
+}
+
+Ref pygraph::outputs_of(PyObject *recording, const Replay::State *replay, PyObject *returned) {
+    Ref outputs(PyObject_CallOneArg(replay->make, recording));
+    for (size_t i = 0; outputs && i < replay->returned.size(); i++) {
+        PyObject *input = PyTuple_GET_ITEM(returned, static_cast<Py_ssize_t>(i));
+        if (PySequence_SetItem(outputs.get(), static_cast<Py_ssize_t>(replay->returned[i].output), input) < 0)
+            return Ref();
+    }
+    return outputs;
+}

@@ -1,0 +1,124 @@
+"""Real recordings of a real manager, replayed by C++ on the CPU: the graph is a Python function that fills its pool.
+
+Recordings are made without upstream's constructor, which needs a GPU; pool and allocator are a tensor.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from bare_manager import bare_manager
+from fake_trees import LIMITS, liveness_check
+from torch._inductor import cudagraph_trees
+from torch._inductor.cudagraph_trees import CompilationMode, StorageWeakRefWrapper, UnaliasedStorage, WrappedFunction
+
+from pygraph_trees.native.binding import new_counter
+from pygraph_trees.report.log import FunctionLog, RecordingLog
+from pygraph_trees.settings import Settings
+from pygraph_trees.trees import fast_path
+from pygraph_trees.trees.function import FunctionModel
+from pygraph_trees.trees.kept_outputs import kept_indices
+from pygraph_trees.trees.liveness import deaths
+from pygraph_trees.trees.recording import Recording
+
+SIZE = 4  # elements of an output
+
+
+class _Graph:
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.replay = run
+
+
+def _tensor_of(metadata: dict[str, Any], storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0).set_(storage, metadata["storage_offset"], metadata["size"], metadata["stride"])
+
+
+class Function:
+    """A function whose outputs are all the value of the step; a step is begun by each :meth:`call`."""
+
+    def __init__(self, outputs: int = 1, mode: CompilationMode = CompilationMode.INFERENCE) -> None:
+        self.pool, self.value = torch.zeros(SIZE * outputs), 0.0
+        settings = Settings(placement="off", indirection="auto", selective="always", outputs="keep")
+        model = FunctionModel(self._fail, settings, FunctionLog("f", "0/0", "inference", 1, {}))
+        self.id = cudagraph_trees.FunctionID(0)
+        self.recording = self._record(model, outputs, mode)
+        self.manager = bare_manager(
+            roots={self.id: [self.recording]},
+            warmed_up_functions={self.id},
+            ids_to_funcs={self.id: self.recording.wrapped_function},
+            id_to_mode=collections.defaultdict(lambda: mode),
+            num_rerecord=collections.defaultdict(lambda: collections.defaultdict(int)),
+            keeps_outputs=True,
+        )
+        model.dispatch.add(of_integers=False)
+        model.dispatch.may_be_replayed_by(self.manager, self.id)
+        self._entry = fast_path.entry(model.dispatch)
+        for _ in range(2):  # makes the outputs that later calls return again
+            self.call(0.0)
+
+    def call(self, value: float, *, fast: bool = True) -> list[torch.Tensor]:
+        """The outputs; only a replay may make them, by C++ if ``fast``."""
+        cudagraph_trees.MarkStepBox.mark_step_counter -= 1
+        self.value = value
+        with (
+            mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
+            mock.patch.object(self.manager, "_run_beside", side_effect=AssertionError("no replay")),
+        ):
+            assert self._entry is not None
+            outputs = self._entry([]) if fast else None
+            assert fast == (outputs is not None)
+            found: list[torch.Tensor] = self.manager.run([], self.id) if outputs is None else outputs
+        return found
+
+    def _fill(self) -> None:
+        self.pool.fill_(self.value)
+
+    def _fail(self, inputs: list[Any]) -> None:
+        raise AssertionError("it was called un-graphed")
+
+    def _record(self, model: FunctionModel, outputs: int, mode: CompilationMode) -> Recording:
+        made: Any = Recording.__new__(Recording)
+        made._reconstruct_from_tensor_metadata = _tensor_of  # on a GPU otherwise
+        made.id, made.device, made._parent, made.cuda_graphs_pool = self.id, 0, None, (0, 38)
+        made.wrapped_function = WrappedFunction(model, [], self.id, (), (), (), **LIMITS)
+        made.user_visible_output_idxs, made.input_copy_idxs = (), []
+        for name, value in liveness_check().items():
+            setattr(made, name, value)
+        made.children = collections.defaultdict(list)
+        made.outputs_metadata = [
+            {
+                "nbytes": SIZE * 4,
+                "data_ptr": self.pool[SIZE * number :].data_ptr(),
+                "size": torch.Size([SIZE]),
+                "stride": (1,),
+                "dtype": torch.float32,
+                "device": self.pool.device,
+                "storage_offset": 0,
+            }
+            for number in range(outputs)
+        ]
+        made.output_storage_alias = [UnaliasedStorage] * outputs
+        made.unaliased_in_all_paths, made.cached_tensor_outputs = [True] * outputs, []
+        made.static_output_tensors, made.tensor_weakrefs = [None] * outputs, [None] * outputs
+        made.outputs_weakrefs = [StorageWeakRefWrapper(torch.empty(1)) for _ in range(outputs)]
+        made.stack_traces, made.path_weakrefs = [None] * outputs, [made.outputs_weakrefs]
+        made.live_indices_after_graph = [(0, number) for number in range(outputs)]
+        for name in ("cudagraph_managed_idxs", "preserved_aliased_inputs", "static_input_idxs", "fixed"):
+            setattr(made, name, [])
+        for name in ("static_input_data_ptrs", "tensor_static_input_idxs", "non_static_input_idx"):
+            setattr(made, name, [])
+        made.non_managed_static_input_idxs, made.reconstructed_inputs = [], []
+        made.expected_dead_indices_before_graph, made.expected_dead_indices_after_graph = [], []
+        made.rerecord_if_static_inputs_change = made.has_fast_path = made._gives_addresses = True
+        made._has_moving, made.has_new_history = False, mode == CompilationMode.FORWARD
+        made.log = RecordingLog(number=0, parent=None, counter=new_counter())
+        made.graph = _Graph(self._fill)
+        made.deaths_before = made.deaths_after = None
+        made.outliving = deaths(made, kept_indices(made))
+        made.native = made._native(in_python=False)
+        recording: Recording = made
+        return recording

@@ -1,0 +1,378 @@
+"""What a program leaves on an output that it drops, or does to one that it keeps; interrupts while outputs are moved.
+
+Upstream returns the same tensor objects again once nobody holds them. The next call must not see what the last user
+left on them, and memory that the program gave an output is the program's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import unittest
+import weakref
+from pathlib import Path
+from unittest import mock
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+
+import torch
+from fake_trees import Trees, some
+from recordings_on_cpu import SIZE, Function
+from torch._inductor.cudagraph_trees import CompilationMode, ExecutionState, StorageWeakRefWrapper, TensorWeakRef
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from pygraph_trees.native import binding
+from pygraph_trees.trees import kept_outputs
+from pygraph_trees.trees.liveness import Deaths
+from pygraph_trees.trees.recording import Recording
+
+# What AOTAutograd calls at each call of a function of symbolic sizes.
+STAMPS = ("_dynamo_propagated_dynamic_indices", "_dynamo_weak_dynamic_indices")
+
+
+def stamp(output, indices):
+    for name in STAMPS:
+        setattr(output, name, indices)
+
+
+def all_of(value):
+    return torch.full((SIZE,), float(value))
+
+
+@unittest.skipIf(binding.extension is None, "C++ replays here")
+class OnCpuTestCase(TestCase):
+    def setUp(self):
+        super().setUp()
+        torch._C._set_cached_tensors_enabled(True)
+
+
+class TestDropped(OnCpuTestCase):
+    """The program changes an output and drops it."""
+
+    def check_next(self, function, value=4.0, *, fast=True):
+        (found,) = function.call(value, fast=fast)
+        self.assertEqual(found, all_of(value))
+        self.assertEqual((found.requires_grad, found.grad, found.retains_grad), (False, None, False))
+        return found
+
+    @parametrize("fast", [False, True])
+    @parametrize("change", ["unsqueeze_", "requires_grad_", "retains its gradient", "an attribute", "dtype", "negated"])
+    def test_what_is_left_on_an_output(self, change, fast):
+        function = Function()
+        (output,) = function.call(3.0)
+        if change == "an attribute":
+            output.tag = 1
+        elif change == "dtype":
+            output.data = output.view(torch.int32)
+        elif change == "negated":
+            output.data = torch._neg_view(output)
+        elif change == "retains its gradient":
+            output.requires_grad_().retain_grad()
+            (output * 2).sum().backward()
+        else:
+            getattr(output, change)(*((0,) if change == "unsqueeze_" else ()))
+        del output
+        found = self.check_next(function, fast=fast)
+        self.assertFalse(hasattr(found, "tag"))
+        found.add_(1)
+
+    def test_gradients_that_an_output_of_autograd_retains(self):
+        """They are of one step, as with eager code."""
+        function = Function(mode=CompilationMode.FORWARD)
+
+        class Graphed(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, value):
+                return function.call(float(value[0]))[0]
+
+            @staticmethod
+            def backward(ctx, gradient):
+                function.manager.running_forwards_with_pending_backwards = False
+                return gradient
+
+        leaf = torch.ones(SIZE, requires_grad=True)
+        for step in (1, 2, 3):
+            output = Graphed.apply(leaf)
+            output.retain_grad()
+            (output * step).sum().backward()
+            self.assertEqual(output.grad, all_of(step))
+            del output
+
+    @parametrize("mode", [CompilationMode.INFERENCE, CompilationMode.BACKWARD])
+    @parametrize("fast", [False, True])
+    def test_changes_in_place_that_autograd_records(self, mode, fast):
+        """They are of one step, as if a frozen backbone's features got a bias that is trained."""
+        function, bias = Function(mode=mode), torch.zeros(SIZE, requires_grad=True)
+        for step in (3, 4, 5):
+            (output,) = function.call(step, fast=fast)
+            self.assertFalse(output.requires_grad)
+            output.add_(bias)
+            (gradient,) = torch.autograd.grad(output.sum(), bias)
+            self.assertEqual((output, gradient), (all_of(step), all_of(1)))
+            del output
+
+    def test_hooks_after_accumulation(self):
+        function, seen = Function(), []
+        for step in (3, 4):
+            (output,) = function.call(step)
+            output.requires_grad_()
+            output.register_post_accumulate_grad_hook(lambda _, step=step: seen.append(step))
+            output.sum().backward()
+            del output
+        self.assertEqual(seen, [3, 4])
+
+    def test_weak_references(self):
+        function, sums = Function(), WeakTensorKeyDictionary()
+        for step in (3, 4, 5):
+            (output,) = function.call(step)
+            if output not in sums:
+                sums[output] = float(output.sum())
+            self.assertEqual(sums[output], SIZE * step)
+            of_this_step = weakref.ref(output)
+            del output
+        function.call(6.0)
+        self.assertIsNone(of_this_step())
+
+    def test_code_that_runs_while_outputs_are_dropped(self):
+        """It may ask which outputs are alive."""
+        function, asked = Function(outputs=2), []
+        outputs = function.call(3.0)
+
+        def ask():
+            asked.append([held() for held in function.recording.outputs_weakrefs])
+
+        weakref.finalize(outputs[0], ask).atexit = False
+        outputs.clear()
+        self.assertEqual(function.call(4.0), [all_of(4)] * 2)
+        self.assertEqual(len(asked), 1)
+
+    @parametrize("fast", [False, True])
+    @parametrize("is_held", [False, True])
+    @parametrize("how", ["data", "set_"])
+    def test_other_memory(self, how, is_held, fast):
+        """Memory that the program gave a dropped output is not returned as a result."""
+        function, other = Function(), all_of(77)
+        (output,) = function.call(3.0)
+        if how == "data":
+            output.data = other if is_held else other.clone()
+        else:
+            output.set_(other if is_held else other.clone())
+        del output
+        self.check_next(function, fast=fast).zero_()
+        self.assertEqual(other, all_of(77))
+        self.check_next(function, 5.0)
+        function.manager.move_last_outputs()
+
+    @parametrize("has_graph", [False, True])
+    def test_untouched_outputs_are_returned_again(self, has_graph):
+        """By C++ alone, also if autograd had used them."""
+        function = Function(mode=CompilationMode.FORWARD if has_graph else CompilationMode.INFERENCE)
+
+        class Graphed(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, value):
+                return function.call(float(value[0]))[0]
+
+            @staticmethod
+            def backward(ctx, gradient):
+                function.manager.running_forwards_with_pending_backwards = False
+                return gradient
+
+        leaf, objects = torch.ones(SIZE, requires_grad=True), set()
+        with mock.patch.object(Recording, "reconstruct_outputs", side_effect=AssertionError("it asked Python")):
+            for step in range(3, 7):
+                output = Graphed.apply(leaf * step) if has_graph else function.call(step)[0]
+                self.assertEqual(output, all_of(step))
+                stamp(output, frozenset({0}))  # as AOTAutograd does with outputs of symbolic size
+                if has_graph:
+                    output.sum().backward()
+                objects.add(id(output))
+                del output
+        self.assertEqual(len(objects), 1)
+
+
+class TestKept(OnCpuTestCase):
+    """The program changes an output, or keeps a part of it, and goes on."""
+
+    def test_other_memory_of_an_output_that_is_kept(self):
+        function = Function()
+        (output,) = function.call(3.0)
+        output.data = all_of(77)
+        for step in (4, 5):
+            self.assertEqual(function.call(step), [all_of(step)])
+        self.assertEqual(output, all_of(77))
+
+    def test_a_view_of_the_memory_that_an_output_had(self):
+        function = Function()
+        (output,) = function.call(3.0)
+        view = output[:2]
+        output.data = all_of(77)
+        for step in (4, 5):
+            function.call(step)
+        self.assertEqual((view, output), (all_of(3)[:2], all_of(77)))
+
+    @parametrize("typed", [False, True])
+    def test_a_storage_alone(self, typed):
+        function = Function()
+        (output,) = function.call(3.0)
+        storage = output.storage() if typed else output.untyped_storage()
+        del output
+        function.call(4.0)
+        untyped = storage.untyped() if typed else storage
+        self.assertEqual(torch.empty(0).set_(untyped), all_of(3))
+
+    @parametrize("state", [ExecutionState.RECORDING, ExecutionState.WARMUP])
+    def test_other_memory_of_a_first_output(self, state):
+        """Upstream makes what is left of a recording's first outputs unreadable, and frees their memory."""
+        function = Function()
+        output, node, manager = all_of(3), function.recording, function.manager
+        node.outputs_weakrefs[:], node.tensor_weakrefs[:] = [StorageWeakRefWrapper(output)], [TensorWeakRef(output)]
+        manager.current_node, manager.path_state, manager.current_gen = node, state, -99
+        manager.disable_invalidate_aliases = False
+        output.data = all_of(77)
+        invalidated = []
+        with (
+            mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
+            mock.patch.object(torch._C, "_set_storage_access_error_msg", lambda *_: invalidated.append(1), create=True),
+        ):
+            end = manager.try_end_curr_recording if state == ExecutionState.RECORDING else manager.try_end_curr_warmup
+            end(function.id)
+        self.assertEqual((invalidated, output), ([], all_of(77)))
+
+
+class TestInterrupts(OnCpuTestCase):
+    @parametrize("where", ["_exchange", "_forget", "remove_node_cached_tensors"])
+    @parametrize("is_kept", [False, True])
+    def test_while_outputs_are_moved(self, where, is_kept):
+        """At the second output, or at the only recording; afterwards all outputs are right, kept or dropped."""
+        function = Function(outputs=2)
+        outputs, calls = function.call(3.0), []
+        owner = Recording if where == "remove_node_cached_tensors" else kept_outputs
+        before = getattr(owner, where)
+
+        def interrupted(*arguments):
+            calls.append(1)
+            if len(calls) == (1 if owner is Recording else 2):
+                raise KeyboardInterrupt
+            return before(*arguments)
+
+        with mock.patch.object(owner, where, interrupted), self.assertRaises(KeyboardInterrupt):
+            function.call(4.0)
+        self.assertEqual(outputs, [all_of(3)] * 2)
+        if not is_kept:
+            outputs.clear()
+        for step in (5, 6):
+            self.assertEqual(function.call(step), [all_of(step)] * 2)
+        self.assertEqual(outputs, [all_of(3)] * (2 * is_kept))
+
+    @parametrize("is_kept", [False, True])
+    def test_while_a_path_is_about_to_end(self, is_kept):
+        """In the middle of a step; the program keeps the traceback, as an interactive one does."""
+        function = Function(mode=CompilationMode.FORWARD)
+        manager = function.manager
+        first = function.call(3.0)
+        manager.current_gen = manager.get_curr_generation()
+        kept = []
+
+        def trace(frame, event, _):
+            is_generator = frame.f_code.co_flags & inspect.CO_GENERATOR
+            if event == "return" and not is_generator and manager._begins_step is not None and kept == []:
+                kept.append(frame.f_code.co_name)
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        with mock.patch("torch.cuda.is_current_stream_capturing", return_value=False):
+            try:
+                sys.settrace(trace)
+                manager.try_end_curr_execution()
+            except KeyboardInterrupt as error:
+                kept.append(error)
+            finally:
+                sys.settrace(before)
+        self.assertEqual(len(kept), 2)
+        manager.running_forwards_with_pending_backwards = False
+        if not is_kept:
+            first.clear()
+        for step in (5, 6):
+            self.assertEqual(function.call(step), [all_of(step)])
+            self.assertEqual(first, [all_of(3)] * is_kept)
+
+    @parametrize("is_kept", [False, True])
+    def test_while_cached_outputs_are_dropped(self, is_kept):
+        """Torch has forgotten the tensors, but not yet all that it expects to hold them."""
+        function = Function(outputs=2)
+        outputs = function.call(3.0)
+        if not is_kept:
+            outputs[0].tag = 1
+            outputs.clear()
+        interrupted = mock.patch.object(StorageWeakRefWrapper, "remove_extra_reference", side_effect=KeyboardInterrupt)
+        with interrupted, self.assertRaises(KeyboardInterrupt):
+            function.call(4.0)
+        for step in (5, 6):
+            self.assertEqual(function.call(step), [all_of(step)] * 2)
+        self.assertEqual(outputs, [all_of(3)] * (2 * is_kept))
+
+    def test_while_references_are_redirected(self):
+        """At the first one. None is freed twice, which would crash."""
+        function = Function(outputs=2)
+        before = StorageWeakRef.__del__
+
+        def interrupted(reference):
+            before(reference)
+            raise KeyboardInterrupt
+
+        for step in range(50):
+            outputs = function.call(step)
+            with (
+                contextlib.suppress(KeyboardInterrupt),  # in a destructor, an interrupt is only reported
+                mock.patch.object(StorageWeakRef, "__del__", interrupted),
+                mock.patch.object(sys, "unraisablehook"),
+            ):
+                function.call(-1)
+            del outputs
+            self.assertEqual(function.call(step), [all_of(step)] * 2)
+
+    def test_while_cached_outputs_are_made(self):
+        function, made = Function(outputs=3), []
+        function.recording.remove_node_cached_tensors()
+        add = torch._C._add_cached_tensor
+
+        def interrupted(tensor):
+            made.append(tensor)
+            if len(made) == 2:
+                raise KeyboardInterrupt
+            add(tensor)
+
+        with mock.patch.object(torch._C, "_add_cached_tensor", interrupted), contextlib.suppress(KeyboardInterrupt):
+            function.call(1.0)
+        self.assertEqual(len(made), 2)
+        made.clear()
+        for step in (2, 3):
+            self.assertEqual(function.call(step), [all_of(step)] * 3)
+
+
+class TestInputsThatMoveMeanwhile(OnCpuTestCase):
+    def test_no_launch_with_the_address_that_was_compared(self):
+        """Outputs that are released before a launch may run finalizers, which may give an input other memory."""
+        x, outputs = torch.ones(4), some(1)
+        held, alive = outputs[0], [True]
+
+        def release():
+            x.data = torch.zeros(4)
+            return True
+
+        asked = Deaths([(outputs, [lambda: alive.pop() if alive else None], 0)], release)
+        trees = Trees({0: x}, some(1), before=asked)
+        self.assertIsNone(trees.entry()([x]))
+        self.assertEqual((trees.graph.launches, held.shape), (0, outputs[0].shape))
+
+
+for case in (TestDropped, TestKept, TestInterrupts):
+    instantiate_parametrized_tests(case)
+
+if __name__ == "__main__":
+    run_tests()
