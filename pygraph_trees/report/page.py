@@ -108,7 +108,17 @@ def document(
 def _environment(report: Snapshot) -> list[str]:
     versions, patches, *off = environment_lines(report.environment)
     now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-    return [f"{versions}; {patches}", *off, f"{now}, {shlex.join(sys.argv) or 'Python'}"]
+    return [f"{versions}; {patches}", *off, f"{now}, {_command()}"]
+
+
+def _command() -> str:
+    """The command as a user types it, without the folders of the program."""
+    if not sys.argv or not sys.argv[0]:
+        return "Python"
+    program, *arguments = sys.argv
+    if Path(program).name == "__main__.py":
+        return f"python -m {Path(program).parent.name} {shlex.join(arguments)}".rstrip()
+    return shlex.join([Path(program).name, *arguments])
 
 
 def _facts(report: Snapshot) -> dict[str, str]:

@@ -110,6 +110,19 @@ class TestPage(TestCase):
             report().to_html(path)
             self.assertIn(r"caf\udce9", path.read_text(encoding="utf-8"))
 
+    def test_the_command_is_shown_without_the_folders_of_the_program(self):
+        for given, shown in (
+            (["/some/where/pygraph_trees/__main__.py", "compare", "my model.py"], "python -m pygraph_trees compare"),
+            (["/home/me/bin/pygraph-trees", "compare", "BERT"], ", pygraph-trees compare BERT<"),
+            (["serve.py"], ", serve.py<"),
+            ([], ", Python<"),
+            ([""], ", Python<"),
+        ):
+            with self.subTest(given), mock.patch.object(sys, "argv", given):
+                text = report().to_html()
+                self.assertIn(shown, text)
+                self.assertNotIn("/some/where", text)
+
     def test_everything_is_there(self):
         text = FULL.to_html()
         self.elements(text)

@@ -9,10 +9,22 @@ differences.
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from pygraph_trees.benchmark.program import Program
 
 from .registry import inference, seeded, workload
+
+
+class _Float32Masks(nn.Module):
+    """Makes masks float32 in all ways: under autocast, eager enlarges them in float32, torch.compile in bfloat16."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        return [{**found, "masks": found["masks"].float()} for found in self.model(images)]
 
 
 @workload("VM", mode="inference", batch=1)
@@ -27,4 +39,4 @@ def build(device: torch.device | str, *, batch: int = 1, size: int = 800) -> Pro
                 norm.weight *= 0.2
         model.roi_heads.box_predictor.cls_score.weight *= 20
         images = [torch.rand(3, size, size) for _ in range(batch)]
-    return Program(model, (images,), context=inference(device), name="VM", batch=batch)
+    return Program(_Float32Masks(model), (images,), context=inference(device), name="VM", batch=batch)
