@@ -41,6 +41,7 @@ from .sharded import gathered_addresses
 from .steps import Steps
 from .storms import why_stopped
 from .verification import Verification
+from .zeros import give_memory
 
 if TYPE_CHECKING:
     from pygraph_trees.indirection.pool import PoolRanges
@@ -257,10 +258,12 @@ class Manager(fast_path.TreeState, Steps):
     def _run_ungraphed(self, inputs: list[Any], function_id: Any, why: str) -> Any:
         wrapped = self.ids_to_funcs[function_id]
         wrapped.model.log.not_graphed(why)
+        give_memory(inputs)
         return wrapped.model(inputs)
 
     def record_function(self, new_inputs: list[Any], function_id: Any) -> Any:
         function = self._log_of(function_id)
+        give_memory(new_inputs)
         # Upstream holds its lock of captures. A finalizer that a collection ran here could wait for it.
         with paused():
             if function is not None:
@@ -371,6 +374,7 @@ class Manager(fast_path.TreeState, Steps):
 
     def run_eager(self, new_inputs: list[Any], function_id: Any) -> Any:
         function = self._log_of(function_id)
+        give_memory(new_inputs)
         with paused():
             if function is not None:
                 return self._warm_up(new_inputs, function_id, function)

@@ -349,7 +349,7 @@ class Recording(Upstream, metaclass=_CountsUpstreamNodes):
     def _why_not_alive(self, live: LiveInputs, inputs: list[Any]) -> str | None:
         """Why the recording must not be replayed: upstream raises if an output lives that died while recording."""
         for item in live.items:
-            if item.managed:
+            if item.managed and not inputs[item.index]._is_zerotensor():
                 found = self._is_alias_of_live_recorded_tensor(inputs[item.index])
                 if found is not None and found in self.expected_dead_indices_after_graph:
                     return "an input was an output that is expected to be gone"
