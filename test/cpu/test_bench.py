@@ -44,7 +44,7 @@ from bench import (
 from bench.isolated import Job, Worker
 from bench.loading import load_workloads
 
-from pygraph_trees.benchmark import Effort, Measurement, Program, Results
+from pygraph_trees.benchmark import Effort, Measurement, Program, Results, compare, text_table
 from pygraph_trees.benchmark.differences import snapshot
 from pygraph_trees.cli.explain import explain
 
@@ -661,6 +661,30 @@ class TestCommandLine(TestCase):
         self.assertEqual((own.effort.fresh_caches, own.environment()), (True, None))
         self.assertFalse(kept.effort.fresh_caches)
         self.assertEqual(kept.environment()["TORCHINDUCTOR_CACHE_DIR"], f"{folder.resolve()}/0123456789ab")
+
+    def test_start_times_alone(self):
+        """Nothing is timed; as many at a time as there are GPUs have cores of their own."""
+        jobs: list[Job] = []
+
+        def run(job: Job, _: float) -> list[Measurement]:
+            jobs.append(job)
+            return [Measurement(job.name, job.mode, job.batch, "ours", "same", compile_s=2.0, record_s=3.0)]
+
+        blank = Results("NVIDIA H200", "1", "2.11.0", "3", "3.12", "today", "0123456789abcdef", 0)
+        with without_processes(blank, run) as folder:
+            out = folder / "x.json"
+            for more, times in (((), 2.0), (("--gpus", "2"), 2.0), (("--gpus", "2", "--jobs", "4"), None)):
+                self.assertEqual(self._main("EOS", "TKE", "--start-times", "--out", str(out), *more)[0], 0)
+                self.assertEqual([r.compile_s for r in Results.read(out).records], [times] * 2)
+        self.assertEqual(
+            {(j.ways, j.effort.rounds, j.effort.inspect) for j in jobs}, {(("upstream", "ours"), 0, False)}
+        )
+
+    def test_a_comparison_without_rounds(self):
+        program = Program(lambda x: x * 2, (torch.ones(4),), name="SMALL")
+        found = compare(program, ("compile", "ours"), replace(FAST, rounds=0, inspect=False))
+        self.assertTrue(all(m.compile_s is not None and m.latency_ms is None and m.error is None for m in found))
+        self.assertIn(program.name, text_table(found))
 
     def test_some_workloads_leave_the_others(self):
         blank = Results("NVIDIA H200", "1", "2.11.0", "3", "3.12", "today", "hash", 7)

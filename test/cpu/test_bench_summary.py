@@ -72,6 +72,23 @@ class TestSummary(TestCase):
         self.assertNotIn("older.json", text)
         self.assertIn("## Not measured\n\nC.", text)
 
+    def test_times_to_compile_from_a_file_of_their_own(self):
+        untimed = {"compile_s": None, "record_s": None}
+        files = {Path("a.json"): results(*both("A", untimed, {"latency_ms": 2.0, **untimed}), *both("B", {}))}
+        slow = {"compile_s": 9.0, "record_s": 0.5, "latency_ms": None}
+        starts = {
+            Path("mine.json"): results(*both("A", slow), *both("B", slow)),
+            Path("else.json"): results(*both("A", {**slow, "compile_s": 7.0}), gpu="A100"),
+        }
+        found = pages.summarise(files, ["A", "B"], starts)
+        a, b = found.workloads
+        self.assertEqual([a.get("ours", "same", name) for name in slow], [9.0, 0.5, 1.0])
+        self.assertEqual(b.get("ours", "same", "compile_s"), 2.0)
+        text = pages.page(found)
+        self.assertIn("](start/mine.json): 2026-01-01, code abcdefabcdef: times to compile and record", text)
+        self.assertNotIn("else.json", text)
+        self.assertIn("**A**: 9.5 s to compile and record, upstream 2.0", text)
+
     def test_the_ratio_of_each_round(self):
         ways = {"ours": (1.0, 2.0, 4.0), "upstream": (2.0, 2.0, 2.0)}
         records = [measured("A", way, samples={"latency_ms": rounds}) for way, rounds in ways.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,7 @@ class Summary:
     workloads: Sequence[Workload]  # in the order of the list
     source: Mapping[str, Path]  # by workload
     missing: Sequence[str]  # workloads that were not measured
+    starts: Mapping[Path, Results]  # files that have only times to compile and record
 
     def ratios(self, figure: str, regime: str) -> list[float]:
         """Over upstream, of what is on the paper's list."""
@@ -97,8 +99,13 @@ def read_all(paths: Iterable[Path]) -> dict[Path, Results]:
     return found
 
 
-def summarise(files: Mapping[Path, Results], names: Sequence[str]) -> Summary:
+def summarise(
+    files: Mapping[Path, Results], names: Sequence[str], starts: Mapping[Path, Results] | None = None
+) -> Summary:
     """Takes each workload from the latest file that has it; ``names`` are all that there are, in order.
+
+    Args:
+        starts: files from which times to compile and record are taken where the others have none.
 
     Raises:
         ValueError: there is no file.
@@ -109,6 +116,8 @@ def summarise(files: Mapping[Path, Results], names: Sequence[str]) -> Summary:
     latest = by_date[-1][1]
     same = {path: r for path, r in by_date if (r.gpu, r.torch) == (latest.gpu, latest.torch)}
     source = {m.workload: path for path, results in same.items() for m in results.records}
+    started = {path: r for path, r in (starts or {}).items() if (r.gpu, r.torch) == (latest.gpu, latest.torch)}
+    times = {(m.workload, m.way, m.regime): m for r in started.values() for m in r.records if m.error is None}
     order = [*(n for n in names if n in source), *(n for n in source if n not in names)]
     workloads = []
     for name in order:
@@ -118,11 +127,18 @@ def summarise(files: Mapping[Path, Results], names: Sequence[str]) -> Summary:
                 name,
                 found[0].mode,
                 found[0].batch,
-                {(m.way, m.regime): m for m in found if m.error is None},
+                {(m.way, m.regime): _started(m, times) for m in found if m.error is None},
                 {(m.way, m.regime): m.error for m in found if m.error is not None},
             )
         )
     used = {path: results for path, results in same.items() if path in source.values()}
-    return Summary(
-        used, [path for path in files if path not in same], workloads, source, [n for n in names if n not in source]
-    )
+    left_out, missing = [path for path in files if path not in same], [n for n in names if n not in source]
+    return Summary(used, left_out, workloads, source, missing, started)
+
+
+def _started(measured: Measurement, times: Mapping[tuple[str, str, str], Measurement]) -> Measurement:
+    """A measurement, with times to compile and record from another one if it has none."""
+    other = times.get((measured.workload, measured.way, measured.regime))
+    if measured.compile_s is not None or other is None:
+        return measured
+    return dataclasses.replace(measured, compile_s=other.compile_s, record_s=other.record_s)

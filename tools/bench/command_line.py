@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .folders import RESULTS_FOLDER, WORKLOADS_FOLDER
+from .folders import RESULTS_FOLDER, START_FOLDER, WORKLOADS_FOLDER
 from .loading import load_workloads
 
 if TYPE_CHECKING:
@@ -41,6 +41,11 @@ def parser() -> argparse.ArgumentParser:
     length = parse.add_mutually_exclusive_group()
     length.add_argument("--quick", action="store_true", help="3 short rounds")
     length.add_argument("--full", action="store_true", help="15 long rounds")
+    length.add_argument(
+        "--start-times",
+        action="store_true",
+        help="times to compile and record alone, of upstream and ours; a file of their own in results/start",
+    )
     parse.add_argument("--rounds", type=int, metavar="N", help="rounds of interleaved blocks (7)")
     parse.add_argument(
         "--ways",
@@ -101,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
 
     from pygraph_trees.benchmark import MORE_WAYS, WAYS
 
-    ways = tuple(options.ways.split(",")) if options.ways else WAYS
+    ways = tuple(options.ways.split(",")) if options.ways else ("upstream", "ours") if options.start_times else WAYS
     for way in ways:
         if way not in (*WAYS, *MORE_WAYS):
             parse.error(f"there is no way {way!r}, only {', '.join((*WAYS, *MORE_WAYS))}")
@@ -125,6 +130,8 @@ def _effort(options: argparse.Namespace) -> Effort:
 
     effort = QUICK if options.quick else FULL if options.full else Effort()
     effort = replace(effort, fresh_caches=options.caches is None)
+    if options.start_times:
+        return replace(effort, rounds=0, inspect=False)
     return replace(effort, rounds=options.rounds) if options.rounds else effort
 
 
@@ -142,7 +149,8 @@ def _measure(
     from .product import product_hash
 
     results = here(product_hash(), effort.rounds)
-    out: Path = options.out or RESULTS_FOLDER / f"{file_stem(results.gpu, results.torch)}.json"
+    folder = RESULTS_FOLDER / START_FOLDER if options.start_times else RESULTS_FOLDER
+    out: Path = options.out or folder / f"{file_stem(results.gpu, results.torch)}.json"
     done: set[str] = set()
     if options.resume:
         results, done = _resume(results, out, ways)
@@ -173,7 +181,8 @@ def _measure(
         )
         for number, name in enumerate(left)
     ]
-    is_compiling_timed = size == 1 and caches is None
+    has_own_share = size == 1 or (options.start_times and size == gpus)  # of the cores
+    is_compiling_timed = has_own_share and caches is None
     for records in _in_batches(jobs, size, options.timeout, gpus):
         # Compile times are left out if the machine was shared with other workloads, or if a cache shortened them.
         if not is_compiling_timed:
@@ -184,7 +193,7 @@ def _measure(
         out.with_suffix(".md").write_text(_page(results, markdown_table(results.records)), encoding="utf-8")
         print(text_table(records), end="\n\n", flush=True)
     print(f"{out}\n{out.with_suffix('.md')}")
-    if out.parent == RESULTS_FOLDER:
+    if out.parent == folder:
         _summarise()
     failed = [r for r in results.records if r.workload in names and r.error is not None]
     return 1 if failed else 0
@@ -193,7 +202,8 @@ def _measure(
 def _in_batches(jobs: Sequence[Job], size: int, timeout_s: float, gpus: int = 1) -> Iterator[list[Measurement]]:
     """Yields the records of one workload after another.
 
-    A batch is prepared together. Then its workloads are timed one by one, or as many at a time as there are GPUs.
+    A batch is prepared together. Then its workloads are timed one by one, or as many at a time as there are GPUs; jobs
+    without rounds are not timed.
     """
     from pygraph_trees.cli.progress import Progress
 
@@ -201,6 +211,7 @@ def _in_batches(jobs: Sequence[Job], size: int, timeout_s: float, gpus: int = 1)
     from .quiet import wait_until_quiet
 
     batches = [jobs[begin : begin + size] for begin in range(0, len(jobs), size)]
+    is_timed = any(job.effort.rounds for job in jobs)
     with contextlib.ExitStack() as stack:
         number, after = 0, [stack.enter_context(Worker(job, timeout_s)) for batch in batches[:1] for job in batch]
         for following in [*batches[1:], []]:
@@ -216,7 +227,8 @@ def _in_batches(jobs: Sequence[Job], size: int, timeout_s: float, gpus: int = 1)
                 worker.wait_until_imported()
             for begin in range(0, len(current), gpus):
                 together = current[begin : begin + gpus]
-                wait_until_quiet()
+                if is_timed:
+                    wait_until_quiet()
                 show = Progress if size > 1 and gpus == 1 else lambda: None
                 with ThreadPoolExecutor(gpus) as pool:
                     try:

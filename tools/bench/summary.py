@@ -18,7 +18,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (2, 1)]
 
 from bench import paper
 from bench.collected import Summary, Workload, read_all, summarise
-from bench.folders import RESULTS_FOLDER, WORKLOADS_FOLDER
+from bench.folders import RESULTS_FOLDER, START_FOLDER, WORKLOADS_FOLDER
 from bench.loading import load_workloads
 from bench.plots import draw
 from pygraph_trees.benchmark import FORCED, WAYS
@@ -296,6 +296,11 @@ def _described(summary: Summary) -> Iterator[str]:
             f"- [{path.name}]({path.name}): {results.date[:10]}, {results.rounds} rounds, driver {results.driver}, "
             f"triton {results.triton}, code {results.code_hash[:12]}: {of}"
         )
+    for path, results in summary.starts.items():
+        yield (
+            f"- [{START_FOLDER}/{path.name}]({START_FOLDER}/{path.name}): {results.date[:10]}, code "
+            f"{results.code_hash[:12]}: times to compile and record"
+        )
     for path in summary.left_out:
         yield f"- {path.name} is of another GPU or torch and left out"
 
@@ -315,11 +320,12 @@ def main(arguments: Sequence[str]) -> int:
     options = parse.parse_args(arguments)
     try:
         files = read_all(options.files or RESULTS_FOLDER.glob("*.json"))
+        starts = {} if options.files else read_all((RESULTS_FOLDER / START_FOLDER).glob("*.json"))
     except (OSError, ResultsFormatError) as error:
         parse.error(str(error))
     if not files:
         parse.error("there is no result file")
-    summary = summarise(files, list(load_workloads(WORKLOADS_FOLDER)))
+    summary = summarise(files, list(load_workloads(WORKLOADS_FOLDER)), starts)
     plots: list[str] = []
     options.out.mkdir(parents=True, exist_ok=True)
     if not options.no_plots:
