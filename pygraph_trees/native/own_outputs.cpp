@@ -19,8 +19,8 @@ bool has_attributes(PyObject *dictionary) {
     return false;
 }
 
-/* Whether a cached output is as it was made, and has nothing that its last user left: a gradient, a history that is not
-   replaced, hooks, attributes, weak references. */
+/* Whether a cached output is as it was made, and has nothing that its last user left: a gradient or its type, a history
+   that is not replaced, hooks, attributes, weak references. */
 bool is_untouched(PyObject *output, const Replay::Made &made, const int64_t *shape, bool has_new_history) {
     if (output != made.known.object || Py_TYPE(output) != made.kind)
         return false;
@@ -39,7 +39,8 @@ bool is_untouched(PyObject *output, const Replay::Made &made, const int64_t *sha
     if (impl->autograd_meta() != nullptr) {
         const auto *known = static_cast<const torch::autograd::AutogradMeta *>(impl->autograd_meta());
         if (known->grad_.defined() || known->requires_grad_ || known->retains_grad_ ||
-            known->post_acc_grad_hooks_ != nullptr || (!has_new_history && known->grad_fn_ != nullptr))
+            known->post_acc_grad_hooks_ != nullptr || known->grad_dtype_.has_value() ||
+            known->allow_grad_dtype_mismatch_ || (!has_new_history && known->grad_fn_ != nullptr))
             return false;
     }
     return *made.references == nullptr &&

@@ -73,7 +73,7 @@ def _is_untouched(output: Any, made: AsMade | None, has_new_history: bool) -> bo
         as_made(output) == made
         and (has_new_history or output.grad_fn is None)
         and output._grad is None
-        and not (output.requires_grad and output.grad_fn is None)
+        and (output.grad_fn is not None or (not output.requires_grad and output.grad_dtype == output.dtype))
         and not output.retains_grad
         and output._post_accumulate_grad_hooks is None
         and vars(output).keys() <= _STAMPS

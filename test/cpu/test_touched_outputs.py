@@ -56,15 +56,21 @@ class TestDropped(OnCpuTestCase):
         (found,) = function.call(value, fast=fast)
         self.assertEqual(found, all_of(value))
         self.assertEqual((found.requires_grad, found.grad, found.retains_grad), (False, None, False))
+        self.assertEqual(found.grad_dtype, torch.float32)
         return found
 
     @parametrize("fast", [False, True])
-    @parametrize("change", ["unsqueeze_", "requires_grad_", "retains its gradient", "an attribute", "dtype", "negated"])
+    @parametrize(
+        "change",
+        ["unsqueeze_", "requires_grad_", "retains its gradient", "grad_dtype", "an attribute", "dtype", "negated"],
+    )
     def test_what_is_left_on_an_output(self, change, fast):
         function = Function()
         (output,) = function.call(3.0)
         if change == "an attribute":
             output.tag = 1
+        elif change == "grad_dtype":
+            output.grad_dtype = torch.float64
         elif change == "dtype":
             output.data = output.view(torch.int32)
         elif change == "negated":
