@@ -287,14 +287,16 @@ Answer prepare(Replay::State *state, Inputs &inputs, bool *is_copied, bool *aske
 }
 
 PyObject *note_cached(PyObject *self, PyObject *) {
-    if (auto *state = reinterpret_cast<Replay *>(self)->state; state != nullptr)
-        note_made(state);
-    Py_RETURN_NONE;
+    return translated([&]() -> PyObject * {
+        if (auto *state = reinterpret_cast<Replay *>(self)->state; state != nullptr)
+            note_made(state);
+        Py_RETURN_NONE;
+    });
 }
 
 PyObject *is_untouched(PyObject *self, PyObject *) {
     const auto *state = reinterpret_cast<Replay *>(self)->state;
-    return PyBool_FromLong(state != nullptr && are_untouched(state));
+    return translated([&] { return PyBool_FromLong(state != nullptr && are_untouched(state)); });
 }
 
 PyMethodDef replay_methods[] = {
@@ -383,6 +385,13 @@ Answer pygraph::accept(Replay::State *state, Inputs &inputs, bool *is_copied) {
         return Answer::error;
     bool has_run_again = false;
     const int dead = state->after.are_dead(&has_run_again);
+    if (dead < 0)
+        return Answer::error;
+    if (dead == 0) {
+        Ref recording(PyObject_CallNoArgs(state->recording));
+        if (!recording || !Ref(PyObject_CallOneArg(state->check, recording.get())))
+            return Answer::error;
+    }
     if (has_run_again && !are_still_there(state, inputs)) {
         PyErr_SetString(PyExc_RuntimeError, "an input was given other memory while a call released its inputs");
         return Answer::error;
@@ -394,12 +403,7 @@ Answer pygraph::accept(Replay::State *state, Inputs &inputs, bool *is_copied) {
                 dying.insert(input.index);
         std::erase_if(state->lasting, [&](uint64_t index) { return dying.count(index) != 0; });
     }
-    if (dead == 0) {
-        Ref recording(PyObject_CallNoArgs(state->recording));
-        Ref checked(recording ? PyObject_CallOneArg(state->check, recording.get()) : nullptr);
-        return checked ? Answer::yes : Answer::error;
-    }
-    return dead < 0 ? Answer::error : Answer::yes;
+    return Answer::yes;
 }
 
 bool pygraph::launch(const Replay::State *replay) {
