@@ -28,7 +28,6 @@ from . import dispatch as dispatch_module
 from .dispatch import PER_THREAD, Way
 from .manager import Manager
 from .storms import OTHER_SIZES, REFUSED, Sizes
-from .zeros import give_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -367,13 +366,12 @@ def _as_upstream_has_it(run: Run, mode: str, trees: _Trees) -> Run:
 class _Aligned:
     """The compiled code with aligned inputs; the function's first call, graphed or not, decides which must be aligned.
 
-    Before that call, inputs may not be real. A backward's tangents are its inputs that are not static.
+    Before that call, inputs may not be real.
     """
 
     def __init__(self, function: FunctionModel, static_input_idxs: Sequence[int], mutated: Collection[int]) -> None:
         self._function, self._static_input_idxs, self._mutated = function, static_input_idxs, mutated
         self._run: Run | None = None
-        self._tangents: Sequence[int] = ()
 
     def decide(self, inputs: Sequence[Any]) -> Run:
         """Returns the code for all calls; ``inputs`` matter in the first call."""
@@ -384,12 +382,8 @@ class _Aligned:
 
             checked = get_input_idxs_to_check(inputs, self._static_input_idxs)
             mutated = OrderedSet(self._mutated) & OrderedSet(checked)
-            if self._function.log.mode == BACKWARD:
-                self._tangents = sorted(set(range(len(inputs))).difference(self._static_input_idxs))
             self._run = align_inputs_from_check_idxs(self._function, checked, mutated)
         return self._run
 
     def __call__(self, inputs: list[Any]) -> Any:
-        run = self.decide(inputs)
-        give_memory(inputs, self._tangents)
-        return run(inputs)
+        return self.decide(inputs)(inputs)

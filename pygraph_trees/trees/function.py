@@ -24,6 +24,7 @@ from .allocations import is_watching, watching
 from .dispatch import Dispatch
 from .fast_path import entry
 from .handed_outputs import OutputPlan
+from .zeros import give_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -92,12 +93,14 @@ class FunctionModel:
         self.as_returned: Callable[[Sequence[Any]], Any] | None = None  # makes outputs from the model's outputs
         self.outputs = OutputPlan()  # the outputs for which later recordings have further inputs
         self.is_entered = False  # by :func:`entered`
+        self.tangents: Sequence[int] = ()  # inputs of a backward that may be zeros without memory
         self.stop: Callable[[str], None] | None = None  # lets it run un-graphed from the next call on, with a reason
         if hasattr(model, "__name__"):
             self.__name__ = model.__name__
 
     def __call__(self, inputs: list[Any]) -> Any:
         self.log.runs += 1
+        give_memory(inputs, self.tangents)
         return self.ungraphed(inputs)
 
     def ungraphed(self, inputs: list[Any]) -> Any:

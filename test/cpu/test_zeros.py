@@ -11,7 +11,7 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 
 from pygraph_trees.report.log import FunctionLog
 from pygraph_trees.settings import Settings
-from pygraph_trees.trees import choice
+from pygraph_trees.trees import choice, entry_points
 from pygraph_trees.trees.function import FunctionModel
 from pygraph_trees.trees.manager import Manager
 from pygraph_trees.trees.recording import Recording, Upstream
@@ -73,13 +73,25 @@ class TestZeros(TestCase):
         manager = bare_manager(ids_to_funcs={FUNCTION: SimpleNamespace(model=model)})
         self.assertEqual(manager._run_ungraphed([zeros(2)], FUNCTION, "of the test"), [False])
 
-    def test_a_measured_ungraphed_backward_has_memory_for_tangents(self):
-        """Static inputs come from the forward, which makes no zeros without memory: nothing looks at them."""
-        for mode, expected in (("backward", [True, False]), ("forward", [True, True])):
-            model = self.model(lambda inputs: [value._is_zerotensor() for value in inputs], mode)
-            with mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda inputs, static: []):
-                aligned = choice._Aligned(model, [0], ())
-                self.assertEqual([aligned([zeros(2), zeros(2)]) for _ in range(2)], [expected] * 2)
+    def test_all_ungraphed_calls_of_a_backward_have_memory_for_tangents(self):
+        """Measured ones, those during another call, and those of upstream after too many recordings.
+
+        Static inputs come from the forward, which makes no zeros without memory: nothing looks at them.
+        """
+        for is_backward, expected in ((True, [True, False]), (False, [True, True])):
+            model = self.model(lambda inputs: [value._is_zerotensor() for value in inputs])
+            put = dict(device_index=0, is_backward=is_backward, is_inference=False)
+            entry_points.cudagraphify_impl(lambda function, *_, **__: function)(model, [zeros(2)] * 2, [0], **put)
+            wrapped = SimpleNamespace(model=model, mutated_input_idxs=(), static_input_idxs=[0])
+            manager = bare_manager(ids_to_funcs={FUNCTION: wrapped}, warmed_up_functions={FUNCTION})
+            aligned = choice._Aligned(model, [0], ())
+            with (
+                mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda inputs, static: []),
+                mock.patch.object(Manager, "exceed_rerecord_limit", return_value=True),
+            ):
+                for call in (aligned, lambda inputs: manager._run_beside(inputs, FUNCTION)):  # noqa: B023
+                    self.assertEqual([call([zeros(2), zeros(2)]) for _ in range(2)], [expected] * 2)
+                self.assertEqual(manager.run([zeros(2), zeros(2)], FUNCTION), expected)
 
     def test_one_in_the_place_of_an_output_is_none(self):
         """An input that was a moving output of another graph: torch has no address to compare."""
