@@ -46,9 +46,12 @@ struct Known {
     __attribute__((always_inline)) void load_references() const {
         ahead(object, 0), ahead(object, 31);
         ahead(tensor, 8), ahead(tensor, 31);
-        ahead(storage, 8), ahead(storage, 71);
-        ahead(own, 0);
+        ahead(storage, 8);
+        load_own();
     }
+
+    /* Loads what tells whether only its storage is held. */
+    __attribute__((always_inline)) void load_own() const { ahead(storage, 71), ahead(own, 0); }
 
     void note(PyObject *found) {
         const c10::TensorImpl *impl = THPVariable_Unpack(found).unsafeGetTensorImpl();
@@ -67,6 +70,14 @@ struct Watched {
     Known known;
     bool dies = false;      // an input that must be dead once the call has released it
     bool dies_here = false; // whether that was seen at this call
+
+    __attribute__((always_inline)) void load() const {
+        known.load();
+        if (dies)
+            known.load_own();
+    }
+
+    __attribute__((always_inline)) void load_references() const { known.load_references(); }
 };
 
 /* The inputs of a call, in the order of the caller or in that of the recording. Memory for outputs may follow them; it

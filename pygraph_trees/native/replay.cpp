@@ -17,10 +17,10 @@ constexpr size_t TENSORS_AHEAD = 24; // tensors
 constexpr size_t NOWHERE = ~size_t{0};
 
 /* Loads the tensor TENSORS_AHEAD places later; at the first tensor, all tensors up to that one. */
-template <void (Known::*what)() const>
+template <void (Watched::*what)() const>
 __attribute__((always_inline)) inline void load(const std::vector<Watched> &watched, size_t i) {
     for (size_t next = i == 0 ? 0 : i + TENSORS_AHEAD; next <= i + TENSORS_AHEAD && next < watched.size(); next++)
-        (watched[next].known.*what)();
+        (watched[next].*what)();
 }
 
 } // namespace
@@ -124,7 +124,7 @@ int Mortal::are_dead(bool *asked) {
 bool Mortal::seem_dead() {
     for (Run &run : runs)
         for (size_t i = 0; i < run.outputs.size(); i++) {
-            load<&Known::load_references>(run.outputs, i);
+            load<&Watched::load_references>(run.outputs, i);
             Watched &output = run.outputs[i];
             PyObject *object = item_of(run.list, output.index);
             if (object == nullptr || object == Py_None || !is_dead(object))
@@ -227,7 +227,7 @@ void replay_dealloc(PyObject *self) {
 Answer find(Replay::State *state, const Inputs &inputs) {
     for (std::vector<Watched> *all : {&state->fixed, &state->asked})
         for (size_t i = 0; i < all->size(); i++) {
-            load<&Known::load>(*all, i);
+            load<&Watched::load>(*all, i);
             Watched &input = (*all)[i];
             PyObject *object = inputs.at(input.index);
             if (object == nullptr || !is_tensor(object))
