@@ -415,8 +415,12 @@ class LiveInputs:
         """This call's input itself if ``view`` is None, else the view of it that the function returns."""
         base, temporary = self._given[index], self.addresses.temporary
         copied = self._copied.get(index)
-        if (copied is not None or index in temporary) and self._pool.holds(base.data_ptr()):
-            # The graph may overwrite the input's own memory, and the next call overwrites the placeholder tensor's.
+        is_lost = (copied is not None or index in temporary) and (
+            self._pool.holds(base.data_ptr()) or base._is_zerotensor()
+        )
+        if is_lost:
+            # The input has no memory, or the graph may overwrite it, and the next call overwrites the placeholder
+            # tensor's.
             if copied is not None and index not in temporary:
                 temporary[index] = copy_at(copied.placeholder_tensor, copied.recorded % 512)
             base = temporary[index]

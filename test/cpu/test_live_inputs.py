@@ -507,15 +507,21 @@ class TestCopies(LiveInputsTestCase):
             self.assertEqual((live.addresses.extra_copies, live.addresses.extra_copied_bytes), (2, 2 * before.nbytes))
 
     def test_zeros_without_memory_are_copied_for_the_call(self):
-        """They have no address: a kernel that is given 0 reads there."""
-        for shape, stride in (((4, 8), None), ((32,), None), ((2, 4, 4), (1, 2, 8))):
+        """They have no address: a kernel that is given 0, or an offset from 0, reads there."""
+        for shape, stride, offset in (
+            ((4, 8), (8, 1), 0),
+            ((32,), (1,), 0),
+            ((2, 4, 4), (1, 2, 8), 0),
+            ((32,), (1,), 128),  # as autograd cuts them; their address is 512, which fits
+        ):
             live, graph = self.replayable(self.one_kernel(), at(0, shape))
             for number in range(3):
-                zeros = torch._efficientzerotensor(shape)
-                self.begin(live, zeros if stride is None else zeros.as_strided(shape, stride))
+                zeros = torch._efficientzerotensor(256).as_strided(shape, stride, offset)
+                self.begin(live, zeros)
+                self.assertEqual((zeros._is_zerotensor(), zeros.data_ptr()), (True, 4 * offset))
                 copy = live.addresses.temporary[0]
                 self.assertEqual((graph.launch(), copy), ([[copy.data_ptr()]], torch.zeros(shape)))
-                self.assertNotEqual(copy.data_ptr(), 0)
+                self.assertNotEqual(copy.data_ptr(), zeros.data_ptr())
                 live.finish()
                 self.assertEqual(live.addresses.extra_copies, number + 1)
                 a = at(0, shape)
@@ -786,6 +792,20 @@ class TestOutputs(LiveInputsTestCase):
             self.assertEqual((whole, view), (before, before.flatten()[8:16:2]))
             self.assertEqual(view.data_ptr(), whole.data_ptr() + 32)
             h.copy_(before)
+
+    def test_an_output_on_zeros_without_memory_is_a_view_of_a_copy(self):
+        """Also in another dtype, for which torch is asked for the address of the memory."""
+        view = self.VIEW[:3]
+        for nodes in (self.one_kernel(), lambda found: [self.api.make_kernel(found[1:])]):  # patched, and copied
+            live, _ = self.replayable(nodes, at(0), at(0))
+            self.begin(live, torch._efficientzerotensor((4, 8)), at(0))
+            name = "_construct_CUDA_Tensor_From_Storage_And_Metadata"
+            with mock.patch.object(torch._C, name, lambda metadata, storage: metadata, create=True):
+                self.assertNotEqual(live.output(0, (*view, torch.float16))["data_ptr"], 0)
+            for output in (live.output(0, None), live.output(0, (*view, torch.float32))):
+                self.assertFalse(output._is_zerotensor())
+                self.assertEqual(output, torch.zeros(output.shape))
+            live.finish()
 
 
 class TestChoice(LiveInputsTestCase):
