@@ -398,10 +398,10 @@ class LiveInputs:
         if self._staged is not None:
             self._staged.launched()  # the graph was launched on the current stream
         for item in self._copied_back:
-            self._given[item.index].copy_(item.placeholder_tensor)
+            _write(self._given[item.index], item.placeholder_tensor)
         for index, copy in temporary.items() if temporary else ():
             if any(i.mutated for i in self.patched if i.index == index):
-                self._given[index].copy_(copy)
+                _write(self._given[index], copy)
         if self._copied:
             self._launches.end(self._device)
         self.drop()
@@ -428,6 +428,11 @@ class LiveInputs:
             return base
         size, stride, offset, dtype = view
         return seen_as(base, size, stride, offset, dtype)
+
+
+def _write(given: torch.Tensor, copy: torch.Tensor) -> None:
+    """Writes a copy back to an input. Autograd does not see it, as it does not see what kernels write."""
+    given.data.copy_(copy)
 
 
 _NOTHING = Scan(nodes=(), relocations=(), refused={}, opaque=None, kinds=Counter())

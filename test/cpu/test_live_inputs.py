@@ -473,6 +473,21 @@ class TestCopies(LiveInputsTestCase):
             live.finish()
             self.assertEqual(a_now, expected)
 
+    def test_autograd_does_not_see_that_copies_go_back(self):
+        """As it does not see what kernels write: AOTAutograd counts the writes that it must see."""
+        weight = torch.rand(4, 8, requires_grad=True)
+        for nodes, residue in ((self.one_kernel(), 16), (lambda found: [self.api.make_kernel(found[1:])], 0)):
+            live, _ = self.replayable(nodes, at(0), at(0), mutated=[0])
+            a = at(residue)
+            before, saved = a._version, (weight * a).sum()
+            self.begin(live, a, at(0))
+            copy = live.addresses.temporary.get(0, live.items[0].placeholder_tensor)
+            expected = a + 1
+            copy.add_(1)
+            live.finish()
+            self.assertEqual((a, a._version), (expected, before))
+            saved.backward()
+
     def test_a_copy_keeps_layouts_with_gaps_and_overlaps(self):
         for view in (
             lambda: torch.rand(9, 9)[1:7:2, 2:8:3],
