@@ -10,6 +10,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
 from pygraph_trees.compat import lists_groups_of_parameters
 
 
@@ -18,7 +21,7 @@ def gathered_addresses() -> frozenset[int]:
     return frozenset(tensor.data_ptr() for tensor in _gathered())
 
 
-def _gathered() -> Iterator[Any]:
+def _gathered() -> Iterator[torch.Tensor]:
     states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
     for reference in list(states.values()):
         state = reference()
@@ -26,6 +29,13 @@ def _gathered() -> Iterator[Any]:
         groups = state._fsdp_param_groups if several else [getattr(state, "_fsdp_param_group", None)]
         for parameter in [one for group in groups if group is not None for one in group.fsdp_params]:
             found = getattr(parameter, "_unsharded_param", None)  # missing before the first gathering
-            tensor = getattr(found, "_local_tensor", found)  # of a DTensor
-            if tensor is not None and tensor.untyped_storage().nbytes():
-                yield tensor
+            yield from _with_memory(getattr(found, "_local_tensor", found))  # of a DTensor
+
+
+def _with_memory(value: Any) -> Iterator[torch.Tensor]:
+    """A tensor that has memory now; of a wrapper subclass, which has none itself, the tensors in it that have."""
+    if is_traceable_wrapper_subclass(value):
+        for name in value.__tensor_flatten__()[0]:
+            yield from _with_memory(getattr(value, name))
+    elif isinstance(value, torch.Tensor) and value.untyped_storage().nbytes():
+        yield value
