@@ -415,12 +415,9 @@ class LiveInputs:
         """This call's input itself if ``view`` is None, else the view of it that the function returns."""
         base, temporary = self._given[index], self.addresses.temporary
         copied = self._copied.get(index)
-        is_lost = (copied is not None or index in temporary) and (
-            self._pool.holds(base.data_ptr()) or base._is_zerotensor()
-        )
-        if is_lost:
-            # The input has no memory, or the graph may overwrite it, and the next call overwrites the placeholder
-            # tensor's.
+        is_copied = copied is not None or index in temporary
+        if is_copied and (self._pool.holds(base.data_ptr()) or not _may_be_seen(base, view)):
+            # The graph may overwrite the input's own memory, and the next call overwrites the placeholder tensor's.
             if copied is not None and index not in temporary:
                 temporary[index] = copy_at(copied.placeholder_tensor, copied.recorded % 512)
             base = temporary[index]
@@ -433,6 +430,15 @@ class LiveInputs:
 def _write(given: torch.Tensor, copy: torch.Tensor) -> None:
     """Writes a copy back to an input. Autograd does not see it, as it does not see what kernels write."""
     given.data.copy_(copy)
+
+
+def _may_be_seen(base: torch.Tensor, view: tuple[Any, ...] | None) -> bool:
+    """Whether an input's own memory has the elements of a view, which may be of another dtype."""
+    if base._is_zerotensor():
+        return False
+    dtype = base.dtype if view is None else view[-1]
+    begin = base.storage_offset() * base.element_size()
+    return dtype == base.dtype or not (base.is_conj() or base.is_neg() or begin % dtype.itemsize)
 
 
 _NOTHING = Scan(nodes=(), relocations=(), refused={}, opaque=None, kinds=Counter())

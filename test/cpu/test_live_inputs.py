@@ -808,6 +808,20 @@ class TestOutputs(LiveInputsTestCase):
             self.assertEqual(view.data_ptr(), whole.data_ptr() + 32)
             h.copy_(before)
 
+    def test_a_view_in_another_dtype_is_of_a_copy_if_the_input_has_no_such_elements(self):
+        """Un-graphed, a misaligned or negated input is copied before it is seen as complex numbers."""
+        name = "_construct_CUDA_Tensor_From_Storage_And_Metadata"
+        for nodes in (self.one_kernel(), lambda found: [self.api.make_kernel(found[1:])]):  # patched, and copied
+            live, _ = self.replayable(nodes, at(0), at(0))
+            for moved in (at(4), torch._neg_view(at(4))):
+                self.begin(live, moved, at(0))
+                with mock.patch.object(torch._C, name, lambda metadata, storage: metadata, create=True):
+                    metadata = live.output(0, ((15,), (1,), 1, torch.complex64))
+                copy = live.addresses.temporary[0]
+                self.assertEqual(copy, moved)
+                self.assertEqual(metadata["data_ptr"] + 8 * metadata["storage_offset"], copy.data_ptr() + 8)
+                live.finish()
+
     def test_an_output_on_zeros_without_memory_is_a_view_of_a_copy(self):
         """Also in another dtype, for which torch is asked for the address of the memory."""
         view = self.VIEW[:3]
