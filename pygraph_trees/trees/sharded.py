@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pygraph_trees.compat import lists_groups_of_parameters
+from pygraph_trees.cuda.extent import tensors_with_memory
 
 
 def gathered_addresses() -> frozenset[int]:
@@ -29,13 +28,5 @@ def _gathered() -> Iterator[torch.Tensor]:
         groups = state._fsdp_param_groups if several else [getattr(state, "_fsdp_param_group", None)]
         for parameter in [one for group in groups if group is not None for one in group.fsdp_params]:
             found = getattr(parameter, "_unsharded_param", None)  # missing before the first gathering
-            yield from _with_memory(getattr(found, "_local_tensor", found))  # of a DTensor
-
-
-def _with_memory(value: Any) -> Iterator[torch.Tensor]:
-    """A tensor that has memory now; of a wrapper subclass, which has none itself, the tensors in it that have."""
-    if is_traceable_wrapper_subclass(value):
-        for name in value.__tensor_flatten__()[0]:
-            yield from _with_memory(getattr(value, name))
-    elif isinstance(value, torch.Tensor) and value.untyped_storage().nbytes():
-        yield value
+            inner = tensors_with_memory(getattr(found, "_local_tensor", found))  # of a DTensor
+            yield from (tensor for tensor in inner if tensor.untyped_storage().nbytes())

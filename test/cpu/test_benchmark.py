@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.common_utils import TestCase, run_tests
+from torch.testing._internal.two_tensor import TwoTensor
 
 import inductor_patches
 import pygraph_trees
@@ -108,6 +109,12 @@ class TestProgram(TestCase):
         x = torch.zeros(100)
         self.assertEqual(Program(lambda *a: None, (x, x[50:])).resident_nbytes, 400)
 
+    def test_resident_bytes_of_wrapper_subclasses_are_those_of_the_tensors_in_them(self):
+        """As of quantized parameters: such a tensor has no memory itself."""
+        module = torch.nn.Module()
+        module.weight = torch.nn.Parameter(TwoTensor(torch.zeros(100), TwoTensor(torch.zeros(100), torch.zeros(100))))
+        self.assertEqual(Program(module, (torch.zeros(10),)).resident_nbytes, 1240)
+
     def test_the_device_is_that_of_what_a_function_closes_over(self):
         """It is waited for, though all inputs are elsewhere."""
         with absent_gpu("sm_90"), FakeTensorMode():
@@ -142,6 +149,20 @@ class TestRing(TestCase):
             self.assertEqual(x, y)
         self.assertEqual(clone.args[0].untyped_storage().data_ptr(), clone.args[1].untyped_storage().data_ptr())
         self.assertTrue(clone.kwargs["w"]["x"].requires_grad and clone.kwargs["w"]["x"].is_leaf)
+
+    def test_clones_read_as_the_inputs(self):
+        x = torch.complex(torch.arange(4.0), torch.ones(4))
+        own, clone = Ring(Program(lambda *a: None, (x.conj(), torch._neg_view(x.real), x.conj().imag)), sets=2).sets
+        for one, other in zip(own.args, clone.args, strict=True):
+            self.assertEqual((other.is_conj(), other.is_neg()), (one.is_conj(), one.is_neg()))
+            self.assertEqual(one, other)
+
+    def test_wrapper_subclasses_do_not_rotate(self):
+        """They have no memory that a clone could copy."""
+        inputs = TwoTensor(torch.ones(2), torch.ones(2)), torch.ones(2)
+        own, clone = Ring(Program(lambda *a: None, inputs), sets=2).sets
+        self.assertIs(own.args[0], clone.args[0])
+        self.assertNotEqual(own.args[1].data_ptr(), clone.args[1].data_ptr())
 
     def test_only_live_inputs_rotate(self):
         program = Program(
