@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch._inductor.config
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from pygraph_trees.cuda.extent import flat
+from pygraph_trees.cuda.extent import flat, tensors_with_memory
 from pygraph_trees.errors import PygraphError
 from pygraph_trees.report.log import journal
 
@@ -113,10 +114,11 @@ def _compare(ways: Sequence[Way], args: Any, kwargs: Any, calls: int) -> None:
 
 
 def _elsewhere(value: Any) -> Any:
-    """A copy with the same strides and alignment."""
+    """A copy with the same strides, and with the same alignment if the tensor has memory itself and reads as it."""
     if not isinstance(value, torch.Tensor) or value.numel() == 0:
         return value
-    if value.layout is not torch.strided or value.is_conj() or value.is_neg():
+    is_wrapped = is_traceable_wrapper_subclass(value)  # then it has no memory itself
+    if is_wrapped or value.layout is not torch.strided or value.is_conj() or value.is_neg():
         return value.detach().clone().requires_grad_(value.requires_grad)
     source, size = flat(value), value.element_size()
     buffer = torch.empty(source.numel() + 512 // size, dtype=value.dtype, device=value.device)
@@ -127,6 +129,7 @@ def _elsewhere(value: Any) -> Any:
 
 
 def _spoil(value: Any) -> None:
-    if isinstance(value, torch.Tensor) and value.numel() and value.layout is torch.strided:
-        with torch.no_grad():
-            flat(value).fill_(float("nan") if value.is_floating_point() or value.is_complex() else 0)
+    for tensor in tensors_with_memory(value):
+        if tensor.numel() and tensor.layout is torch.strided:
+            with torch.no_grad():
+                flat(tensor).fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0)

@@ -42,7 +42,7 @@ from pygraph_trees.benchmark.table import WIDTH, geometric_mean
 from pygraph_trees.benchmark.timing import collector_off, is_steady, schedule, time_block
 from pygraph_trees.benchmark.trace import GpuWork, profile_call, read_trace
 from pygraph_trees.benchmark.tuning import own_cache
-from pygraph_trees.benchmark.verify import DiffersUngraphed, NothingVerified, _why_not_graphed
+from pygraph_trees.benchmark.verify import DiffersUngraphed, NothingVerified, _elsewhere, _spoil, _why_not_graphed
 from pygraph_trees.benchmark.ways import NotPatchedError, OwnInductor, UnknownWayError, Way, make_ways, patches_on
 from pygraph_trees.fake_gpu import absent_gpu
 from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journal
@@ -765,6 +765,16 @@ class TestVerify(TestCase):
         self.assertEqual(called, [])
         with self.assertRaisesRegex(ValueError, "at least 3 calls"):
             pygraph_trees.verify(torch.sin, torch.ones(2), calls=2)
+
+    def test_arguments_of_wrapper_subclasses_stay_such(self):
+        """They are copied, and the tensors in the copies are overwritten."""
+        given = TwoTensor(torch.ones(2), torch.arange(2.0)).requires_grad_()
+        copied = _elsewhere(given)
+        self.assertEqual((type(copied), copied.requires_grad), (TwoTensor, True))
+        self.assertEqual((copied.a, copied.b), (given.a, given.b))
+        _spoil(copied)
+        for one, other in ((copied.a, given.a), (copied.b, given.b)):
+            self.assertTrue(one.isnan().all() and other.isfinite().all())
 
     def test_without_a_recording_nothing_is_verified(self):
         for fn in (lambda x: x.sin(), _model(), lambda x: None):
