@@ -349,6 +349,8 @@ def _as_upstream_has_it(run: Run, mode: str, trees: _Trees) -> Run:
 
     def forward(inputs: list[Any]) -> Any:
         waits = trees.manager(create=True)
+        if isinstance(waits, Manager):
+            waits.note_ungraphed(inputs, is_forward=True)
         outputs = run(inputs)
         if waits is not None:
             waits.running_forwards_with_pending_backwards = True
@@ -356,6 +358,8 @@ def _as_upstream_has_it(run: Run, mode: str, trees: _Trees) -> Run:
 
     def backward(inputs: list[Any]) -> Any:
         waits = trees.manager()
+        if isinstance(waits, Manager):
+            waits.note_ungraphed(inputs, is_forward=False)
         if waits is not None:
             waits.set_to_running_backward()
         return run(inputs)

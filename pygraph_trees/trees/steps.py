@@ -1,9 +1,10 @@
-"""When a step begins: by torch's rules, or if a path would grow at each call because a backward never comes."""
+"""When a step begins: by torch's rules, also if calls run un-graphed, or if a backward never comes."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch._inductor import cudagraph_trees
 
 from .kept_outputs import keeps_outputs
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 Upstream: type = cudagraph_trees.CUDAGraphTreeManager
 _FORWARD = cudagraph_trees.CompilationMode.FORWARD
+_STATE = cudagraph_trees.ExecutionState
 
 
 class Steps(Upstream):
@@ -38,6 +40,29 @@ class Steps(Upstream):
 
     def _is_forward(self, node: Any) -> bool:
         return bool(self.id_to_mode[node.wrapped_function.id] == _FORWARD)
+
+    def note_ungraphed(self, inputs: list[Any], *, is_forward: bool) -> None:
+        """Notes that an un-graphed forward or backward runs now; it is part of a step like a graphed one.
+
+        Otherwise a graphed backward after an un-graphed one would begin a step, although its forward's outputs are
+        needed. A forward that begins a step ends the last step's path: no later call does while a backward is awaited.
+        """
+        try:  # an interrupt may come anywhere
+            if not self.take_turn(inputs):  # it is called during another call
+                return
+            if is_forward and self.can_start_new_generation() and not torch.cuda.is_current_stream_capturing():
+                self._end_path()
+            self.update_generation()
+        finally:
+            self.end_turn(inputs)
+
+    def _end_path(self) -> None:
+        if self.path_state is _STATE.EXECUTION:
+            self.try_end_curr_execution()
+        elif self.path_state is _STATE.RECORDING:
+            self.try_end_curr_recording(None)
+        elif self.path_state is _STATE.WARMUP:
+            self.try_end_curr_warmup(None)
 
     def by_one_answer(self, *calls: Callable[[], None]) -> None:
         """Makes calls for which one answer tells if a step begins, whatever other threads do: outputs are moved if a
