@@ -1,4 +1,4 @@
-"""Tangents that are zeros without memory: the gradients of un-graphed code, whether a call warms up, records or replays.
+"""Tangents that are zeros without memory: gradients of un-graphed code, whether a call warms up, records or replays.
 
 No test here sets saved-tensor hooks: after a process has set them, each call checks its inputs and replaces such zeros.
 """
@@ -44,7 +44,7 @@ class TestZeros(IndirectionTestCase):
             for way in (two, graphed):
                 leaves = [tensor.clone().requires_grad_() for tensor in given]
                 backward(call, way(*leaves))
-                results.append([leaf.grad.clone() for leaf in leaves])  # eager's may have no memory
+                results.append([leaf.grad.clone() for leaf in leaves])  # eager's may be such zeros
             torch.cuda.synchronize()
             self.assertEqual(results[1], results[0], msg=f"call {call}")
         self.assertGreater(Facts.now().replays, 0)
