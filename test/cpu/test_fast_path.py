@@ -476,7 +476,7 @@ class TestNative(TestCase):
         where = [torch.zeros(1), *[theirs[1]] * len(lives)]
         found = [Recording({1: t}, some(1), live=live) for t, live in zip(where, [None, *lives], strict=True)]
         trees = Trees({}, some(1))
-        trees.recordings = found
+        trees.recordings, trees.where = found, where  # no other tensor may be found at an address that is free again
         replays = [fast_path.replay(recording, (), [NotImplemented]) for recording in found]
         trees.put(trees.candidates(*replays, facts=[(recording.fixed, None) for recording in found]))
         return trees, given_
