@@ -70,17 +70,19 @@ class LiveInputs:
         )
         try:
             place = torch.device("cuda", device)
-            on_placeholders = [
-                at_placeholder(
-                    *(index, tensor, span, placeholder.start, place),
-                    mutated=index in mutated,
-                    managed=index in managed,
-                )
-                for (index, tensor), span, placeholder in zip(
-                    tensors.items(), spans, self._placeholders.placeholders, strict=True
-                )
-            ]
-            held_items = [in_memory(index, tensor) for index, (tensor, _) in held.items()]
+            # Tensors made in inference mode could not be written to outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                on_placeholders = [
+                    at_placeholder(
+                        *(index, tensor, span, placeholder.start, place),
+                        mutated=index in mutated,
+                        managed=index in managed,
+                    )
+                    for (index, tensor), span, placeholder in zip(
+                        tensors.items(), spans, self._placeholders.placeholders, strict=True
+                    )
+                ]
+                held_items = [in_memory(index, tensor) for index, (tensor, _) in held.items()]
             self._staged = StagedInputs(staged, device) if staged else None
             self._table = table_for(device, [item.recorded for item in on_placeholders if item.index in tabled])
         except BaseException:

@@ -266,7 +266,8 @@ bool at_hand(const Replay::State *replay, PyObject *returned, std::vector<PyObje
 /* Notes the cached outputs, which Python has just made. */
 void note_made(Replay::State *replay);
 
-/* Whether the program left all cached outputs as they were made, so that they can be returned again. */
+/* Whether the program left all cached outputs as they were made, in the same inference mode as this call's, so that
+   they can be returned again. */
 bool are_untouched(const Replay::State *replay);
 
 /* The outputs of a recording as a list, made in Python; NULL with an exception. */

@@ -2,6 +2,8 @@
 
 #include "fast_path.h"
 
+#include <c10/core/InferenceMode.h>
+
 namespace {
 
 using namespace pygraph;
@@ -20,15 +22,16 @@ bool has_attributes(PyObject *dictionary) {
 }
 
 /* Whether a cached output is as it was made, and has nothing that its last user left: a gradient or its type, a history
-   that is not replaced, hooks, attributes, weak references. */
-bool is_untouched(PyObject *output, const Replay::Made &made, const int64_t *shape, bool has_new_history) {
+   that is not replaced, hooks, attributes, weak references. It must also be an inference tensor if `is_inference`. */
+bool is_untouched(PyObject *output, const Replay::Made &made, const int64_t *shape, bool has_new_history,
+                  bool is_inference) {
     if (output != made.known.object || Py_TYPE(output) != made.kind)
         return false;
     const at::Tensor &tensor = THPVariable_Unpack(output);
     const c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
     const c10::StorageImpl *storage = impl->unsafe_storage().unsafeGetStorageImpl();
     if (storage != made.known.storage || storage->data() != made.data || impl->storage_offset() != made.offset ||
-        impl->dtype() != made.dtype || tensor.is_conj() || tensor.is_neg())
+        impl->dtype() != made.dtype || tensor.is_inference() != is_inference || tensor.is_conj() || tensor.is_neg())
         return false;
     const at::IntArrayRef sizes = impl->sizes(), strides = impl->strides();
     if (sizes.size() != made.dimensions)
@@ -74,6 +77,7 @@ void pygraph::note_made(Replay::State *replay) {
 
 bool pygraph::are_untouched(const Replay::State *replay) {
     constexpr size_t further = 8;
+    const bool is_inference = c10::InferenceMode::is_enabled();
     const size_t count = static_cast<size_t>(PyList_GET_SIZE(replay->cached));
     if (count != replay->made.size())
         return count == 0;
@@ -82,7 +86,8 @@ bool pygraph::are_untouched(const Replay::State *replay) {
             replay->made[i + further].load();
         PyObject *output = PyList_GET_ITEM(replay->cached, static_cast<Py_ssize_t>(i));
         const Replay::Made &made = replay->made[i];
-        if (is_tensor(output) && !is_untouched(output, made, replay->shapes.data() + made.shape, replay->has_new_history))
+        if (is_tensor(output) && !is_untouched(output, made, replay->shapes.data() + made.shape, replay->has_new_history,
+                                               is_inference))
             return false;
     }
     return true;

@@ -61,11 +61,15 @@ def as_made(output: torch.Tensor) -> AsMade:
 def are_untouched(recording: HoldsOutputs) -> bool:
     """Whether the program left all cached outputs as they were made; others cannot be returned again.
 
+    Nor can outputs that were made in another inference mode: un-graphed code makes tensors of the call's mode.
     C++ asks the same (``native/own_outputs.cpp``), much faster.
     """
     cached = zip(recording.cached_tensor_outputs, recording.cached_as_made, strict=False)  # nothing is cached at first
-    renewed = recording.has_new_history
-    return all(output is None or _is_untouched(output, made, renewed) for output, made in cached)
+    renewed, is_inference = recording.has_new_history, torch.is_inference_mode_enabled()
+    return all(
+        output is None or (output.is_inference() == is_inference and _is_untouched(output, made, renewed))
+        for output, made in cached
+    )
 
 
 def _is_untouched(output: Any, made: AsMade | None, has_new_history: bool) -> bool:

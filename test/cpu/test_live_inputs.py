@@ -488,6 +488,24 @@ class TestCopies(LiveInputsTestCase):
             self.assertEqual((a, a._version), (expected, before))
             saved.backward()
 
+    def test_copies_are_made_in_any_mode(self):
+        """Tensors made in inference mode cannot be written to outside of it."""
+        for recorded_inside in (True, False):
+            with torch.inference_mode(recorded_inside):
+                inputs = at(0), at(4), at(0)
+                live, _ = self.hidden(*inputs, mutated=[1], refused={1: "told so"})
+                live.finish()
+            for called_inside in (True, False):
+                with torch.inference_mode(called_inside):
+                    a, b, c = at(0), at(0), at(16)  # copied to a placeholder, copied both ways, copied for the call
+                    expected = b + 1
+                    self.begin(live, a, b, c)
+                    copies = {item.index: item.placeholder_tensor for item in live.items}
+                    self.assertEqual((copies[0], copies[1], live.addresses.temporary[2]), (a, b, c))
+                    copies[1].data.add_(1)
+                    live.finish()
+                    self.assertEqual(b, expected)
+
     def test_a_copy_keeps_layouts_with_gaps_and_overlaps(self):
         for view in (
             lambda: torch.rand(9, 9)[1:7:2, 2:8:3],
