@@ -17,6 +17,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 import torch
 from functorch.compile import make_boxed_func
 from recordings_on_cpu import SIZE, Function
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.cudagraph_trees import CompilationMode
 from torch.testing._internal.common_utils import TestCase, instantiate_parametrized_tests, parametrize, run_tests
@@ -56,9 +57,7 @@ class TestCompilations(TestCase):
             compiled.append(graph)
             return make_boxed_func(graph.forward)
 
-        doubled = torch.compile(
-            lambda: leaf.sin(), backend=torch._dynamo.backends.common.aot_autograd(fw_compiler=compiler)
-        )
+        doubled = torch.compile(lambda: leaf.sin(), backend=aot_autograd(fw_compiler=compiler))
         for is_inside in (False, True, False):
             total = doubled().sum()
             with torch.inference_mode(is_inside):
