@@ -24,6 +24,7 @@ class Steps(Upstream):
     current_node: Any
     keeps_outputs: bool  # whether a function was added whose outputs must be kept
     _begins_step: bool | None = None  # the answer of can_start_new_generation while a path may end
+    _ungraphed = 0  # un-graphed forwards in a row of which none began a step, and without an un-graphed backward
 
     def can_start_new_generation(self, *generation: Any) -> bool:
         """Whether a step begins. Since torch 2.14 the argument is the current generation, if it is known."""
@@ -36,7 +37,8 @@ class Steps(Upstream):
         if node is None or not self.keeps_outputs or not self.in_new_torch_compile_invocation(*generation):
             return False
         path = list(node._path_from_root)
-        return is_endless(path, self._is_forward) and all(keeps_outputs(node.wrapped_function.model) for node in path)
+        is_long = is_endless(path, self._is_forward, others=self._ungraphed)
+        return is_long and all(keeps_outputs(node.wrapped_function.model) for node in path)
 
     def _is_forward(self, node: Any) -> bool:
         return bool(self.id_to_mode[node.wrapped_function.id] == _FORWARD)
@@ -50,9 +52,12 @@ class Steps(Upstream):
         try:  # an interrupt may come anywhere
             if not self.take_turn(inputs):  # it is called during another call
                 return
-            if is_forward and self.can_start_new_generation() and not torch.cuda.is_current_stream_capturing():
+            # A path that grows at each call is ended by a graphed call: looking for one takes longer than this one.
+            begins = is_forward and super().can_start_new_generation()
+            if begins and not torch.cuda.is_current_stream_capturing():
                 self._end_path()
             self.update_generation()
+            self._ungraphed = self._ungraphed + 1 if is_forward and not begins else 0
         finally:
             self.end_turn(inputs)
 

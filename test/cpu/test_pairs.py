@@ -228,6 +228,33 @@ class TestSteps(TestCase):
                 self.assertEqual([after - before for before, after in zip(few, many, strict=True)][:2], [0, 0])
                 self.assertEqual(many[-1] > few[-1], last_is_graphed)
 
+    def test_forwards_without_a_backward_let_no_path_grow(self):
+        """An evaluation for which ``no_grad`` was forgotten, and a function without a backward between the forwards."""
+        for way in Execution:
+            with self.subTest(way=way.value):
+                training, recorded, warmups = Training(), [], []
+                with training.running():
+                    model, weight, double = training.model(), filled(2).requires_grad_(), training.inference(torch.add)
+                    model.trial.next_way = way
+                    for number in range(120):
+                        output = model(filled(number), weight)
+                        held = double(output.detach(), output.detach())  # until the next one is there
+                        self.assertEqual(held, filled(4 * number + 2))
+                        recorded.append(training.manager.recorded)
+                        functions = training.manager.ids_to_funcs.values()
+                        warmups.append(sum(function.model.log.warmups for function in functions))
+                self.assertEqual((recorded[60], warmups[60]), (recorded[-1], warmups[-1]))
+                self.assertGreater(recorded[-1], 0)
+
+    def test_a_forward_within_a_step_does_not_look_at_its_path(self):
+        """In a model of many compiled blocks, that would take longer than the forward."""
+        program, manager = self.manager()
+        with program.training.running():
+            node, manager.current_gen, manager.running_forwards_with_pending_backwards = manager.current_node, -7, True
+            with mock.patch.object(manager, "_has_endless_path") as looks:
+                manager.note_ungraphed([], is_forward=True)
+            self.assertEqual((looks.call_count, manager.current_node), (0, node))
+
     def manager(self):
         """One whose last step, a graphed forward and backward, left a path."""
         program = Program()

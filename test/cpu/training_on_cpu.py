@@ -241,12 +241,22 @@ class Training:
     def model(self):
         return Model(self, Told())
 
+    def inference(self, compute):
+        """A compiled function without a backward, of as many arguments as ``compute`` takes; always graphed."""
+        run = self.function(Told(), "inference", lambda given: [compute(*given)], [])
+
+        def call(*given):
+            GenerationTracker.generation += 1
+            return run(list(given))[0]
+
+        return call
+
     def function(self, trial, mode, compute, static):
         settings = Settings(placement="off", indirection="auto", selective="auto", outputs=self._outputs)
         function = FunctionModel(_consuming(compute), settings, FunctionLog("f", "0/0", mode, 1, {}))
         manager, function_id = self.manager, self.manager.new_func_id()
         manager.ids_to_funcs[function_id] = WrappedFunction(function, static, function_id, (), (), (), **LIMITS)
-        manager.id_to_mode[function_id] = CompilationMode.BACKWARD if mode == BACKWARD else CompilationMode.FORWARD
+        manager.id_to_mode[function_id] = CompilationMode[mode.upper()]
         function.dispatch.add(of_integers=False)
         world = World()
         with (
