@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +88,7 @@ def _why_not_graphed(graphs_before: int, functions_before: int) -> str:
 
 def _compare(ways: Sequence[Way], args: Any, kwargs: Any, calls: int) -> None:
     spoilt: list[Any] = []  # kept alive, so that their addresses are not reused
+    own = _storages((args, kwargs))
     for call in range(calls):
         seen = []
         for way in ways:
@@ -100,7 +102,7 @@ def _compare(ways: Sequence[Way], args: Any, kwargs: Any, calls: int) -> None:
                 seen.append(snapshot({"output": outputs, "argument": (given, named)}))
                 del outputs
             for tensor in pytree.tree_leaves((given, named)):
-                _spoil(tensor)
+                _spoil(tensor, own)
             spoilt.append((given, named))
         wanted, found = seen
         apart = difference(found, wanted)
@@ -128,8 +130,15 @@ def _elsewhere(value: Any) -> Any:
     return view.requires_grad_(value.requires_grad)
 
 
-def _spoil(value: Any) -> None:
+def _storages(values: Any) -> frozenset[int]:
+    """What identifies the storages of tensors, and of those in wrapper subclasses."""
+    tensors = itertools.chain.from_iterable(map(tensors_with_memory, pytree.tree_leaves(values)))
+    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided)
+
+
+def _spoil(value: Any, own: Collection[int]) -> None:
+    """Overwrites a copy, except storages of the program's ``own``: a nested tensor's clone shares the offsets."""
     for tensor in tensors_with_memory(value):
-        if tensor.numel() and tensor.layout is torch.strided:
+        if tensor.layout is torch.strided and tensor.numel() and tensor.untyped_storage()._cdata not in own:
             with torch.no_grad():
                 flat(tensor).fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0)

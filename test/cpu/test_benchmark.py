@@ -42,7 +42,14 @@ from pygraph_trees.benchmark.table import WIDTH, geometric_mean
 from pygraph_trees.benchmark.timing import collector_off, is_steady, schedule, time_block
 from pygraph_trees.benchmark.trace import GpuWork, profile_call, read_trace
 from pygraph_trees.benchmark.tuning import own_cache
-from pygraph_trees.benchmark.verify import DiffersUngraphed, NothingVerified, _elsewhere, _spoil, _why_not_graphed
+from pygraph_trees.benchmark.verify import (
+    DiffersUngraphed,
+    NothingVerified,
+    _elsewhere,
+    _spoil,
+    _storages,
+    _why_not_graphed,
+)
 from pygraph_trees.benchmark.ways import NotPatchedError, OwnInductor, UnknownWayError, Way, make_ways, patches_on
 from pygraph_trees.fake_gpu import absent_gpu
 from pygraph_trees.report.log import FunctionLog, GraphLog, RecordingLog, journal
@@ -772,9 +779,17 @@ class TestVerify(TestCase):
         copied = _elsewhere(given)
         self.assertEqual((type(copied), copied.requires_grad), (TwoTensor, True))
         self.assertEqual((copied.a, copied.b), (given.a, given.b))
-        _spoil(copied)
+        _spoil(copied, _storages([given]))
         for one, other in ((copied.a, given.a), (copied.b, given.b)):
             self.assertTrue(one.isnan().all() and other.isfinite().all())
+
+    def test_what_a_copy_shares_with_an_argument_is_not_overwritten(self):
+        given = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+        copied = _elsewhere(given)
+        self.assertIs(copied.offsets(), given.offsets())
+        _spoil(copied, _storages([given]))
+        self.assertTrue(copied.values().isnan().all())
+        self.assertEqual((given.offsets().tolist(), given.values()), ([0, 2, 6], torch.ones(6, 3)))
 
     def test_without_a_recording_nothing_is_verified(self):
         for fn in (lambda x: x.sin(), _model(), lambda x: None):
