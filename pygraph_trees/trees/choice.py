@@ -384,6 +384,8 @@ class _Aligned:
             from torch._inductor.utils import align_inputs_from_check_idxs
             from torch.utils._ordered_set import OrderedSet
 
+            # If the trial runs the first call un-graphed, torch is not asked for a graph.
+            self._function.note_tangents(len(inputs), self._static_input_idxs)
             checked = get_input_idxs_to_check(inputs, self._static_input_idxs)
             mutated = OrderedSet(self._mutated) & OrderedSet(checked)
             self._run = align_inputs_from_check_idxs(self._function, checked, mutated)

@@ -17,7 +17,7 @@ from torch._guards import TracingContext
 
 from pygraph_trees.native import binding
 from pygraph_trees.report.log import FunctionLog, journal
-from pygraph_trees.report.naming import compile_id, mode_name, program_name
+from pygraph_trees.report.naming import BACKWARD, compile_id, mode_name, program_name
 from pygraph_trees.settings import Settings
 
 from .allocations import is_watching, watching
@@ -97,6 +97,11 @@ class FunctionModel:
         self.stop: Callable[[str], None] | None = None  # lets it run un-graphed from the next call on, with a reason
         if hasattr(model, "__name__"):
             self.__name__ = model.__name__
+
+    def note_tangents(self, count: int, static_input_idxs: Sequence[int]) -> None:
+        """Notes which of a backward's inputs are not static: static ones come from the forward."""
+        if self.log.mode == BACKWARD:
+            self.tangents = sorted(set(range(count)).difference(static_input_idxs))
 
     def __call__(self, inputs: list[Any]) -> Any:
         self.log.runs += 1

@@ -79,7 +79,8 @@ class TestZeros(TestCase):
         Static inputs come from the forward, which makes no zeros without memory: nothing looks at them.
         """
         for is_backward, expected in ((True, [True, False]), (False, [True, True])):
-            model = self.model(lambda inputs: [value._is_zerotensor() for value in inputs])
+            mode = "backward" if is_backward else "forward"
+            model = self.model(lambda inputs: [value._is_zerotensor() for value in inputs], mode)
             put = dict(device_index=0, is_backward=is_backward, is_inference=False)
             entry_points.cudagraphify_impl(lambda function, *_, **__: function)(model, [zeros(2)] * 2, [0], **put)
             wrapped = SimpleNamespace(model=model, mutated_input_idxs=(), static_input_idxs=[0])
@@ -92,6 +93,13 @@ class TestZeros(TestCase):
                 for call in (aligned, lambda inputs: manager._run_beside(inputs, FUNCTION)):  # noqa: B023
                     self.assertEqual([call([zeros(2), zeros(2)]) for _ in range(2)], [expected] * 2)
                 self.assertEqual(manager.run([zeros(2), zeros(2)], FUNCTION), expected)
+
+    def test_a_backward_that_is_never_graphed_has_memory_for_tangents(self):
+        """As if an earlier process decided that: torch is not asked for a graph."""
+        for mode, expected in (("backward", [True, False]), ("forward", [True, True])):
+            aligned = choice._Aligned(self.model(lambda inputs: [x._is_zerotensor() for x in inputs], mode), [0], ())
+            with mock.patch("torch._inductor.compile_fx.get_input_idxs_to_check", lambda inputs, static: []):
+                self.assertEqual([aligned([zeros(2), zeros(2)]) for _ in range(2)], [expected] * 2)
 
     def test_one_in_the_place_of_an_output_is_none(self):
         """An input that was a moving output of another graph: torch has no address to compare."""
