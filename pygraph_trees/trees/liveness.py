@@ -101,9 +101,10 @@ class Deaths:
 
     def ask(self) -> bool:
         """Whether all are dead. C++ calls this if it sees a reference to one of them."""
-        return self._are_dead() or (self._release() and self._are_dead())
+        return self.are_dead() or (self._release() and self.are_dead())
 
-    def _are_dead(self) -> bool:
+    def are_dead(self) -> bool:
+        """Whether all are dead, without releasing any."""
         return all(references[index]() is None for _, references, index in self.places)
 
 

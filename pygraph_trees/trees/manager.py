@@ -132,6 +132,10 @@ class Manager(fast_path.TreeState, Steps):
         if self.keeps_outputs and node is not None and (is_last or self.can_start_new_generation()):
             if torch.cuda.is_current_stream_capturing():  # a copy would be made at each replay of the program's graph
                 return
+            # Looking at all outputs of a long path takes longer than an un-graphed forward. C++ asks the same.
+            is_known = self.path_state is _EXECUTION and getattr(node, "has_fast_path", False)
+            if is_known and not is_last and (node.outliving is None or node.outliving.are_dead()):
+                return
             move_alive(node)
             self.handing_out.moved(self, node._path_from_root)
 

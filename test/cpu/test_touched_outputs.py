@@ -27,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from pygraph_trees.native import binding
 from pygraph_trees.trees import kept_outputs
+from pygraph_trees.trees import manager as manager_module
 from pygraph_trees.trees.liveness import Deaths
 from pygraph_trees.trees.recording import Recording
 
@@ -85,6 +86,22 @@ class TestDropped(OnCpuTestCase):
         found = self.check_next(function, fast=fast)
         self.assertFalse(hasattr(found, "tag"))
         found.add_(1)
+
+    @parametrize("is_held", [False, True])
+    def test_outputs_are_looked_at_before_they_are_moved(self, is_held):
+        """By an un-graphed forward that begins a step, as by a replay: most have none that is alive."""
+        function = Function(outputs=2)
+        held = function.call(3.0)[:is_held]
+        with (
+            mock.patch("torch.cuda.is_current_stream_capturing", return_value=False),
+            mock.patch.object(manager_module, "move_alive", wraps=kept_outputs.move_alive) as moves,
+        ):
+            self.assertIs(function.manager.path_state, ExecutionState.EXECUTION)
+            function.manager.current_gen = 0
+            function.manager.note_ungraphed([], is_forward=True)
+        self.assertEqual((moves.call_count, function.manager.current_node), (is_held, None))
+        function.call(4.0)
+        self.assertEqual(held, [all_of(3.0)] * is_held)
 
     def test_gradients_that_an_output_of_autograd_retains(self):
         """They are of one step, as with eager code."""
