@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 from bare_manager import bare_manager
-from fake_trees import LIMITS
+from fake_trees import LIMITS, liveness_check
 from test_trial import World
 from torch._dynamo.mutation_guard import GenerationTracker
 from torch._inductor import cudagraph_trees
@@ -79,6 +79,8 @@ def _held(tensors):
 
 
 class _Warmup(cudagraph_trees.CUDAWarmupNode):
+    user_visible_output_idxs = ()  # since torch 2.14: none is cloned by torch
+
     def __init__(self, wrapped, parent, number):
         self.wrapped_function, self.parent, self.id = wrapped, parent, number
         self.cuda_graphs_pool, self.outputs_weakrefs, self.tensor_weakrefs, self.stack_traces = (0, 7), [], [], []
@@ -92,6 +94,8 @@ class _Warmup(cudagraph_trees.CUDAWarmupNode):
 
 
 class _Recording(UpstreamRecording):
+    user_visible_output_idxs = ()
+
     def __init__(self, wrapped, parent, number, inputs, pool, static):
         self.wrapped_function, self.id, self.pool = wrapped, number, pool
         self._parent = None if parent is None else mock.MagicMock(return_value=parent)
@@ -105,6 +109,8 @@ class _Recording(UpstreamRecording):
         self.preserved_aliased_inputs, self.rerecord_if_static_inputs_change = [False] * len(inputs), True
         self.live_indices_after_graph = self._living()
         self.log = RecordingLog(number=0, reason="of the test")
+        for name, value in liveness_check().items():
+            setattr(self, name, value)
 
     def record(self, inputs):
         before = self._dead()
@@ -116,6 +122,7 @@ class _Recording(UpstreamRecording):
         outputs = self.pool.put(self._slots, values)
         self.outputs_weakrefs += _held(outputs)
         self.unaliased_in_all_paths = [True] * len(outputs)
+        self.output_storage_alias = [cudagraph_trees.UnaliasedStorage] * len(outputs)
         self.live_indices_after_graph = self._living()
         return outputs
 
