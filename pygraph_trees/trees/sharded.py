@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-
-import torch
+from typing import Any
 
 from pygraph_trees.compat import lists_groups_of_parameters
-from pygraph_trees.cuda.extent import tensors_with_memory
 
 
 def gathered_addresses() -> frozenset[int]:
@@ -20,7 +18,7 @@ def gathered_addresses() -> frozenset[int]:
     return frozenset(tensor.data_ptr() for tensor in _gathered())
 
 
-def _gathered() -> Iterator[torch.Tensor]:
+def _gathered() -> Iterator[Any]:
     states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
     for reference in list(states.values()):
         state = reference()
@@ -28,5 +26,6 @@ def _gathered() -> Iterator[torch.Tensor]:
         groups = state._fsdp_param_groups if several else [getattr(state, "_fsdp_param_group", None)]
         for parameter in [one for group in groups if group is not None for one in group.fsdp_params]:
             found = getattr(parameter, "_unsharded_param", None)  # missing before the first gathering
-            inner = tensors_with_memory(getattr(found, "_local_tensor", found))  # of a DTensor
-            yield from (tensor for tensor in inner if tensor.untyped_storage().nbytes())
+            tensor = getattr(found, "_local_tensor", found)  # of a DTensor
+            if tensor is not None and tensor.untyped_storage().nbytes():
+                yield tensor

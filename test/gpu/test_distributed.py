@@ -39,9 +39,8 @@ def run(name: str, world: int) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, process.returncode, output.read(), errors.read())
 
 
-def run_alone(name: str, world: int, *options: str) -> tuple[list[int], float]:
-    """The exit statuses of ranks without a launcher, which would end them when one fails, and the seconds from the end
-    of the first to that of the last.
+def run_alone(name: str, world: int, *options: str) -> list[int]:
+    """The exit statuses of ranks without a launcher, which would end them when one fails.
 
     A rank that sees the timeout ends at once here; by default it waits a minute for traces of the other ranks.
     """
@@ -59,15 +58,8 @@ def run_alone(name: str, world: int, *options: str) -> tuple[list[int], float]:
         )
         for rank in range(world)
     ]
-    begin, ends = time.monotonic(), dict[int, float]()
     try:
-        while len(ends) < world:
-            now = time.monotonic()
-            if now > begin + 2 * LONGEST_S:
-                raise TimeoutError(f"after {now - begin:.0f} s, {len(ends)} of {world} ranks have ended")
-            ends |= {number: now for number, rank in enumerate(ranks) if number not in ends and rank.poll() is not None}
-            time.sleep(0.1)
-        return [rank.wait() for rank in ranks], max(ends.values()) - min(ends.values())
+        return [rank.wait(LONGEST_S) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -118,9 +110,10 @@ class TestDistributed(TestCase):
     @parametrize("name", ["a_rank_raises", "a_rank_dies"])
     def test_the_timeout_of_nccl_ends_the_others(self, name: str) -> None:
         """No launcher ends them, and no replay waits for ever: the timeout is 40 s."""
-        statuses, seconds = run_alone(name, 2)
+        begin = time.monotonic()
+        statuses = run_alone(name, 2)
         self.assertNotIn(0, statuses)
-        self.assertLess(seconds, 100)
+        self.assertLess(time.monotonic() - begin, 120)
 
 
 instantiate_parametrized_tests(TestDistributed)
