@@ -7,8 +7,9 @@ import itertools
 import os
 import threading
 import unittest
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,29 @@ from torch.testing._internal.common_utils import TestCase, run_tests
 from pygraph_trees.native import binding
 from pygraph_trees.trees import collector
 from pygraph_trees.trees.collector import paused
+
+
+@contextmanager
+def another_thread_recording() -> Iterator[Callable[[], None]]:
+    """Another thread records from here on; yields a function that ends it and waits for it."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def record() -> None:
+        with paused():
+            inside.set()
+            leave.wait(60)
+
+    def end() -> None:
+        leave.set()
+        other.result(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(record)
+        try:
+            assert inside.wait(60)
+            yield end
+        finally:
+            leave.set()
 
 
 class TestSwitch(TestCase):
@@ -33,37 +57,18 @@ class TestSwitch(TestCase):
     def test_it_waits_for_the_last_recording(self) -> None:
         for was_on in (True, False):
             (gc.enable if was_on else gc.disable)()
-            inside, leave = threading.Event(), threading.Event()
-
-            def record(inside: threading.Event = inside, leave: threading.Event = leave) -> None:
-                with paused():
-                    inside.set()
-                    leave.wait(60)
-
-            with ThreadPoolExecutor(1) as pool:
-                other = pool.submit(record)
-                self.assertTrue(inside.wait(60))
+            with another_thread_recording() as end:
                 with paused(), paused():
                     self.assertFalse(gc.isenabled())
                 self.assertFalse(gc.isenabled())  # the other thread still records
-                leave.set()
-                other.result(60)
+                end()
             self.assertEqual(gc.isenabled(), was_on)
 
     def test_a_process_that_is_forked_while_another_thread_records(self) -> None:
         """That thread does not exist there; one that is inside itself may leave."""
         for was_on, is_inside in itertools.product((True, False), repeat=2):
             (gc.enable if was_on else gc.disable)()
-            inside, leave = threading.Event(), threading.Event()
-
-            def record(inside: threading.Event = inside, leave: threading.Event = leave) -> None:
-                with paused():
-                    inside.set()
-                    leave.wait(60)
-
-            with ThreadPoolExecutor(1) as pool:
-                other = pool.submit(record)
-                self.assertTrue(inside.wait(60))
+            with another_thread_recording() as end:
                 with paused() if is_inside else nullcontext():
                     child = os.fork()
                     found = [gc.isenabled()]
@@ -74,8 +79,7 @@ class TestSwitch(TestCase):
                         found.append(gc.isenabled())
                     os._exit(found != [was_on, False, was_on, False, was_on])
                 self.assertEqual((os.waitpid(child, 0)[1], found), (0, [False]))
-                leave.set()
-                other.result(60)
+                end()
             self.assertEqual(gc.isenabled(), was_on)
 
     def test_an_interrupt_before_or_after_it_is_turned_off(self) -> None:

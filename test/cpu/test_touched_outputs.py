@@ -42,6 +42,22 @@ def all_of(value):
     return torch.full((SIZE,), float(value))
 
 
+def under_autograd(function):
+    """Returns a callable that calls ``function`` as the forward of an autograd function; gradients pass unchanged."""
+
+    class Graphed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return function.call(float(value[0]))[0]
+
+        @staticmethod
+        def backward(ctx, gradient):
+            function.manager.running_forwards_with_pending_backwards = False
+            return gradient
+
+    return Graphed.apply
+
+
 @unittest.skipIf(binding.extension is None, "C++ replays here")
 class OnCpuTestCase(TestCase):
     def setUp(self):
@@ -83,19 +99,10 @@ class TestDropped(OnCpuTestCase):
         """They are of one step, as with eager code."""
         function = Function(mode=CompilationMode.FORWARD)
 
-        class Graphed(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, value):
-                return function.call(float(value[0]))[0]
-
-            @staticmethod
-            def backward(ctx, gradient):
-                function.manager.running_forwards_with_pending_backwards = False
-                return gradient
-
+        graphed = under_autograd(function)
         leaf = torch.ones(SIZE, requires_grad=True)
         for step in (1, 2, 3):
-            output = Graphed.apply(leaf)
+            output = graphed(leaf)
             output.retain_grad()
             (output * step).sum().backward()
             self.assertEqual(output.grad, all_of(step))
@@ -171,20 +178,11 @@ class TestDropped(OnCpuTestCase):
         """By C++ alone, also if autograd had used them."""
         function = Function(mode=CompilationMode.FORWARD if has_graph else CompilationMode.INFERENCE)
 
-        class Graphed(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, value):
-                return function.call(float(value[0]))[0]
-
-            @staticmethod
-            def backward(ctx, gradient):
-                function.manager.running_forwards_with_pending_backwards = False
-                return gradient
-
+        graphed = under_autograd(function)
         leaf, objects = torch.ones(SIZE, requires_grad=True), set()
         with mock.patch.object(Recording, "reconstruct_outputs", side_effect=AssertionError("it asked Python")):
             for step in range(3, 7):
-                output = Graphed.apply(leaf * step) if has_graph else function.call(step)[0]
+                output = graphed(leaf * step) if has_graph else function.call(step)[0]
                 self.assertEqual(output, all_of(step))
                 stamp(output, frozenset({0}))  # as AOTAutograd does with outputs of symbolic size
                 if has_graph:
